@@ -1,0 +1,29 @@
+# A room is one static library, denoised::<name>, whose headers are included from the root of the
+# repository ("engine/core/tensor.h"). PUBLIC rooms appear in its headers, PRIVATE ones only in its
+# sources. tests/include_directions_test.py holds the same directions against the includes.
+add_library(denoised_build_flags INTERFACE)
+target_include_directories(denoised_build_flags INTERFACE ${PROJECT_SOURCE_DIR})
+target_compile_options(denoised_build_flags INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers>)
+if(DENOISED_SANITIZE)
+  target_compile_options(denoised_build_flags INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${DENOISED_SANITIZE} -fno-omit-frame-pointer -g>)
+  target_link_options(denoised_build_flags INTERFACE -fsanitize=${DENOISED_SANITIZE})
+endif()
+
+function(denoised_room name)
+  cmake_parse_arguments(ROOM "" "" "SOURCES;PUBLIC;PRIVATE" ${ARGN})
+  add_library(denoised_${name} STATIC ${ROOM_SOURCES})
+  add_library(denoised::${name} ALIAS denoised_${name})
+  target_link_libraries(denoised_${name} PUBLIC denoised_build_flags ${ROOM_PUBLIC}
+                                         PRIVATE ${ROOM_PRIVATE})
+endfunction()
+
+# One GoogleTest binary; every test case becomes a ctest of its own name.
+function(denoised_test name)
+  cmake_parse_arguments(TEST "" "" "SOURCES;LINK" ${ARGN})
+  add_executable(${name} ${TEST_SOURCES})
+  target_link_libraries(${name} PRIVATE denoised_build_flags ${TEST_LINK} GTest::gmock_main)
+  target_compile_definitions(${name} PRIVATE DENOISED_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  add_test(NAME ${name} COMMAND ${name})
+endfunction()

@@ -1,0 +1,180 @@
+#include "engine/core/config_reader.h"
+
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <sstream>
+
+namespace denoised {
+namespace {
+
+std::string Abbreviated(const nlohmann::json& value) {
+  std::string text = value.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+  return text.size() > 80 ? text.substr(0, 77) + "..." : text;
+}
+
+bool FitsInt(const nlohmann::json& value) {
+  if (!value.is_number_integer()) return false;
+  if (value.is_number_unsigned() && value.get<uint64_t>() > std::numeric_limits<int>::max())
+    return false;
+  const int64_t wide = value.get<int64_t>();
+  return wide >= std::numeric_limits<int>::min() && wide <= std::numeric_limits<int>::max();
+}
+
+}  // namespace
+
+ConfigReader::ConfigReader(const nlohmann::json& object, std::string file)
+    : object_(object), file_(std::move(file)) {}
+
+const nlohmann::json* ConfigReader::Find(const char* field) {
+  read_.insert(field);
+  const auto it = object_.find(field);
+  return it == object_.end() || it->is_null() ? nullptr : &*it;
+}
+
+template <typename T>
+void ConfigReader::ReadAs(const char* field, const char* expected,
+                          bool (nlohmann::json::*is)() const noexcept, T* value) {
+  const nlohmann::json* found = Find(field);
+  if (!found) return;
+  if (!(found->*is)() || (std::is_same_v<T, int> && !FitsInt(*found))) {
+    Complain(field, fmt::format("expected {}", expected));
+    return;
+  }
+  *value = found->get<T>();
+}
+
+template <typename T>
+void ConfigReader::ReadList(const char* field, const char* expected,
+                            bool (nlohmann::json::*is)() const noexcept, std::vector<T>* value) {
+  const nlohmann::json* found = Find(field);
+  if (!found) return;
+  bool good = found->is_array();
+  if (good)
+    for (const auto& item : *found)
+      good = good && (item.*is)() && (!std::is_same_v<T, int> || FitsInt(item));
+  if (!good) {
+    Complain(field, fmt::format("expected a list of {}", expected));
+    return;
+  }
+  *value = found->get<std::vector<T>>();
+}
+
+using json = nlohmann::json;
+
+void ConfigReader::Read(const char* field, bool* value) {
+  ReadAs(field, "true or false", &json::is_boolean, value);
+}
+void ConfigReader::Read(const char* field, int* value) {
+  ReadAs(field, "an integer", &json::is_number_integer, value);
+}
+void ConfigReader::Read(const char* field, double* value) {
+  ReadAs(field, "a number", &json::is_number, value);
+}
+void ConfigReader::Read(const char* field, std::string* value) {
+  ReadAs(field, "a string", &json::is_string, value);
+}
+
+namespace {
+template <typename T>
+void ReadOptional(ConfigReader* reader, const char* field, std::optional<T>* value) {
+  if (!reader->Has(field)) {
+    reader->Raw(field);
+    return;
+  }
+  T read{};
+  reader->Read(field, &read);
+  *value = read;
+}
+}  // namespace
+
+void ConfigReader::Read(const char* field, std::optional<int>* value) {
+  ReadOptional(this, field, value);
+}
+void ConfigReader::Read(const char* field, std::optional<double>* value) {
+  ReadOptional(this, field, value);
+}
+void ConfigReader::Read(const char* field, std::optional<std::string>* value) {
+  ReadOptional(this, field, value);
+}
+void ConfigReader::Read(const char* field, std::vector<int>* value) {
+  ReadList(field, "integers", &json::is_number_integer, value);
+}
+void ConfigReader::Read(const char* field, std::vector<double>* value) {
+  ReadList(field, "numbers", &json::is_number, value);
+}
+void ConfigReader::Read(const char* field, std::vector<std::string>* value) {
+  ReadList(field, "strings", &json::is_string, value);
+}
+
+const nlohmann::json& ConfigReader::Raw(const char* field) {
+  static const json kNull;
+  const json* found = Find(field);
+  return found ? *found : kNull;
+}
+
+bool ConfigReader::Has(const char* field) const {
+  const auto it = object_.find(field);
+  return it != object_.end() && !it->is_null();
+}
+
+void ConfigReader::Refuse(const char* field, const nlohmann::json& harmless) {
+  const json* found = Find(field);
+  if (found && *found != harmless)
+    Complain(field, fmt::format("not supported; only {} is", Abbreviated(harmless)));
+}
+
+void ConfigReader::Ignore(std::initializer_list<const char*> fields) {
+  for (const char* field : fields) read_.insert(field);
+}
+
+void ConfigReader::Complain(const char* field, const std::string& what) {
+  const auto it = object_.find(field);
+  complaints_.push_back(it == object_.end()
+                            ? fmt::format("{}: field '{}': {}", file_, field, what)
+                            : fmt::format("{}: field '{}' is {}: {}", file_, field,
+                                          Abbreviated(*it), what));
+}
+
+absl::Status ConfigReader::Finish() {
+  for (const auto& [field, value] : object_.items())
+    if (!read_.count(field) && !field.empty() && field[0] != '_' && !value.is_null())
+      complaints_.push_back(fmt::format("{}: field '{}' is {}: unknown field, so it cannot be "
+                                        "honoured; remove it if it has no effect",
+                                        file_, field, Abbreviated(value)));
+  if (complaints_.empty()) return absl::OkStatus();
+  return InvalidArgument("{}", fmt::join(complaints_, "\n"));
+}
+
+absl::StatusOr<nlohmann::json> ParseJsonObject(const std::string& text, const std::string& file) {
+  // The SAX depth of nlohmann's parser is unbounded: refuse nesting no config has.
+  constexpr int kMaxDepth = 64;
+  bool too_deep = false;
+  const auto guard = [&](int depth, json::parse_event_t, json&) {
+    too_deep = too_deep || depth > kMaxDepth;
+    return true;
+  };
+  json parsed = json::parse(text, guard, /*allow_exceptions=*/false);
+  if (parsed.is_discarded() || too_deep)
+    return InvalidArgument("{}: not valid JSON{}; write the file again", file,
+                           too_deep ? " (nested more than 64 deep)" : "");
+  if (!parsed.is_object()) return InvalidArgument("{}: expected a JSON object", file);
+  return parsed;
+}
+
+absl::StatusOr<nlohmann::json> ReadJsonFile(const std::string& path) {
+  constexpr uintmax_t kMaxBytes = 64u << 20;
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error))
+    return NotFound("{}: no such file", path);
+  const uintmax_t size = std::filesystem::file_size(path, error);
+  if (error || size > kMaxBytes)
+    return InvalidArgument("{}: {} bytes is more than a config may have (64 MiB)", path, size);
+  std::ifstream stream(path, std::ios::binary);
+  std::ostringstream text;
+  text << stream.rdbuf();
+  if (!stream) return InvalidArgument("{}: cannot be read; check its permissions", path);
+  return ParseJsonObject(text.str(), path);
+}
+
+}  // namespace denoised

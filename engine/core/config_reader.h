@@ -1,0 +1,72 @@
+#pragma once
+
+#include <initializer_list>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+
+namespace denoised {
+
+/// Reads the typed fields of one JSON object and collects every complaint, so that a bad config is
+/// reported whole: which file, which field, what it holds, what would be accepted. A field that is
+/// absent or null keeps its default.
+///
+///   ConfigReader config(json, "unet/config.json");
+///   config.Read("norm_eps", &eps);
+///   config.Refuse("dual_cross_attention", false);     // any other value is an error
+///   config.Ignore({"dropout"});                        // has no meaning at inference
+///   DENOISED_RETURN_IF_ERROR(config.Finish());         // also names fields nobody read
+class ConfigReader {
+ public:
+  ConfigReader(const nlohmann::json& object, std::string file);
+
+  void Read(const char* field, bool* value);
+  void Read(const char* field, int* value);
+  void Read(const char* field, double* value);
+  void Read(const char* field, std::string* value);
+  void Read(const char* field, std::optional<int>* value);
+  void Read(const char* field, std::optional<double>* value);
+  void Read(const char* field, std::optional<std::string>* value);
+  void Read(const char* field, std::vector<int>* value);
+  void Read(const char* field, std::vector<double>* value);
+  void Read(const char* field, std::vector<std::string>* value);
+
+  /// The field's raw value (null when absent), marked as read.
+  const nlohmann::json& Raw(const char* field);
+  bool Has(const char* field) const;
+
+  /// A field we cannot honour: absent, null or `harmless` passes, anything else is a complaint.
+  void Refuse(const char* field, const nlohmann::json& harmless);
+  /// Fields without meaning here. Those that start with '_' are always ignored.
+  void Ignore(std::initializer_list<const char*> fields);
+  /// A complaint about `field`: what is wrong and what would be right.
+  void Complain(const char* field, const std::string& what);
+
+  /// OK, or InvalidArgument with every complaint, among them each field that nobody read.
+  absl::Status Finish();
+
+ private:
+  template <typename T>
+  void ReadAs(const char* field, const char* expected, bool (nlohmann::json::*is)() const noexcept,
+              T* value);
+  template <typename T>
+  void ReadList(const char* field, const char* expected,
+                bool (nlohmann::json::*is)() const noexcept, std::vector<T>* value);
+  const nlohmann::json* Find(const char* field);
+
+  nlohmann::json object_;
+  std::string file_;
+  std::set<std::string> read_;
+  std::vector<std::string> complaints_;
+};
+
+/// Parses text that must be one JSON object. InvalidArgument names the file and the place.
+absl::StatusOr<nlohmann::json> ParseJsonObject(const std::string& text, const std::string& file);
+/// Reads a file (at most 64 MiB) and parses it. NotFound when there is none.
+absl::StatusOr<nlohmann::json> ReadJsonFile(const std::string& path);
+
+}  // namespace denoised

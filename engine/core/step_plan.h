@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace denoised {
+
+/// A sampler and a noise schedule, compiled: what each evaluation of the model feeds it and how the
+/// state moves on. All samplers are linear in {state, model output, clipped x0, noise, what earlier
+/// evaluations left behind}, so an evaluation is a small matrix and one kernel runs every sampler.
+
+/// Scratch images that one evaluation leaves to the next: earlier x0, derivatives, saved states.
+/// Five is what PNDM's Runge-Kutta start needs (three outputs, the saved state, the running sum).
+constexpr int kRegisters = 5;
+
+/// Columns of Evaluation::weights.
+enum PlanInput : int {
+  kInputX = 0,      // the state x
+  kInputModel = 1,  // the model's output F, after guidance
+  kInputX0 = 2,     // predicted x0, after clipping
+  kInputNoise = 3,  // standard normal noise of this evaluation
+  kInputRegister = 4,
+};
+constexpr int kPlanInputs = kInputRegister + kRegisters;
+
+/// Rows of Evaluation::weights.
+enum PlanOutput : int {
+  kOutputX = 0,  // the next state
+  kOutputRegister = 1,
+};
+constexpr int kPlanOutputs = kOutputRegister + kRegisters;
+
+enum class NoiseScale : int32_t {
+  kFixed = 0,         // the noise column of weights, as it stands
+  kLearned = 1,       // × sqrt(v), v the model's second half of channels        (DDPM "learned")
+  kLearnedRange = 2,  // × exp(½(f·log_max + (1−f)·log_min)), f = (v + 1)/2   ("learned_range")
+};
+
+/// One evaluation of the model. `Real` is double in plans, float on devices.
+///
+///   input = input_scale · x,  conditioned on `condition` (a timestep, or EDM's c_noise = ln σ / 4)
+///   x0    = x0_from_x · x + x0_from_model · F, then clipped to ±clip when clip > 0
+///   {x, registers} ← weights · {x, F, x0, noise, registers}, all outputs from the old values
+template <typename Real>
+struct Evaluation {
+  Real input_scale = 1;
+  Real condition = 0;
+  Real x0_from_x = 0;
+  Real x0_from_model = 0;
+  Real clip = 0;
+  NoiseScale noise_scale = NoiseScale::kFixed;
+  Real log_variance_min = 0;
+  Real log_variance_max = 0;
+  Real weights[kPlanOutputs][kPlanInputs] = {};
+};
+
+using DeviceEvaluation = Evaluation<float>;
+static_assert(sizeof(DeviceEvaluation) == 4 * (8 + kPlanOutputs * kPlanInputs));
+
+struct StepPlan {
+  std::vector<Evaluation<double>> evaluations;
+  /// For every evaluation: the step (0-based) it belongs to. A Heun step has two evaluations.
+  std::vector<int> step;
+  int steps = 0;
+
+  /// The state before the first evaluation:
+  ///   x = initial_source_scale · source + initial_noise_scale · noise + initial_churn_scale · noise'
+  /// where `source` is the init image in [−1, 1] (scale 0 when drawing from noise alone) and `noise`
+  /// is Philox draw kInitialDraw or the noise tensor of the request, noise' kInitialChurnDraw.
+  double initial_source_scale = 0;
+  double initial_noise_scale = 1;
+  double initial_churn_scale = 0;
+};
+
+/// The plan's coefficients in the form devices read.
+std::vector<DeviceEvaluation> ToDevice(const StepPlan& plan);
+
+}  // namespace denoised

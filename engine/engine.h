@@ -1,0 +1,197 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+#include "engine/core/tensor.h"
+#include "engine/sampling/sampler.h"
+
+/// The public door of the engine. It knows no gRPC and no protobuf and can be used as a library:
+///
+///   auto engine = Engine::Create({.device = "auto"});
+///   (*engine)->Open("digits", "models/mnist-32");
+///   (*engine)->Submit(spec, listener);
+///
+/// One thread of its own owns each device and all inference state; every method here may be called
+/// from any thread and none waits for the device, but Open, Drain and the destructor.
+
+namespace denoised {
+
+struct EngineOptions {
+  std::string device = "auto";   // as BackendOptions::device
+  bool fp32 = false;
+  int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
+  int max_slots = 0;             // images in flight per model; 0: max_rows
+  int max_evaluations = 2000;    // longest plan, per slot
+  int max_queued_images = 4096;  // beyond it Submit says ResourceExhausted
+};
+
+enum class ModelState { kLoading, kReady, kFailed };
+
+/// How a model takes its class condition.
+enum class ClassCondition {
+  kNone,
+  kLabel,     // an index into num_class_embeds
+  kValue,     // class_embed_type "timestep": a number
+  kVector,    // class_embed_type "identity": a vector of class_vector_size numbers
+};
+
+/// What a model is, can do, and does by default. Immutable once ready.
+struct ModelInfo {
+  std::string name;
+  std::string directory;
+  ModelState state = ModelState::kLoading;
+  absl::Status error;            // why, when kFailed
+  std::string architecture;      // "UNet2DModel"
+  int64_t parameters = 0;
+  int height = 0, width = 0;     // native size, pixels
+  int size_multiple = 1;         // sizes must be multiples of it
+  int channels = 0;
+  ClassCondition condition = ClassCondition::kNone;
+  int num_classes = 0;           // labels a request may name: [0, num_classes)
+  int class_vector_size = 0;
+  std::vector<std::string> labels;  // human-readable, by index; empty when the model ships none
+  bool guidance = false;         // it has an unconditional row, so guidance_scale may exceed 1
+  Sampler default_sampler = Sampler::kEdmEuler;
+  NoiseSchedule default_schedule = NoiseSchedule::kNative;
+  std::vector<Sampler> samplers;
+  int default_steps = 0, max_steps = 0;
+  double default_guidance_scale = 1.0;
+  int max_count = 0;             // images of one request
+  std::shared_ptr<const SchedulerConfig> scheduler;
+  size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0;  // device memory by purpose
+  double load_seconds = 0;
+};
+
+enum class PreviewKind { kPredictedX0, kNoisyState };
+
+/// An image in flight or done: F32 host tensor [H, W, C], values nominally in [−1, 1].
+struct ImageResult {
+  int index = 0;        // within the request
+  uint64_t seed = 0;
+  int label = -1;       // −1 when the model has no labels
+  Tensor pixels;
+};
+
+/// What a request asks. Unset fields take the model's defaults.
+struct JobSpec {
+  std::string model;
+  std::string request_id;                 // for logs; the caller makes it unique
+  std::optional<uint64_t> seed;           // image i is drawn with seed + i; random when unset
+  int count = 1;
+  std::vector<int> class_labels;          // one for all images, or one each; empty: random classes
+  std::vector<float> class_values;        // kValue: as class_labels. kVector: count × size or size
+  std::optional<double> guidance_scale;   // ≤ 1: no unconditional row
+  SamplerParams sampler;                  // steps 0: the model's default
+  int height = 0, width = 0;              // 0: native
+  bool previews = false;
+  PreviewKind preview_kind = PreviewKind::kPredictedX0;
+  int preview_every = 1;                  // evaluations
+  Tensor initial_noise;                   // optional F32 [count, H, W, C], standard normal scale
+  Tensor init_image;                      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
+  std::optional<std::chrono::steady_clock::time_point> deadline;
+};
+
+/// A JobSpec with every default filled in: what will be run, and what the reply says was run.
+struct EffectiveJob {
+  JobSpec spec;                           // all optionals set, labels and values one per image
+  std::string model;
+  int steps = 0;
+  int evaluations = 0;                    // model evaluations per image
+  std::shared_ptr<const StepPlan> plan;
+};
+
+/// One thing that is wrong with a request. `field` is a JobSpec name: "class_labels[2]", "steps".
+struct FieldViolation {
+  std::string field;
+  std::string description;                // what it is, what would be accepted
+};
+
+struct JobTiming {
+  double queued_seconds = 0;     // from Submit until the first image had a slot
+  double first_preview_seconds = -1;  // from Submit; −1 when there was none
+  double total_seconds = 0;      // from Submit
+};
+
+/// Hears of one job. Called on the engine's thread, in order, never two at a time: return quickly,
+/// hand work to another thread. After OnDone nothing follows and the listener is released.
+class JobListener {
+ public:
+  virtual ~JobListener() = default;
+  /// The first image got a slot.
+  virtual void OnStarted() {}
+  /// `done` of `total` model evaluations, over all images of the job.
+  virtual void OnProgress(int done, int total) {}
+  /// After `evaluation` (1-based) of image.index.
+  virtual void OnPreview(const ImageResult& image, int evaluation) {}
+  virtual void OnImage(ImageResult image) = 0;
+  /// OK once all images were delivered; Cancelled, DeadlineExceeded, Unavailable (drained away),
+  /// or what the device reported.
+  virtual void OnDone(const absl::Status& status, const JobTiming& timing) = 0;
+};
+
+using JobId = uint64_t;
+
+/// Numbers for metrics; totals since Create.
+struct EngineStats {
+  std::string model;
+  int queued_images = 0, active_images = 0, slots = 0;
+};
+
+/// Hears of every evaluation, for metrics. Called on the engine's thread.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  /// `rows` of the `bucket` rows did work; `seconds` is device time, < 0 when not measured.
+  virtual void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) = 0;
+};
+
+class Engine {
+ public:
+  /// Starts the device's thread.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options);
+  virtual ~Engine() = default;
+
+  /// Loads a diffusers directory, plans memory, captures and warms up every row bucket; blocks until
+  /// the model is ready. InvalidArgument or NotFound name the file and field at fault;
+  /// ResourceExhausted says what was needed and what is free. Earlier models keep running.
+  virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;
+
+  /// Null when there is none of that name.
+  virtual std::shared_ptr<const ModelInfo> Find(const std::string& name) const = 0;
+  /// In the order of Open.
+  virtual std::vector<std::shared_ptr<const ModelInfo>> Models() const = 0;
+
+  /// Checks `spec` and fills in its defaults; on return exactly one of the two holds: `violations`
+  /// is empty and the job is set, or it is not. NotFound, FailedPrecondition (loading) as status.
+  virtual absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
+                                               std::vector<FieldViolation>* violations) const = 0;
+
+  /// Queues a resolved job. ResourceExhausted when the queue is full, Unavailable while draining.
+  /// The listener may be called before Submit returns.
+  virtual absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener) = 0;
+  /// Images that wait in front of a job submitted now.
+  virtual int QueuedImages(const std::string& model) const = 0;
+
+  /// Takes effect before the next evaluation; OnDone(Cancelled) follows. Unknown ids are ignored.
+  virtual void Cancel(JobId id) = 0;
+
+  /// Refuses new jobs, waits until all are done or `deadline`, then ends the rest with Unavailable.
+  virtual void Drain(std::chrono::steady_clock::time_point deadline) = 0;
+
+  virtual std::vector<EngineStats> Stats() const = 0;
+  /// Must outlive the engine; set before the first Open.
+  virtual void SetObserver(EngineObserver* observer) = 0;
+  /// OK, or the device error that ended all work.
+  virtual absl::Status Health() const = 0;
+  /// "cpu", "cuda:0" and its description for people.
+  virtual std::string DeviceName() const = 0;
+  virtual std::string DeviceDescription() const = 0;
+};
+
+}  // namespace denoised

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/core/status.h"
+#include "engine/core/step_plan.h"
+
+/// Pure mathematics, no device: a diffusers scheduler_config.json and what a request asks for become
+/// a StepPlan. Everything is computed in double.
+
+namespace denoised {
+
+/// diffusers' schedulers, by what they do.
+enum class Sampler {
+  kDdpm,                // DDPMScheduler, arXiv 2006.11239
+  kDdim,                // DDIMScheduler, 2010.02502
+  kPndm,                // PNDMScheduler, 2202.09778
+  kEuler,               // EulerDiscreteScheduler
+  kEulerAncestral,      // EulerAncestralDiscreteScheduler
+  kLms,                 // LMSDiscreteScheduler
+  kHeun,                // HeunDiscreteScheduler; with EDM models, 2206.00364 algorithm 2
+  kDpmSolver,           // DPMSolverMultistepScheduler, dpmsolver and dpmsolver++; 2211.01095
+  kDpmSolverSde,        // the same with algorithm_type sde-dpmsolver(++)
+  kUniPc,               // UniPCMultistepScheduler, 2302.04867
+  kLcm,                 // LCMScheduler, 2310.04378
+  kEdmEuler,            // EDMEulerScheduler, 2206.00364
+  kEdmDpmSolver,        // EDMDPMSolverMultistepScheduler
+};
+
+/// How noise levels are spaced.
+enum class NoiseSchedule {
+  kNative,       // as the model was trained: from its betas, or EDM's Karras spacing
+  kKarras,       // ρ = 7
+  kExponential,  // log-linear
+  kBeta,         // quantiles of Beta(0.6, 0.6)
+};
+
+/// Lower-case names for messages, the command line and metrics: "dpm_solver", "karras".
+std::string_view Name(Sampler sampler);
+std::string_view Name(NoiseSchedule schedule);
+std::optional<Sampler> SamplerFromName(std::string_view name);
+std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name);
+const std::vector<Sampler>& AllSamplers();
+const std::vector<NoiseSchedule>& AllNoiseSchedules();
+
+/// What one request asks of the sampler; what is unset comes from the model's scheduler config.
+struct SamplerParams {
+  std::optional<Sampler> sampler;
+  std::optional<NoiseSchedule> schedule;
+  int steps = 0;  // ≥ 1
+  /// DDIM's η in [0, 1]: 0 deterministic, 1 as DDPM.
+  std::optional<double> eta;
+  /// EDM's churn (algorithm 2), for Euler, Heun and EDM Euler.
+  std::optional<double> s_churn, s_tmin, s_tmax, s_noise;
+  /// 1–3, for DPM-Solver and UniPC.
+  std::optional<int> solver_order;
+  /// In (0, 1]: 1 draws from noise; below, image to image that keeps the last strength × steps.
+  double strength = 1.0;
+};
+
+/// One complaint about SamplerParams: the field's name as above, and what would be right.
+struct ParamViolation {
+  std::string field;
+  std::string description;
+};
+
+/// A parsed scheduler_config.json: training betas or EDM's σ range, prediction type, and the fields
+/// of its class. Immutable, cheap to copy, thread-safe.
+class SchedulerConfig {
+ public:
+  /// Refuses, by name, a class or a field that cannot be honoured. `file` appears in messages.
+  static absl::StatusOr<SchedulerConfig> Parse(const nlohmann::json& config, std::string file);
+
+  /// The config's own class and spacing: what a request gets that names none.
+  Sampler default_sampler() const;
+  NoiseSchedule default_schedule() const;
+  /// What this model can be sampled with: an EDM model has no betas, so DDPM, DDIM, PNDM, UniPC and
+  /// LCM are not for it.
+  std::vector<Sampler> samplers() const;
+  std::vector<NoiseSchedule> schedules(Sampler sampler) const;
+  /// Most steps a plan may have: num_train_timesteps, or 1000 for EDM.
+  int max_steps() const;
+  /// The model must output twice the channels: mean and variance.
+  bool learns_variance() const;
+
+  /// Everything that is wrong with `params`, or empty.
+  std::vector<ParamViolation> Validate(const SamplerParams& params) const;
+  /// InvalidArgument with the violations when Validate() is not empty.
+  absl::StatusOr<StepPlan> Compile(const SamplerParams& params) const;
+
+  struct Fields;
+
+ private:
+  std::shared_ptr<const Fields> fields_;
+};
+
+}  // namespace denoised

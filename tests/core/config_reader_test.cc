@@ -1,0 +1,64 @@
+#include "engine/core/config_reader.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace denoised {
+namespace {
+
+using ::testing::HasSubstr;
+
+ConfigReader Reader(const std::string& text) {
+  return ConfigReader(nlohmann::json::parse(text), "config.json");
+}
+
+TEST(ConfigReader, AbsentAndNullKeepDefaults) {
+  ConfigReader config = Reader(R"({"a": null})");
+  int a = 7;
+  std::optional<int> b;
+  config.Read("a", &a);
+  config.Read("b", &b);
+  EXPECT_EQ(a, 7);
+  EXPECT_FALSE(b.has_value());
+  EXPECT_TRUE(config.Finish().ok());
+}
+
+TEST(ConfigReader, ReportsEveryComplaintAtOnce) {
+  ConfigReader config =
+      Reader(R"({"eps": "small", "big": 99999999999, "layers": [1, "x"], "fir": true, "odd": 1, "_v": 2})");
+  double eps = 1;
+  int big = 0;
+  std::vector<int> layers;
+  config.Read("eps", &eps);
+  config.Read("big", &big);
+  config.Read("layers", &layers);
+  config.Refuse("fir", false);
+  const std::string message(config.Finish().message());
+  EXPECT_THAT(message, HasSubstr("config.json: field 'eps' is \"small\": expected a number"));
+  EXPECT_THAT(message, HasSubstr("'big' is 99999999999"));
+  EXPECT_THAT(message, HasSubstr("'layers' is [1,\"x\"]: expected a list of integers"));
+  EXPECT_THAT(message, HasSubstr("'fir' is true: not supported; only false is"));
+  EXPECT_THAT(message, HasSubstr("'odd' is 1: unknown field"));
+  EXPECT_THAT(message, ::testing::Not(HasSubstr("_v")));
+}
+
+TEST(ConfigReader, AnIntegerIsANumber) {
+  ConfigReader config = Reader(R"({"scale": 1})");
+  double scale = 0;
+  config.Read("scale", &scale);
+  EXPECT_EQ(scale, 1.0);
+  EXPECT_TRUE(config.Finish().ok());
+}
+
+TEST(ParseJsonObject, RefusesWhatIsNoConfig) {
+  for (const std::string& text :
+       {std::string(), std::string("[1]"), std::string("{\"a\": "), std::string("{\"a\": 1} x"),
+        std::string("\xff\xfe"), std::string(100000, '[')}) {
+    const auto parsed = ParseJsonObject(text, "bad.json");
+    ASSERT_FALSE(parsed.ok());
+    EXPECT_THAT(std::string(parsed.status().message()), HasSubstr("bad.json"));
+  }
+}
+
+}  // namespace
+}  // namespace denoised
