@@ -1,0 +1,43 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/core/tensor.h"
+
+namespace denoised {
+
+/// The tensors of one safetensors file, or of all shards of an index, memory-mapped. Every offset is
+/// checked against the header, the shapes and the file's length before any is used: a bad file gives
+/// InvalidArgument that names the file and the tensor, never a crash. Format:
+/// github.com/huggingface/safetensors, README "Format". Immutable; thread-safe.
+class Safetensors {
+ public:
+  /// Maps one file. Tensors stay valid as long as any of them, or this, lives.
+  static absl::StatusOr<Safetensors> Open(const std::string& path);
+  /// Maps `directory`/`stem`.safetensors, or the shards of `directory`/`stem`.safetensors.index.json;
+  /// with fp16 or bf16 variants when there is no plain file. NotFound lists what was looked for.
+  static absl::StatusOr<Safetensors> OpenDirectory(const std::string& directory,
+                                                   const std::string& stem);
+  /// The same checks over bytes in memory, which must outlive the result (fuzzing, tests).
+  static absl::StatusOr<Safetensors> Parse(const void* bytes, size_t size, const std::string& name,
+                                           std::shared_ptr<const void> storage);
+
+  /// By name. F32, F16, BF16, I64, I32 and U8 tensors on the CPU; others are refused when opened.
+  /// Data that the file does not align for its type has been copied.
+  const std::map<std::string, Tensor>& tensors() const { return tensors_; }
+  /// Text of the header's __metadata__.
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+
+ private:
+  std::map<std::string, Tensor> tensors_;
+  std::map<std::string, std::string> metadata_;
+};
+
+/// Writes tensors (host, contiguous) as one file, 8-byte aligned, names sorted.
+absl::Status WriteSafetensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
+                              const std::map<std::string, std::string>& metadata);
+
+}  // namespace denoised

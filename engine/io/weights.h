@@ -1,0 +1,50 @@
+#pragma once
+
+#include <memory>
+#include <set>
+#include <string>
+#include <string_view>
+
+#include "engine/core/tensor.h"
+#include "engine/io/safetensors.h"
+
+namespace denoised {
+
+/// A view of a model's tensors below a prefix, so that constructors mirror checkpoint names:
+///
+///   Weights unet(tensors, "unet/diffusion_pytorch_model.safetensors");
+///   Weights conv = unet / "down_blocks" / 0 / "resnets" / 1 / "conv1";
+///   DENOISED_ASSIGN_OR_RETURN(Tensor weight, conv.Get("weight", {64, 32, 3, 3}));
+///
+/// Copies share the record of what was read. Not thread-safe.
+class Weights {
+ public:
+  Weights(Safetensors tensors, std::string file);
+
+  Weights operator/(std::string_view name) const;
+  Weights operator/(int index) const;
+
+  /// A float tensor of exactly this shape. NotFound names the tensor and the closest names there
+  /// are; InvalidArgument says which shape the file has and which the config asks for.
+  absl::StatusOr<Tensor> Get(std::string_view name, const Shape& shape) const;
+  /// The same, or an undefined tensor when it is absent.
+  absl::StatusOr<Tensor> GetOptional(std::string_view name, const Shape& shape) const;
+  bool Has(std::string_view name) const;
+
+  /// "down_blocks.0.resnets.1.conv1"
+  const std::string& prefix() const { return prefix_; }
+  const std::string& file() const;
+
+  /// InvalidArgument naming tensors that nobody read: the config and the weights do not belong
+  /// together. Call once on the root after the model was built.
+  absl::Status CheckAllUsed() const;
+
+ private:
+  struct State;
+  Weights(std::shared_ptr<State> state, std::string prefix);
+  std::string Full(std::string_view name) const;
+  std::shared_ptr<State> state_;
+  std::string prefix_;
+};
+
+}  // namespace denoised
