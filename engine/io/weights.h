@@ -31,6 +31,8 @@ class Weights {
   absl::StatusOr<Tensor> GetOptional(std::string_view name, const Shape& shape) const;
   bool Has(std::string_view name) const;
 
+  /// Elements of all float tensors in the file.
+  int64_t parameters() const;
   /// "down_blocks.0.resnets.1.conv1"
   const std::string& prefix() const { return prefix_; }
   const std::string& file() const;
