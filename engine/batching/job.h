@@ -70,9 +70,10 @@ class JobListener {
   /// The first image got a slot.
   virtual void OnStarted() {}
   /// `done` of `total` model evaluations, over all images of the job.
-  virtual void OnProgress(int done, int total) {}
+  virtual void OnProgress([[maybe_unused]] int done, [[maybe_unused]] int total) {}
   /// After `evaluation` (1-based) of image.index.
-  virtual void OnPreview(const ImageResult& image, int evaluation) {}
+  virtual void OnPreview([[maybe_unused]] const ImageResult& image,
+                         [[maybe_unused]] int evaluation) {}
   virtual void OnImage(ImageResult image) = 0;
   /// OK once all images were delivered; Cancelled, DeadlineExceeded, Unavailable (drained away),
   /// or what the device reported.

@@ -108,4 +108,11 @@ absl::Status Weights::CheckAllUsed() const {
       file(), count, fmt::join(unused, ", "));
 }
 
+int64_t Weights::parameters() const {
+  int64_t count = 0;
+  for (const auto& [name, tensor] : state_->tensors.tensors())
+    if (IsFloat(tensor.dtype())) count += tensor.elements();
+  return count;
+}
+
 }  // namespace denoised
