@@ -74,7 +74,7 @@ absl::Status Evaluator::Allocate() {
     Arena measuring = Arena::Measuring(backend_.device());
     Enqueue(counting, measuring, bucket);
     activation_bytes_ = std::max(activation_bytes_, measuring.peak());
-    flops_per_row_ = counting.flops() / bucket;
+    flops_per_row_ = counting.work().flops / bucket;
   }
   DENOISED_ASSIGN_OR_RETURN(
       Tensor block,

@@ -20,6 +20,10 @@ namespace denoised {
 class Weights {
  public:
   Weights(Safetensors tensors, std::string file);
+  /// Has whatever is asked for: matrices and kernels uniform in ±√3/√(fan-in), so that activations
+  /// keep their scale, vectors in 1 ± 0.1, from (seed, name) alone. For benchmarks and tests of
+  /// architectures without a checkpoint.
+  static Weights Synthetic(uint64_t seed);
 
   Weights operator/(std::string_view name) const;
   Weights operator/(int index) const;

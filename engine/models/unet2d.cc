@@ -257,7 +257,6 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
   traits_.output_channels = config_.out_channels;
   traits_.condition = config_.condition;
   traits_.class_embeddings = config_.num_class_embeds;
-  traits_.parameters = weights.parameters();
 
   if (config_.fourier_time_embedding) {
     DENOISED_ASSIGN_OR_RETURN(
@@ -330,7 +329,9 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
                                           config_.norm_num_groups, config_.norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
       conv_out_, Conv2d::Load(backend, weights / "conv_out", channels[0], config_.out_channels, 3));
-  return resnet_projections_.Pack(backend);
+  DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(backend));
+  traits_.parameters = weights.parameters();
+  return absl::OkStatus();
 }
 
 absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const BlockKind& kind,

@@ -189,20 +189,25 @@ TEST_F(StepBatcherTest, DeadlineEndsTheJobWithWhatItReached) {
   EXPECT_TRUE(other->done->ok());
 }
 
-TEST_F(StepBatcherTest, OtherSizesGetALaneOfTheirOwn) {
-  const SamplerParams params{.sampler = Sampler::kEdmEuler, .steps = 3};
-  std::vector<std::shared_ptr<Heard>> heard;
-  for (int height = 6; height <= 10; ++height) {
-    EffectiveJob job = Job(edm_, params, 1);
-    job.spec.class_labels = {0};
+TEST_F(StepBatcherTest, EverySizeRunsAndTheOldestIdleOneMakesRoom) {
+  batcher_ = std::make_unique<StepBatcher>(*backend_, nullptr);
+  BatchedModel model{.name = "fake",
+                     .denoiser = std::make_shared<FakeDenoiser>(6, 3, 0),
+                     .max_rows = 4,
+                     .slots = 4,
+                     .max_evaluations = 100};
+  ASSERT_TRUE(batcher_->AddModel(model, 6, 6).ok());
+  const size_t one_size = batcher_->SlotBytes("fake");
+  for (int height = 7; height <= 12; ++height) {
+    EffectiveJob job = Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 3}, 1);
+    job.spec.class_labels.clear();
     job.spec.height = height;
-    if (height == 6) {
-      heard.push_back(Submit(job));
-      RunAll();
-    }
+    const auto heard = Submit(job);
+    RunAll();
+    ASSERT_TRUE(heard->done->ok()) << *heard->done;
+    EXPECT_EQ(heard->images[0].size(), size_t(height) * 6 * 3);
   }
-  EXPECT_TRUE(heard[0]->done->ok());
-  EXPECT_GT(batcher_->SlotBytes("fake"), 0u);
+  EXPECT_LT(batcher_->SlotBytes("fake"), 6 * one_size) << "idle sizes were let go";
   EXPECT_GT(batcher_->ActivationBytes("fake"), 0u);
 }
 
