@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/backend/activation.h"
 #include "engine/core/status.h"
 #include "engine/core/step_plan.h"
 #include "engine/core/tensor.h"
@@ -22,8 +23,6 @@
 /// to the one thread that owns the device.
 
 namespace denoised {
-
-enum class Activation : uint8_t { kNone, kSilu, kMish, kGelu, kRelu };  // gelu: erf, not tanh
 
 /// Weights in the form the backend's kernels want, made once at load.
 class PackedConv2d {
