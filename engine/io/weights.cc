@@ -1,6 +1,8 @@
 #include "engine/io/weights.h"
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -12,9 +14,26 @@ struct Weights::State {
   Safetensors tensors;
   std::string file;
   std::set<std::string> used;
+  std::optional<uint64_t> synthetic_seed;
+  int64_t synthetic_parameters = 0;
 };
 
 namespace {
+
+Tensor SyntheticTensor(uint64_t seed, const std::string& name, const Shape& shape) {
+  Tensor tensor = Tensor::Host(shape, DType::kF32);
+  const bool vector = shape.rank() < 2;
+  const double fan_in = vector ? 1 : static_cast<double>(shape.elements() / shape[0]);
+  const float spread = vector ? 0.1f : static_cast<float>(std::sqrt(3.0 / fan_in));
+  const float center = vector ? 1.0f : 0.0f;
+  uint64_t state = seed;
+  for (const char c : name) state = (state ^ static_cast<uint8_t>(c)) * 0x100000001b3u;  // FNV-1a
+  for (float& value : tensor.span<float>()) {
+    state = state * 6364136223846793005u + 1442695040888963407u;  // Knuth's MMIX generator
+    value = center + spread * (static_cast<float>(state >> 40) * 0x1p-23f - 1.0f);
+  }
+  return tensor;
+}
 
 /// Characters that two names share at their beginnings and ends: what differs between a checkpoint
 /// and our expectation is usually one part in the middle, or a number.
@@ -47,7 +66,13 @@ bool IsFloat(DType dtype) {
 }  // namespace
 
 Weights::Weights(Safetensors tensors, std::string file)
-    : state_(std::make_shared<State>(State{std::move(tensors), std::move(file), {}})) {}
+    : state_(std::make_shared<State>(State{std::move(tensors), std::move(file)})) {}
+
+Weights Weights::Synthetic(uint64_t seed) {
+  Weights weights(Safetensors(), "synthetic weights");
+  weights.state_->synthetic_seed = seed;
+  return weights;
+}
 
 Weights::Weights(std::shared_ptr<State> state, std::string prefix)
     : state_(std::move(state)), prefix_(std::move(prefix)) {}
@@ -75,6 +100,10 @@ absl::StatusOr<Tensor> Weights::Get(std::string_view name, const Shape& shape) c
 }
 
 absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& shape) const {
+  if (state_->synthetic_seed) {
+    state_->synthetic_parameters += shape.elements();
+    return SyntheticTensor(*state_->synthetic_seed, Full(name), shape);
+  }
   const auto& tensors = state_->tensors.tensors();
   const auto found = tensors.find(Full(name));
   if (found == tensors.end()) return Tensor();
@@ -106,6 +135,13 @@ absl::Status Weights::CheckAllUsed() const {
       "{}: {} tensors have no place in the model that the config describes ({}); config and "
       "weights do not belong together",
       file(), count, fmt::join(unused, ", "));
+}
+
+int64_t Weights::parameters() const {
+  int64_t count = state_->synthetic_parameters;
+  for (const auto& [name, tensor] : state_->tensors.tensors())
+    if (IsFloat(tensor.dtype())) count += tensor.elements();
+  return count;
 }
 
 }  // namespace denoised
