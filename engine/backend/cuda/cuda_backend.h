@@ -6,8 +6,8 @@
 
 namespace denoised {
 
-/// CUDA device `device` (an index as CUDA counts them). FailedPrecondition, with the remedy, when it
-/// is not there or when this build has no CUDA.
+/// CUDA device `device` (an index as CUDA counts them). FailedPrecondition, with the remedy, when
+/// it is not there or when this build has no CUDA.
 absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device, bool fp32);
 
 /// 0 without a device, without a driver, or in a build without CUDA.

@@ -1,0 +1,304 @@
+#include "engine/backend/check.h"
+
+namespace denoised {
+namespace {
+
+bool IsFloat(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+}
+
+void CheckTensor(const char* name, const Tensor& tensor, const Shape& shape, DType dtype,
+                 const TensorRules& rules, bool columns_allowed = false) {
+  DENOISED_CHECK(tensor.defined(), "{} is undefined", name);
+  DENOISED_CHECK(tensor.shape() == shape, "{} is {}, must be {}", name, tensor.shape().ToString(),
+                 shape.ToString());
+  DENOISED_CHECK(tensor.dtype() == dtype, "{} is {}, must be {}", name, Name(tensor.dtype()),
+                 Name(dtype));
+  DENOISED_CHECK(tensor.device() == rules.device, "{} is on the wrong device", name);
+  DENOISED_CHECK(columns_allowed || tensor.contiguous(), "{} is not contiguous", name);
+}
+
+/// Either the activation dtype or F32.
+void CheckActivationOrF32(const char* name, const Tensor& tensor, const Shape& shape,
+                          const TensorRules& rules) {
+  CheckTensor(name, tensor, shape, tensor.dtype() == DType::kF32 ? DType::kF32 : rules.activation,
+              rules);
+}
+
+void CheckRank(const char* name, const Tensor& tensor, int rank) {
+  DENOISED_CHECK(tensor.shape().rank() == rank, "{} is {}, must have {} dimensions", name,
+                 tensor.shape().ToString(), rank);
+}
+
+Shape WithLast(const Shape& shape, int64_t last) {
+  int64_t dims[Shape::kMaxRank];
+  for (int i = 0; i < shape.rank(); ++i) dims[i] = shape[i];
+  dims[shape.rank() - 1] = last;
+  return Shape(std::span<const int64_t>(dims, shape.rank()));
+}
+
+void CheckSlots(const SlotState& state, const TensorRules& rules) {
+  CheckRank("state.x", state.x, 4);
+  const Shape& x = state.x.shape();
+  CheckTensor("state.x", state.x, x, DType::kF32, rules);
+  CheckTensor("state.registers", state.registers, {x[0], kRegisters, x[1], x[2], x[3]}, DType::kF32,
+              rules);
+  CheckTensor("state.x0", state.x0, x, DType::kF32, rules);
+  CheckRank("state.plans", state.plans, 2);
+  CheckTensor("state.plans", state.plans, {x[0], state.plans.dim(1)}, DType::kU8, rules);
+  DENOISED_CHECK(state.plans.dim(1) % sizeof(DeviceEvaluation) == 0, "{} bytes a plan",
+                 state.plans.dim(1));
+  CheckTensor("state.evaluation", state.evaluation, {x[0]}, DType::kI32, rules);
+  CheckTensor("state.seed", state.seed, {x[0]}, DType::kI64, rules);
+  CheckTensor("state.guidance", state.guidance, {x[0]}, DType::kF32, rules);
+  if (state.embedding) {
+    CheckRank("state.embedding", state.embedding, 2);
+    CheckTensor("state.embedding", state.embedding, {x[0], state.embedding.dim(1)}, DType::kF32,
+                rules);
+  }
+}
+
+/// Returns the number of rows.
+int64_t CheckEvaluationRows(const Tensor& rows, const TensorRules& rules) {
+  static_assert(sizeof(EvaluationRow) == 4 * sizeof(int32_t));
+  CheckRank("rows", rows, 2);
+  CheckTensor("rows", rows, {rows.dim(0), 4}, DType::kI32, rules);
+  return rows.dim(0);
+}
+
+}  // namespace
+
+RowShape RowsOf(const Shape& shape) {
+  DENOISED_CHECK(shape.rank() >= 2, "{} has no rows of features", shape.ToString());
+  int64_t tokens = 1;
+  for (int i = 1; i < shape.rank() - 1; ++i) tokens *= shape[i];
+  return {shape[0], tokens, shape[-1]};
+}
+
+int64_t ConvolutionExtent(int64_t input, int pad_before, int pad_after, int kernel, int stride) {
+  return (input + pad_before + pad_after - kernel) / stride + 1;
+}
+
+void Check(const Conv2dArgs& args, const TensorRules& rules) {
+  CheckRank("x", args.x, 4);
+  DENOISED_CHECK(args.weight != nullptr);
+  const Shape& x = args.x.shape();
+  CheckTensor("x", args.x, x, rules.activation, rules);
+  int64_t channels = x[3];
+  if (args.x2) {
+    CheckRank("x2", args.x2, 4);
+    CheckTensor("x2", args.x2, WithLast(x, args.x2.dim(3)), rules.activation, rules);
+    channels += args.x2.dim(3);
+  }
+  const PackedConv2d& weight = *args.weight;
+  DENOISED_CHECK(channels == weight.in_channels, "x has {} channels, the weight {}", channels,
+                 weight.in_channels);
+  DENOISED_CHECK(args.stride >= 1 && args.pad_top >= 0 && args.pad_left >= 0 &&
+                     args.pad_bottom >= 0 && args.pad_right >= 0,
+                 "stride {}, padding {} {} {} {}", args.stride, args.pad_top, args.pad_left,
+                 args.pad_bottom, args.pad_right);
+  const int64_t up = args.upsample2x ? 2 : 1;
+  DENOISED_CHECK(x[1] * up + args.pad_top + args.pad_bottom >= weight.kernel &&
+                     x[2] * up + args.pad_left + args.pad_right >= weight.kernel,
+                 "x is {}, smaller than the kernel of {}", x.ToString(), weight.kernel);
+  const Shape out = {
+      x[0], ConvolutionExtent(x[1] * up, args.pad_top, args.pad_bottom, weight.kernel, args.stride),
+      ConvolutionExtent(x[2] * up, args.pad_left, args.pad_right, weight.kernel, args.stride),
+      weight.out_channels};
+  CheckActivationOrF32("out", args.out, out, rules);
+  if (args.add) {
+    CheckTensor("add", args.add, {x[0], weight.out_channels}, rules.activation, rules, true);
+  }
+  if (args.residual) CheckTensor("residual", args.residual, out, rules.activation, rules);
+}
+
+void Check(const LinearArgs& args, const TensorRules& rules) {
+  DENOISED_CHECK(args.weight != nullptr);
+  DENOISED_CHECK(args.x.shape().rank() >= 2, "x is {}", args.x.shape().ToString());
+  CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), args.weight->in_features), rules);
+  const Shape out = WithLast(args.x.shape(), args.weight->out_features);
+  CheckActivationOrF32("out", args.out, out, rules);
+  if (args.residual) CheckTensor("residual", args.residual, out, rules.activation, rules);
+}
+
+void Check(const GroupNormArgs& args, const TensorRules& rules) {
+  const Shape& x = args.x.shape();
+  DENOISED_CHECK(x.rank() == 3 || x.rank() == 4, "x is {}", x.ToString());
+  CheckTensor("x", args.x, x, rules.activation, rules);
+  int64_t channels = x[-1];
+  if (args.x2) {
+    CheckTensor("x2", args.x2, WithLast(x, args.x2.dim(-1)), rules.activation, rules);
+    channels += args.x2.dim(-1);
+  }
+  DENOISED_CHECK(args.groups >= 1 && channels % args.groups == 0, "{} channels in {} groups",
+                 channels, args.groups);
+  CheckTensor("gamma", args.gamma, {channels}, DType::kF32, rules);
+  CheckTensor("beta", args.beta, {channels}, DType::kF32, rules);
+  if (args.scale_shift) {
+    CheckTensor("scale_shift", args.scale_shift, {x[0], 2 * channels}, rules.activation, rules,
+                true);
+  }
+  CheckTensor("out", args.out, WithLast(x, channels), rules.activation, rules);
+}
+
+void Check(const AttentionArgs& args, const TensorRules& rules) {
+  CheckRank("q", args.q, 3);
+  CheckRank("k", args.k, 3);
+  const Shape& q = args.q.shape();
+  DENOISED_CHECK(args.heads >= 1 && q[2] % args.heads == 0, "{} features in {} heads", q[2],
+                 args.heads);
+  const Shape k = {q[0], args.k.dim(1), q[2]};
+  DENOISED_CHECK(k[1] >= 1, "attention over no keys");
+  CheckTensor("q", args.q, q, rules.activation, rules, true);
+  CheckTensor("k", args.k, k, rules.activation, rules, true);
+  CheckTensor("v", args.v, k, rules.activation, rules, true);
+  CheckTensor("out", args.out, q, rules.activation, rules);
+}
+
+void Check(const TimestepEmbeddingArgs& args, const TensorRules& rules) {
+  CheckRank("out", args.out, 2);
+  CheckTensor("t", args.t, {args.out.dim(0)}, DType::kF32, rules);
+  CheckActivationOrF32("out", args.out, args.out.shape(), rules);
+  const double half = static_cast<double>(args.out.dim(1) / 2);
+  DENOISED_CHECK(args.out.dim(1) >= 2 && half != args.freq_shift, "{} features, freq_shift {}",
+                 args.out.dim(1), args.freq_shift);
+}
+
+void Check(const FourierEmbeddingArgs& args, const TensorRules& rules) {
+  CheckRank("out", args.out, 2);
+  CheckRank("weight", args.weight, 1);
+  CheckTensor("weight", args.weight, args.weight.shape(), DType::kF32, rules);
+  CheckTensor("t", args.t, {args.out.dim(0)}, DType::kF32, rules);
+  CheckActivationOrF32("out", args.out, {args.out.dim(0), 2 * args.weight.dim(0)}, rules);
+}
+
+void Check(const EmbeddingArgs& args, const TensorRules& rules) {
+  CheckRank("table", args.table, 2);
+  CheckRank("index", args.index, 1);
+  CheckActivationOrF32("table", args.table, args.table.shape(), rules);
+  CheckTensor("index", args.index, args.index.shape(), DType::kI32, rules);
+  CheckActivationOrF32("out", args.out, {args.index.dim(0), args.table.dim(1)}, rules);
+}
+
+void Check(const BeginSlotArgs& args, const TensorRules& rules) {
+  CheckSlots(args.state, rules);
+  const Shape& x = args.state.x.shape();
+  DENOISED_CHECK(args.slot >= 0 && args.slot < x[0], "slot {} of {}", args.slot, x[0]);
+  const Shape image = {x[1], x[2], x[3]};
+  if (args.source) CheckTensor("source", args.source, image, DType::kF32, rules);
+  if (args.noise) CheckTensor("noise", args.noise, image, DType::kF32, rules);
+}
+
+void Check(const GatherArgs& args, const TensorRules& rules) {
+  CheckSlots(args.state, rules);
+  const int64_t rows = CheckEvaluationRows(args.rows, rules);
+  const Shape& x = args.state.x.shape();
+  CheckTensor("x", args.x, {rows, x[1], x[2], x[3]}, rules.activation, rules);
+  CheckTensor("condition", args.condition, {rows}, DType::kF32, rules);
+  if (args.label) CheckTensor("label", args.label, {rows}, DType::kI32, rules);
+  if (args.embedding) {
+    DENOISED_CHECK(args.state.embedding.defined(),
+                   "an embedding is asked for, the slots have none");
+    CheckTensor("embedding", args.embedding, {rows, args.state.embedding.dim(1)}, DType::kF32,
+                rules);
+  }
+}
+
+void Check(const AdvanceArgs& args, const TensorRules& rules) {
+  CheckSlots(args.state, rules);
+  const int64_t rows = CheckEvaluationRows(args.rows, rules);
+  CheckRank("model_output", args.model_output, 4);
+  const Shape& x = args.state.x.shape();
+  const int64_t channels = args.model_output.dim(3);
+  DENOISED_CHECK(channels == x[3] || channels == 2 * x[3], "model_output is {} for images {}",
+                 args.model_output.shape().ToString(), x.ToString());
+  CheckTensor("model_output", args.model_output, {rows, x[1], x[2], channels}, DType::kF32, rules);
+}
+
+void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const TensorRules& rules) {
+  CheckRank("x", x, 4);
+  const Shape& from = x.shape();
+  CheckTensor("x", x, from, rules.activation, rules);
+  const Shape to = kind == Resample::kNearestUp ? Shape{from[0], 2 * from[1], 2 * from[2], from[3]}
+                                                : Shape{from[0], from[1] / 2, from[2] / 2, from[3]};
+  CheckTensor("out", out, to, rules.activation, rules);
+}
+
+void CheckAdd(const Tensor& a, const Tensor& b, const Tensor& out, const TensorRules& rules) {
+  CheckActivationOrF32("a", a, a.shape(), rules);
+  if (b) CheckActivationOrF32("b", b, a.shape(), rules);
+  CheckActivationOrF32("out", out, a.shape(), rules);
+}
+
+void CheckCopy(const Tensor& from, const Tensor& to, const TensorRules& rules) {
+  CheckTensor("from", from, from.shape(), from.dtype(), rules);
+  CheckTensor("to", to, to.shape(), from.dtype(), rules);
+  DENOISED_CHECK(from.elements() == to.elements(), "copies {} to {}", from.shape().ToString(),
+                 to.shape().ToString());
+}
+
+void CheckUpload(size_t bytes, const Tensor& to, const TensorRules& rules) {
+  CheckTensor("to", to, to.shape(), to.dtype(), rules);
+  DENOISED_CHECK(bytes <= to.bytes(), "uploads {} bytes into {}", bytes, to.bytes());
+}
+
+void CheckDownload(const Tensor& from, const TensorRules& rules) {
+  CheckTensor("from", from, from.shape(), from.dtype(), rules);
+}
+
+absl::Status CheckFloats(const Tensor& values) {
+  if (!values.defined() || values.device() != Device::kCpu || !values.contiguous() ||
+      !IsFloat(values.dtype())) {
+    return InvalidArgument(
+        "tensor is {}{}; weights must be contiguous F32, F16 or BF16 in host memory",
+        values.defined() ? Name(values.dtype()) : "undefined",
+        values.defined() ? " " + values.shape().ToString() : "");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckConv2dWeight(const Tensor& weight_oihw, const Tensor& bias) {
+  DENOISED_RETURN_IF_ERROR(Annotate(CheckFloats(weight_oihw), "convolution weight"));
+  const Shape& shape = weight_oihw.shape();
+  if (shape.rank() != 4 || shape[2] != shape[3] || shape.elements() == 0) {
+    return InvalidArgument("convolution weight is {}; it must be [out, in, k, k]",
+                           shape.ToString());
+  }
+  if (!bias) return absl::OkStatus();
+  DENOISED_RETURN_IF_ERROR(Annotate(CheckFloats(bias), "convolution bias"));
+  if (!(bias.shape() == Shape{shape[0]})) {
+    return InvalidArgument("convolution bias is {}; it must be [{}], one for each output channel",
+                           bias.shape().ToString(), shape[0]);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckLinearWeights(const std::vector<Tensor>& weights_oi,
+                                const std::vector<Tensor>& biases) {
+  if (weights_oi.empty()) return InvalidArgument("a linear layer has no weight; give at least one");
+  size_t with_bias = 0;
+  for (const Tensor& bias : biases) with_bias += bias.defined();
+  if (with_bias != 0 && (with_bias != biases.size() || biases.size() != weights_oi.size())) {
+    return InvalidArgument("{} linear weights have {} biases; all have one or none",
+                           weights_oi.size(), with_bias);
+  }
+  for (size_t i = 0; i < weights_oi.size(); ++i) {
+    DENOISED_RETURN_IF_ERROR(Annotate(CheckFloats(weights_oi[i]), "linear weight"));
+    const Shape& shape = weights_oi[i].shape();
+    if (shape.rank() != 2 || shape.elements() == 0 || shape[1] != weights_oi[0].dim(1)) {
+      return InvalidArgument(
+          "linear weight is {}; it must be [out, in], with the same `in` as the "
+          "others beside it",
+          shape.ToString());
+    }
+    if (with_bias == 0) continue;
+    DENOISED_RETURN_IF_ERROR(Annotate(CheckFloats(biases[i]), "linear bias"));
+    if (!(biases[i].shape() == Shape{shape[0]})) {
+      return InvalidArgument("linear bias is {}; it must be [{}], one for each output",
+                             biases[i].shape().ToString(), shape[0]);
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace denoised

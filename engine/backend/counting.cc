@@ -1,0 +1,202 @@
+#include "engine/backend/counting.h"
+
+namespace denoised {
+namespace {
+
+// As in Arena::Measuring(): aligned, not null, never mapped.
+constexpr uintptr_t kNowhere = uintptr_t{1} << 46;
+
+struct CountedGraph final : Graph {
+  Work work;
+};
+
+struct NoDownload final : Download {
+  bool ready() override { return true; }
+  absl::StatusOr<Tensor> Wait() override {
+    return FailedPrecondition(
+        "the counting backend computes nothing that could be downloaded; "
+        "open a \"cpu\" or \"cuda\" device");
+  }
+};
+
+struct NoMarker final : Marker {
+  bool reached() override { return true; }
+  absl::Status Wait() override { return absl::OkStatus(); }
+  double SecondsSince(const Marker&) override { return 0; }
+};
+
+}  // namespace
+
+CountingBackend::CountingBackend(Device device, DType activation_dtype)
+    : rules_{device, activation_dtype} {}
+
+std::string CountingBackend::description() const {
+  return fmt::format("counts the work of {} with {} activations",
+                     rules_.device == Device::kCpu ? "a CPU" : "a CUDA device",
+                     denoised::Name(rules_.activation));
+}
+
+Tensor CountingBackend::Nowhere(const Shape& shape, DType dtype) const {
+  return Tensor(reinterpret_cast<void*>(kNowhere), shape, dtype, rules_.device, nullptr);
+}
+
+void CountingBackend::Count(double flops, double weight_bytes,
+                            std::initializer_list<const Tensor*> operands) {
+  work_.flops += flops;
+  work_.bytes += weight_bytes;
+  for (const Tensor* operand : operands) {
+    if (*operand) work_.bytes += static_cast<double>(operand->bytes());
+  }
+  ++work_.ops;
+}
+
+absl::StatusOr<Tensor> CountingBackend::Allocate(const Shape& shape, DType dtype,
+                                                 std::string_view) {
+  allocated_bytes_ += shape.elements() * SizeOf(dtype);
+  return Nowhere(shape, dtype);
+}
+
+void CountingBackend::Upload(const void*, size_t bytes, const Tensor& to) {
+  CheckUpload(bytes, to, rules_);
+  work_.bytes += static_cast<double>(bytes);
+  ++work_.ops;
+}
+
+std::unique_ptr<Download> CountingBackend::BeginDownload(const Tensor& from) {
+  CheckDownload(from, rules_);
+  Count(0, 0, {&from});
+  return std::make_unique<NoDownload>();
+}
+
+void CountingBackend::Copy(const Tensor& from, const Tensor& to) {
+  CheckCopy(from, to, rules_);
+  Count(0, 0, {&from, &to});
+}
+
+absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const Tensor& weight_oihw,
+                                                                          const Tensor& bias) {
+  DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
+  auto packed = std::make_unique<PackedConv2d>();
+  packed->out_channels = static_cast<int>(weight_oihw.dim(0));
+  packed->in_channels = static_cast<int>(weight_oihw.dim(1));
+  packed->kernel = static_cast<int>(weight_oihw.dim(2));
+  weight_bytes_ += weight_oihw.elements() * SizeOf(rules_.activation);
+  if (bias) weight_bytes_ += bias.elements() * sizeof(float);
+  return packed;
+}
+
+absl::StatusOr<std::unique_ptr<PackedLinear>> CountingBackend::PackLinear(
+    const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) {
+  DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
+  auto packed = std::make_unique<PackedLinear>();
+  packed->in_features = static_cast<int>(weights_oi[0].dim(1));
+  for (const Tensor& weight : weights_oi) {
+    packed->out_features += static_cast<int>(weight.dim(0));
+    weight_bytes_ += weight.elements() * SizeOf(rules_.activation);
+  }
+  for (const Tensor& bias : biases) {
+    if (bias) weight_bytes_ += bias.elements() * sizeof(float);
+  }
+  return packed;
+}
+
+absl::StatusOr<Tensor> CountingBackend::PackVector(const Tensor& values) {
+  DENOISED_RETURN_IF_ERROR(CheckFloats(values));
+  weight_bytes_ += values.elements() * sizeof(float);
+  return Nowhere(values.shape(), DType::kF32);
+}
+
+void CountingBackend::Conv2d(const Conv2dArgs& args) {
+  Check(args, rules_);
+  const PackedConv2d& weight = *args.weight;
+  const double taps = static_cast<double>(weight.kernel) * weight.kernel * weight.in_channels;
+  Count(2.0 * args.out.elements() * taps, taps * weight.out_channels * SizeOf(rules_.activation),
+        {&args.x, &args.x2, &args.add, &args.residual, &args.out});
+}
+
+void CountingBackend::Linear(const LinearArgs& args) {
+  Check(args, rules_);
+  const PackedLinear& weight = *args.weight;
+  Count(2.0 * args.out.elements() * weight.in_features,
+        static_cast<double>(weight.in_features) * weight.out_features * SizeOf(rules_.activation),
+        {&args.x, &args.residual, &args.out});
+}
+
+void CountingBackend::GroupNorm(const GroupNormArgs& args) {
+  Check(args, rules_);
+  Count(0, 0, {&args.x, &args.x2, &args.gamma, &args.beta, &args.scale_shift, &args.out});
+}
+
+void CountingBackend::Attention(const AttentionArgs& args) {
+  Check(args, rules_);
+  // q·kᵀ and the product with v: each a multiply-add for every query, key and feature.
+  Count(4.0 * args.q.elements() * args.k.dim(1), 0, {&args.q, &args.k, &args.v, &args.out});
+}
+
+void CountingBackend::TimestepEmbedding(const TimestepEmbeddingArgs& args) {
+  Check(args, rules_);
+  Count(0, 0, {&args.t, &args.out});
+}
+
+void CountingBackend::FourierEmbedding(const FourierEmbeddingArgs& args) {
+  Check(args, rules_);
+  Count(0, 0, {&args.t, &args.weight, &args.out});
+}
+
+void CountingBackend::Embedding(const EmbeddingArgs& args) {
+  Check(args, rules_);
+  Count(0, 0,
+        {&args.index, &args.out, &args.out});  // reads as many bytes of the table as it writes
+}
+
+void CountingBackend::Resample2x(Resample kind, const Tensor& x, const Tensor& out) {
+  CheckResample2x(kind, x, out, rules_);
+  Count(0, 0, {&x, &out});
+}
+
+void CountingBackend::Add(const Tensor& a, float, const Tensor& b, float, Activation,
+                          const Tensor& out) {
+  CheckAdd(a, b, out, rules_);
+  Count(0, 0, {&a, &b, &out});
+}
+
+void CountingBackend::BeginSlot(const BeginSlotArgs& args) {
+  Check(args, rules_);
+  const Tensor x = args.state.x.Slice(args.slot, 1), x0 = args.state.x0.Slice(args.slot, 1),
+               registers = args.state.registers.Slice(args.slot, 1);
+  Count(0, 0, {&args.source, &args.noise, &x, &x0, &registers});
+}
+
+void CountingBackend::Gather(const GatherArgs& args) {
+  Check(args, rules_);
+  Count(0, 0, {&args.rows, &args.x, &args.x, &args.condition, &args.label, &args.embedding});
+}
+
+void CountingBackend::Advance(const AdvanceArgs& args) {
+  Check(args, rules_);
+  const Shape& x = args.state.x.shape();
+  const double image = static_cast<double>(x[1]) * x[2] * x[3];
+  const double elements = static_cast<double>(args.rows.dim(0)) * image;
+  Count(2.0 * elements * kPlanInputs * kPlanOutputs, 0, {&args.rows, &args.model_output});
+  // Each row reads and writes its slot's x and registers, and writes x0.
+  work_.bytes += elements * sizeof(float) * (2 * (1 + kRegisters) + 1);
+}
+
+absl::StatusOr<std::unique_ptr<Graph>> CountingBackend::Capture(const std::function<void()>& body) {
+  const Work before = std::exchange(work_, {});
+  body();
+  auto graph = std::make_unique<CountedGraph>();
+  graph->work = std::exchange(work_, before);
+  return graph;
+}
+
+void CountingBackend::Launch(Graph& graph) {
+  const Work& work = static_cast<CountedGraph&>(graph).work;
+  work_.flops += work.flops;
+  work_.bytes += work.bytes;
+  work_.ops += work.ops;
+}
+
+std::unique_ptr<Marker> CountingBackend::Mark() { return std::make_unique<NoMarker>(); }
+
+}  // namespace denoised

@@ -1,0 +1,82 @@
+#pragma once
+
+#include "engine/backend/check.h"
+
+namespace denoised {
+
+/// Work of a sequence of ops. A multiply-add is two FLOPs; cheap elementwise arithmetic counts
+/// none. Bytes are what the ops would read and write if nothing stayed in a cache: operands,
+/// weights once for each op, results.
+struct Work {
+  double flops = 0;
+  double bytes = 0;
+  int64_t ops = 0;
+};
+
+/// Computes nothing and touches no tensor memory: it checks every op as the real backends do and
+/// counts its work. Together with Arena::Measuring() it tells what a model needs before any memory
+/// is taken. Packed weights hold sizes only.
+class CountingBackend final : public Backend {
+ public:
+  CountingBackend(Device device, DType activation_dtype);
+
+  /// Since construction or ResetWork(). Ops inside Capture() count at each Launch().
+  const Work& work() const { return work_; }
+  void ResetWork() { work_ = {}; }
+  /// Persistent bytes: what was allocated, and what was packed in the form a backend keeps it
+  /// (convolutions and linears in the activation dtype, biases and vectors in F32).
+  size_t allocated_bytes() const { return allocated_bytes_; }
+  size_t weight_bytes() const { return weight_bytes_; }
+
+  std::string_view name() const override { return "counting"; }
+  std::string description() const override;
+  Device device() const override { return rules_.device; }
+  DType activation_dtype() const override { return rules_.activation; }
+
+  /// Addresses that must not be touched, aligned as Arena's.
+  absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
+                                  std::string_view purpose) override;
+  BackendMemory memory() const override { return {}; }
+  void Upload(const void* from, size_t bytes, const Tensor& to) override;
+  /// Its Wait() is FailedPrecondition: there is nothing to read.
+  std::unique_ptr<Download> BeginDownload(const Tensor& from) override;
+  void Copy(const Tensor& from, const Tensor& to) override;
+
+  absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
+                                                           const Tensor& bias) override;
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
+      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override;
+  absl::StatusOr<Tensor> PackVector(const Tensor& values) override;
+
+  void Conv2d(const Conv2dArgs& args) override;
+  void Linear(const LinearArgs& args) override;
+  void GroupNorm(const GroupNormArgs& args) override;
+  void Attention(const AttentionArgs& args) override;
+  void TimestepEmbedding(const TimestepEmbeddingArgs& args) override;
+  void FourierEmbedding(const FourierEmbeddingArgs& args) override;
+  void Embedding(const EmbeddingArgs& args) override;
+  void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override;
+  void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
+           const Tensor& out) override;
+  void BeginSlot(const BeginSlotArgs& args) override;
+  void Gather(const GatherArgs& args) override;
+  void Advance(const AdvanceArgs& args) override;
+
+  absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override;
+  void Launch(Graph& graph) override;
+  /// Reached at once; no time passes between markers.
+  std::unique_ptr<Marker> Mark() override;
+  absl::Status Synchronize() override { return absl::OkStatus(); }
+  absl::Status status() const override { return absl::OkStatus(); }
+
+ private:
+  void Count(double flops, double weight_bytes, std::initializer_list<const Tensor*> operands);
+  Tensor Nowhere(const Shape& shape, DType dtype) const;
+
+  const TensorRules rules_;
+  Work work_;
+  size_t allocated_bytes_ = 0;
+  size_t weight_bytes_ = 0;
+};
+
+}  // namespace denoised

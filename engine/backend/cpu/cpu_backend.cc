@@ -1,0 +1,241 @@
+#include "engine/backend/cpu/cpu_backend.h"
+
+#include <omp.h>
+
+#include <chrono>
+#include <cstring>
+#include <new>
+
+#include "engine/backend/check.h"
+#include "engine/backend/cpu/host.h"
+#include "engine/backend/cpu/ops.h"
+
+namespace denoised {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// Everything has run when a call returns, so a copy is complete from the start.
+class CpuDownload final : public Download {
+ public:
+  explicit CpuDownload(absl::StatusOr<Tensor> copy) : copy_(std::move(copy)) {}
+  bool ready() override { return true; }
+  absl::StatusOr<Tensor> Wait() override { return copy_; }
+
+ private:
+  absl::StatusOr<Tensor> copy_;
+};
+
+class CpuMarker final : public Marker {
+ public:
+  explicit CpuMarker(absl::Status status) : status_(std::move(status)) {}
+  bool reached() override { return true; }
+  absl::Status Wait() override { return status_; }
+  double SecondsSince(const Marker& earlier) override {
+    return std::chrono::duration<double>(time_ - static_cast<const CpuMarker&>(earlier).time_)
+        .count();
+  }
+
+ private:
+  Clock::time_point time_ = Clock::now();
+  absl::Status status_;
+};
+
+/// A CPU gains nothing from a recording: the graph keeps the function and calls it.
+struct CpuGraph final : Graph {
+  std::function<void()> body;
+};
+
+std::vector<float> Concatenated(const std::vector<Tensor>& tensors) {
+  std::vector<float> values;
+  for (const Tensor& tensor : tensors) {
+    const std::vector<float> part = tensor.ToFloats();
+    values.insert(values.end(), part.begin(), part.end());
+  }
+  return values;
+}
+
+class CpuBackend final : public Backend {
+ public:
+  std::string_view name() const override { return "cpu"; }
+  std::string description() const override {
+    return fmt::format("{}, {} threads, {:.1f} GiB, {}", cpu::ReadModelName(),
+                       omp_get_max_threads(), static_cast<double>(memory().total) / (1 << 30),
+                       cpu::DescribeOneDnn());
+  }
+  Device device() const override { return Device::kCpu; }
+  DType activation_dtype() const override { return DType::kF32; }
+  BackendMemory memory() const override { return cpu::ReadMemory(); }
+
+  absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
+                                  std::string_view purpose) override {
+    constexpr std::align_val_t kAlignment{64};
+    const size_t bytes = std::max<size_t>(1, shape.elements() * SizeOf(dtype));
+    const size_t free = memory().free;
+    void* data = bytes <= free ? ::operator new(bytes, kAlignment, std::nothrow) : nullptr;
+    if (data == nullptr) {
+      return ResourceExhausted(
+          "{} needs {} bytes of host memory, {} are free; choose a smaller model or batch, or "
+          "raise "
+          "the memory limit",
+          purpose, bytes, free);
+    }
+    return Tensor(data, shape, dtype, Device::kCpu,
+                  std::shared_ptr<const void>(data, [](const void* p) {
+                    ::operator delete(const_cast<void*>(p), kAlignment);
+                  }));
+  }
+
+  void Upload(const void* from, size_t bytes, const Tensor& to) override {
+    CheckUpload(bytes, to, kRules);
+    Enqueue([&] { std::memcpy(to.data(), from, bytes); });
+  }
+
+  std::unique_ptr<Download> BeginDownload(const Tensor& from) override {
+    CheckDownload(from, kRules);
+    Tensor copy;
+    Enqueue([&] {
+      copy = Tensor::Host(from.shape(), from.dtype());
+      std::memcpy(copy.data(), from.data(), from.bytes());
+    });
+    if (!status_.ok()) return std::make_unique<CpuDownload>(status_);
+    return std::make_unique<CpuDownload>(std::move(copy));
+  }
+
+  void Copy(const Tensor& from, const Tensor& to) override {
+    CheckCopy(from, to, kRules);
+    Enqueue([&] { std::memmove(to.data(), from.data(), from.bytes()); });
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
+                                                           const Tensor& bias) override {
+    DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
+    auto packed = std::make_unique<cpu::CpuConv2d>();
+    packed->out_channels = static_cast<int>(weight_oihw.dim(0));
+    packed->in_channels = static_cast<int>(weight_oihw.dim(1));
+    packed->kernel = static_cast<int>(weight_oihw.dim(2));
+    packed->convolution.emplace(&workspace_.onednn, weight_oihw.ToFloats(), packed->out_channels,
+                                packed->in_channels, packed->kernel);
+    packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);
+    return packed;
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
+      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
+    DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
+    std::vector<float> weight = Concatenated(weights_oi);
+    const int in = static_cast<int>(weights_oi[0].dim(1));
+    const int out = static_cast<int>(weight.size() / in);
+    const bool has_bias = !biases.empty() && biases[0];
+    std::vector<float> bias = has_bias ? Concatenated(biases) : std::vector<float>(out);
+    return std::make_unique<cpu::CpuLinear>(&workspace_.onednn, std::move(weight), std::move(bias),
+                                            out, in);
+  }
+
+  absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
+    DENOISED_RETURN_IF_ERROR(CheckFloats(values));
+    return Tensor::HostF32(values.shape(), values.ToFloats());
+  }
+
+  void Conv2d(const Conv2dArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::Conv2d(args, workspace_); });
+  }
+  void Linear(const LinearArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::Linear(args, workspace_); });
+  }
+  void GroupNorm(const GroupNormArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::GroupNorm(args, workspace_); });
+  }
+  void Attention(const AttentionArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::Attention(args, workspace_); });
+  }
+  void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::TimestepEmbedding(args); });
+  }
+  void FourierEmbedding(const FourierEmbeddingArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::FourierEmbedding(args); });
+  }
+  void Embedding(const EmbeddingArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::Embedding(args); });
+  }
+  void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
+    CheckResample2x(kind, x, out, kRules);
+    Enqueue([&] { cpu::Resample2x(kind, x, out); });
+  }
+  void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
+           const Tensor& out) override {
+    CheckAdd(a, b, out, kRules);
+    Enqueue([&] { cpu::Add(a, scale, b, shift, activation, out); });
+  }
+  void BeginSlot(const BeginSlotArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::BeginSlot(args); });
+  }
+  void Gather(const GatherArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::Gather(args); });
+  }
+  void Advance(const AdvanceArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::Advance(args); });
+  }
+
+  absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
+    DENOISED_CHECK(!capturing_, "a capture inside a capture");
+    DENOISED_RETURN_IF_ERROR(status());
+    capturing_ = true;
+    body();
+    capturing_ = false;
+    auto graph = std::make_unique<CpuGraph>();
+    graph->body = body;
+    return graph;
+  }
+  void Launch(Graph& graph) override { static_cast<CpuGraph&>(graph).body(); }
+  std::unique_ptr<Marker> Mark() override { return std::make_unique<CpuMarker>(status_); }
+  absl::Status Synchronize() override { return status_; }
+  absl::Status status() const override { return status_; }
+
+ private:
+  static constexpr TensorRules kRules{Device::kCpu, DType::kF32};
+
+  /// Runs `op`, unless a body is being captured (then only its arguments were checked) or an
+  /// earlier op failed: like a device's, the first error is final.
+  template <typename Op>
+  void Enqueue(const Op& op) {
+    if (capturing_ || !status_.ok()) return;
+    try {
+      op();
+    } catch (const dnnl::error& error) {
+      status_ =
+          Internal("oneDNN failed: {} (status {})", error.what(), static_cast<int>(error.status));
+    } catch (const std::bad_alloc&) {
+      status_ = ResourceExhausted(
+          "out of host memory for working buffers; {} bytes are free; choose "
+          "a smaller batch or image",
+          memory().free);
+    }
+  }
+
+  cpu::Workspace workspace_;
+  absl::Status status_;
+  bool capturing_ = false;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend() {
+  try {
+    return std::make_unique<CpuBackend>();
+  } catch (const dnnl::error& error) {
+    return Internal("oneDNN has no CPU engine: {}", error.what());
+  }
+}
+
+}  // namespace denoised

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <memory>
+
+#include "engine/backend/backend.h"
+
+namespace denoised {
+
+/// The host's cores in fp32, on oneDNN and OpenMP; ops have run when their call returns. Uses as
+/// many threads as OpenMP allows the calling thread (OMP_NUM_THREADS, the process's CPU affinity).
+absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend();
+
+}  // namespace denoised

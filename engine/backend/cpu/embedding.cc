@@ -1,0 +1,92 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numbers>
+
+#include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/vector_ops.h"
+
+namespace denoised::cpu {
+
+/// diffusers' get_timestep_embedding, in double: sin and cos of t · max_period^(−i / (half −
+/// shift)).
+void TimestepEmbedding(const TimestepEmbeddingArgs& args) {
+  const int64_t rows = args.out.dim(0), dim = args.out.dim(1), half = dim / 2;
+  const int64_t sin_at = args.flip_sin_to_cos ? half : 0, cos_at = half - sin_at;
+  for (int64_t n = 0; n < rows; ++n) {
+    float* out = args.out.as<float>() + n * dim;
+    const double t = args.scale * args.t.as<float>()[n];
+    for (int64_t i = 0; i < half; ++i) {
+      const double exponent =
+          static_cast<double>(i) / (static_cast<double>(half) - args.freq_shift);
+      const double angle = t * std::exp(-std::log(args.max_period) * exponent);
+      out[sin_at + i] = static_cast<float>(std::sin(angle));
+      out[cos_at + i] = static_cast<float>(std::cos(angle));
+    }
+    if (dim % 2 != 0) out[dim - 1] = 0;
+  }
+}
+
+/// diffusers' GaussianFourierProjection.
+void FourierEmbedding(const FourierEmbeddingArgs& args) {
+  const int64_t rows = args.out.dim(0), half = args.weight.dim(0);
+  const int64_t sin_at = args.flip_sin_to_cos ? half : 0, cos_at = half - sin_at;
+  for (int64_t n = 0; n < rows; ++n) {
+    float* out = args.out.as<float>() + n * 2 * half;
+    const double value = args.t.as<float>()[n];
+    const double t = args.log ? std::log(value) : value;
+    for (int64_t i = 0; i < half; ++i) {
+      const double angle = 2 * std::numbers::pi * args.weight.as<float>()[i] * t;
+      out[sin_at + i] = static_cast<float>(std::sin(angle));
+      out[cos_at + i] = static_cast<float>(std::cos(angle));
+    }
+  }
+}
+
+void Embedding(const EmbeddingArgs& args) {
+  const int64_t dim = args.table.dim(1);
+  for (int64_t n = 0; n < args.index.dim(0); ++n) {
+    const int32_t index = args.index.as<int32_t>()[n];
+    DENOISED_CHECK(index >= 0 && index < args.table.dim(0), "index {} of {} embeddings", index,
+                   args.table.dim(0));
+    std::memcpy(args.out.as<float>() + n * dim, args.table.as<float>() + index * dim,
+                dim * sizeof(float));
+  }
+}
+
+void Resample2x(Resample kind, const Tensor& x, const Tensor& out) {
+  const int64_t height = out.dim(1), width = out.dim(2), channels = out.dim(3);
+  const int64_t in_width = x.dim(2), in_row = x.dim(1) * in_width * channels;
+#pragma omp parallel for schedule(static)
+  for (int64_t line = 0; line < out.dim(0) * height; ++line) {
+    const float* from = x.as<float>() + line / height * in_row;
+    float* to = out.as<float>() + line * width * channels;
+    const int64_t h = line % height;
+    for (int64_t w = 0; w < width; ++w, to += channels) {
+      if (kind == Resample::kNearestUp) {
+        std::memcpy(to, from + (h / 2 * in_width + w / 2) * channels, channels * sizeof(float));
+        continue;
+      }
+      const float* top = from + (2 * h * in_width + 2 * w) * channels;
+      const float* bottom = top + in_width * channels;
+      for (int64_t c = 0; c < channels; ++c) {
+        to[c] = (top[c] + top[channels + c] + bottom[c] + bottom[channels + c]) * 0.25f;
+      }
+    }
+  }
+}
+
+void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
+         const Tensor& out) {
+  constexpr int64_t kChunk = 4096;
+  const int64_t count = out.elements();
+#pragma omp parallel for schedule(static) if (count > 4 * kChunk)
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t length = std::min(kChunk, count - begin);
+    float* y = out.as<float>() + begin;
+    Axpb(a.as<float>() + begin, scale, b ? b.as<float>() + begin : nullptr, shift, y, length);
+    Activate(activation, y, length);
+  }
+}
+
+}  // namespace denoised::cpu

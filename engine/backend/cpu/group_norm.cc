@@ -1,0 +1,104 @@
+#include <algorithm>
+#include <cmath>
+
+#include "engine/backend/check.h"
+#include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/vector_ops.h"
+
+/// Three passes over (row, chunk of pixels), (row), (row, chunk of pixels): sums of each channel,
+/// what they mean for each group, and the normalisation. Chunks have a fixed number of pixels and
+/// their sums are added in order. Sums are in double, so the variance may be E[x²] − E[x]² without
+/// cancellation, in a single reading.
+
+namespace denoised::cpu {
+namespace {
+
+constexpr int64_t kChunkPixels = 64;
+
+/// y = (x − mean) · slope + offset for one channel of one row.
+struct Coefficients {
+  float* mean;
+  float* slope;
+  float* offset;
+};
+
+/// Adds the chunks' sums up and folds the group's statistics, gamma, beta and scale_shift.
+void FoldRow(const GroupNormArgs& args, int64_t row, int64_t chunks, int64_t pixels,
+             int64_t channels, const double* sums, const Coefficients& to) {
+  const int64_t group_channels = channels / args.groups;
+  const float* scale = args.scale_shift
+                           ? args.scale_shift.as<float>() + row * args.scale_shift.row_stride()
+                           : nullptr;
+  const float* shift = scale != nullptr ? scale + channels : nullptr;
+  const double count = static_cast<double>(group_channels) * static_cast<double>(pixels);
+  for (int64_t begin = 0; begin < channels; begin += group_channels) {
+    double sum = 0, square = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const double* part = sums + chunk * 2 * channels;
+      for (int64_t c = begin; c < begin + group_channels; ++c) {
+        sum += part[c];
+        square += part[channels + c];
+      }
+    }
+    const double mean = sum / count;
+    const double variance = std::max(0.0, square / count - mean * mean);
+    const double reciprocal = 1.0 / std::sqrt(variance + args.eps);
+    for (int64_t c = begin; c < begin + group_channels; ++c) {
+      const float gain = scale != nullptr ? 1.0f + scale[c] : 1.0f;
+      to.mean[c] = static_cast<float>(mean);
+      to.slope[c] = static_cast<float>(reciprocal) * args.gamma.as<float>()[c] * gain;
+      to.offset[c] = args.beta.as<float>()[c] * gain + (shift != nullptr ? shift[c] : 0.0f);
+    }
+  }
+}
+
+}  // namespace
+
+void GroupNorm(const GroupNormArgs& args, Workspace& workspace) {
+  const auto [rows, pixels, channels] = RowsOf(args.out.shape());
+  if (args.out.elements() == 0) return;
+  const int64_t c1 = args.x.dim(-1), c2 = channels - c1;
+  const int64_t chunks = (pixels + kChunkPixels - 1) / kChunkPixels;
+  double* const sums =
+      workspace.scratch.Take<double>(rows * chunks * 2 * channels + rows * 3 * channels);
+  float* const folded = reinterpret_cast<float*>(sums + rows * chunks * 2 * channels);
+  const auto coefficients = [&, channels = channels](int64_t row) {
+    float* at = folded + row * 3 * channels;
+    return Coefficients{at, at + channels, at + 2 * channels};
+  };
+  const float* x = args.x.as<float>();
+  const float* x2 = args.x2 ? args.x2.as<float>() : nullptr;
+  float* out = args.out.as<float>();
+
+#pragma omp parallel for schedule(static)
+  for (int64_t unit = 0; unit < rows * chunks; ++unit) {
+    const int64_t begin = unit % chunks * kChunkPixels;
+    const int64_t length = std::min(kChunkPixels, pixels - begin);
+    const int64_t pixel = unit / chunks * pixels + begin;
+    double* sum = sums + unit * 2 * channels;
+    double* square = sum + channels;
+    Moments(x + pixel * c1, length, c1, sum, square);
+    if (x2 != nullptr) Moments(x2 + pixel * c2, length, c2, sum + c1, square + c1);
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    FoldRow(args, row, chunks, pixels, channels, sums + row * chunks * 2 * channels,
+            coefficients(row));
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t unit = 0; unit < rows * chunks; ++unit) {
+    const int64_t begin = unit % chunks * kChunkPixels;
+    const int64_t length = std::min(kChunkPixels, pixels - begin);
+    const int64_t pixel = unit / chunks * pixels + begin;
+    const Coefficients k = coefficients(unit / chunks);
+    float* to = out + pixel * channels;
+    Normalize(x + pixel * c1, length, c1, k.mean, k.slope, k.offset, to, channels);
+    if (x2 != nullptr) {
+      Normalize(x2 + pixel * c2, length, c2, k.mean + c1, k.slope + c1, k.offset + c1, to + c1,
+                channels);
+    }
+    Activate(args.activation, to, length * channels);
+  }
+}
+
+}  // namespace denoised::cpu

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <oneapi/dnnl/dnnl.hpp>
+#include <string>
+
+#include "engine/backend/cpu/scratch.h"
+
+/// The little of oneDNN that the CPU backend uses, and where 2.x (Debian 12) and 3.x (Ubuntu 24.04)
+/// differ. oneDNN's C++ calls throw dnnl::error; CpuBackend catches it.
+
+namespace denoised::cpu {
+
+/// One for each backend; primitives run one after the other, so they share a scratchpad.
+struct OneDnn {
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  dnnl::stream stream{engine};
+  Scratch scratchpad;
+};
+
+/// A forward convolution in strict fp32 whose caller provides the scratchpad.
+inline dnnl::convolution_forward::primitive_desc DescribeConvolution(
+    const dnnl::engine& engine, const dnnl::memory::desc& source, const dnnl::memory::desc& weight,
+    const dnnl::memory::desc& bias, const dnnl::memory::desc& destination,
+    const dnnl::memory::dims& strides, const dnnl::memory::dims& pad_before,
+    const dnnl::memory::dims& pad_after) {
+  constexpr auto kInference = dnnl::prop_kind::forward_inference;
+  constexpr auto kDirect = dnnl::algorithm::convolution_direct;
+  dnnl::primitive_attr attributes;
+  attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+  attributes.set_fpmath_mode(dnnl::fpmath_mode::strict);
+#if DNNL_VERSION_MAJOR >= 3
+  return {engine,      kInference, kDirect,    source,    weight,    bias,
+          destination, strides,    pad_before, pad_after, attributes};
+#else
+  const dnnl::convolution_forward::desc convolution(kInference, kDirect, source, weight, bias,
+                                                    destination, strides, pad_before, pad_after);
+  return {convolution, attributes, engine};
+#endif
+}
+
+/// "oneDNN 2.6.3, AVX-512"
+std::string DescribeOneDnn();
+
+}  // namespace denoised::cpu

@@ -1,0 +1,16 @@
+#include "engine/backend/cuda/cuda_backend.h"
+
+/// What a build without CUDA links in place of the backend, so that callers need no #if.
+
+namespace denoised {
+
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device, bool) {
+  return FailedPrecondition(
+      "device is \"cuda:{}\", but this build has no CUDA; install the CUDA Toolkit and configure "
+      "with -DDENOISED_CUDA=ON, or choose the device \"cpu\"",
+      device);
+}
+
+int CudaDeviceCount() { return 0; }
+
+}  // namespace denoised
