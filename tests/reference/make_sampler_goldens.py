@@ -8,9 +8,11 @@ and the state after it. The C++ test runs the compiled step plan on the same den
 
 diffusers computes its schedules in float32 by naming the dtype. Its modules are run here with
 `torch` and `numpy` replaced by views of them whose float32 is float64, and torch's default dtype is
-float64, so nothing is left in single precision. Two more changes, both about rounding alone:
+float64, so nothing is left in single precision. Three more changes:
   - _sigma_to_t snaps to an integer within 1e-6. DPM-Solver and UniPC truncate its result, and
     whether ln(exp(ln sigma)) lands above or below timestep 999 is an accident of the last bit.
+  - with churn the model is asked at the state that step() is about to make, not before, as algorithm
+    2 of EDM has it; diffusers' update is then the paper's.
   - begin_index is set, as pipelines may: otherwise two equal first timesteps skip a step.
 """
 
@@ -113,7 +115,21 @@ class Recorder:
         return case
 
 
-def run(scheduler, steps, strength=1.0, x0_is_plain=True, **step_arguments):
+def churned(scheduler, i, x, t, s_churn=0.0, s_tmin=0.0, s_tmax=math.inf, s_noise=1.0, **_):
+    """What step() is about to make of x, with the model's scaled input and condition there."""
+    sigma = scheduler.sigmas[i]
+    gamma = min(s_churn / (len(scheduler.sigmas) - 1), 2**0.5 - 1) if s_tmin <= sigma <= s_tmax else 0
+    if gamma == 0:
+        return x, scheduler.scale_model_input(x, t), t
+    raised = sigma * (1 + gamma)
+    x = x + noise(draw) * s_noise * (raised**2 - sigma**2) ** 0.5
+    if hasattr(scheduler, "precondition_inputs"):
+        return x, scheduler.precondition_inputs(x, raised), scheduler.precondition_noise(raised)
+    logs = np.log(np.array(((1 - scheduler.alphas_cumprod) / scheduler.alphas_cumprod) ** 0.5))
+    return x, x / (raised**2 + 1) ** 0.5, scheduler._sigma_to_t(raised.numpy(), logs)
+
+
+def run(scheduler, steps, strength=1.0, **step_arguments):
     """The loop of diffusers' pipelines, image to image when strength < 1."""
     global draw
     scheduler.set_timesteps(steps)
@@ -128,16 +144,24 @@ def run(scheduler, steps, strength=1.0, x0_is_plain=True, **step_arguments):
     else:
         x = noise(INITIAL) * scheduler.init_noise_sigma
     record = Recorder()
-    for draw, t in enumerate(timesteps[begin:]):
+    for i, t in enumerate(timesteps[begin:]):
         u = scheduler.scale_model_input(x, t)
-        f = fake_model(u, t)
+        told = t
+        if "s_churn" in step_arguments:
+            draw = CHURN if i == 0 else i - 1
+            x_hat, u, told = churned(scheduler, begin + i, x, t, **step_arguments)
+            if i > 0:  # the plan adds this churn where the step before ends
+                record.states[-1] = numbers(x_hat)
+        else:
+            draw = i
+        f = fake_model(u, told)
         if (scheduler.config.get("variance_type") or "").startswith("learned"):
             f = torch.cat([f, fake_variance(u, t)], dim=1)
         out = scheduler.step(f, t, x, **step_arguments)
         x = out.prev_sample
-        record.conditions.append(float(f"{float(t):.14g}"))
+        record.conditions.append(float(f"{float(told):.14g}"))
         record.states.append(numbers(x))
-        if x0_is_plain and hasattr(out, "pred_original_sample"):
+        if hasattr(out, "pred_original_sample"):
             record.x0s.append(numbers(out.pred_original_sample))
     return record
 
@@ -216,13 +240,13 @@ def add(file, name, config, params, steps, record):
     files.setdefault(file, []).append(case | record.case(steps))
 
 
-def own(sampler, name, config=None, steps=STEPS, params=None, step=None, plain=True):
+def own(sampler, name, config=None, steps=STEPS, params=None, step=None):
     """A class with a config of its own."""
     config = config or {}
     full = {"_class_name": CLASSES[sampler].__name__} | config
     for n in steps:
         strength = (params or {}).get("strength", 1.0)
-        record = run(CLASSES[sampler](**config), n, strength, plain, **(step or {}))
+        record = run(CLASSES[sampler](**config), n, strength, **(step or {}))
         add(sampler, f"{sampler}/{name}/{n}", full, params or {}, n, record)
 
 
@@ -243,19 +267,19 @@ ZERO_SNR = dict(rescale_betas_zero_snr=True, prediction_type="v_prediction", tim
 TRAINED = dict(num_train_timesteps=64, trained_betas=[round(0.001 + 0.002 * i, 6) for i in range(64)])
 
 
-def common(sampler, predictions=PREDICTIONS, spacings=SPACINGS, plain=True):
-    own(sampler, "default", plain=plain)
+def common(sampler, predictions=PREDICTIONS, spacings=SPACINGS):
+    own(sampler, "default")
     for prediction in predictions:
-        own(sampler, prediction, LATENT | dict(prediction_type=prediction), plain=plain)
+        own(sampler, prediction, LATENT | dict(prediction_type=prediction))
     for spacing in spacings:
-        own(sampler, spacing, LATENT | dict(timestep_spacing=spacing, steps_offset=1), plain=plain)
-    own(sampler, "squaredcos", dict(beta_schedule="squaredcos_cap_v2"), plain=plain)
-    own(sampler, "trained_betas", TRAINED, plain=plain)
+        own(sampler, spacing, LATENT | dict(timestep_spacing=spacing, steps_offset=1))
+    own(sampler, "squaredcos", dict(beta_schedule="squaredcos_cap_v2"))
+    own(sampler, "trained_betas", TRAINED)
 
 
-def strengths(sampler, config=None, plain=True):
+def strengths(sampler, config=None):
     for strength in (0.05, 0.3, 0.75):
-        own(sampler, f"strength_{strength}", config, (1, 5, 18), dict(strength=strength), plain=plain)
+        own(sampler, f"strength_{strength}", config, (1, 5, 18), dict(strength=strength))
 
 
 def conversions(sampler, **config):
@@ -301,8 +325,9 @@ own("euler", "continuous", dict(timestep_type="continuous", prediction_type="v_p
 own("euler", "zero_snr", ZERO_SNR)
 own("euler", "sigma_min", LATENT | dict(final_sigmas_type="sigma_min"))
 churn = dict(s_churn=3.0, s_tmin=0.05, s_tmax=10.0, s_noise=1.007)
-for prediction in PREDICTIONS:
-    own("euler", f"churn_{prediction}", LATENT | dict(prediction_type=prediction), params=churn, step=churn, plain=False)
+# Not v: diffusers takes its output for one at sigma, though the state is at sigma_hat.
+for prediction in ("epsilon", "sample"):
+    own("euler", f"churn_{prediction}", LATENT | dict(prediction_type=prediction), params=churn, step=churn)
 strengths("euler", LATENT)
 
 common("euler_ancestral", predictions=("epsilon", "v_prediction"))
@@ -380,7 +405,9 @@ for sampler in ("edm_euler", "edm_dpm_solver"):
     own(sampler, "exponential", dict(sigma_schedule="exponential"), STEPS[1:])
     own(sampler, "sigma_min", RANGE | dict(final_sigmas_type="sigma_min"), STEPS[1:])
     strengths(sampler)
-own("edm_euler", "churn", params=dict(s_churn=40.0, s_tmin=0.05, s_tmax=50.0, s_noise=1.003), step=dict(s_churn=40.0, s_tmin=0.05, s_tmax=50.0, s_noise=1.003), plain=False)
+churn = dict(s_churn=40.0, s_tmin=0.05, s_tmax=50.0, s_noise=1.003)
+for prediction in ("epsilon", "v_prediction"):
+    own("edm_euler", f"churn_{prediction}", dict(prediction_type=prediction), params=churn, step=churn)
 for order in (1, 2, 3):
     for kind in ("midpoint", "heun"):
         for algorithm in ("dpmsolver++", "sde-dpmsolver++"):

@@ -26,9 +26,17 @@ struct Trajectory {
   std::vector<State> states, x0s;  // after, and predicted by, every evaluation
 };
 
+/// The model's output for element e of the state, of which it sees row.input_scale·x.
+using Model = std::function<double(const Evaluation<double>& row, double x, size_t e)>;
+
+inline double FakeModelOf(const Evaluation<double>& row, double x, size_t e) {
+  return FakeModel(row.input_scale * x, row.condition, e);
+}
+
 /// `draw(i)` is the noise of evaluation i.
 inline Trajectory Execute(const StepPlan& plan, const State& source, const State& initial,
-                          const State& churn, const std::function<State(size_t)>& draw) {
+                          const State& churn, const std::function<State(size_t)>& draw,
+                          const Model& denoiser = FakeModelOf) {
   const size_t elements = initial.size();
   State x(elements);
   for (size_t e = 0; e < elements; ++e)
@@ -42,7 +50,7 @@ inline Trajectory Execute(const StepPlan& plan, const State& source, const State
     State x0s(elements);
     for (size_t e = 0; e < elements; ++e) {
       const double u = row.input_scale * x[e];
-      const double model = FakeModel(u, row.condition, e);
+      const double model = denoiser(row, x[e], e);
       double x0 = row.x0_from_x * x[e] + row.x0_from_model * model;
       if (row.clip > 0) x0 = std::clamp(x0, -row.clip, row.clip);
       double n = noise[e];

@@ -17,8 +17,8 @@ using nlohmann::json;
 
 const std::string kGoldens = DENOISED_SOURCE_DIR "/tests/sampling/goldens/";
 
-/// The goldens keep 14 digits, so most cases lie below 1e-13; the worst is 4e-11, Heun's at the huge
-/// first σ of the squared cosine. Anything wrong in a formula is far above.
+/// The goldens keep 14 digits, so most cases lie below 1e-13; the worst is 4e-11, Heun's at the
+/// huge first σ of the squared cosine. Anything wrong in a formula is far above.
 constexpr double kTolerance = 1e-9;
 
 json ReadJson(const std::string& name) {
@@ -55,8 +55,10 @@ SamplerParams ParamsOf(const json& golden) {
                                             : field == "s_tmax"  ? &params.s_tmax
                                             : field == "s_noise" ? &params.s_noise
                                                                  : nullptr;
-      if (!number) ADD_FAILURE() << "unknown parameter " << field;
-      else *number = value.get<double>();
+      if (!number)
+        ADD_FAILURE() << "unknown parameter " << field;
+      else
+        *number = value.get<double>();
     }
   }
   return params;
@@ -103,7 +105,8 @@ TEST_P(GoldenTest, PlanFollowsTheReference) {
     }
     std::vector<double> conditions;
     for (const auto& evaluation : plan->evaluations) conditions.push_back(evaluation.condition);
-    EXPECT_THAT(conditions, testing::Pointwise(testing::DoubleNear(1e-6), golden["conditions"].get<State>()));
+    EXPECT_THAT(conditions,
+                testing::Pointwise(testing::DoubleNear(1e-6), golden["conditions"].get<State>()));
 
     const Trajectory run = RunFake(*plan);
     const double distance = Distance(run.states, golden["states"].get<std::vector<State>>());
