@@ -151,7 +151,7 @@ class Compilation {
     churn("s_tmin", params_.s_tmin, &request_.churn.min, false);
     churn("s_tmax", params_.s_tmax, &request_.churn.max, true);
     churn("s_noise", params_.s_noise, &request_.churn.noise, false);
-    if (request_.churn.min > request_.churn.max)
+    if (request_.churn.max >= 0 && request_.churn.min > request_.churn.max)
       Violate("s_tmin", fmt::format("is {}, above s_tmax = {}; swap them", request_.churn.min,
                                     request_.churn.max));
   }

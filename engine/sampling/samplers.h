@@ -11,17 +11,6 @@ namespace denoised {
 /// EDM's stochastic churn, arXiv 2206.00364, algorithm 2.
 struct Churn {
   double amount = 0, min = 0, max = std::numeric_limits<double>::infinity(), noise = 1;
-
-  /// σ̂: the level that fresh noise raises σ to, on a path of `levels` steps.
-  double Raised(double sigma, int levels) const {
-    const bool within = min <= sigma && sigma <= max;
-    const double gamma = within ? std::min(amount / levels, std::sqrt(2.0) - 1) : 0;
-    return sigma * (1 + gamma);
-  }
-  /// The scale of the noise that does so.
-  double Added(double sigma, double raised) const {
-    return noise * std::sqrt(raised * raised - sigma * sigma);
-  }
 };
 
 /// SamplerParams with everything filled in.

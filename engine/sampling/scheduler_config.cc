@@ -84,7 +84,8 @@ void ReadBetas(ConfigReader& config, Fields* fields) {
                             {"exp", BetaSchedule::kExp}},
                            &schedule);
   config.Read("trained_betas", &betas);
-  config.Read("rescale_betas_zero_snr", &fields->zero_terminal_snr);
+  bool zero_snr = false;
+  config.Read("rescale_betas_zero_snr", &zero_snr);
   fields->rounded_timesteps = schedule != BetaSchedule::kSquaredCosCapV2;
 
   const bool trained = config.Has("trained_betas");
@@ -102,12 +103,16 @@ void ReadBetas(ConfigReader& config, Fields* fields) {
         fmt::format("beta {} would be {}; every beta must lie between 0 and 1", t, betas[t]));
     return;
   }
-  if (fields->zero_terminal_snr && count < 2) {
+  if (zero_snr && count < 2) {
     config.Complain("rescale_betas_zero_snr", "needs num_train_timesteps of at least 2");
     return;
   }
-  fields->alphas_cumprod =
-      AlphasCumprod(fields->zero_terminal_snr ? RescaleToZeroTerminalSnr(betas) : betas);
+  fields->alphas_cumprod = AlphasCumprod(zero_snr ? RescaleToZeroTerminalSnr(betas) : betas);
+  std::vector<double> alphas = fields->alphas_cumprod;
+  // The last σ would be infinite; diffusers' value, the smallest positive half.
+  if (zero_snr) alphas.back() = std::exp2(-24);
+  fields->sigmas = SigmasFromAlphas(alphas);
+  for (const double sigma : fields->sigmas) fields->log_sigmas.push_back(std::log(sigma));
 }
 
 void ReadTraining(ConfigReader& config, Fields* fields) {

@@ -26,8 +26,8 @@ struct SchedulerConfig::Fields {
   Prediction prediction = Prediction::kEpsilon;
   Variance variance = Variance::kFixedSmall;
   int train_timesteps = 1000;
-  std::vector<double> alphas_cumprod;  // empty for EDM
-  bool zero_terminal_snr = false;
+  // By timestep; empty for EDM.
+  std::vector<double> alphas_cumprod, sigmas, log_sigmas;
   double sigma_data = 0.5;  // EDM
 
   // Noise levels to sample at.

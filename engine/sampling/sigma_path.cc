@@ -8,17 +8,10 @@ namespace {
 
 using Fields = SchedulerConfig::Fields;
 
-/// σ of every training timestep.
-std::vector<double> TrainingSigmas(const Fields& fields) {
-  std::vector<double> alphas = fields.alphas_cumprod;
-  // σ would be infinite; diffusers' value, the smallest positive half.
-  if (fields.zero_terminal_snr) alphas.back() = std::exp2(-24);
-  return SigmasFromAlphas(alphas);
-}
-
-std::vector<double> LogsOf(std::vector<double> values) {
-  for (double& value : values) value = std::log(value);
-  return values;
+/// What the model is told at a level between those it was trained on.
+double ConditionAt(double sigma, const Fields& fields) {
+  if (fields.edm) return 0.25 * std::log(sigma);
+  return TimestepOfSigma(sigma, fields.log_sigmas);
 }
 
 std::vector<double> SpacedSigmas(NoiseSchedule schedule, double min, double max, double rho,
@@ -48,7 +41,7 @@ SigmaPath EdmPath(const Fields& fields, const Request& request) {
 /// Euler, Euler ancestral, LMS and Heun of diffusers.
 SigmaPath DiscretePath(const Fields& fields, const Request& request) {
   constexpr double kKarrasRho = 7;
-  const std::vector<double> training = TrainingSigmas(fields);
+  const std::vector<double>& training = fields.sigmas;
   const TimestepSpacing spacing = fields.timestep_spacing.value_or(TimestepSpacing::kLinspace);
   SigmaPath path;
   path.conditions =
@@ -67,9 +60,8 @@ SigmaPath DiscretePath(const Fields& fields, const Request& request) {
     const double max =
         override ? fields.sigma_max.value_or(path.sigmas.front()) : path.sigmas.front();
     path.sigmas = SpacedSigmas(request.schedule, min, max, kKarrasRho, request.steps);
-    const std::vector<double> logs = LogsOf(training);
     for (int i = 0; i < request.steps; ++i)
-      path.conditions[i] = TimestepOfSigma(path.sigmas[i], logs);
+      path.conditions[i] = TimestepOfSigma(path.sigmas[i], fields.log_sigmas);
   }
   const bool to_zero = request.sampler != Sampler::kEuler || fields.final_sigma_zero;
   path.sigmas.push_back(to_zero ? 0 : std::min(training.front(), path.sigmas.back()));
@@ -83,14 +75,13 @@ SigmaPath DiscretePath(const Fields& fields, const Request& request) {
 }
 
 /// The whole timesteps of DPM-Solver and UniPC: one more is spaced than visited.
-std::vector<double> SolverTimesteps(const Fields& fields, const Request& request,
-                                    const std::vector<double>& training) {
+std::vector<double> SolverTimesteps(const Fields& fields, const Request& request) {
   int count = fields.train_timesteps;
   if (request.sampler != Sampler::kUniPc)
     // λ = ln(alpha/sigma) = −ln σ; the noisiest levels may be cut off.
-    count = static_cast<int>(std::count_if(training.begin(), training.end(), [&](double sigma) {
-      return -std::log(sigma) >= fields.lambda_min_clipped;
-    }));
+    count = static_cast<int>(
+        std::count_if(fields.log_sigmas.begin(), fields.log_sigmas.end(),
+                      [&](double log_sigma) { return -log_sigma >= fields.lambda_min_clipped; }));
   const TimestepSpacing spacing = fields.timestep_spacing.value_or(TimestepSpacing::kLinspace);
   if (spacing == TimestepSpacing::kTrailing)
     return TrailingTimesteps(count, static_cast<double>(fields.train_timesteps) / request.steps);
@@ -102,14 +93,14 @@ std::vector<double> SolverTimesteps(const Fields& fields, const Request& request
 
 SigmaPath SolverPath(const Fields& fields, const Request& request) {
   constexpr double kKarrasRho = 7;
-  const std::vector<double> training = TrainingSigmas(fields);
+  const std::vector<double>& training = fields.sigmas;
   const bool uni_pc = request.sampler == Sampler::kUniPc;
   SigmaPath path;
   path.variance_preserving = true;
   double last = training.front();
   const bool lu = fields.lu_lambdas && !uni_pc && request.schedule == NoiseSchedule::kNative;
   if (request.schedule == NoiseSchedule::kNative && !lu) {
-    path.conditions = SolverTimesteps(fields, request, training);
+    path.conditions = SolverTimesteps(fields, request);
     for (const double t : path.conditions) path.sigmas.push_back(InterpolateAt(training, t));
   } else {
     if (lu)  // uniform in λ: arXiv 2206.00927
@@ -118,8 +109,8 @@ SigmaPath SolverPath(const Fields& fields, const Request& request) {
       path.sigmas =
           SpacedSigmas(request.schedule, fields.sigma_min.value_or(training.front()),
                        fields.sigma_max.value_or(training.back()), kKarrasRho, request.steps);
-    const std::vector<double> logs = LogsOf(training);
-    for (const double sigma : path.sigmas) path.conditions.push_back(TimestepOfSigma(sigma, logs));
+    for (const double sigma : path.sigmas)
+      path.conditions.push_back(TimestepOfSigma(sigma, fields.log_sigmas));
     // diffusers' timesteps are integers here; which spacings round first differs by class.
     if ((lu || request.schedule == NoiseSchedule::kKarras) && (uni_pc || fields.rounded_timesteps))
       path.conditions = Rounded(path.conditions);
@@ -139,6 +130,19 @@ Level SigmaPath::At(int i) const {
   return {alpha, sigmas[i] * alpha, condition};
 }
 
+SigmaPath::ChurnedLevel SigmaPath::Churned(int i, const Churn& churn, const Fields& fields) const {
+  const Level level = At(i);
+  if (i >= steps() || churn.amount == 0) return {level, 0};
+  const double sigma = level.sigma, count = static_cast<double>(sigmas.size()) - 1;
+  const bool within = churn.min <= sigma && sigma <= churn.max;
+  const double gamma = within ? std::min(churn.amount / count, std::sqrt(2.0) - 1) : 0;
+  if (gamma == 0) return {level, 0};
+  const double raised = sigma * (1 + gamma);
+  const bool continuous = fields.continuous_timesteps && fields.prediction == Prediction::kV;
+  const double condition = continuous ? 0.25 * std::log(raised) : ConditionAt(raised, fields);
+  return {{1, raised, condition}, churn.noise * std::sqrt(raised * raised - sigma * sigma)};
+}
+
 SigmaPath SigmaPathOf(const Fields& fields, const Request& request) {
   if (fields.edm) return EdmPath(fields, request);
   return IsExponentialSolver(request.sampler) ? SolverPath(fields, request)
@@ -153,11 +157,6 @@ bool WalksSigmas(Sampler sampler) {
 bool IsExponentialSolver(Sampler sampler) {
   return sampler == Sampler::kDpmSolver || sampler == Sampler::kDpmSolverSde ||
          sampler == Sampler::kEdmDpmSolver || sampler == Sampler::kUniPc;
-}
-
-double ConditionAt(double sigma, const Fields& fields) {
-  if (fields.edm) return 0.25 * std::log(sigma);
-  return TimestepOfSigma(sigma, LogsOf(TrainingSigmas(fields)));
 }
 
 }  // namespace denoised

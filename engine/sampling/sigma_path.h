@@ -16,6 +16,14 @@ struct SigmaPath {
   int steps() const { return static_cast<int>(conditions.size()); }
   /// Level i in the sampler's scale: alpha 1, or alpha² + sigma² = 1 when variance_preserving.
   Level At(int i) const;
+
+  /// Level i (alpha 1) once churn has raised it, and the scale of the fresh noise that does so. The
+  /// step before adds that noise where it ends, so that the model sees the result; none at the end.
+  struct ChurnedLevel {
+    Level level;
+    double added = 0;
+  };
+  ChurnedLevel Churned(int i, const Churn& churn, const SchedulerConfig::Fields& fields) const;
 };
 
 SigmaPath SigmaPathOf(const SchedulerConfig::Fields& fields, const Request& request);
@@ -24,8 +32,5 @@ SigmaPath SigmaPathOf(const SchedulerConfig::Fields& fields, const Request& requ
 bool WalksSigmas(Sampler sampler);
 /// DPM-Solver and UniPC: they space one timestep more than they visit.
 bool IsExponentialSolver(Sampler sampler);
-
-/// What the model is told at a level between those it was trained on.
-double ConditionAt(double sigma, const SchedulerConfig::Fields& fields);
 
 }  // namespace denoised
