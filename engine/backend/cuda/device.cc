@@ -100,7 +100,11 @@ absl::StatusOr<std::shared_ptr<Context>> Context::Open(int device) {
 void Context::Use() { Record(cudaSetDevice(device_), "cudaSetDevice"); }
 
 void Context::Record(cudaError_t error, std::string_view what) {
-  if (error != cudaSuccess && status_.ok()) status_ = ToStatus(error, what);
+  if (error != cudaSuccess) Record(ToStatus(error, what));
+}
+
+void Context::Record(const absl::Status& status) {
+  if (status_.ok()) status_ = status;
 }
 
 bool Context::Reached(cudaEvent_t event, std::string_view what) {

@@ -58,6 +58,7 @@ class Context {
   void Use();
   /// Keeps the first error.
   void Record(cudaError_t error, std::string_view what);
+  void Record(const absl::Status& status);
   const absl::Status& status() const { return status_; }
 
   /// Has the event happened? False once an error is recorded by this call.

@@ -79,7 +79,7 @@ size_t UploadRing::Take(size_t bytes) {
 
 void UploadRing::UploadPiece(const void* from, size_t bytes, void* to) {
   absl::StatusOr<Event> copied = NewEvent(/*timing=*/false);
-  if (!copied.ok()) return context_->Record(cudaErrorUnknown, copied.status().message());
+  if (!copied.ok()) return context_->Record(copied.status());
   const size_t begin = Take(bytes);
   std::byte* staged = static_cast<std::byte*>(memory_.get()) + begin;
   std::memcpy(staged, from, bytes);

@@ -1,0 +1,31 @@
+#pragma once
+
+#include "engine/sampling/plan_writer.h"
+#include "engine/sampling/samplers.h"
+
+namespace denoised {
+
+/// The noise levels that samplers in σ walk down: sigmas[i] is where step i starts, sigmas[i + 1]
+/// where it lands.
+struct SigmaPath {
+  std::vector<double> sigmas;      // at least one more than conditions
+  std::vector<double> conditions;  // what the model is told at each step's start
+  double initial_noise = 1;        // of the state drawn from noise, in the scale of At()
+  bool variance_preserving = false;
+
+  int steps() const { return static_cast<int>(conditions.size()); }
+  /// Level i in the sampler's scale: alpha 1, or alpha² + sigma² = 1 when variance_preserving.
+  Level At(int i) const;
+};
+
+SigmaPath SigmaPathOf(const SchedulerConfig::Fields& fields, const Request& request);
+
+/// Whether a sampler walks a SigmaPath, rather than whole timesteps.
+bool WalksSigmas(Sampler sampler);
+/// DPM-Solver and UniPC: they space one timestep more than they visit.
+bool IsExponentialSolver(Sampler sampler);
+
+/// What the model is told at a level between those it was trained on.
+double ConditionAt(double sigma, const SchedulerConfig::Fields& fields);
+
+}  // namespace denoised
