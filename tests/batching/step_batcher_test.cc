@@ -242,7 +242,7 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
   for (int round = 0; round < 5; ++round) {
     Restart(2 + static_cast<int>(random() % 8));
     std::vector<std::pair<size_t, std::shared_ptr<Heard>>> running;
-    std::vector<std::pair<JobId, std::shared_ptr<Heard>>> doomed;
+    std::vector<JobId> doomed;
     for (int event = 0; event < 60; ++event) {
       const size_t which = random() % cases.size();
       const Case& chosen = cases[which];
@@ -252,11 +252,11 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
                                                  chosen.guidance)));
           break;
         case 1:  // company that will be cancelled
-          doomed.emplace_back(last_id_ + 1, Submit(Job(chosen.scheduler, chosen.params, random(), 2,
-                                                       chosen.guidance)));
+          Submit(Job(chosen.scheduler, chosen.params, random(), 2, chosen.guidance));
+          doomed.push_back(last_id_);
           break;
         case 2:
-          if (!doomed.empty()) batcher_->End(doomed[random() % doomed.size()].first,
+          if (!doomed.empty()) batcher_->End(doomed[random() % doomed.size()],
                                              Cancelled("the request was cancelled"));
           break;
         default: ASSERT_TRUE(batcher_->Step().ok());
