@@ -31,6 +31,7 @@ ROOMS = [
     ("google/rpc/", "proto"),
     ("grpc/health/", "proto"),
     ("denoised/", "client"),  # client/denoised/, as an installed client is included
+    ("command/", "client"),  # client/command/
     ("grpc", "gRPC"),
     ("google/protobuf/", "gRPC"),
     ("prometheus/", "prometheus-cpp"),
@@ -130,9 +131,10 @@ class IncludeDirections(unittest.TestCase):
             ("engine/engine.h", '#include "engine/models/unet2d.h"'),
             ("server/main.cc", '#include "engine/batching/step_batcher.h"'),
             ("server/main.cc", '#include "engine/resolve.h"'),
+            ("server/main.cc", '#include "command/terminal.h"'),
             ("server/main.cc", '#include "denoised/client.h"'),
             ("client/denoised/client.h", '#include "engine/core/status.h"'),
-            ("client/denoise/main.cc", '#include "server/config.h"'),
+            ("client/command/main.cc", '#include "server/config.h"'),
             ("engine/core/arena.cc", '#include "arena.h"'),
             ("engine/core/arena.cc", "#include ARENA_HEADER"),
             ("engine/utils/strings.cc", ""),
