@@ -59,6 +59,9 @@ void CheckRange(ConfigReader& reader, const char* field, double value, double lo
     reader.Complain(field, fmt::format("must be between {} and {}", low, high));
 }
 
+/// Every level but the last halves the image, and the way up must meet the same sizes again.
+int SizeMultiple(size_t levels) { return 1 << (levels - 1); }
+
 }  // namespace
 
 absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
@@ -100,8 +103,13 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   reader.Read("up_block_types", &config.up_block_types);
   reader.Read("block_out_channels", &config.block_out_channels);
   const std::vector<int>& channels = config.block_out_channels;
-  if (channels.empty() || channels.size() > 16)
+  if (channels.empty() || channels.size() > 16) {
     reader.Complain("block_out_channels", "needs 1 to 16 entries");
+  } else if (const int multiple = SizeMultiple(channels.size());
+             config.sample_height % multiple != 0 || config.sample_width % multiple != 0) {
+    reader.Complain("sample_size", fmt::format("must be a multiple of {}, since {} blocks halve it",
+                                               multiple, channels.size() - 1));
+  }
   for (const int c : channels) CheckRange(reader, "block_out_channels", c, 1, kMaxChannels);
   CheckBlockTypes(reader, "down_block_types", kDownBlocks, config.down_block_types,
                   channels.size());
@@ -252,7 +260,7 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
 
   traits_.height = config_.sample_height;
   traits_.width = config_.sample_width;
-  traits_.size_multiple = 1 << (levels - 1);
+  traits_.size_multiple = SizeMultiple(channels.size());
   traits_.channels = config_.in_channels;
   traits_.output_channels = config_.out_channels;
   traits_.condition = config_.condition;

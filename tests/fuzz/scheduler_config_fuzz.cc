@@ -7,6 +7,23 @@
 #include "engine/core/config_reader.h"
 #include "engine/sampling/sampler.h"
 
+namespace {
+
+/// A coefficient that is not finite would silently spoil every pixel.
+bool IsFinite(const denoised::StepPlan& plan) {
+  for (const auto& evaluation : plan.evaluations) {
+    if (!std::isfinite(evaluation.input_scale) || !std::isfinite(evaluation.condition) ||
+        !std::isfinite(evaluation.x0_from_x) || !std::isfinite(evaluation.x0_from_model))
+      return false;
+    for (const auto& row : evaluation.weights)
+      for (const double weight : row)
+        if (!std::isfinite(weight)) return false;
+  }
+  return std::isfinite(plan.initial_noise_scale);
+}
+
+}  // namespace
+
 /// A config is refused with a message, or each of its samplers compiles a short plan.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
@@ -24,7 +41,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const auto plan = config->Compile(params);
     // What Validate passes, Compile must accept.
     if (plan.ok() != config->Validate(params).empty()) std::abort();
-    if (plan.ok() && plan->evaluations.empty()) std::abort();
+    if (plan.ok() && (plan->evaluations.empty() || !IsFinite(*plan))) std::abort();
   }
   return 0;
 }

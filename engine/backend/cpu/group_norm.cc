@@ -55,14 +55,16 @@ void FoldRow(const GroupNormArgs& args, int64_t row, int64_t chunks, int64_t pix
 }  // namespace
 
 void GroupNorm(const GroupNormArgs& args, Workspace& workspace) {
-  const auto [rows, pixels, channels] = RowsOf(args.out.shape());
+  // No structured binding: clang does not capture those into OpenMP regions.
+  const RowShape shape = RowsOf(args.out.shape());
+  const int64_t rows = shape.rows, pixels = shape.tokens, channels = shape.features;
   if (args.out.elements() == 0) return;
   const int64_t c1 = args.x.dim(-1), c2 = channels - c1;
   const int64_t chunks = (pixels + kChunkPixels - 1) / kChunkPixels;
   double* const sums =
       workspace.scratch.Take<double>(rows * chunks * 2 * channels + rows * 3 * channels);
   float* const folded = reinterpret_cast<float*>(sums + rows * chunks * 2 * channels);
-  const auto coefficients = [&, channels = channels](int64_t row) {
+  const auto coefficients = [&](int64_t row) {
     float* at = folded + row * 3 * channels;
     return Coefficients{at, at + channels, at + 2 * channels};
   };

@@ -29,7 +29,9 @@ Convolution& CpuLinear::OverTokens() const {
 
 void Linear(const LinearArgs& args, Workspace& workspace) {
   const auto& weight = static_cast<const CpuLinear&>(*args.weight);
-  const auto [rows, tokens, in] = RowsOf(args.x.shape());
+  // No structured binding: clang does not capture those into OpenMP regions.
+  const RowShape shape = RowsOf(args.x.shape());
+  const int64_t rows = shape.rows, tokens = shape.tokens, in = shape.features;
   const int64_t out = weight.out_features;
   if (args.out.elements() == 0) return;
   const float* x = args.x.as<float>();
