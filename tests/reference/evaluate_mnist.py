@@ -19,7 +19,7 @@ from PIL import Image
 
 import mnist
 from classify import WEIGHTS, load_classifier, read_digits
-from edm_sampling import draw
+from sampling import draw
 
 SCHEDULERS = {"dpm": EDMDPMSolverMultistepScheduler, "euler": EDMEulerScheduler}
 

@@ -1,15 +1,16 @@
-"""Draws images from an EDM-preconditioned, class-conditional UNet with diffusers' own schedulers."""
+"""Draws images from a UNet2DModel with one of diffusers' own schedulers."""
 
 import torch
 
 
 @torch.no_grad()
 def draw(unet, scheduler, noise, labels, steps, guidance_scale=1.0, null_class=None):
-    """Returns the images, float32 like `noise` [n, c, h, w], not clipped.
+    """Returns the images [n, c, h, w], of the dtype of `noise`, not clipped.
 
-    `noise` is of unit variance; the scheduler scales it to its largest sigma. A guidance scale of
-    at most 1 evaluates the UNet once per step, above it twice (labels and `null_class`), combined
-    as F = F_u + g (F_c - F_u). The loop is that of diffusers' class-conditional pipelines.
+    `noise` is of unit variance; the scheduler scales it to its largest sigma. `labels` is int64
+    [n], or None for a model without classes. A guidance scale of at most 1 evaluates the UNet once
+    per step, above it twice (labels and `null_class`), combined as F = F_u + g (F_c - F_u).
+    The loop is that of diffusers' pipelines.
     """
     scheduler.set_timesteps(steps, device=noise.device)
     x = noise * scheduler.init_noise_sigma
