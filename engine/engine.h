@@ -56,6 +56,7 @@ struct ModelInfo {
   Sampler default_sampler = Sampler::kEdmEuler;
   NoiseSchedule default_schedule = NoiseSchedule::kNative;
   std::vector<Sampler> samplers;
+  std::vector<NoiseSchedule> schedules;  // that suit the default sampler
   int default_steps = 0, max_steps = 0;
   double default_guidance_scale = 1.0;
   int max_evaluations = 0;       // of one image; a step may take two
