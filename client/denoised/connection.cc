@@ -212,6 +212,10 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
                    static_cast<int>(options.keepalive_timeout.count()));
   // By default gRPC stops pinging after two pings without data: just where a queued call begins.
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  // A window that is set, not probed: the bandwidth probe of gRPC 1.51 now and then holds back the
+  // window update of a message of several MB until its next probe, 10 s later.
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
   // RetryPolicy decides about retries, so that they are the same for unary and streaming calls.
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   // Reconnect as quickly as the retries come; gRPC's own pause starts at a second.
