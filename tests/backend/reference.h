@@ -1,0 +1,277 @@
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "engine/backend/backend.h"
+
+/// The ops of backend.h written down naively in double, from their definitions and apart from every
+/// backend: what the op tests expect. NHWC, one loop for each index.
+
+namespace denoised::reference {
+
+struct Array {
+  Shape shape;
+  std::vector<double> values;
+
+  Array() = default;
+  explicit Array(const Shape& s) : shape(s), values(s.elements()) {}
+  bool defined() const { return shape.rank() > 0; }
+  double& at(int64_t i) { return values[i]; }
+  double at(int64_t i) const { return values[i]; }
+  /// Element of an [N, H, W, C] image.
+  double at(int64_t n, int64_t h, int64_t w, int64_t c) const {
+    return values[((n * shape[1] + h) * shape[2] + w) * shape[3] + c];
+  }
+};
+
+inline double Activate(Activation activation, double x) {
+  switch (activation) {
+    case Activation::kNone:
+      return x;
+    case Activation::kSilu:
+      return x / (1 + std::exp(-x));
+    case Activation::kMish:
+      return x * std::tanh(std::log1p(std::exp(x)));
+    case Activation::kGelu:
+      return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0)));
+    case Activation::kRelu:
+      return x > 0 ? x : 0;
+  }
+  return NAN;
+}
+
+/// concat(x, x2) along the last dimension; x2 may be undefined.
+inline Array Concat(const Array& x, const Array& x2) {
+  if (!x2.defined()) return x;
+  const int64_t c1 = x.shape[-1], c2 = x2.shape[-1], rows = x.shape.elements() / c1;
+  int64_t dims[Shape::kMaxRank];
+  for (int i = 0; i < x.shape.rank(); ++i) dims[i] = x.shape[i];
+  dims[x.shape.rank() - 1] = c1 + c2;
+  Array out(Shape(std::span<const int64_t>(dims, x.shape.rank())));
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < c1 + c2; ++c) {
+      out.at(r * (c1 + c2) + c) = c < c1 ? x.at(r * c1 + c) : x2.at(r * c2 + c - c1);
+    }
+  }
+  return out;
+}
+
+/// Geometry, scale and activation are read from `args`; its tensors are not.
+inline Array Conv2d(const Conv2dArgs& args, const Array& x, const Array& x2,
+                    const Array& weight_oihw, const Array& bias, const Array& add,
+                    const Array& residual) {
+  const Array in = Concat(x, x2);
+  const int64_t up = args.upsample2x ? 2 : 1, kernel = weight_oihw.shape[2];
+  const int64_t height = in.shape[1] * up, width = in.shape[2] * up, channels = in.shape[3];
+  const int64_t out_channels = weight_oihw.shape[0];
+  const int64_t out_height = (height + args.pad_top + args.pad_bottom - kernel) / args.stride + 1;
+  const int64_t out_width = (width + args.pad_left + args.pad_right - kernel) / args.stride + 1;
+  Array out({in.shape[0], out_height, out_width, out_channels});
+  int64_t at = 0;
+  for (int64_t n = 0; n < in.shape[0]; ++n) {
+    for (int64_t oh = 0; oh < out_height; ++oh) {
+      for (int64_t ow = 0; ow < out_width; ++ow) {
+        for (int64_t o = 0; o < out_channels; ++o, ++at) {
+          double sum = bias.defined() ? bias.at(o) : 0;
+          for (int64_t kh = 0; kh < kernel; ++kh) {
+            for (int64_t kw = 0; kw < kernel; ++kw) {
+              const int64_t h = oh * args.stride + kh - args.pad_top;
+              const int64_t w = ow * args.stride + kw - args.pad_left;
+              if (h < 0 || h >= height || w < 0 || w >= width) continue;
+              for (int64_t c = 0; c < channels; ++c) {
+                sum += in.at(n, h / up, w / up, c) *
+                       weight_oihw.at(((o * channels + c) * kernel + kh) * kernel + kw);
+              }
+            }
+          }
+          if (add.defined()) sum += add.at(n * out_channels + o);
+          if (residual.defined()) sum += residual.at(at);
+          out.at(at) = Activate(args.activation, sum * args.scale);
+        }
+      }
+    }
+  }
+  return out;
+}
+
+/// `weight_oi` and `bias` are the concatenation of what was packed.
+inline Array Linear(const LinearArgs& args, const Array& x, const Array& weight_oi,
+                    const Array& bias, const Array& residual) {
+  const int64_t in = weight_oi.shape[1], out = weight_oi.shape[0], rows = x.shape.elements() / in;
+  int64_t dims[Shape::kMaxRank];
+  for (int i = 0; i < x.shape.rank(); ++i) dims[i] = x.shape[i];
+  dims[x.shape.rank() - 1] = out;
+  Array y(Shape(std::span<const int64_t>(dims, x.shape.rank())));
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t o = 0; o < out; ++o) {
+      double sum = bias.defined() ? bias.at(o) : 0;
+      for (int64_t i = 0; i < in; ++i) {
+        sum += Activate(args.input_activation, x.at(r * in + i)) * weight_oi.at(o * in + i);
+      }
+      if (residual.defined()) sum += residual.at(r * out + o);
+      y.at(r * out + o) = Activate(args.activation, sum * args.scale);
+    }
+  }
+  return y;
+}
+
+inline Array GroupNorm(const GroupNormArgs& args, const Array& x, const Array& x2,
+                       const Array& gamma, const Array& beta, const Array& scale_shift) {
+  const Array in = Concat(x, x2);
+  const int64_t rows = in.shape[0], channels = in.shape[-1];
+  const int64_t pixels = in.shape.elements() / rows / channels, size = channels / args.groups;
+  Array out(in.shape);
+  for (int64_t n = 0; n < rows; ++n) {
+    for (int64_t g = 0; g < args.groups; ++g) {
+      const auto at = [&](int64_t p, int64_t c) {
+        return (n * pixels + p) * channels + g * size + c;
+      };
+      double mean = 0, variance = 0;
+      for (int64_t p = 0; p < pixels; ++p) {
+        for (int64_t c = 0; c < size; ++c) mean += in.at(at(p, c)) / (pixels * size);
+      }
+      for (int64_t p = 0; p < pixels; ++p) {
+        for (int64_t c = 0; c < size; ++c) {
+          variance += std::pow(in.at(at(p, c)) - mean, 2) / (pixels * size);
+        }
+      }
+      for (int64_t p = 0; p < pixels; ++p) {
+        for (int64_t c = 0; c < size; ++c) {
+          const int64_t channel = g * size + c;
+          double y = (in.at(at(p, c)) - mean) / std::sqrt(variance + args.eps);
+          y = y * gamma.at(channel) + beta.at(channel);
+          if (scale_shift.defined()) {
+            const int64_t row = n * 2 * channels;
+            y = y * (1 + scale_shift.at(row + channel)) + scale_shift.at(row + channels + channel);
+          }
+          out.at(at(p, c)) = Activate(args.activation, y);
+        }
+      }
+    }
+  }
+  return out;
+}
+
+inline Array Attention(const AttentionArgs& args, const Array& q, const Array& k, const Array& v) {
+  const int64_t rows = q.shape[0], queries = q.shape[1], keys = k.shape[1], width = q.shape[2];
+  const int64_t dim = width / args.heads;
+  Array out(q.shape);
+  std::vector<double> weight(keys);
+  for (int64_t n = 0; n < rows; ++n) {
+    for (int64_t head = 0; head < args.heads; ++head) {
+      for (int64_t i = 0; i < queries; ++i) {
+        const int64_t query = (n * queries + i) * width + head * dim;
+        const auto key = [&](int64_t j) { return (n * keys + j) * width + head * dim; };
+        double max = -INFINITY, sum = 0;
+        for (int64_t j = 0; j < keys; ++j) {
+          double dot = 0;
+          for (int64_t d = 0; d < dim; ++d) dot += q.at(query + d) * k.at(key(j) + d);
+          weight[j] = dot * args.scale;
+          max = std::max(max, weight[j]);
+        }
+        for (double& w : weight) sum += w = std::exp(w - max);
+        for (int64_t d = 0; d < dim; ++d) {
+          double value = 0;
+          for (int64_t j = 0; j < keys; ++j) value += weight[j] / sum * v.at(key(j) + d);
+          out.at(query + d) = value;
+        }
+      }
+    }
+  }
+  return out;
+}
+
+/// diffusers 0.40, models/embeddings.py: get_timestep_embedding.
+inline Array TimestepEmbedding(const TimestepEmbeddingArgs& args, const Array& t, int64_t dim) {
+  const int64_t half = dim / 2;
+  Array out({t.shape[0], dim});
+  for (int64_t n = 0; n < t.shape[0]; ++n) {
+    for (int64_t i = 0; i < half; ++i) {
+      const double frequency =
+          std::exp(-std::log(args.max_period) * i / (static_cast<double>(half) - args.freq_shift));
+      const double angle = args.scale * t.at(n) * frequency;
+      out.at(n * dim + i) = args.flip_sin_to_cos ? std::cos(angle) : std::sin(angle);
+      out.at(n * dim + half + i) = args.flip_sin_to_cos ? std::sin(angle) : std::cos(angle);
+    }
+  }
+  return out;
+}
+
+/// diffusers 0.40, models/embeddings.py: GaussianFourierProjection.
+inline Array FourierEmbedding(const FourierEmbeddingArgs& args, const Array& t,
+                              const Array& weight) {
+  const int64_t half = weight.shape[0];
+  Array out({t.shape[0], 2 * half});
+  for (int64_t n = 0; n < t.shape[0]; ++n) {
+    for (int64_t i = 0; i < half; ++i) {
+      const double angle = 2 * M_PI * weight.at(i) * (args.log ? std::log(t.at(n)) : t.at(n));
+      out.at(n * 2 * half + i) = args.flip_sin_to_cos ? std::cos(angle) : std::sin(angle);
+      out.at(n * 2 * half + half + i) = args.flip_sin_to_cos ? std::sin(angle) : std::cos(angle);
+    }
+  }
+  return out;
+}
+
+inline Array Resample2x(Resample kind, const Array& x) {
+  const bool up = kind == Resample::kNearestUp;
+  const int64_t height = up ? x.shape[1] * 2 : x.shape[1] / 2;
+  const int64_t width = up ? x.shape[2] * 2 : x.shape[2] / 2, channels = x.shape[3];
+  Array out({x.shape[0], height, width, channels});
+  int64_t at = 0;
+  for (int64_t n = 0; n < x.shape[0]; ++n) {
+    for (int64_t h = 0; h < height; ++h) {
+      for (int64_t w = 0; w < width; ++w) {
+        for (int64_t c = 0; c < channels; ++c, ++at) {
+          out.at(at) = up ? x.at(n, h / 2, w / 2, c)
+                          : (x.at(n, 2 * h, 2 * w, c) + x.at(n, 2 * h, 2 * w + 1, c) +
+                             x.at(n, 2 * h + 1, 2 * w, c) + x.at(n, 2 * h + 1, 2 * w + 1, c)) /
+                                4;
+        }
+      }
+    }
+  }
+  return out;
+}
+
+/// What one evaluation leaves of one slot. Images are [H, W, C].
+struct SlotImages {
+  Array x, x0;
+  std::vector<Array> registers;
+};
+
+/// step_plan.h for one slot. `conditional` and `unconditional` (or undefined) are [H, W, C] or,
+/// with a learned variance, [H, W, 2C]; the variance is the conditional row's. `noise` is standard
+/// normal.
+inline SlotImages Advance(const SlotImages& before, const Evaluation<double>& plan,
+                          const Array& conditional, const Array& unconditional, double guidance,
+                          const Array& noise) {
+  SlotImages after = before;
+  const int64_t channels = before.x.shape[2], out_channels = conditional.shape[2];
+  for (int64_t i = 0; i < before.x.shape.elements(); ++i) {
+    const int64_t at = i / channels * out_channels + i % channels;
+    double f = conditional.at(at);
+    if (unconditional.defined()) f = unconditional.at(at) + guidance * (f - unconditional.at(at));
+    double x0 = plan.x0_from_x * before.x.at(i) + plan.x0_from_model * f;
+    if (plan.clip > 0) x0 = std::min(std::max(x0, -plan.clip), plan.clip);
+    double scale = 1;
+    if (plan.noise_scale == NoiseScale::kLearned) {
+      scale = std::sqrt(conditional.at(at + channels));
+    } else if (plan.noise_scale == NoiseScale::kLearnedRange) {
+      const double fraction = (conditional.at(at + channels) + 1) / 2;
+      scale = std::exp(0.5 *
+                       (fraction * plan.log_variance_max + (1 - fraction) * plan.log_variance_min));
+    }
+    std::vector<double> in = {before.x.at(i), f, x0, scale * noise.at(i)};
+    for (const Array& r : before.registers) in.push_back(r.at(i));
+    after.x0.at(i) = x0;
+    for (int o = 0; o < kPlanOutputs; ++o) {
+      double sum = 0;
+      for (int k = 0; k < kPlanInputs; ++k) sum += plan.weights[o][k] * in[k];
+      (o == kOutputX ? after.x : after.registers[o - kOutputRegister]).at(i) = sum;
+    }
+  }
+  return after;
+}
+
+}  // namespace denoised::reference
