@@ -244,7 +244,7 @@ TEST_P(CudaTest, UploadsLargerThanTheRingArriveWhole) {
 TEST_P(CudaTest, DownloadsAreSnapshots) {
   const Tensor device = Allocate({1 << 20}, DType::kI32);
   std::vector<int32_t> values(1 << 20);
-  std::vector<std::unique_ptr<Download>> downloads;
+  std::vector<std::unique_ptr<denoised::Download>> downloads;
   for (int i = 0; i < 20; ++i) {
     std::fill(values.begin(), values.end(), i);
     backend().Upload(values.data(), values.size() * 4, device);  // `values` is free again at once
