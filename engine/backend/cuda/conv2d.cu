@@ -31,7 +31,7 @@ struct Tile {
   static constexpr int kOutputBytes = kM * (kN + 4) * 4;
   static constexpr int kSharedBytes = kRingBytes > kOutputBytes ? kRingBytes : kOutputBytes;
 };
-using LargeTile = Tile<128, 128, 2, 4>;
+using LargeTile = Tile<128, 128, 2, 2>;
 using MediumTile = Tile<128, 64, 2, 2>;
 using SmallTile = Tile<64, 64, 2, 2>;
 
@@ -63,6 +63,27 @@ __global__ void __launch_bounds__(T::kThreads, 2)
                                 static_cast<int64_t>(n0 + first_row) * conv.weight_stride +
                                 chunk * 8;
 
+  // Asynchronous copies: where each row's inputs under `tap` lie. Addresses are made when the tap or
+  // the source changes and advance along the channels in between, since index arithmetic would
+  // otherwise outweigh the multiplications.
+  const __nv_bfloat16* from[kRows];
+  bool inside[kRows];
+  int channels_left = 0;
+  const auto locate = [&] {
+    const bool first = tap.channel < conv.channels;
+    const Rows& rows = first ? conv.x : conv.x2;
+    const int channel = first ? tap.channel : tap.channel - conv.channels;
+    channels_left = (first ? conv.channels : conv.channels2) - channel;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int pixel = PixelAt(conv, windows[i], tap);
+      inside[i] = pixel >= 0;
+      from[i] = static_cast<const __nv_bfloat16*>(rows.data) +
+                (inside[i] ? pixel * rows.stride + channel : 0);
+    }
+  };
+  if constexpr (kInputs == Inputs::kCopied) locate();
+
   const auto fill = [&](int stage) {
     __nv_bfloat16* inputs = input_ring + (stage * T::kM + first_row) * kLine + chunk * 8;
     __nv_bfloat16* weights = weight_ring + (stage * T::kN + first_row) * kLine + chunk * 8;
@@ -70,12 +91,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
     for (int i = 0; i < kRows; ++i) {
       __nv_bfloat16* to = inputs + i * kRowsApart * kLine;
       if constexpr (kInputs == Inputs::kCopied) {
-        const int pixel = PixelAt(conv, windows[i], tap);
-        const bool first = tap.channel < conv.channels;
-        const Rows& rows = first ? conv.x : conv.x2;
-        const int channel = first ? tap.channel : tap.channel - conv.channels;
-        const auto* from = static_cast<const __nv_bfloat16*>(rows.data);
-        CopyAsync16(to, pixel < 0 ? from : from + pixel * rows.stride + channel, pixel >= 0);
+        CopyAsync16(to, from[i], inside[i]);
+        from[i] += kDepth;
       } else {
         float v[8];
         if constexpr (kInputs == Inputs::kVector) {
@@ -95,6 +112,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
     }
     tap.Advance(conv, kDepth);
     weight += kDepth;
+    channels_left -= kDepth;
+    if (kInputs == Inputs::kCopied && channels_left <= 0) locate();
   };
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

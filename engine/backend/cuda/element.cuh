@@ -31,9 +31,9 @@ __device__ inline uint32_t PackBf16(float low, float high) {
 }
 
 /// Eight neighbours in memory as fp32. `i` is a multiple of 8, `rows.vector` holds.
-__device__ inline void LoadVector(const Rows& rows, int64_t row, int64_t column, float (&v)[8]) {
-  const int64_t i = row * rows.stride + column;
-  if (rows.element == Element::kBf16) {
+template <Element kElement>
+__device__ inline void LoadVectorOf(const Rows& rows, int64_t i, float (&v)[8]) {
+  if constexpr (kElement == Element::kBf16) {
     const uint4 bits =
         *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(rows.data) + i);
     const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -47,6 +47,15 @@ __device__ inline void LoadVector(const Rows& rows, int64_t row, int64_t column,
     const float4 a = from[0], b = from[1];
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
     v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+  }
+}
+
+__device__ inline void LoadVector(const Rows& rows, int64_t row, int64_t column, float (&v)[8]) {
+  const int64_t i = row * rows.stride + column;
+  if (rows.element == Element::kBf16) {
+    LoadVectorOf<Element::kBf16>(rows, i, v);
+  } else {
+    LoadVectorOf<Element::kF32>(rows, i, v);
   }
 }
 
@@ -74,6 +83,20 @@ __device__ inline void LoadChannels(const Rows& rows, int64_t row, int64_t colum
     LoadVector(rows, row, column, v);
   } else {
     v[0] = Load(rows, row, column);
+  }
+}
+/// The same where the element is known when compiled: several loads may then be under way at once,
+/// which a branch on the element between them would prevent.
+template <int V, Element kElement>
+__device__ inline void LoadChannelsOf(const Rows& rows, int64_t row, int64_t column,
+                                      float (&v)[V]) {
+  const int64_t i = row * rows.stride + column;
+  if constexpr (V == 8) {
+    LoadVectorOf<kElement>(rows, i, v);
+  } else if constexpr (kElement == Element::kBf16) {
+    v[0] = __bfloat162float(static_cast<const __nv_bfloat16*>(rows.data)[i]);
+  } else {
+    v[0] = static_cast<const float*>(rows.data)[i];
   }
 }
 

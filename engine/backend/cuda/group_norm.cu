@@ -5,9 +5,9 @@
 // the mean and the sum of squared deviations of every group. GroupApply: every block combines the
 // runs of its image in order and normalises some pixels.
 //
-// Accuracy. A thread sums fp32 deviations from the first pixel of the run, so a mean that is large
-// against the spread cancels before it is squared; everything across threads is combined in double by
-// M2 = Σ M2ᵢ + nᵢ (meanᵢ − mean)² (Chan, Golub, LeVeque 1979).
+// Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that a
+// mean that is large against the spread cancels before it is squared. Runs are combined by
+// M2 = Σ M2ᵢ + nᵢ (meanᵢ − mean)² (Chan, Golub, LeVeque 1979), means in double.
 
 #include <algorithm>
 
@@ -19,16 +19,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kChunks = 32;
-constexpr int kMinChunkPixels = 16;
+constexpr int kUnrolled = 4;  // pixels that a thread loads at once
 
-/// A mean and the sum of squared deviations from it.
-using Moments = double2;
-
-int ChunkPixels(int pixels) { return std::max(kMinChunkPixels, (pixels + kChunks - 1) / kChunks); }
-int ChunkCount(int pixels) {
-  const int chunk_pixels = ChunkPixels(pixels);
-  return (pixels + chunk_pixels - 1) / chunk_pixels;
-}
+/// Of one group over some pixels.
+struct Moments {
+  double mean;
+  double m2;  // sum of squared deviations from the mean
+};
 
 /// How threads lie over pixels × channels: `vectors` of V channels, and as many pixels side by side
 /// as the block has room for.
@@ -42,37 +39,52 @@ __host__ __device__ Layout LayoutOf(const GroupNormLaunch& norm) {
   return {channels, vectors, vectors < kThreads ? kThreads / vectors : 1};
 }
 
-template <int V>
+/// Both sources have the same element.
+template <int V, Element kElement>
 __device__ void LoadSources(const GroupNormLaunch& norm, int64_t pixel, int channel,
                             float (&v)[V]) {
-  if (channel < norm.channels) {
-    LoadChannels<V>(norm.x, pixel, channel, v);
-  } else {
-    LoadChannels<V>(norm.x2, pixel, channel - norm.channels, v);
-  }
+  const bool first = channel < norm.channels;
+  LoadChannelsOf<V, kElement>(first ? norm.x : norm.x2, pixel,
+                              first ? channel : channel - norm.channels, v);
 }
 
-/// grid (chunks, images); `chunk_moments` [images][chunks][groups]; shared [lines][channels].
-template <int V>
+/// Runs of pixels, by the shape of an image alone.
+struct Chunks {
+  int pixels, count;
+};
+Chunks ChunksOf(const Layout& layout, int pixels) {
+  const int chunk = std::max(layout.lines * kUnrolled, (pixels + kChunks - 1) / kChunks);
+  return {chunk, (pixels + chunk - 1) / chunk};
+}
+
+/// grid (chunks, images); `chunk_moments` [images][chunks][groups]; shared [lines][channels] sums of
+/// deviations and of their squares.
+template <int V, Element kElement>
 __global__ void __launch_bounds__(kThreads)
     GroupMomentsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image,
                        int chunk_pixels, Moments* chunk_moments) {
-  extern __shared__ __align__(16) Moments moments[];
+  extern __shared__ __align__(16) float2 sums[];
   const Layout layout = LayoutOf<V>(norm);
+  const int group_channels = layout.channels / norm.groups;
   const int begin = blockIdx.x * chunk_pixels;
   const int count = min(chunk_pixels, norm.pixels - begin);
   const int64_t first = static_cast<int64_t>(first_image + blockIdx.y) * norm.pixels + begin;
-  const auto pixels_of = [&](int line) {
-    return line < count ? (count - line + layout.lines - 1) / layout.lines : 0;
+  // The deviations' origin: the first channel of the group at the first pixel of the run.
+  const auto origin_of = [&](int group) {
+    float origin[1];
+    LoadSources<1, kElement>(norm, first, group * group_channels, origin);
+    return origin[0];
   };
 
   for (int i = threadIdx.x; i < layout.vectors * layout.lines; i += kThreads) {
     const int line = i / layout.vectors, channel = i % layout.vectors * V;
     float origin[V], sum[V] = {}, squares[V] = {};
-    LoadSources<V>(norm, first, channel, origin);
+#pragma unroll
+    for (int j = 0; j < V; ++j) origin[j] = origin_of((channel + j) / group_channels);
+#pragma unroll kUnrolled
     for (int pixel = line; pixel < count; pixel += layout.lines) {
       float v[V];
-      LoadSources<V>(norm, first + pixel, channel, v);
+      LoadSources<V, kElement>(norm, first + pixel, channel, v);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         const float deviation = v[j] - origin[j];
@@ -80,34 +92,28 @@ __global__ void __launch_bounds__(kThreads)
         squares[j] = fmaf(deviation, deviation, squares[j]);
       }
     }
-    const double n = pixels_of(line);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const double shift = n > 0 ? sum[j] / n : 0;
-      moments[line * layout.channels + channel + j] = {origin[j] + shift,
-                                                       squares[j] - shift * sum[j]};
+      sums[line * layout.channels + channel + j] = make_float2(sum[j], squares[j]);
     }
   }
   __syncthreads();
 
-  const int lane = threadIdx.x % 32, group_channels = layout.channels / norm.groups;
-  const int parts = layout.lines * group_channels;
+  const int lane = threadIdx.x % 32, parts = layout.lines * group_channels;
   for (int group = threadIdx.x / 32; group < norm.groups; group += kWarps) {
-    const auto part = [&](int i) {
-      return moments[i / group_channels * layout.channels + group * group_channels +
-                     i % group_channels];
-    };
-    double mean = 0, m2 = 0;
-    for (int i = lane; i < parts; i += 32) mean += pixels_of(i / group_channels) * part(i).x;
-    mean = WarpSum(mean) / (static_cast<double>(count) * group_channels);
+    float sum = 0, squares = 0;
     for (int i = lane; i < parts; i += 32) {
-      const double offset = part(i).x - mean;
-      m2 += part(i).y + pixels_of(i / group_channels) * offset * offset;
+      const float2 part = sums[i / group_channels * layout.channels + group * group_channels +
+                               i % group_channels];
+      sum += part.x;
+      squares += part.y;
     }
-    m2 = WarpSum(m2);
+    sum = WarpSum(sum);
+    squares = WarpSum(squares);
     if (lane == 0) {
+      const double shift = sum / (static_cast<double>(count) * group_channels);
       chunk_moments[(static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * norm.groups +
-                    group] = {mean, m2};
+                    group] = {origin_of(group) + shift, squares - shift * sum};
     }
   }
 }
@@ -118,7 +124,7 @@ struct Statistics {
 };
 
 /// grid (blocks of `block_pixels`, images); shared [groups].
-template <int V>
+template <int V, Element kElement>
 __global__ void __launch_bounds__(kThreads)
     GroupApplyKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, int chunks,
                      int chunk_pixels, const Moments* chunk_moments, int block_pixels) {
@@ -133,19 +139,20 @@ __global__ void __launch_bounds__(kThreads)
   const int pixels_of_lane =
       lane < chunks ? min(chunk_pixels, norm.pixels - lane * chunk_pixels) : 0;
   for (int group = threadIdx.x / 32; group < norm.groups; group += kWarps) {
-    const Moments part =
-        lane < chunks ? chunk_moments[(static_cast<int64_t>(blockIdx.y) * chunks + lane) *
-                                          norm.groups + group]
-                      : Moments{0, 0};
-    const double mean = WarpSum(pixels_of_lane * part.x) / norm.pixels;
-    const double offset = part.x - mean;
-    const double m2 = WarpSum(
-        part.y + static_cast<double>(pixels_of_lane) * group_channels * offset * offset);
+    const Moments* of_image = chunk_moments + static_cast<int64_t>(blockIdx.y) * chunks * norm.groups;
+    const double origin = of_image[group].mean;
+    const Moments part = lane < chunks ? of_image[lane * norm.groups + group] : Moments{origin, 0};
+    const float deviation = static_cast<float>(part.mean - origin);
+    const float shift = WarpSum(pixels_of_lane * deviation) / norm.pixels;
+    const float offset = deviation - shift;
+    const float m2 = WarpSum(static_cast<float>(part.m2) +
+                             static_cast<float>(pixels_of_lane) * group_channels * offset * offset);
     if (lane == 0) {
-      const double variance = m2 / (static_cast<double>(norm.pixels) * group_channels);
+      const float variance = m2 / (static_cast<float>(norm.pixels) * group_channels);
+      const double mean = origin + shift;
       const float rounded = static_cast<float>(mean);
       statistics[group] = {rounded, static_cast<float>(mean - rounded),
-                           static_cast<float>(rsqrt(variance + norm.eps))};
+                           1.0f / sqrtf(variance + norm.eps)};
     }
   }
   __syncthreads();
@@ -168,39 +175,47 @@ __global__ void __launch_bounds__(kThreads)
         offset[j] = offset[j] * scale + Load(norm.scale_shift, image, layout.channels + c);
       }
     }
-    for (int pixel = begin + line; pixel < end; pixel += layout.lines) {
-      const int64_t at = image * norm.pixels + pixel;
-      float v[V];
-      LoadSources<V>(norm, at, channel, v);
+    for (int pixel = begin + line; pixel < end; pixel += layout.lines * kUnrolled) {
+      float v[kUnrolled][V];  // all loads before the first store, which they might alias
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        v[j] = Activate(norm.activation, fmaf(v[j] - mean[j], factor[j], offset[j]));
+      for (int u = 0; u < kUnrolled; ++u) {
+        const int p = pixel + u * layout.lines;
+        if (p < end) LoadSources<V, kElement>(norm, image * norm.pixels + p, channel, v[u]);
       }
-      StoreChannels<V>(norm.out, at, channel, v);
+#pragma unroll
+      for (int u = 0; u < kUnrolled; ++u) {
+        const int p = pixel + u * layout.lines;
+        if (p >= end) break;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          v[u][j] = Activate(norm.activation, fmaf(v[u][j] - mean[j], factor[j], offset[j]));
+        }
+        StoreChannels<V>(norm.out, image * norm.pixels + p, channel, v[u]);
+      }
     }
   }
 }
 
-template <int V>
+template <int V, Element kElement>
 cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   const Layout layout = LayoutOf<V>(norm);
-  const int chunk_pixels = ChunkPixels(norm.pixels), chunks = ChunkCount(norm.pixels);
-  // Long enough that the statistics, which each block combines anew, weigh little.
-  const int block_pixels = layout.lines * 16;
+  const Chunks chunks = ChunksOf(layout, norm.pixels);
+  // Statistics are combined anew by each block, so on large maps it has more pixels.
+  const int block_pixels = layout.lines * kUnrolled * (norm.pixels > 1024 ? 4 : 1);
   const int blocks = (norm.pixels + block_pixels - 1) / block_pixels;
-  const size_t shared_bytes = sizeof(Moments) * layout.lines * layout.channels;
+  const size_t shared_bytes = sizeof(float2) * layout.lines * layout.channels;
   auto* chunk_moments = static_cast<Moments*>(norm.workspace);
 
-  const size_t image_bytes = GroupNormWorkspaceBytes(1, norm.pixels, norm.groups);
+  const size_t image_bytes = GroupNormWorkspaceBytes(1, norm.groups);
   const int images_at_once =
       static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
   for (int first = 0; first < norm.images; first += images_at_once) {
     const unsigned images = std::min(images_at_once, norm.images - first);
-    GroupMomentsKernel<V><<<dim3(chunks, images), kThreads, shared_bytes, queue.stream>>>(
-        norm, first, chunk_pixels, chunk_moments);
-    GroupApplyKernel<V>
+    GroupMomentsKernel<V, kElement><<<dim3(chunks.count, images), kThreads, shared_bytes, queue.stream>>>(
+        norm, first, chunks.pixels, chunk_moments);
+    GroupApplyKernel<V, kElement>
         <<<dim3(blocks, images), kThreads, sizeof(Statistics) * norm.groups, queue.stream>>>(
-            norm, first, chunks, chunk_pixels, chunk_moments, block_pixels);
+            norm, first, chunks.count, chunks.pixels, chunk_moments, block_pixels);
     if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -208,26 +223,33 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
 
 // Consumer chips of sm_86 and later have 99 KiB of shared memory a block.
 constexpr int kSharedLimit = 96 * 1024;
-static_assert(kMaxNormChannels * sizeof(Moments) <= kSharedLimit);
+static_assert(kMaxNormChannels * sizeof(float2) <= kSharedLimit);
 static_assert(kMaxNormChannels * sizeof(Statistics) <= kSharedLimit, "one channel a group");
 
 }  // namespace
 
-size_t GroupNormWorkspaceBytes(int images, int pixels, int groups) {
-  return sizeof(Moments) * images * ChunkCount(pixels) * groups;
+size_t GroupNormWorkspaceBytes(int images, int groups) {
+  return sizeof(Moments) * images * kChunks * groups;
 }
 
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
   const bool vector = norm.x.vector && norm.channels % 8 == 0 && norm.out.vector &&
                       (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % 8 == 0));
-  return vector ? Launch<8>(norm, queue) : Launch<1>(norm, queue);
+  if (norm.x.element == Element::kBf16) {
+    return vector ? Launch<8, Element::kBf16>(norm, queue) : Launch<1, Element::kBf16>(norm, queue);
+  }
+  return vector ? Launch<8, Element::kF32>(norm, queue) : Launch<1, Element::kF32>(norm, queue);
 }
 
 cudaError_t LoadGroupNormKernels() {
-  for (cudaError_t error :
-       {LoadKernel(GroupMomentsKernel<8>, kSharedLimit), LoadKernel(GroupApplyKernel<8>, kSharedLimit),
-        LoadKernel(GroupMomentsKernel<1>, kSharedLimit),
-        LoadKernel(GroupApplyKernel<1>, kSharedLimit)}) {
+  for (cudaError_t error : {LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
+                            LoadKernel(GroupApplyKernel<8, Element::kBf16>, kSharedLimit),
+                            LoadKernel(GroupMomentsKernel<1, Element::kBf16>, kSharedLimit),
+                            LoadKernel(GroupApplyKernel<1, Element::kBf16>, kSharedLimit),
+                            LoadKernel(GroupMomentsKernel<8, Element::kF32>, kSharedLimit),
+                            LoadKernel(GroupApplyKernel<8, Element::kF32>, kSharedLimit),
+                            LoadKernel(GroupMomentsKernel<1, Element::kF32>, kSharedLimit),
+                            LoadKernel(GroupApplyKernel<1, Element::kF32>, kSharedLimit)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

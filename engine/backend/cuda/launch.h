@@ -68,11 +68,11 @@ struct GroupNormLaunch {
   Rows scale_shift;                  // [images, 2 · (channels + channels2)], or null
   Activation activation = Activation::kNone;
   Rows out;                          // [images · pixels, channels + channels2]
-  void* workspace = nullptr;         // partial moments; any size from GroupNormWorkspaceBytes(1, …)
+  void* workspace = nullptr;         // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
   size_t workspace_bytes = 0;        //   works, a larger one takes more images a launch
 };
 constexpr int kMaxNormChannels = 6144;
-size_t GroupNormWorkspaceBytes(int images, int pixels, int groups);
+size_t GroupNormWorkspaceBytes(int images, int groups);
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 
 struct AttentionLaunch {

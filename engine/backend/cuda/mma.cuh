@@ -44,8 +44,7 @@ __device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], const __nv_bfloa
 /// c += a · b on 16×8×16: a bf16 row-major, b bf16 column-major (two registers), c fp32. Lane l holds
 /// of c row l / 4 (c[0], c[1]) and l / 4 + 8 (c[2], c[3]), columns 2(l mod 4) and the next.
 __device__ inline void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
