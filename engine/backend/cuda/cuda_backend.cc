@@ -318,6 +318,14 @@ class CudaBackend final : public Backend {
                      "Add");
   }
 
+  void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override {
+    CheckDivideRows(x, divisor, out, rules());
+    context_->Use();
+    context_->Record(LaunchDivideRows(View(x), Floats(divisor), Extent(x, 0),
+                                      x.elements() / x.dim(0), View(out), queue_),
+                     "DivideRows");
+  }
+
   void BeginSlot(const BeginSlotArgs& args) override {
     Check(args, rules());
     context_->Use();

@@ -76,6 +76,14 @@ __global__ void __launch_bounds__(kThreads)
   StoreChannels<V>(out, row, channel, sum);
 }
 
+__global__ void __launch_bounds__(kThreads)
+    DivideRowsKernel(Rows x, const float* divisor, int64_t elements, Rows out) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= elements) return;
+  const int64_t image = blockIdx.y, at = image * elements + i;
+  Store(out, 0, at, __fdiv_rn(Load(x, 0, at), divisor[image]));
+}
+
 }  // namespace
 
 cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, int channels,
@@ -116,8 +124,16 @@ cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Ac
   return cudaGetLastError();
 }
 
+cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
+                             const Rows& out, const Queue& queue) {
+  const dim3 grid(static_cast<unsigned>((elements + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(images));
+  DivideRowsKernel<<<grid, kThreads, 0, queue.stream>>>(x, divisor, elements, out);
+  return cudaGetLastError();
+}
+
 cudaError_t LoadElementwiseKernels() {
-  for (cudaError_t error : {LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
+  for (cudaError_t error : {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
                             LoadKernel(Upsample2xKernel<8>), LoadKernel(Upsample2xKernel<1>),
                             LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>)}) {
     if (error != cudaSuccess) return error;

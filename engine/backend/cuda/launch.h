@@ -120,6 +120,10 @@ cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width
 cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
                       int64_t rows, int columns, const Rows& out, const Queue& queue);
 
+/// out[n] = x[n] / divisor[n] for images of `elements` contiguous values.
+cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
+                             const Rows& out, const Queue& queue);
+
 /// Slot state (backend.h's SlotState): `elements` = H · W · channels per image.
 struct SlotsLaunch {
   float* x = nullptr;                // [slots, elements]
