@@ -93,10 +93,11 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
   const PackedConv2d& weight = *args.weight;
   DENOISED_CHECK(channels == weight.in_channels, "x has {} channels, the weight {}", channels,
                  weight.in_channels);
-  DENOISED_CHECK(args.stride >= 1 && args.pad_top >= 0 && args.pad_left >= 0 &&
-                     args.pad_bottom >= 0 && args.pad_right >= 0,
-                 "stride {}, padding {} {} {} {}", args.stride, args.pad_top, args.pad_left,
-                 args.pad_bottom, args.pad_right);
+  DENOISED_CHECK(args.stride >= 1, "stride {}", args.stride);
+  for (int pad : {args.pad_top, args.pad_left, args.pad_bottom, args.pad_right}) {
+    DENOISED_CHECK(pad >= 0 && pad < weight.kernel, "padding {} for a kernel of {}", pad,
+                   weight.kernel);
+  }
   const int64_t up = args.upsample2x ? 2 : 1;
   DENOISED_CHECK(x[1] * up + args.pad_top + args.pad_bottom >= weight.kernel &&
                      x[2] * up + args.pad_left + args.pad_right >= weight.kernel,

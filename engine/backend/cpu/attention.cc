@@ -1,28 +1,27 @@
-#include <omp.h>
+#include <oneapi/dnnl/dnnl.h>
 
 #include <algorithm>
 
 #include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
 
 /// Work is split into (row, head, block of queries); each block's scores stay in the cache between
-/// the two products. oneDNN's sgemm runs on one thread inside a parallel region, so a block's bits
-/// depend on its shape alone.
+/// the two products. oneDNN's sgemm is held to one thread, so a block's bits depend on its shape
+/// alone.
 
 namespace denoised::cpu {
 
-void Attention(const AttentionArgs& args, Workspace& workspace) {
+void Attention(const AttentionArgs& args, Scratch& scratch) {
   constexpr int64_t kQueryBlock = 64;
   const int64_t rows = args.q.dim(0), queries = args.q.dim(1), keys = args.k.dim(1);
   const int64_t dim = args.q.dim(2) / args.heads;
   const int64_t blocks = (queries + kQueryBlock - 1) / kQueryBlock;
   if (args.out.elements() == 0) return;
-  float* const scores = workspace.scratch.Take<float>(omp_get_max_threads() * kQueryBlock * keys);
+  float* const scores = scratch.Take<float>(Threads() * kQueryBlock * keys);
   const int64_t q_stride = args.q.row_stride(), k_stride = args.k.row_stride(),
                 v_stride = args.v.row_stride(), out_stride = args.out.row_stride();
-  dnnl_status_t failure = dnnl_success;
-#pragma omp parallel for schedule(static)
-  for (int64_t unit = 0; unit < rows * args.heads * blocks; ++unit) {
+  ParallelFor(rows * args.heads * blocks, [&](int64_t unit) {
     const int64_t begin = unit % blocks * kQueryBlock;
     const int64_t head = unit / blocks % args.heads, row = unit / blocks / args.heads;
     const int64_t block = std::min(kQueryBlock, queries - begin);
@@ -30,7 +29,8 @@ void Attention(const AttentionArgs& args, Workspace& workspace) {
     const float* k = args.k.as<float>() + row * keys * k_stride + head * dim;
     const float* v = args.v.as<float>() + row * keys * v_stride + head * dim;
     float* out = args.out.as<float>() + (row * queries + begin) * out_stride + head * dim;
-    float* s = scores + omp_get_thread_num() * kQueryBlock * keys;
+    float* s = scores + Thread() * kQueryBlock * keys;
+    const OneThread one_thread;
     dnnl_status_t status =
         dnnl_sgemm('N', 'T', block, keys, dim, args.scale, q, q_stride, k, k_stride, 0.0f, s, keys);
     float reciprocal_sum[kQueryBlock];
@@ -40,12 +40,8 @@ void Attention(const AttentionArgs& args, Workspace& workspace) {
           dnnl_sgemm('N', 'N', block, dim, keys, 1.0f, s, keys, v, v_stride, 0.0f, out, out_stride);
     }
     for (int64_t i = 0; i < block; ++i) Scale(out + i * out_stride, reciprocal_sum[i], dim);
-    if (status != dnnl_success) {
-#pragma omp critical
-      failure = status;
-    }
-  }
-  if (failure != dnnl_success) throw dnnl::error(failure, "sgemm of attention failed");
+    if (status != dnnl_success) throw dnnl::error(status, "sgemm of attention failed");
+  });
 }
 
 }  // namespace denoised::cpu

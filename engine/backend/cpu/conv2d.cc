@@ -1,74 +1,151 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/backend/check.h"
 #include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
+
+/// A row's output is cut into bands of whole lines, by its shape alone; a unit of work is one band
+/// of one row, convolved by one thread while its input and output stay in that core's cache. So one
+/// row keeps several cores busy, a batch costs one fork and join, and bits depend on neither.
 
 namespace denoised::cpu {
 namespace {
 
-/// One row of the input as the convolution reads it: both sources side by side, doubled if asked
-/// for.
-void AssembleRow(const Conv2dArgs& args, int64_t row, float* assembled) {
-  const int64_t height = args.x.dim(1), width = args.x.dim(2);
-  const int64_t c1 = args.x.dim(3), c2 = args.x2 ? args.x2.dim(3) : 0;
-  const int64_t up = args.upsample2x ? 2 : 1;
-  const float* x = args.x.as<float>() + row * height * width * c1;
-  const float* x2 = args.x2 ? args.x2.as<float>() + row * height * width * c2 : nullptr;
-#pragma omp parallel for schedule(static)
-  for (int64_t h = 0; h < height * up; ++h) {
-    float* to = assembled + h * width * up * (c1 + c2);
-    for (int64_t w = 0; w < width * up; ++w, to += c1 + c2) {
+/// Enough to hide the cost of starting a primitive (a few µs against about 80).
+constexpr int64_t kBandFlops = 8'000'000;
+/// Fewer pixels would read the weights faster than memory delivers them.
+constexpr int64_t kBandPixels = 32;
+
+/// Lines [begin, end) of the output, and what they read of the input.
+struct Band {
+  int64_t begin = 0, end = 0;
+  int64_t in_begin = 0;
+  const Convolution::Plan* plan = nullptr;
+};
+
+int64_t BandLines(const Convolution& convolution, int64_t out_height, int64_t out_width) {
+  const int64_t pixel_flops =
+      2 * convolution.out() * convolution.in() * convolution.kernel() * convolution.kernel();
+  const int64_t pixels = std::max(kBandPixels, kBandFlops / pixel_flops);
+  const int64_t lines = std::clamp<int64_t>(pixels / out_width, 1, out_height);
+  const int64_t bands = (out_height + lines - 1) / lines;
+  return (out_height + bands - 1) / bands;
+}
+
+std::vector<Band> CutIntoBands(Convolution& convolution, const ConvolutionGeometry& whole,
+                               int64_t out_height, int64_t out_width) {
+  const int64_t lines = BandLines(convolution, out_height, out_width);
+  std::vector<Band> bands;
+  for (int64_t begin = 0; begin < out_height; begin += lines) {
+    const int64_t end = std::min(begin + lines, out_height);
+    // Lines of the input as if it went on beyond its edges; what lies outside is padding.
+    const int64_t first = begin * whole.stride - whole.pad_top;
+    const int64_t last = (end - 1) * whole.stride + convolution.kernel() - whole.pad_top;
+    const int64_t in_begin = std::max<int64_t>(0, first), in_end = std::min(whole.height, last);
+    ConvolutionGeometry geometry = whole;
+    geometry.height = in_end - in_begin;
+    geometry.pad_top = static_cast<int>(in_begin - first);
+    geometry.pad_bottom = static_cast<int>(last - in_end);
+    bands.push_back({begin, end, in_begin, &convolution.Prepare(geometry)});
+  }
+  return bands;
+}
+
+/// Lines [begin, end) of a row's input as the convolution reads it: both sources side by side,
+/// doubled if asked for, activated.
+void AssembleLines(const ConvolutionCall& call, int64_t row, int64_t begin, int64_t end, int64_t in,
+                   float* assembled) {
+  const int64_t up = call.upsample2x ? 2 : 1, c1 = call.c1, c2 = in - c1;
+  const int64_t width = call.geometry.width / up, height = call.geometry.height / up;
+  const float* x = call.x + row * height * width * c1;
+  const float* x2 = call.x2 != nullptr ? call.x2 + row * height * width * c2 : nullptr;
+  float* to = assembled;
+  for (int64_t h = begin; h < end; ++h) {
+    for (int64_t w = 0; w < width * up; ++w, to += in) {
       const int64_t pixel = h / up * width + w / up;
       std::memcpy(to, x + pixel * c1, c1 * sizeof(float));
       if (x2 != nullptr) std::memcpy(to + c1, x2 + pixel * c2, c2 * sizeof(float));
     }
   }
+  Activate(call.input_activation, assembled, to - assembled);
 }
 
 }  // namespace
 
-void Finish(float* y, const float* residual, float scale, Activation activation, int64_t count) {
-  if (residual == nullptr && scale == 1.0f && activation == Activation::kNone) return;
-  constexpr int64_t kChunk = 4096;  // 16 KB: stays in L1 between the two loops
-#pragma omp parallel for schedule(static) if (count > 4 * kChunk)
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    const int64_t length = std::min(kChunk, count - begin);
-    AddScale(y + begin, residual != nullptr ? residual + begin : nullptr, scale, length);
-    Activate(activation, y + begin, length);
+void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scratch& scratch) {
+  const ConvolutionGeometry& whole = call.geometry;
+  const int64_t in = convolution.in(), out = convolution.out();
+  const int64_t out_height = ConvolutionExtent(whole.height, whole.pad_top, whole.pad_bottom,
+                                               convolution.kernel(), whole.stride);
+  const int64_t out_width = ConvolutionExtent(whole.width, whole.pad_left, whole.pad_right,
+                                              convolution.kernel(), whole.stride);
+  const std::vector<Band> bands = CutIntoBands(convolution, whole, out_height, out_width);
+  const bool assemble =
+      call.x2 != nullptr || call.upsample2x || call.input_activation != Activation::kNone;
+
+  // Each thread's part: the primitive's scratchpad, the bias of the row, the assembled lines.
+  constexpr size_t kAlignment = 64 / sizeof(float);
+  const auto aligned = [](size_t floats) {
+    return (floats + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  size_t scratchpad = 0, lines = 0;
+  for (const Band& band : bands) {
+    scratchpad = std::max(scratchpad, band.plan->scratchpad.get_size() / sizeof(float) + 1);
+    if (assemble) lines = std::max(lines, band.plan->source.get_size() / sizeof(float));
   }
+  const size_t bias_at = aligned(scratchpad), lines_at = bias_at + aligned(out);
+  const size_t each = lines_at + aligned(lines);
+  float* const working = scratch.Take<float>(each * Threads());
+
+  const auto units = static_cast<int64_t>(bands.size());
+  ParallelFor(call.rows * units, [&](int64_t unit) {
+    const int64_t row = unit / units;
+    const Band& band = bands[unit % units];
+    float* const mine = working + each * Thread();
+    const float* source = call.x + (row * whole.height + band.in_begin) * whole.width * in;
+    if (assemble) {
+      const int64_t in_lines = band.plan->source.get_size() / sizeof(float) / (whole.width * in);
+      AssembleLines(call, row, band.in_begin, band.in_begin + in_lines, in, mine + lines_at);
+      source = mine + lines_at;
+    }
+    const float* bias = call.bias;
+    if (call.add != nullptr) {
+      Axpb(call.bias, 1.0f, call.add + row * call.add_stride, 0.0f, mine + bias_at, out);
+      bias = mine + bias_at;
+    }
+    const int64_t at = (row * out_height + band.begin) * out_width * out;
+    const int64_t count = (band.end - band.begin) * out_width * out;
+    convolution.Run(*band.plan, source, bias, call.out + at, mine);
+    AddScale(call.out + at, call.residual != nullptr ? call.residual + at : nullptr, call.scale,
+             count);
+    Activate(call.activation, call.out + at, count);
+  });
 }
 
-void Conv2d(const Conv2dArgs& args, Workspace& workspace) {
+void Conv2d(const Conv2dArgs& args, Scratch& scratch) {
   const auto& weight = static_cast<const CpuConv2d&>(*args.weight);
-  const int64_t up = args.upsample2x ? 2 : 1;
-  const ConvolutionGeometry geometry = {args.x.dim(1) * up, args.x.dim(2) * up, args.stride,
-                                        args.pad_top,       args.pad_left,      args.pad_bottom,
-                                        args.pad_right};
-  const int64_t rows = args.x.dim(0);
   if (args.out.elements() == 0) return;
-  const int64_t in_row = geometry.height * geometry.width * weight.in_channels;
-  const int64_t out_row = args.out.elements() / rows;
-  const bool assemble = args.x2 || args.upsample2x;
-  float* const row_bias = workspace.scratch.Take<float>(weight.out_channels + 64 + in_row);
-  float* const assembled = row_bias + (weight.out_channels + 63) / 64 * 64;
-  for (int64_t n = 0; n < rows; ++n) {
-    const float* source = args.x.as<float>() + n * in_row;
-    if (assemble) {
-      AssembleRow(args, n, assembled);
-      source = assembled;
-    }
-    const float* bias = weight.bias.data();
-    if (args.add) {
-      const float* add = args.add.as<float>() + n * args.add.row_stride();
-      for (int c = 0; c < weight.out_channels; ++c) row_bias[c] = bias[c] + add[c];
-      bias = row_bias;
-    }
-    float* out = args.out.as<float>() + n * out_row;
-    weight.convolution->Run(geometry, source, bias, out);
-    Finish(out, args.residual ? args.residual.as<float>() + n * out_row : nullptr, args.scale,
-           args.activation, out_row);
+  const int64_t up = args.upsample2x ? 2 : 1;
+  ConvolutionCall call;
+  call.geometry = {args.x.dim(1) * up, args.x.dim(2) * up, args.stride,   args.pad_top,
+                   args.pad_left,      args.pad_bottom,    args.pad_right};
+  call.rows = args.x.dim(0);
+  call.x = args.x.as<float>();
+  if (args.x2) call.x2 = args.x2.as<float>();
+  call.c1 = args.x.dim(3);
+  call.upsample2x = args.upsample2x;
+  call.bias = weight.bias.data();
+  if (args.add) {
+    call.add = args.add.as<float>();
+    call.add_stride = args.add.row_stride();
   }
+  if (args.residual) call.residual = args.residual.as<float>();
+  call.scale = args.scale;
+  call.activation = args.activation;
+  call.out = args.out.as<float>();
+  RunConvolution(*weight.convolution, call, scratch);
 }
 
 }  // namespace denoised::cpu

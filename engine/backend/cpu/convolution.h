@@ -4,11 +4,12 @@
 #include <vector>
 
 #include "engine/backend/cpu/onednn.h"
+#include "engine/backend/cpu/scratch.h"
 #include "engine/core/tensor.h"
 
 namespace denoised::cpu {
 
-/// What a convolution's plan depends on besides its weights. Never the number of rows.
+/// What a convolution's primitive depends on besides its weights. Never the number of rows.
 struct ConvolutionGeometry {
   int64_t height = 0, width = 0;  // of the input, already doubled when upsampling
   int stride = 1;
@@ -16,31 +17,41 @@ struct ConvolutionGeometry {
   auto operator<=>(const ConvolutionGeometry&) const = default;
 };
 
-/// The weights of one convolution and its oneDNN primitives, one for each geometry met so far. Each
-/// runs on a single row with all cores, so what neighbours a row has cannot change its bits. The
-/// first run of a geometry creates the primitive and lays the weights out as it prefers.
+/// The weights of one convolution and its oneDNN primitives, one for each geometry met so far, each
+/// for a single row and a single thread. Prepare() is for one thread at a time; Run() may be called
+/// by many at once.
 class Convolution {
  public:
-  /// `weight_oihw` holds [out, in, kernel, kernel]. `onednn` must outlive this.
-  Convolution(OneDnn* onednn, std::vector<float> weight_oihw, int out, int in, int kernel);
+  /// `weight_oihw` holds [out, in, kernel, kernel].
+  Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in, int kernel);
 
-  /// destination [Ho, Wo, out] = convolution of source [H, W, in], plus bias [out].
-  void Run(const ConvolutionGeometry& geometry, const float* source, const float* bias,
-           float* destination);
+  /// A primitive, and the scratchpad it wants.
+  struct Plan {
+    dnnl::convolution_forward primitive;
+    dnnl::memory::desc source, bias, destination, scratchpad;
+    dnnl::memory weight;
+  };
+  /// Creates the primitive of a geometry when it is the first of its kind, and lays the weights out
+  /// as it prefers. The reference stays valid.
+  const Plan& Prepare(const ConvolutionGeometry& geometry);
+
+  /// destination [Ho, Wo, out] = convolution of source [H, W, in], plus bias [out]. `scratchpad` is
+  /// 64-byte aligned and of plan.scratchpad's size.
+  void Run(const Plan& plan, const float* source, const float* bias, float* destination,
+           void* scratchpad) const;
 
   /// The weights [out, in, kernel, kernel] again, whatever form they are kept in.
   std::vector<float> PlainWeight() const;
 
+  int in() const { return in_; }
+  int out() const { return out_; }
+  int kernel() const { return kernel_; }
+
  private:
-  struct Plan {
-    dnnl::convolution_forward primitive;
-    dnnl::memory source, weight, bias, destination, scratchpad;
-    size_t scratchpad_bytes = 0;
-  };
-  Plan MakePlan(const ConvolutionGeometry& geometry);
+  Plan MakePlan(ConvolutionGeometry geometry);
   dnnl::memory WeightAs(const dnnl::memory::desc& layout);
 
-  OneDnn* onednn_;
+  dnnl::engine engine_;
   int out_, in_, kernel_;
   std::vector<float> plain_weight_;  // freed once a layout holds it
   std::vector<dnnl::memory> layouts_;

@@ -1,7 +1,5 @@
 #include "engine/backend/cpu/cpu_backend.h"
 
-#include <omp.h>
-
 #include <chrono>
 #include <cstring>
 #include <new>
@@ -9,6 +7,7 @@
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/host.h"
 #include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/parallel.h"
 
 namespace denoised {
 namespace {
@@ -59,9 +58,8 @@ class CpuBackend final : public Backend {
  public:
   std::string_view name() const override { return "cpu"; }
   std::string description() const override {
-    return fmt::format("{}, {} threads, {:.1f} GiB, {}", cpu::ReadModelName(),
-                       omp_get_max_threads(), static_cast<double>(memory().total) / (1 << 30),
-                       cpu::DescribeOneDnn());
+    return fmt::format("{}, {} threads, {:.1f} GiB, {}", cpu::ReadModelName(), cpu::Threads(),
+                       static_cast<double>(memory().total) / (1 << 30), cpu::DescribeOneDnn());
   }
   Device device() const override { return Device::kCpu; }
   DType activation_dtype() const override { return DType::kF32; }
@@ -114,7 +112,7 @@ class CpuBackend final : public Backend {
     packed->out_channels = static_cast<int>(weight_oihw.dim(0));
     packed->in_channels = static_cast<int>(weight_oihw.dim(1));
     packed->kernel = static_cast<int>(weight_oihw.dim(2));
-    packed->convolution.emplace(&workspace_.onednn, weight_oihw.ToFloats(), packed->out_channels,
+    packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
                                 packed->in_channels, packed->kernel);
     packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);
     return packed;
@@ -128,8 +126,7 @@ class CpuBackend final : public Backend {
     const int out = static_cast<int>(weight.size() / in);
     const bool has_bias = !biases.empty() && biases[0];
     std::vector<float> bias = has_bias ? Concatenated(biases) : std::vector<float>(out);
-    return std::make_unique<cpu::CpuLinear>(&workspace_.onednn, std::move(weight), std::move(bias),
-                                            out, in);
+    return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in);
   }
 
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
@@ -139,19 +136,19 @@ class CpuBackend final : public Backend {
 
   void Conv2d(const Conv2dArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::Conv2d(args, workspace_); });
+    Enqueue([&] { cpu::Conv2d(args, scratch_); });
   }
   void Linear(const LinearArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::Linear(args, workspace_); });
+    Enqueue([&] { cpu::Linear(args, scratch_); });
   }
   void GroupNorm(const GroupNormArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::GroupNorm(args, workspace_); });
+    Enqueue([&] { cpu::GroupNorm(args, scratch_); });
   }
   void Attention(const AttentionArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::Attention(args, workspace_); });
+    Enqueue([&] { cpu::Attention(args, scratch_); });
   }
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
     Check(args, kRules);
@@ -227,7 +224,8 @@ class CpuBackend final : public Backend {
     }
   }
 
-  cpu::Workspace workspace_;
+  const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
+  cpu::Scratch scratch_;
   absl::Status status_;
   bool capturing_ = false;
 };

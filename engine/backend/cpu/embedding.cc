@@ -4,6 +4,7 @@
 #include <numbers>
 
 #include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
 
 namespace denoised::cpu {
@@ -57,8 +58,7 @@ void Embedding(const EmbeddingArgs& args) {
 void Resample2x(Resample kind, const Tensor& x, const Tensor& out) {
   const int64_t height = out.dim(1), width = out.dim(2), channels = out.dim(3);
   const int64_t in_width = x.dim(2), in_row = x.dim(1) * in_width * channels;
-#pragma omp parallel for schedule(static)
-  for (int64_t line = 0; line < out.dim(0) * height; ++line) {
+  ParallelFor(out.dim(0) * height, [&](int64_t line) {
     const float* from = x.as<float>() + line / height * in_row;
     float* to = out.as<float>() + line * width * channels;
     const int64_t h = line % height;
@@ -73,20 +73,20 @@ void Resample2x(Resample kind, const Tensor& x, const Tensor& out) {
         to[c] = (top[c] + top[channels + c] + bottom[c] + bottom[channels + c]) * 0.25f;
       }
     }
-  }
+  });
 }
 
 void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
          const Tensor& out) {
-  constexpr int64_t kChunk = 4096;
+  constexpr int64_t kChunk = 16384;  // 64 KB; less is not worth a second thread
   const int64_t count = out.elements();
-#pragma omp parallel for schedule(static) if (count > 4 * kChunk)
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
+  ParallelFor((count + kChunk - 1) / kChunk, [&](int64_t chunk) {
+    const int64_t begin = chunk * kChunk;
     const int64_t length = std::min(kChunk, count - begin);
     float* y = out.as<float>() + begin;
     Axpb(a.as<float>() + begin, scale, b ? b.as<float>() + begin : nullptr, shift, y, length);
     Activate(activation, y, length);
-  }
+  });
 }
 
 void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) {

@@ -3,11 +3,12 @@
 
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
 
-/// Three passes over (row, chunk of pixels), (row), (row, chunk of pixels): sums of each channel,
-/// what they mean for each group, and the normalisation. Chunks have a fixed number of pixels and
-/// their sums are added in order. Sums are in double, so the variance may be E[x²] − E[x]² without
+/// Three steps: sums of each channel over chunks of pixels, what they mean for each group of the
+/// row, and the normalisation of each chunk. Chunks have a fixed number of pixels and their sums
+/// are added in order. Sums are in double, so the variance may be E[x²] − E[x]² without
 /// cancellation, in a single reading.
 
 namespace denoised::cpu {
@@ -54,16 +55,16 @@ void FoldRow(const GroupNormArgs& args, int64_t row, int64_t chunks, int64_t pix
 
 }  // namespace
 
-void GroupNorm(const GroupNormArgs& args, Workspace& workspace) {
-  // No structured binding: clang does not capture those into OpenMP regions.
+void GroupNorm(const GroupNormArgs& args, Scratch& scratch) {
+  // No structured binding: clang 14 does not capture those in lambdas.
   const RowShape shape = RowsOf(args.out.shape());
   const int64_t rows = shape.rows, pixels = shape.tokens, channels = shape.features;
   if (args.out.elements() == 0) return;
   const int64_t c1 = args.x.dim(-1), c2 = channels - c1;
   const int64_t chunks = (pixels + kChunkPixels - 1) / kChunkPixels;
-  double* const sums =
-      workspace.scratch.Take<double>(rows * chunks * 2 * channels + rows * 3 * channels);
-  float* const folded = reinterpret_cast<float*>(sums + rows * chunks * 2 * channels);
+  const int64_t row_sums = chunks * 2 * channels;
+  double* const sums = scratch.Take<double>(rows * (row_sums + 2 * channels));
+  float* const folded = reinterpret_cast<float*>(sums + rows * row_sums);
   const auto coefficients = [&](int64_t row) {
     float* at = folded + row * 3 * channels;
     return Coefficients{at, at + channels, at + 2 * channels};
@@ -72,27 +73,22 @@ void GroupNorm(const GroupNormArgs& args, Workspace& workspace) {
   const float* x2 = args.x2 ? args.x2.as<float>() : nullptr;
   float* out = args.out.as<float>();
 
-#pragma omp parallel for schedule(static)
-  for (int64_t unit = 0; unit < rows * chunks; ++unit) {
-    const int64_t begin = unit % chunks * kChunkPixels;
-    const int64_t length = std::min(kChunkPixels, pixels - begin);
-    const int64_t pixel = unit / chunks * pixels + begin;
-    double* sum = sums + unit * 2 * channels;
+  const auto sum_chunk = [&, pixels = pixels, channels = channels](int64_t row, int64_t chunk) {
+    const int64_t begin = chunk * kChunkPixels, length = std::min(kChunkPixels, pixels - begin);
+    const int64_t pixel = row * pixels + begin;
+    double* sum = sums + row * row_sums + chunk * 2 * channels;
     double* square = sum + channels;
     Moments(x + pixel * c1, length, c1, sum, square);
     if (x2 != nullptr) Moments(x2 + pixel * c2, length, c2, sum + c1, square + c1);
-  }
-#pragma omp parallel for schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
-    FoldRow(args, row, chunks, pixels, channels, sums + row * chunks * 2 * channels,
-            coefficients(row));
-  }
-#pragma omp parallel for schedule(static)
-  for (int64_t unit = 0; unit < rows * chunks; ++unit) {
-    const int64_t begin = unit % chunks * kChunkPixels;
-    const int64_t length = std::min(kChunkPixels, pixels - begin);
-    const int64_t pixel = unit / chunks * pixels + begin;
-    const Coefficients k = coefficients(unit / chunks);
+  };
+  const auto fold = [&, pixels = pixels, channels = channels](int64_t row) {
+    FoldRow(args, row, chunks, pixels, channels, sums + row * row_sums, coefficients(row));
+  };
+  const auto normalize_chunk = [&, pixels = pixels, channels = channels](int64_t row,
+                                                                         int64_t chunk) {
+    const int64_t begin = chunk * kChunkPixels, length = std::min(kChunkPixels, pixels - begin);
+    const int64_t pixel = row * pixels + begin;
+    const Coefficients k = coefficients(row);
     float* to = out + pixel * channels;
     Normalize(x + pixel * c1, length, c1, k.mean, k.slope, k.offset, to, channels);
     if (x2 != nullptr) {
@@ -100,6 +96,21 @@ void GroupNorm(const GroupNormArgs& args, Workspace& workspace) {
                 channels);
     }
     Activate(args.activation, to, length * channels);
+  };
+
+  // The same pieces in either order of visiting: by rows while there are enough for all cores,
+  // since a row then stays in its core's cache; else by chunks.
+  if (rows >= Threads()) {
+    ParallelFor(rows, [&](int64_t row) {
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) sum_chunk(row, chunk);
+      fold(row);
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) normalize_chunk(row, chunk);
+    });
+  } else {
+    ParallelFor(rows * chunks, [&](int64_t unit) { sum_chunk(unit / chunks, unit % chunks); });
+    for (int64_t row = 0; row < rows; ++row) fold(row);
+    ParallelFor(rows * chunks,
+                [&](int64_t unit) { normalize_chunk(unit / chunks, unit % chunks); });
   }
 }
 

@@ -1,14 +1,16 @@
+#include <algorithm>
 #include <cstring>
 
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
 
 namespace denoised::cpu {
 
-CpuLinear::CpuLinear(OneDnn* onednn, std::vector<float> weight_oi, std::vector<float> bias, int out,
-                     int in)
-    : onednn_(onednn), bias_(std::move(bias)), plain_weight_(std::move(weight_oi)) {
+CpuLinear::CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias,
+                     int out, int in)
+    : engine_(std::move(engine)), bias_(std::move(bias)), plain_weight_(std::move(weight_oi)) {
   out_features = out;
   in_features = in;
 }
@@ -21,44 +23,62 @@ const float* CpuLinear::PlainWeight() const {
 
 Convolution& CpuLinear::OverTokens() const {
   if (!over_tokens_) {
-    over_tokens_.emplace(onednn_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
+    over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
                          out_features, in_features, 1);
   }
   return *over_tokens_;
 }
 
-void Linear(const LinearArgs& args, Workspace& workspace) {
-  const auto& weight = static_cast<const CpuLinear&>(*args.weight);
-  // No structured binding: clang does not capture those into OpenMP regions.
-  const RowShape shape = RowsOf(args.x.shape());
-  const int64_t rows = shape.rows, tokens = shape.tokens, in = shape.features;
-  const int64_t out = weight.out_features;
-  if (args.out.elements() == 0) return;
+namespace {
+
+/// One vector per row: each row of the matrix is read once and used for all of them.
+void OverVectors(const LinearArgs& args, const CpuLinear& weight, Scratch& scratch) {
+  constexpr int64_t kOutputs = 32;  // a unit; enough to outweigh handing it out
+  const int64_t rows = args.x.dim(0), in = weight.in_features, out = weight.out_features;
   const float* x = args.x.as<float>();
   if (args.input_activation != Activation::kNone) {
-    float* activated = workspace.scratch.Take<float>(args.x.elements());
-    std::memcpy(activated, x, args.x.bytes());
-    Finish(activated, nullptr, 1.0f, args.input_activation, args.x.elements());
+    float* activated = scratch.Take<float>(rows * in);
+    std::memcpy(activated, x, rows * in * sizeof(float));
+    Activate(args.input_activation, activated, rows * in);
     x = activated;
   }
+  const float* w = weight.PlainWeight();
+  const float* residual = args.residual ? args.residual.as<float>() : nullptr;
   float* y = args.out.as<float>();
-  const float* bias = weight.bias().data();
-  if (args.x.shape().rank() == 2) {
-    // Few rows against a large matrix: each of its rows is read once and used for all.
-    const float* w = weight.PlainWeight();
-#pragma omp parallel for schedule(static)
-    for (int64_t o = 0; o < out; ++o) {
-      for (int64_t n = 0; n < rows; ++n) y[n * out + o] = Dot(x + n * in, w + o * in, in) + bias[o];
+  ParallelFor((out + kOutputs - 1) / kOutputs, [&](int64_t unit) {
+    const int64_t begin = unit * kOutputs, end = std::min(out, begin + kOutputs);
+    for (int64_t o = begin; o < end; ++o) {
+      for (int64_t n = 0; n < rows; ++n) {
+        y[n * out + o] = Dot(x + n * in, w + o * in, in) + weight.bias()[o];
+      }
     }
-  } else {
-    Convolution& convolution = weight.OverTokens();
     for (int64_t n = 0; n < rows; ++n) {
-      convolution.Run({.height = 1, .width = tokens}, x + n * tokens * in, bias,
-                      y + n * tokens * out);
+      const int64_t at = n * out + begin;
+      AddScale(y + at, residual != nullptr ? residual + at : nullptr, args.scale, end - begin);
+      Activate(args.activation, y + at, end - begin);
     }
-  }
-  Finish(y, args.residual ? args.residual.as<float>() : nullptr, args.scale, args.activation,
-         args.out.elements());
+  });
+}
+
+}  // namespace
+
+void Linear(const LinearArgs& args, Scratch& scratch) {
+  const auto& weight = static_cast<const CpuLinear&>(*args.weight);
+  if (args.out.elements() == 0) return;
+  if (args.x.shape().rank() == 2) return OverVectors(args, weight, scratch);
+  const RowShape shape = RowsOf(args.x.shape());
+  ConvolutionCall call;
+  call.geometry = {.height = shape.tokens, .width = 1};
+  call.rows = shape.rows;
+  call.x = args.x.as<float>();
+  call.c1 = shape.features;
+  call.input_activation = args.input_activation;
+  call.bias = weight.bias().data();
+  if (args.residual) call.residual = args.residual.as<float>();
+  call.scale = args.scale;
+  call.activation = args.activation;
+  call.out = args.out.as<float>();
+  RunConvolution(weight.OverTokens(), call, scratch);
 }
 
 }  // namespace denoised::cpu

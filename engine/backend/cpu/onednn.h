@@ -3,19 +3,10 @@
 #include <oneapi/dnnl/dnnl.hpp>
 #include <string>
 
-#include "engine/backend/cpu/scratch.h"
-
 /// The little of oneDNN that the CPU backend uses, and where 2.x (Debian 12) and 3.x (Ubuntu 24.04)
 /// differ. oneDNN's C++ calls throw dnnl::error; CpuBackend catches it.
 
 namespace denoised::cpu {
-
-/// One for each backend; primitives run one after the other, so they share a scratchpad.
-struct OneDnn {
-  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
-  dnnl::stream stream{engine};
-  Scratch scratchpad;
-};
 
 /// A forward convolution in strict fp32 whose caller provides the scratchpad.
 inline dnnl::convolution_forward::primitive_desc DescribeConvolution(

@@ -5,48 +5,65 @@
 
 #include "engine/backend/backend.h"
 #include "engine/backend/cpu/convolution.h"
+#include "engine/backend/cpu/scratch.h"
 
 /// The ops of backend.h on fp32 host memory, run at once with all cores. Arguments were checked.
-/// Each divides its work by the shape of a row alone, and each element is computed by the same
-/// sequence of operations whichever thread takes it: bits depend neither on the batch nor on which
-/// row of it this is. May throw dnnl::error and std::bad_alloc.
+/// Each divides its work into units by the shape of a row alone, and a unit is computed by one
+/// thread in the same sequence of operations whichever takes it: bits depend neither on the batch
+/// nor on which row of it this is. May throw dnnl::error and std::bad_alloc.
 
 namespace denoised::cpu {
-
-/// Memory that ops share, one after the other.
-struct Workspace {
-  OneDnn onednn;
-  Scratch scratch;
-};
 
 struct CpuConv2d final : PackedConv2d {
   mutable std::optional<Convolution> convolution;
   std::vector<float> bias;  // zeros when the layer has none
 };
 
-/// Rows of tokens are a 1×1 convolution over an image of 1 × tokens; a single vector per row is
+/// Rows of tokens are a 1×1 convolution over an image of tokens × 1; a single vector per row is
 /// read against the plain weights. A layer is kept in the form its first use asks for, rarely in
 /// both.
 class CpuLinear final : public PackedLinear {
  public:
-  CpuLinear(OneDnn* onednn, std::vector<float> weight_oi, std::vector<float> bias, int out, int in);
+  CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias, int out,
+            int in);
 
   const std::vector<float>& bias() const { return bias_; }
   const float* PlainWeight() const;
   Convolution& OverTokens() const;
 
  private:
-  OneDnn* onednn_;
+  dnnl::engine engine_;
   std::vector<float> bias_;  // zeros when the layer has none
   mutable std::vector<float> plain_weight_;
   mutable bool plain_in_use_ = false;
   mutable std::optional<Convolution> over_tokens_;
 };
 
-void Conv2d(const Conv2dArgs& args, Workspace& workspace);
-void Linear(const LinearArgs& args, Workspace& workspace);
-void GroupNorm(const GroupNormArgs& args, Workspace& workspace);
-void Attention(const AttentionArgs& args, Workspace& workspace);
+/// What Conv2d and token-wise Linear have in common: input and output rows, and what goes with
+/// them.
+struct ConvolutionCall {
+  ConvolutionGeometry geometry;
+  int64_t rows = 0;
+  const float* x = nullptr;   // rows of [H, W, c1], half as high and wide when upsampling
+  const float* x2 = nullptr;  // optional, rows of [H, W, in − c1]
+  int64_t c1 = 0;
+  bool upsample2x = false;
+  Activation input_activation = Activation::kNone;
+  const float* bias = nullptr;
+  const float* add = nullptr;  // optional, rows of [out]
+  int64_t add_stride = 0;
+  const float* residual = nullptr;  // optional, as out
+  float scale = 1;
+  Activation activation = Activation::kNone;
+  float* out = nullptr;  // rows of [Ho, Wo, out]
+};
+
+void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scratch& scratch);
+
+void Conv2d(const Conv2dArgs& args, Scratch& scratch);
+void Linear(const LinearArgs& args, Scratch& scratch);
+void GroupNorm(const GroupNormArgs& args, Scratch& scratch);
+void Attention(const AttentionArgs& args, Scratch& scratch);
 void TimestepEmbedding(const TimestepEmbeddingArgs& args);
 void FourierEmbedding(const FourierEmbeddingArgs& args);
 void Embedding(const EmbeddingArgs& args);
@@ -57,8 +74,5 @@ void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out);
 void BeginSlot(const BeginSlotArgs& args);
 void Gather(const GatherArgs& args);
 void Advance(const AdvanceArgs& args);
-
-/// y = act((y + residual) · scale) over `count` elements with all cores; `residual` may be null.
-void Finish(float* y, const float* residual, float scale, Activation activation, int64_t count);
 
 }  // namespace denoised::cpu

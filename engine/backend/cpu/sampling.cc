@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "engine/backend/cpu/ops.h"
+#include "engine/backend/cpu/parallel.h"
 #include "engine/core/philox.h"
 
 /// The sampler's ops, as step_plan.h defines them.
@@ -145,8 +146,7 @@ void Gather(const GatherArgs& args) {
   const int64_t elements = ImageElements(state);
   const int64_t features = args.embedding ? args.embedding.dim(1) : 0;
   const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
-#pragma omp parallel for schedule(static)
-  for (int64_t r = 0; r < args.rows.dim(0); ++r) {
+  ParallelFor(args.rows.dim(0), [&](int64_t r) {
     const EvaluationRow& row = rows[r];
     const bool active = row.slot >= 0;
     const DeviceEvaluation* plan = active ? &EvaluationOf(state, row.slot) : nullptr;
@@ -159,22 +159,21 @@ void Gather(const GatherArgs& args) {
     }
     args.condition.as<float>()[r] = active ? plan->condition : 0.0f;
     if (args.label) args.label.as<int32_t>()[r] = active ? row.label : 0;
-    if (!args.embedding) continue;
+    if (!args.embedding) return;
     float* embedding = args.embedding.as<float>() + r * features;
     if (active && row.advances) {
       std::copy_n(state.embedding.as<float>() + row.slot * features, features, embedding);
     } else {
       std::fill_n(embedding, features, 0.0f);
     }
-  }
+  });
 }
 
 void Advance(const AdvanceArgs& args) {
   const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
-#pragma omp parallel for schedule(static)
-  for (int64_t r = 0; r < args.rows.dim(0); ++r) {
+  ParallelFor(args.rows.dim(0), [&](int64_t r) {
     if (rows[r].slot >= 0 && rows[r].advances) AdvanceRow(args, rows[r], r);
-  }
+  });
 }
 
 }  // namespace denoised::cpu
