@@ -20,8 +20,8 @@ struct Update {
   double x, d0, d1, d2, noise;
 };
 
-/// DPM-Solver++ predicts the image: arXiv 2211.01095, appendix A and section 3.4; stochastic,
-/// appendix D. Over h to `to`.
+/// DPM-Solver++ predicts the image, over a step of h in λ: arXiv 2211.01095, with the paper's
+/// SDE-DPM-Solver++ as its stochastic form.
 Update DataUpdate(const Lambda& from, const Lambda& to, double h, int order, bool stochastic,
                   bool heun) {
   const double ratio = to.sigma / from.sigma;
@@ -38,7 +38,7 @@ Update DataUpdate(const Lambda& from, const Lambda& to, double h, int order, boo
   return update;
 }
 
-/// DPM-Solver predicts the noise: arXiv 2206.00927, section 3.2 and appendix B.
+/// DPM-Solver predicts the noise: arXiv 2206.00927, section 3.
 Update NoiseUpdate(const Lambda& from, const Lambda& to, double h, int order, bool stochastic,
                    bool heun) {
   const double phi_1 = std::expm1(h), twice = stochastic ? 2 : 1;

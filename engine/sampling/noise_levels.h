@@ -33,7 +33,7 @@ std::vector<double> Rounded(std::vector<double> values);
 
 /// `values` as a function of its index, linear between, constant beyond both ends.
 double InterpolateAt(const std::vector<double>& values, double index);
-/// The fractional timestep whose log σ is that of `sigma`; `log_sigmas` ascends.
+/// The fractional timestep whose log σ is that of `sigma`; `log_sigmas` ascends. Whole within 1e-6.
 double TimestepOfSigma(double sigma, const std::vector<double>& log_sigmas);
 
 /// `count` values of σ from `max` down to `min`; only `max` when count is 1.

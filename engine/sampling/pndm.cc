@@ -10,19 +10,19 @@ namespace {
 // several evaluations started from; the running sum of its outputs.
 constexpr int kHistory = 3, kSaved = 3, kSum = 4;
 
-class PndmWriter {
- public:
-  explicit PndmWriter(const SchedulerConfig::Fields& fields) : fields_(fields), plan(fields, 0) {}
+struct PndmWriter {
+  const SchedulerConfig::Fields& fields;
+  PlanWriter plan;
 
-  void Evaluate(int step, int timestep) { plan.Evaluate(step, LevelAt(fields_, timestep)); }
+  void Evaluate(int step, int timestep) { plan.Evaluate(step, LevelAt(fields, timestep)); }
 
   /// Transfers `x` from one timestep to another along `output`: arXiv 2202.09778, equation 9.
   Combination Transfer(const Combination& x, int from, int to, const Combination& output) const {
-    const Level now = LevelAt(fields_, std::min(from, fields_.train_timesteps - 1));
-    const Level next = to >= 0 ? LevelAt(fields_, to)
-                               : FinalLevel(fields_, fields_.set_alpha_to_one.value_or(false));
+    const Level now = LevelAt(fields, std::min(from, fields.train_timesteps - 1));
+    const Level next =
+        to >= 0 ? LevelAt(fields, to) : FinalLevel(fields, fields.set_alpha_to_one.value_or(false));
     const Combination epsilon =
-        fields_.prediction == Prediction::kV ? now.alpha * output + now.sigma * x : output;
+        fields.prediction == Prediction::kV ? now.alpha * output + now.sigma * x : output;
     const double slope = (next.alpha * next.alpha - now.alpha * now.alpha) /
                          (now.alpha * (now.alpha * next.sigma + now.sigma * next.alpha));
     return next.alpha / now.alpha * x - slope * epsilon;
@@ -36,12 +36,6 @@ class PndmWriter {
   void KeepHistory() {
     for (int i = 0; i < kHistory; ++i) plan.Keep(i, Register(i));
   }
-
- private:
-  const SchedulerConfig::Fields& fields_;
-
- public:
-  PlanWriter plan;
 };
 
 /// Adams-Bashforth over this output and `known` earlier ones, equation 12 of the same paper.
@@ -88,7 +82,7 @@ StepPlan CompilePndm(const SchedulerConfig::Fields& fields, const Request& reque
   const std::vector<int> timesteps = WholeTimesteps(fields, request.steps);
   const int stride = fields.train_timesteps / request.steps;
   const int first = request.FirstStep(request.steps);
-  PndmWriter writer(fields);
+  PndmWriter writer = {fields, PlanWriter(fields, /*clip=*/0)};
   PlanWriter& plan = writer.plan;
   if (request.from_image()) plan.StartFromImage(LevelAt(fields, timesteps[first]));
 

@@ -292,7 +292,6 @@ absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& jso
   if (!json.is_object())
     return InvalidArgument("{}: expected a JSON object with a _class_name", file);
   auto fields = std::make_shared<Fields>();
-  fields->file = file;
   ConfigReader config(json, std::move(file));
   ReadClass(config, fields.get());
   ReadTraining(config, fields.get());

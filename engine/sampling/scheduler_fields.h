@@ -2,7 +2,6 @@
 
 #include <limits>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "engine/sampling/noise_levels.h"
@@ -17,7 +16,6 @@ enum class Variance { kFixedSmall, kFixedLarge, kLearned, kLearnedRange };
 /// field that belongs to one sampler is optional where diffusers' classes disagree on its default:
 /// `X.from_config(config)` carries what the file says and leaves the rest at X's default.
 struct SchedulerConfig::Fields {
-  std::string file;
   Sampler default_sampler = Sampler::kDdpm;
   NoiseSchedule default_schedule = NoiseSchedule::kNative;
 

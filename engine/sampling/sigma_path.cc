@@ -52,13 +52,12 @@ SigmaPath DiscretePath(const Fields& fields, const Request& request) {
     for (const double t : path.conditions) path.sigmas.push_back(InterpolateAt(training, t));
 
   if (request.schedule != NoiseSchedule::kNative) {
-    // LMS' Karras spacing is the one that knows no override.
-    const bool override =
-        !(request.sampler == Sampler::kLms && request.schedule == NoiseSchedule::kKarras);
-    const double min =
-        override ? fields.sigma_min.value_or(path.sigmas.back()) : path.sigmas.back();
-    const double max =
-        override ? fields.sigma_max.value_or(path.sigmas.front()) : path.sigmas.front();
+    double min = path.sigmas.back(), max = path.sigmas.front();
+    // LMS' Karras spacing is the one that knows no range of its own.
+    if (request.sampler != Sampler::kLms || request.schedule != NoiseSchedule::kKarras) {
+      min = fields.sigma_min.value_or(min);
+      max = fields.sigma_max.value_or(max);
+    }
     path.sigmas = SpacedSigmas(request.schedule, min, max, kKarrasRho, request.steps);
     for (int i = 0; i < request.steps; ++i)
       path.conditions[i] = TimestepOfSigma(path.sigmas[i], fields.log_sigmas);

@@ -53,7 +53,7 @@ Trajectory RunOn(const StepPlan& plan, const Model& model) {
       [](size_t i) { return Normals(7, static_cast<uint32_t>(i)); }, model);
 }
 
-/// Calls `check(config, params, plan)` on every plan that a config offers.
+/// Calls `check(config json, params, plan)` on every plan that a config offers.
 template <typename Check>
 void ForEveryPlan(const std::vector<int>& steps, const std::vector<double>& strengths,
                   const Check& check) {
@@ -76,7 +76,7 @@ void ForEveryPlan(const std::vector<int>& steps, const std::vector<double>& stre
                          std::to_string(strength));
             const auto plan = config->Compile(params);
             EXPECT_EQ(plan.ok(), config->Validate(params).empty());
-            check(params, plan);
+            check(json, params, plan);
           }
   }
 }
@@ -84,7 +84,7 @@ void ForEveryPlan(const std::vector<int>& steps, const std::vector<double>& stre
 TEST(PlanPropertyTest, EveryPlanIsFiniteOrRefused) {
   int compiled = 0, refused = 0;
   ForEveryPlan({1, 2, 5, 18, 50, 333, 1000}, {1, 0.5, 0.01},
-               [&](const SamplerParams& params, const absl::StatusOr<StepPlan>& plan) {
+               [&](const json&, const SamplerParams& params, const absl::StatusOr<StepPlan>& plan) {
                  if (!plan.ok()) {
                    ++refused;
                    // Only the corners may be: Runge-Kutta, LCM's 50 steps, more steps than levels.
@@ -125,16 +125,22 @@ TEST(PlanPropertyTest, APerfectModelLeadsToItsImage) {
   const auto perfect = [&](const Evaluation<double>& row, double x, size_t e) {
     return (image[e] - row.x0_from_x * x) / row.x0_from_model;
   };
-  ForEveryPlan({18, 50}, {1, 0.5},
-               [&](const SamplerParams&, const absl::StatusOr<StepPlan>& plan) {
-                 if (!plan.ok()) return;
-                 const Trajectory run = RunOn(*plan, perfect);
-                 for (size_t e = 0; e < image.size(); ++e) {
-                   // What may remain is the noise of timestep 0, σ = 0.01 to 0.04.
-                   EXPECT_NEAR(run.states.back()[e], image[e], 0.1);
-                   for (const State& x0 : run.x0s) ASSERT_NEAR(x0[e], image[e], 1e-6);
-                 }
-               });
+  ForEveryPlan(
+      {18, 50}, {1, 0.5},
+      [&](const json& config, const SamplerParams& params, const absl::StatusOr<StepPlan>& plan) {
+        if (!plan.ok()) return;
+        // Unstable in fewer than hundreds of steps: its noise grows by e^h in each.
+        if (params.sampler == Sampler::kDpmSolverSde &&
+            config.value("algorithm_type", "") == "dpmsolver")
+          return;
+
+        const Trajectory run = RunOn(*plan, perfect);
+        for (size_t e = 0; e < image.size(); ++e) {
+          // What may remain is the noise of timestep 0, σ = 0.01 to 0.04.
+          EXPECT_NEAR(run.states.back()[e], image[e], 0.1);
+          for (const State& x0 : run.x0s) ASSERT_NEAR(x0[e], image[e], 1e-6);
+        }
+      });
 }
 
 TEST(PlanPropertyTest, ChurnIsDrawnBeforeTheFirstEvaluation) {
