@@ -166,11 +166,11 @@ absl::Status CheckCoverage(std::vector<Entry>& entries, uint64_t data_bytes,
 }
 
 /// A view of `data`, or a copy where the file does not align it for its type.
-Tensor MakeTensor(const Entry& entry, const std::byte* data, std::shared_ptr<const void> storage) {
+Tensor MakeTensor(const Entry& entry, const std::byte* data,
+                  const std::shared_ptr<const void>& storage) {
   const std::byte* begin = data + entry.begin;
   if (reinterpret_cast<uintptr_t>(begin) % SizeOf(entry.dtype) == 0)
-    return Tensor(const_cast<std::byte*>(begin), entry.shape, entry.dtype, Device::kCpu,
-                  std::move(storage));
+    return Tensor(const_cast<std::byte*>(begin), entry.shape, entry.dtype, Device::kCpu, storage);
   Tensor copy = Tensor::Host(entry.shape, entry.dtype);
   std::memcpy(copy.data(), begin, entry.end - entry.begin);
   return copy;
@@ -182,7 +182,7 @@ std::string ErrnoText() { return std::generic_category().message(errno); }
 
 absl::StatusOr<Safetensors> Safetensors::Parse(const void* bytes, size_t size,
                                                const std::string& name,
-                                               std::shared_ptr<const void> storage) {
+                                               const std::shared_ptr<const void>& storage) {
   if (size < kLengthBytes)
     return InvalidArgument("{}: {} bytes is too short for a safetensors file; copy it again", name,
                            size);
@@ -247,7 +247,7 @@ absl::StatusOr<Safetensors> Safetensors::Open(const std::string& path) {
   if (mapped == MAP_FAILED) return InvalidArgument("{}: cannot be mapped ({})", path, error);
   std::shared_ptr<const void> storage(
       mapped, [size](const void* address) { ::munmap(const_cast<void*>(address), size); });
-  return Parse(mapped, size, path, std::move(storage));
+  return Parse(mapped, size, path, storage);
 }
 
 namespace {

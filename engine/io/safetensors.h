@@ -25,7 +25,7 @@ class Safetensors {
                                                    const std::string& stem);
   /// The same checks over bytes in memory, which must outlive the result (fuzzing, tests).
   static absl::StatusOr<Safetensors> Parse(const void* bytes, size_t size, const std::string& name,
-                                           std::shared_ptr<const void> storage);
+                                           const std::shared_ptr<const void>& storage);
 
   /// By name. F32, F16, BF16, I64, I32 and U8 tensors on the CPU; others are refused when opened.
   /// Data that the file does not align for its type has been copied.

@@ -32,8 +32,8 @@ absl::Status WriteSafetensors(const std::string& path, const std::map<std::strin
   uint64_t offset = 0;
   for (const Named* named : order) {
     const Tensor& tensor = named->second;
-    std::vector<int64_t> shape;
-    for (int i = 0; i < tensor.shape().rank(); ++i) shape.push_back(tensor.dim(i));
+    std::vector<int64_t> shape(tensor.shape().rank());
+    for (size_t i = 0; i < shape.size(); ++i) shape[i] = tensor.dim(static_cast<int>(i));
     header[named->first] = {{"dtype", Name(tensor.dtype())},
                             {"shape", shape},
                             {"data_offsets", {offset, offset + tensor.bytes()}}};

@@ -129,7 +129,7 @@ absl::Status Weights::CheckAllUsed() const {
   const size_t count = unused.size();
   if (count > kShown) {
     unused.resize(kShown);
-    unused.push_back("...");
+    unused.emplace_back("...");
   }
   return InvalidArgument(
       "{}: {} tensors have no place in the model that the config describes ({}); config and "
