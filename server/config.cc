@@ -116,6 +116,19 @@ absl::StatusOr<std::vector<ModelSource>> ScanModels(const std::string& directory
   return sources;
 }
 
+/// CLI::Range lets NaN through.
+CLI::Validator Seconds(double low, double high) {
+  return CLI::Validator(
+      [low, high](std::string& text) {
+        double seconds = 0;
+        if (CLI::detail::lexical_cast(text, seconds) && seconds >= low && seconds <= high) {
+          return std::string();
+        }
+        return fmt::format("{} is not a number from {} to {}", text, low, high);
+      },
+      "SECONDS");
+}
+
 absl::Status CheckAddress(const std::string& flag, const std::string& address) {
   const size_t colon = address.rfind(':');
   const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
@@ -197,20 +210,20 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Network");
   app.add_option("--keepalive-seconds", keepalive,
                  "Ping idle connections this often, to notice clients that vanished")
-      ->check(CLI::Range(1.0, 86400.0))
+      ->check(Seconds(1.0, 86400.0))
       ->group("Network");
   app.add_option("--max-connection-age-seconds", max_connection_age,
                  "Ask clients to reconnect after so long, so that load spreads over replicas; "
                  "0: never")
-      ->check(CLI::Range(0.0, 31536000.0))
+      ->check(Seconds(0.0, 31536000.0))
       ->group("Network");
   app.add_option("--write-timeout-seconds", write_timeout,
                  "Cancel a stream whose reader takes nothing for so long")
-      ->check(CLI::Range(0.1, 86400.0))
+      ->check(Seconds(0.1, 86400.0))
       ->group("Network");
   app.add_option("--grace-seconds", grace,
                  "After SIGTERM or Ctrl-C, give running requests so long to finish")
-      ->check(CLI::Range(0.0, 86400.0))
+      ->check(Seconds(0.0, 86400.0))
       ->group("Network");
 
   app.add_option("--device", config.engine.device, "\"auto\", \"cpu\", \"cuda\" or \"cuda:N\"")
