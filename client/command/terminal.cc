@@ -77,7 +77,7 @@ TerminalSize SizeOf(int descriptor) {
 std::string Render(const Pixels& image, TerminalColours colours) {
   std::string text;
   for (int y = 0; y < image.height; y += 2) {
-    Rgb foreground, background;
+    Rgb foreground = {}, background = {};
     for (int x = 0; x < image.width; ++x) {
       const Rgb upper = ColourAt(image, x, y), lower = ColourAt(image, x, y + 1);
       if (colours == TerminalColours::kGreys) {
