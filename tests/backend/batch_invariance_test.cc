@@ -1,0 +1,250 @@
+#include <cstring>
+
+#include "tests/backend/backend_fixture.h"
+
+/// A row has the same bits alone and at any place of any batch, whatever its neighbours hold. For
+/// each op: run one row alone, then in every slot of batches of 2 … kMaxRows with random
+/// neighbours, and compare with memcmp.
+
+namespace denoised {
+namespace {
+
+using reference::Array;
+
+constexpr int64_t kMaxRows = 6;
+
+class BatchInvarianceTest : public OnBackend {
+ protected:
+  /// What varies from row to row: the shape of one row's part and how it is made.
+  struct Input {
+    Shape row;
+    DType dtype;
+    double scale = 1;
+  };
+  /// Runs the op on inputs that were stacked to [rows, ...] and uploaded; returns its output.
+  using Op = std::function<Tensor(const std::vector<Tensor>& inputs, int64_t rows)>;
+
+  void ExpectInvariant(const char* what, const std::vector<Input>& inputs, const Op& op) {
+    std::vector<Array> subject;
+    for (const Input& input : inputs) subject.push_back(RandomRow(input));
+    const std::vector<uint8_t> alone = Bytes(Run(inputs, {subject}, op), 0);
+    for (int64_t rows = 2; rows <= kMaxRows; ++rows) {
+      for (int64_t slot = 0; slot < rows; ++slot) {
+        std::vector<std::vector<Array>> batch(rows);
+        for (int64_t r = 0; r < rows; ++r) {
+          for (size_t i = 0; i < inputs.size(); ++i) {
+            batch[r].push_back(r == slot ? subject[i] : RandomRow(inputs[i]));
+          }
+        }
+        const Tensor out = Run(inputs, batch, op);
+        ASSERT_EQ(Bytes(out, slot) == alone, true)
+            << what << ": row " << slot << " of " << rows << " differs from the same row alone";
+        const int64_t neighbour = slot == 0 ? 1 : 0;
+        ASSERT_NE(Bytes(out, neighbour) == alone, true)
+            << what << ": a row of other values has the same result; the test proves nothing";
+      }
+    }
+  }
+
+  static Shape WithRows(int64_t rows, const Shape& row) {
+    int64_t dims[Shape::kMaxRank] = {rows};
+    for (int i = 0; i < row.rank(); ++i) dims[i + 1] = row[i];
+    return Shape(std::span<const int64_t>(dims, row.rank() + 1));
+  }
+
+ private:
+  Array RandomRow(const Input& input) { return Random(input.row, input.dtype, input.scale); }
+
+  Tensor Run(const std::vector<Input>& inputs, const std::vector<std::vector<Array>>& batch,
+             const Op& op) {
+    const int64_t rows = static_cast<int64_t>(batch.size());
+    std::vector<Tensor> uploaded;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      Array stacked(WithRows(rows, inputs[i].row));
+      stacked.values.clear();
+      for (const std::vector<Array>& row : batch) {
+        stacked.values.insert(stacked.values.end(), row[i].values.begin(), row[i].values.end());
+      }
+      uploaded.push_back(Upload(stacked, inputs[i].dtype));
+    }
+    return op(uploaded, rows);
+  }
+
+  std::vector<uint8_t> Bytes(const Tensor& out, int64_t row) {
+    const Tensor host = Download(out.Slice(row, 1));
+    const uint8_t* bytes = static_cast<const uint8_t*>(host.data());
+    return {bytes, bytes + host.bytes()};
+  }
+};
+
+TEST_P(BatchInvarianceTest, Conv2d) {
+  struct {
+    int64_t height, width, c1, c2, out, kernel;
+    int stride;
+    bool upsample;
+  } shapes[] = {
+      {32, 32, 1, 0, 64, 3, 1, false},   {32, 32, 64, 0, 1, 3, 1, false},
+      {16, 16, 64, 0, 64, 3, 1, false},  {16, 16, 64, 64, 64, 3, 1, false},
+      {16, 16, 128, 0, 64, 1, 1, false}, {16, 16, 64, 0, 64, 3, 2, false},
+      {8, 8, 128, 0, 128, 3, 1, true},   {8, 8, 256, 0, 256, 3, 1, false},
+      {4, 4, 256, 0, 256, 3, 1, false},  {2, 2, 512, 512, 256, 3, 1, false},
+      {7, 5, 13, 6, 11, 3, 1, false},    {9, 9, 3, 0, 5, 3, 2, false},
+      {1, 1, 40, 0, 24, 1, 1, false},
+  };
+  for (const auto& s : shapes) {
+    const Array weight = Random({s.out, s.c1 + s.c2, s.kernel, s.kernel}, activation(), 0.05);
+    const auto packed = PackConv2d(weight, Random({s.out}, DType::kF32));
+    const int pad = static_cast<int>(s.kernel / 2), up = s.upsample ? 2 : 1;
+    const int64_t out_height = (s.height * up + 2 * pad - s.kernel) / s.stride + 1;
+    const int64_t out_width = (s.width * up + 2 * pad - s.kernel) / s.stride + 1;
+    std::vector<Input> inputs = {{{s.height, s.width, s.c1}, activation()},
+                                 {{s.out}, activation()},
+                                 {{out_height, out_width, s.out}, activation()}};
+    if (s.c2 > 0) inputs.push_back({{s.height, s.width, s.c2}, activation()});
+    const std::string what =
+        fmt::format("convolution {}x{}x{}+{} to {}", s.height, s.width, s.c1, s.c2, s.out);
+    ExpectInvariant(what.c_str(), inputs, [&](const std::vector<Tensor>& in, int64_t rows) {
+      Conv2dArgs args{.x = in[0],
+                      .weight = packed.get(),
+                      .upsample2x = s.upsample,
+                      .stride = s.stride,
+                      .pad_top = pad,
+                      .pad_left = pad,
+                      .pad_bottom = pad,
+                      .pad_right = pad,
+                      .add = in[1],
+                      .residual = in[2],
+                      .scale = 0.7071f,
+                      .activation = Activation::kSilu};
+      if (s.c2 > 0) args.x2 = in[3];
+      args.out = Output({rows, out_height, out_width, s.out});
+      backend().Conv2d(args);
+      return args.out;
+    });
+  }
+}
+
+TEST_P(BatchInvarianceTest, Linear) {
+  for (const Shape& row : {Shape{512}, Shape{67}, Shape{64, 128}, Shape{49, 33}, Shape{1, 64}}) {
+    const int64_t in_features = row[-1];
+    for (int64_t out_features : {384, 37}) {
+      const auto packed = PackLinear(Random({out_features, in_features}, activation(), 0.05),
+                                     Random({out_features}, DType::kF32));
+      int64_t dims[2] = {row[0], out_features};
+      const Shape out_row = row.rank() == 2 ? Shape(dims) : Shape{out_features};
+      const std::string what = fmt::format("linear {} to {}", row.ToString(), out_features);
+      ExpectInvariant(what.c_str(), {{row, activation()}, {out_row, activation()}},
+                      [&](const std::vector<Tensor>& in, int64_t rows) {
+                        LinearArgs args{.x = in[0],
+                                        .weight = packed.get(),
+                                        .input_activation = Activation::kSilu,
+                                        .residual = in[1]};
+                        args.out = Output(WithRows(rows, out_row));
+                        backend().Linear(args);
+                        return args.out;
+                      });
+    }
+  }
+}
+
+TEST_P(BatchInvarianceTest, GroupNorm) {
+  struct {
+    Shape row;
+    int64_t c2;
+    int groups;
+  } shapes[] = {{{32, 32, 64}, 0, 32}, {{16, 16, 64}, 64, 32}, {{8, 8, 128}, 0, 32},
+                {{7, 9, 30}, 15, 9},   {{64, 128}, 0, 32},     {{2, 2, 512}, 0, 32}};
+  for (const auto& s : shapes) {
+    const int64_t channels = s.row[-1] + s.c2;
+    const Tensor gamma = Upload(Random({channels}, DType::kF32), DType::kF32);
+    const Tensor beta = Upload(Random({channels}, DType::kF32), DType::kF32);
+    int64_t dims[Shape::kMaxRank];
+    for (int i = 0; i < s.row.rank(); ++i) dims[i] = s.row[i];
+    const auto with_channels = [&](int64_t c) {
+      dims[s.row.rank() - 1] = c;
+      return Shape(std::span<const int64_t>(dims, s.row.rank()));
+    };
+    const Shape out_row = with_channels(channels);
+    std::vector<Input> inputs = {{s.row, activation(), 3}, {{2 * channels}, activation()}};
+    if (s.c2 > 0) inputs.push_back({with_channels(s.c2), activation()});
+    ExpectInvariant(("group norm " + s.row.ToString()).c_str(), inputs,
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      GroupNormArgs args{.x = in[0],
+                                         .gamma = gamma,
+                                         .beta = beta,
+                                         .groups = s.groups,
+                                         .scale_shift = in[1],
+                                         .activation = Activation::kSilu};
+                      if (s.c2 > 0) args.x2 = in[2];
+                      args.out = Output(WithRows(rows, out_row));
+                      backend().GroupNorm(args);
+                      return args.out;
+                    });
+  }
+}
+
+TEST_P(BatchInvarianceTest, Attention) {
+  struct {
+    int64_t tokens, width;
+    int heads;
+  } shapes[] = {{64, 128, 1}, {256, 64, 1}, {64, 128, 2}, {256, 128, 16},
+                {49, 40, 1},  {1, 64, 2},   {16, 512, 1}};
+  for (const auto& s : shapes) {
+    const std::string what = fmt::format("attention {} x {}, {} heads", s.tokens, s.width, s.heads);
+    ExpectInvariant(what.c_str(), {{{s.tokens, 3 * s.width}, activation()}},
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      AttentionArgs args{.q = in[0].Columns(0, s.width),
+                                         .k = in[0].Columns(s.width, s.width),
+                                         .v = in[0].Columns(2 * s.width, s.width),
+                                         .heads = s.heads,
+                                         .scale = 0.125f};
+                      args.out = Output({rows, s.tokens, s.width});
+                      backend().Attention(args);
+                      return args.out;
+                    });
+  }
+}
+
+TEST_P(BatchInvarianceTest, EmbeddingsAndElementwise) {
+  ExpectInvariant("timestep embedding", {{Shape(std::span<const int64_t>()), DType::kF32, 300}},
+                  [&](const std::vector<Tensor>& in, int64_t rows) {
+                    TimestepEmbeddingArgs args{.t = in[0], .out = Output({rows, 129})};
+                    backend().TimestepEmbedding(args);
+                    return args.out;
+                  });
+  const Tensor weight = Upload(Random({33}, DType::kF32, 16), DType::kF32);
+  ExpectInvariant("fourier embedding", {{Shape(std::span<const int64_t>()), DType::kF32}},
+                  [&](const std::vector<Tensor>& in, int64_t rows) {
+                    FourierEmbeddingArgs args{
+                        .t = in[0], .weight = weight, .log = false, .out = Output({rows, 66})};
+                    backend().FourierEmbedding(args);
+                    return args.out;
+                  });
+  for (const Shape& row : {Shape{8, 8, 64}, Shape{6, 4, 5}}) {
+    ExpectInvariant("nearest upsampling", {{row, activation()}},
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      const Tensor out = Output({rows, 2 * row[0], 2 * row[1], row[2]});
+                      backend().Resample2x(Resample::kNearestUp, in[0], out);
+                      return out;
+                    });
+    ExpectInvariant("average pooling", {{row, activation()}},
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      const Tensor out = Output({rows, row[0] / 2, row[1] / 2, row[2]});
+                      backend().Resample2x(Resample::kAveragePoolDown, in[0], out);
+                      return out;
+                    });
+    for (Activation activation_kind : {Activation::kSilu, Activation::kMish, Activation::kGelu}) {
+      ExpectInvariant("add", {{row, activation()}, {row, DType::kF32}},
+                      [&](const std::vector<Tensor>& in, int64_t rows) {
+                        const Tensor out = Output(WithRows(rows, row));
+                        backend().Add(in[0], 1.3f, in[1], 0.1f, activation_kind, out);
+                        return out;
+                      });
+    }
+  }
+}
+
+DENOISED_ON_EACH_BACKEND(BatchInvarianceTest);
+
+}  // namespace
+}  // namespace denoised

@@ -1,0 +1,98 @@
+#include "engine/backend/counting.h"
+
+#include <gtest/gtest.h>
+
+#include "engine/core/arena.h"
+
+namespace denoised {
+namespace {
+
+Tensor Host(const Shape& shape, DType dtype = DType::kF32) { return Tensor::Host(shape, dtype); }
+
+class CountingTest : public testing::Test {
+ protected:
+  CountingBackend backend_{Device::kCuda, DType::kBF16};
+  Arena arena_ = Arena::Measuring(Device::kCuda);
+  Tensor New(const Shape& shape, DType dtype = DType::kBF16) { return arena_.New(shape, dtype); }
+};
+
+TEST_F(CountingTest, ConvolutionsAndTheirBytes) {
+  auto packed = backend_.PackConv2d(Host({64, 48, 3, 3}), Host({64}));
+  ASSERT_TRUE(packed.ok()) << packed.status();
+  EXPECT_EQ(backend_.weight_bytes(), 64u * 48 * 9 * 2 + 64 * 4);
+  const Tensor x = New({2, 8, 8, 32}), x2 = New({2, 8, 8, 16}), out = New({2, 16, 16, 64});
+  backend_.Conv2d({.x = x,
+                   .x2 = x2,
+                   .weight = packed->get(),
+                   .upsample2x = true,
+                   .pad_top = 1,
+                   .pad_left = 1,
+                   .pad_bottom = 1,
+                   .pad_right = 1,
+                   .out = out});
+  EXPECT_EQ(backend_.work().flops, 2.0 * 2 * 16 * 16 * 64 * 48 * 9);
+  EXPECT_EQ(backend_.work().bytes, 2.0 * (2 * 8 * 8 * 48 + 64 * 48 * 9 + 2 * 16 * 16 * 64));
+  EXPECT_EQ(backend_.work().ops, 1);
+}
+
+TEST_F(CountingTest, LinearsAndAttention) {
+  auto packed = backend_.PackLinear({Host({32, 16}), Host({8, 16})}, {Host({32}), Host({8})});
+  ASSERT_TRUE(packed.ok()) << packed.status();
+  EXPECT_EQ((*packed)->out_features, 40);
+  backend_.Linear({.x = New({3, 5, 16}), .weight = packed->get(), .out = New({3, 5, 40})});
+  EXPECT_EQ(backend_.work().flops, 2.0 * 3 * 5 * 16 * 40);
+  backend_.ResetWork();
+  backend_.Attention({.q = New({2, 10, 32}),
+                      .k = New({2, 6, 32}),
+                      .v = New({2, 6, 32}),
+                      .heads = 4,
+                      .out = New({2, 10, 32})});
+  EXPECT_EQ(backend_.work().flops, 2 * 2.0 * 2 * 10 * 6 * 32);
+}
+
+TEST_F(CountingTest, AGraphCountsAtEachLaunch) {
+  const Tensor a = New({4, 100});
+  auto graph = backend_.Capture([&] { backend_.Add(a, 1, {}, 0, Activation::kSilu, a); });
+  ASSERT_TRUE(graph.ok());
+  EXPECT_EQ(backend_.work().ops, 0);
+  backend_.Launch(**graph);
+  backend_.Launch(**graph);
+  EXPECT_EQ(backend_.work().ops, 2);
+  EXPECT_EQ(backend_.work().bytes, 2.0 * 2 * 400 * 2);
+}
+
+TEST_F(CountingTest, AllocatesNothingAndSaysHowMuch) {
+  auto tensor = backend_.Allocate({1 << 20, 1 << 20}, DType::kF32, "a test");
+  ASSERT_TRUE(tensor.ok());
+  EXPECT_EQ(backend_.allocated_bytes(), size_t{1} << 42);
+  EXPECT_EQ(tensor->device(), Device::kCuda);
+  EXPECT_EQ(backend_.BeginDownload(*tensor)->Wait().status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(CountingTest, RefusesTheWeightsThatBackendsRefuse) {
+  EXPECT_EQ(backend_.PackConv2d(Host({4, 3, 3, 1}), {}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(backend_.PackLinear({Host({4, 3}), Host({4, 2})}, {}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+using CountingDeathTest = CountingTest;
+
+TEST_F(CountingDeathTest, ChecksWhatBackendsCheck) {
+  auto packed = backend_.PackConv2d(Host({64, 48, 3, 3}), {});
+  const Tensor x = New({2, 8, 8, 48});
+  EXPECT_DEATH(backend_.Conv2d({.x = x, .weight = packed->get(), .out = New({2, 8, 8, 64})}),
+               "out is \\[2, 8, 8, 64\\], must be \\[2, 6, 6, 64\\]");
+  EXPECT_DEATH(backend_.Conv2d({.x = New({2, 8, 8, 40}), .weight = packed->get(), .out = x}),
+               "x has 40 channels, the weight 48");
+  EXPECT_DEATH(
+      backend_.Conv2d({.x = New({2, 8, 8, 48}, DType::kF32), .weight = packed->get(), .out = x}),
+      "x is F32, must be BF16");
+  EXPECT_DEATH(backend_.Add(Host({4}), 1, {}, 0, Activation::kNone, New({4})), "wrong device");
+  EXPECT_DEATH(backend_.Resample2x(Resample::kNearestUp, x, New({2, 16, 8, 48})), "out is");
+  EXPECT_DEATH(backend_.Attention({.q = x, .k = x, .v = x, .out = x}), "must have 3 dimensions");
+}
+
+}  // namespace
+}  // namespace denoised

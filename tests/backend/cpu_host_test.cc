@@ -1,0 +1,95 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "engine/backend/backend.h"
+#include "engine/backend/cpu/host.h"
+#include "engine/backend/cuda/cuda_backend.h"
+
+namespace denoised {
+namespace {
+
+using testing::HasSubstr;
+
+class HostMemoryTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    root_ =
+        testing::TempDir() + testing::UnitTest::GetInstance()->current_test_info()->name() + "/";
+    std::filesystem::remove_all(root_);
+    Write("proc/meminfo", "MemTotal:       1024 kB\nMemFree: 1 kB\nMemAvailable:    800 kB\n");
+  }
+  void TearDown() override { std::filesystem::remove_all(root_); }
+  void Write(const std::string& path, const std::string& text) {
+    std::filesystem::create_directories(std::filesystem::path(root_ + path).parent_path());
+    std::ofstream(root_ + path) << text;
+  }
+  std::string root_;
+};
+
+TEST_F(HostMemoryTest, TheMachines) {
+  const BackendMemory memory = cpu::ReadMemory(root_);
+  EXPECT_EQ(memory.total, 1024u * 1024);
+  EXPECT_EQ(memory.free, 800u * 1024);
+}
+
+TEST_F(HostMemoryTest, AControlGroupsLimit) {
+  Write("proc/self/cgroup", "0::/pod/container\n");
+  Write("sys/fs/cgroup/pod/container/memory.max", "max\n");
+  Write("sys/fs/cgroup/pod/memory.max", "500000\n");
+  Write("sys/fs/cgroup/pod/memory.current", "300000\n");
+  Write("sys/fs/cgroup/pod/memory.stat", "anon 100\ninactive_file 50000\n");
+  const BackendMemory memory = cpu::ReadMemory(root_);
+  EXPECT_EQ(memory.total, 500000u);
+  EXPECT_EQ(memory.free, 250000u);
+}
+
+TEST_F(HostMemoryTest, InsideAContainerTheLimitIsAtTheRoot) {
+  Write("proc/self/cgroup", "0::/\n");
+  Write("sys/fs/cgroup/memory.max", "400000\n");
+  Write("sys/fs/cgroup/memory.current", "500000\n");
+  const BackendMemory memory = cpu::ReadMemory(root_);
+  EXPECT_EQ(memory.total, 400000u);
+  EXPECT_EQ(memory.free, 0u);
+}
+
+TEST_F(HostMemoryTest, TheFirstVersionOfControlGroups) {
+  Write("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n");
+  Write("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "600000\n");
+  Write("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "200000\n");
+  Write("sys/fs/cgroup/memory/a/memory.stat", "total_inactive_file 100000\n");
+  const BackendMemory memory = cpu::ReadMemory(root_);
+  EXPECT_EQ(memory.total, 600000u);
+  EXPECT_EQ(memory.free, 500000u);
+}
+
+TEST(OpenBackend, TheCpuByName) {
+  auto backend = OpenBackend({.device = "cpu"});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  EXPECT_EQ((*backend)->name(), "cpu");
+  EXPECT_EQ((*backend)->activation_dtype(), DType::kF32);
+}
+
+TEST(OpenBackend, AutoTakesCudaWhenThereIsOne) {
+  auto backend = OpenBackend({});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  EXPECT_EQ((*backend)->device(), CudaDeviceCount() > 0 ? Device::kCuda : Device::kCpu);
+}
+
+TEST(OpenBackend, UnknownNamesAreRefused) {
+  for (const char* name : {"", "gpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:1x", "cuda 0"}) {
+    const absl::Status status = OpenBackend({.device = name}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("\"auto\", \"cpu\""));
+  }
+}
+
+TEST(OpenBackend, ADeviceThatIsNotThere) {
+  EXPECT_EQ(OpenBackend({.device = "cuda:4096"}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+}  // namespace
+}  // namespace denoised
