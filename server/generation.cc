@@ -115,7 +115,7 @@ void Generation::Start() {
   record_->steps = job_.steps;
   if (job_.spec.sampler.sampler) record_->sampler = Label(*job_.spec.sampler.sampler);
 
-  const int ahead = serving_->engine->QueuedImages(job_.model);
+  const int ahead = serving_->engine->QueuedImages(job_.spec.model);
   const auto id = serving_->engine->Submit(*std::move(job), shared_from_this());
   if (!id.ok()) {
     switch (id.status().code()) {
@@ -155,7 +155,7 @@ void Generation::Cancel() {
 void Generation::OnStarted() {
   const double queued = record_->SecondsSinceArrival();
   serving_->recent_queue_seconds = queued;
-  serving_->metrics->JobQueued(job_.model, queued);
+  serving_->metrics->JobQueued(job_.spec.model, queued);
   std::lock_guard lock(mutex_);
   inbox_.started = queued;
   ScheduleDelivery();
@@ -175,7 +175,7 @@ void Generation::OnPreview(const ImageResult& image, int evaluation) {
 }
 
 void Generation::OnImage(ImageResult image) {
-  serving_->metrics->ImageDone(job_.model);
+  serving_->metrics->ImageDone(job_.spec.model);
   {
     std::lock_guard lock(mutex_);
     if (cancelled_) return;
@@ -188,7 +188,7 @@ void Generation::OnImage(ImageResult image) {
 
 void Generation::OnDone(const absl::Status& status, const JobTiming& timing) {
   if (timing.first_preview_seconds >= 0) {
-    serving_->metrics->FirstPreview(job_.model, timing.first_preview_seconds);
+    serving_->metrics->FirstPreview(job_.spec.model, timing.first_preview_seconds);
   }
   std::lock_guard lock(mutex_);
   done_ = status;

@@ -485,7 +485,7 @@ std::string Label(NoiseSchedule schedule) {
 v1::EffectiveParams ToProto(const EffectiveJob& job) {
   const JobSpec& spec = job.spec;
   v1::EffectiveParams params;
-  params.set_model(job.model);
+  params.set_model(job.spec.model);
   params.set_request_id(spec.request_id);
   params.set_seed(spec.seed.value_or(0));
   params.set_count(spec.count);
@@ -549,7 +549,7 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
   const SamplerParams& sampler = job.spec.sampler;
   TextEntries texts = {
       {"Software", std::string("denoised ") + kVersion},
-      {"model", job.model},
+      {"model", job.spec.model},
       {"seed", fmt::format("{}", image.seed)},
       {"steps", fmt::format("{}", job.steps)},
       {"evaluations", fmt::format("{}", job.evaluations)},

@@ -41,7 +41,7 @@ __device__ void CopyRows(const Rows& from, int64_t first_row, int begin, int cou
 }
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, 2)
     AttentionKernel(const __grid_constant__ AttentionLaunch attention) {
   constexpr int kKeyFragments = S::kKeys / 8;
   constexpr int kOutputDim = S::kDim / S::kSplit, kOutputFragments = kOutputDim / 8;

@@ -1,5 +1,5 @@
 // Achieved TFLOP/s and GB/s of the backend's large ops, at shapes of the models that the project
-// measures itself with. Usage: backend_bench [device], as in BackendOptions; random data, one graph
+// measures itself with. Usage: backend_throughput [device], as in BackendOptions; random data, one graph
 // of kRepeats ops a sample, median of kSamples.
 
 #include <algorithm>
