@@ -21,7 +21,7 @@ WEIGHTS = Path(__file__).with_name("digit_classifier.safetensors")
 
 
 class DigitClassifier(nn.Module):
-    """float32 [n, 1, 32, 32] in [-1, 1] -> logits [n, 10]. `features` gives the 128 values before."""
+    """float32 [n, 1, 32, 32] in [-1, 1] -> logits [n, 10]; `features` are the 128 values before."""
 
     def __init__(self):
         super().__init__()

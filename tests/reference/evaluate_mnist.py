@@ -73,7 +73,8 @@ def main():
     figures = {"classifier_test_accuracy": round(accuracy, 4), "images": args.images,
                "unet_dtype": args.dtype, "settings": []}  # fmt: skip
 
-    settings = args.settings or f"dpm:{defaults['default_steps']}:{defaults['default_guidance_scale']}"
+    default = f"dpm:{defaults['default_steps']}:{defaults['default_guidance_scale']}"
+    settings = args.settings or default
     labels = torch.arange(args.images) % 10
     noise = torch.randn(args.images, 1, 32, 32, generator=torch.Generator().manual_seed(args.seed))
     for number, setting in enumerate(settings.split(",")):

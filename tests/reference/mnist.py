@@ -20,7 +20,7 @@ def _read_idx(path: Path) -> np.ndarray:
         data = file.read()
     zeros, dtype, dims = struct.unpack(">HBB", data[:4])
     if zeros != 0 or dtype != 8:
-        raise ValueError(f"{path}: magic {data[:4].hex()}, expected an idx file of uint8 (0000 08xx)")
+        raise SystemExit(f"{path}: magic {data[:4].hex()}; expected an idx file of uint8, 000008xx")
     shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
     return np.frombuffer(data, np.uint8, offset=4 + 4 * dims).reshape(shape)
 

@@ -3,8 +3,9 @@
 usage: torch_mnist_bench.py [--model ../../models/mnist-32] [--device cpu] [--threads 2]
        [--count 16] [--steps N] [--guidance G] [--mode eager,graph,compile] [--dtype float32]
 Sampler, steps and guidance scale are the model's defaults. Prints one JSON object per mode: load
-seconds (imports left out), seconds per batch (the median of the repeats), and the peak of resident
-memory; on CUDA of device memory too. `graph` (CUDA only) captures one evaluation of the UNet.
+seconds (imports left out), seconds per batch (the median of the repeats), seconds of CPU time per
+batch over all threads (tells a busy machine from a slow program), and the peak of resident memory;
+on CUDA of device memory too. `graph` (CUDA only) captures one evaluation of the UNet.
 """
 
 import argparse
@@ -104,14 +105,14 @@ def main():
         evaluate = in_dtype(evaluate, dtype)
 
         def run():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             draw(evaluate, scheduler, noise, labels, steps, guidance, defaults["null_class"])
             if on_gpu:
                 torch.cuda.synchronize()
-            return time.perf_counter() - start
+            return time.perf_counter() - start, time.process_time() - cpu_start
 
-        first = run()
-        seconds = [run() for _ in range(args.repeats)]
+        first, _ = run()
+        seconds, cpu_seconds = zip(*(run() for _ in range(args.repeats)))
         figures = {
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {args.threads} threads",
@@ -120,6 +121,7 @@ def main():
             "load_seconds": round(load_seconds, 3),
             "first_seconds": round(first, 4),
             "seconds": round(statistics.median(seconds), 4),
+            "cpu_seconds": round(statistics.median(cpu_seconds), 4),
             "all_seconds": [round(s, 4) for s in seconds],
             # Linux counts ru_maxrss in KiB.
             "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

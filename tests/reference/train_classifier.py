@@ -58,7 +58,8 @@ def main():
         model.train()
         order = torch.randperm(len(images), device=device)
         for index in order.split(args.batch)[: len(images) // args.batch]:
-            loss = F.cross_entropy(model(jitter(images[index])), labels[index], label_smoothing=0.05)
+            logits = model(jitter(images[index]))
+            loss = F.cross_entropy(logits, labels[index], label_smoothing=0.05)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()

@@ -49,8 +49,8 @@ def make_unet() -> UNet2DModel:
 def edm_loss(unet, images, labels):
     """The EDM loss of one batch; scalar.
 
-    With D = c_skip x + c_out F and the weight 1 / c_out^2, the weighted denoising error is the plain
-    squared error of F against (y - c_skip x) / c_out (Equation 8).
+    With D = c_skip x + c_out F and the weight 1 / c_out^2, the weighted denoising error is the
+    plain squared error of F against (y - c_skip x) / c_out (Equation 8).
     """
     n, device = len(images), images.device
     sigma = (torch.randn(n, 1, 1, 1, device=device) * P_STD + P_MEAN).exp()
