@@ -221,6 +221,11 @@ absl::Status DeviceEngine::Load(const std::string& name, const std::string& path
     return InvalidArgument("{}: field 'sample_size' is missing; set it to the size of the images "
                            "that the model was trained on",
                            directory.unet_config_file);
+  if (config.out_channels != config.in_channels && config.out_channels != 2 * config.in_channels)
+    return InvalidArgument(
+        "{}: field 'out_channels' is {}: a model that can be sampled has in_channels ({}), or twice "
+        "as many with a learned variance",
+        directory.unet_config_file, config.out_channels, config.in_channels);
   if (scheduler.learns_variance() && config.out_channels != 2 * config.in_channels)
     return InvalidArgument(
         "{}: field 'variance_type' asks for a learned variance, but the model in {} has "

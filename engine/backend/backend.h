@@ -24,6 +24,10 @@
 
 namespace denoised {
 
+/// What every backend can do at least; nn/ refuses larger ones when a model is loaded.
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxNormChannels = 6144;
+
 /// Weights in the form the backend's kernels want, made once at load.
 class PackedConv2d {
  public:

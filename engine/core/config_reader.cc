@@ -4,6 +4,7 @@
 #include <fstream>
 #include <limits>
 #include <sstream>
+#include <string_view>
 
 namespace denoised {
 namespace {
@@ -146,6 +147,35 @@ absl::Status ConfigReader::Finish() {
   return InvalidArgument("{}", fmt::join(complaints_, "\n"));
 }
 
+namespace {
+
+/// Python's json module, and so diffusers, writes infinities and NaN as bare words, which are not
+/// JSON. Where they appear they stand for "no limit", as null does.
+std::string WithoutBareWords(const std::string& text) {
+  std::string cleaned;
+  cleaned.reserve(text.size());
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (in_string && text[i] == '\\') {
+      cleaned.append(text, i++, 2);
+      continue;
+    }
+    if (text[i] == '"') in_string = !in_string;
+    bool replaced = false;
+    for (const std::string_view word : {"-Infinity", "Infinity", "NaN"}) {
+      if (in_string || text.compare(i, word.size(), word) != 0) continue;
+      cleaned += "null";
+      i += word.size() - 1;
+      replaced = true;
+      break;
+    }
+    if (!replaced) cleaned += text[i];
+  }
+  return cleaned;
+}
+
+}  // namespace
+
 absl::StatusOr<nlohmann::json> ParseJsonObject(const std::string& text, const std::string& file) {
   // The SAX depth of nlohmann's parser is unbounded: refuse nesting no config has.
   constexpr int kMaxDepth = 64;
@@ -154,7 +184,7 @@ absl::StatusOr<nlohmann::json> ParseJsonObject(const std::string& text, const st
     too_deep = too_deep || depth > kMaxDepth;
     return true;
   };
-  json parsed = json::parse(text, guard, /*allow_exceptions=*/false);
+  json parsed = json::parse(WithoutBareWords(text), guard, /*allow_exceptions=*/false);
   if (parsed.is_discarded() || too_deep)
     return InvalidArgument("{}: not valid JSON{}; write the file again", file,
                            too_deep ? " (nested more than 64 deep)" : "");

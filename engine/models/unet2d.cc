@@ -174,8 +174,6 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   CheckRange(reader, "sample_size", std::max(config.sample_height, config.sample_width), 0, 65536);
   CheckRange(reader, "in_channels", config.in_channels, 1, kMaxChannels);
   CheckRange(reader, "out_channels", config.out_channels, 1, kMaxChannels);
-  if (config.out_channels != config.in_channels && config.out_channels != 2 * config.in_channels)
-    reader.Complain("out_channels", "must equal in_channels, or twice that with a learned variance");
   CheckRange(reader, "layers_per_block", config.layers_per_block, 1, 64);
   CheckRange(reader, "downsample_padding", config.downsample_padding, 0, 1);
   CheckRange(reader, "norm_num_groups", config.norm_num_groups, 1, kMaxChannels);

@@ -9,6 +9,10 @@ absl::StatusOr<Attention> Attention::Load(Backend& backend, const Weights& weigh
   if (options.head_dim < 1 || options.channels < options.head_dim)
     return InvalidArgument("{}: '{}' has {} channels, too few for attention_head_dim {}",
                            weights.file(), weights.prefix(), options.channels, options.head_dim);
+  if (options.head_dim > kMaxHeadDim)
+    return InvalidArgument("{}: '{}' needs heads {} wide; at most {} are supported: set "
+                           "attention_head_dim in the config if the model has several heads",
+                           weights.file(), weights.prefix(), options.head_dim, kMaxHeadDim);
   Attention attention;
   attention.options_ = options;
   attention.heads_ = options.channels / options.head_dim;

@@ -81,6 +81,9 @@ absl::StatusOr<GroupNorm> GroupNorm::Load(Backend& backend, const Weights& weigh
         "{}: '{}' has {} channels, which {} groups do not divide; correct norm_num_groups (or "
         "attn_norm_num_groups) or block_out_channels in the config",
         weights.file(), weights.prefix(), channels, groups);
+  if (channels > kMaxNormChannels)
+    return InvalidArgument("{}: '{}' normalises {} channels; at most {} are supported",
+                           weights.file(), weights.prefix(), channels, kMaxNormChannels);
   DENOISED_ASSIGN_OR_RETURN(Tensor gamma, weights.Get("weight", {channels}));
   DENOISED_ASSIGN_OR_RETURN(Tensor beta, weights.Get("bias", {channels}));
   GroupNorm norm;

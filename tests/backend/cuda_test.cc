@@ -66,14 +66,15 @@ TEST_P(CudaTest, EveryConvolutionTile) {
   for (const ConvCase& c : kConvCases) {
     const int64_t channels = c.channels + c.channels2;
     const Array x = Random({c.rows, c.size, c.size, c.channels});
-    const Array x2 =
-        c.channels2 > 0 ? Random({c.rows, c.size, c.size, c.channels2}) : Array();
+    const Array x2 = c.channels2 > 0 ? Random({c.rows, c.size, c.size, c.channels2}) : Array();
     const Array weight = Random({c.outputs, channels, c.kernel, c.kernel}, activation(),
                                 1 / std::sqrt(static_cast<double>(channels * c.kernel * c.kernel)));
     const Array bias = Random({c.outputs}, DType::kF32);
     const Array add = Random({c.rows, c.outputs});
-    Conv2dArgs args{.upsample2x = c.upsample2x, .stride = c.stride, .activation = Activation::kSilu};
-    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = static_cast<int>(c.kernel / 2);
+    Conv2dArgs args{
+        .upsample2x = c.upsample2x, .stride = c.stride, .activation = Activation::kSilu};
+    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right =
+        static_cast<int>(c.kernel / 2);
     const int64_t size = (c.size * (c.upsample2x ? 2 : 1) - 1) / c.stride + 1;
     const Array residual = Random({c.rows, size, size, c.outputs});
 
@@ -156,14 +157,19 @@ TEST_P(CudaTest, GroupNormOfManyChunksAndSources) {
   struct {
     int64_t rows, size, channels, channels2;
     int groups;
-  } cases[] = {{3, 128, 64, 0, 32}, {3, 70, 40, 24, 4}, {2, 33, 1280, 1280, 32}, {300, 4, 36, 0, 9},
+  } cases[] = {{3, 128, 64, 0, 32},
+               {3, 70, 40, 24, 4},
+               {2, 33, 1280, 1280, 32},
+               {300, 4, 36, 0, 9},
                {2, 40, 7, 5, 3}};
   for (const auto& c : cases) {
     const int64_t channels = c.channels + c.channels2;
     const Array x = Random({c.rows, c.size, c.size, c.channels}, activation(), 1, 3);
-    const Array x2 =
-        c.channels2 > 0 ? Random({c.rows, c.size, c.size, c.channels2}, activation(), 2, -1) : Array();
-    const Array gamma = Random({channels}, DType::kF32, 0.3, 1), beta = Random({channels}, DType::kF32);
+    const Array x2 = c.channels2 > 0
+                         ? Random({c.rows, c.size, c.size, c.channels2}, activation(), 2, -1)
+                         : Array();
+    const Array gamma = Random({channels}, DType::kF32, 0.3, 1),
+                beta = Random({channels}, DType::kF32);
     GroupNormArgs args{.x = Upload(x),
                        .x2 = UploadOptional(x2),
                        .gamma = Upload(gamma, DType::kF32),
@@ -185,7 +191,8 @@ TEST_P(CudaTest, GroupNormOfManyChunksAndSources) {
 }
 
 TEST_P(CudaTest, LinearRowsDoNotDependOnTheirCompany) {
-  const Array weight = Random({320, 256}, activation(), 1.0 / 16), bias = Random({320}, DType::kF32);
+  const Array weight = Random({320, 256}, activation(), 1.0 / 16),
+              bias = Random({320}, DType::kF32);
   const auto packed = PackLinear(weight, bias);
   const Array x = Random({9000, 256});
   for (Activation input : {Activation::kNone, Activation::kSilu}) {

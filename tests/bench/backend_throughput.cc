@@ -1,6 +1,6 @@
 // Achieved TFLOP/s and GB/s of the backend's large ops, at shapes of the models that the project
-// measures itself with. Usage: backend_throughput [device], as in BackendOptions; random data, one graph
-// of kRepeats ops a sample, median of kSamples.
+// measures itself with. Usage: backend_throughput [device], as in BackendOptions; random data, one
+// graph of kRepeats ops a sample, median of kSamples.
 
 #include <algorithm>
 #include <cmath>
@@ -85,8 +85,8 @@ class Bench {
     const auto weight = backend_.PackLinear({HostWeight({out, in}, in)}, {}).value();
     LinearArgs args{.x = Random({m, in}), .weight = weight.get()};
     args.out = Random({m, out});
-    Report(fmt::format("linear [{}, {}, {}]", m, in, out),
-           2.0 * static_cast<double>(m * in * out), 0, Seconds([&] { backend_.Linear(args); }));
+    Report(fmt::format("linear [{}, {}, {}]", m, in, out), 2.0 * static_cast<double>(m * in * out),
+           0, Seconds([&] { backend_.Linear(args); }));
   }
 
   void Attention(int64_t n, int heads, int64_t tokens, int64_t dim) {

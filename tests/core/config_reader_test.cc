@@ -50,6 +50,16 @@ TEST(ConfigReader, AnIntegerIsANumber) {
   EXPECT_TRUE(config.Finish().ok());
 }
 
+TEST(ParseJsonObject, PythonsInfinitiesStandForNull) {
+  const auto parsed = ParseJsonObject(
+      R"({"a": -Infinity, "b": [NaN, 1], "c": "-Infinity \" NaN", "d": Infinity})", "c.json");
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_TRUE((*parsed)["a"].is_null());
+  EXPECT_TRUE((*parsed)["b"][0].is_null());
+  EXPECT_EQ((*parsed)["c"], "-Infinity \" NaN");
+  EXPECT_TRUE((*parsed)["d"].is_null());
+}
+
 TEST(ParseJsonObject, RefusesWhatIsNoConfig) {
   for (const std::string& text :
        {std::string(), std::string("[1]"), std::string("{\"a\": "), std::string("{\"a\": 1} x"),

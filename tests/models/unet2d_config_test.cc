@@ -107,7 +107,6 @@ TEST(UNet2DConfig, RefusesByNameWhatItCannotHonour) {
       {"sample_size", -16},
       {"sample_size", {1, 2, 3}},
       {"in_channels", 0},
-      {"out_channels", 5},
       {"freq_shift", 16},
       {"encoder_hid_dim", 768},
   };

@@ -1,13 +1,14 @@
 // Softmax attention on tensor cores, without the matrix of scores in memory (FlashAttention, arXiv
 // 2205.14135 and 2307.08691).
 //
-// Policy. One block takes kQueries queries of one head of one image over all keys, in tiles of kKeys
-// and in order, so a row's bits are the same in any batch. Each warp owns 16 queries: their scores,
-// running maximum, running sum and output stay in its registers; above 256 dimensions two warps share
-// 16 queries, each with half of the output, and both compute the scores. Keys and values are copied
-// to shared memory asynchronously, the values while the scores are made and the next keys while the
-// output is. Softmax in fp32; bf16 operands. Dimensions between the listed ones are padded with zeros
-// in shared memory; dimensions that are no multiple of eight go to attention_fp32.cu.
+// Policy. One block takes kQueries queries of one head of one image over all keys, in tiles of
+// kKeys and in order, so a row's bits are the same in any batch. Each warp owns 16 queries: their
+// scores, running maximum, running sum and output stay in its registers; above 256 dimensions two
+// warps share 16 queries, each with half of the output, and both compute the scores. Keys and
+// values are copied to shared memory asynchronously, the values while the scores are made and the
+// next keys while the output is. Softmax in fp32; bf16 operands. Dimensions between the listed ones
+// are padded with zeros in shared memory; dimensions that are no multiple of eight go to
+// attention_fp32.cu.
 
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/mma.cuh"
@@ -19,6 +20,8 @@ template <int kDim_, int kQueries_, int kKeys_, int kSplit_>
 struct Shape {
   static constexpr int kDim = kDim_, kQueries = kQueries_, kKeys = kKeys_, kSplit = kSplit_;
   static constexpr int kThreads = 32 * kQueries / 16 * kSplit;
+  static constexpr int kBlocks =
+      kDim <= 64 ? 4 : 2;                 // a multiprocessor: how many its registers hold
   static constexpr int kLine = kDim + 8;  // eight rows of an 8×8 matrix lie in different banks
   static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kLine * 2;
   static_assert(kDim % (16 * kSplit) == 0 && kQueries % 16 == 0 && kKeys % 16 == 0);
@@ -34,14 +37,14 @@ __device__ void CopyRows(const Rows& from, int64_t first_row, int begin, int cou
   for (int i = threadIdx.x; i < kRows * kChunks; i += S::kThreads) {
     const int row = i / kChunks, column = i % kChunks * 8;
     const bool valid = begin + row < count && column < dim;
-    const int64_t offset = (first_row + begin + row) * from.stride +
-                           static_cast<int64_t>(head) * dim + column;
+    const int64_t offset =
+        (first_row + begin + row) * from.stride + static_cast<int64_t>(head) * dim + column;
     CopyAsync16(to + row * S::kLine + column, valid ? data + offset : data, valid);
   }
 }
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, 2)
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     AttentionKernel(const __grid_constant__ AttentionLaunch attention) {
   constexpr int kKeyFragments = S::kKeys / 8;
   constexpr int kOutputDim = S::kDim / S::kSplit, kOutputFragments = kOutputDim / 8;
@@ -79,7 +82,8 @@ __global__ void __launch_bounds__(S::kThreads, 2)
 #pragma unroll
       for (int j = 0; j < kKeyFragments; j += 2) {
         uint32_t b[4];
-        LoadMatrices(b, keys + (j * 8 + lane % 8 + lane / 16 * 8) * S::kLine + d + lane / 8 % 2 * 8);
+        LoadMatrices(b,
+                     keys + (j * 8 + lane % 8 + lane / 16 * 8) * S::kLine + d + lane / 8 % 2 * 8);
         Multiply(scores[j], a, b[0], b[1]);
         Multiply(scores[j + 1], a, b[2], b[3]);
       }
@@ -137,8 +141,8 @@ __global__ void __launch_bounds__(S::kThreads, 2)
 #pragma unroll
       for (int d = 0; d < kOutputFragments; d += 2) {
         uint32_t b[4];
-        LoadMatricesTransposed(b, values + (j * 8 + lane % 16) * S::kLine + warp_dim + d * 8 +
-                                      lane / 16 * 8);
+        LoadMatricesTransposed(
+            b, values + (j * 8 + lane % 16) * S::kLine + warp_dim + d * 8 + lane / 16 * 8);
         Multiply(output[d], a, b[0], b[1]);
         Multiply(output[d + 1], a, b[2], b[3]);
       }

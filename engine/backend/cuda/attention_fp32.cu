@@ -1,9 +1,9 @@
 // Softmax attention in fp32 arithmetic: for the debugging mode, and for head dimensions that the
 // tensor-core kernel cannot load. Any element, any dimension up to kMaxHeadDim.
 //
-// Policy. A warp owns one query, a block kWarps queries of one head of one image. Keys come in tiles
-// of 32 through shared memory: each lane makes the score of one key, then each lane sums its columns
-// of the values, tile after tile with a running maximum (arXiv 1805.02867).
+// Policy. A warp owns one query, a block kWarps queries of one head of one image. Keys come in
+// tiles of 32 through shared memory: each lane makes the score of one key, then each lane sums its
+// columns of the values, tile after tile with a running maximum (arXiv 1805.02867).
 
 #include "engine/backend/cuda/element.cuh"
 
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kThreads)
     fill(attention.k, first_key);
     __syncthreads();
     float score = 0;
-    for (int d = 0; d < dim; ++d) score = fmaf(queries[warp * dim + d], tile[lane * line + d], score);
+    for (int d = 0; d < dim; ++d)
+      score = fmaf(queries[warp * dim + d], tile[lane * line + d], score);
     score = first_key + lane < attention.key_tokens ? score * attention.scale : -INFINITY;
     const float tile_maximum = fmaxf(maximum, WarpMax(score));
     const float shrink = expf(maximum - tile_maximum);

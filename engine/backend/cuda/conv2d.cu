@@ -1,14 +1,14 @@
 // Convolution and linear on tensor cores: an implicit GEMM, out[m, n] = Σ_k in[m, k] · weight[n, k]
 // with m a pixel of any image, n an output channel and k = (kh, kw, channel); see docs/kernels.md.
 //
-// Policy. One block makes one kM × kN tile of the output with the whole of k, in steps of 32 through
-// a ring of kStages tiles in shared memory, each step two mma of depth 16. An output is therefore
-// summed in the same order whatever the tile size and the batch, and the launcher may choose the tile
-// by the size of the grid. k is never split. bf16 operands, fp32 accumulation.
+// Policy. One block makes one kM × kN tile of the output with the whole of k, in steps of 32
+// through a ring of kStages tiles in shared memory, each step two mma of depth 16. An output is
+// therefore summed in the same order whatever the tile size and the batch, and the launcher may
+// choose the tile by the size of the grid. k is never split. bf16 operands, fp32 accumulation.
 //
-// Inputs reach shared memory in one of three ways: 16-byte asynchronous copies; through registers, 16
-// bytes at a time, when they are fp32 or want an activation first; or one element at a time, when the
-// channels are no multiple of eight (3, 4, 9) or not aligned.
+// Inputs reach shared memory in one of three ways: 16-byte asynchronous copies; through registers,
+// 16 bytes at a time, when they are fp32 or want an activation first; or one element at a time,
+// when the channels are no multiple of eight (3, 4, 9) or not aligned.
 
 #include "engine/backend/cuda/implicit_gemm.cuh"
 #include "engine/backend/cuda/mma.cuh"
@@ -31,7 +31,7 @@ struct Tile {
   static constexpr int kOutputBytes = kM * (kN + 4) * 4;
   static constexpr int kSharedBytes = kRingBytes > kOutputBytes ? kRingBytes : kOutputBytes;
 };
-using LargeTile = Tile<128, 128, 2, 2>;
+using LargeTile = Tile<128, 128, 2, 4>;
 using MediumTile = Tile<128, 64, 2, 2>;
 using SmallTile = Tile<64, 64, 2, 2>;
 
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
   constexpr int kFragmentsM = kWarpM / 16, kFragmentsN = kWarpN / 8;
 
   extern __shared__ __align__(16) unsigned char shared[];
-  auto* input_ring = reinterpret_cast<__nv_bfloat16*>(shared);        // [kStages][kM][kLine]
-  auto* weight_ring = input_ring + kStages * T::kM * kLine;           // [kStages][kN][kLine]
+  auto* input_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][kM][kLine]
+  auto* weight_ring = input_ring + kStages * T::kM * kLine;     // [kStages][kN][kLine]
 
   // Neighbouring blocks share their pixels, which are many, rather than their weights.
   const int m0 = static_cast<int>(blockIdx.x / n_tiles) * T::kM;
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
                                 static_cast<int64_t>(n0 + first_row) * conv.weight_stride +
                                 chunk * 8;
 
-  // Asynchronous copies: where each row's inputs under `tap` lie. Addresses are made when the tap or
-  // the source changes and advance along the channels in between, since index arithmetic would
+  // Asynchronous copies: where each row's inputs under `tap` lie. Addresses are made when the tap
+  // or the source changes and advance along the channels in between, since index arithmetic would
   // otherwise outweigh the multiplications.
   const __nv_bfloat16* from[kRows];
   bool inside[kRows];
@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
 #pragma unroll
       for (int j = 0; j < kFragmentsN; j += 2) {
         uint32_t b[4];
-        LoadMatrices(b, weights + (j * 8 + lane % 8 + lane / 16 * 8) * kLine + k + lane / 8 % 2 * 8);
+        LoadMatrices(b,
+                     weights + (j * 8 + lane % 8 + lane / 16 * 8) * kLine + k + lane / 8 % 2 * 8);
 #pragma unroll
         for (int i = 0; i < kFragmentsM; ++i) {
           Multiply(sums[i][j], a[i], b[0], b[1]);
@@ -207,11 +208,10 @@ cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue) {
 }
 
 cudaError_t LoadConv2dKernels() {
-  for (cudaError_t error : {LoadTile<LargeTile, Inputs::kCopied>(),
-                            LoadTile<MediumTile, Inputs::kCopied>(),
-                            LoadTile<SmallTile, Inputs::kCopied>(),
-                            LoadTile<SmallTile, Inputs::kVector>(),
-                            LoadTile<SmallTile, Inputs::kScalar>()}) {
+  for (cudaError_t error :
+       {LoadTile<LargeTile, Inputs::kCopied>(), LoadTile<MediumTile, Inputs::kCopied>(),
+        LoadTile<SmallTile, Inputs::kCopied>(), LoadTile<SmallTile, Inputs::kVector>(),
+        LoadTile<SmallTile, Inputs::kScalar>()}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

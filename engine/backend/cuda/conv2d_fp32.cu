@@ -2,8 +2,8 @@
 // accumulation in fp32, one fused multiply-add per product, k in order.
 //
 // Policy. A block of 256 threads makes a 64 × 64 tile, a thread 4 × 4 outputs of it; k goes by in
-// steps of 32 through shared memory that is transposed, so that a thread reads its four rows and its
-// four columns as one float4 each.
+// steps of 32 through shared memory that is transposed, so that a thread reads its four rows and
+// its four columns as one float4 each.
 
 #include "engine/backend/cuda/implicit_gemm.cuh"
 
@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kThreads)
     Conv2dFp32Kernel(const __grid_constant__ Conv2dLaunch conv, int n_tiles) {
   static_assert(kM == kN && kM * (kN + 4) <= 2 * kDepth * kLine);
   __shared__ __align__(16) float shared[2 * kDepth * kLine];
-  float* inputs = shared;                      // [kDepth][kLine]
-  float* weights = shared + kDepth * kLine;    // [kDepth][kLine]
+  float* inputs = shared;                    // [kDepth][kLine]
+  float* weights = shared + kDepth * kLine;  // [kDepth][kLine]
 
   const int m0 = static_cast<int>(blockIdx.x / n_tiles) * kM;
   const int n0 = static_cast<int>(blockIdx.x % n_tiles) * kN;

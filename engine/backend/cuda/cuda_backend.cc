@@ -152,7 +152,8 @@ class CudaBackend final : public Backend {
     packed->in_channels = Extent(weight_oihw, 1);
     packed->kernel = Extent(weight_oihw, 2);
     DENOISED_ASSIGN_OR_RETURN(
-        packed->weight, ToDevice(PackConv2dWeight(weight_oihw, activation_dtype()), "a convolution"));
+        packed->weight,
+        ToDevice(PackConv2dWeight(weight_oihw, activation_dtype()), "a convolution"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias({bias}), "a convolution's bias"));
     return packed;
   }
@@ -164,7 +165,8 @@ class CudaBackend final : public Backend {
     for (const Tensor& weight : weights_oi) packed->out_features += Extent(weight, 0);
     packed->in_features = Extent(weights_oi.front(), 1);
     DENOISED_ASSIGN_OR_RETURN(
-        packed->weight, ToDevice(PackLinearWeight(weights_oi, activation_dtype()), "a linear layer"));
+        packed->weight,
+        ToDevice(PackLinearWeight(weights_oi, activation_dtype()), "a linear layer"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias(biases), "a linear layer's bias"));
     return packed;
   }
@@ -304,9 +306,9 @@ class CudaBackend final : public Backend {
     CheckResample2x(kind, x, out, rules());
     context_->Use();
     const auto launch = kind == Resample::kNearestUp ? LaunchUpsample2x : LaunchAveragePool2x;
-    context_->Record(launch(View(x), Extent(x, 0), Extent(x, 1), Extent(x, 2), Extent(x, 3),
-                            View(out), queue_),
-                     "Resample2x");
+    context_->Record(
+        launch(View(x), Extent(x, 0), Extent(x, 1), Extent(x, 2), Extent(x, 3), View(out), queue_),
+        "Resample2x");
   }
 
   void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
@@ -329,10 +331,10 @@ class CudaBackend final : public Backend {
   void BeginSlot(const BeginSlotArgs& args) override {
     Check(args, rules());
     context_->Use();
-    context_->Record(LaunchBeginSlot(View(args.state), args.slot, Floats(args.source),
-                                     Floats(args.noise), args.source_scale, args.noise_scale,
-                                     args.churn_scale, queue_),
-                     "BeginSlot");
+    context_->Record(
+        LaunchBeginSlot(View(args.state), args.slot, Floats(args.source), Floats(args.noise),
+                        args.source_scale, args.noise_scale, args.churn_scale, queue_),
+        "BeginSlot");
   }
 
   void Gather(const GatherArgs& args) override {
@@ -340,11 +342,11 @@ class CudaBackend final : public Backend {
     Rows x = View(args.x);
     x.stride = args.x.elements() / args.x.dim(0);  // an image is a row
     context_->Use();
-    context_->Record(LaunchGather(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0), x,
-                                  Floats(args.condition),
-                                  args.label ? args.label.as<int32_t>() : nullptr,
-                                  Floats(args.embedding), queue_),
-                     "Gather");
+    context_->Record(
+        LaunchGather(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0), x,
+                     Floats(args.condition), args.label ? args.label.as<int32_t>() : nullptr,
+                     Floats(args.embedding), queue_),
+        "Gather");
   }
 
   void Advance(const AdvanceArgs& args) override {
@@ -378,8 +380,8 @@ class CudaBackend final : public Backend {
 
   void Launch(Graph& graph) override {
     BeginTransfer("Launch");
-    context_->Record(
-        cudaGraphLaunch(static_cast<CudaGraph&>(graph).exec.get(), queue_.stream), "Launch");
+    context_->Record(cudaGraphLaunch(static_cast<CudaGraph&>(graph).exec.get(), queue_.stream),
+                     "Launch");
   }
 
   std::unique_ptr<Marker> Mark() override {
@@ -454,9 +456,9 @@ class CudaBackend final : public Backend {
 /// Every kernel, now rather than in the middle of a capture.
 absl::Status LoadKernels(const cudaDeviceProp& properties) {
   for (cudaError_t error :
-       {LoadConv2dKernels(), LoadConv2dFp32Kernels(), LoadGroupNormKernels(), LoadAttentionKernels(),
-        LoadAttentionFp32Kernels(), LoadEmbeddingKernels(), LoadElementwiseKernels(),
-        LoadSamplingKernels()}) {
+       {LoadConv2dKernels(), LoadConv2dFp32Kernels(), LoadGroupNormKernels(),
+        LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
+        LoadElementwiseKernels(), LoadSamplingKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(

@@ -19,9 +19,9 @@ absl::StatusOr<Stream> NewStream() {
 
 absl::StatusOr<Event> NewEvent(bool timing) {
   cudaEvent_t event = nullptr;
-  DENOISED_RETURN_IF_ERROR(ToStatus(
-      cudaEventCreateWithFlags(&event, timing ? cudaEventDefault : cudaEventDisableTiming),
-      "cudaEventCreate"));
+  DENOISED_RETURN_IF_ERROR(
+      ToStatus(cudaEventCreateWithFlags(&event, timing ? cudaEventDefault : cudaEventDisableTiming),
+               "cudaEventCreate"));
   return Event(event);
 }
 
@@ -110,7 +110,8 @@ void Context::Record(const absl::Status& status) {
 bool Context::Reached(cudaEvent_t event, std::string_view what) {
   const cudaError_t error = cudaEventQuery(event);
   if (error == cudaErrorNotReady) {
-    static_cast<void>(cudaGetLastError());  // an answer, that must not be taken for a launch's error
+    static_cast<void>(
+        cudaGetLastError());  // an answer, that must not be taken for a launch's error
     return false;
   }
   Record(error, what);

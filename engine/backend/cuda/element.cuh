@@ -4,8 +4,8 @@
 
 #include "engine/backend/cuda/launch.h"
 
-/// Loads, stores and pointwise functions that all kernels share. Arithmetic is fp32; bf16 is rounded
-/// to nearest even once, at the store.
+/// Loads, stores and pointwise functions that all kernels share. Arithmetic is fp32; bf16 is
+/// rounded to nearest even once, at the store.
 
 namespace denoised::cuda {
 
@@ -117,8 +117,8 @@ __device__ inline float Activate(Activation activation, float x) {
     case Activation::kSilu:
       return x / (1.0f + expf(-x));
     case Activation::kMish: {
-      // x · tanh(softplus(x)); with e = exp(x): tanh(ln(1 + e)) = (e² + 2e) / (e² + 2e + 2). Above 20
-      // the quotient is 1 in fp32, and e² would soon overflow.
+      // x · tanh(softplus(x)); with e = exp(x): tanh(ln(1 + e)) = (e² + 2e) / (e² + 2e + 2). Above
+      // 20 the quotient is 1 in fp32, and e² would soon overflow.
       if (x > 20.0f) return x;
       const float e = expf(x);
       const float n = e * (e + 2.0f);

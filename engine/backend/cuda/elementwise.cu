@@ -115,11 +115,11 @@ cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width
 cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
                       int64_t rows, int columns, const Rows& out, const Queue& queue) {
   if (a.vector && out.vector && (b.data == nullptr || b.vector) && columns % 8 == 0) {
-    AddKernel<8><<<Blocks<8>(rows, columns), kThreads, 0, queue.stream>>>(a, scale, b, shift,
-                                                                         activation, rows, columns, out);
+    AddKernel<8><<<Blocks<8>(rows, columns), kThreads, 0, queue.stream>>>(
+        a, scale, b, shift, activation, rows, columns, out);
   } else {
-    AddKernel<1><<<Blocks<1>(rows, columns), kThreads, 0, queue.stream>>>(a, scale, b, shift,
-                                                                         activation, rows, columns, out);
+    AddKernel<1><<<Blocks<1>(rows, columns), kThreads, 0, queue.stream>>>(
+        a, scale, b, shift, activation, rows, columns, out);
   }
   return cudaGetLastError();
 }
@@ -133,9 +133,10 @@ cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, in
 }
 
 cudaError_t LoadElementwiseKernels() {
-  for (cudaError_t error : {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
-                            LoadKernel(Upsample2xKernel<8>), LoadKernel(Upsample2xKernel<1>),
-                            LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>)}) {
+  for (cudaError_t error :
+       {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>), LoadKernel(Upsample2xKernel<8>),
+        LoadKernel(Upsample2xKernel<1>), LoadKernel(AveragePool2xKernel<8>),
+        LoadKernel(AveragePool2xKernel<1>)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

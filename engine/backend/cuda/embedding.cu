@@ -1,7 +1,7 @@
 // Embeddings of noise levels and labels: a few thousand elements, one thread each.
 //
-// Policy. Angles reach a thousand radians, where fp32 has lost four digits of the sine; so the angle
-// and its sine are computed in double and rounded once.
+// Policy. Angles reach a thousand radians, where fp32 has lost four digits of the sine; so the
+// angle and its sine are computed in double and rounded once.
 
 #include "engine/backend/cuda/element.cuh"
 

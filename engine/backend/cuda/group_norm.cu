@@ -1,13 +1,13 @@
 // Group normalisation with scale, shift and activation, over one source or two side by side.
 //
 // Policy. Two launches. GroupMoments: an image is cut into at most kChunks runs of pixels, by its
-// size alone; a block reads one run of all channels, each thread a fixed set of channels, and leaves
-// the mean and the sum of squared deviations of every group. GroupApply: every block combines the
-// runs of its image in order and normalises some pixels.
+// size alone; a block reads one run of all channels, each thread a fixed set of channels, and
+// leaves the mean and the sum of squared deviations of every group. GroupApply: every block
+// combines the runs of its image in order and normalises some pixels.
 //
-// Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that a
-// mean that is large against the spread cancels before it is squared. Runs are combined by
-// M2 = Σ M2ᵢ + nᵢ (meanᵢ − mean)² (Chan, Golub, LeVeque 1979), means in double.
+// Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that
+// a mean that is large against the spread cancels before it is squared. Runs are combined by M2 = Σ
+// M2ᵢ + nᵢ (meanᵢ − mean)² (Chan, Golub, LeVeque 1979), means in double.
 
 #include <algorithm>
 
@@ -57,8 +57,8 @@ Chunks ChunksOf(const Layout& layout, int pixels) {
   return {chunk, (pixels + chunk - 1) / chunk};
 }
 
-/// grid (chunks, images); `chunk_moments` [images][chunks][groups]; shared [lines][channels] sums of
-/// deviations and of their squares.
+/// grid (chunks, images); `chunk_moments` [images][chunks][groups]; shared [lines][channels] sums
+/// of deviations and of their squares.
 template <int V, Element kElement>
 __global__ void __launch_bounds__(kThreads)
     GroupMomentsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image,
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int group = threadIdx.x / 32; group < norm.groups; group += kWarps) {
     float sum = 0, squares = 0;
     for (int i = lane; i < parts; i += 32) {
-      const float2 part = sums[i / group_channels * layout.channels + group * group_channels +
-                               i % group_channels];
+      const float2 part =
+          sums[i / group_channels * layout.channels + group * group_channels + i % group_channels];
       sum += part.x;
       squares += part.y;
     }
@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(kThreads)
   const int pixels_of_lane =
       lane < chunks ? min(chunk_pixels, norm.pixels - lane * chunk_pixels) : 0;
   for (int group = threadIdx.x / 32; group < norm.groups; group += kWarps) {
-    const Moments* of_image = chunk_moments + static_cast<int64_t>(blockIdx.y) * chunks * norm.groups;
+    const Moments* of_image =
+        chunk_moments + static_cast<int64_t>(blockIdx.y) * chunks * norm.groups;
     const double origin = of_image[group].mean;
     const Moments part = lane < chunks ? of_image[lane * norm.groups + group] : Moments{origin, 0};
     const float deviation = static_cast<float>(part.mean - origin);
@@ -211,8 +212,9 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
       static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
   for (int first = 0; first < norm.images; first += images_at_once) {
     const unsigned images = std::min(images_at_once, norm.images - first);
-    GroupMomentsKernel<V, kElement><<<dim3(chunks.count, images), kThreads, shared_bytes, queue.stream>>>(
-        norm, first, chunks.pixels, chunk_moments);
+    GroupMomentsKernel<V, kElement>
+        <<<dim3(chunks.count, images), kThreads, shared_bytes, queue.stream>>>(
+            norm, first, chunks.pixels, chunk_moments);
     GroupApplyKernel<V, kElement>
         <<<dim3(blocks, images), kThreads, sizeof(Statistics) * norm.groups, queue.stream>>>(
             norm, first, chunks.count, chunks.pixels, chunk_moments, block_pixels);

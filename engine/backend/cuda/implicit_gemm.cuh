@@ -55,9 +55,9 @@ __device__ inline void GatherInputs(const Conv2dLaunch& conv, const Window& wind
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const int pixel = PixelAt(conv, window, tap);
-    v[j] = pixel < 0                      ? 0.0f
+    v[j] = pixel < 0                     ? 0.0f
            : tap.channel < conv.channels ? Load(conv.x, pixel, tap.channel)
-                                          : Load(conv.x2, pixel, tap.channel - conv.channels);
+                                         : Load(conv.x2, pixel, tap.channel - conv.channels);
     tap.Advance(conv, 1);
   }
 }
@@ -83,8 +83,8 @@ __device__ inline void ActivateInputs(Activation activation, float (&v)[8]) {
   for (int j = 0; j < 8; ++j) v[j] = Activate(activation, v[j]);
 }
 
-/// Finishes an output tile that lies in shared memory as fp32 [kM, kN + 4], row 0 being pixel m0 and
-/// column 0 output n0.
+/// Finishes an output tile that lies in shared memory as fp32 [kM, kN + 4], row 0 being pixel m0
+/// and column 0 output n0.
 template <int kM, int kN, int kThreads>
 __device__ inline void FinishTile(const Conv2dLaunch& conv, const float* tile, int m0, int n0) {
   const int out_pixels = conv.out_height * conv.out_width;

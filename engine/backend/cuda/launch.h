@@ -8,8 +8,9 @@
 #include "engine/backend/activation.h"
 #include "engine/core/step_plan.h"
 
-/// The kernels, as plain functions: raw device pointers, sizes and a queue; no tensors. Each enqueues
-/// and returns what the launch reported. Arguments were validated by the caller (cuda_backend.cc).
+/// The kernels, as plain functions: raw device pointers, sizes and a queue; no tensors. Each
+/// enqueues and returns what the launch reported. Arguments were validated by the caller
+/// (cuda_backend.cc).
 ///
 /// A kernel computes each row of the batch in an order that the row's shape fixes alone: no atomics
 /// on floats, no split of a reduction that depends on the batch. See docs/kernels.md.
@@ -34,23 +35,23 @@ struct Queue {
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
 ///   out = act((conv(input_act(concat(x, x2))) + bias + add + residual) · scale)
 struct Conv2dLaunch {
-  Rows x, x2;                        // [images · height · width, channels] and channels2
+  Rows x, x2;  // [images · height · width, channels] and channels2
   int channels = 0, channels2 = 0;
   int images = 0, height = 0, width = 0;  // of x, before upsampling
   int out_height = 0, out_width = 0;
   int kernel = 1, stride = 1, pad_top = 0, pad_left = 0;
   bool upsample2x = false;
-  const void* weight = nullptr;      // [outputs, kernel · kernel · (channels + channels2)], the rows
-  int weight_stride = 0;             //   padded with zeros to a multiple of kDepthPadding
+  const void* weight = nullptr;  // [outputs, kernel · kernel · (channels + channels2)], the rows
+  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
-  const float* bias = nullptr;       // [outputs], padded to a multiple of kBiasPadding, or null
+  const float* bias = nullptr;  // [outputs], padded to a multiple of kBiasPadding, or null
   int outputs = 0;
   Activation input_activation = Activation::kNone;
-  Rows add;                          // [images, outputs], or null
-  Rows residual;                     // as out, or null
+  Rows add;       // [images, outputs], or null
+  Rows residual;  // as out, or null
   float scale = 1;
   Activation activation = Activation::kNone;
-  Rows out;                          // [images · out_height · out_width, outputs]
+  Rows out;  // [images · out_height · out_width, outputs]
 };
 constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 8;
@@ -58,30 +59,30 @@ cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
 
 struct GroupNormLaunch {
-  Rows x, x2;                        // [images · pixels, channels] and channels2
+  Rows x, x2;  // [images · pixels, channels] and channels2
   int channels = 0, channels2 = 0;
   int images = 0, pixels = 0;
-  const float* gamma = nullptr;      // [channels + channels2]
+  const float* gamma = nullptr;  // [channels + channels2]
   const float* beta = nullptr;
   int groups = 1;
   float eps = 0;
-  Rows scale_shift;                  // [images, 2 · (channels + channels2)], or null
+  Rows scale_shift;  // [images, 2 · (channels + channels2)], or null
   Activation activation = Activation::kNone;
-  Rows out;                          // [images · pixels, channels + channels2]
-  void* workspace = nullptr;         // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
-  size_t workspace_bytes = 0;        //   works, a larger one takes more images a launch
+  Rows out;                    // [images · pixels, channels + channels2]
+  void* workspace = nullptr;   // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
+  size_t workspace_bytes = 0;  //   works, a larger one takes more images a launch
 };
 constexpr int kMaxNormChannels = 6144;
 size_t GroupNormWorkspaceBytes(int images, int groups);
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 
 struct AttentionLaunch {
-  Rows q, k, v;                      // [images · tokens, heads · dim]; k, v: key_tokens
+  Rows q, k, v;  // [images · tokens, heads · dim]; k, v: key_tokens
   int images = 0, tokens = 0, key_tokens = 0;
   int heads = 1, dim = 0;
   float scale = 1;
-  bool fp32 = false;                 // fp32 arithmetic
-  Rows out;                          // [images · tokens, heads · dim]
+  bool fp32 = false;  // fp32 arithmetic
+  Rows out;           // [images · tokens, heads · dim]
 };
 constexpr int kMaxHeadDim = 512;
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue);
@@ -89,20 +90,20 @@ cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue
 cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue);
 
 struct TimestepEmbeddingLaunch {
-  const float* t = nullptr;          // [rows]
+  const float* t = nullptr;  // [rows]
   int rows = 0, dim = 0;
   bool flip_sin_to_cos = false;
   double freq_shift = 0, scale = 1, max_period = 10000;
-  Rows out;                          // [rows, dim]
+  Rows out;  // [rows, dim]
 };
 cudaError_t LaunchTimestepEmbedding(const TimestepEmbeddingLaunch& embedding, const Queue& queue);
 
 struct FourierEmbeddingLaunch {
-  const float* t = nullptr;          // [rows]
-  const float* weight = nullptr;     // [dim / 2]
+  const float* t = nullptr;       // [rows]
+  const float* weight = nullptr;  // [dim / 2]
   int rows = 0, dim = 0;
   bool log = true, flip_sin_to_cos = false;
-  Rows out;                          // [rows, dim]
+  Rows out;  // [rows, dim]
 };
 cudaError_t LaunchFourierEmbedding(const FourierEmbeddingLaunch& embedding, const Queue& queue);
 
@@ -126,9 +127,9 @@ cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, in
 
 /// Slot state (backend.h's SlotState): `elements` = H · W · channels per image.
 struct SlotsLaunch {
-  float* x = nullptr;                // [slots, elements]
-  float* registers = nullptr;        // [slots, kRegisters, elements]
-  float* x0 = nullptr;               // [slots, elements]
+  float* x = nullptr;                       // [slots, elements]
+  float* registers = nullptr;               // [slots, kRegisters, elements]
+  float* x0 = nullptr;                      // [slots, elements]
   const DeviceEvaluation* plans = nullptr;  // [slots, max_evaluations]
   int max_evaluations = 0;
   int64_t plan_bytes = 0;            // from one slot's plan to the next

@@ -23,8 +23,8 @@ __device__ inline void WaitCopies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-/// Four 8×8 matrices of bf16; lane 8i + j passes the address of row j of matrix i. Lane l receives of
-/// each matrix elements 2(l mod 4), 2(l mod 4) + 1 of row l / 4.
+/// Four 8×8 matrices of bf16; lane 8i + j passes the address of row j of matrix i. Lane l receives
+/// of each matrix elements 2(l mod 4), 2(l mod 4) + 1 of row l / 4.
 __device__ inline void LoadMatrices(uint32_t (&r)[4], const __nv_bfloat16* row) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
@@ -41,8 +41,8 @@ __device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], const __nv_bfloa
                : "memory");
 }
 
-/// c += a · b on 16×8×16: a bf16 row-major, b bf16 column-major (two registers), c fp32. Lane l holds
-/// of c row l / 4 (c[0], c[1]) and l / 4 + 8 (c[2], c[3]), columns 2(l mod 4) and the next.
+/// c += a · b on 16×8×16: a bf16 row-major, b bf16 column-major (two registers), c fp32. Lane l
+/// holds of c row l / 4 (c[0], c[1]) and l / 4 + 8 (c[2], c[3]), columns 2(l mod 4) and the next.
 __device__ inline void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"

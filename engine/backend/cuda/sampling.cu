@@ -1,9 +1,9 @@
-// The sampler on the device: begin a slot, gather slots into the rows of an evaluation, move them on.
-// The formulas are step_plan.h's; one kernel runs every sampler.
+// The sampler on the device: begin a slot, gather slots into the rows of an evaluation, move them
+// on. The formulas are step_plan.h's; one kernel runs every sampler.
 //
-// Policy. A thread owns four neighbouring elements of an image, the four normals of one Philox block,
-// so noise depends on (seed, evaluation, element) alone. The index of the evaluation moves on in a
-// launch of its own, after every element has read it.
+// Policy. A thread owns four neighbouring elements of an image, the four normals of one Philox
+// block, so noise depends on (seed, evaluation, element) alone. The index of the evaluation moves
+// on in a launch of its own, after every element has read it.
 
 #include "engine/backend/cuda/element.cuh"
 #include "engine/core/philox.h"
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(kThreads)
         // A weight of zero means absent, whatever the other side holds.
         if (plan.weights[o][k] != 0) sum = fmaf(plan.weights[o][k], in[k], sum);
       }
-      float* to = o == kOutputX ? slots.x + base + i
-                                : registers + (o - kOutputRegister) * slots.elements;
+      float* to =
+          o == kOutputX ? slots.x + base + i : registers + (o - kOutputRegister) * slots.elements;
       *to = sum;
     }
     slots.x0[base + i] = x0;

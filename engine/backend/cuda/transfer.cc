@@ -83,8 +83,8 @@ void UploadRing::UploadPiece(const void* from, size_t bytes, void* to) {
   const size_t begin = Take(bytes);
   std::byte* staged = static_cast<std::byte*>(memory_.get()) + begin;
   std::memcpy(staged, from, bytes);
-  context_->Record(
-      cudaMemcpyAsync(to, staged, bytes, cudaMemcpyHostToDevice, context_->compute()), "upload");
+  context_->Record(cudaMemcpyAsync(to, staged, bytes, cudaMemcpyHostToDevice, context_->compute()),
+                   "upload");
   context_->Record(cudaEventRecord(copied->get(), context_->compute()), "upload");
   pieces_.push_back({begin, begin + bytes, *std::move(copied)});
 }

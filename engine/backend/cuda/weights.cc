@@ -34,7 +34,8 @@ Tensor PackConv2dWeight(const Tensor& weight_oihw, DType dtype) {
   for (int64_t o = 0; o < outputs; ++o) {
     for (int64_t tap = 0; tap < taps; ++tap) {
       for (int64_t c = 0; c < channels; ++c) {
-        Put(packed, o * packed.dim(1) + tap * channels + c, values[(o * channels + c) * taps + tap]);
+        Put(packed, o * packed.dim(1) + tap * channels + c,
+            values[(o * channels + c) * taps + tap]);
       }
     }
   }

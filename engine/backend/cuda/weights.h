@@ -5,8 +5,8 @@
 #include "engine/backend/backend.h"
 #include "engine/backend/cuda/launch.h"
 
-/// Weights as the kernels read them: [outputs, k] with k in the order (kh, kw, channel), rows padded
-/// with zeros to kDepthPadding, in the dtype of the arithmetic; biases fp32.
+/// Weights as the kernels read them: [outputs, k] with k in the order (kh, kw, channel), rows
+/// padded with zeros to kDepthPadding, in the dtype of the arithmetic; biases fp32.
 
 namespace denoised::cuda {
 
