@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/batching/job.h"
+#include "engine/core/class_condition.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 #include "engine/sampling/sampler.h"
@@ -27,19 +29,12 @@ struct EngineOptions {
   bool fp32 = false;
   int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
   int max_slots = 0;             // images in flight per model; 0: max_rows
-  int max_evaluations = 2000;    // longest plan, per slot
+  int max_evaluations = 2000;    // longest plan, per image
+  int max_count = 256;           // images of one request
   int max_queued_images = 4096;  // beyond it Submit says ResourceExhausted
 };
 
 enum class ModelState { kLoading, kReady, kFailed };
-
-/// How a model takes its class condition.
-enum class ClassCondition {
-  kNone,
-  kLabel,     // an index into num_class_embeds
-  kValue,     // class_embed_type "timestep": a number
-  kVector,    // class_embed_type "identity": a vector of class_vector_size numbers
-};
 
 /// What a model is, can do, and does by default. Immutable once ready.
 struct ModelInfo {
@@ -51,6 +46,7 @@ struct ModelInfo {
   int64_t parameters = 0;
   int height = 0, width = 0;     // native size, pixels
   int size_multiple = 1;         // sizes must be multiples of it
+  int max_edge = 0;              // and neither edge longer than this
   int channels = 0;
   ClassCondition condition = ClassCondition::kNone;
   int num_classes = 0;           // labels a request may name: [0, num_classes)
@@ -60,95 +56,21 @@ struct ModelInfo {
   Sampler default_sampler = Sampler::kEdmEuler;
   NoiseSchedule default_schedule = NoiseSchedule::kNative;
   std::vector<Sampler> samplers;
+  std::vector<NoiseSchedule> schedules;  // that suit the default sampler
   int default_steps = 0, max_steps = 0;
   double default_guidance_scale = 1.0;
+  int max_evaluations = 0;       // of one image; a step may take two
   int max_count = 0;             // images of one request
+  int slots = 0;                 // images in flight at one time
   std::shared_ptr<const SchedulerConfig> scheduler;
   size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0;  // device memory by purpose
   double load_seconds = 0;
 };
 
-enum class PreviewKind { kPredictedX0, kNoisyState };
-
-/// An image in flight or done: F32 host tensor [H, W, C], values nominally in [−1, 1].
-struct ImageResult {
-  int index = 0;        // within the request
-  uint64_t seed = 0;
-  int label = -1;       // −1 when the model has no labels
-  Tensor pixels;
-};
-
-/// What a request asks. Unset fields take the model's defaults.
-struct JobSpec {
-  std::string model;
-  std::string request_id;                 // for logs; the caller makes it unique
-  std::optional<uint64_t> seed;           // image i is drawn with seed + i; random when unset
-  int count = 1;
-  std::vector<int> class_labels;          // one for all images, or one each; empty: random classes
-  std::vector<float> class_values;        // kValue: as class_labels. kVector: count × size or size
-  std::optional<double> guidance_scale;   // ≤ 1: no unconditional row
-  SamplerParams sampler;                  // steps 0: the model's default
-  int height = 0, width = 0;              // 0: native
-  bool previews = false;
-  PreviewKind preview_kind = PreviewKind::kPredictedX0;
-  int preview_every = 1;                  // evaluations
-  Tensor initial_noise;                   // optional F32 [count, H, W, C], standard normal scale
-  Tensor init_image;                      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
-  std::optional<std::chrono::steady_clock::time_point> deadline;
-};
-
-/// A JobSpec with every default filled in: what will be run, and what the reply says was run.
-struct EffectiveJob {
-  JobSpec spec;                           // all optionals set, labels and values one per image
-  std::string model;
-  int steps = 0;
-  int evaluations = 0;                    // model evaluations per image
-  std::shared_ptr<const StepPlan> plan;
-};
-
-/// One thing that is wrong with a request. `field` is a JobSpec name: "class_labels[2]", "steps".
-struct FieldViolation {
-  std::string field;
-  std::string description;                // what it is, what would be accepted
-};
-
-struct JobTiming {
-  double queued_seconds = 0;     // from Submit until the first image had a slot
-  double first_preview_seconds = -1;  // from Submit; −1 when there was none
-  double total_seconds = 0;      // from Submit
-};
-
-/// Hears of one job. Called on the engine's thread, in order, never two at a time: return quickly,
-/// hand work to another thread. After OnDone nothing follows and the listener is released.
-class JobListener {
- public:
-  virtual ~JobListener() = default;
-  /// The first image got a slot.
-  virtual void OnStarted() {}
-  /// `done` of `total` model evaluations, over all images of the job.
-  virtual void OnProgress(int done, int total) {}
-  /// After `evaluation` (1-based) of image.index.
-  virtual void OnPreview(const ImageResult& image, int evaluation) {}
-  virtual void OnImage(ImageResult image) = 0;
-  /// OK once all images were delivered; Cancelled, DeadlineExceeded, Unavailable (drained away),
-  /// or what the device reported.
-  virtual void OnDone(const absl::Status& status, const JobTiming& timing) = 0;
-};
-
-using JobId = uint64_t;
-
 /// Numbers for metrics; totals since Create.
 struct EngineStats {
   std::string model;
   int queued_images = 0, active_images = 0, slots = 0;
-};
-
-/// Hears of every evaluation, for metrics. Called on the engine's thread.
-class EngineObserver {
- public:
-  virtual ~EngineObserver() = default;
-  /// `rows` of the `bucket` rows did work; `seconds` is device time, < 0 when not measured.
-  virtual void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) = 0;
 };
 
 class Engine {
@@ -159,7 +81,8 @@ class Engine {
 
   /// Loads a diffusers directory, plans memory, captures and warms up every row bucket; blocks until
   /// the model is ready. InvalidArgument or NotFound name the file and field at fault;
-  /// ResourceExhausted says what was needed and what is free. Earlier models keep running.
+  /// ResourceExhausted says what was needed and what is free. Images in flight of other models wait
+  /// meanwhile.
   virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;
 
   /// Null when there is none of that name.

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/backend/activation.h"
 #include "engine/core/status.h"
 #include "engine/core/step_plan.h"
 #include "engine/core/tensor.h"
@@ -22,8 +23,6 @@
 /// to the one thread that owns the device.
 
 namespace denoised {
-
-enum class Activation : uint8_t { kNone, kSilu, kMish, kGelu, kRelu };  // gelu: erf, not tanh
 
 /// Weights in the form the backend's kernels want, made once at load.
 class PackedConv2d {
@@ -222,6 +221,8 @@ class Backend {
   /// out = act(a·scale + b + shift); b may be undefined; a and b may differ in dtype from out.
   virtual void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
                    const Tensor& out) = 0;
+  /// out[n] = x[n] / divisor[n]; divisor F32 [N].
+  virtual void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) = 0;
   virtual void BeginSlot(const BeginSlotArgs& args) = 0;
   virtual void Gather(const GatherArgs& args) = 0;
   virtual void Advance(const AdvanceArgs& args) = 0;

@@ -231,6 +231,13 @@ void CheckAdd(const Tensor& a, const Tensor& b, const Tensor& out, const TensorR
   CheckActivationOrF32("out", out, a.shape(), rules);
 }
 
+void CheckDivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out,
+                     const TensorRules& rules) {
+  CheckActivationOrF32("x", x, x.shape(), rules);
+  CheckTensor("divisor", divisor, {x.dim(0)}, DType::kF32, rules);
+  CheckActivationOrF32("out", out, x.shape(), rules);
+}
+
 void CheckCopy(const Tensor& from, const Tensor& to, const TensorRules& rules) {
   CheckTensor("from", from, from.shape(), from.dtype(), rules);
   CheckTensor("to", to, to.shape(), from.dtype(), rules);

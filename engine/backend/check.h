@@ -38,6 +38,8 @@ void Check(const GatherArgs& args, const TensorRules& rules);
 void Check(const AdvanceArgs& args, const TensorRules& rules);
 void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const TensorRules& rules);
 void CheckAdd(const Tensor& a, const Tensor& b, const Tensor& out, const TensorRules& rules);
+void CheckDivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out,
+                     const TensorRules& rules);
 void CheckCopy(const Tensor& from, const Tensor& to, const TensorRules& rules);
 void CheckUpload(size_t bytes, const Tensor& to, const TensorRules& rules);
 void CheckDownload(const Tensor& from, const TensorRules& rules);

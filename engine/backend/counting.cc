@@ -160,6 +160,11 @@ void CountingBackend::Add(const Tensor& a, float, const Tensor& b, float, Activa
   Count(0, 0, {&a, &b, &out});
 }
 
+void CountingBackend::DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) {
+  CheckDivideRows(x, divisor, out, rules_);
+  Count(0, 0, {&x, &divisor, &out});
+}
+
 void CountingBackend::BeginSlot(const BeginSlotArgs& args) {
   Check(args, rules_);
   const Tensor x = args.state.x.Slice(args.slot, 1), x0 = args.state.x0.Slice(args.slot, 1),

@@ -58,6 +58,7 @@ class CountingBackend final : public Backend {
   void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override;
   void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
            const Tensor& out) override;
+  void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override;
   void BeginSlot(const BeginSlotArgs& args) override;
   void Gather(const GatherArgs& args) override;
   void Advance(const AdvanceArgs& args) override;

@@ -20,6 +20,10 @@ namespace denoised {
 class Weights {
  public:
   Weights(Safetensors tensors, std::string file);
+  /// Has whatever is asked for: matrices and kernels uniform in ±√3/√(fan-in), so that activations
+  /// keep their scale, vectors in 1 ± 0.1, from (seed, name) alone. For benchmarks and tests of
+  /// architectures without a checkpoint.
+  static Weights Synthetic(uint64_t seed);
 
   Weights operator/(std::string_view name) const;
   Weights operator/(int index) const;
@@ -31,6 +35,8 @@ class Weights {
   absl::StatusOr<Tensor> GetOptional(std::string_view name, const Shape& shape) const;
   bool Has(std::string_view name) const;
 
+  /// Elements of all float tensors in the file.
+  int64_t parameters() const;
   /// "down_blocks.0.resnets.1.conv1"
   const std::string& prefix() const { return prefix_; }
   const std::string& file() const;

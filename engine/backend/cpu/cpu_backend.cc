@@ -171,6 +171,10 @@ class CpuBackend final : public Backend {
     CheckAdd(a, b, out, kRules);
     Enqueue([&] { cpu::Add(a, scale, b, shift, activation, out); });
   }
+  void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override {
+    CheckDivideRows(x, divisor, out, kRules);
+    Enqueue([&] { cpu::DivideRows(x, divisor, out); });
+  }
   void BeginSlot(const BeginSlotArgs& args) override {
     Check(args, kRules);
     Enqueue([&] { cpu::BeginSlot(args); });

@@ -89,4 +89,14 @@ void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation 
   });
 }
 
+void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) {
+  const int64_t pixels = x.elements() / x.dim(0);
+  for (int64_t row = 0; row < x.dim(0); ++row) {
+    const float* from = x.as<float>() + row * pixels;
+    float* to = out.as<float>() + row * pixels;
+    const float by = divisor.as<float>()[row];
+    for (int64_t i = 0; i < pixels; ++i) to[i] = from[i] / by;
+  }
+}
+
 }  // namespace denoised::cpu

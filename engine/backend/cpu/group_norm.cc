@@ -56,14 +56,16 @@ void FoldRow(const GroupNormArgs& args, int64_t row, int64_t chunks, int64_t pix
 }  // namespace
 
 void GroupNorm(const GroupNormArgs& args, Scratch& scratch) {
-  const auto [rows, pixels, channels] = RowsOf(args.out.shape());
+  // No structured binding: clang 14 does not capture those in lambdas.
+  const RowShape shape = RowsOf(args.out.shape());
+  const int64_t rows = shape.rows, pixels = shape.tokens, channels = shape.features;
   if (args.out.elements() == 0) return;
   const int64_t c1 = args.x.dim(-1), c2 = channels - c1;
   const int64_t chunks = (pixels + kChunkPixels - 1) / kChunkPixels;
   const int64_t row_sums = chunks * 2 * channels;
   double* const sums = scratch.Take<double>(rows * (row_sums + 2 * channels));
   float* const folded = reinterpret_cast<float*>(sums + rows * row_sums);
-  const auto coefficients = [&, channels = channels](int64_t row) {
+  const auto coefficients = [&](int64_t row) {
     float* at = folded + row * 3 * channels;
     return Coefficients{at, at + channels, at + 2 * channels};
   };

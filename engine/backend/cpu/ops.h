@@ -70,6 +70,7 @@ void Embedding(const EmbeddingArgs& args);
 void Resample2x(Resample kind, const Tensor& x, const Tensor& out);
 void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
          const Tensor& out);
+void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out);
 void BeginSlot(const BeginSlotArgs& args);
 void Gather(const GatherArgs& args);
 void Advance(const AdvanceArgs& args);

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace denoised::command {
+
+/// The whole file. Errors name the path and the reason.
+absl::StatusOr<std::string> ReadFile(const std::string& path);
+
+/// Writes the whole file; "-" is stdout.
+absl::Status WriteFile(const std::string& path, std::string_view bytes);
+
+/// Whether a file could be created at `path`, so that it is known before the work is done.
+absl::Status CheckWritable(const std::string& path);
+
+/// What a path may name with {index}, {seed}, {label} and {model}.
+struct PathFields {
+  int index = 0, count = 1;
+  uint64_t seed = 0;
+  std::string label, model;
+};
+
+/// `pattern` with its placeholders filled in. When it would give the same path to all of several
+/// images, "-{index}" goes before the extension. The index has as many digits as the last one.
+/// INVALID_ARGUMENT for an unknown placeholder.
+absl::StatusOr<std::string> FillPath(const std::string& pattern, const PathFields& fields);
+
+}  // namespace denoised::command

@@ -1,0 +1,207 @@
+#include "command/generate.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "command/codec.h"
+#include "command/drawing.h"
+#include "command/files.h"
+#include "command/generate_request.h"
+#include "command/json.h"
+#include "command/npy.h"
+#include "command/progress.h"
+
+namespace denoised::command {
+namespace {
+
+constexpr int kFrameMs = 80;
+constexpr int kLastFrameMs = 2000;
+constexpr int kSmallestAnimation = 256;  // pixels; smaller pictures are enlarged to be seen
+
+std::string DefaultPath(const GenerateFlags& flags) {
+  const std::string extension = flags.format == "jpeg" ? "jpg" : flags.format;
+  return "denoised." + extension;
+}
+
+/// The parts of `denoise generate` that write, in the order they are told.
+class Saver {
+ public:
+  Saver(const GenerateFlags& flags, const Drawing& drawing)
+      : flags_(flags),
+        drawing_(drawing),
+        pattern_(flags.out.empty() ? DefaultPath(flags) : flags.out) {}
+
+  absl::Status SaveImages() {
+    for (const client::Image& image : drawing_.images()) {
+      auto path = PathOf(image);
+      if (!path.ok()) return path.status();
+      if (absl::Status status = WriteFile(*path, BytesOf(image)); !status.ok()) return status;
+      nlohmann::json json = ToJson(image);
+      json["type"] = "image";
+      std::string text = fmt::format("seed {}", image.seed);
+      if (image.class_label) text += fmt::format("  label {}", *image.class_label);
+      Tell(*path, std::move(json), text);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status SaveGrid(int columns) {
+    std::vector<Pixels> cells(drawing_.params().count, Pixels{1, 1, 1, {0}});
+    for (const client::Image& image : drawing_.images()) {
+      auto pixels = Decode(image);
+      if (!pixels.ok()) return pixels.status();
+      if (image.index >= 0 && image.index < static_cast<int>(cells.size())) {
+        cells[image.index] = *std::move(pixels);
+      }
+    }
+    const Pixels sheet = ContactSheet(cells, columns);
+    const client::EffectiveParams& params = drawing_.params();
+    // What draws the same sheet again.
+    const auto file = EncodePng(sheet, {{"Software", "denoised"},
+                                        {"model", params.model},
+                                        {"seed", std::to_string(params.seed)},
+                                        {"sampler", std::string(client::Name(params.sampler))},
+                                        {"steps", std::to_string(params.steps)},
+                                        {"parameters", ToJson(params).dump()}});
+    if (!file.ok()) return file.status();
+    const auto path =
+        FillPath(pattern_, {.seed = params.seed, .label = "grid", .model = params.model});
+    if (!path.ok()) return path.status();
+    if (absl::Status status = WriteFile(*path, *file); !status.ok()) return status;
+    Tell(*path, {{"type", "grid"}, {"width", sheet.width}, {"height", sheet.height}},
+         fmt::format("{} images  seeds {} and up", drawing_.images().size(), params.seed));
+    return absl::OkStatus();
+  }
+
+  absl::Status SaveAnimation() {
+    std::vector<Pixels> frames = drawing_.Frames();
+    const int edge = std::max(frames.front().width, frames.front().height);
+    if (const int times = kSmallestAnimation / edge; times > 1) {
+      for (Pixels& frame : frames) {
+        frame = Resized(frame, times * frame.width, times * frame.height);
+      }
+    }
+    const auto file = EncodeAnimation(frames, kFrameMs, kLastFrameMs);
+    if (!file.ok()) return file.status();
+    if (absl::Status status = WriteFile(flags_.animate, *file); !status.ok()) return status;
+    Tell(flags_.animate, {{"type", "animation"}, {"frames", frames.size()}},
+         fmt::format("{} frames", frames.size()));
+    return absl::OkStatus();
+  }
+
+  void TellCompleted() {
+    const client::EffectiveParams& params = drawing_.params();
+    const client::Timing& timing = drawing_.completed()->timing;
+    if (flags_.json) {
+      std::puts(nlohmann::json(
+                    {{"type", "completed"}, {"params", ToJson(params)}, {"timing", ToJson(timing)}})
+                    .dump()
+                    .c_str());
+    } else if (!to_stdout()) {
+      fmt::print("{} {} in {}: {}, {} on {} noise levels, {} steps\n", params.count,
+                 params.count == 1 ? "image" : "images",
+                 HumanDuration(std::chrono::duration<double>(timing.total_seconds)), params.model,
+                 client::Name(params.sampler), client::Name(params.noise_schedule), params.steps);
+    }
+  }
+
+ private:
+  bool to_stdout() const { return pattern_ == "-"; }
+
+  absl::StatusOr<std::string> PathOf(const client::Image& image) const {
+    if (to_stdout()) return pattern_;
+    return FillPath(pattern_,
+                    {.index = image.index,
+                     .count = drawing_.params().count,
+                     .seed = image.seed,
+                     .label = image.class_label ? std::to_string(*image.class_label) : "none",
+                     .model = drawing_.params().model});
+  }
+
+  std::string BytesOf(const client::Image& image) const {
+    const auto* tensor = std::get_if<client::Tensor>(&image.content);
+    if (tensor == nullptr) return std::get<std::string>(image.content);
+    return flags_.format == "npy" ? WriteNpy(*tensor) : tensor->data;
+  }
+
+  void Tell(const std::string& path, nlohmann::json json, const std::string& text) const {
+    if (flags_.json) {
+      json["path"] = path;
+      std::puts(json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+    } else if (!to_stdout()) {
+      fmt::print("{}  {}\n", path, text);
+    }
+  }
+
+  const GenerateFlags& flags_;
+  const Drawing& drawing_;
+  const std::string pattern_;
+};
+
+absl::Status CheckOutputs(const GenerateFlags& flags, const GenerateRequest& request) {
+  if (flags.out == "-" && request.grid_columns == 0 && request.generation.count.value_or(1) > 1) {
+    return absl::InvalidArgumentError("--out - can take one image; use --grid, or a file for each");
+  }
+  // With every placeholder filled in, so that an unknown one is known now.
+  const auto path = FillPath(flags.out.empty() ? DefaultPath(flags) : flags.out,
+                             {.label = "0", .model = "model"});
+  if (!path.ok()) return path.status();
+  if (absl::Status status = CheckWritable(*path); !status.ok()) return status;
+  return flags.animate.empty() ? absl::OkStatus() : CheckWritable(flags.animate);
+}
+
+absl::Status Save(const GenerateFlags& flags, const GenerateRequest& request,
+                  const Drawing& drawing) {
+  if (drawing.images().empty()) return absl::OkStatus();
+  Saver saver(flags, drawing);
+  absl::Status status =
+      request.grid_columns > 0 ? saver.SaveGrid(request.grid_columns) : saver.SaveImages();
+  if (status.ok() && !flags.animate.empty()) status = saver.SaveAnimation();
+  if (status.ok() && drawing.completed()) saver.TellCompleted();
+  return status;
+}
+
+}  // namespace
+
+ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std::stop_token stop) {
+  const bool terminal = isatty(STDOUT_FILENO) && !flags.json && flags.out != "-";
+  const bool live = terminal && flags.previews;
+  if (flags.previews && !live) {
+    std::fputs("note: --previews needs a terminal on stdout; none are shown\n", stderr);
+  }
+  client::CallOptions options = {.stop = stop};
+  if (flags.timeout_seconds) {
+    options.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
+        std::chrono::duration<double>(*flags.timeout_seconds));
+  }
+  const auto request = MakeRequest(flags, live, client, options);
+  if (!request.ok()) return Report(request.status(), flags.json);
+  if (absl::Status status = CheckOutputs(flags, *request); !status.ok()) {
+    return Report(status, flags.json);
+  }
+
+  std::unique_ptr<LiveView> view;
+  if (terminal) view = std::make_unique<LiveView>(stdout, TerminalColoursOfEnvironment());
+  Drawing drawing({.columns = request->grid_columns,
+                   .max_edge = flags.animate.empty() ? 128 : 512,
+                   .pictures = request->preview.has_value(),
+                   .animate = !flags.animate.empty()},
+                  view.get());
+  const auto call = client.StreamGenerate(
+      request->generation, request->preview,
+      {.on_event = [&drawing](const client::Event& event) { drawing.OnEvent(event); }}, options);
+  const absl::Status drawn = call->Wait();
+  drawing.Finish();
+  view.reset();
+
+  const absl::Status saved = Save(flags, *request, drawing);
+  const ExitCode save_code = Report(saved, flags.json);
+  return drawn.ok() ? save_code : Report(drawn, flags.json);
+}
+
+}  // namespace denoised::command

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace denoised::command {
+
+/// The flags of `denoise generate`, as given.
+struct GenerateFlags {
+  std::string model;
+  std::string request_id;
+  std::vector<std::string> labels;  // indices or names
+  std::vector<float> class_vectors;
+  std::optional<int> count;
+  std::string grid;  // "4x3"
+  std::optional<int> steps;
+  std::string sampler;
+  std::string schedule;
+  std::optional<double> guidance;
+  std::optional<uint64_t> seed;
+  std::optional<double> eta;
+  std::optional<double> churn, churn_min, churn_max, churn_noise;
+  std::optional<int> order;
+  std::string size;  // "64" or "64x48"
+  std::string init_image;
+  std::optional<double> strength;
+  std::string noise;
+  std::string format = "png";
+  std::optional<int> quality;
+  std::string out;
+  bool previews = false;
+  std::optional<int> preview_every;
+  std::string preview_kind = "predicted_x0";
+  std::string animate;
+  bool json = false;
+  std::optional<double> timeout_seconds;
+};
+
+/// Adds the flags, with their help, to the subcommand; `flags` outlives it.
+void AddGenerateFlags(CLI::App& command, GenerateFlags& flags);
+
+}  // namespace denoised::command

@@ -1,0 +1,227 @@
+#include "command/generate_request.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+#include <string_view>
+
+#include "command/files.h"
+#include "command/npy.h"
+
+namespace denoised::command {
+namespace {
+
+using client::ImageFormat;
+
+std::optional<int> ParseInt(std::string_view text) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+bool HasExtension(const std::string& path, std::string_view extension) {
+  return path.size() >= extension.size() &&
+         path.compare(path.size() - extension.size(), extension.size(), extension) == 0;
+}
+
+absl::Status WithFlag(const std::string& flag, const absl::Status& status) {
+  return absl::Status(status.code(), fmt::format("{}: {}", flag, std::string(status.message())));
+}
+
+absl::StatusOr<client::InitImage> ReadInitImage(const GenerateFlags& flags) {
+  auto file = ReadFile(flags.init_image);
+  if (!file.ok()) return WithFlag("--init-image", file.status());
+  client::InitImage init = {.source = {}, .strength = flags.strength};
+  if (!HasExtension(flags.init_image, ".npy")) {
+    init.source = *std::move(file);
+    return init;
+  }
+  auto tensor = ReadNpy(*file);
+  if (!tensor.ok()) return WithFlag("--init-image " + flags.init_image, tensor.status());
+  init.source = *std::move(tensor);
+  return init;
+}
+
+/// Raw noise has the shape of the request, which needs the model's size and channels.
+absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
+                                         const client::Generation& generation,
+                                         const client::Model& model) {
+  auto file = ReadFile(path);
+  if (!file.ok()) return WithFlag("--noise", file.status());
+  if (HasExtension(path, ".npy")) {
+    auto tensor = ReadNpy(*file);
+    if (!tensor.ok()) return WithFlag("--noise " + path, tensor.status());
+    return tensor;
+  }
+  client::Tensor noise;
+  noise.shape = {generation.count.value_or(1), generation.height.value_or(model.defaults.height),
+                 generation.width.value_or(model.defaults.width), model.limits.channels};
+  int64_t bytes = sizeof(float);
+  for (const int64_t extent : noise.shape) bytes *= extent;
+  if (static_cast<int64_t>(file->size()) != bytes) {
+    return absl::InvalidArgumentError(fmt::format("--noise {} has {} bytes; use {}: float32 [{}]",
+                                                  path, file->size(), bytes,
+                                                  fmt::join(noise.shape, ", ")));
+  }
+  noise.data = *std::move(file);
+  return noise;
+}
+
+ImageFormat FormatOf(const std::string& name) {
+  if (name == "jpeg") return ImageFormat::kJpeg;
+  if (name == "webp") return ImageFormat::kWebp;
+  return name == "png" ? ImageFormat::kPng : ImageFormat::kRawFloat32;
+}
+
+absl::Status CheckTogether(const GenerateFlags& flags) {
+  if (!flags.grid.empty() && flags.format != "png") {
+    return absl::InvalidArgumentError("--grid makes one PNG; leave --format out");
+  }
+  if (!flags.animate.empty() && !HasExtension(flags.animate, ".webp")) {
+    return absl::InvalidArgumentError(
+        fmt::format("--animate is {}; use a path that ends in .webp", flags.animate));
+  }
+  if (flags.strength && flags.init_image.empty()) {
+    return absl::InvalidArgumentError("--strength is for --init-image FILE; give both");
+  }
+  if (flags.json && flags.out == "-") {
+    return absl::InvalidArgumentError("--json and --out - both want stdout; give --out a file");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::pair<int, int>> ParseExtents(const std::string& flag, const std::string& text) {
+  const size_t x = text.find('x');
+  if (x != std::string::npos) {
+    const auto first = ParseInt(std::string_view(text).substr(0, x));
+    const auto second = ParseInt(std::string_view(text).substr(x + 1));
+    if (first && second && *first >= 1 && *second >= 1 && *first <= 65536 && *second <= 65536) {
+      return std::pair(*first, *second);
+    }
+  }
+  return absl::InvalidArgumentError(
+      fmt::format("{} is {}; use two numbers of 1 or more, such as 4x3", flag, text));
+}
+
+absl::StatusOr<std::vector<int>> ResolveLabels(const std::vector<std::string>& words,
+                                               const std::vector<std::string>& names, int count) {
+  std::vector<int> labels;
+  for (const std::string& word : words) {
+    if (const auto index = ParseInt(word)) {
+      labels.push_back(*index);
+      continue;
+    }
+    const auto found = std::find(names.begin(), names.end(), word);
+    if (found == names.end()) {
+      return absl::InvalidArgumentError(
+          names.empty() ? fmt::format("--labels: {} is no number, and the model's classes have no "
+                                      "names; use their indices",
+                                      word)
+                        : fmt::format("--labels: the model has no class {}; use one of {}", word,
+                                      fmt::join(names, ", ")));
+    }
+    labels.push_back(static_cast<int>(found - names.begin()));
+  }
+  const size_t given = labels.size();
+  if (static_cast<int64_t>(given) > count) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--labels names {} classes for {} images; raise --count or name fewer", given, count));
+  }
+  for (size_t i = 0; given > 1 && static_cast<int64_t>(labels.size()) < count; ++i) {
+    labels.push_back(labels[i % given]);
+  }
+  return labels;
+}
+
+absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool live,
+                                            const client::Client& client,
+                                            const client::CallOptions& options) {
+  if (absl::Status status = CheckTogether(flags); !status.ok()) return status;
+  GenerateRequest request;
+  client::Generation& generation = request.generation;
+  generation.model = flags.model;
+  generation.request_id = flags.request_id;
+  generation.seed = flags.seed;
+  generation.count = flags.count;
+  generation.class_vectors = flags.class_vectors;
+  generation.guidance_scale = flags.guidance;
+  generation.steps = flags.steps;
+  generation.sampler = client::SamplerFromName(flags.sampler);
+  generation.noise_schedule = client::NoiseScheduleFromName(flags.schedule);
+  generation.eta = flags.eta;
+  generation.s_churn = flags.churn;
+  generation.s_tmin = flags.churn_min;
+  generation.s_tmax = flags.churn_max;
+  generation.s_noise = flags.churn_noise;
+  generation.solver_order = flags.order;
+  generation.quality = flags.quality;
+  // A contact sheet is made of pixels.
+  generation.format = flags.grid.empty() ? FormatOf(flags.format) : ImageFormat::kRawUint8;
+
+  if (!flags.grid.empty()) {
+    const auto grid = ParseExtents("--grid", flags.grid);
+    if (!grid.ok()) return grid.status();
+    const int64_t cells = int64_t{grid->first} * grid->second;
+    if (generation.count.value_or(1) > cells) {
+      return absl::InvalidArgumentError(
+          fmt::format("--count is {}, but --grid {} has {} places; leave --count out",
+                      *generation.count, flags.grid, cells));
+    }
+    request.grid_columns = grid->first;
+    // Beyond int no server's limit reaches; it is refused there by name.
+    if (!generation.count) generation.count = static_cast<int>(std::min<int64_t>(cells, INT32_MAX));
+  }
+  if (!flags.labels.empty() && !generation.count) {
+    generation.count = static_cast<int>(flags.labels.size());
+  }
+  if (!flags.size.empty()) {
+    const auto size = ParseExtents("--size", flags.size.find('x') == std::string::npos
+                                                 ? flags.size + "x" + flags.size
+                                                 : flags.size);
+    if (!size.ok()) return size.status();
+    generation.width = size->first;
+    generation.height = size->second;
+  }
+
+  const bool named = std::any_of(flags.labels.begin(), flags.labels.end(),
+                                 [](const std::string& word) { return !ParseInt(word); });
+  const bool raw_noise = !flags.noise.empty() && !HasExtension(flags.noise, ".npy");
+  client::Model model;
+  if (named || raw_noise) {
+    auto found = client.GetModel(flags.model, options);
+    if (!found.ok()) return found.status();
+    model = *std::move(found);
+  }
+  if (!flags.labels.empty()) {
+    auto labels = ResolveLabels(flags.labels, model.labels, *generation.count);
+    if (!labels.ok()) return labels.status();
+    generation.class_labels = *std::move(labels);
+  }
+  if (!flags.noise.empty()) {
+    auto noise = ReadNoise(flags.noise, generation, model);
+    if (!noise.ok()) return noise.status();
+    generation.initial_noise = *std::move(noise);
+  }
+  if (!flags.init_image.empty()) {
+    auto init = ReadInitImage(flags);
+    if (!init.ok()) return init.status();
+    generation.init_image = *std::move(init);
+  }
+  if (live || !flags.animate.empty()) {
+    // Raw pixels need no decoding, and at the size of a terminal they are small.
+    request.preview = {.kind = flags.preview_kind == "noisy_state"
+                                   ? client::PreviewKind::kNoisyState
+                                   : client::PreviewKind::kPredictedX0,
+                       .every_evaluations = flags.preview_every,
+                       .max_edge = flags.animate.empty() ? 128 : 512,
+                       .format = ImageFormat::kRawUint8};
+  }
+  return request;
+}
+
+}  // namespace denoised::command

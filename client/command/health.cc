@@ -1,0 +1,97 @@
+#include "command/health.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "command/progress.h"
+
+namespace denoised::command {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr auto kCallTimeout = std::chrono::seconds(3);  // of one question
+constexpr auto kInterval = std::chrono::milliseconds(200);
+
+/// An answer, or why there is none, in a form to print.
+struct Answer {
+  ExitCode code;
+  std::string status;   // of the health protocol; UNREACHABLE is ours
+  std::string comment;  // what is being waited for
+};
+
+/// What a server that answers but does not serve is busy with.
+std::string ModelsUnderWay(const client::Client& client, const client::CallOptions& options) {
+  const auto models = client.ListModels(options);
+  if (!models.ok()) return "it is starting, draining or broken";
+  std::vector<std::string> states;
+  for (const client::Model& model : *models) {
+    if (model.state == client::ModelState::kAvailable) continue;
+    states.push_back(fmt::format("model {} is {}{}{}", model.name, client::Name(model.state),
+                                 model.error.empty() ? "" : ": ", model.error));
+  }
+  if (states.empty()) return "no model is loading; it may be draining";
+  return fmt::format("{}", fmt::join(states, "; "));
+}
+
+Answer Ask(const client::Client& client, const HealthFlags& flags, std::stop_token stop) {
+  const client::CallOptions options = {.timeout = kCallTimeout, .stop = stop};
+  const auto health = client.CheckHealth(flags.service, options);
+  if (health.ok() && *health == client::ServingStatus::kServing) return {kOk, "SERVING", ""};
+  if (health.ok()) return {kError, "NOT_SERVING", ModelsUnderWay(client, options)};
+  if (absl::IsCancelled(health.status())) return {kInterrupted, "UNKNOWN", "cancelled"};
+  if (absl::IsNotFound(health.status())) {
+    return {kError, "SERVICE_UNKNOWN",
+            fmt::format("the server has no service \"{}\"; leave --service out for the server "
+                        "itself",
+                        flags.service)};
+  }
+  return {kUnavailable, "UNREACHABLE", std::string(health.status().message())};
+}
+
+}  // namespace
+
+ExitCode Health(const client::Client& client, const HealthFlags& flags, std::stop_token stop) {
+  const auto begin = steady_clock::now();
+  const auto waited = [&begin] {
+    return std::chrono::duration<double>(steady_clock::now() - begin);
+  };
+  std::string told;
+  Answer answer;
+  for (;;) {
+    answer = Ask(client, flags, stop);
+    const bool over = waited().count() + 0.2 >= flags.wait_seconds || stop.stop_requested();
+    if (answer.code == kOk || over) break;
+    if (answer.comment != told) {
+      std::fputs(
+          fmt::format("waiting for the server ({}): {}\n", answer.status, answer.comment).c_str(),
+          stderr);
+      told = answer.comment;
+    }
+    std::this_thread::sleep_for(kInterval);
+  }
+  if (stop.stop_requested()) answer.code = kInterrupted;
+  if (flags.json) {
+    std::puts(nlohmann::json({{"service", flags.service},
+                              {"status", answer.status},
+                              {"comment", answer.comment},
+                              {"waited_seconds", waited().count()}})
+                  .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
+                  .c_str());
+  } else {
+    std::puts(answer.status.c_str());
+  }
+  if (answer.code != kOk) {
+    const std::string after =
+        flags.wait_seconds > 0 ? " after " + HumanDuration(waited()) : std::string();
+    std::fputs(fmt::format("error: {}{}: {}\n", answer.status, after, answer.comment).c_str(),
+               stderr);
+  }
+  return answer.code;
+}
+
+}  // namespace denoised::command

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <stop_token>
+#include <string>
+
+#include "command/report.h"
+#include "denoised/client.h"
+
+namespace denoised::command {
+
+struct HealthFlags {
+  std::string service;      // empty: the server
+  double wait_seconds = 0;  // 0: ask once
+  bool json = false;
+};
+
+/// `denoise health`: kOk when SERVING, kError when not, kUnavailable when nobody answers. While it
+/// waits it tells on stderr what for. `client` should not retry: this does.
+ExitCode Health(const client::Client& client, const HealthFlags& flags, std::stop_token stop);
+
+}  // namespace denoised::command

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <signal.h>
+
+#include <stop_token>
+#include <thread>
+
+namespace denoised::command {
+
+/// Turns Ctrl-C and SIGTERM into a stop request while it exists. Create it before any other thread:
+/// they inherit its mask, so that the signal comes here.
+class Interrupt {
+ public:
+  Interrupt();
+  std::stop_token token() const { return source_.get_token(); }
+
+ private:
+  sigset_t signals_;
+  std::stop_source source_;
+  std::jthread waiter_;  // last: it uses the others
+};
+
+}  // namespace denoised::command

@@ -1,0 +1,54 @@
+#include "command/live_view.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace denoised::command {
+namespace {
+
+// ECMA-48 control sequences and DEC's cursor mode.
+constexpr char kHideCursor[] = "\x1b[?25l";
+constexpr char kShowCursor[] = "\x1b[?25h";
+constexpr char kEraseToEndOfScreen[] = "\x1b[J";
+constexpr char kEraseToEndOfLine[] = "\x1b[K";
+
+}  // namespace
+
+LiveView::LiveView(std::FILE* terminal, TerminalColours colours)
+    : terminal_(terminal), colours_(colours) {
+  std::fputs(kHideCursor, terminal_);
+}
+
+LiveView::~LiveView() {
+  std::fputs(kShowCursor, terminal_);
+  std::fflush(terminal_);
+}
+
+int LiveView::columns() const { return SizeOf(fileno(terminal_)).columns - 1; }
+
+void LiveView::Draw(const Pixels* picture, const std::string& line) {
+  std::string text;
+  if (picture != nullptr) {
+    const TerminalSize size = SizeOf(fileno(terminal_));
+    // A full last column would wrap and a full last row would scroll.
+    text = Render(FitTo(*picture, size.columns - 1, size.rows - 3), colours_);
+  }
+  Replace(line.empty() ? text : text + line + "\n");
+}
+
+void LiveView::Finish(const Pixels* picture) { Draw(picture, ""); }
+
+void LiveView::Replace(const std::string& text) {
+  std::string output = lines_ > 0 ? fmt::format("\x1b[{}F", lines_) : "\r";
+  // Erasing only what the new text leaves of a line, so that nothing flickers.
+  for (const char c : text)
+    output += c == '\n' ? std::string(kEraseToEndOfLine) + '\n' : std::string(1, c);
+  output += kEraseToEndOfScreen;
+  lines_ = static_cast<int>(std::count(text.begin(), text.end(), '\n'));
+  std::fputs(output.c_str(), terminal_);
+  std::fflush(terminal_);
+}
+
+}  // namespace denoised::command

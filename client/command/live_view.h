@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdio>
+#include <string>
+
+#include "command/pixels.h"
+#include "command/terminal.h"
+
+namespace denoised::command {
+
+/// A picture with a line of text below, redrawn in place on a terminal. Not thread-safe.
+class LiveView {
+ public:
+  /// Draws on `terminal`, which it does not own, and hides the cursor until it is destroyed.
+  LiveView(std::FILE* terminal, TerminalColours colours);
+  ~LiveView();
+  LiveView(const LiveView&) = delete;
+  LiveView& operator=(const LiveView&) = delete;
+
+  /// Draws over what was drawn before; `picture` (null: none) is scaled to the terminal.
+  void Draw(const Pixels* picture, const std::string& line);
+  /// Takes the last line of text away and leaves the picture.
+  void Finish(const Pixels* picture);
+  /// Room for the line, characters.
+  int columns() const;
+
+ private:
+  void Replace(const std::string& text);
+
+  std::FILE* const terminal_;
+  const TerminalColours colours_;
+  int lines_ = 0;  // drawn so far, above the cursor
+};
+
+}  // namespace denoised::command

@@ -1,0 +1,112 @@
+#include "command/models.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <array>
+#include <cstdio>
+
+#include "command/json.h"
+
+namespace denoised::command {
+namespace {
+
+constexpr auto kCallTimeout = std::chrono::seconds(10);
+
+std::string HumanCount(int64_t count) {
+  if (count >= 1'000'000'000) return fmt::format("{:.2f} G", count / 1e9);
+  if (count >= 1'000'000) return fmt::format("{:.2f} M", count / 1e6);
+  return std::to_string(count);
+}
+
+std::string HumanBytes(int64_t bytes) { return fmt::format("{:.1f} MiB", bytes / 1048576.0); }
+
+std::string SizeOf(const client::Model& model) {
+  return fmt::format("{}x{}x{}", model.defaults.width, model.defaults.height,
+                     model.limits.channels);
+}
+
+void PrintTable(const std::vector<client::Model>& models) {
+  constexpr size_t kColumns = 8;
+  std::vector<std::array<std::string, kColumns>> rows = {
+      {"NAME", "STATE", "SIZE", "CLASSES", "WEIGHTS", "SAMPLER", "STEPS", "DEVICE"}};
+  for (const client::Model& model : models) {
+    rows.push_back({model.name, std::string(client::Name(model.state)), SizeOf(model),
+                    std::to_string(model.limits.num_classes), HumanCount(model.parameters),
+                    std::string(client::Name(model.defaults.sampler)),
+                    std::to_string(model.defaults.steps), model.device});
+  }
+  std::array<size_t, kColumns> widths = {};
+  for (const auto& row : rows) {
+    for (size_t i = 0; i < kColumns; ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < kColumns; ++i) line += fmt::format("{:<{}}  ", row[i], widths[i]);
+    line.erase(line.find_last_not_of(' ') + 1);
+    std::puts(line.c_str());
+  }
+  for (const client::Model& model : models) {
+    if (!model.error.empty()) std::puts(fmt::format("\n{}: {}", model.name, model.error).c_str());
+  }
+}
+
+template <typename Enum>
+std::string Joined(const std::vector<Enum>& values) {
+  std::vector<std::string> names;
+  for (const Enum value : values) names.emplace_back(client::Name(value));
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+void PrintModel(const client::Model& model) {
+  const auto line = [](const char* key, const std::string& value) {
+    std::puts(fmt::format("{:<14}{}", key, value).c_str());
+  };
+  line("name", model.name);
+  line("state", std::string(client::Name(model.state)));
+  if (!model.error.empty()) line("error", model.error);
+  line("architecture",
+       fmt::format("{}, {} weights", model.architecture, HumanCount(model.parameters)));
+  line("device", fmt::format("{}, {}", model.device, HumanBytes(model.memory_bytes)));
+  line("size", fmt::format("{}, multiples of {}", SizeOf(model), model.limits.size_multiple));
+  line("condition", std::string(client::Name(model.condition)));
+  if (model.limits.num_classes > 0) line("classes", std::to_string(model.limits.num_classes));
+  if (!model.labels.empty()) line("labels", fmt::format("{}", fmt::join(model.labels, ", ")));
+  line("guidance", model.limits.guidance
+                       ? fmt::format("yes, default {}", model.defaults.guidance_scale)
+                       : "no");
+  line("sampler",
+       fmt::format("{} (of {})", client::Name(model.defaults.sampler), Joined(model.samplers)));
+  line("schedule", fmt::format("{} (of {})", client::Name(model.defaults.noise_schedule),
+                               Joined(model.noise_schedules)));
+  line("steps", fmt::format("{} (up to {})", model.defaults.steps, model.limits.max_steps));
+  line("images", fmt::format("up to {} a request", model.limits.max_count));
+}
+
+}  // namespace
+
+ExitCode Models(const client::Client& client, const ModelsFlags& flags, std::stop_token stop) {
+  const client::CallOptions options = {.timeout = kCallTimeout, .stop = stop};
+  if (!flags.name.empty()) {
+    const auto model = client.GetModel(flags.name, options);
+    if (!model.ok()) return Report(model.status(), flags.json);
+    if (flags.json) {
+      std::puts(ToJson(*model).dump().c_str());
+    } else {
+      PrintModel(*model);
+    }
+    return kOk;
+  }
+  const auto models = client.ListModels(options);
+  if (!models.ok()) return Report(models.status(), flags.json);
+  if (!flags.json) {
+    PrintTable(*models);
+    return kOk;
+  }
+  nlohmann::json json = nlohmann::json::array();
+  for (const client::Model& model : *models) json.push_back(ToJson(model));
+  std::puts(json.dump().c_str());
+  return kOk;
+}
+
+}  // namespace denoised::command

@@ -1,0 +1,124 @@
+#include "command/report.h"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <string_view>
+
+#include "command/progress.h"
+
+namespace denoised::command {
+namespace {
+
+struct Flag {
+  std::string_view field, flag;
+};
+// Where the flag is not the name of the field with dashes.
+constexpr Flag kFlags[] = {{"class_labels", "--labels"},
+                           {"class_labels.labels", "--labels"},
+                           {"class_vectors.values", "--class-vectors"},
+                           {"guidance_scale", "--guidance"},
+                           {"noise_schedule", "--schedule"},
+                           {"s_churn", "--churn"},
+                           {"s_tmin", "--churn-min"},
+                           {"s_tmax", "--churn-max"},
+                           {"s_noise", "--churn-noise"},
+                           {"solver_order", "--order"},
+                           {"width", "--size"},
+                           {"height", "--size"},
+                           {"output.format", "--format"},
+                           {"output.quality", "--quality"},
+                           {"init_image.encoded", "--init-image"},
+                           {"init_image.tensor", "--init-image"},
+                           {"init_image.strength", "--strength"},
+                           {"initial_noise", "--noise"},
+                           {"preview.every_evaluations", "--preview-every"},
+                           {"preview.kind", "--preview-kind"}};
+constexpr std::string_view kOwnNames[] = {"model",   "seed", "count",      "steps",
+                                          "sampler", "eta",  "request_id", "init_image"};
+
+/// "params.init_image.strength" -> "--strength"; a field without a flag stays as it is.
+std::string FlagOf(std::string field) {
+  constexpr std::string_view kPrefix = "params.";
+  if (field.rfind(kPrefix, 0) == 0) field.erase(0, kPrefix.size());
+  const std::string plain = field.substr(0, field.find('['));  // without an index
+  for (const Flag& flag : kFlags) {
+    if (plain == flag.field) return std::string(flag.flag) + field.substr(plain.size());
+  }
+  for (const std::string_view name : kOwnNames) {
+    if (plain != name) continue;
+    std::string flag = "--" + field;
+    for (char& c : flag) c = c == '_' ? '-' : c;
+    return flag;
+  }
+  return field;
+}
+
+}  // namespace
+
+ExitCode ExitCodeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return kOk;
+    case absl::StatusCode::kInvalidArgument:
+      return kUsage;
+    case absl::StatusCode::kUnavailable:
+    case absl::StatusCode::kFailedPrecondition:
+    case absl::StatusCode::kResourceExhausted:
+      return kUnavailable;
+    case absl::StatusCode::kDeadlineExceeded:
+      return kTimeout;
+    case absl::StatusCode::kCancelled:
+      return kInterrupted;
+    default:
+      return kError;
+  }
+}
+
+std::string Describe(const absl::Status& status) {
+  const client::ErrorDetails details = client::Details(status);
+  std::string text;
+  for (const client::FieldViolation& violation : details.field_violations) {
+    text += fmt::format("error: {} {}\n", FlagOf(violation.field), violation.description);
+  }
+  if (!text.empty()) return text;
+  text = fmt::format("error: {}\n", std::string(status.message()));
+  if (absl::IsDeadlineExceeded(status)) {
+    text = "error: the time of --timeout is over; give more, or ask for less\n";
+  } else if (absl::IsCancelled(status)) {
+    text = "cancelled\n";
+  } else if (absl::IsUnavailable(status) && details.domain.empty()) {
+    text += "  is it running? name another one with --server HOST:PORT or DENOISE_SERVER\n";
+  }
+  if (details.retry_after) {
+    text += fmt::format("  try again in {}\n", HumanDuration(*details.retry_after));
+  }
+  return text;
+}
+
+std::string DescribeAsJson(const absl::Status& status) {
+  const client::ErrorDetails details = client::Details(status);
+  nlohmann::json json = {{"type", "error"},
+                         {"code", absl::StatusCodeToString(status.code())},
+                         {"message", std::string(status.message())},
+                         {"fields", nlohmann::json::array()}};
+  for (const client::FieldViolation& violation : details.field_violations) {
+    json["fields"].push_back({{"field", violation.field}, {"description", violation.description}});
+  }
+  if (!details.reason.empty()) json["reason"] = details.reason;
+  if (details.retry_after) {
+    json["retry_after_seconds"] = std::chrono::duration<double>(*details.retry_after).count();
+  }
+  // A message may quote bytes that are not UTF-8.
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+ExitCode Report(const absl::Status& status, bool json) {
+  if (status.ok()) return kOk;
+  std::fputs(Describe(status).c_str(), stderr);
+  if (json) std::puts(DescribeAsJson(status).c_str());
+  return ExitCodeOf(status);
+}
+
+}  // namespace denoised::command

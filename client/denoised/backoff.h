@@ -1,0 +1,30 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <random>
+
+/// Time and chance for the retries.
+
+namespace denoised::client {
+
+/// 64 bits that no other process draws.
+inline uint64_t RandomBits() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+/// Uniform in [0, 1).
+inline double RandomFraction() { return static_cast<double>(RandomBits() >> 11) * 0x1p-53; }
+
+/// Time until the deadline, never negative; nullopt when there is none.
+inline std::optional<std::chrono::nanoseconds> Remaining(
+    const std::optional<std::chrono::system_clock::time_point>& deadline) {
+  if (!deadline) return std::nullopt;
+  return std::max<std::chrono::nanoseconds>(*deadline - std::chrono::system_clock::now(),
+                                            std::chrono::nanoseconds::zero());
+}
+
+}  // namespace denoised::client

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "denoised/generation.h"
+#include "denoised/retry.h"
+
+namespace denoised::client {
+
+/// Of one call.
+struct CallOptions {
+  std::optional<std::chrono::nanoseconds> timeout;  // for all attempts together; unset: none
+  std::stop_token stop;                             // a stop request cancels the call
+};
+
+/// Told of a streaming call, on a thread of gRPC's callback pool. The calls for one stream come one
+/// at a time and in order; while one runs no further event is read, so a slow listener slows down
+/// its own stream alone. Block only briefly: streams share the pool.
+struct StreamListener {
+  std::function<void(const Event&)> on_event;
+  std::function<void(const absl::Status&)> on_done;  // exactly once, last; may be empty
+};
+
+/// A streaming call under way. Thread-safe.
+class StreamCall {
+ public:
+  /// Cancels the call if it still runs and waits until the listener has been told for the last
+  /// time, so a listener may refer to whatever outlives the StreamCall.
+  virtual ~StreamCall() = default;
+  /// Asks for an early end: on_done gets CANCELLED unless the call was done. Does not wait.
+  virtual void Cancel() = 0;
+  /// Waits for the end of the call, on_done included, and returns how it ended. Within the call's
+  /// own listener it cannot wait: FAILED_PRECONDITION.
+  virtual absl::Status Wait() = 0;
+};
+
+/// Standard health: SERVING, or why not.
+enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2 };
+
+/// What a Client needs of a server; tests implement it. Implementations are thread-safe. Errors are
+/// the server's, with details (denoised/error.h), or UNAVAILABLE, DEADLINE_EXCEEDED and CANCELLED.
+class Connection {
+ public:
+  virtual ~Connection() = default;
+  virtual absl::StatusOr<GenerationResult> Generate(const Generation& generation,
+                                                    const CallOptions& options) = 0;
+  /// Never null; a call that cannot be made tells its listener so.
+  virtual std::unique_ptr<StreamCall> StreamGenerate(const Generation& generation,
+                                                     const std::optional<PreviewOptions>& preview,
+                                                     StreamListener listener,
+                                                     const CallOptions& options) = 0;
+  virtual absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options) = 0;
+  virtual absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options) = 0;
+  virtual absl::StatusOr<ServingStatus> CheckHealth(const std::string& service,
+                                                    const CallOptions& options) = 0;
+};
+
+struct ConnectionOptions {
+  RetryPolicy retry;
+  /// Largest message either way. gRPC's own 4 MB is less than one raw 1024 x 1024 image (12 MB); a
+  /// unary reply carries all images of a request.
+  int max_message_bytes = 256 << 20;
+  /// Pings while calls are open, so that a client that waits in a queue for minutes is not cut off
+  /// by what lies between and notices a server that is gone. At least 20 s: servers close
+  /// connections that ping more often.
+  std::chrono::milliseconds keepalive_interval{30'000};
+  std::chrono::milliseconds keepalive_timeout{10'000};
+};
+
+/// A connection to "host:port" (any gRPC target) over gRPC without TLS, which connects with the
+/// first call. A loopback target is never reached through a proxy of the environment.
+/// INVALID_ARGUMENT when an option is out of range.
+absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
+                                                    const ConnectionOptions& options = {});
+
+}  // namespace denoised::client

@@ -1,0 +1,213 @@
+#include "denoised/conversion.h"
+
+#include <utility>
+
+namespace denoised::client {
+namespace {
+
+// The plain enums carry the numbers of the contract, so conversion is a cast.
+static_assert(int{v1::SAMPLER_EDM_DPM_SOLVER} == static_cast<int>(Sampler::kEdmDpmSolver));
+static_assert(v1::Sampler_MAX == v1::SAMPLER_EDM_DPM_SOLVER);
+static_assert(int{v1::NOISE_SCHEDULE_BETA} == static_cast<int>(NoiseSchedule::kBeta));
+static_assert(v1::NoiseSchedule_MAX == v1::NOISE_SCHEDULE_BETA);
+static_assert(int{v1::IMAGE_FORMAT_RAW_UINT8} == static_cast<int>(ImageFormat::kRawUint8));
+static_assert(int{v1::MODEL_STATE_FAILED} == static_cast<int>(ModelState::kFailed));
+static_assert(int{v1::CLASS_CONDITION_KIND_VECTOR} == static_cast<int>(ClassCondition::kVector));
+static_assert(int{v1::DATA_TYPE_UINT8} == static_cast<int>(Tensor::Type::kUint8));
+
+template <typename Wire, typename Plain>
+Wire Cast(Plain value) {
+  return static_cast<Wire>(static_cast<int>(value));
+}
+
+// A number that this version has no name for.
+template <typename Plain>
+Plain KnownOr0(int value, int max) {
+  return static_cast<Plain>(value <= max ? value : 0);
+}
+
+void SetTensor(const Tensor& tensor, v1::Tensor* proto) {
+  proto->set_data_type(Cast<v1::DataType>(tensor.type));
+  proto->mutable_shape()->Add(tensor.shape.begin(), tensor.shape.end());
+  proto->set_data(tensor.data);
+}
+
+Tensor FromProto(v1::Tensor&& proto) {
+  Tensor tensor;
+  tensor.type = Cast<Tensor::Type>(proto.data_type());
+  tensor.shape.assign(proto.shape().begin(), proto.shape().end());
+  tensor.data = std::move(*proto.mutable_data());
+  return tensor;
+}
+
+Timing FromProto(const v1::Timing& timing) {
+  return {.queued_seconds = timing.queued_seconds(), .total_seconds = timing.total_seconds()};
+}
+
+}  // namespace
+
+absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
+  if (!generation.class_labels.empty() && !generation.class_vectors.empty()) {
+    return absl::InvalidArgumentError(
+        "class_labels and class_vectors are both given; give the one that the model takes");
+  }
+  v1::GenerationParams params;
+  params.set_model(generation.model);
+  params.set_request_id(generation.request_id);
+  if (generation.seed) params.set_seed(*generation.seed);
+  if (generation.count) params.set_count(*generation.count);
+  if (const auto& labels = generation.class_labels; !labels.empty()) {
+    params.mutable_class_labels()->mutable_labels()->Add(labels.begin(), labels.end());
+  }
+  if (const auto& values = generation.class_vectors; !values.empty()) {
+    params.mutable_class_vectors()->mutable_values()->Add(values.begin(), values.end());
+  }
+  if (generation.guidance_scale) params.set_guidance_scale(*generation.guidance_scale);
+  if (generation.steps) params.set_steps(*generation.steps);
+  if (generation.sampler) params.set_sampler(Cast<v1::Sampler>(*generation.sampler));
+  if (generation.noise_schedule) {
+    params.set_noise_schedule(Cast<v1::NoiseSchedule>(*generation.noise_schedule));
+  }
+  if (generation.eta) params.set_eta(*generation.eta);
+  if (generation.s_churn) params.set_s_churn(*generation.s_churn);
+  if (generation.s_tmin) params.set_s_tmin(*generation.s_tmin);
+  if (generation.s_tmax) params.set_s_tmax(*generation.s_tmax);
+  if (generation.s_noise) params.set_s_noise(*generation.s_noise);
+  if (generation.solver_order) params.set_solver_order(*generation.solver_order);
+  if (generation.width) params.set_width(*generation.width);
+  if (generation.height) params.set_height(*generation.height);
+  v1::OutputOptions* output = params.mutable_output();
+  if (generation.format) output->set_format(Cast<v1::ImageFormat>(*generation.format));
+  if (generation.quality) output->set_quality(*generation.quality);
+  if (generation.embed_metadata) output->set_embed_metadata(*generation.embed_metadata);
+  if (generation.initial_noise) {
+    SetTensor(*generation.initial_noise, params.mutable_initial_noise());
+  }
+  if (generation.init_image) {
+    v1::InitImage* init = params.mutable_init_image();
+    if (const auto* file = std::get_if<std::string>(&generation.init_image->source)) {
+      init->set_encoded(*file);
+    } else {
+      SetTensor(std::get<Tensor>(generation.init_image->source), init->mutable_tensor());
+    }
+    if (generation.init_image->strength) init->set_strength(*generation.init_image->strength);
+  }
+  return params;
+}
+
+v1::PreviewOptions ToProto(const PreviewOptions& preview) {
+  v1::PreviewOptions proto;
+  proto.set_kind(Cast<v1::PreviewKind>(preview.kind));
+  if (preview.every_evaluations) proto.set_every_evaluations(*preview.every_evaluations);
+  if (preview.max_edge) proto.set_max_edge(*preview.max_edge);
+  if (preview.format) proto.set_format(Cast<v1::ImageFormat>(*preview.format));
+  return proto;
+}
+
+EffectiveParams FromProto(const v1::EffectiveParams& proto) {
+  EffectiveParams params;
+  params.model = proto.model();
+  params.request_id = proto.request_id();
+  params.seed = proto.seed();
+  params.count = proto.count();
+  params.class_labels.assign(proto.class_labels().begin(), proto.class_labels().end());
+  params.guidance_scale = proto.guidance_scale();
+  params.steps = proto.steps();
+  params.evaluations = proto.evaluations();
+  params.sampler = KnownOr0<Sampler>(proto.sampler(), v1::Sampler_MAX);
+  params.noise_schedule = KnownOr0<NoiseSchedule>(proto.noise_schedule(), v1::NoiseSchedule_MAX);
+  params.width = proto.width();
+  params.height = proto.height();
+  params.strength = proto.strength();
+  params.eta = proto.eta();
+  params.s_churn = proto.s_churn();
+  return params;
+}
+
+Image FromProto(v1::Image&& proto) {
+  Image image;
+  image.index = proto.index();
+  image.seed = proto.seed();
+  if (proto.has_class_label()) image.class_label = proto.class_label();
+  image.mime_type = proto.mime_type();
+  image.width = proto.width();
+  image.height = proto.height();
+  if (proto.has_tensor()) {
+    image.content = FromProto(std::move(*proto.mutable_tensor()));
+  } else {
+    image.content = std::move(*proto.mutable_encoded());
+  }
+  return image;
+}
+
+GenerationResult FromProto(v1::GenerateResponse&& response) {
+  GenerationResult result;
+  result.params = FromProto(response.params());
+  for (v1::Image& image : *response.mutable_images()) {
+    result.images.push_back(FromProto(std::move(image)));
+  }
+  result.timing = FromProto(response.timing());
+  return result;
+}
+
+std::optional<Event> FromProto(v1::StreamGenerateResponse&& response) {
+  switch (response.event_case()) {
+    case v1::StreamGenerateResponse::kQueued:
+      return Queued{FromProto(response.queued().params()), response.queued().images_ahead()};
+    case v1::StreamGenerateResponse::kStarted:
+      return Started{response.started().queued_seconds()};
+    case v1::StreamGenerateResponse::kProgress:
+      return Progress{response.progress().evaluations_done(),
+                      response.progress().evaluations_total()};
+    case v1::StreamGenerateResponse::kPreview:
+      return Preview{response.preview().evaluation(), response.preview().evaluations(),
+                     FromProto(std::move(*response.mutable_preview()->mutable_image()))};
+    case v1::StreamGenerateResponse::kImage:
+      return FromProto(std::move(*response.mutable_image()->mutable_image()));
+    case v1::StreamGenerateResponse::kCompleted:
+      return Completed{FromProto(response.completed().params()),
+                       FromProto(response.completed().timing())};
+    case v1::StreamGenerateResponse::EVENT_NOT_SET:
+      return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+Model FromProto(const v1::Model& proto) {
+  Model model;
+  model.name = proto.name();
+  model.state = KnownOr0<ModelState>(proto.state(), v1::ModelState_MAX);
+  model.error = proto.error();
+  model.architecture = proto.architecture();
+  model.parameters = proto.parameters();
+  model.condition = KnownOr0<ClassCondition>(proto.condition(), v1::ClassConditionKind_MAX);
+  model.labels.assign(proto.labels().begin(), proto.labels().end());
+  const v1::ModelDefaults& defaults = proto.defaults();
+  model.defaults = {
+      .sampler = KnownOr0<Sampler>(defaults.sampler(), v1::Sampler_MAX),
+      .noise_schedule = KnownOr0<NoiseSchedule>(defaults.noise_schedule(), v1::NoiseSchedule_MAX),
+      .steps = defaults.steps(),
+      .guidance_scale = defaults.guidance_scale(),
+      .width = defaults.width(),
+      .height = defaults.height()};
+  const v1::ModelLimits& limits = proto.limits();
+  model.limits = {.max_steps = limits.max_steps(),
+                  .max_count = limits.max_count(),
+                  .num_classes = limits.num_classes(),
+                  .class_vector_size = limits.class_vector_size(),
+                  .guidance = limits.guidance(),
+                  .size_multiple = limits.size_multiple(),
+                  .channels = limits.channels(),
+                  .max_request_bytes = limits.max_request_bytes()};
+  for (const int sampler : proto.samplers()) {
+    model.samplers.push_back(KnownOr0<Sampler>(sampler, v1::Sampler_MAX));
+  }
+  for (const int schedule : proto.noise_schedules()) {
+    model.noise_schedules.push_back(KnownOr0<NoiseSchedule>(schedule, v1::NoiseSchedule_MAX));
+  }
+  model.memory_bytes = proto.memory_bytes();
+  model.device = proto.device();
+  return model;
+}
+
+}  // namespace denoised::client

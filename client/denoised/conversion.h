@@ -1,0 +1,25 @@
+#pragma once
+
+#include <optional>
+
+#include "absl/status/statusor.h"
+#include "denoised/generation.h"
+#include "denoised/v1/image_generation.pb.h"
+
+/// Between the plain types and the wire contract.
+
+namespace denoised::client {
+
+/// INVALID_ARGUMENT when both class_labels and class_vectors are given: the wire holds one.
+absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation);
+v1::PreviewOptions ToProto(const PreviewOptions& preview);
+
+EffectiveParams FromProto(const v1::EffectiveParams& params);
+/// Moves the bytes out of `image`.
+Image FromProto(v1::Image&& image);
+GenerationResult FromProto(v1::GenerateResponse&& response);
+/// nullopt for an event that this version does not know.
+std::optional<Event> FromProto(v1::StreamGenerateResponse&& response);
+Model FromProto(const v1::Model& model);
+
+}  // namespace denoised::client

@@ -1,0 +1,54 @@
+#include "denoised/generation.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace denoised::client {
+namespace {
+
+// Names by value; index 0 is the value that has none.
+constexpr std::string_view kUnknown = "unknown";
+constexpr std::string_view kSamplers[] = {
+    kUnknown,     "ddpm",           "ddim",   "pndm", "euler",     "euler_ancestral", "lms", "heun",
+    "dpm_solver", "dpm_solver_sde", "uni_pc", "lcm",  "edm_euler", "edm_dpm_solver"};
+constexpr std::string_view kSchedules[] = {kUnknown, "native", "karras", "exponential", "beta"};
+constexpr std::string_view kStates[] = {kUnknown, "loading", "available", "failed"};
+constexpr std::string_view kConditions[] = {kUnknown, "none", "label", "value", "vector"};
+
+template <typename Enum, size_t N>
+std::string_view NameIn(const std::string_view (&names)[N], Enum value) {
+  const int index = static_cast<int>(value);
+  return index > 0 && index < static_cast<int>(N) ? names[index] : kUnknown;
+}
+
+template <typename Enum, size_t N>
+std::optional<Enum> FromName(const std::string_view (&names)[N], std::string_view name) {
+  const auto found = std::find(std::begin(names) + 1, std::end(names), name);
+  if (found == std::end(names)) return std::nullopt;
+  return static_cast<Enum>(found - std::begin(names));
+}
+
+template <typename Enum, size_t N>
+std::vector<Enum> All(const std::string_view (&)[N]) {
+  std::vector<Enum> all;
+  for (size_t i = 1; i < N; ++i) all.push_back(static_cast<Enum>(i));
+  return all;
+}
+
+}  // namespace
+
+std::string_view Name(Sampler sampler) { return NameIn(kSamplers, sampler); }
+std::string_view Name(NoiseSchedule schedule) { return NameIn(kSchedules, schedule); }
+std::string_view Name(ModelState state) { return NameIn(kStates, state); }
+std::string_view Name(ClassCondition condition) { return NameIn(kConditions, condition); }
+
+std::optional<Sampler> SamplerFromName(std::string_view name) {
+  return FromName<Sampler>(kSamplers, name);
+}
+std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name) {
+  return FromName<NoiseSchedule>(kSchedules, name);
+}
+std::vector<Sampler> AllSamplers() { return All<Sampler>(kSamplers); }
+std::vector<NoiseSchedule> AllNoiseSchedules() { return All<NoiseSchedule>(kSchedules); }
+
+}  // namespace denoised::client

@@ -1,0 +1,207 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+/// What is asked of a server and what it answers, in plain types. All are values, owned by whoever
+/// holds them. A knob that is unset takes the model's default; answers carry the effective value.
+/// Ranges are the server's to judge: see proto/denoised/v1/image_generation.proto.
+
+namespace denoised::client {
+
+/// How the model's output becomes the next state. The numbers are those of the wire contract.
+enum class Sampler {
+  kUnknown = 0,  // only in answers: a sampler that this version of the library has no name for
+  kDdpm = 1,
+  kDdim = 2,
+  kPndm = 3,
+  kEuler = 4,
+  kEulerAncestral = 5,
+  kLms = 6,
+  kHeun = 7,
+  kDpmSolver = 8,
+  kDpmSolverSde = 9,
+  kUniPc = 10,
+  kLcm = 11,
+  kEdmEuler = 12,
+  kEdmDpmSolver = 13,
+};
+
+/// How noise levels are spaced over the steps.
+enum class NoiseSchedule { kUnknown = 0, kNative = 1, kKarras = 2, kExponential = 3, kBeta = 4 };
+
+/// How an image is returned: a file, or an array [height, width, channels].
+enum class ImageFormat {
+  kPng = 1,
+  kJpeg = 2,
+  kWebp = 3,
+  kRawFloat32 = 4,  // nominally in [-1, 1], not clipped
+  kRawUint8 = 5,    // in [0, 255]
+};
+
+enum class PreviewKind { kPredictedX0 = 1, kNoisyState = 2 };
+
+enum class ModelState { kUnknown = 0, kLoading = 1, kAvailable = 2, kFailed = 3 };
+
+/// How a model takes its class condition.
+enum class ClassCondition { kUnknown = 0, kNone = 1, kLabel = 2, kValue = 3, kVector = 4 };
+
+/// Lower-case names: "dpm_solver", "karras", "available"; "unknown" for what has none.
+std::string_view Name(Sampler sampler);
+std::string_view Name(NoiseSchedule schedule);
+std::string_view Name(ModelState state);
+std::string_view Name(ClassCondition condition);
+std::optional<Sampler> SamplerFromName(std::string_view name);
+std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name);
+/// In the order of the contract, without kUnknown.
+std::vector<Sampler> AllSamplers();
+std::vector<NoiseSchedule> AllNoiseSchedules();
+
+/// An array, row-major, little-endian; `data` holds product(shape) elements.
+struct Tensor {
+  enum class Type { kFloat32 = 1, kUint8 = 2 };
+  Type type = Type::kFloat32;
+  std::vector<int64_t> shape;
+  std::string data;
+};
+
+/// Image to image: start from a picture instead of noise.
+struct InitImage {
+  std::variant<std::string, Tensor>
+      source;                      // a PNG, JPEG or WebP file; or [height, width, channels]
+  std::optional<double> strength;  // how much is drawn anew, in (0, 1]
+};
+
+/// What to draw.
+struct Generation {
+  std::string model;       // may be empty when the server holds a single one
+  std::string request_id;  // at most 128 printable ASCII characters; empty: the server makes one
+  std::optional<uint64_t> seed;  // image i has seed + i; unset: the connection draws one
+  std::optional<int> count;
+  std::vector<int> class_labels;     // one for all images, or one for each
+  std::vector<float> class_vectors;  // for models that take numbers; not together with class_labels
+  std::optional<double> guidance_scale;
+  std::optional<int> steps;
+  std::optional<Sampler> sampler;
+  std::optional<NoiseSchedule> noise_schedule;
+  std::optional<double> eta;
+  std::optional<double> s_churn, s_tmin, s_tmax, s_noise;
+  std::optional<int> solver_order;
+  std::optional<int> width, height;  // pixels
+  std::optional<ImageFormat> format;
+  std::optional<int> quality;  // of JPEG and WebP, 1 to 100
+  std::optional<bool> embed_metadata;
+  std::optional<Tensor> initial_noise;  // float32 [count, height, width, channels], normal scale
+  std::optional<InitImage> init_image;
+};
+
+/// Previews of the denoising, for StreamGenerate.
+struct PreviewOptions {
+  PreviewKind kind = PreviewKind::kPredictedX0;
+  std::optional<int> every_evaluations;
+  std::optional<int> max_edge;  // pixels
+  std::optional<ImageFormat> format;
+};
+
+/// What was run, every default filled in.
+struct EffectiveParams {
+  std::string model;
+  std::string request_id;
+  uint64_t seed = 0;
+  int count = 0;
+  std::vector<int> class_labels;  // of each image; empty when the model has none
+  double guidance_scale = 1;      // 1: none
+  int steps = 0;
+  int evaluations = 0;  // of the model, per image
+  Sampler sampler = Sampler::kUnknown;
+  NoiseSchedule noise_schedule = NoiseSchedule::kUnknown;
+  int width = 0, height = 0;  // pixels
+  double strength = 1;
+  double eta = 0;
+  double s_churn = 0;
+};
+
+/// One image.
+struct Image {
+  int index = 0;      // within the request, from 0
+  uint64_t seed = 0;  // count 1 with this seed draws this image alone
+  std::optional<int> class_label;
+  std::string mime_type;      // "image/png"; "application/octet-stream" for a tensor
+  int width = 0, height = 0;  // pixels
+  std::variant<std::string, Tensor> content;  // the file; or [height, width, channels]
+};
+
+/// Where the time went.
+struct Timing {
+  double queued_seconds = 0;
+  double total_seconds = 0;
+};
+
+/// The answer of Generate; images by index.
+struct GenerationResult {
+  EffectiveParams params;
+  std::vector<Image> images;
+  Timing timing;
+};
+
+/// The events of StreamGenerate.
+struct Queued {
+  EffectiveParams params;
+  int images_ahead = 0;
+};
+struct Started {
+  double queued_seconds = 0;
+};
+struct Progress {
+  int evaluations_done = 0;  // over all images of the request
+  int evaluations_total = 0;
+};
+struct Preview {
+  int evaluation = 0;  // evaluations of this image so far
+  int evaluations = 0;
+  Image image;
+};
+struct Completed {
+  EffectiveParams params;
+  Timing timing;
+};
+/// Queued, Started, then Progress and Preview in any number, each Image once, and Completed last.
+using Event = std::variant<Queued, Started, Progress, Preview, Image, Completed>;
+
+/// A model on the server.
+struct Model {
+  std::string name;
+  ModelState state = ModelState::kUnknown;
+  std::string error;         // why it is kFailed
+  std::string architecture;  // diffusers' class
+  int64_t parameters = 0;
+  ClassCondition condition = ClassCondition::kUnknown;
+  std::vector<std::string> labels;  // names of the classes by index; may be empty
+  struct Defaults {
+    Sampler sampler = Sampler::kUnknown;
+    NoiseSchedule noise_schedule = NoiseSchedule::kUnknown;
+    int steps = 0;
+    double guidance_scale = 1;
+    int width = 0, height = 0;  // pixels
+  } defaults;
+  struct Limits {
+    int max_steps = 0;
+    int max_count = 0;
+    int num_classes = 0;
+    int class_vector_size = 0;
+    bool guidance = false;
+    int size_multiple = 1;
+    int channels = 0;
+    int64_t max_request_bytes = 0;
+  } limits;
+  std::vector<Sampler> samplers;
+  std::vector<NoiseSchedule> noise_schedules;
+  int64_t memory_bytes = 0;
+  std::string device;  // "cpu" or "cuda:0"
+};
+
+}  // namespace denoised::client

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <chrono>
+#include <optional>
+
+#include "absl/status/status.h"
+
+namespace denoised::client {
+
+/// When a call that failed is made again. Only two failures are retried, because only they say that
+/// the server did nothing: UNAVAILABLE before anything was received, and RESOURCE_EXHAUSTED with a
+/// RetryInfo (a full queue). Drawing twice is harmless: the seed is fixed before the first attempt,
+/// so every attempt yields the same bytes.
+struct RetryPolicy {
+  int max_attempts = 5;  // 1: never retry
+  std::chrono::milliseconds initial_backoff{100};
+  std::chrono::milliseconds max_backoff{10'000};
+  double multiplier = 2;
+
+  /// The wait before the attempt after `attempt` (counted from 1), or nullopt when `status` is to
+  /// be returned. `random` in [0, 1) places the wait in the upper half of the backoff, so that
+  /// clients which failed together do not return together; a RetryInfo is the least wait. A wait
+  /// that would outlast `remaining` is not begun.
+  std::optional<std::chrono::nanoseconds> NextDelay(
+      const absl::Status& status, int attempt, double random,
+      std::optional<std::chrono::nanoseconds> remaining) const;
+};
+
+}  // namespace denoised::client

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <grpcpp/support/status.h>
+
+#include "absl/status/status.h"
+
+namespace denoised::client {
+
+/// The same code and message; the google.rpc details of `status` become payloads under their type
+/// URLs, which Details() decodes. Details that cannot be parsed are dropped.
+absl::Status FromGrpc(const grpc::Status& status);
+
+}  // namespace denoised::client

@@ -1,0 +1,204 @@
+#include "denoised/stream_call.h"
+
+#include <grpcpp/alarm.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "denoised/backoff.h"
+#include "denoised/conversion.h"
+
+namespace denoised::client {
+namespace {
+
+absl::Status Cancelled() { return absl::CancelledError("cancelled by the caller"); }
+
+/// A stream with its retries. It keeps itself alive until its listener was told for the last time:
+/// each attempt and each pending alarm holds a reference.
+class Operation : public std::enable_shared_from_this<Operation> {
+ public:
+  Operation(StreamCallSetup setup, StreamListener listener)
+      : setup_(std::move(setup)), listener_(std::move(listener)) {}
+
+  void StartAttempt();
+  void Cancel();
+  absl::Status Wait();
+
+ private:
+  class Attempt;
+
+  void Deliver(v1::StreamGenerateResponse&& response);
+  void AttemptDone(const grpc::Status& grpc_status);
+  void Finish(absl::Status status);
+
+  const StreamCallSetup setup_;
+  const StreamListener listener_;
+
+  // Touched by one callback at a time.
+  int attempts_ = 0;
+  bool received_ = false;
+  bool completed_ = false;
+
+  std::atomic<std::thread::id> listening_;  // the thread that is in the listener, if any
+
+  std::mutex mutex_;
+  std::condition_variable finished_;
+  Attempt* attempt_ = nullptr;  // guarded by mutex_, as all below
+  std::unique_ptr<grpc::Alarm> backoff_;
+  bool cancelled_ = false;
+  std::optional<absl::Status> result_;
+};
+
+/// One gRPC call. Deletes itself when it is over.
+class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResponse> {
+ public:
+  explicit Attempt(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
+
+  void Start() {
+    const StreamCallSetup& setup = operation_->setup_;
+    if (setup.deadline) context_.set_deadline(*setup.deadline);
+    setup.stub->async()->StreamGenerate(&context_, &setup.request, this);
+    StartRead(&response_);
+    StartCall();
+  }
+  void Cancel() { context_.TryCancel(); }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) return;  // OnDone follows
+    operation_->Deliver(std::move(response_));
+    response_.Clear();
+    StartRead(&response_);
+  }
+  void OnDone(const grpc::Status& status) override {
+    const std::shared_ptr<Operation> operation = std::move(operation_);
+    {
+      std::lock_guard lock(operation->mutex_);
+      operation->attempt_ = nullptr;
+    }
+    delete this;
+    operation->AttemptDone(status);
+  }
+
+ private:
+  std::shared_ptr<Operation> operation_;
+  grpc::ClientContext context_;
+  v1::StreamGenerateResponse response_;
+};
+
+void Operation::StartAttempt() {
+  Attempt* attempt = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    backoff_.reset();
+    if (!cancelled_) attempt = attempt_ = new Attempt(shared_from_this());
+  }
+  if (attempt == nullptr) return Finish(Cancelled());
+  ++attempts_;
+  attempt->Start();  // it lives at least until OnDone; a Cancel before this ends it at once
+}
+
+void Operation::Cancel() {
+  std::lock_guard lock(mutex_);
+  cancelled_ = true;
+  if (attempt_ != nullptr) attempt_->Cancel();
+  if (backoff_ != nullptr) backoff_->Cancel();
+}
+
+absl::Status Operation::Wait() {
+  if (listening_.load() == std::this_thread::get_id()) {
+    return absl::FailedPreconditionError(
+        "a streaming call cannot be waited for in its own listener; use on_done instead");
+  }
+  std::unique_lock lock(mutex_);
+  finished_.wait(lock, [this] { return result_.has_value(); });
+  return *result_;
+}
+
+void Operation::Deliver(v1::StreamGenerateResponse&& response) {
+  received_ = true;
+  const std::optional<Event> event = FromProto(std::move(response));
+  if (!event) return;
+  completed_ = completed_ || std::holds_alternative<Completed>(*event);
+  if (!listener_.on_event) return;
+  listening_ = std::this_thread::get_id();
+  listener_.on_event(*event);
+  listening_ = std::thread::id();
+}
+
+void Operation::AttemptDone(const grpc::Status& grpc_status) {
+  absl::Status status = setup_.to_status(grpc_status);
+  if (status.ok() && !completed_) {
+    status = absl::DataLossError("the stream ended without its last event; ask the server's log");
+  }
+  if (!received_) {
+    const auto delay =
+        setup_.retry.NextDelay(status, attempts_, RandomFraction(), Remaining(setup_.deadline));
+    std::lock_guard lock(mutex_);
+    if (delay && cancelled_) {
+      status = Cancelled();
+    } else if (delay) {
+      backoff_ = std::make_unique<grpc::Alarm>();
+      backoff_->Set(std::chrono::system_clock::now() + *delay,
+                    [self = shared_from_this()](bool) { self->StartAttempt(); });
+      return;
+    }
+  }
+  Finish(std::move(status));
+}
+
+void Operation::Finish(absl::Status status) {
+  if (listener_.on_done) {
+    listening_ = std::this_thread::get_id();
+    listener_.on_done(status);
+    listening_ = std::thread::id();
+  }
+  std::lock_guard lock(mutex_);
+  result_ = std::move(status);
+  finished_.notify_all();
+}
+
+class RunningCall : public StreamCall {
+ public:
+  RunningCall(std::shared_ptr<Operation> operation, std::stop_token stop)
+      : operation_(std::move(operation)),
+        on_stop_(std::move(stop), [operation = operation_.get()] { operation->Cancel(); }) {}
+  ~RunningCall() override {
+    operation_->Cancel();
+    operation_->Wait().IgnoreError();
+  }
+  void Cancel() override { operation_->Cancel(); }
+  absl::Status Wait() override { return operation_->Wait(); }
+
+ private:
+  const std::shared_ptr<Operation> operation_;
+  const std::stop_callback<std::function<void()>> on_stop_;
+};
+
+class FailedCall : public StreamCall {
+ public:
+  explicit FailedCall(absl::Status status) : status_(std::move(status)) {}
+  void Cancel() override {}
+  absl::Status Wait() override { return status_; }
+
+ private:
+  const absl::Status status_;
+};
+
+}  // namespace
+
+std::unique_ptr<StreamCall> StartStreamCall(StreamCallSetup setup, StreamListener listener,
+                                            std::stop_token stop) {
+  auto operation = std::make_shared<Operation>(std::move(setup), std::move(listener));
+  operation->StartAttempt();
+  return std::make_unique<RunningCall>(std::move(operation), std::move(stop));
+}
+
+std::unique_ptr<StreamCall> FailedStreamCall(absl::Status status, const StreamListener& listener) {
+  if (listener.on_done) listener.on_done(status);
+  return std::make_unique<FailedCall>(std::move(status));
+}
+
+}  // namespace denoised::client

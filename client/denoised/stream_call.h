@@ -1,0 +1,29 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "denoised/connection.h"
+#include "denoised/v1/image_generation.grpc.pb.h"
+
+namespace denoised::client {
+
+/// What a streaming call needs of the connection that makes it.
+struct StreamCallSetup {
+  std::shared_ptr<v1::ImageGeneration::Stub> stub;
+  v1::StreamGenerateRequest request;
+  RetryPolicy retry;
+  std::optional<std::chrono::system_clock::time_point> deadline;
+  std::function<absl::Status(const grpc::Status&)> to_status;
+};
+
+/// Begins the call.
+std::unique_ptr<StreamCall> StartStreamCall(StreamCallSetup setup, StreamListener listener,
+                                            std::stop_token stop);
+
+/// A call that failed before it could be made; its listener is told before this returns.
+std::unique_ptr<StreamCall> FailedStreamCall(absl::Status status, const StreamListener& listener);
+
+}  // namespace denoised::client

@@ -1,0 +1,225 @@
+// Softmax attention on tensor cores, without the matrix of scores in memory (FlashAttention, arXiv
+// 2205.14135 and 2307.08691).
+//
+// Policy. One block takes kQueries queries of one head of one image over all keys, in tiles of kKeys
+// and in order, so a row's bits are the same in any batch. Each warp owns 16 queries: their scores,
+// running maximum, running sum and output stay in its registers; above 256 dimensions two warps share
+// 16 queries, each with half of the output, and both compute the scores. Keys and values are copied
+// to shared memory asynchronously, the values while the scores are made and the next keys while the
+// output is. Softmax in fp32; bf16 operands. Dimensions between the listed ones are padded with zeros
+// in shared memory; dimensions that are no multiple of eight go to attention_fp32.cu.
+
+#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/mma.cuh"
+
+namespace denoised::cuda {
+namespace {
+
+template <int kDim_, int kQueries_, int kKeys_, int kSplit_>
+struct Shape {
+  static constexpr int kDim = kDim_, kQueries = kQueries_, kKeys = kKeys_, kSplit = kSplit_;
+  static constexpr int kThreads = 32 * kQueries / 16 * kSplit;
+  static constexpr int kLine = kDim + 8;  // eight rows of an 8×8 matrix lie in different banks
+  static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kLine * 2;
+  static_assert(kDim % (16 * kSplit) == 0 && kQueries % 16 == 0 && kKeys % 16 == 0);
+  static_assert(kSharedBytes <= 99 * 1024, "what consumer chips have");
+};
+
+/// Copies rows [begin, begin + kRows) of one head; zeros beyond `count` rows and `dim` columns.
+template <typename S, int kRows>
+__device__ void CopyRows(const Rows& from, int64_t first_row, int begin, int count, int head,
+                         int dim, __nv_bfloat16* to) {
+  constexpr int kChunks = S::kDim / 8;
+  const auto* data = static_cast<const __nv_bfloat16*>(from.data);
+  for (int i = threadIdx.x; i < kRows * kChunks; i += S::kThreads) {
+    const int row = i / kChunks, column = i % kChunks * 8;
+    const bool valid = begin + row < count && column < dim;
+    const int64_t offset = (first_row + begin + row) * from.stride +
+                           static_cast<int64_t>(head) * dim + column;
+    CopyAsync16(to + row * S::kLine + column, valid ? data + offset : data, valid);
+  }
+}
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, 2)
+    AttentionKernel(const __grid_constant__ AttentionLaunch attention) {
+  constexpr int kKeyFragments = S::kKeys / 8;
+  constexpr int kOutputDim = S::kDim / S::kSplit, kOutputFragments = kOutputDim / 8;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* queries = reinterpret_cast<__nv_bfloat16*>(shared);
+  __nv_bfloat16* keys = queries + S::kQueries * S::kLine;
+  __nv_bfloat16* values = keys + S::kKeys * S::kLine;
+
+  const int first_query = blockIdx.x * S::kQueries, head = blockIdx.y;
+  const int64_t image = blockIdx.z;
+  const int64_t query_row = image * attention.tokens, key_row = image * attention.key_tokens;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_query = warp / S::kSplit * 16, warp_dim = warp % S::kSplit * kOutputDim;
+
+  CopyRows<S, S::kQueries>(attention.q, query_row, first_query, attention.tokens, head,
+                           attention.dim, queries);
+  CopyRows<S, S::kKeys>(attention.k, key_row, 0, attention.key_tokens, head, attention.dim, keys);
+  CommitCopies();
+  CopyRows<S, S::kKeys>(attention.v, key_row, 0, attention.key_tokens, head, attention.dim, values);
+  CommitCopies();
+
+  // Of the 16 × … tiles a lane holds row lane / 4 (index 0) and lane / 4 + 8 (index 1).
+  float output[kOutputFragments][4] = {};
+  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
+
+  for (int first_key = 0; first_key < attention.key_tokens; first_key += S::kKeys) {
+    WaitCopies<1>();  // the keys; the values may be under way
+    __syncthreads();
+    float scores[kKeyFragments][4] = {};
+#pragma unroll
+    for (int d = 0; d < S::kDim; d += 16) {
+      uint32_t a[4];
+      LoadMatrices(a, queries + (warp_query + lane % 16) * S::kLine + d + lane / 16 * 8);
+#pragma unroll
+      for (int j = 0; j < kKeyFragments; j += 2) {
+        uint32_t b[4];
+        LoadMatrices(b, keys + (j * 8 + lane % 8 + lane / 16 * 8) * S::kLine + d + lane / 8 % 2 * 8);
+        Multiply(scores[j], a, b[0], b[1]);
+        Multiply(scores[j + 1], a, b[2], b[3]);
+      }
+    }
+    __syncthreads();  // everyone has read the keys
+    const int next_key = first_key + S::kKeys;
+    if (next_key < attention.key_tokens) {
+      CopyRows<S, S::kKeys>(attention.k, key_row, next_key, attention.key_tokens, head,
+                            attention.dim, keys);
+    }
+    CommitCopies();
+
+    // Every tile has a valid key, so a maximum is finite from the first tile on.
+    float tile_maximum[2] = {maximum[0], maximum[1]};
+#pragma unroll
+    for (int j = 0; j < kKeyFragments; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int key = first_key + j * 8 + lane % 4 * 2 + e % 2;
+        scores[j][e] = key < attention.key_tokens ? scores[j][e] * scale_log2 : -INFINITY;
+        tile_maximum[e / 2] = fmaxf(tile_maximum[e / 2], scores[j][e]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      tile_maximum[r] = fmaxf(tile_maximum[r], __shfl_xor_sync(~0u, tile_maximum[r], 1));
+      tile_maximum[r] = fmaxf(tile_maximum[r], __shfl_xor_sync(~0u, tile_maximum[r], 2));
+      const float shrink = exp2f(maximum[r] - tile_maximum[r]);
+      maximum[r] = tile_maximum[r];
+      sum[r] *= shrink;
+#pragma unroll
+      for (int d = 0; d < kOutputFragments; ++d) {
+        output[d][2 * r] *= shrink;
+        output[d][2 * r + 1] *= shrink;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kKeyFragments; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[j][e] = exp2f(scores[j][e] - maximum[e / 2]);
+        sum[e / 2] += scores[j][e];  // of this lane's columns; lanes are added at the end
+      }
+    }
+
+    WaitCopies<1>();  // the values; the next keys may be under way
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kKeyFragments; j += 2) {
+      // Two score fragments of 8 columns, rounded, are one operand of 16.
+      const uint32_t a[4] = {PackBf16(scores[j][0], scores[j][1]),
+                             PackBf16(scores[j][2], scores[j][3]),
+                             PackBf16(scores[j + 1][0], scores[j + 1][1]),
+                             PackBf16(scores[j + 1][2], scores[j + 1][3])};
+#pragma unroll
+      for (int d = 0; d < kOutputFragments; d += 2) {
+        uint32_t b[4];
+        LoadMatricesTransposed(b, values + (j * 8 + lane % 16) * S::kLine + warp_dim + d * 8 +
+                                      lane / 16 * 8);
+        Multiply(output[d], a, b[0], b[1]);
+        Multiply(output[d + 1], a, b[2], b[3]);
+      }
+    }
+    __syncthreads();  // everyone has read the values
+    if (next_key < attention.key_tokens) {
+      CopyRows<S, S::kKeys>(attention.v, key_row, next_key, attention.key_tokens, head,
+                            attention.dim, values);
+    }
+    CommitCopies();
+  }
+  WaitCopies<0>();
+
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+    sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    const int query = first_query + warp_query + lane / 4 + 8 * r;
+    if (query >= attention.tokens) continue;
+    const float inverse = 1.0f / sum[r];
+    auto* to = static_cast<__nv_bfloat16*>(attention.out.data) +
+               (query_row + query) * attention.out.stride +
+               static_cast<int64_t>(head) * attention.dim;
+#pragma unroll
+    for (int d = 0; d < kOutputFragments; ++d) {
+      const int column = warp_dim + d * 8 + lane % 4 * 2;
+      if (column < attention.dim) {
+        *reinterpret_cast<uint32_t*>(to + column) =
+            PackBf16(output[d][2 * r] * inverse, output[d][2 * r + 1] * inverse);
+      }
+    }
+  }
+}
+
+using Dim32 = Shape<32, 64, 64, 1>;
+using Dim48 = Shape<48, 64, 64, 1>;
+using Dim64 = Shape<64, 64, 64, 1>;
+using Dim80 = Shape<80, 64, 64, 1>;
+using Dim96 = Shape<96, 64, 64, 1>;
+using Dim128 = Shape<128, 64, 64, 1>;
+using Dim160 = Shape<160, 64, 32, 1>;
+using Dim256 = Shape<256, 64, 32, 1>;
+using Dim512 = Shape<512, 32, 16, 2>;
+
+template <typename S>
+cudaError_t LaunchShape(const AttentionLaunch& attention, const Queue& queue) {
+  const dim3 grid((attention.tokens + S::kQueries - 1) / S::kQueries, attention.heads,
+                  attention.images);
+  AttentionKernel<S><<<grid, S::kThreads, S::kSharedBytes, queue.stream>>>(attention);
+  return cudaGetLastError();
+}
+
+template <typename... S>
+cudaError_t LoadShapes() {
+  cudaError_t result = cudaSuccess;
+  for (cudaError_t error : {LoadKernel(AttentionKernel<S>, S::kSharedBytes)...}) {
+    if (result == cudaSuccess) result = error;
+  }
+  return result;
+}
+
+}  // namespace
+
+cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue) {
+  const bool vector = attention.q.vector && attention.k.vector && attention.v.vector &&
+                      attention.out.vector && attention.dim % 8 == 0;
+  if (attention.fp32 || !vector) return LaunchAttentionFp32(attention, queue);
+  const int dim = attention.dim;
+  if (dim <= 32) return LaunchShape<Dim32>(attention, queue);
+  if (dim <= 48) return LaunchShape<Dim48>(attention, queue);
+  if (dim <= 64) return LaunchShape<Dim64>(attention, queue);
+  if (dim <= 80) return LaunchShape<Dim80>(attention, queue);
+  if (dim <= 96) return LaunchShape<Dim96>(attention, queue);
+  if (dim <= 128) return LaunchShape<Dim128>(attention, queue);
+  if (dim <= 160) return LaunchShape<Dim160>(attention, queue);
+  if (dim <= 256) return LaunchShape<Dim256>(attention, queue);
+  return LaunchShape<Dim512>(attention, queue);
+}
+
+cudaError_t LoadAttentionKernels() {
+  return LoadShapes<Dim32, Dim48, Dim64, Dim80, Dim96, Dim128, Dim160, Dim256, Dim512>();
+}
+
+}  // namespace denoised::cuda

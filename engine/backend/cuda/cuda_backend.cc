@@ -1,0 +1,501 @@
+#include "engine/backend/cuda/cuda_backend.h"
+
+#include "engine/backend/check.h"
+#include "engine/backend/cuda/device.h"
+#include "engine/backend/cuda/launch.h"
+#include "engine/backend/cuda/transfer.h"
+#include "engine/backend/cuda/weights.h"
+
+/// backend.h on CUDA: validates the arguments, turns tensors into pointers and sizes, and enqueues
+/// the kernels of launch.h on one stream.
+
+namespace denoised {
+namespace cuda {
+namespace {
+
+/// Partial moments of group norms: any size works, this one takes 256 images at 32 groups at once.
+constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
+
+Rows View(const Tensor& tensor) {
+  if (!tensor) return {};
+  const bool bf16 = tensor.dtype() == DType::kBF16;
+  const size_t stride_bytes = tensor.row_stride() * SizeOf(tensor.dtype());
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0 && stride_bytes % 16 == 0;
+  return {tensor.data(), tensor.row_stride(), bf16 ? Element::kBf16 : Element::kF32, aligned};
+}
+
+int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
+
+float* Floats(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullptr; }
+
+SlotsLaunch View(const SlotState& state) {
+  SlotsLaunch slots;
+  slots.x = Floats(state.x);
+  slots.registers = Floats(state.registers);
+  slots.x0 = Floats(state.x0);
+  slots.plans = static_cast<const DeviceEvaluation*>(state.plans.data());
+  slots.plan_bytes = state.plans.dim(1);
+  slots.max_evaluations = static_cast<int>(slots.plan_bytes / sizeof(DeviceEvaluation));
+  slots.evaluation = state.evaluation.as<int32_t>();
+  slots.seed = state.seed.as<int64_t>();
+  slots.guidance = Floats(state.guidance);
+  if (state.embedding) {
+    slots.embedding = Floats(state.embedding);
+    slots.embedding_dim = Extent(state.embedding, 1);
+  }
+  slots.elements = state.x.elements() / state.x.dim(0);
+  slots.channels = Extent(state.x, 3);
+  return slots;
+}
+
+class CudaMarker final : public Marker {
+ public:
+  CudaMarker(std::shared_ptr<Context> context, Event event)
+      : context_(std::move(context)), event_(std::move(event)) {}
+
+  bool reached() override {
+    context_->Use();
+    return !context_->status().ok() || context_->Reached(event_.get(), "marker");
+  }
+  absl::Status Wait() override {
+    context_->Use();
+    if (event_) context_->Record(cudaEventSynchronize(event_.get()), "marker");
+    return context_->status();
+  }
+  double SecondsSince(const Marker& earlier) override {
+    context_->Use();
+    const auto& from = static_cast<const CudaMarker&>(earlier);
+    float milliseconds = 0;
+    if (event_ && from.event_) {
+      context_->Record(cudaEventElapsedTime(&milliseconds, from.event_.get(), event_.get()),
+                       "marker");
+    }
+    return milliseconds * 1e-3;
+  }
+
+ private:
+  const std::shared_ptr<Context> context_;
+  const Event event_;  // null when it could not be made: the context has the reason
+};
+
+struct CudaGraph final : Graph {
+  GraphExec exec;
+};
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(std::shared_ptr<Context> context, std::unique_ptr<UploadRing> uploads,
+              DeviceMemory norm_workspace, const cudaDeviceProp& properties, int driver, bool fp32)
+      : context_(std::move(context)),
+        uploads_(std::move(uploads)),
+        downloads_(context_),
+        norm_workspace_(std::move(norm_workspace)),
+        queue_{context_->compute(), properties.multiProcessorCount},
+        fp32_(fp32),
+        name_(fmt::format("cuda:{}", context_->device())),
+        description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
+                                 properties.multiProcessorCount,
+                                 static_cast<double>(properties.totalGlobalMem) / (1 << 30),
+                                 driver / 1000, driver % 1000 / 10, fp32 ? ", fp32" : "")) {}
+
+  ~CudaBackend() override { static_cast<void>(Synchronize()); }  // before memory goes
+
+  std::string_view name() const override { return name_; }
+  std::string description() const override { return description_; }
+  Device device() const override { return Device::kCuda; }
+  DType activation_dtype() const override { return fp32_ ? DType::kF32 : DType::kBF16; }
+
+  absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
+                                  std::string_view purpose) override {
+    context_->Use();
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    DENOISED_ASSIGN_OR_RETURN(DeviceMemory memory,
+                              AllocateDevice(shape.elements() * SizeOf(dtype), purpose));
+    void* data = memory.get();
+    return Tensor(data, shape, dtype, Device::kCuda,
+                  std::shared_ptr<const void>(std::shared_ptr<void>(std::move(memory))));
+  }
+
+  BackendMemory memory() const override {
+    context_->Use();
+    BackendMemory memory;
+    context_->Record(cudaMemGetInfo(&memory.free, &memory.total), "cudaMemGetInfo");
+    return memory;
+  }
+
+  void Upload(const void* from, size_t bytes, const Tensor& to) override {
+    CheckUpload(bytes, to, rules());
+    BeginTransfer("Upload");
+    uploads_->Upload(from, bytes, to.data());
+  }
+
+  std::unique_ptr<Download> BeginDownload(const Tensor& from) override {
+    CheckDownload(from, rules());
+    BeginTransfer("BeginDownload");
+    return downloads_.Begin(from);
+  }
+
+  void Copy(const Tensor& from, const Tensor& to) override {
+    CheckCopy(from, to, rules());
+    context_->Use();
+    context_->Record(cudaMemcpyAsync(to.data(), from.data(), from.bytes(), cudaMemcpyDeviceToDevice,
+                                     queue_.stream),
+                     "Copy");
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
+                                                           const Tensor& bias) override {
+    DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
+    auto packed = std::make_unique<CudaConv2d>();
+    packed->out_channels = Extent(weight_oihw, 0);
+    packed->in_channels = Extent(weight_oihw, 1);
+    packed->kernel = Extent(weight_oihw, 2);
+    DENOISED_ASSIGN_OR_RETURN(
+        packed->weight, ToDevice(PackConv2dWeight(weight_oihw, activation_dtype()), "a convolution"));
+    DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias({bias}), "a convolution's bias"));
+    return packed;
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
+      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
+    DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
+    auto packed = std::make_unique<CudaLinear>();
+    for (const Tensor& weight : weights_oi) packed->out_features += Extent(weight, 0);
+    packed->in_features = Extent(weights_oi.front(), 1);
+    DENOISED_ASSIGN_OR_RETURN(
+        packed->weight, ToDevice(PackLinearWeight(weights_oi, activation_dtype()), "a linear layer"));
+    DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias(biases), "a linear layer's bias"));
+    return packed;
+  }
+
+  absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
+    DENOISED_RETURN_IF_ERROR(CheckFloats(values));
+    return ToDevice(Tensor::HostF32(values.shape(), values.ToFloats()), "a parameter");
+  }
+
+  void Conv2d(const Conv2dArgs& args) override {
+    Check(args, rules());
+    const auto& weight = static_cast<const CudaConv2d&>(*args.weight);
+    Conv2dLaunch conv;
+    conv.x = View(args.x);
+    conv.x2 = View(args.x2);
+    conv.channels = Extent(args.x, 3);
+    conv.channels2 = args.x2 ? Extent(args.x2, 3) : 0;
+    conv.images = Extent(args.x, 0);
+    conv.height = Extent(args.x, 1);
+    conv.width = Extent(args.x, 2);
+    conv.out_height = Extent(args.out, 1);
+    conv.out_width = Extent(args.out, 2);
+    conv.kernel = weight.kernel;
+    conv.stride = args.stride;
+    conv.pad_top = args.pad_top;
+    conv.pad_left = args.pad_left;
+    conv.upsample2x = args.upsample2x;
+    conv.outputs = weight.out_channels;
+    conv.add = View(args.add);
+    conv.residual = View(args.residual);
+    conv.scale = args.scale;
+    conv.activation = args.activation;
+    conv.out = View(args.out);
+    Multiply(conv, weight.weight, weight.bias, "Conv2d");
+  }
+
+  void Linear(const LinearArgs& args) override {
+    Check(args, rules());
+    const auto& weight = static_cast<const CudaLinear&>(*args.weight);
+    Conv2dLaunch conv;  // a 1×1 convolution over images of one pixel
+    conv.x = View(args.x);
+    conv.channels = weight.in_features;
+    conv.images = RowCount(args.x);
+    conv.height = conv.width = conv.out_height = conv.out_width = 1;
+    conv.outputs = weight.out_features;
+    conv.input_activation = args.input_activation;
+    conv.residual = View(args.residual);
+    conv.scale = args.scale;
+    conv.activation = args.activation;
+    conv.out = View(args.out);
+    Multiply(conv, weight.weight, weight.bias, "Linear");
+  }
+
+  void GroupNorm(const GroupNormArgs& args) override {
+    Check(args, rules());
+    GroupNormLaunch norm;
+    norm.x = View(args.x);
+    norm.x2 = View(args.x2);
+    norm.channels = Extent(args.x, -1);
+    norm.channels2 = args.x2 ? Extent(args.x2, -1) : 0;
+    DENOISED_CHECK(norm.channels + norm.channels2 <= kMaxNormChannels, "{} + {} channels",
+                   norm.channels, norm.channels2);
+    const RowShape shape = denoised::RowsOf(args.x.shape());
+    norm.images = static_cast<int>(shape.rows);
+    norm.pixels = static_cast<int>(shape.tokens);
+    norm.gamma = Floats(args.gamma);
+    norm.beta = Floats(args.beta);
+    norm.groups = args.groups;
+    norm.eps = args.eps;
+    norm.scale_shift = View(args.scale_shift);
+    norm.activation = args.activation;
+    norm.out = View(args.out);
+    norm.workspace = norm_workspace_.get();
+    norm.workspace_bytes = kNormWorkspaceBytes;
+    context_->Use();
+    context_->Record(LaunchGroupNorm(norm, queue_), "GroupNorm");
+  }
+
+  void Attention(const AttentionArgs& args) override {
+    Check(args, rules());
+    AttentionLaunch attention;
+    attention.q = View(args.q);
+    attention.k = View(args.k);
+    attention.v = View(args.v);
+    attention.images = Extent(args.q, 0);
+    attention.tokens = Extent(args.q, 1);
+    attention.key_tokens = Extent(args.k, 1);
+    attention.heads = args.heads;
+    attention.dim = Extent(args.q, 2) / args.heads;
+    DENOISED_CHECK(attention.dim <= kMaxHeadDim, "head dimension {}", attention.dim);
+    attention.scale = args.scale;
+    attention.fp32 = fp32_;
+    attention.out = View(args.out);
+    context_->Use();
+    context_->Record(LaunchAttention(attention, queue_), "Attention");
+  }
+
+  void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
+    Check(args, rules());
+    TimestepEmbeddingLaunch embedding;
+    embedding.t = Floats(args.t);
+    embedding.rows = Extent(args.out, 0);
+    embedding.dim = Extent(args.out, 1);
+    embedding.flip_sin_to_cos = args.flip_sin_to_cos;
+    embedding.freq_shift = args.freq_shift;
+    embedding.scale = args.scale;
+    embedding.max_period = args.max_period;
+    embedding.out = View(args.out);
+    context_->Use();
+    context_->Record(LaunchTimestepEmbedding(embedding, queue_), "TimestepEmbedding");
+  }
+
+  void FourierEmbedding(const FourierEmbeddingArgs& args) override {
+    Check(args, rules());
+    FourierEmbeddingLaunch embedding;
+    embedding.t = Floats(args.t);
+    embedding.weight = Floats(args.weight);
+    embedding.rows = Extent(args.out, 0);
+    embedding.dim = Extent(args.out, 1);
+    embedding.log = args.log;
+    embedding.flip_sin_to_cos = args.flip_sin_to_cos;
+    embedding.out = View(args.out);
+    context_->Use();
+    context_->Record(LaunchFourierEmbedding(embedding, queue_), "FourierEmbedding");
+  }
+
+  void Embedding(const EmbeddingArgs& args) override {
+    Check(args, rules());
+    context_->Use();
+    context_->Record(
+        LaunchEmbedding(View(args.table), Extent(args.table, 0), Extent(args.table, 1),
+                        args.index.as<int32_t>(), Extent(args.index, 0), View(args.out), queue_),
+        "Embedding");
+  }
+
+  void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
+    CheckResample2x(kind, x, out, rules());
+    context_->Use();
+    const auto launch = kind == Resample::kNearestUp ? LaunchUpsample2x : LaunchAveragePool2x;
+    context_->Record(launch(View(x), Extent(x, 0), Extent(x, 1), Extent(x, 2), Extent(x, 3),
+                            View(out), queue_),
+                     "Resample2x");
+  }
+
+  void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
+           const Tensor& out) override {
+    CheckAdd(a, b, out, rules());
+    context_->Use();
+    context_->Record(LaunchAdd(View(a), scale, View(b), shift, activation, RowCount(out),
+                               Extent(out, -1), View(out), queue_),
+                     "Add");
+  }
+
+  void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override {
+    CheckDivideRows(x, divisor, out, rules());
+    context_->Use();
+    context_->Record(LaunchDivideRows(View(x), Floats(divisor), Extent(x, 0),
+                                      x.elements() / x.dim(0), View(out), queue_),
+                     "DivideRows");
+  }
+
+  void BeginSlot(const BeginSlotArgs& args) override {
+    Check(args, rules());
+    context_->Use();
+    context_->Record(LaunchBeginSlot(View(args.state), args.slot, Floats(args.source),
+                                     Floats(args.noise), args.source_scale, args.noise_scale,
+                                     args.churn_scale, queue_),
+                     "BeginSlot");
+  }
+
+  void Gather(const GatherArgs& args) override {
+    Check(args, rules());
+    Rows x = View(args.x);
+    x.stride = args.x.elements() / args.x.dim(0);  // an image is a row
+    context_->Use();
+    context_->Record(LaunchGather(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0), x,
+                                  Floats(args.condition),
+                                  args.label ? args.label.as<int32_t>() : nullptr,
+                                  Floats(args.embedding), queue_),
+                     "Gather");
+  }
+
+  void Advance(const AdvanceArgs& args) override {
+    Check(args, rules());
+    context_->Use();
+    context_->Record(LaunchAdvance(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0),
+                                   Floats(args.model_output), Extent(args.model_output, 3), queue_),
+                     "Advance");
+  }
+
+  absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
+    BeginTransfer("Capture");
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    DENOISED_RETURN_IF_ERROR(ToStatus(
+        cudaStreamBeginCapture(queue_.stream, cudaStreamCaptureModeThreadLocal), "Capture"));
+    capturing_ = true;
+    body();
+    capturing_ = false;
+    cudaGraph_t recorded = nullptr;
+    context_->Record(cudaStreamEndCapture(queue_.stream, &recorded), "Capture");
+    const RecordedGraph owner(recorded);
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    auto graph = std::make_unique<CudaGraph>();
+    cudaGraphExec_t exec = nullptr;
+    DENOISED_RETURN_IF_ERROR(
+        ToStatus(cudaGraphInstantiateWithFlags(&exec, recorded, 0), "cudaGraphInstantiate"));
+    graph->exec.reset(exec);
+    DENOISED_RETURN_IF_ERROR(ToStatus(cudaGraphUpload(exec, queue_.stream), "cudaGraphUpload"));
+    return graph;
+  }
+
+  void Launch(Graph& graph) override {
+    BeginTransfer("Launch");
+    context_->Record(
+        cudaGraphLaunch(static_cast<CudaGraph&>(graph).exec.get(), queue_.stream), "Launch");
+  }
+
+  std::unique_ptr<Marker> Mark() override {
+    BeginTransfer("Mark");
+    absl::StatusOr<Event> event = NewEvent(/*timing=*/true);
+    if (!event.ok()) {
+      context_->Record(event.status());
+      return std::make_unique<CudaMarker>(context_, nullptr);
+    }
+    context_->Record(cudaEventRecord(event->get(), queue_.stream), "Mark");
+    return std::make_unique<CudaMarker>(context_, *std::move(event));
+  }
+
+  absl::Status Synchronize() override {
+    context_->Use();
+    context_->Record(cudaStreamSynchronize(context_->compute()), "device");
+    context_->Record(cudaStreamSynchronize(context_->copies()), "device");
+    return context_->status();
+  }
+
+  absl::Status status() const override { return context_->status(); }
+
+ private:
+  TensorRules rules() const { return {Device::kCuda, activation_dtype()}; }
+
+  /// What cannot be part of a graph: it uses host memory or events that change from call to call.
+  void BeginTransfer(const char* op) {
+    DENOISED_CHECK(!capturing_, "{} inside Capture", op);
+    context_->Use();
+  }
+
+  /// Number of rows of the last dimension.
+  static int RowCount(const Tensor& tensor) {
+    const int64_t rows = tensor.dim(-1) > 0 ? tensor.elements() / tensor.dim(-1) : 0;
+    DENOISED_CHECK(rows <= INT32_MAX, "{} rows", rows);
+    return static_cast<int>(rows);
+  }
+
+  void Multiply(Conv2dLaunch& conv, const Tensor& weight, const Tensor& bias, const char* op) {
+    conv.weight = weight.data();
+    conv.weight_stride = Extent(weight, 1);
+    conv.weight_element = fp32_ ? Element::kF32 : Element::kBf16;
+    conv.bias = Floats(bias);
+    const int64_t images = conv.images;
+    DENOISED_CHECK(images * conv.height * conv.width <= INT32_MAX &&
+                       images * conv.out_height * conv.out_width <= INT32_MAX - 128,
+                   "{} images of {}×{} to {}×{}", images, conv.height, conv.width, conv.out_height,
+                   conv.out_width);
+    context_->Use();
+    context_->Record(fp32_ ? LaunchConv2dFp32(conv, queue_) : LaunchConv2d(conv, queue_), op);
+  }
+
+  /// A host tensor in device memory of its own; undefined stays undefined.
+  absl::StatusOr<Tensor> ToDevice(const Tensor& host, std::string_view purpose) {
+    if (!host) return Tensor();
+    DENOISED_ASSIGN_OR_RETURN(Tensor on_device, Allocate(host.shape(), host.dtype(), purpose));
+    Upload(host.data(), host.bytes(), on_device);
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    return on_device;
+  }
+
+  const std::shared_ptr<Context> context_;
+  const std::unique_ptr<UploadRing> uploads_;
+  DownloadPool downloads_;
+  const DeviceMemory norm_workspace_;
+  const Queue queue_;
+  const bool fp32_;
+  const std::string name_, description_;
+  bool capturing_ = false;
+};
+
+/// Every kernel, now rather than in the middle of a capture.
+absl::Status LoadKernels(const cudaDeviceProp& properties) {
+  for (cudaError_t error :
+       {LoadConv2dKernels(), LoadConv2dFp32Kernels(), LoadGroupNormKernels(), LoadAttentionKernels(),
+        LoadAttentionFp32Kernels(), LoadEmbeddingKernels(), LoadElementwiseKernels(),
+        LoadSamplingKernels()}) {
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+        error == cudaErrorUnsupportedPtxVersion) {
+      return FailedPrecondition(
+          "this build has no kernels for the {} (compute capability {}.{}): {}; it must be 8.0 or "
+          "later; configure with -DDENOISED_CUDA_ARCHITECTURES={}{} and build again, or choose the "
+          "device \"cpu\"",
+          properties.name, properties.major, properties.minor, cudaGetErrorString(error),
+          properties.major, properties.minor);
+    }
+    DENOISED_RETURN_IF_ERROR(ToStatus(error, "loading kernels"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace cuda
+
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device, bool fp32) {
+  DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<cuda::Context> context, cuda::Context::Open(device));
+  cudaDeviceProp properties;
+  DENOISED_RETURN_IF_ERROR(
+      cuda::ToStatus(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties"));
+  int driver = 0;
+  DENOISED_RETURN_IF_ERROR(cuda::ToStatus(cudaDriverGetVersion(&driver), "cudaDriverGetVersion"));
+  DENOISED_RETURN_IF_ERROR(cuda::LoadKernels(properties));
+  DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
+                            cuda::UploadRing::Open(context));
+  DENOISED_ASSIGN_OR_RETURN(
+      cuda::DeviceMemory norm_workspace,
+      cuda::AllocateDevice(cuda::kNormWorkspaceBytes, "the workspace of group norms"));
+  return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
+                                             std::move(norm_workspace), properties, driver, fp32);
+}
+
+int CudaDeviceCount() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  static_cast<void>(cudaGetLastError());
+  return 0;
+}
+
+}  // namespace denoised

@@ -1,0 +1,120 @@
+#include "engine/backend/cuda/device.h"
+
+namespace denoised::cuda {
+
+absl::Status ToStatus(cudaError_t error, std::string_view what) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  const std::string message =
+      fmt::format("{}: {}: {}", what, cudaGetErrorName(error), cudaGetErrorString(error));
+  if (error == cudaErrorMemoryAllocation) return ResourceExhausted("{}", message);
+  return Internal("{}", message);
+}
+
+absl::StatusOr<Stream> NewStream() {
+  cudaStream_t stream = nullptr;
+  DENOISED_RETURN_IF_ERROR(
+      ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"));
+  return Stream(stream);
+}
+
+absl::StatusOr<Event> NewEvent(bool timing) {
+  cudaEvent_t event = nullptr;
+  DENOISED_RETURN_IF_ERROR(ToStatus(
+      cudaEventCreateWithFlags(&event, timing ? cudaEventDefault : cudaEventDisableTiming),
+      "cudaEventCreate"));
+  return Event(event);
+}
+
+absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes, std::string_view purpose) {
+  void* data = nullptr;
+  const cudaError_t error = cudaMalloc(&data, bytes > 0 ? bytes : 1);
+  if (error == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());  // not sticky: the device works on
+    size_t free = 0, total = 0;
+    DENOISED_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
+    return ResourceExhausted(
+        "{} needs {} bytes of GPU memory, {} of {} are free; use a smaller model or batch, or free "
+        "memory that other processes hold (nvidia-smi)",
+        purpose, bytes, free, total);
+  }
+  DENOISED_RETURN_IF_ERROR(ToStatus(error, "cudaMalloc"));
+  return DeviceMemory(data);
+}
+
+absl::StatusOr<PinnedMemory> AllocatePinned(size_t bytes, std::string_view purpose) {
+  void* data = nullptr;
+  const cudaError_t error = cudaMallocHost(&data, bytes > 0 ? bytes : 1);
+  if (error == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());
+    return ResourceExhausted(
+        "{} needs {} bytes of page-locked host memory, which the system refused; raise its limit "
+        "(ulimit -l) or free host memory",
+        purpose, bytes);
+  }
+  DENOISED_RETURN_IF_ERROR(ToStatus(error, "cudaMallocHost"));
+  return PinnedMemory(data);
+}
+
+absl::StatusOr<std::shared_ptr<Context>> Context::Open(int device) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorInsufficientDriver) {
+    int driver = 0, runtime = 0;
+    DENOISED_RETURN_IF_ERROR(ToStatus(cudaDriverGetVersion(&driver), "cudaDriverGetVersion"));
+    DENOISED_RETURN_IF_ERROR(ToStatus(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion"));
+    if (driver == 0) {
+      return FailedPrecondition(
+          "device is \"cuda:{}\", but no NVIDIA driver is loaded; install it, give the container "
+          "its GPUs (--gpus all), or choose the device \"cpu\"",
+          device);
+    }
+    return FailedPrecondition(
+        "device is \"cuda:{}\", but the NVIDIA driver supports CUDA {}.{} and this build needs "
+        "{}.{}; update the driver, or choose the device \"cpu\"",
+        device, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+  }
+  if (error != cudaSuccess && error != cudaErrorNoDevice) {
+    return FailedPrecondition(
+        "device is \"cuda:{}\", but CUDA does not start ({}: {}); check nvidia-smi, or choose the "
+        "device \"cpu\"",
+        device, cudaGetErrorName(error), cudaGetErrorString(error));
+  }
+  if (device < 0 || device >= count) {
+    return FailedPrecondition(
+        "device is \"cuda:{}\", but CUDA sees {} devices; choose a number below that (see "
+        "nvidia-smi and CUDA_VISIBLE_DEVICES), or the device \"cpu\"",
+        device, count);
+  }
+  if (cudaError_t opened = cudaSetDevice(device); opened != cudaSuccess) {
+    return FailedPrecondition(
+        "device \"cuda:{}\" cannot be opened ({}: {}); another process may hold it (nvidia-smi)",
+        device, cudaGetErrorName(opened), cudaGetErrorString(opened));
+  }
+  auto context = std::make_shared<Context>();
+  context->device_ = device;
+  DENOISED_ASSIGN_OR_RETURN(context->compute_, NewStream());
+  DENOISED_ASSIGN_OR_RETURN(context->copies_, NewStream());
+  return context;
+}
+
+void Context::Use() { Record(cudaSetDevice(device_), "cudaSetDevice"); }
+
+void Context::Record(cudaError_t error, std::string_view what) {
+  if (error != cudaSuccess) Record(ToStatus(error, what));
+}
+
+void Context::Record(const absl::Status& status) {
+  if (status_.ok()) status_ = status;
+}
+
+bool Context::Reached(cudaEvent_t event, std::string_view what) {
+  const cudaError_t error = cudaEventQuery(event);
+  if (error == cudaErrorNotReady) {
+    static_cast<void>(cudaGetLastError());  // an answer, that must not be taken for a launch's error
+    return false;
+  }
+  Record(error, what);
+  return error == cudaSuccess;
+}
+
+}  // namespace denoised::cuda

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "engine/core/status.h"
+
+/// Owners of CUDA's objects, and what becomes of its return codes.
+
+namespace denoised::cuda {
+
+// A destructor has nobody to tell; what makes these calls fail is an earlier error, reported there.
+struct Destroy {
+  void operator()(cudaStream_t stream) const { static_cast<void>(cudaStreamDestroy(stream)); }
+  void operator()(cudaEvent_t event) const { static_cast<void>(cudaEventDestroy(event)); }
+  void operator()(cudaGraph_t graph) const { static_cast<void>(cudaGraphDestroy(graph)); }
+  void operator()(cudaGraphExec_t graph) const { static_cast<void>(cudaGraphExecDestroy(graph)); }
+};
+struct FreeDevice {
+  void operator()(void* data) const { static_cast<void>(cudaFree(data)); }
+};
+struct FreePinned {
+  void operator()(void* data) const { static_cast<void>(cudaFreeHost(data)); }
+};
+using Stream = std::unique_ptr<CUstream_st, Destroy>;
+using Event = std::unique_ptr<CUevent_st, Destroy>;
+using RecordedGraph = std::unique_ptr<CUgraph_st, Destroy>;
+using GraphExec = std::unique_ptr<CUgraphExec_st, Destroy>;
+using DeviceMemory = std::unique_ptr<void, FreeDevice>;
+using PinnedMemory = std::unique_ptr<void, FreePinned>;
+
+/// OK, ResourceExhausted or Internal: "what: cudaErrorX: CUDA's own description".
+absl::Status ToStatus(cudaError_t error, std::string_view what);
+
+absl::StatusOr<Stream> NewStream();
+absl::StatusOr<Event> NewEvent(bool timing);
+/// On the current device. ResourceExhausted says what `purpose` needed and what is free.
+absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes, std::string_view purpose);
+/// Page-locked host memory.
+absl::StatusOr<PinnedMemory> AllocatePinned(size_t bytes, std::string_view purpose);
+
+/// One device, its two streams, and the first error it reported, which is final. Markers and
+/// downloads share it, so they may outlive the backend. One thread at a time.
+class Context {
+ public:
+  /// FailedPrecondition when the device cannot be opened, with the remedy.
+  static absl::StatusOr<std::shared_ptr<Context>> Open(int device);
+
+  int device() const { return device_; }
+  cudaStream_t compute() const { return compute_.get(); }
+  cudaStream_t copies() const { return copies_.get(); }
+
+  /// Makes the device current on this thread; before any other call of CUDA.
+  void Use();
+  /// Keeps the first error.
+  void Record(cudaError_t error, std::string_view what);
+  void Record(const absl::Status& status);
+  const absl::Status& status() const { return status_; }
+
+  /// Has the event happened? False once an error is recorded by this call.
+  bool Reached(cudaEvent_t event, std::string_view what);
+
+ private:
+  int device_ = 0;
+  Stream compute_, copies_;
+  absl::Status status_;
+};
+
+}  // namespace denoised::cuda

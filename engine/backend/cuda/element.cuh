@@ -1,0 +1,160 @@
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "engine/backend/cuda/launch.h"
+
+/// Loads, stores and pointwise functions that all kernels share. Arithmetic is fp32; bf16 is rounded
+/// to nearest even once, at the store.
+
+namespace denoised::cuda {
+
+__device__ inline float Load(const Rows& rows, int64_t row, int64_t column) {
+  const int64_t i = row * rows.stride + column;
+  return rows.element == Element::kBf16
+             ? __bfloat162float(static_cast<const __nv_bfloat16*>(rows.data)[i])
+             : static_cast<const float*>(rows.data)[i];
+}
+
+__device__ inline void Store(const Rows& rows, int64_t row, int64_t column, float value) {
+  const int64_t i = row * rows.stride + column;
+  if (rows.element == Element::kBf16) {
+    static_cast<__nv_bfloat16*>(rows.data)[i] = __float2bfloat16_rn(value);
+  } else {
+    static_cast<float*>(rows.data)[i] = value;
+  }
+}
+
+__device__ inline uint32_t PackBf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+/// Eight neighbours in memory as fp32. `i` is a multiple of 8, `rows.vector` holds.
+template <Element kElement>
+__device__ inline void LoadVectorOf(const Rows& rows, int64_t i, float (&v)[8]) {
+  if constexpr (kElement == Element::kBf16) {
+    const uint4 bits =
+        *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(rows.data) + i);
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {  // bf16 is the upper half of an fp32
+      v[2 * j] = __uint_as_float(words[j] << 16);
+      v[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+    }
+  } else {
+    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(rows.data) + i);
+    const float4 a = from[0], b = from[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+    v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+  }
+}
+
+__device__ inline void LoadVector(const Rows& rows, int64_t row, int64_t column, float (&v)[8]) {
+  const int64_t i = row * rows.stride + column;
+  if (rows.element == Element::kBf16) {
+    LoadVectorOf<Element::kBf16>(rows, i, v);
+  } else {
+    LoadVectorOf<Element::kF32>(rows, i, v);
+  }
+}
+
+__device__ inline uint4 PackBf16(const float (&v)[8]) {
+  return make_uint4(PackBf16(v[0], v[1]), PackBf16(v[2], v[3]), PackBf16(v[4], v[5]),
+                    PackBf16(v[6], v[7]));
+}
+
+__device__ inline void StoreVector(const Rows& rows, int64_t row, int64_t column,
+                                   const float (&v)[8]) {
+  const int64_t i = row * rows.stride + column;
+  if (rows.element == Element::kBf16) {
+    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(rows.data) + i) = PackBf16(v);
+  } else {
+    float4* to = reinterpret_cast<float4*>(static_cast<float*>(rows.data) + i);
+    to[0] = make_float4(v[0], v[1], v[2], v[3]);
+    to[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+}
+
+/// V = 8: one vector; V = 1: one element. For kernels that come in both widths.
+template <int V>
+__device__ inline void LoadChannels(const Rows& rows, int64_t row, int64_t column, float (&v)[V]) {
+  if constexpr (V == 8) {
+    LoadVector(rows, row, column, v);
+  } else {
+    v[0] = Load(rows, row, column);
+  }
+}
+/// The same where the element is known when compiled: several loads may then be under way at once,
+/// which a branch on the element between them would prevent.
+template <int V, Element kElement>
+__device__ inline void LoadChannelsOf(const Rows& rows, int64_t row, int64_t column,
+                                      float (&v)[V]) {
+  const int64_t i = row * rows.stride + column;
+  if constexpr (V == 8) {
+    LoadVectorOf<kElement>(rows, i, v);
+  } else if constexpr (kElement == Element::kBf16) {
+    v[0] = __bfloat162float(static_cast<const __nv_bfloat16*>(rows.data)[i]);
+  } else {
+    v[0] = static_cast<const float*>(rows.data)[i];
+  }
+}
+
+template <int V>
+__device__ inline void StoreChannels(const Rows& rows, int64_t row, int64_t column,
+                                     const float (&v)[V]) {
+  if constexpr (V == 8) {
+    StoreVector(rows, row, column, v);
+  } else {
+    Store(rows, row, column, v[0]);
+  }
+}
+
+__device__ inline float Activate(Activation activation, float x) {
+  switch (activation) {
+    case Activation::kNone:
+      return x;
+    case Activation::kSilu:
+      return x / (1.0f + expf(-x));
+    case Activation::kMish: {
+      // x · tanh(softplus(x)); with e = exp(x): tanh(ln(1 + e)) = (e² + 2e) / (e² + 2e + 2). Above 20
+      // the quotient is 1 in fp32, and e² would soon overflow.
+      if (x > 20.0f) return x;
+      const float e = expf(x);
+      const float n = e * (e + 2.0f);
+      return x * (n / (n + 2.0f));
+    }
+    case Activation::kGelu:
+      return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+    case Activation::kRelu:
+      return fmaxf(x, 0.0f);
+  }
+  return x;
+}
+
+__device__ inline float WarpSum(float value) {
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+__device__ inline double WarpSum(double value) {
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+__device__ inline float WarpMax(float value) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
+  }
+  return value;
+}
+
+template <typename Kernel>
+cudaError_t LoadKernel(Kernel* kernel, int shared_bytes = 0) {
+  cudaFuncAttributes attributes;
+  if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel); error != cudaSuccess) {
+    return error;
+  }
+  if (shared_bytes == 0) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+}
+
+}  // namespace denoised::cuda

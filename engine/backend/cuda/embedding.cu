@@ -1,0 +1,78 @@
+// Embeddings of noise levels and labels: a few thousand elements, one thread each.
+//
+// Policy. Angles reach a thousand radians, where fp32 has lost four digits of the sine; so the angle
+// and its sine are computed in double and rounded once.
+
+#include "engine/backend/cuda/element.cuh"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+dim3 Grid(int rows, int dim) { return dim3((dim + kThreads - 1) / kThreads, rows); }
+
+/// Column `i` of [sin, cos] or, flipped, [cos, sin], with an odd last column zero.
+__device__ void StoreSineOrCosine(const Rows& out, int row, int i, int half, bool flip,
+                                  double angle) {
+  const bool first_half = i < half;
+  const double value = first_half != flip ? sin(angle) : cos(angle);
+  Store(out, row, i, i < 2 * half ? static_cast<float>(value) : 0.0f);
+}
+
+// diffusers' get_timestep_embedding: t · scale · max_period^(−i / (half − freq_shift)).
+__global__ void TimestepEmbeddingKernel(const __grid_constant__ TimestepEmbeddingLaunch embedding) {
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= embedding.dim) return;
+  const int half = embedding.dim / 2, k = i < half ? i : i - half;
+  const double frequency = exp(-log(embedding.max_period) * k / (half - embedding.freq_shift));
+  const double angle = embedding.t[row] * frequency * embedding.scale;
+  StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, angle);
+}
+
+// diffusers' GaussianFourierProjection: 2π · weight · t, or of ln t.
+__global__ void FourierEmbeddingKernel(const __grid_constant__ FourierEmbeddingLaunch embedding) {
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= embedding.dim) return;
+  const int half = embedding.dim / 2, k = i < half ? i : i - half;
+  const double t = embedding.log ? log(static_cast<double>(embedding.t[row])) : embedding.t[row];
+  const double angle = i < 2 * half ? 6.283185307179586 * embedding.weight[k] * t : 0.0;
+  StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, angle);
+}
+
+__global__ void EmbeddingKernel(Rows table, int entries, int dim, const int32_t* index, Rows out) {
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= dim) return;
+  const int entry = max(0, min(index[row], entries - 1));
+  Store(out, row, i, Load(table, entry, i));
+}
+
+}  // namespace
+
+cudaError_t LaunchTimestepEmbedding(const TimestepEmbeddingLaunch& embedding, const Queue& queue) {
+  TimestepEmbeddingKernel<<<Grid(embedding.rows, embedding.dim), kThreads, 0, queue.stream>>>(
+      embedding);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchFourierEmbedding(const FourierEmbeddingLaunch& embedding, const Queue& queue) {
+  FourierEmbeddingKernel<<<Grid(embedding.rows, embedding.dim), kThreads, 0, queue.stream>>>(
+      embedding);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index, int rows,
+                            const Rows& out, const Queue& queue) {
+  EmbeddingKernel<<<Grid(rows, dim), kThreads, 0, queue.stream>>>(table, entries, dim, index, out);
+  return cudaGetLastError();
+}
+
+cudaError_t LoadEmbeddingKernels() {
+  for (cudaError_t error : {LoadKernel(TimestepEmbeddingKernel), LoadKernel(FourierEmbeddingKernel),
+                            LoadKernel(EmbeddingKernel)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace denoised::cuda

@@ -1,0 +1,258 @@
+// Group normalisation with scale, shift and activation, over one source or two side by side.
+//
+// Policy. Two launches. GroupMoments: an image is cut into at most kChunks runs of pixels, by its
+// size alone; a block reads one run of all channels, each thread a fixed set of channels, and leaves
+// the mean and the sum of squared deviations of every group. GroupApply: every block combines the
+// runs of its image in order and normalises some pixels.
+//
+// Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that a
+// mean that is large against the spread cancels before it is squared. Runs are combined by
+// M2 = Σ M2ᵢ + nᵢ (meanᵢ − mean)² (Chan, Golub, LeVeque 1979), means in double.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/element.cuh"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kChunks = 32;
+constexpr int kUnrolled = 4;  // pixels that a thread loads at once
+
+/// Of one group over some pixels.
+struct Moments {
+  double mean;
+  double m2;  // sum of squared deviations from the mean
+};
+
+/// How threads lie over pixels × channels: `vectors` of V channels, and as many pixels side by side
+/// as the block has room for.
+struct Layout {
+  int channels, vectors, lines;
+};
+template <int V>
+__host__ __device__ Layout LayoutOf(const GroupNormLaunch& norm) {
+  const int channels = norm.channels + norm.channels2;
+  const int vectors = channels / V;
+  return {channels, vectors, vectors < kThreads ? kThreads / vectors : 1};
+}
+
+/// Both sources have the same element.
+template <int V, Element kElement>
+__device__ void LoadSources(const GroupNormLaunch& norm, int64_t pixel, int channel,
+                            float (&v)[V]) {
+  const bool first = channel < norm.channels;
+  LoadChannelsOf<V, kElement>(first ? norm.x : norm.x2, pixel,
+                              first ? channel : channel - norm.channels, v);
+}
+
+/// Runs of pixels, by the shape of an image alone.
+struct Chunks {
+  int pixels, count;
+};
+Chunks ChunksOf(const Layout& layout, int pixels) {
+  const int chunk = std::max(layout.lines * kUnrolled, (pixels + kChunks - 1) / kChunks);
+  return {chunk, (pixels + chunk - 1) / chunk};
+}
+
+/// grid (chunks, images); `chunk_moments` [images][chunks][groups]; shared [lines][channels] sums of
+/// deviations and of their squares.
+template <int V, Element kElement>
+__global__ void __launch_bounds__(kThreads)
+    GroupMomentsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image,
+                       int chunk_pixels, Moments* chunk_moments) {
+  extern __shared__ __align__(16) float2 sums[];
+  const Layout layout = LayoutOf<V>(norm);
+  const int group_channels = layout.channels / norm.groups;
+  const int begin = blockIdx.x * chunk_pixels;
+  const int count = min(chunk_pixels, norm.pixels - begin);
+  const int64_t first = static_cast<int64_t>(first_image + blockIdx.y) * norm.pixels + begin;
+  // The deviations' origin: the first channel of the group at the first pixel of the run.
+  const auto origin_of = [&](int group) {
+    float origin[1];
+    LoadSources<1, kElement>(norm, first, group * group_channels, origin);
+    return origin[0];
+  };
+
+  for (int i = threadIdx.x; i < layout.vectors * layout.lines; i += kThreads) {
+    const int line = i / layout.vectors, channel = i % layout.vectors * V;
+    float origin[V], sum[V] = {}, squares[V] = {};
+#pragma unroll
+    for (int j = 0; j < V; ++j) origin[j] = origin_of((channel + j) / group_channels);
+#pragma unroll kUnrolled
+    for (int pixel = line; pixel < count; pixel += layout.lines) {
+      float v[V];
+      LoadSources<V, kElement>(norm, first + pixel, channel, v);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const float deviation = v[j] - origin[j];
+        sum[j] += deviation;
+        squares[j] = fmaf(deviation, deviation, squares[j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      sums[line * layout.channels + channel + j] = make_float2(sum[j], squares[j]);
+    }
+  }
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32, parts = layout.lines * group_channels;
+  for (int group = threadIdx.x / 32; group < norm.groups; group += kWarps) {
+    float sum = 0, squares = 0;
+    for (int i = lane; i < parts; i += 32) {
+      const float2 part = sums[i / group_channels * layout.channels + group * group_channels +
+                               i % group_channels];
+      sum += part.x;
+      squares += part.y;
+    }
+    sum = WarpSum(sum);
+    squares = WarpSum(squares);
+    if (lane == 0) {
+      const double shift = sum / (static_cast<double>(count) * group_channels);
+      chunk_moments[(static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * norm.groups +
+                    group] = {origin_of(group) + shift, squares - shift * sum};
+    }
+  }
+}
+
+struct Statistics {
+  float mean, mean_rest;  // the mean in two floats
+  float inverse_deviation;
+};
+
+/// grid (blocks of `block_pixels`, images); shared [groups].
+template <int V, Element kElement>
+__global__ void __launch_bounds__(kThreads)
+    GroupApplyKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, int chunks,
+                     int chunk_pixels, const Moments* chunk_moments, int block_pixels) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  Statistics* statistics = reinterpret_cast<Statistics*>(shared);
+  const Layout layout = LayoutOf<V>(norm);
+  const int group_channels = layout.channels / norm.groups;
+  const int64_t image = first_image + blockIdx.y;
+
+  static_assert(kChunks == 32, "a lane combines one chunk");
+  const int lane = threadIdx.x % 32;
+  const int pixels_of_lane =
+      lane < chunks ? min(chunk_pixels, norm.pixels - lane * chunk_pixels) : 0;
+  for (int group = threadIdx.x / 32; group < norm.groups; group += kWarps) {
+    const Moments* of_image = chunk_moments + static_cast<int64_t>(blockIdx.y) * chunks * norm.groups;
+    const double origin = of_image[group].mean;
+    const Moments part = lane < chunks ? of_image[lane * norm.groups + group] : Moments{origin, 0};
+    const float deviation = static_cast<float>(part.mean - origin);
+    const float shift = WarpSum(pixels_of_lane * deviation) / norm.pixels;
+    const float offset = deviation - shift;
+    const float m2 = WarpSum(static_cast<float>(part.m2) +
+                             static_cast<float>(pixels_of_lane) * group_channels * offset * offset);
+    if (lane == 0) {
+      const float variance = m2 / (static_cast<float>(norm.pixels) * group_channels);
+      const double mean = origin + shift;
+      const float rounded = static_cast<float>(mean);
+      statistics[group] = {rounded, static_cast<float>(mean - rounded),
+                           1.0f / sqrtf(variance + norm.eps)};
+    }
+  }
+  __syncthreads();
+
+  const int begin = blockIdx.x * block_pixels, end = min(begin + block_pixels, norm.pixels);
+  for (int i = threadIdx.x; i < layout.vectors * layout.lines; i += kThreads) {
+    const int line = i / layout.vectors, channel = i % layout.vectors * V;
+    // y = (x − mean) · factor + offset
+    float mean[V], factor[V], offset[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const int c = channel + j;
+      const Statistics& s = statistics[c / group_channels];
+      mean[j] = s.mean;
+      factor[j] = s.inverse_deviation * norm.gamma[c];
+      offset[j] = norm.beta[c] - s.mean_rest * factor[j];
+      if (norm.scale_shift.data != nullptr) {
+        const float scale = 1.0f + Load(norm.scale_shift, image, c);
+        factor[j] *= scale;
+        offset[j] = offset[j] * scale + Load(norm.scale_shift, image, layout.channels + c);
+      }
+    }
+    for (int pixel = begin + line; pixel < end; pixel += layout.lines * kUnrolled) {
+      float v[kUnrolled][V];  // all loads before the first store, which they might alias
+#pragma unroll
+      for (int u = 0; u < kUnrolled; ++u) {
+        const int p = pixel + u * layout.lines;
+        if (p < end) LoadSources<V, kElement>(norm, image * norm.pixels + p, channel, v[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnrolled; ++u) {
+        const int p = pixel + u * layout.lines;
+        if (p >= end) break;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          v[u][j] = Activate(norm.activation, fmaf(v[u][j] - mean[j], factor[j], offset[j]));
+        }
+        StoreChannels<V>(norm.out, image * norm.pixels + p, channel, v[u]);
+      }
+    }
+  }
+}
+
+template <int V, Element kElement>
+cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
+  const Layout layout = LayoutOf<V>(norm);
+  const Chunks chunks = ChunksOf(layout, norm.pixels);
+  // Statistics are combined anew by each block, so on large maps it has more pixels.
+  const int block_pixels = layout.lines * kUnrolled * (norm.pixels > 1024 ? 4 : 1);
+  const int blocks = (norm.pixels + block_pixels - 1) / block_pixels;
+  const size_t shared_bytes = sizeof(float2) * layout.lines * layout.channels;
+  auto* chunk_moments = static_cast<Moments*>(norm.workspace);
+
+  const size_t image_bytes = GroupNormWorkspaceBytes(1, norm.groups);
+  const int images_at_once =
+      static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
+  for (int first = 0; first < norm.images; first += images_at_once) {
+    const unsigned images = std::min(images_at_once, norm.images - first);
+    GroupMomentsKernel<V, kElement><<<dim3(chunks.count, images), kThreads, shared_bytes, queue.stream>>>(
+        norm, first, chunks.pixels, chunk_moments);
+    GroupApplyKernel<V, kElement>
+        <<<dim3(blocks, images), kThreads, sizeof(Statistics) * norm.groups, queue.stream>>>(
+            norm, first, chunks.count, chunks.pixels, chunk_moments, block_pixels);
+    if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// Consumer chips of sm_86 and later have 99 KiB of shared memory a block.
+constexpr int kSharedLimit = 96 * 1024;
+static_assert(kMaxNormChannels * sizeof(float2) <= kSharedLimit);
+static_assert(kMaxNormChannels * sizeof(Statistics) <= kSharedLimit, "one channel a group");
+
+}  // namespace
+
+size_t GroupNormWorkspaceBytes(int images, int groups) {
+  return sizeof(Moments) * images * kChunks * groups;
+}
+
+cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
+  const bool vector = norm.x.vector && norm.channels % 8 == 0 && norm.out.vector &&
+                      (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % 8 == 0));
+  if (norm.x.element == Element::kBf16) {
+    return vector ? Launch<8, Element::kBf16>(norm, queue) : Launch<1, Element::kBf16>(norm, queue);
+  }
+  return vector ? Launch<8, Element::kF32>(norm, queue) : Launch<1, Element::kF32>(norm, queue);
+}
+
+cudaError_t LoadGroupNormKernels() {
+  for (cudaError_t error : {LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
+                            LoadKernel(GroupApplyKernel<8, Element::kBf16>, kSharedLimit),
+                            LoadKernel(GroupMomentsKernel<1, Element::kBf16>, kSharedLimit),
+                            LoadKernel(GroupApplyKernel<1, Element::kBf16>, kSharedLimit),
+                            LoadKernel(GroupMomentsKernel<8, Element::kF32>, kSharedLimit),
+                            LoadKernel(GroupApplyKernel<8, Element::kF32>, kSharedLimit),
+                            LoadKernel(GroupMomentsKernel<1, Element::kF32>, kSharedLimit),
+                            LoadKernel(GroupApplyKernel<1, Element::kF32>, kSharedLimit)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace denoised::cuda

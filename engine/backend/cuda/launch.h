@@ -1,0 +1,165 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "engine/backend/activation.h"
+#include "engine/core/step_plan.h"
+
+/// The kernels, as plain functions: raw device pointers, sizes and a queue; no tensors. Each enqueues
+/// and returns what the launch reported. Arguments were validated by the caller (cuda_backend.cc).
+///
+/// A kernel computes each row of the batch in an order that the row's shape fixes alone: no atomics
+/// on floats, no split of a reduction that depends on the batch. See docs/kernels.md.
+
+namespace denoised::cuda {
+
+enum class Element : uint8_t { kF32, kBf16 };
+
+/// A device matrix: `stride` elements from one row (a pixel, a token, a sample) to the next.
+struct Rows {
+  void* data = nullptr;
+  int64_t stride = 0;
+  Element element = Element::kF32;
+  bool vector = false;  // data and stride are multiples of 16 bytes
+};
+
+struct Queue {
+  cudaStream_t stream = nullptr;
+  int multiprocessors = 1;
+};
+
+/// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
+///   out = act((conv(input_act(concat(x, x2))) + bias + add + residual) · scale)
+struct Conv2dLaunch {
+  Rows x, x2;                        // [images · height · width, channels] and channels2
+  int channels = 0, channels2 = 0;
+  int images = 0, height = 0, width = 0;  // of x, before upsampling
+  int out_height = 0, out_width = 0;
+  int kernel = 1, stride = 1, pad_top = 0, pad_left = 0;
+  bool upsample2x = false;
+  const void* weight = nullptr;      // [outputs, kernel · kernel · (channels + channels2)], the rows
+  int weight_stride = 0;             //   padded with zeros to a multiple of kDepthPadding
+  Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
+  const float* bias = nullptr;       // [outputs], padded to a multiple of kBiasPadding, or null
+  int outputs = 0;
+  Activation input_activation = Activation::kNone;
+  Rows add;                          // [images, outputs], or null
+  Rows residual;                     // as out, or null
+  float scale = 1;
+  Activation activation = Activation::kNone;
+  Rows out;                          // [images · out_height · out_width, outputs]
+};
+constexpr int kDepthPadding = 32;
+constexpr int kBiasPadding = 8;
+cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
+cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
+
+struct GroupNormLaunch {
+  Rows x, x2;                        // [images · pixels, channels] and channels2
+  int channels = 0, channels2 = 0;
+  int images = 0, pixels = 0;
+  const float* gamma = nullptr;      // [channels + channels2]
+  const float* beta = nullptr;
+  int groups = 1;
+  float eps = 0;
+  Rows scale_shift;                  // [images, 2 · (channels + channels2)], or null
+  Activation activation = Activation::kNone;
+  Rows out;                          // [images · pixels, channels + channels2]
+  void* workspace = nullptr;         // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
+  size_t workspace_bytes = 0;        //   works, a larger one takes more images a launch
+};
+constexpr int kMaxNormChannels = 6144;
+size_t GroupNormWorkspaceBytes(int images, int groups);
+cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
+
+struct AttentionLaunch {
+  Rows q, k, v;                      // [images · tokens, heads · dim]; k, v: key_tokens
+  int images = 0, tokens = 0, key_tokens = 0;
+  int heads = 1, dim = 0;
+  float scale = 1;
+  bool fp32 = false;                 // fp32 arithmetic
+  Rows out;                          // [images · tokens, heads · dim]
+};
+constexpr int kMaxHeadDim = 512;
+cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue);
+/// fp32 arithmetic on any element, any dim up to kMaxHeadDim.
+cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue);
+
+struct TimestepEmbeddingLaunch {
+  const float* t = nullptr;          // [rows]
+  int rows = 0, dim = 0;
+  bool flip_sin_to_cos = false;
+  double freq_shift = 0, scale = 1, max_period = 10000;
+  Rows out;                          // [rows, dim]
+};
+cudaError_t LaunchTimestepEmbedding(const TimestepEmbeddingLaunch& embedding, const Queue& queue);
+
+struct FourierEmbeddingLaunch {
+  const float* t = nullptr;          // [rows]
+  const float* weight = nullptr;     // [dim / 2]
+  int rows = 0, dim = 0;
+  bool log = true, flip_sin_to_cos = false;
+  Rows out;                          // [rows, dim]
+};
+cudaError_t LaunchFourierEmbedding(const FourierEmbeddingLaunch& embedding, const Queue& queue);
+
+/// out[i] = table[index[i]]; an index outside [0, entries) reads the nearest entry, never beyond.
+cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index, int rows,
+                            const Rows& out, const Queue& queue);
+
+/// Nearest-neighbour doubling, or the mean of 2×2 pixels (an odd last line is dropped).
+cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, int channels,
+                             const Rows& out, const Queue& queue);
+cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width, int channels,
+                                const Rows& out, const Queue& queue);
+
+/// out = act(a · scale + b + shift); b may be null. All [rows, columns].
+cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
+                      int64_t rows, int columns, const Rows& out, const Queue& queue);
+
+/// out[n] = x[n] / divisor[n] for images of `elements` contiguous values.
+cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
+                             const Rows& out, const Queue& queue);
+
+/// Slot state (backend.h's SlotState): `elements` = H · W · channels per image.
+struct SlotsLaunch {
+  float* x = nullptr;                // [slots, elements]
+  float* registers = nullptr;        // [slots, kRegisters, elements]
+  float* x0 = nullptr;               // [slots, elements]
+  const DeviceEvaluation* plans = nullptr;  // [slots, max_evaluations]
+  int max_evaluations = 0;
+  int64_t plan_bytes = 0;            // from one slot's plan to the next
+  int32_t* evaluation = nullptr;     // [slots]
+  const int64_t* seed = nullptr;     // [slots]
+  const float* guidance = nullptr;   // [slots]
+  const float* embedding = nullptr;  // [slots, embedding_dim], or null
+  int embedding_dim = 0;
+  int64_t elements = 0;
+  int channels = 0;
+};
+/// source and noise: [elements], or null.
+cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,
+                            const float* noise, float source_scale, float noise_scale,
+                            float churn_scale, const Queue& queue);
+/// rows: int32 [count, 4] (EvaluationRow). x: [count, elements]; label and embedding may be null.
+cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int count, const Rows& x,
+                         float* condition, int32_t* label, float* embedding, const Queue& queue);
+/// model_output: [count, pixels, model_channels], model_channels = channels or 2 · channels.
+cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int count,
+                          const float* model_output, int model_channels, const Queue& queue);
+
+/// Loads every kernel and sets its shared-memory limit, so that none is loaded during a capture.
+/// cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.
+cudaError_t LoadConv2dKernels();
+cudaError_t LoadConv2dFp32Kernels();
+cudaError_t LoadGroupNormKernels();
+cudaError_t LoadAttentionKernels();
+cudaError_t LoadAttentionFp32Kernels();
+cudaError_t LoadEmbeddingKernels();
+cudaError_t LoadElementwiseKernels();
+cudaError_t LoadSamplingKernels();
+
+}  // namespace denoised::cuda

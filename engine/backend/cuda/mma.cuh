@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+/// The three PTX instructions of the tensor-core path, for sm_80 and later. PTX ISA 9.0, "Matrix
+/// instructions" and "Asynchronous copy".
+
+namespace denoised::cuda {
+
+/// 16 bytes from global to shared memory; zeros when `valid` is false (`from` is not read then).
+__device__ inline void CopyAsync16(void* to, const void* from, bool valid) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+/// Until at most `kPending` of this thread's latest groups are under way.
+template <int kPending>
+__device__ inline void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+/// Four 8×8 matrices of bf16; lane 8i + j passes the address of row j of matrix i. Lane l receives of
+/// each matrix elements 2(l mod 4), 2(l mod 4) + 1 of row l / 4.
+__device__ inline void LoadMatrices(uint32_t (&r)[4], const __nv_bfloat16* row) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+/// The same, of each matrix's transpose.
+__device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], const __nv_bfloat16* row) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+/// c += a · b on 16×8×16: a bf16 row-major, b bf16 column-major (two registers), c fp32. Lane l holds
+/// of c row l / 4 (c[0], c[1]) and l / 4 + 8 (c[2], c[3]), columns 2(l mod 4) and the next.
+__device__ inline void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace denoised::cuda

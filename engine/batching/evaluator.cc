@@ -1,0 +1,180 @@
+#include "engine/batching/evaluator.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/backend/counting.h"
+
+namespace denoised {
+namespace {
+
+constexpr int kRowFields = sizeof(EvaluationRow) / sizeof(int32_t);
+constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
+
+// A graph per row count would be many captures on a GPU, where padding rows are cheap; on the CPU a
+// graph costs nothing and a row costs its full time, so every count is a bucket of its own.
+std::vector<int> Buckets(Device device, int max_rows) {
+  std::vector<int> buckets;
+  for (int rows = 1; rows < max_rows; rows = device == Device::kCpu ? rows + 1 : rows * 2)
+    buckets.push_back(rows);
+  buckets.push_back(max_rows);
+  return buckets;
+}
+
+}  // namespace
+
+Evaluator::Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
+                     const Options& options)
+    : backend_(backend),
+      denoiser_(std::move(denoiser)),
+      options_(options),
+      buckets_(Buckets(backend.device(), options.max_rows)) {}
+
+absl::StatusOr<std::unique_ptr<Evaluator>> Evaluator::Create(
+    Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options) {
+  std::unique_ptr<Evaluator> evaluator(new Evaluator(backend, std::move(denoiser), options));
+  DENOISED_RETURN_IF_ERROR(evaluator->Allocate());
+  return evaluator;
+}
+
+absl::Status Evaluator::Allocate() {
+  const DenoiserTraits& traits = denoiser_->traits();
+  const int64_t slots = options_.slots, height = options_.height, width = options_.width,
+                channels = traits.channels;
+  const auto take = [&](Tensor* tensor, const Shape& shape, DType dtype,
+                        const char* purpose) -> absl::Status {
+    DENOISED_ASSIGN_OR_RETURN(*tensor, backend_.Allocate(shape, dtype, purpose));
+    slot_bytes_ += tensor->bytes();
+    return absl::OkStatus();
+  };
+  const Shape images{slots, height, width, channels};
+  DENOISED_RETURN_IF_ERROR(take(&state_.x, images, DType::kF32, "states of images in flight"));
+  DENOISED_RETURN_IF_ERROR(take(&state_.registers, {slots, kRegisters, height, width, channels},
+                                DType::kF32, "sampler registers"));
+  DENOISED_RETURN_IF_ERROR(take(&state_.x0, images, DType::kF32, "predicted images"));
+  DENOISED_RETURN_IF_ERROR(
+      take(&state_.plans,
+           {slots, int64_t{options_.max_evaluations} * int64_t{sizeof(DeviceEvaluation)}},
+           DType::kU8, "step plans"));
+  DENOISED_RETURN_IF_ERROR(take(&state_.evaluation, {slots}, DType::kI32, "slots"));
+  DENOISED_RETURN_IF_ERROR(take(&state_.seed, {slots}, DType::kI64, "slots"));
+  DENOISED_RETURN_IF_ERROR(take(&state_.guidance, {slots}, DType::kF32, "slots"));
+  if (traits.class_vector_size > 0)
+    DENOISED_RETURN_IF_ERROR(take(&state_.embedding, {slots, traits.class_vector_size}, DType::kF32,
+                                  "class vectors"));
+  const Shape image{height, width, channels};
+  DENOISED_RETURN_IF_ERROR(take(&source_, image, DType::kF32, "init image"));
+  DENOISED_RETURN_IF_ERROR(take(&noise_, image, DType::kF32, "initial noise"));
+  DENOISED_RETURN_IF_ERROR(
+      take(&rows_, {options_.max_rows, kRowFields}, DType::kI32, "rows of an evaluation"));
+
+  // Smaller buckets may have holes where the largest has none, so every bucket is measured.
+  for (const int bucket : buckets_) {
+    CountingBackend counting(backend_.device(), backend_.activation_dtype());
+    Arena measuring = Arena::Measuring(backend_.device());
+    Enqueue(counting, measuring, bucket);
+    activation_bytes_ = std::max(activation_bytes_, measuring.peak());
+    flops_per_row_ = counting.work().flops / bucket;
+  }
+  DENOISED_ASSIGN_OR_RETURN(
+      Tensor block,
+      backend_.Allocate({static_cast<int64_t>(activation_bytes_)}, DType::kU8,
+                        fmt::format("activations of {} rows of {}×{}", options_.max_rows,
+                                    options_.width, options_.height)));
+  arena_.emplace(std::move(block));
+  return backend_.status();
+}
+
+void Evaluator::Enqueue(Backend& backend, Arena& arena, int bucket) {
+  const DenoiserTraits& traits = denoiser_->traits();
+  nn::Context context{backend, arena};
+  const Tensor rows = rows_.Slice(0, bucket);
+  DenoiserInput input;
+  input.x = context.New({bucket, options_.height, options_.width, traits.channels});
+  input.condition = context.NewF32({bucket});
+  if (traits.condition == ClassCondition::kLabel) input.label = arena.New({bucket}, DType::kI32);
+  if (traits.class_vector_size > 0)
+    input.embedding = context.NewF32({bucket, traits.class_vector_size});
+  backend.Gather({.state = state_,
+                  .rows = rows,
+                  .x = input.x,
+                  .condition = input.condition,
+                  .label = input.label,
+                  .embedding = input.embedding});
+  const Tensor output = denoiser_->Forward(context, input);
+  backend.Advance({.state = state_, .rows = rows, .model_output = output});
+}
+
+absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
+  std::unique_ptr<Graph>& graph = graphs_[bucket];
+  if (!graph) {
+    DENOISED_ASSIGN_OR_RETURN(graph,
+                              backend_.Capture([this, bucket] { Enqueue(backend_, *arena_, bucket); }));
+  }
+  return graph.get();
+}
+
+absl::Status Evaluator::WarmUp() {
+  const std::vector<EvaluationRow> padding(options_.max_rows, kPadding);
+  for (const int bucket : buckets_) {
+    // On the CPU all buckets run the same primitives row by row: one warms them all.
+    if (backend_.device() == Device::kCpu && bucket != buckets_.front()) continue;
+    DENOISED_RETURN_IF_ERROR(Evaluate(std::span(padding).first(bucket)).status());
+  }
+  return backend_.Synchronize();
+}
+
+Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {
+  const Tensor row = per_slot.Slice(slot, 1);
+  if (row.shape().rank() != 4) return row;
+  return row.Reshape({row.dim(1), row.dim(2), row.dim(3)});
+}
+
+void Evaluator::Begin(int slot, const Start& start) {
+  const std::vector<DeviceEvaluation>& plan = *start.plan;
+  DENOISED_CHECK(!plan.empty() && static_cast<int>(plan.size()) <= options_.max_evaluations);
+  const size_t plan_bytes = plan.size() * sizeof(DeviceEvaluation);
+  backend_.Upload(plan.data(), plan_bytes, SlotOf(state_.plans, slot));
+  const int64_t seed = static_cast<int64_t>(start.seed);
+  backend_.Upload(&seed, sizeof(seed), SlotOf(state_.seed, slot));
+  backend_.Upload(&start.guidance_scale, sizeof(float), SlotOf(state_.guidance, slot));
+  if (!start.embedding.empty())
+    backend_.Upload(start.embedding.data(), start.embedding.size_bytes(),
+                    SlotOf(state_.embedding, slot));
+  if (start.source) backend_.Upload(start.source, source_.bytes(), source_);
+  if (start.noise) backend_.Upload(start.noise, noise_.bytes(), noise_);
+  backend_.BeginSlot({.state = state_,
+                      .slot = slot,
+                      .source = start.source ? source_ : Tensor(),
+                      .noise = start.noise ? noise_ : Tensor(),
+                      .source_scale = start.source_scale,
+                      .noise_scale = start.noise_scale,
+                      .churn_scale = start.churn_scale});
+}
+
+absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
+  const int bucket = *std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
+  std::vector<EvaluationRow> padded(rows.begin(), rows.end());
+  padded.resize(bucket, kPadding);
+  const bool same = padded.size() <= uploaded_rows_.size() &&
+                    std::memcmp(padded.data(), uploaded_rows_.data(),
+                                padded.size() * sizeof(EvaluationRow)) == 0;
+  if (!same) {
+    backend_.Upload(padded.data(), padded.size() * sizeof(EvaluationRow), rows_);
+    uploaded_rows_ = padded;
+  }
+  DENOISED_ASSIGN_OR_RETURN(Graph* graph, GraphFor(bucket));
+  backend_.Launch(*graph);
+  DENOISED_RETURN_IF_ERROR(backend_.status());
+  return bucket;
+}
+
+std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
+  return backend_.BeginDownload(SlotOf(state_.x, slot));
+}
+
+std::unique_ptr<Download> Evaluator::DownloadX0(int slot) {
+  return backend_.BeginDownload(SlotOf(state_.x0, slot));
+}
+
+}  // namespace denoised

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/backend/backend.h"
+#include "engine/core/arena.h"
+#include "engine/models/denoiser.h"
+
+namespace denoised {
+
+/// One model at one image size, with the state of its images in flight and one captured graph per
+/// row bucket: gather → model → guidance and sampler step → scatter. Belongs to the thread that owns
+/// the device; calls enqueue.
+class Evaluator {
+ public:
+  struct Options {
+    int height = 0, width = 0;
+    int max_rows = 0;
+    int slots = 0;
+    int max_evaluations = 0;  // longest plan
+  };
+
+  /// Plans memory by a dry run of the largest bucket, then takes it. ResourceExhausted says what was
+  /// needed and what is free.
+  static absl::StatusOr<std::unique_ptr<Evaluator>> Create(
+      Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
+
+  /// Captures the graphs of all buckets and runs each once, so that no request pays for it.
+  absl::Status WarmUp();
+
+  struct Start {
+    const std::vector<DeviceEvaluation>* plan = nullptr;
+    uint64_t seed = 0;
+    float guidance_scale = 1;
+    std::span<const float> embedding;  // class value or vector; empty otherwise
+    const float* source = nullptr;     // optional [H, W, C] host memory
+    const float* noise = nullptr;      // optional [H, W, C] host memory
+    float source_scale = 0, noise_scale = 1, churn_scale = 0;
+  };
+  /// Puts an image in `slot`, whatever was there before.
+  void Begin(int slot, const Start& start);
+
+  /// One evaluation of these rows (at most max_rows); returns the bucket they were padded to.
+  absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
+
+  /// The slot's state, or its predicted x0, at this point: F32 [H, W, C].
+  std::unique_ptr<Download> DownloadState(int slot);
+  std::unique_ptr<Download> DownloadX0(int slot);
+
+  const Options& options() const { return options_; }
+  /// Bytes of device memory: activations at their peak, and the images in flight.
+  size_t activation_bytes() const { return activation_bytes_; }
+  size_t slot_bytes() const { return slot_bytes_; }
+  /// Floating-point operations of one row, as counted by the dry run.
+  double flops_per_row() const { return flops_per_row_; }
+
+ private:
+  Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
+  absl::Status Allocate();
+  absl::StatusOr<Graph*> GraphFor(int bucket);
+  void Enqueue(Backend& backend, Arena& arena, int bucket);
+  Tensor SlotOf(const Tensor& per_slot, int slot) const;
+
+  Backend& backend_;
+  std::shared_ptr<const Denoiser> denoiser_;
+  Options options_;
+  std::vector<int> buckets_;
+  SlotState state_;
+  Tensor rows_;           // I32 [max_rows, 4]
+  Tensor source_, noise_;  // F32 [H, W, C]: what Begin uploads
+  std::optional<Arena> arena_;
+  std::map<int, std::unique_ptr<Graph>> graphs_;
+  std::vector<EvaluationRow> uploaded_rows_;
+  size_t activation_bytes_ = 0, slot_bytes_ = 0;
+  double flops_per_row_ = 0;
+};
+
+}  // namespace denoised

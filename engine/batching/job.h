@@ -1,0 +1,93 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+#include "engine/core/tensor.h"
+#include "engine/sampling/sampler.h"
+
+namespace denoised {
+
+enum class PreviewKind { kPredictedX0, kNoisyState };
+
+/// An image in flight or done: F32 host tensor [H, W, C], values nominally in [−1, 1].
+struct ImageResult {
+  int index = 0;        // within the request
+  uint64_t seed = 0;
+  int label = -1;       // −1 when the model has no labels
+  Tensor pixels;
+};
+
+/// What a request asks. Unset fields take the model's defaults.
+struct JobSpec {
+  std::string model;
+  std::string request_id;                 // for logs; the caller makes it unique
+  std::optional<uint64_t> seed;           // image i is drawn with seed + i; random when unset
+  int count = 1;
+  std::vector<int> class_labels;          // one for all images, or one each; empty: random classes
+  std::vector<float> class_values;        // kValue: as class_labels. kVector: count × size or size
+  std::optional<double> guidance_scale;   // ≤ 1: no unconditional row
+  SamplerParams sampler;                  // steps 0: the model's default
+  int height = 0, width = 0;              // 0: native
+  bool previews = false;
+  PreviewKind preview_kind = PreviewKind::kPredictedX0;
+  int preview_every = 1;                  // evaluations
+  Tensor initial_noise;                   // optional F32 [count, H, W, C], standard normal scale
+  Tensor init_image;                      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
+  std::optional<std::chrono::steady_clock::time_point> deadline;
+};
+
+/// A JobSpec with every default filled in: what will be run, and what the reply says was run.
+struct EffectiveJob {
+  JobSpec spec;                           // all optionals set, labels and values one per image
+  int steps = 0;
+  int evaluations = 0;                    // model evaluations per image
+  std::shared_ptr<const StepPlan> plan;
+};
+
+/// One thing that is wrong with a request. `field` is a JobSpec name: "class_labels[2]", "steps".
+struct FieldViolation {
+  std::string field;
+  std::string description;                // what it is, what would be accepted
+};
+
+struct JobTiming {
+  double queued_seconds = 0;     // from Submit until the first image had a slot
+  double first_preview_seconds = -1;  // from Submit; −1 when there was none
+  double total_seconds = 0;      // from Submit
+};
+
+/// Hears of one job. Called on the engine's thread, in order, never two at a time: return quickly,
+/// hand work to another thread. After OnDone nothing follows and the listener is released.
+class JobListener {
+ public:
+  virtual ~JobListener() = default;
+  /// The first image got a slot.
+  virtual void OnStarted() {}
+  /// `done` of `total` model evaluations, over all images of the job.
+  virtual void OnProgress([[maybe_unused]] int done, [[maybe_unused]] int total) {}
+  /// After `evaluation` (1-based) of image.index.
+  virtual void OnPreview([[maybe_unused]] const ImageResult& image,
+                         [[maybe_unused]] int evaluation) {}
+  virtual void OnImage(ImageResult image) = 0;
+  /// OK once all images were delivered; Cancelled, DeadlineExceeded, Unavailable (drained away),
+  /// or what the device reported.
+  virtual void OnDone(const absl::Status& status, const JobTiming& timing) = 0;
+};
+
+using JobId = uint64_t;
+
+/// Hears of every evaluation, for metrics. Called on the engine's thread.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  /// `rows` of the `bucket` rows did work; `seconds` is device time, < 0 when not measured.
+  virtual void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) = 0;
+};
+
+}  // namespace denoised

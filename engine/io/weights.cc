@@ -1,0 +1,147 @@
+#include "engine/io/weights.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine/core/status.h"
+
+namespace denoised {
+
+struct Weights::State {
+  Safetensors tensors;
+  std::string file;
+  std::set<std::string> used;
+  std::optional<uint64_t> synthetic_seed;
+  int64_t synthetic_parameters = 0;
+};
+
+namespace {
+
+Tensor SyntheticTensor(uint64_t seed, const std::string& name, const Shape& shape) {
+  Tensor tensor = Tensor::Host(shape, DType::kF32);
+  const bool vector = shape.rank() < 2;
+  const double fan_in = vector ? 1 : static_cast<double>(shape.elements() / shape[0]);
+  const float spread = vector ? 0.1f : static_cast<float>(std::sqrt(3.0 / fan_in));
+  const float center = vector ? 1.0f : 0.0f;
+  uint64_t state = seed;
+  for (const char c : name) state = (state ^ static_cast<uint8_t>(c)) * 0x100000001b3u;  // FNV-1a
+  for (float& value : tensor.span<float>()) {
+    state = state * 6364136223846793005u + 1442695040888963407u;  // Knuth's MMIX generator
+    value = center + spread * (static_cast<float>(state >> 40) * 0x1p-23f - 1.0f);
+  }
+  return tensor;
+}
+
+/// Characters that two names share at their beginnings and ends: what differs between a checkpoint
+/// and our expectation is usually one part in the middle, or a number.
+size_t SharedEnds(const std::string& a, const std::string& b) {
+  const auto front = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
+  const auto back = std::mismatch(a.rbegin(), a.rend(), b.rbegin(), b.rend());
+  return static_cast<size_t>((front.first - a.begin()) + (back.first - a.rbegin()));
+}
+
+std::string ClosestNames(const Safetensors& tensors, const std::string& wanted) {
+  constexpr size_t kShown = 3;
+  std::vector<std::pair<size_t, std::string>> ranked;
+  for (const auto& [name, tensor] : tensors.tensors())
+    ranked.emplace_back(SharedEnds(name, wanted), name);
+  const size_t shown = std::min(kShown, ranked.size());
+  std::partial_sort(ranked.begin(), ranked.begin() + static_cast<std::ptrdiff_t>(shown),
+                    ranked.end(), [](const auto& a, const auto& b) {
+                      return a.first != b.first ? a.first > b.first : a.second < b.second;
+                    });
+  std::string text;
+  for (size_t i = 0; i < shown; ++i)
+    text += fmt::format("{}'{}'", i == 0 ? "" : ", ", ranked[i].second);
+  return text.empty() ? "none" : text;
+}
+
+bool IsFloat(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+}
+
+}  // namespace
+
+Weights::Weights(Safetensors tensors, std::string file)
+    : state_(std::make_shared<State>(State{std::move(tensors), std::move(file)})) {}
+
+Weights Weights::Synthetic(uint64_t seed) {
+  Weights weights(Safetensors(), "synthetic weights");
+  weights.state_->synthetic_seed = seed;
+  return weights;
+}
+
+Weights::Weights(std::shared_ptr<State> state, std::string prefix)
+    : state_(std::move(state)), prefix_(std::move(prefix)) {}
+
+std::string Weights::Full(std::string_view name) const {
+  return prefix_.empty() ? std::string(name) : fmt::format("{}.{}", prefix_, name);
+}
+
+Weights Weights::operator/(std::string_view name) const { return Weights(state_, Full(name)); }
+Weights Weights::operator/(int index) const { return *this / std::to_string(index); }
+
+const std::string& Weights::file() const { return state_->file; }
+
+bool Weights::Has(std::string_view name) const {
+  return state_->tensors.tensors().count(Full(name)) > 0;
+}
+
+absl::StatusOr<Tensor> Weights::Get(std::string_view name, const Shape& shape) const {
+  DENOISED_ASSIGN_OR_RETURN(Tensor tensor, GetOptional(name, shape));
+  if (!tensor.defined())
+    return NotFound(
+        "{}: no tensor '{}', which the config asks for with shape {}; the closest there are: {}",
+        file(), Full(name), shape.ToString(), ClosestNames(state_->tensors, Full(name)));
+  return tensor;
+}
+
+absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& shape) const {
+  if (state_->synthetic_seed) {
+    state_->synthetic_parameters += shape.elements();
+    return SyntheticTensor(*state_->synthetic_seed, Full(name), shape);
+  }
+  const auto& tensors = state_->tensors.tensors();
+  const auto found = tensors.find(Full(name));
+  if (found == tensors.end()) return Tensor();
+  const Tensor& tensor = found->second;
+  if (tensor.shape() != shape)
+    return InvalidArgument(
+        "{}: tensor '{}' has shape {}, but the config asks for {}; config and weights do not "
+        "belong together",
+        file(), found->first, tensor.shape().ToString(), shape.ToString());
+  if (!IsFloat(tensor.dtype()))
+    return InvalidArgument("{}: tensor '{}' is {}; expected F32, F16 or BF16", file(), found->first,
+                           Name(tensor.dtype()));
+  state_->used.insert(found->first);
+  return tensor;
+}
+
+absl::Status Weights::CheckAllUsed() const {
+  constexpr size_t kShown = 5;
+  std::vector<std::string> unused;
+  for (const auto& [name, tensor] : state_->tensors.tensors())
+    if (!state_->used.count(name)) unused.push_back(name);
+  if (unused.empty()) return absl::OkStatus();
+  const size_t count = unused.size();
+  if (count > kShown) {
+    unused.resize(kShown);
+    unused.emplace_back("...");
+  }
+  return InvalidArgument(
+      "{}: {} tensors have no place in the model that the config describes ({}); config and "
+      "weights do not belong together",
+      file(), count, fmt::join(unused, ", "));
+}
+
+int64_t Weights::parameters() const {
+  int64_t count = state_->synthetic_parameters;
+  for (const auto& [name, tensor] : state_->tensors.tensors())
+    if (IsFloat(tensor.dtype())) count += tensor.elements();
+  return count;
+}
+
+}  // namespace denoised

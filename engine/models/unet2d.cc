@@ -1,0 +1,502 @@
+#include "engine/models/unet2d.h"
+
+#include <algorithm>
+
+#include "engine/core/config_reader.h"
+#include "engine/nn/attention.h"
+#include "engine/nn/resnet.h"
+#include "engine/nn/timestep.h"
+
+namespace denoised {
+namespace {
+
+using nn::Attention;
+using nn::Context;
+using nn::Conv2d;
+using nn::ResnetBlock;
+using nn::ResnetOptions;
+
+constexpr int kMaxChannels = 1 << 16;
+
+// diffusers accepts "UNetRes" in front of every block type.
+std::string WithoutPrefix(const std::string& type) {
+  return type.rfind("UNetRes", 0) == 0 ? type.substr(7) : type;
+}
+
+struct BlockKind {
+  const char* name;
+  bool attention;
+  bool resnet_resampling;
+};
+constexpr BlockKind kDownBlocks[] = {{"DownBlock2D", false, false},
+                                     {"AttnDownBlock2D", true, false},
+                                     {"ResnetDownsampleBlock2D", false, true}};
+constexpr BlockKind kUpBlocks[] = {{"UpBlock2D", false, false},
+                                   {"AttnUpBlock2D", true, false},
+                                   {"ResnetUpsampleBlock2D", false, true}};
+
+template <size_t N>
+const BlockKind* FindKind(const BlockKind (&kinds)[N], const std::string& type) {
+  for (const BlockKind& kind : kinds)
+    if (WithoutPrefix(type) == kind.name) return &kind;
+  return nullptr;
+}
+
+template <size_t N>
+void CheckBlockTypes(ConfigReader& reader, const char* field, const BlockKind (&kinds)[N],
+                     const std::vector<std::string>& types, size_t levels) {
+  for (const std::string& type : types)
+    if (!FindKind(kinds, type))
+      reader.Complain(field, fmt::format("block '{}' is not supported; use {}, {} or {}", type,
+                                         kinds[0].name, kinds[1].name, kinds[2].name));
+  if (types.size() != levels)
+    reader.Complain(field, fmt::format("needs one block for each of the {} block_out_channels",
+                                       levels));
+}
+
+void CheckRange(ConfigReader& reader, const char* field, double value, double low, double high) {
+  if (!(value >= low && value <= high))
+    reader.Complain(field, fmt::format("must be between {} and {}", low, high));
+}
+
+/// Every level but the last halves the image, and the way up must meet the same sizes again.
+int SizeMultiple(size_t levels) { return 1 << (levels - 1); }
+
+}  // namespace
+
+absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
+                                                 const std::string& file) {
+  UNet2DConfig config;
+  ConfigReader reader(json, file);
+  std::string class_name = "UNet2DModel";
+  reader.Read("_class_name", &class_name);
+  if (class_name != "UNet2DModel")
+    return InvalidArgument("{}: field '_class_name' is \"{}\": not supported; only UNet2DModel is",
+                           file, class_name);
+
+  if (reader.Has("sample_size") && json["sample_size"].is_array()) {
+    std::vector<int> size;
+    reader.Read("sample_size", &size);
+    if (size.size() == 2) {
+      config.sample_height = size[0];
+      config.sample_width = size[1];
+    } else {
+      reader.Complain("sample_size", "expected one number, or height and width");
+    }
+  } else {
+    reader.Read("sample_size", &config.sample_height);
+    config.sample_width = config.sample_height;
+  }
+  reader.Read("in_channels", &config.in_channels);
+  reader.Read("out_channels", &config.out_channels);
+  reader.Read("center_input_sample", &config.center_input_sample);
+
+  std::string time_type = "positional";
+  reader.Read("time_embedding_type", &time_type);
+  config.fourier_time_embedding = time_type == "fourier";
+  if (time_type != "fourier" && time_type != "positional")
+    reader.Complain("time_embedding_type", "not supported; use positional or fourier");
+  reader.Read("freq_shift", &config.freq_shift);
+  reader.Read("flip_sin_to_cos", &config.flip_sin_to_cos);
+
+  reader.Read("down_block_types", &config.down_block_types);
+  reader.Read("up_block_types", &config.up_block_types);
+  reader.Read("block_out_channels", &config.block_out_channels);
+  const std::vector<int>& channels = config.block_out_channels;
+  if (channels.empty() || channels.size() > 16) {
+    reader.Complain("block_out_channels", "needs 1 to 16 entries");
+  } else if (const int multiple = SizeMultiple(channels.size());
+             config.sample_height % multiple != 0 || config.sample_width % multiple != 0) {
+    reader.Complain("sample_size", fmt::format("must be a multiple of {}, since {} blocks halve it",
+                                               multiple, channels.size() - 1));
+  }
+  for (const int c : channels) CheckRange(reader, "block_out_channels", c, 1, kMaxChannels);
+  CheckBlockTypes(reader, "down_block_types", kDownBlocks, config.down_block_types,
+                  channels.size());
+  CheckBlockTypes(reader, "up_block_types", kUpBlocks, config.up_block_types, channels.size());
+
+  std::string mid_type = "UNetMidBlock2D";
+  if (json.contains("mid_block_type") && json["mid_block_type"].is_null()) config.mid_block = false;
+  reader.Read("mid_block_type", &mid_type);
+  if (mid_type != "UNetMidBlock2D")
+    reader.Complain("mid_block_type", "not supported; use UNetMidBlock2D or null");
+  reader.Read("mid_block_scale_factor", &config.mid_block_scale_factor);
+  if (!(config.mid_block_scale_factor > 0))
+    reader.Complain("mid_block_scale_factor", "must be greater than 0");
+
+  reader.Read("layers_per_block", &config.layers_per_block);
+  reader.Read("downsample_padding", &config.downsample_padding);
+  reader.Read("downsample_type", &config.downsample_type);
+  reader.Read("upsample_type", &config.upsample_type);
+  for (const auto& [field, type] : {std::pair{"downsample_type", config.downsample_type},
+                                    std::pair{"upsample_type", config.upsample_type}})
+    if (type != "conv" && type != "resnet")
+      reader.Complain(field, "not supported; use conv or resnet");
+  std::string act_fn = "silu";
+  reader.Read("act_fn", &act_fn);
+  if (const auto activation = nn::ActivationFromName(act_fn); activation.ok()) {
+    config.activation = *activation;
+  } else {
+    reader.Complain("act_fn", std::string(activation.status().message()));
+  }
+
+  if (json.contains("attention_head_dim") && json["attention_head_dim"].is_null())
+    config.attention_head_dim.reset();
+  reader.Read("attention_head_dim", &config.attention_head_dim);
+  reader.Read("norm_num_groups", &config.norm_num_groups);
+  reader.Read("attn_norm_num_groups", &config.attn_norm_num_groups);
+  reader.Read("norm_eps", &config.norm_eps);
+  std::string scale_shift = "default";
+  reader.Read("resnet_time_scale_shift", &scale_shift);
+  config.scale_shift = scale_shift == "scale_shift";
+  if (scale_shift != "default" && scale_shift != "scale_shift")
+    reader.Complain("resnet_time_scale_shift", "not supported; use default or scale_shift");
+  reader.Read("add_attention", &config.add_attention);
+
+  std::optional<std::string> class_embed_type;
+  std::optional<int> num_class_embeds;
+  reader.Read("class_embed_type", &class_embed_type);
+  reader.Read("num_class_embeds", &num_class_embeds);
+  if (class_embed_type && *class_embed_type != "timestep" && *class_embed_type != "identity")
+    reader.Complain("class_embed_type", "not supported; use timestep, identity or null");
+  if (class_embed_type) {
+    config.condition = *class_embed_type == "identity" ? ClassCondition::kVector
+                                                       : ClassCondition::kValue;
+  } else if (num_class_embeds) {
+    config.condition = ClassCondition::kLabel;
+    config.num_class_embeds = *num_class_embeds;
+    CheckRange(reader, "num_class_embeds", *num_class_embeds, 1, 1 << 24);
+  }
+  // num_train_timesteps sizes a "learned" time embedding only; dropout is for training.
+  reader.Ignore({"dropout", "num_train_timesteps"});
+
+  CheckRange(reader, "sample_size", std::min(config.sample_height, config.sample_width), 0, 65536);
+  CheckRange(reader, "sample_size", std::max(config.sample_height, config.sample_width), 0, 65536);
+  CheckRange(reader, "in_channels", config.in_channels, 1, kMaxChannels);
+  CheckRange(reader, "out_channels", config.out_channels, 1, kMaxChannels);
+  if (config.out_channels != config.in_channels && config.out_channels != 2 * config.in_channels)
+    reader.Complain("out_channels", "must equal in_channels, or twice that with a learned variance");
+  CheckRange(reader, "layers_per_block", config.layers_per_block, 1, 64);
+  CheckRange(reader, "downsample_padding", config.downsample_padding, 0, 1);
+  CheckRange(reader, "norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
+  if (config.attn_norm_num_groups)
+    CheckRange(reader, "attn_norm_num_groups", *config.attn_norm_num_groups, 1, kMaxChannels);
+  if (config.attention_head_dim)
+    CheckRange(reader, "attention_head_dim", *config.attention_head_dim, 1, kMaxChannels);
+  if (!(config.norm_eps > 0)) reader.Complain("norm_eps", "must be greater than 0");
+  config.time_embedding_dim = channels.empty() ? 0 : 4 * channels[0];
+  reader.Read("time_embedding_dim", &config.time_embedding_dim);
+  if (config.time_embedding_dim == 0 && !channels.empty())
+    config.time_embedding_dim = 4 * channels[0];  // diffusers: `time_embedding_dim or 4 · …`
+  CheckRange(reader, "time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
+  if (!config.fourier_time_embedding && !channels.empty() &&
+      channels[0] / 2 - config.freq_shift == 0)
+    reader.Complain("freq_shift", "must differ from half of block_out_channels[0]");
+  DENOISED_RETURN_IF_ERROR(reader.Finish());
+  return config;
+}
+
+namespace {
+
+/// A level of the down or up path: resnets, each followed by attention in the Attn blocks, then
+/// resampling by a convolution or by a resnet, if any.
+struct Level {
+  std::vector<ResnetBlock> resnets;
+  std::vector<Attention> attentions;
+  std::optional<Conv2d> resample_conv;
+  std::optional<ResnetBlock> resample_resnet;
+};
+
+class UNet2D : public Denoiser {
+ public:
+  explicit UNet2D(const UNet2DConfig& config) : config_(config) {}
+
+  absl::Status Load(Backend& backend, const Weights& weights);
+  const DenoiserTraits& traits() const override { return traits_; }
+  Tensor Forward(Context& context, const DenoiserInput& input) const override;
+
+ private:
+  ResnetOptions Resnet(int in_channels, int out_channels) const {
+    return {.in_channels = in_channels,
+            .out_channels = out_channels,
+            .time_channels = config_.time_embedding_dim,
+            .groups = config_.norm_num_groups,
+            .eps = config_.norm_eps,
+            .activation = config_.activation,
+            .scale_shift = config_.scale_shift};
+  }
+  nn::AttentionOptions SelfAttention(int channels) const {
+    return {.channels = channels,
+            .head_dim = config_.attention_head_dim.value_or(channels),
+            .groups = config_.norm_num_groups,
+            .eps = config_.norm_eps};
+  }
+  absl::Status LoadLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
+                         const std::vector<int>& in_channels, int out_channels,
+                         ResnetOptions::Resample resample, Level* level);
+  absl::Status LoadMidBlock(Backend& backend, const Weights& weights);
+
+  Tensor Embed(Context& context, const DenoiserInput& input) const;
+  Tensor Up(Context& context, const Level& level, Tensor x, std::vector<Tensor>& skips,
+            const Tensor& time) const;
+
+  UNet2DConfig config_;
+  DenoiserTraits traits_;
+  nn::TimestepProjection time_projection_;
+  nn::TimestepEmbedding time_embedding_;
+  Tensor class_table_;                                    // kLabel
+  std::optional<nn::TimestepEmbedding> class_embedding_;  // kValue
+  nn::TimeProjections resnet_projections_;
+  Conv2d conv_in_, conv_out_;
+  nn::GroupNorm conv_norm_out_;
+  std::vector<Level> down_, up_;
+  std::vector<ResnetBlock> mid_resnets_;
+  std::optional<Attention> mid_attention_;
+};
+
+absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
+  const std::vector<int>& channels = config_.block_out_channels;
+  const int levels = static_cast<int>(channels.size());
+
+  traits_.height = config_.sample_height;
+  traits_.width = config_.sample_width;
+  traits_.size_multiple = SizeMultiple(channels.size());
+  traits_.channels = config_.in_channels;
+  traits_.output_channels = config_.out_channels;
+  traits_.condition = config_.condition;
+  traits_.class_embeddings = config_.num_class_embeds;
+
+  if (config_.fourier_time_embedding) {
+    DENOISED_ASSIGN_OR_RETURN(
+        time_projection_,
+        nn::TimestepProjection::Fourier(backend, weights / "time_proj", channels[0]));
+  } else {
+    time_projection_ = nn::TimestepProjection::Positional(channels[0], config_.flip_sin_to_cos,
+                                                          config_.freq_shift);
+  }
+  const int projected = time_projection_.out_features(), embedded = config_.time_embedding_dim;
+  DENOISED_ASSIGN_OR_RETURN(
+      time_embedding_,
+      nn::TimestepEmbedding::Load(backend, weights / "time_embedding", projected, embedded));
+  switch (config_.condition) {
+    case ClassCondition::kNone: break;
+    case ClassCondition::kLabel: {
+      DENOISED_ASSIGN_OR_RETURN(
+          Tensor table,
+          (weights / "class_embedding").Get("weight", {config_.num_class_embeds, embedded}));
+      DENOISED_ASSIGN_OR_RETURN(class_table_, backend.PackVector(table));
+      break;
+    }
+    case ClassCondition::kValue: {
+      DENOISED_ASSIGN_OR_RETURN(
+          class_embedding_,
+          nn::TimestepEmbedding::Load(backend, weights / "class_embedding", projected, embedded));
+      traits_.class_vector_size = 1;
+      break;
+    }
+    case ClassCondition::kVector: traits_.class_vector_size = embedded; break;
+  }
+
+  DENOISED_ASSIGN_OR_RETURN(
+      conv_in_,
+      Conv2d::Load(backend, weights / "conv_in", config_.in_channels, channels[0], 3));
+
+  // skip_channels mirrors the stack of outputs that the up path takes back.
+  std::vector<int> skip_channels = {channels[0]};
+  down_.resize(levels);
+  for (int i = 0, in = channels[0]; i < levels; in = channels[i++]) {
+    std::vector<int> inputs(config_.layers_per_block, channels[i]);
+    inputs[0] = in;
+    const bool last = i == levels - 1;
+    DENOISED_RETURN_IF_ERROR(
+        LoadLevel(backend, weights / "down_blocks" / i,
+                  *FindKind(kDownBlocks, config_.down_block_types[i]), inputs, channels[i],
+                  last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kDown,
+                  &down_[i]));
+    skip_channels.insert(skip_channels.end(), config_.layers_per_block + !last, channels[i]);
+  }
+  if (config_.mid_block) DENOISED_RETURN_IF_ERROR(LoadMidBlock(backend, weights / "mid_block"));
+  up_.resize(levels);
+  for (int i = 0, in = channels.back(); i < levels; ++i) {
+    const int out = channels[levels - 1 - i];
+    std::vector<int> inputs;
+    for (int layer = 0; layer <= config_.layers_per_block; ++layer) {
+      inputs.push_back((layer == 0 ? in : out) + skip_channels.back());
+      skip_channels.pop_back();
+    }
+    const bool last = i == levels - 1;
+    DENOISED_RETURN_IF_ERROR(
+        LoadLevel(backend, weights / "up_blocks" / i,
+                  *FindKind(kUpBlocks, config_.up_block_types[i]), inputs, out,
+                  last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kUp, &up_[i]));
+    in = out;
+  }
+
+  DENOISED_ASSIGN_OR_RETURN(
+      conv_norm_out_, nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels[0],
+                                          config_.norm_num_groups, config_.norm_eps));
+  DENOISED_ASSIGN_OR_RETURN(
+      conv_out_, Conv2d::Load(backend, weights / "conv_out", channels[0], config_.out_channels, 3));
+  DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(backend));
+  traits_.parameters = weights.parameters();
+  return absl::OkStatus();
+}
+
+absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
+                               const std::vector<int>& in_channels, int out_channels,
+                               ResnetOptions::Resample resample, Level* level) {
+  for (size_t i = 0; i < in_channels.size(); ++i) {
+    DENOISED_ASSIGN_OR_RETURN(
+        ResnetBlock resnet,
+        ResnetBlock::Load(backend, weights / "resnets" / static_cast<int>(i),
+                          Resnet(in_channels[i], out_channels), resnet_projections_));
+    level->resnets.push_back(std::move(resnet));
+    if (!kind.attention) continue;
+    DENOISED_ASSIGN_OR_RETURN(
+        Attention attention, Attention::Load(backend, weights / "attentions" / static_cast<int>(i),
+                                             SelfAttention(out_channels)));
+    level->attentions.push_back(std::move(attention));
+  }
+  if (resample == ResnetOptions::Resample::kNone) return absl::OkStatus();
+
+  const bool down = resample == ResnetOptions::Resample::kDown;
+  const Weights resampler = weights / (down ? "downsamplers" : "upsamplers") / 0;
+  // The plain blocks resample by a convolution whatever the config says; only the Attn ones ask it.
+  const std::string& type = down ? config_.downsample_type : config_.upsample_type;
+  if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
+    ResnetOptions options = Resnet(out_channels, out_channels);
+    options.resample = resample;
+    DENOISED_ASSIGN_OR_RETURN(
+        level->resample_resnet,
+        ResnetBlock::Load(backend, resampler, options, resnet_projections_));
+  } else {
+    DENOISED_ASSIGN_OR_RETURN(
+        level->resample_conv,
+        Conv2d::Load(backend, resampler / "conv", out_channels, out_channels, 3));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status UNet2D::LoadMidBlock(Backend& backend, const Weights& weights) {
+  const int channels = config_.block_out_channels.back();
+  ResnetOptions options = Resnet(channels, channels);
+  options.output_scale_factor = config_.mid_block_scale_factor;
+  for (int i = 0; i < 2; ++i) {
+    DENOISED_ASSIGN_OR_RETURN(
+        ResnetBlock resnet,
+        ResnetBlock::Load(backend, weights / "resnets" / i, options, resnet_projections_));
+    mid_resnets_.push_back(std::move(resnet));
+  }
+  if (!config_.add_attention) return absl::OkStatus();
+  nn::AttentionOptions attention = SelfAttention(channels);
+  attention.output_scale_factor = config_.mid_block_scale_factor;
+  // Unlike elsewhere, the mid block's attention has no norm with scale_shift, unless asked for.
+  attention.groups = config_.attn_norm_num_groups;
+  if (!attention.groups && !config_.scale_shift) attention.groups = config_.norm_num_groups;
+  DENOISED_ASSIGN_OR_RETURN(mid_attention_,
+                            Attention::Load(backend, weights / "attentions" / 0, attention));
+  return absl::OkStatus();
+}
+
+Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
+  const int64_t rows = input.x.dim(0);
+  Tensor class_embedding;
+  switch (config_.condition) {
+    case ClassCondition::kNone: break;
+    case ClassCondition::kLabel:
+      class_embedding = context.New({rows, config_.time_embedding_dim});
+      context.backend.Embedding(
+          {.table = class_table_, .index = input.label, .out = class_embedding});
+      break;
+    case ClassCondition::kValue:
+      class_embedding = (*class_embedding_)(
+          context, time_projection_(context, input.embedding.Reshape({rows})), Tensor());
+      break;
+    case ClassCondition::kVector:
+      class_embedding = context.New({rows, config_.time_embedding_dim});
+      context.backend.Add(input.embedding, 1.0f, Tensor(), 0.0f, Activation::kNone,
+                          class_embedding);
+      break;
+  }
+  return time_embedding_(context, time_projection_(context, input.condition), class_embedding);
+}
+
+Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
+  const Tensor embedding = Embed(context, input);
+  context.Trace("embedding", embedding);
+  const Tensor time = resnet_projections_(context, embedding, config_.activation);
+
+  Tensor x = input.x;
+  if (config_.center_input_sample) {
+    const Tensor centered = context.New(x.shape());
+    context.backend.Add(x, 2.0f, Tensor(), -1.0f, Activation::kNone, centered);
+    x = centered;
+  }
+  x = conv_in_(context, {.x = x});
+  context.Trace("conv_in", x);
+
+  std::vector<Tensor> skips = {x};
+  for (size_t i = 0; i < down_.size(); ++i) {
+    const Level& level = down_[i];
+    for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
+      x = level.resnets[layer](context, x, Tensor(), time);
+      if (!level.attentions.empty()) x = level.attentions[layer](context, x);
+      skips.push_back(x);
+    }
+    if (level.resample_conv) {
+      x = level.resample_conv->Downsample(context, x, config_.downsample_padding);
+      skips.push_back(x);
+    } else if (level.resample_resnet) {
+      x = (*level.resample_resnet)(context, x, Tensor(), time);
+      skips.push_back(x);
+    }
+    context.Trace(fmt::format("down_blocks.{}", i), x);
+  }
+
+  if (config_.mid_block) {
+    x = mid_resnets_[0](context, x, Tensor(), time);
+    if (mid_attention_) x = (*mid_attention_)(context, x);
+    x = mid_resnets_[1](context, x, Tensor(), time);
+    context.Trace("mid_block", x);
+  }
+
+  for (size_t i = 0; i < up_.size(); ++i) {
+    x = Up(context, up_[i], std::move(x), skips, time);
+    context.Trace(fmt::format("up_blocks.{}", i), x);
+  }
+
+  x = conv_norm_out_(context, {.x = x, .activation = Activation::kSilu});
+  Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
+  conv_out_(context, {.x = x, .out = out});
+  if (config_.fourier_time_embedding) {  // diffusers divides by the noise level
+    const Tensor scaled = context.NewF32(out.shape());
+    context.backend.DivideRows(out, input.condition, scaled);
+    out = scaled;
+  }
+  return out;
+}
+
+Tensor UNet2D::Up(Context& context, const Level& level, Tensor x, std::vector<Tensor>& skips,
+                  const Tensor& time) const {
+  for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
+    const Tensor skip = std::move(skips.back());
+    skips.pop_back();
+    x = level.resnets[layer](context, x, skip, time);
+    if (!level.attentions.empty()) x = level.attentions[layer](context, x);
+  }
+  if (level.resample_conv) return (*level.resample_conv)(context, {.x = x, .upsample2x = true});
+  if (level.resample_resnet) return (*level.resample_resnet)(context, x, Tensor(), time);
+  return x;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2D(Backend& backend, const UNet2DConfig& config,
+                                                     const Weights& weights) {
+  auto model = std::make_unique<UNet2D>(config);
+  DENOISED_RETURN_IF_ERROR(model->Load(backend, weights));
+  DENOISED_RETURN_IF_ERROR(weights.CheckAllUsed());
+  return model;
+}
+
+}  // namespace denoised

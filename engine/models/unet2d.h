@@ -1,0 +1,52 @@
+#pragma once
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/models/denoiser.h"
+
+namespace denoised {
+
+/// The config.json of diffusers' UNet2DModel. Names and defaults are diffusers' own
+/// (models/unets/unet_2d.py).
+struct UNet2DConfig {
+  int sample_height = 0, sample_width = 0;  // sample_size
+  int in_channels = 3, out_channels = 3;
+  bool center_input_sample = false;
+  bool fourier_time_embedding = false;  // time_embedding_type: "fourier" or "positional"
+  int time_embedding_dim = 0;           // 4 · block_out_channels[0] when the file has none
+  double freq_shift = 0;
+  bool flip_sin_to_cos = true;
+  std::vector<std::string> down_block_types = {"DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D",
+                                               "AttnDownBlock2D"};
+  std::vector<std::string> up_block_types = {"AttnUpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D",
+                                             "UpBlock2D"};
+  bool mid_block = true;  // mid_block_type: "UNetMidBlock2D" or null
+  std::vector<int> block_out_channels = {224, 448, 672, 896};
+  int layers_per_block = 2;
+  double mid_block_scale_factor = 1;
+  int downsample_padding = 1;
+  std::string downsample_type = "conv", upsample_type = "conv";  // of the Attn blocks; or "resnet"
+  Activation activation = Activation::kSilu;                      // act_fn
+  std::optional<int> attention_head_dim = 8;  // null: one head as wide as the block
+  int norm_num_groups = 32;
+  std::optional<int> attn_norm_num_groups;    // of the mid block's attention
+  double norm_eps = 1e-5;
+  bool scale_shift = false;  // resnet_time_scale_shift: "scale_shift" or "default"
+  bool add_attention = true;
+  ClassCondition condition = ClassCondition::kNone;  // from class_embed_type, num_class_embeds
+  int num_class_embeds = 0;
+
+  /// Refuses, by name, what cannot be honoured. `file` appears in messages.
+  static absl::StatusOr<UNet2DConfig> Parse(const nlohmann::json& config, const std::string& file);
+};
+
+/// diffusers' UNet2DModel: DDPM, ADM, NCSN++ without FIR blocks, EDM-preconditioned networks.
+/// InvalidArgument or NotFound name the tensor and both shapes when the weights do not fit.
+absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2D(Backend& backend, const UNet2DConfig& config,
+                                                     const Weights& weights);
+
+}  // namespace denoised

@@ -1,0 +1,55 @@
+#include "engine/nn/attention.h"
+
+#include <cmath>
+
+namespace denoised::nn {
+
+absl::StatusOr<Attention> Attention::Load(Backend& backend, const Weights& weights,
+                                          const AttentionOptions& options) {
+  if (options.head_dim < 1 || options.channels < options.head_dim)
+    return InvalidArgument("{}: '{}' has {} channels, too few for attention_head_dim {}",
+                           weights.file(), weights.prefix(), options.channels, options.head_dim);
+  Attention attention;
+  attention.options_ = options;
+  attention.heads_ = options.channels / options.head_dim;
+  if (options.groups) {
+    DENOISED_ASSIGN_OR_RETURN(attention.norm_,
+                              GroupNorm::Load(backend, weights / "group_norm", options.channels,
+                                              *options.groups, options.eps));
+  }
+  const bool old_names = weights.Has("query.weight");
+  const int channels = options.channels, inner = attention.heads_ * options.head_dim;
+  DENOISED_ASSIGN_OR_RETURN(
+      attention.qkv_,
+      Linear::LoadFused(backend,
+                        {weights / (old_names ? "query" : "to_q"),
+                         weights / (old_names ? "key" : "to_k"),
+                         weights / (old_names ? "value" : "to_v")},
+                        channels, {inner, inner, inner}));
+  DENOISED_ASSIGN_OR_RETURN(
+      attention.out_, Linear::Load(backend, weights / (old_names ? "proj_attn" : "to_out.0"), inner,
+                                   channels));
+  return attention;
+}
+
+Tensor Attention::operator()(Context& context, const Tensor& x) const {
+  const int64_t rows = x.dim(0), tokens = x.dim(1) * x.dim(2);
+  const int64_t inner = int64_t{heads_} * options_.head_dim;
+  const Tensor flat = x.Reshape({rows, tokens, options_.channels});
+  const Tensor normed = norm_ ? (*norm_)(context, {.x = flat}) : flat;
+  const Tensor qkv = qkv_(context, {.x = normed});
+  const Tensor attended = context.New({rows, tokens, inner});
+  context.backend.Attention({.q = qkv.Columns(0, inner),
+                             .k = qkv.Columns(inner, inner),
+                             .v = qkv.Columns(2 * inner, inner),
+                             .heads = heads_,
+                             .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim)),
+                             .out = attended});
+  const Tensor out =
+      out_(context, {.x = attended,
+                     .residual = flat,
+                     .scale = static_cast<float>(1.0 / options_.output_scale_factor)});
+  return out.Reshape(x.shape());
+}
+
+}  // namespace denoised::nn

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "engine/backend/backend.h"
+#include "engine/core/arena.h"
+#include "engine/io/weights.h"
+
+/// Modules are loaded from a Weights prefix that mirrors diffusers' names, hold packed weights, and
+/// are called with a Context. They are immutable after loading; calls only enqueue.
+
+namespace denoised::nn {
+
+/// Where a forward pass runs: the device and the memory of its activations.
+struct Context {
+  Backend& backend;
+  Arena& arena;
+  /// When set, hears the output of each of diffusers' submodules by its path ("down_blocks.0"):
+  /// for parity tests.
+  std::function<void(const std::string& module, const Tensor& output)> trace;
+
+  Tensor New(const Shape& shape) { return arena.New(shape, backend.activation_dtype()); }
+  Tensor NewF32(const Shape& shape) { return arena.New(shape, DType::kF32); }
+  void Trace(const std::string& module, const Tensor& output) {
+    if (trace) trace(module, output);
+  }
+};
+
+/// torch.nn.Conv2d with a square kernel and "same" padding unless told otherwise.
+class Conv2d {
+ public:
+  static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
+                                     int out_channels, int kernel);
+
+  /// Convolves args.x (and args.x2) with whatever fusions `args` names; fills in weight, padding
+  /// (kernel / 2 all around) and, when undefined, a new output in activation dtype.
+  Tensor operator()(Context& context, Conv2dArgs args) const;
+  /// Stride 2 as diffusers' Downsample2D: `padding` 1 all around, or 0 with one row and column of
+  /// zeros at the bottom and right.
+  Tensor Downsample(Context& context, const Tensor& x, int padding) const;
+
+ private:
+  Tensor Run(Context& context, Conv2dArgs args) const;
+  std::shared_ptr<const PackedConv2d> weight_;
+};
+
+/// torch.nn.Linear over the last dimension.
+class Linear {
+ public:
+  static absl::StatusOr<Linear> Load(Backend& backend, const Weights& weights, int in_features,
+                                     int out_features);
+  /// Several layers with the same input as one, outputs side by side.
+  static absl::StatusOr<Linear> LoadFused(Backend& backend, const std::vector<Weights>& layers,
+                                          int in_features, const std::vector<int>& out_features);
+
+  Tensor operator()(Context& context, LinearArgs args) const;
+
+ private:
+  std::shared_ptr<const PackedLinear> weight_;
+};
+
+/// torch.nn.GroupNorm, optionally over the concatenation of two tensors.
+class GroupNorm {
+ public:
+  static absl::StatusOr<GroupNorm> Load(Backend& backend, const Weights& weights, int channels,
+                                        int groups, double eps);
+
+  Tensor operator()(Context& context, GroupNormArgs args) const;
+
+ private:
+  Tensor gamma_, beta_;
+  int groups_ = 0;
+  float eps_ = 0;
+};
+
+/// diffusers' get_activation: "silu" (or "swish"), "mish", "gelu", "relu".
+absl::StatusOr<Activation> ActivationFromName(const std::string& name);
+
+}  // namespace denoised::nn

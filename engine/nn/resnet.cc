@@ -1,0 +1,67 @@
+#include "engine/nn/resnet.h"
+
+namespace denoised::nn {
+namespace {
+
+Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
+  const bool up = kind == Resample::kNearestUp;
+  const Tensor out = context.New({x.dim(0), up ? x.dim(1) * 2 : x.dim(1) / 2,
+                                  up ? x.dim(2) * 2 : x.dim(2) / 2, x.dim(3)});
+  context.backend.Resample2x(kind, x, out);
+  return out;
+}
+
+}  // namespace
+
+absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& weights,
+                                              const ResnetOptions& options,
+                                              TimeProjections& projections) {
+  const int in = options.in_channels, out = options.out_channels;
+  ResnetBlock block;
+  block.options_ = options;
+  DENOISED_ASSIGN_OR_RETURN(
+      block.norm1_, GroupNorm::Load(backend, weights / "norm1", in, options.groups, options.eps));
+  DENOISED_ASSIGN_OR_RETURN(block.conv1_, Conv2d::Load(backend, weights / "conv1", in, out, 3));
+  DENOISED_ASSIGN_OR_RETURN(
+      block.time_column_, projections.Add(weights / "time_emb_proj", options.time_channels,
+                                          options.scale_shift ? 2 * out : out));
+  DENOISED_ASSIGN_OR_RETURN(
+      block.norm2_, GroupNorm::Load(backend, weights / "norm2", out, options.groups, options.eps));
+  DENOISED_ASSIGN_OR_RETURN(block.conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3));
+  if (in != out) {
+    DENOISED_ASSIGN_OR_RETURN(block.shortcut_,
+                              Conv2d::Load(backend, weights / "conv_shortcut", in, out, 1));
+  }
+  return block;
+}
+
+Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& skip,
+                               const Tensor& time) const {
+  DENOISED_CHECK(!skip || shortcut_);
+  const bool up = options_.resample == ResnetOptions::Resample::kUp;
+  const bool down = options_.resample == ResnetOptions::Resample::kDown;
+  const Tensor time_columns =
+      time.Columns(time_column_, options_.out_channels * (options_.scale_shift ? 2 : 1));
+  const Tensor none;
+
+  Tensor input = x;
+  Tensor hidden = norm1_(context, {.x = x, .x2 = skip, .activation = options_.activation});
+  if (up) {
+    input = Resampled(context, Resample::kNearestUp, input);
+  } else if (down) {
+    input = Resampled(context, Resample::kAveragePoolDown, input);
+    hidden = Resampled(context, Resample::kAveragePoolDown, hidden);
+  }
+  hidden = conv1_(context, {.x = hidden,
+                            .upsample2x = up,
+                            .add = options_.scale_shift ? none : time_columns});
+  hidden = norm2_(context, {.x = hidden,
+                            .scale_shift = options_.scale_shift ? time_columns : none,
+                            .activation = options_.activation});
+  if (shortcut_) input = (*shortcut_)(context, {.x = input, .x2 = skip});
+  return conv2_(context, {.x = hidden,
+                          .residual = input,
+                          .scale = static_cast<float>(1.0 / options_.output_scale_factor)});
+}
+
+}  // namespace denoised::nn

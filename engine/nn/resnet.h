@@ -1,0 +1,41 @@
+#pragma once
+
+#include <optional>
+
+#include "engine/nn/layers.h"
+#include "engine/nn/timestep.h"
+
+namespace denoised::nn {
+
+struct ResnetOptions {
+  int in_channels = 0;   // of the concatenation, when there is a skip connection
+  int out_channels = 0;
+  int time_channels = 0;
+  int groups = 32;
+  double eps = 1e-6;
+  Activation activation = Activation::kSilu;
+  bool scale_shift = false;  // resnet_time_scale_shift: "scale_shift" instead of "default"
+  double output_scale_factor = 1.0;
+  enum class Resample { kNone, kUp, kDown } resample = Resample::kNone;
+};
+
+/// diffusers' ResnetBlock2D: norm, act, conv, time embedding, norm, act, conv, plus the input.
+class ResnetBlock {
+ public:
+  static absl::StatusOr<ResnetBlock> Load(Backend& backend, const Weights& weights,
+                                          const ResnetOptions& options,
+                                          TimeProjections& projections);
+  /// x [N, H, W, C] and `skip` (undefined, or [N, H, W, C2] to be concatenated) → [N, H', W', Cout].
+  /// `time` is the output of the model's TimeProjections.
+  Tensor operator()(Context& context, const Tensor& x, const Tensor& skip,
+                    const Tensor& time) const;
+
+ private:
+  ResnetOptions options_;
+  int time_column_ = 0;
+  GroupNorm norm1_, norm2_;
+  Conv2d conv1_, conv2_;
+  std::optional<Conv2d> shortcut_;
+};
+
+}  // namespace denoised::nn

@@ -1,0 +1,208 @@
+#include "engine/resolve.h"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include "engine/core/philox.h"
+
+namespace denoised {
+namespace {
+
+constexpr double kMaxGuidanceScale = 100;
+// A Philox field of its own, so that drawing a class does not reuse the image's noise.
+constexpr uint32_t kLabelDraw = 0xfffffffdu;
+
+uint64_t RandomSeed() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+class Resolver {
+ public:
+  Resolver(const ModelInfo& model, const JobSpec& spec, std::vector<FieldViolation>* violations)
+      : model_(model), spec_(spec), violations_(violations) {}
+
+  EffectiveJob Run() {
+    Count();
+    Size();
+    if (!spec_.seed) spec_.seed = RandomSeed();
+    Condition();
+    Guidance();
+    Previews();
+    Images();
+    job_.plan = Plan();
+    job_.spec = std::move(spec_);
+    return std::move(job_);
+  }
+
+ private:
+  template <typename... Args>
+  void Violate(std::string field, fmt::format_string<Args...> format, Args&&... args) {
+    violations_->push_back({std::move(field), fmt::format(format, std::forward<Args>(args)...)});
+  }
+
+  void Count() {
+    if (spec_.count >= 1 && spec_.count <= model_.max_count) return;
+    Violate("count", "is {}; use 1 to {}", spec_.count, model_.max_count);
+    spec_.count = 1;
+  }
+
+  void Size() {
+    const auto check = [&](const char* field, int* value, int native) {
+      if (*value == 0) *value = native;
+      if (*value >= model_.size_multiple && *value <= model_.max_edge &&
+          *value % model_.size_multiple == 0)
+        return;
+      Violate(field, "is {}; use a multiple of {} up to {} (the model's own is {})", *value,
+              model_.size_multiple, model_.max_edge, native);
+      *value = native;
+    };
+    check("width", &spec_.width, model_.width);
+    check("height", &spec_.height, model_.height);
+  }
+
+  void Condition() {
+    const auto refuse = [&](const char* field, bool given, const char* instead) {
+      if (given) Violate(field, "are not for model '{}', which {}", model_.name, instead);
+    };
+    const bool labels = !spec_.class_labels.empty(), values = !spec_.class_values.empty();
+    switch (model_.condition) {
+      case ClassCondition::kNone:
+        refuse("class_labels", labels, "is unconditional; leave them out");
+        refuse("class_values", values, "is unconditional; leave them out");
+        break;
+      case ClassCondition::kLabel:
+        refuse("class_values", values, "takes class_labels");
+        Labels();
+        break;
+      case ClassCondition::kValue:
+      case ClassCondition::kVector:
+        refuse("class_labels", labels, "takes class vectors");
+        Values();
+        break;
+    }
+  }
+
+  void Labels() {
+    std::vector<int>& labels = spec_.class_labels;
+    const size_t count = static_cast<size_t>(spec_.count);
+    for (size_t i = 0; i < labels.size() && i < count; ++i)
+      if (labels[i] < 0 || labels[i] >= model_.num_classes)
+        Violate(fmt::format("class_labels[{}]", i), "is {}; use 0 to {}", labels[i],
+                model_.num_classes - 1);
+    if (labels.size() > 1 && labels.size() != count)
+      Violate("class_labels", "has {} entries for count {}; give one for all, or one for each",
+              labels.size(), count);
+    if (labels.size() == 1) labels.assign(count, labels[0]);
+    for (size_t i = labels.size(); i < count; ++i)
+      labels.push_back(static_cast<int>(Philox(*spec_.seed + i, kLabelDraw, 0).v[0] %
+                                        static_cast<uint32_t>(model_.num_classes)));
+  }
+
+  void Values() {
+    std::vector<float>& values = spec_.class_values;
+    const size_t size = static_cast<size_t>(model_.class_vector_size);
+    const size_t count = static_cast<size_t>(spec_.count);
+    if (values.size() != size && values.size() != size * count) {
+      Violate("class_values", "has {} numbers; model '{}' needs {} for all images, or {} for each",
+              values.size(), model_.name, size, size);
+      return;
+    }
+    for (const float value : values)
+      if (!std::isfinite(value)) {
+        Violate("class_values", "holds {}; use finite numbers", value);
+        return;
+      }
+    const std::vector<float> one(values.begin(), values.begin() + size);
+    while (values.size() < size * count) values.insert(values.end(), one.begin(), one.end());
+  }
+
+  void Guidance() {
+    if (!spec_.guidance_scale) spec_.guidance_scale = model_.default_guidance_scale;
+    double& scale = *spec_.guidance_scale;
+    if (!(scale >= 0 && scale <= kMaxGuidanceScale)) {
+      Violate("guidance_scale", "is {}; use 0 to {}, where 1 and below mean none", scale,
+              kMaxGuidanceScale);
+    } else if (scale > 1 && !model_.guidance) {
+      Violate("guidance_scale", "is {}, but model '{}' has no unconditional class; use 1", scale,
+              model_.name);
+    }
+    if (!(scale > 1)) scale = 1;
+  }
+
+  void Previews() {
+    if (spec_.previews && spec_.preview_every < 1)
+      Violate("preview_every", "is {}; use 1 or more evaluations", spec_.preview_every);
+  }
+
+  void Images() {
+    const Shape image{spec_.height, spec_.width, model_.channels};
+    if (spec_.init_image) {
+      Finite("init_image", spec_.init_image);
+      if (!(spec_.init_image.shape() == image))
+        Violate("init_image", "has shape {}; expected {}", spec_.init_image.shape().ToString(),
+                image.ToString());
+    } else if (spec_.sampler.strength != 1) {
+      Violate("strength", "is {}, but there is no init_image; leave it out",
+              spec_.sampler.strength);
+    }
+    if (spec_.initial_noise) {
+      const Shape noise{spec_.count, spec_.height, spec_.width, model_.channels};
+      Finite("initial_noise", spec_.initial_noise);
+      if (spec_.initial_noise.shape() == noise) return;
+      if (spec_.count == 1 && spec_.initial_noise.shape() == image) {
+        spec_.initial_noise = spec_.initial_noise.Reshape(noise);
+      } else {
+        Violate("initial_noise", "has shape {}; expected {}",
+                spec_.initial_noise.shape().ToString(), noise.ToString());
+      }
+    }
+  }
+
+  void Finite(const char* field, const Tensor& tensor) {
+    for (const float value : tensor.span<float>())
+      if (!std::isfinite(value)) {
+        Violate(field, "holds {}; use finite numbers", value);
+        return;
+      }
+  }
+
+  std::shared_ptr<const StepPlan> Plan() {
+    SamplerParams& params = spec_.sampler;
+    if (params.steps == 0) params.steps = model_.default_steps;
+    if (!params.sampler) params.sampler = model_.default_sampler;
+    const std::vector<ParamViolation> wrong = model_.scheduler->Validate(params);
+    for (const ParamViolation& violation : wrong)
+      violations_->push_back({violation.field, violation.description});
+    if (!wrong.empty()) return nullptr;
+    auto plan = model_.scheduler->Compile(params);
+    if (!plan.ok()) {
+      violations_->push_back({"sampler", std::string(plan.status().message())});
+      return nullptr;
+    }
+    if (static_cast<int>(plan->evaluations.size()) > model_.max_evaluations)
+      Violate("steps", "is {}, which takes {} evaluations; at most {} are allowed", params.steps,
+              plan->evaluations.size(), model_.max_evaluations);
+    if (!params.schedule) params.schedule = model_.default_schedule;
+    job_.steps = plan->steps;
+    job_.evaluations = static_cast<int>(plan->evaluations.size());
+    return std::make_shared<const StepPlan>(*std::move(plan));
+  }
+
+  const ModelInfo& model_;
+  JobSpec spec_;
+  std::vector<FieldViolation>* violations_;
+  EffectiveJob job_;
+};
+
+}  // namespace
+
+void ResolveJob(const ModelInfo& model, const JobSpec& spec, EffectiveJob* job,
+                std::vector<FieldViolation>* violations) {
+  violations->clear();
+  *job = Resolver(model, spec, violations).Run();
+  job->spec.model = model.name;
+}
+
+}  // namespace denoised

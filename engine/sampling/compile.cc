@@ -1,0 +1,245 @@
+#include <algorithm>
+#include <cmath>
+
+#include "engine/sampling/samplers.h"
+#include "engine/sampling/sigma_path.h"
+
+namespace denoised {
+namespace {
+
+using Fields = SchedulerConfig::Fields;
+
+template <typename Value>
+std::string NamesOf(const std::vector<Value>& values) {
+  std::string names;
+  for (const Value value : values) {
+    if (!names.empty()) names += ", ";
+    names += Name(value);
+  }
+  return names;
+}
+
+template <typename Value>
+bool Contains(const std::vector<Value>& values, Value value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+StepPlan CompileResolved(const Fields& fields, const Request& request) {
+  switch (request.sampler) {
+    case Sampler::kDdpm:
+      return CompileDdpm(fields, request);
+    case Sampler::kDdim:
+      return CompileDdim(fields, request);
+    case Sampler::kPndm:
+      return CompilePndm(fields, request);
+    case Sampler::kEuler:
+    case Sampler::kEdmEuler:
+      return CompileEuler(fields, request);
+    case Sampler::kEulerAncestral:
+      return CompileEulerAncestral(fields, request);
+    case Sampler::kLms:
+      return CompileLms(fields, request);
+    case Sampler::kHeun:
+      return CompileHeun(fields, request);
+    case Sampler::kDpmSolver:
+    case Sampler::kDpmSolverSde:
+    case Sampler::kEdmDpmSolver:
+      return CompileDpmSolver(fields, request);
+    case Sampler::kUniPc:
+      return CompileUniPc(fields, request);
+    case Sampler::kLcm:
+      return CompileLcm(fields, request);
+  }
+  DENOISED_CHECK(false, "sampler {}", static_cast<int>(request.sampler));
+}
+
+bool IsFinite(const StepPlan& plan) {
+  for (const Evaluation<double>& row : plan.evaluations) {
+    const double scalars[] = {row.input_scale,   row.condition,        row.x0_from_x,
+                              row.x0_from_model, row.log_variance_min, row.log_variance_max};
+    for (const double value : scalars)
+      if (!std::isfinite(value)) return false;
+    for (const auto& weights : row.weights)
+      for (const double weight : weights)
+        if (!std::isfinite(weight)) return false;
+  }
+  return std::isfinite(plan.initial_source_scale) && std::isfinite(plan.initial_noise_scale) &&
+         std::isfinite(plan.initial_churn_scale);
+}
+
+/// One request on its way to a plan, collecting what is wrong with it.
+class Compilation {
+ public:
+  Compilation(const SchedulerConfig& config, const Fields& fields, const SamplerParams& params)
+      : config_(config), fields_(fields), params_(params) {}
+
+  StepPlan Run() {
+    ResolveSampler();
+    ResolveNumbers();
+    if (violations.empty()) CheckSteps();
+    if (!violations.empty()) return {};
+    StepPlan plan = CompileResolved(fields_, request_);
+    if (!IsFinite(plan))
+      Violate("sampler", fmt::format("{} cannot run this model's schedule: a coefficient is not "
+                                     "finite; use euler",
+                                     Name(request_.sampler)));
+    return plan;
+  }
+
+  std::vector<ParamViolation> violations;
+
+ private:
+  void Violate(const char* field, std::string description) {
+    violations.push_back({field, std::move(description)});
+  }
+
+  void ResolveSampler() {
+    request_.sampler = params_.sampler.value_or(fields_.default_sampler);
+    const Sampler sampler = request_.sampler;
+    if (!Contains(config_.samplers(), sampler))
+      Violate("sampler",
+              fmt::format("{} cannot sample this {} model; use one of {}", Name(sampler),
+                          fields_.edm ? "EDM" : "timestep", NamesOf(config_.samplers())));
+    request_.schedule = params_.schedule.value_or(DefaultSchedule(fields_, sampler));
+    if (!Contains(config_.schedules(sampler), request_.schedule))
+      Violate("schedule", fmt::format("{} is not for {}; use one of {}", Name(request_.schedule),
+                                      Name(sampler), NamesOf(config_.schedules(sampler))));
+    request_.stochastic = sampler == Sampler::kDpmSolverSde ||
+                          (sampler == Sampler::kEdmDpmSolver && fields_.stochastic);
+    request_.solver_order = params_.solver_order.value_or(fields_.solver_order);
+    if (!params_.solver_order) {
+      // The class' default may not suit the solver that a request swaps in.
+      if (request_.stochastic && !fields_.data_prediction)
+        request_.solver_order = std::min(request_.solver_order, 2);
+    } else if (!IsExponentialSolver(sampler)) {
+      Violate("solver_order", fmt::format("has no effect on {}; leave it unset", Name(sampler)));
+    } else if (request_.solver_order < 1 || request_.solver_order > 3) {
+      Violate("solver_order", fmt::format("is {}; use 1, 2 or 3", request_.solver_order));
+    } else if (request_.stochastic && !fields_.data_prediction && request_.solver_order == 3) {
+      Violate("solver_order", "is 3, which sde-dpmsolver does not have; use 1 or 2");
+    }
+  }
+
+  void ResolveNumbers() {
+    const Sampler sampler = request_.sampler;
+    request_.steps = params_.steps;
+    if (params_.steps < 1 || params_.steps > config_.max_steps())
+      Violate("steps", fmt::format("is {}; use 1 to {}", params_.steps, config_.max_steps()));
+    request_.strength = params_.strength;
+    if (!(params_.strength > 0 && params_.strength <= 1))
+      Violate("strength", fmt::format("is {}; use a number above 0 and up to 1", params_.strength));
+
+    request_.eta = params_.eta.value_or(0);
+    if (params_.eta && sampler != Sampler::kDdim)
+      Violate("eta", fmt::format("has no effect on {}; leave it unset or use ddim", Name(sampler)));
+    else if (!(request_.eta >= 0 && request_.eta <= 1))
+      Violate("eta", fmt::format("is {}; use 0 to 1", request_.eta));
+
+    const bool churns =
+        sampler == Sampler::kEuler || sampler == Sampler::kEdmEuler || sampler == Sampler::kHeun;
+    const auto churn = [&](const char* field, const std::optional<double>& given, double* value,
+                           bool may_be_infinite) {
+      if (!given) return;
+      *value = *given;
+      if (!churns)
+        Violate(field, fmt::format("has no effect on {}; leave it unset or use euler or heun",
+                                   Name(sampler)));
+      else if (!(*given >= 0 && (may_be_infinite || std::isfinite(*given))))
+        Violate(field, fmt::format("is {}; use a number of at least 0", *given));
+    };
+    churn("s_churn", params_.s_churn, &request_.churn.amount, false);
+    churn("s_tmin", params_.s_tmin, &request_.churn.min, false);
+    churn("s_tmax", params_.s_tmax, &request_.churn.max, true);
+    churn("s_noise", params_.s_noise, &request_.churn.noise, false);
+    if (request_.churn.max >= 0 && request_.churn.min > request_.churn.max)
+      Violate("s_tmin", fmt::format("is {}, above s_tmax = {}; swap them", request_.churn.min,
+                                    request_.churn.max));
+  }
+
+  /// What a sampler asks of the number of steps beyond its range.
+  void CheckSteps() {
+    const int steps = request_.steps;
+    const Sampler sampler = request_.sampler;
+    if (sampler == Sampler::kLcm && steps > fields_.original_inference_steps)
+      return Violate(
+          "steps", fmt::format("is {}; lcm was distilled for {}, use 1 to {}", steps,
+                               fields_.original_inference_steps, fields_.original_inference_steps));
+    if (sampler == Sampler::kLcm && fields_.original_inference_steps > fields_.train_timesteps)
+      return Violate(
+          "sampler",
+          fmt::format("lcm needs original_inference_steps = {} of {} training timesteps; "
+                      "use another sampler",
+                      fields_.original_inference_steps, fields_.train_timesteps));
+    if (sampler == Sampler::kPndm && !fields_.skip_prk_steps) {
+      if (steps < 4)
+        return Violate("steps", fmt::format("is {}; pndm starts with Runge-Kutta and needs at "
+                                            "least 4, or skip_prk_steps in its config",
+                                            steps));
+      if (request_.from_image())
+        return Violate("strength", fmt::format("is {}; pndm with Runge-Kutta starts from noise "
+                                               "alone: use 1, or another sampler",
+                                               request_.strength));
+    }
+    if (sampler == Sampler::kUniPc && request_.solver_order > 1 && steps > 1 &&
+        !fields_.lower_order_final && fields_.final_sigma_zero)
+      return Violate("solver_order",
+                     fmt::format("is {}; uni_pc cannot end at sigma 0 with lower_order_final false "
+                                 "in its config, use 1",
+                                 request_.solver_order));
+    if (!fields_.edm && sampler != Sampler::kLcm) CheckLeadingTimesteps();
+    if (violations.empty() && WalksSigmas(sampler)) CheckSigmasDescend();
+  }
+
+  void CheckLeadingTimesteps() {
+    const bool walks = WalksSigmas(request_.sampler),
+               solver = IsExponentialSolver(request_.sampler);
+    const TimestepSpacing spacing = fields_.timestep_spacing.value_or(
+        walks ? TimestepSpacing::kLinspace : TimestepSpacing::kLeading);
+    if (spacing != TimestepSpacing::kLeading) return;
+    if (solver && request_.schedule != NoiseSchedule::kNative) return;
+    const int points = request_.steps + solver, trained = fields_.train_timesteps;
+    const int highest = (points - 1) * (trained / points) + fields_.steps_offset;
+    if (highest >= trained)
+      Violate("steps", fmt::format("is {}; with steps_offset {} the first timestep would be {} of "
+                                   "{}, use at most {}",
+                                   request_.steps, fields_.steps_offset, highest, trained,
+                                   std::max(1, trained / (fields_.steps_offset + 1) - solver)));
+  }
+
+  void CheckSigmasDescend() {
+    const SigmaPath path = SigmaPathOf(fields_, request_);
+    if (path.steps() < 1)
+      return Violate("steps", "leaves no timesteps below lambda_min_clipped; use more");
+    for (int i = 1; i < path.steps(); ++i)
+      if (!(path.sigmas[i] < path.sigmas[i - 1]))
+        return Violate("steps", fmt::format("is {}; steps {} and {} would share a noise level, use "
+                                            "fewer",
+                                            request_.steps, i - 1, i));
+  }
+
+  const SchedulerConfig& config_;
+  const Fields& fields_;
+  const SamplerParams& params_;
+  Request request_;
+};
+
+}  // namespace
+
+std::vector<ParamViolation> SchedulerConfig::Validate(const SamplerParams& params) const {
+  Compilation compilation(*this, *fields_, params);
+  compilation.Run();
+  return compilation.violations;
+}
+
+absl::StatusOr<StepPlan> SchedulerConfig::Compile(const SamplerParams& params) const {
+  Compilation compilation(*this, *fields_, params);
+  StepPlan plan = compilation.Run();
+  if (compilation.violations.empty()) return plan;
+  std::string message;
+  for (const ParamViolation& violation : compilation.violations)
+    message +=
+        fmt::format("{}{} {}", message.empty() ? "" : "\n", violation.field, violation.description);
+  return InvalidArgument("{}", message);
+}
+
+}  // namespace denoised

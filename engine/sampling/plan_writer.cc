@@ -1,0 +1,91 @@
+#include "engine/sampling/plan_writer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace denoised {
+
+Preconditioning PreconditioningAt(const Level& level, const SchedulerConfig::Fields& fields) {
+  const double alpha = level.alpha, sigma = level.sigma;
+  if (fields.edm) {  // arXiv 2206.00364, table 1; diffusers' "v_prediction" is −F
+    const double data = fields.sigma_data, norm = std::hypot(sigma, data);
+    const double c_out = sigma * data / norm;
+    return {1 / norm, data * data / (norm * norm),
+            fields.prediction == Prediction::kV ? -c_out : c_out};
+  }
+  // The model was trained on α² + σ² = 1; `norm` takes any other scale there.
+  const double norm = std::hypot(alpha, sigma);
+  switch (fields.prediction) {
+    case Prediction::kEpsilon:
+      return {1 / norm, 1 / alpha, -sigma / alpha};
+    case Prediction::kV:  // arXiv 2202.00512, appendix D
+      return {1 / norm, alpha / (norm * norm), -sigma / norm};
+    case Prediction::kSample:
+      break;
+  }
+  return {1 / norm, 0, 1};
+}
+
+PlanWriter::PlanWriter(const SchedulerConfig::Fields& fields, double clip)
+    : fields_(fields), clip_(clip) {}
+
+void PlanWriter::StartFromNoise(double scale) {
+  plan_.initial_source_scale = 0;
+  plan_.initial_noise_scale = scale;
+}
+
+void PlanWriter::StartFromImage(const Level& level) {
+  plan_.initial_source_scale = level.alpha;
+  plan_.initial_noise_scale = level.sigma;
+}
+
+void PlanWriter::ChurnStart(double scale) { plan_.initial_churn_scale = scale; }
+
+Combination PlanWriter::Evaluate(int step, const Level& level) {
+  level_ = level;
+  const Preconditioning model = PreconditioningAt(level, fields_);
+  Evaluation<double> evaluation;
+  evaluation.input_scale = model.input_scale;
+  evaluation.condition = level.condition;
+  evaluation.x0_from_x = model.x0_from_x;
+  evaluation.x0_from_model = model.x0_from_model;
+  evaluation.clip = clip_;
+  plan_.evaluations.push_back(evaluation);
+  plan_.step.push_back(step);
+  // Unclipped, x0 is spelled out: (x − x0)/σ then reduces in double what floats would cancel.
+  return clip_ > 0 ? Combination(kInputX0) : model.x0_from_x * X() + model.x0_from_model * Model();
+}
+
+Combination PlanWriter::Epsilon() const {
+  if (!fields_.edm && fields_.prediction == Prediction::kEpsilon) return Model();
+  const Evaluation<double>& now = plan_.evaluations.back();
+  const Combination x0 = now.x0_from_x * X() + now.x0_from_model * Model();
+  return 1 / level_.sigma * (X() - level_.alpha * x0);
+}
+
+void PlanWriter::Write(int output, const Combination& value) {
+  std::copy(value.weights().begin(), value.weights().end(),
+            plan_.evaluations.back().weights[output]);
+}
+
+void PlanWriter::Next(const Combination& x) { Write(kOutputX, x); }
+
+void PlanWriter::Keep(int reg, const Combination& value) {
+  DENOISED_CHECK(reg >= 0 && reg < kRegisters, "register {}", reg);
+  Write(kOutputRegister + reg, value);
+}
+
+void PlanWriter::LearnedNoise(NoiseScale scale, double log_variance_min, double log_variance_max) {
+  Evaluation<double>& now = plan_.evaluations.back();
+  now.noise_scale = scale;
+  now.log_variance_min = log_variance_min;
+  now.log_variance_max = log_variance_max;
+}
+
+StepPlan PlanWriter::Finish(int steps) {
+  plan_.steps = steps;
+  return std::move(plan_);
+}
+
+}  // namespace denoised

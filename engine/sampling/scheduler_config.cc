@@ -1,0 +1,379 @@
+#include <cmath>
+#include <initializer_list>
+#include <utility>
+
+#include "engine/core/config_reader.h"
+#include "engine/sampling/scheduler_fields.h"
+
+namespace denoised {
+namespace {
+
+using Fields = SchedulerConfig::Fields;
+
+struct SchedulerClass {
+  const char* name;
+  Sampler sampler;
+};
+
+constexpr SchedulerClass kClasses[] = {
+    {"DDPMScheduler", Sampler::kDdpm},
+    {"DDIMScheduler", Sampler::kDdim},
+    {"PNDMScheduler", Sampler::kPndm},
+    {"EulerDiscreteScheduler", Sampler::kEuler},
+    {"EulerAncestralDiscreteScheduler", Sampler::kEulerAncestral},
+    {"LMSDiscreteScheduler", Sampler::kLms},
+    {"HeunDiscreteScheduler", Sampler::kHeun},
+    {"DPMSolverMultistepScheduler", Sampler::kDpmSolver},
+    {"UniPCMultistepScheduler", Sampler::kUniPc},
+    {"LCMScheduler", Sampler::kLcm},
+    {"EDMEulerScheduler", Sampler::kEdmEuler},
+    {"EDMDPMSolverMultistepScheduler", Sampler::kEdmDpmSolver},
+};
+
+/// Longer training schedules are not published; a bound keeps a bad file from taking the memory.
+constexpr int kMaxTrainTimesteps = 100000;
+
+void ReadClass(ConfigReader& config, Fields* fields) {
+  const nlohmann::json& name = config.Raw("_class_name");
+  std::string supported;
+  for (const SchedulerClass& known : kClasses) {
+    if (name == known.name) {
+      fields->default_sampler = known.sampler;
+      fields->edm = known.sampler == Sampler::kEdmEuler || known.sampler == Sampler::kEdmDpmSolver;
+      return;
+    }
+    supported += fmt::format("{}{}", supported.empty() ? "" : ", ", known.name);
+  }
+  if (name == "CMStochasticIterativeScheduler")
+    config.Complain("_class_name", "consistency models are not supported; use a diffusion model");
+  else
+    config.Complain("_class_name", fmt::format("not supported; use one of {}", supported));
+}
+
+/// Reads one of a few words into a value (or an optional of it); anything else is a complaint.
+template <typename Value, typename Target>
+void ReadChoice(ConfigReader& config, const char* field,
+                std::initializer_list<std::pair<const char*, Value>> choices, Target* target) {
+  const nlohmann::json& read = config.Raw(field);
+  if (read.is_null()) return;
+  std::string accepted;
+  for (const auto& [word, value] : choices) {
+    if (read == word) {
+      *target = value;
+      return;
+    }
+    accepted += fmt::format("{}\"{}\"", accepted.empty() ? "" : ", ", word);
+  }
+  config.Complain(field, fmt::format("not supported; use one of {}", accepted));
+}
+
+void ReadBetas(ConfigReader& config, Fields* fields) {
+  const bool latent = fields->default_sampler == Sampler::kLcm;
+  const bool small = latent || fields->default_sampler == Sampler::kHeun;
+  double start = small ? 0.00085 : 0.0001, end = small ? 0.012 : 0.02;
+  BetaSchedule schedule = latent ? BetaSchedule::kScaledLinear : BetaSchedule::kLinear;
+  std::vector<double> betas;
+  config.Read("beta_start", &start);
+  config.Read("beta_end", &end);
+  ReadChoice<BetaSchedule>(config, "beta_schedule",
+                           {{"linear", BetaSchedule::kLinear},
+                            {"scaled_linear", BetaSchedule::kScaledLinear},
+                            {"squaredcos_cap_v2", BetaSchedule::kSquaredCosCapV2},
+                            {"sigmoid", BetaSchedule::kSigmoid},
+                            {"laplace", BetaSchedule::kLaplace},
+                            {"exp", BetaSchedule::kExp}},
+                           &schedule);
+  config.Read("trained_betas", &betas);
+  bool zero_snr = false;
+  config.Read("rescale_betas_zero_snr", &zero_snr);
+  fields->rounded_timesteps = schedule != BetaSchedule::kSquaredCosCapV2;
+
+  const bool trained = config.Has("trained_betas");
+  const int count = fields->train_timesteps;
+  if (trained && static_cast<int>(betas.size()) != count) {
+    config.Complain("trained_betas", fmt::format("has {} values; give num_train_timesteps = {}",
+                                                 betas.size(), count));
+    return;
+  }
+  if (!trained) betas = Betas(schedule, start, end, count);
+  for (int t = 0; t < count; ++t) {
+    if (betas[t] > 0 && betas[t] < 1) continue;
+    config.Complain(
+        trained ? "trained_betas" : "beta_end",
+        fmt::format("beta {} would be {}; every beta must lie between 0 and 1", t, betas[t]));
+    return;
+  }
+  if (zero_snr && count < 2) {
+    config.Complain("rescale_betas_zero_snr", "needs num_train_timesteps of at least 2");
+    return;
+  }
+  fields->alphas_cumprod = AlphasCumprod(zero_snr ? RescaleToZeroTerminalSnr(betas) : betas);
+  std::vector<double> alphas = fields->alphas_cumprod;
+  // The last σ would be infinite; diffusers' value, the smallest positive half.
+  if (zero_snr) alphas.back() = std::exp2(-24);
+  fields->sigmas = SigmasFromAlphas(alphas);
+  for (const double sigma : fields->sigmas) fields->log_sigmas.push_back(std::log(sigma));
+}
+
+void ReadTraining(ConfigReader& config, Fields* fields) {
+  // diffusers before 0.1 called it "timesteps".
+  config.Read("timesteps", &fields->train_timesteps);
+  config.Read("num_train_timesteps", &fields->train_timesteps);
+  if (fields->train_timesteps < 1 || fields->train_timesteps > kMaxTrainTimesteps) {
+    config.Complain("num_train_timesteps", fmt::format("use 1 to {}", kMaxTrainTimesteps));
+    fields->train_timesteps = 1000;
+  }
+  if (fields->edm || fields->default_sampler == Sampler::kPndm)
+    ReadChoice<Prediction>(config, "prediction_type",
+                           {{"epsilon", Prediction::kEpsilon}, {"v_prediction", Prediction::kV}},
+                           &fields->prediction);
+  else
+    ReadChoice<Prediction>(config, "prediction_type",
+                           {{"epsilon", Prediction::kEpsilon},
+                            {"sample", Prediction::kSample},
+                            {"v_prediction", Prediction::kV}},
+                           &fields->prediction);
+  // The _log variants differ in how they were computed, not in value.
+  ReadChoice<Variance>(config, "variance_type",
+                       {{"fixed_small", Variance::kFixedSmall},
+                        {"fixed_small_log", Variance::kFixedSmall},
+                        {"fixed_large", Variance::kFixedLarge},
+                        {"fixed_large_log", Variance::kFixedLarge},
+                        {"learned", Variance::kLearned},
+                        {"learned_range", Variance::kLearnedRange}},
+                       &fields->variance);
+  if (!fields->edm) ReadBetas(config, fields);
+}
+
+void ReadSigmas(ConfigReader& config, Fields* fields) {
+  config.Read("sigma_min", &fields->sigma_min);
+  config.Read("sigma_max", &fields->sigma_max);
+  if (fields->edm) {
+    config.Read("sigma_data", &fields->sigma_data);
+    config.Read("rho", &fields->rho);
+    ReadChoice<NoiseSchedule>(
+        config, "sigma_schedule",
+        {{"karras", NoiseSchedule::kNative}, {"exponential", NoiseSchedule::kExponential}},
+        &fields->default_schedule);
+    if (!fields->sigma_min) fields->sigma_min = 0.002;
+    if (!fields->sigma_max) fields->sigma_max = 80.0;
+    if (!(fields->sigma_data > 0)) config.Complain("sigma_data", "use a number above 0");
+    if (!(fields->rho > 0)) config.Complain("rho", "use a number above 0");
+  }
+  if (fields->sigma_min && !(*fields->sigma_min > 0))
+    config.Complain("sigma_min", "use a number above 0");
+  if (fields->sigma_max && !(*fields->sigma_max > fields->sigma_min.value_or(0)))
+    config.Complain("sigma_max", "use a number above sigma_min");
+  ReadChoice<bool>(config, "final_sigmas_type", {{"zero", true}, {"sigma_min", false}},
+                   &fields->final_sigma_zero);
+}
+
+void ReadSpacing(ConfigReader& config, Fields* fields) {
+  ReadChoice<TimestepSpacing>(config, "timestep_spacing",
+                              {{"linspace", TimestepSpacing::kLinspace},
+                               {"leading", TimestepSpacing::kLeading},
+                               {"trailing", TimestepSpacing::kTrailing}},
+                              &fields->timestep_spacing);
+  config.Read("steps_offset", &fields->steps_offset);
+  if (fields->steps_offset < 0 || fields->steps_offset >= fields->train_timesteps)
+    config.Complain("steps_offset", fmt::format("use 0 to {}", fields->train_timesteps - 1));
+  ReadChoice<bool>(config, "interpolation_type", {{"linear", false}, {"log_linear", true}},
+                   &fields->log_linear);
+  ReadChoice<bool>(config, "timestep_type", {{"discrete", false}, {"continuous", true}},
+                   &fields->continuous_timesteps);
+  config.Read("lambda_min_clipped", &fields->lambda_min_clipped);
+
+  bool karras = false, exponential = false, beta = false;
+  config.Read("use_karras_sigmas", &karras);
+  config.Read("use_exponential_sigmas", &exponential);
+  config.Read("use_beta_sigmas", &beta);
+  config.Read("use_lu_lambdas", &fields->lu_lambdas);
+  if (karras) fields->default_schedule = NoiseSchedule::kKarras;
+  if (exponential) fields->default_schedule = NoiseSchedule::kExponential;
+  if (beta) fields->default_schedule = NoiseSchedule::kBeta;
+  if (karras + exponential + beta + fields->lu_lambdas > 1)
+    config.Complain(karras        ? "use_karras_sigmas"
+                    : exponential ? "use_exponential_sigmas"
+                                  : "use_beta_sigmas",
+                    "set only one of use_karras_sigmas, use_exponential_sigmas, use_beta_sigmas "
+                    "and use_lu_lambdas");
+}
+
+void ReadClipping(ConfigReader& config, Fields* fields) {
+  if (config.Has("clip_sample")) {
+    bool clip = false;
+    config.Read("clip_sample", &clip);
+    fields->clip_sample = clip;
+  }
+  config.Ignore({"clip_sample"});
+  config.Read("clip_sample_range", &fields->clip_sample_range);
+  if (!(fields->clip_sample_range > 0))
+    config.Complain("clip_sample_range", "use a number above 0");
+  // Dynamic thresholding takes a quantile of x0 per image: not linear, so not a step plan.
+  config.Refuse("thresholding", false);
+  config.Ignore({"dynamic_thresholding_ratio", "sample_max_value"});
+}
+
+void ReadSolvers(ConfigReader& config, Fields* fields) {
+  struct Algorithm {
+    bool stochastic, data_prediction;
+  } algorithm = {false, true};
+  ReadChoice<Algorithm>(config, "algorithm_type",
+                        {{"dpmsolver++", {false, true}},
+                         {"sde-dpmsolver++", {true, true}},
+                         {"dpmsolver", {false, false}},
+                         {"sde-dpmsolver", {true, false}},
+                         {"deis", {false, true}}},  // as diffusers reads DEIS' configs
+                        &algorithm);
+  fields->stochastic = algorithm.stochastic;
+  fields->data_prediction = algorithm.data_prediction;
+  if (!algorithm.data_prediction && fields->edm)
+    config.Complain("algorithm_type", "EDM models need \"dpmsolver++\" or \"sde-dpmsolver++\"");
+  if (!algorithm.data_prediction && fields->final_sigma_zero)
+    config.Complain("algorithm_type",
+                    "cannot end at sigma 0; set final_sigmas_type to \"sigma_min\", or use "
+                    "\"dpmsolver++\"");
+  if (fields->stochastic && fields->default_sampler == Sampler::kDpmSolver)
+    fields->default_sampler = Sampler::kDpmSolverSde;
+
+  // Each solver takes the words of the other as its own default.
+  std::string type;
+  ReadChoice<const char*>(config, "solver_type",
+                          {{"midpoint", "midpoint"},
+                           {"heun", "heun"},
+                           {"logrho", "logrho"},
+                           {"bh1", "bh1"},
+                           {"bh2", "bh2"}},
+                          &type);
+  fields->heun_solver = type == "heun";
+  fields->bh1 = type == "bh1";
+  config.Read("solver_order", &fields->solver_order);
+  if (fields->solver_order < 1 || fields->solver_order > 3)
+    config.Complain("solver_order", "use 1, 2 or 3");
+  else if (fields->default_sampler == Sampler::kDpmSolverSde && !fields->data_prediction &&
+           fields->solver_order == 3)
+    config.Complain("solver_order", "sde-dpmsolver has no third order; use 1 or 2");
+  config.Read("lower_order_final", &fields->lower_order_final);
+  config.Read("euler_at_final", &fields->euler_at_final);
+  config.Read("predict_x0", &fields->predict_x0);
+  config.Read("disable_corrector", &fields->disable_corrector);
+  config.Refuse("solver_p", nullptr);
+  config.Refuse("use_flow_sigmas", false);
+  config.Refuse("use_dynamic_shifting", false);
+  config.Refuse("shift_terminal", nullptr);
+  config.Ignore({"flow_shift", "time_shift_type"});
+}
+
+void ReadSamplers(ConfigReader& config, Fields* fields) {
+  if (config.Has("set_alpha_to_one")) {
+    bool to_one = false;
+    config.Read("set_alpha_to_one", &to_one);
+    fields->set_alpha_to_one = to_one;
+  }
+  config.Ignore({"set_alpha_to_one"});
+  config.Read("skip_prk_steps", &fields->skip_prk_steps);
+  config.Read("original_inference_steps", &fields->original_inference_steps);
+  if (fields->original_inference_steps < 1 ||
+      (fields->default_sampler == Sampler::kLcm &&
+       fields->original_inference_steps > fields->train_timesteps))
+    config.Complain("original_inference_steps",
+                    fmt::format("use 1 to {}", fields->train_timesteps));
+  config.Read("timestep_scaling", &fields->timestep_scaling);
+  // Of diffusers before 0.1 and 0.9.
+  config.Refuse("timestep_values", nullptr);
+  config.Refuse("predict_epsilon", true);
+  config.Ignore({"tensor_format"});
+}
+
+}  // namespace
+
+absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& json,
+                                                       std::string file) {
+  if (!json.is_object())
+    return InvalidArgument("{}: expected a JSON object with a _class_name", file);
+  auto fields = std::make_shared<Fields>();
+  ConfigReader config(json, std::move(file));
+  ReadClass(config, fields.get());
+  ReadTraining(config, fields.get());
+  ReadSigmas(config, fields.get());
+  ReadSpacing(config, fields.get());
+  ReadClipping(config, fields.get());
+  ReadSolvers(config, fields.get());
+  ReadSamplers(config, fields.get());
+  if (fields->edm)  // has no timesteps to space
+    config.Ignore(
+        {"beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"});
+  else  // the EDM classes' words, carried by files that were converted from them
+    config.Ignore({"sigma_data", "rho", "sigma_schedule"});
+  DENOISED_RETURN_IF_ERROR(config.Finish());
+  SchedulerConfig parsed;
+  parsed.fields_ = std::move(fields);
+  return parsed;
+}
+
+NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sampler) {
+  switch (sampler) {
+    case Sampler::kEulerAncestral:
+      return fields.edm ? fields.default_schedule : NoiseSchedule::kNative;
+    case Sampler::kDdpm:
+    case Sampler::kDdim:
+    case Sampler::kPndm:
+    case Sampler::kLcm:
+      return NoiseSchedule::kNative;
+    default:
+      return fields.default_schedule;
+  }
+}
+
+Sampler SchedulerConfig::default_sampler() const { return fields_->default_sampler; }
+
+NoiseSchedule SchedulerConfig::default_schedule() const {
+  return DefaultSchedule(*fields_, fields_->default_sampler);
+}
+
+std::vector<Sampler> SchedulerConfig::samplers() const {
+  std::vector<Sampler> possible;
+  for (const Sampler sampler : AllSamplers()) {
+    bool for_edm = true, for_betas = true;
+    switch (sampler) {
+      case Sampler::kDdpm:
+      case Sampler::kDdim:
+      case Sampler::kUniPc:
+      case Sampler::kLcm:
+        for_edm = false;
+        break;
+      case Sampler::kPndm:
+        for_edm = false;
+        for_betas = fields_->prediction != Prediction::kSample;
+        break;
+      case Sampler::kEdmEuler:
+      case Sampler::kEdmDpmSolver:
+        for_betas = false;
+        break;
+      default:
+        break;
+    }
+    if (fields_->edm ? for_edm : for_betas) possible.push_back(sampler);
+  }
+  return possible;
+}
+
+std::vector<NoiseSchedule> SchedulerConfig::schedules(Sampler sampler) const {
+  switch (sampler) {
+    case Sampler::kDdpm:
+    case Sampler::kDdim:
+    case Sampler::kPndm:
+    case Sampler::kLcm:
+      return {NoiseSchedule::kNative};
+    default:
+      return AllNoiseSchedules();
+  }
+}
+
+int SchedulerConfig::max_steps() const { return fields_->edm ? 1000 : fields_->train_timesteps; }
+
+bool SchedulerConfig::learns_variance() const {
+  return fields_->variance == Variance::kLearned || fields_->variance == Variance::kLearnedRange;
+}
+
+}  // namespace denoised

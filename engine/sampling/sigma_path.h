@@ -1,0 +1,36 @@
+#pragma once
+
+#include "engine/sampling/plan_writer.h"
+#include "engine/sampling/samplers.h"
+
+namespace denoised {
+
+/// The noise levels that samplers in σ walk down: sigmas[i] is where step i starts, sigmas[i + 1]
+/// where it lands.
+struct SigmaPath {
+  std::vector<double> sigmas;      // at least one more than conditions
+  std::vector<double> conditions;  // what the model is told at each step's start
+  double initial_noise = 1;        // of the state drawn from noise, in the scale of At()
+  bool variance_preserving = false;
+
+  int steps() const { return static_cast<int>(conditions.size()); }
+  /// Level i in the sampler's scale: alpha 1, or alpha² + sigma² = 1 when variance_preserving.
+  Level At(int i) const;
+
+  /// Level i (alpha 1) once churn has raised it, and the scale of the fresh noise that does so. The
+  /// step before adds that noise where it ends, so that the model sees the result; none at the end.
+  struct ChurnedLevel {
+    Level level;
+    double added = 0;
+  };
+  ChurnedLevel Churned(int i, const Churn& churn, const SchedulerConfig::Fields& fields) const;
+};
+
+SigmaPath SigmaPathOf(const SchedulerConfig::Fields& fields, const Request& request);
+
+/// Whether a sampler walks a SigmaPath, rather than whole timesteps.
+bool WalksSigmas(Sampler sampler);
+/// DPM-Solver and UniPC: they space one timestep more than they visit.
+bool IsExponentialSolver(Sampler sampler);
+
+}  // namespace denoised

@@ -1,0 +1,34 @@
+#pragma once
+
+#include "engine/sampling/plan_writer.h"
+#include "engine/sampling/samplers.h"
+
+/// For the samplers that visit whole training timesteps: DDPM, DDIM, PNDM and LCM.
+
+namespace denoised {
+
+/// The level of training timestep `t`.
+inline Level LevelAt(const SchedulerConfig::Fields& fields, int t) {
+  const double alpha_cumprod = fields.alphas_cumprod[t];
+  return {std::sqrt(alpha_cumprod), std::sqrt(1 - alpha_cumprod), static_cast<double>(t)};
+}
+
+/// The level that the last step reaches: the image, or what is left at timestep 0.
+inline Level FinalLevel(const SchedulerConfig::Fields& fields, bool alpha_to_one) {
+  return alpha_to_one ? Level{1, 0, 0} : LevelAt(fields, 0);
+}
+
+/// `steps` whole timesteps, descending.
+inline std::vector<int> WholeTimesteps(const SchedulerConfig::Fields& fields, int steps) {
+  const TimestepSpacing spacing = fields.timestep_spacing.value_or(TimestepSpacing::kLeading);
+  const std::vector<double> spaced =
+      Rounded(SpacedTimesteps(spacing, fields.train_timesteps, steps, fields.steps_offset));
+  return {spaced.begin(), spaced.end()};
+}
+
+/// What x0 is clipped to: diffusers' classes disagree on whether it is when the config is silent.
+inline double ClipOf(const SchedulerConfig::Fields& fields, bool by_default) {
+  return fields.clip_sample.value_or(by_default) ? fields.clip_sample_range : 0;
+}
+
+}  // namespace denoised

@@ -1,0 +1,82 @@
+#include "server/call_record.h"
+
+#include <utility>
+
+#include "server/log.h"
+#include "server/metrics.h"
+
+namespace denoised {
+
+void ActiveCalls::Enter() {
+  std::lock_guard lock(mutex_);
+  ++count_;
+}
+
+void ActiveCalls::Leave() {
+  std::lock_guard lock(mutex_);
+  // Notified under the lock: whoever waits may destroy this object next.
+  if (--count_ == 0) none_.notify_all();
+}
+
+bool ActiveCalls::WaitForNone(std::chrono::steady_clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  return none_.wait_until(lock, deadline, [this] { return count_ == 0; });
+}
+
+CallRecord::CallRecord(ActiveCalls* active, Metrics* metrics, const char* method, const char* type,
+                       std::string peer)
+    : active_(active),
+      metrics_(metrics),
+      method_(method),
+      type_(type),
+      peer_(std::move(peer)),
+      arrival_(std::chrono::steady_clock::now()) {
+  active_->Enter();
+  metrics_->CallStarted(method_, type_);
+}
+
+double CallRecord::SecondsSinceArrival() const {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - arrival_).count();
+}
+
+void CallRecord::End(grpc::StatusCode code, const std::string& message) {
+  const double seconds = SecondsSinceArrival();
+  metrics_->CallEnded(method_, type_, CodeName(code), seconds);
+  log::Fields fields = {{"method", method_}, {"code", CodeName(code)}, {"peer", peer_}};
+  if (!request_id.empty()) fields.push_back({"request_id", request_id});
+  if (!model.empty()) fields.push_back({"model", model});
+  if (count > 0) {
+    fields.push_back({"count", count});
+    fields.push_back({"steps", steps});
+    fields.push_back({"sampler", sampler});
+  }
+  if (queued_seconds >= 0) fields.push_back({"queued_seconds", queued_seconds});
+  fields.push_back({"seconds", seconds});
+  if (code != grpc::StatusCode::OK && !message.empty()) fields.push_back({"error", message});
+  log::Info("request", fields);
+  active_->Leave();
+}
+
+const char* CodeName(grpc::StatusCode code) {
+  constexpr const char* kNames[] = {"OK",
+                                    "CANCELLED",
+                                    "UNKNOWN",
+                                    "INVALID_ARGUMENT",
+                                    "DEADLINE_EXCEEDED",
+                                    "NOT_FOUND",
+                                    "ALREADY_EXISTS",
+                                    "PERMISSION_DENIED",
+                                    "RESOURCE_EXHAUSTED",
+                                    "FAILED_PRECONDITION",
+                                    "ABORTED",
+                                    "OUT_OF_RANGE",
+                                    "UNIMPLEMENTED",
+                                    "INTERNAL",
+                                    "UNAVAILABLE",
+                                    "DATA_LOSS",
+                                    "UNAUTHENTICATED"};
+  const int index = static_cast<int>(code);
+  return index >= 0 && index < static_cast<int>(std::size(kNames)) ? kNames[index] : "UNKNOWN";
+}
+
+}  // namespace denoised

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "engine/core/status.h"
+#include "engine/core/tensor.h"
+#include "server/encoding/png.h"
+
+namespace denoised {
+
+enum class FileFormat { kPng, kJpeg, kWebp };
+
+/// "image/png"
+const char* MimeType(FileFormat format);
+
+/// `image` is F32 [H, W, 1 or 3] on the host; `quality` (1 to 100) is for JPEG and WebP, `texts`
+/// for PNG.
+absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, int quality,
+                                       const TextEntries& texts);
+
+/// A PNG, JPEG or WebP file, told apart by its first bytes.
+absl::StatusOr<Pixels> DecodeFile(std::string_view file, int64_t max_pixels);
+
+}  // namespace denoised

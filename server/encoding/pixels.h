@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/core/tensor.h"
+
+/// Images between the engine's floats and the bytes of files.
+
+namespace denoised {
+
+/// 8-bit samples [height, width, channels], row-major; 1 channel is grey, 3 are RGB.
+struct Pixels {
+  int width = 0, height = 0, channels = 0;
+  std::vector<uint8_t> samples;
+};
+
+/// [−1, 1] to [0, 255], rounded, clipped; NaN becomes 0. `image` is F32 [H, W, C] on the host.
+std::vector<uint8_t> ToBytes(const Tensor& image);
+
+/// The same for images that files can hold. CHECKs that there are 1 or 3 channels.
+Pixels ToPixels(const Tensor& image);
+
+/// F32 [H, W, channels] in [−1, 1]. Grey becomes RGB by repetition, RGB becomes grey as Rec. 601
+/// luma. CHECKs that `channels` is 1 or 3.
+Tensor FromPixels(const Pixels& pixels, int channels);
+
+/// F32 [H, W, C] scaled to [height, width, C] with a triangle filter, widened when scaling down so
+/// that every source pixel counts.
+Tensor Resize(const Tensor& image, int height, int width);
+
+/// `image` itself when neither edge exceeds `max_edge`, otherwise scaled down, aspect kept.
+Tensor FitWithin(const Tensor& image, int max_edge);
+
+}  // namespace denoised

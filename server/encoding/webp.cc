@@ -1,0 +1,57 @@
+#include "server/encoding/webp.h"
+
+#include <webp/decode.h>
+#include <webp/encode.h>
+
+namespace denoised {
+
+absl::StatusOr<std::string> EncodeWebp(const Pixels& pixels, int quality) {
+  std::vector<uint8_t> rgb;
+  const uint8_t* samples = pixels.samples.data();
+  if (pixels.channels == 1) {  // libwebp has no grey input
+    rgb.reserve(pixels.samples.size() * 3);
+    for (const uint8_t grey : pixels.samples) rgb.insert(rgb.end(), 3, grey);
+    samples = rgb.data();
+  }
+  uint8_t* output = nullptr;
+  const size_t size =
+      WebPEncodeRGB(samples, pixels.width, pixels.height, pixels.width * 3, quality, &output);
+  if (size == 0) {
+    return Internal("cannot encode {}×{} pixels as WebP", pixels.width, pixels.height);
+  }
+  std::string file(reinterpret_cast<char*>(output), size);
+  WebPFree(output);
+  return file;
+}
+
+absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels) {
+  const auto* data = reinterpret_cast<const uint8_t*>(file.data());
+  WebPBitstreamFeatures features;
+  if (WebPGetFeatures(data, file.size(), &features) != VP8_STATUS_OK) {
+    return InvalidArgument("the WebP cannot be read; send an intact file");
+  }
+  if (features.has_animation) {
+    return InvalidArgument("the WebP is animated; send a single picture");
+  }
+  const int64_t count = int64_t{features.width} * features.height;
+  if (count > max_pixels) {
+    return InvalidArgument("the WebP has {}×{} pixels, but at most {} are accepted; scale it down",
+                           features.width, features.height, max_pixels);
+  }
+  std::vector<uint8_t> rgba(count * 4);
+  if (WebPDecodeRGBAInto(data, file.size(), rgba.data(), rgba.size(), features.width * 4) ==
+      nullptr) {
+    return InvalidArgument("the WebP is damaged; send an intact file");
+  }
+  Pixels pixels{features.width, features.height, 3, std::vector<uint8_t>(count * 3)};
+  for (int64_t i = 0; i < count; ++i) {
+    const int alpha = rgba[4 * i + 3];
+    for (int c = 0; c < 3; ++c) {
+      pixels.samples[3 * i + c] =
+          static_cast<uint8_t>((rgba[4 * i + c] * alpha + 255 * (255 - alpha) + 127) / 255);
+    }
+  }
+  return pixels;
+}
+
+}  // namespace denoised

@@ -1,0 +1,125 @@
+// The process: flags, signals, exit codes. Everything else is in server.h.
+
+#include <fmt/format.h>
+
+#include <csignal>
+#include <ctime>
+
+#include "server/config.h"
+#include "server/log.h"
+#include "server/server.h"
+#include "server/version.h"
+
+namespace denoised {
+namespace {
+
+/// Loads every model and says what it is. The exit code.
+int Check(const Config& config, Engine& engine) {
+  int failed = 0;
+  for (const ModelSource& source : config.models) {
+    if (const absl::Status status = engine.Open(source.name, source.directory); !status.ok()) {
+      fmt::print(stderr, "{}: {}\n", source.name, std::string(status.message()));
+      ++failed;
+      continue;
+    }
+    const auto model = engine.Find(source.name);
+    fmt::print("{}: {}, {} parameters, {}×{}×{}, {} classes, {:.1f} MB on {}, loaded in {:.2f} s\n",
+               source.name, model->architecture, model->parameters, model->height, model->width,
+               model->channels, model->num_classes,
+               (model->weight_bytes + model->activation_bytes + model->slot_bytes) / 1e6,
+               engine.DeviceName(), model->load_seconds);
+  }
+  return failed == 0 ? 0 : 1;
+}
+
+bool IsLoopback(const std::string& address) {
+  return address.rfind("127.", 0) == 0 || address.rfind("localhost:", 0) == 0 ||
+         address.rfind("[::1]", 0) == 0;
+}
+
+std::string WithPort(const std::string& address, int port) {
+  return address.substr(0, address.rfind(':') + 1) + std::to_string(port);
+}
+
+/// Serves until a signal or the end of the device. The exit code.
+int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& signals) {
+  const std::string device = engine->DeviceName();
+  const std::string description = engine->DeviceDescription();
+  auto started = Server::Start(config, std::move(engine));
+  if (!started.ok()) {
+    log::Error(std::string(started.status().message()));
+    return 1;
+  }
+  Server& server = **started;
+  log::Fields fields = {{"version", kVersion},
+                        {"address", WithPort(config.listen, server.port())},
+                        {"device", device},
+                        {"device_description", description},
+                        {"models", static_cast<int>(config.models.size())}};
+  if (server.metrics_port() != 0) {
+    fields.push_back(
+        {"metrics",
+         "http://" + WithPort(config.metrics_listen, server.metrics_port()) + "/metrics"});
+  }
+  log::Info("listening", fields);
+  if (!IsLoopback(config.listen)) {
+    log::Warning("the port has neither encryption nor login; keep it behind a proxy",
+                 {{"address", config.listen}});
+  }
+
+  int exit_code = 0;
+  while (true) {
+    const timespec half_a_second{0, 500'000'000};
+    if (sigtimedwait(&signals, nullptr, &half_a_second) > 0) break;
+    if (const absl::Status status = server.CheckDevice(); !status.ok()) {
+      log::Error("the device is lost", {{"error", std::string(status.message())}});
+      exit_code = 1;
+      break;
+    }
+    const auto loaded = server.Loaded(std::chrono::milliseconds(0));
+    if (loaded && !loaded->ok()) {
+      log::Error("no model could be loaded", {{"error", std::string(loaded->message())}});
+      exit_code = 1;
+      break;
+    }
+  }
+  // From here on a second signal ends the process at once.
+  pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+  log::Info("draining", {{"grace_seconds", config.grace.count() / 1e3}});
+  server.Drain(exit_code == 0 ? config.grace : std::chrono::milliseconds(0));
+  log::Info("stopped");
+  return exit_code;
+}
+
+int Main(int argc, char** argv) {
+  // Before any thread exists: all of them inherit the mask, and only Serve takes the signals.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);
+
+  const auto line = ParseCommandLine(argc, argv);
+  if (!line.ok()) {
+    fmt::print(stderr, "denoised: {}\n", std::string(line.status().message()));
+    return 2;
+  }
+  if (line->print) {
+    fmt::print("{}", *line->print);
+    return 0;
+  }
+  const Config& config = line->config;
+  log::Configure(config.log_format, config.log_level);
+  auto engine = Engine::Create(config.engine);
+  if (!engine.ok()) {
+    log::Error(std::string(engine.status().message()));
+    return 1;
+  }
+  return config.check ? Check(config, **engine) : Serve(config, *std::move(engine), signals);
+}
+
+}  // namespace
+}  // namespace denoised
+
+int main(int argc, char** argv) { return denoised::Main(argc, argv); }

@@ -1,0 +1,215 @@
+#include "server/metrics.h"
+
+#include <prometheus/exposer.h>
+
+#include "server/catalog.h"
+#include "server/version.h"
+
+namespace denoised {
+namespace {
+
+prometheus::Histogram::BucketBoundaries Doubling(double first, int count) {
+  prometheus::Histogram::BucketBoundaries bounds;
+  for (int i = 0; i < count; ++i) bounds.push_back(first * (1 << i));
+  return bounds;
+}
+
+/// 5 ms to 82 s: what people and their deadlines wait for.
+prometheus::Histogram::BucketBoundaries LatencyBuckets() { return Doubling(0.005, 15); }
+/// 0.1 ms to 6.5 s: one evaluation or one encoding.
+prometheus::Histogram::BucketBoundaries ShortBuckets() { return Doubling(0.0001, 17); }
+/// 1 to 1024 rows.
+prometheus::Histogram::BucketBoundaries RowBuckets() { return Doubling(1, 11); }
+
+prometheus::Family<prometheus::Counter>& CounterFamily(prometheus::Registry& registry,
+                                                       const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+
+prometheus::Family<prometheus::Gauge>& GaugeFamily(prometheus::Registry& registry, const char* name,
+                                                   const char* help) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry);
+}
+
+prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry& registry,
+                                                           const char* name, const char* help) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+}
+
+prometheus::Labels CallLabels(const char* method, const char* type) {
+  return {{"grpc_type", type},
+          {"grpc_service", "denoised.v1.ImageGeneration"},
+          {"grpc_method", method}};
+}
+
+prometheus::MetricFamily GaugeSnapshot(const char* name, const char* help) {
+  prometheus::MetricFamily family;
+  family.name = name;
+  family.help = help;
+  family.type = prometheus::MetricType::Gauge;
+  return family;
+}
+
+void Add(prometheus::MetricFamily* family,
+         const std::vector<prometheus::ClientMetric::Label>& labels, double value) {
+  prometheus::ClientMetric metric;
+  metric.label = labels;
+  metric.gauge.value = value;
+  family->metric.push_back(std::move(metric));
+}
+
+}  // namespace
+
+/// What the engine knows itself, read when Prometheus asks.
+class Metrics::EngineGauges : public prometheus::Collectable {
+ public:
+  EngineGauges(const Engine* engine, const Catalog* catalog) : engine_(engine), catalog_(catalog) {}
+
+  void Detach() {
+    std::lock_guard lock(mutex_);
+    engine_ = nullptr;
+  }
+
+  std::vector<prometheus::MetricFamily> Collect() const override {
+    std::lock_guard lock(mutex_);
+    if (engine_ == nullptr) return {};
+    auto build = GaugeSnapshot("denoised_build_info", "1, with the version and the device");
+    Add(&build, {{"version", kVersion}, {"device", engine_->DeviceName()}}, 1);
+    auto state = GaugeSnapshot("denoised_model_state", "1 for the state that the model is in");
+    auto memory = GaugeSnapshot("denoised_model_memory_bytes", "Device memory by purpose");
+    for (const auto& model : catalog_->All()) {
+      Add(&state, {{"model", model->name}, {"state", "loading"}},
+          model->state == ModelState::kLoading);
+      Add(&state, {{"model", model->name}, {"state", "available"}},
+          model->state == ModelState::kReady);
+      Add(&state, {{"model", model->name}, {"state", "failed"}},
+          model->state == ModelState::kFailed);
+      Add(&memory, {{"model", model->name}, {"purpose", "weights"}}, model->weight_bytes);
+      Add(&memory, {{"model", model->name}, {"purpose", "activations"}}, model->activation_bytes);
+      Add(&memory, {{"model", model->name}, {"purpose", "slots"}}, model->slot_bytes);
+    }
+    auto queued = GaugeSnapshot("denoised_queued_images", "Images that wait for a slot");
+    auto active = GaugeSnapshot("denoised_active_images", "Images in flight on the device");
+    auto slots = GaugeSnapshot("denoised_slots", "Images that can be in flight");
+    for (const EngineStats& stats : engine_->Stats()) {
+      Add(&queued, {{"model", stats.model}}, stats.queued_images);
+      Add(&active, {{"model", stats.model}}, stats.active_images);
+      Add(&slots, {{"model", stats.model}}, stats.slots);
+    }
+    return {build, state, memory, queued, active, slots};
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  const Engine* engine_;  // guarded by mutex_
+  const Catalog* catalog_;
+};
+
+Metrics::Metrics()
+    : registry_(std::make_shared<prometheus::Registry>()),
+      started_(CounterFamily(*registry_, "grpc_server_started_total", "Calls that began")),
+      handled_(CounterFamily(*registry_, "grpc_server_handled_total", "Calls that ended, by code")),
+      handling_seconds_(HistogramFamily(*registry_, "grpc_server_handling_seconds",
+                                        "From the arrival of a call to its end")),
+      queue_seconds_(HistogramFamily(*registry_, "denoised_queue_seconds",
+                                     "From the arrival of a request to its first slot")),
+      first_preview_seconds_(
+          HistogramFamily(*registry_, "denoised_first_preview_seconds",
+                          "From the queueing of a request to its first preview")),
+      images_(CounterFamily(*registry_, "denoised_images_total", "Images drawn")),
+      encoding_seconds_(HistogramFamily(*registry_, "denoised_encoding_seconds",
+                                        "Time to encode one image or preview, by format")),
+      stalled_readers_(CounterFamily(*registry_, "denoised_stalled_readers_total",
+                                     "Streams cancelled because nobody read them")),
+      model_load_seconds_(GaugeFamily(*registry_, "denoised_model_load_seconds",
+                                      "Time to load and warm up the model")),
+      startup_seconds_(GaugeFamily(*registry_, "denoised_startup_seconds",
+                                   "From the start of the process until it served")),
+      evaluation_rows_(HistogramFamily(*registry_, "denoised_evaluation_rows",
+                                       "Rows that did work in one model evaluation")),
+      evaluation_seconds_(HistogramFamily(*registry_, "denoised_evaluation_seconds",
+                                          "Device time of one model evaluation")),
+      padding_rows_(CounterFamily(*registry_, "denoised_padding_rows_total",
+                                  "Rows of evaluations that were only padding")) {
+  stalled_readers_.Add({});  // a series that is 0 before the first event can be alerted on
+}
+
+Metrics::~Metrics() { Detach(); }
+
+absl::Status Metrics::Serve(const std::string& address, const Engine* engine,
+                            const Catalog* catalog) {
+  gauges_ = std::make_shared<EngineGauges>(engine, catalog);
+  // civetweb reports a port in use by an exception.
+  try {
+    exposer_ = std::make_unique<prometheus::Exposer>(address);
+  } catch (const std::exception& error) {
+    return InvalidArgument("--metrics-listen {}: {}; choose a free port, or \"\" for none", address,
+                           error.what());
+  }
+  exposer_->RegisterCollectable(registry_);
+  exposer_->RegisterCollectable(gauges_);
+  return absl::OkStatus();
+}
+
+void Metrics::Detach() {
+  if (gauges_) gauges_->Detach();
+}
+
+int Metrics::port() const {
+  return exposer_ == nullptr ? 0 : exposer_->GetListeningPorts().front();
+}
+
+void Metrics::CallStarted(const char* method, const char* type) {
+  started_.Add(CallLabels(method, type)).Increment();
+}
+
+void Metrics::CallEnded(const char* method, const char* type, const char* code, double seconds) {
+  prometheus::Labels labels = CallLabels(method, type);
+  handling_seconds_.Add(labels, LatencyBuckets()).Observe(seconds);
+  labels["grpc_code"] = code;
+  handled_.Add(labels).Increment();
+}
+
+void Metrics::JobQueued(const std::string& model, double seconds) {
+  queue_seconds_.Add({{"model", model}}, LatencyBuckets()).Observe(seconds);
+}
+
+void Metrics::FirstPreview(const std::string& model, double seconds) {
+  first_preview_seconds_.Add({{"model", model}}, LatencyBuckets()).Observe(seconds);
+}
+
+void Metrics::ImageDone(const std::string& model) { images_.Add({{"model", model}}).Increment(); }
+
+void Metrics::Encoded(const char* format, double seconds) {
+  encoding_seconds_.Add({{"format", format}}, ShortBuckets()).Observe(seconds);
+}
+
+void Metrics::ReaderStalled() { stalled_readers_.Add({}).Increment(); }
+
+void Metrics::ModelLoaded(const std::string& model, double seconds) {
+  model_load_seconds_.Add({{"model", model}}).Set(seconds);
+}
+
+void Metrics::Serving(double seconds) { startup_seconds_.Add({}).Set(seconds); }
+
+void Metrics::OnEvaluation(const std::string& model, int rows, int bucket, double seconds) {
+  EvaluationSeries series;
+  {
+    std::lock_guard lock(mutex_);
+    auto it = evaluations_.find(model);
+    if (it == evaluations_.end()) {
+      const prometheus::Labels labels = {{"model", model}};
+      it = evaluations_
+               .emplace(model, EvaluationSeries{&evaluation_rows_.Add(labels, RowBuckets()),
+                                                &evaluation_seconds_.Add(labels, ShortBuckets()),
+                                                &padding_rows_.Add(labels)})
+               .first;
+    }
+    series = it->second;
+  }
+  series.rows->Observe(rows);
+  series.padding->Increment(bucket - rows);
+  if (seconds >= 0) series.seconds->Observe(seconds);
+}
+
+}  // namespace denoised

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <prometheus/counter.h>
+#include <prometheus/family.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/registry.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "engine/engine.h"
+
+namespace prometheus {
+class Exposer;
+}
+
+namespace denoised {
+
+class Catalog;
+
+/// Counts and times everything for Prometheus. Names are grpc_server_* as gRPC's own interceptors
+/// use them and denoised_<what>_<unit>. Labels hold methods, codes, models and formats only:
+/// nothing that a client can choose freely. Thread-safe.
+class Metrics : public EngineObserver {
+ public:
+  Metrics();
+  ~Metrics() override;
+
+  /// Serves GET /metrics on `address` until destruction; gauges of `engine` and `catalog` are read
+  /// at each scrape until Detach(). InvalidArgument when the address cannot be bound.
+  absl::Status Serve(const std::string& address, const Engine* engine, const Catalog* catalog);
+  /// Ends the reading of the engine and the catalog, which may then be destroyed.
+  void Detach();
+  /// 0 when there is none.
+  int port() const;
+
+  void CallStarted(const char* method, const char* type);
+  void CallEnded(const char* method, const char* type, const char* code, double seconds);
+
+  void JobQueued(const std::string& model, double seconds);
+  void FirstPreview(const std::string& model, double seconds);
+  void ImageDone(const std::string& model);
+  void Encoded(const char* format, double seconds);
+  void ReaderStalled();
+  void ModelLoaded(const std::string& model, double seconds);
+  /// From the start of the process until it served its first model.
+  void Serving(double seconds);
+
+  void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) override;
+
+  prometheus::Registry& registry() { return *registry_; }
+
+ private:
+  class EngineGauges;
+
+  using Histograms = prometheus::Family<prometheus::Histogram>;
+  using Counters = prometheus::Family<prometheus::Counter>;
+  using Gauges = prometheus::Family<prometheus::Gauge>;
+
+  struct EvaluationSeries {
+    prometheus::Histogram* rows;
+    prometheus::Histogram* seconds;
+    prometheus::Counter* padding;
+  };
+
+  std::shared_ptr<prometheus::Registry> registry_;
+  Counters& started_;
+  Counters& handled_;
+  Histograms& handling_seconds_;
+  Histograms& queue_seconds_;
+  Histograms& first_preview_seconds_;
+  Counters& images_;
+  Histograms& encoding_seconds_;
+  Counters& stalled_readers_;
+  Gauges& model_load_seconds_;
+  Gauges& startup_seconds_;
+  Histograms& evaluation_rows_;
+  Histograms& evaluation_seconds_;
+  Counters& padding_rows_;
+
+  std::mutex mutex_;
+  std::map<std::string, EvaluationSeries> evaluations_;  // guarded by mutex_
+
+  std::shared_ptr<EngineGauges> gauges_;
+  std::unique_ptr<prometheus::Exposer> exposer_;  // takes a second or two to stop
+};
+
+}  // namespace denoised

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "engine/engine.h"
+#include "server/config.h"
+
+namespace denoised {
+
+/// The whole server: gRPC port, health, reflection, metrics port, and an engine whose models load
+/// in the background.
+///
+///   auto server = Server::Start(config, std::move(engine));
+///   ... (*server)->port() ...
+///   (*server)->Drain(config.grace);
+///
+/// Thread-safe, but for the destructor.
+class Server {
+ public:
+  /// Opens the ports, then begins to load `config.models`: until they are ready, health says
+  /// NOT_SERVING and requests get FAILED_PRECONDITION. InvalidArgument when an address cannot be
+  /// bound.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const Config& config,
+                                                       std::unique_ptr<Engine> engine);
+  /// Drains without grace when nobody drained.
+  ~Server();
+
+  /// Where it listens, also when port 0 was asked for. metrics_port is 0 when there is none.
+  int port() const;
+  int metrics_port() const;
+
+  /// Waits at most `timeout` for all models. Nothing: they still load. OK: the server is serving,
+  /// though some may have FAILED. Else what is wrong with the first, since none could be loaded.
+  std::optional<absl::Status> Loaded(std::chrono::milliseconds timeout);
+
+  /// The engine's health. An error is final: health becomes NOT_SERVING and the process should end.
+  absl::Status CheckDevice();
+
+  /// NOT_SERVING, no new work, `grace` for what runs, then ends the rest and closes the port. The
+  /// second call has nothing to do.
+  void Drain(std::chrono::milliseconds grace);
+
+ private:
+  struct State;
+  explicit Server(std::unique_ptr<State> state);
+
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace denoised

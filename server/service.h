@@ -1,0 +1,34 @@
+#pragma once
+
+#include "denoised/v1/image_generation.grpc.pb.h"
+#include "server/call_record.h"
+#include "server/serving.h"
+
+namespace denoised {
+
+/// denoised.v1.ImageGeneration on gRPC's callback API. No method blocks: work is done by the
+/// workers and the engine. `serving` must outlive the service, the service its calls.
+class ImageGenerationService final : public v1::ImageGeneration::CallbackService {
+ public:
+  explicit ImageGenerationService(Serving* serving) : serving_(serving) {}
+
+  grpc::ServerUnaryReactor* Generate(grpc::CallbackServerContext* context,
+                                     const v1::GenerateRequest* request,
+                                     v1::GenerateResponse* response) override;
+  grpc::ServerWriteReactor<v1::StreamGenerateResponse>* StreamGenerate(
+      grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) override;
+  grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
+                                       const v1::ListModelsRequest* request,
+                                       v1::ListModelsResponse* response) override;
+  grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
+                                     const v1::GetModelRequest* request,
+                                     v1::GetModelResponse* response) override;
+
+  ActiveCalls& active() { return active_; }
+
+ private:
+  Serving* const serving_;
+  ActiveCalls active_;
+};
+
+}  // namespace denoised

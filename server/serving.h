@@ -1,0 +1,40 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "server/config.h"
+
+namespace denoised {
+
+class Catalog;
+class Engine;
+class Metrics;
+class WorkerPool;
+class WriteWatch;
+
+/// What every call works with. Everything pointed to outlives the calls.
+struct Serving {
+  Engine* engine = nullptr;
+  const Catalog* catalog = nullptr;
+  WorkerPool* workers = nullptr;
+  Metrics* metrics = nullptr;
+  WriteWatch* write_watch = nullptr;
+  RequestLimits limits;
+  /// New work is refused.
+  std::atomic<bool> draining{false};
+  /// How long the job that started last had waited.
+  std::atomic<double> recent_queue_seconds{0};
+
+  /// When a client should try again after a full queue: a tenth of the present wait, in which about
+  /// a tenth of the queue has moved on.
+  std::chrono::milliseconds RetryDelay() const {
+    const double seconds = recent_queue_seconds.load() / 10;
+    return std::chrono::milliseconds(static_cast<int64_t>(1000 * (seconds < 0.25 ? 0.25
+                                                                  : seconds > 30 ? 30
+                                                                                 : seconds)));
+  }
+};
+
+}  // namespace denoised

@@ -1,0 +1,296 @@
+#include <cstring>
+
+#include "tests/backend/backend_fixture.h"
+
+/// What only the CUDA backend can get wrong: each tile size and head dimension of its kernels, bits
+/// across batches that choose different tiles, transfers beside running kernels, and graphs. The
+/// oracle is the CPU backend, itself tested against reference.h in ops_test.cc.
+
+namespace denoised {
+namespace {
+
+using reference::Array;
+
+class CudaTest : public OnBackend {
+ protected:
+  void SetUp() override {
+    OnBackend::SetUp();
+    static std::unique_ptr<Backend> cpu = OpenBackend({.device = "cpu"}).value();
+    cpu_ = cpu.get();
+  }
+
+  Tensor UploadToCpu(const Array& array) {
+    Tensor tensor = cpu_->Allocate(array.shape, DType::kF32, "a test").value();
+    const Tensor host = ToHost(array, DType::kF32);
+    cpu_->Upload(host.data(), host.bytes(), tensor);
+    return tensor;
+  }
+  Array ReadFromCpu(const Tensor& tensor) {
+    Array array(tensor.shape());
+    const std::vector<float> values = cpu_->BeginDownload(tensor)->Wait()->ToFloats();
+    std::copy(values.begin(), values.end(), array.values.begin());
+    return array;
+  }
+  std::vector<std::byte> Bytes(const Tensor& tensor) {
+    const Tensor host = Download(tensor);
+    const auto* bytes = static_cast<const std::byte*>(host.data());
+    return {bytes, bytes + host.bytes()};
+  }
+  /// Fails unless the rows of `alone` and of `among` (from `first` on) have the same bits.
+  void ExpectSameBits(const Tensor& alone, const Tensor& among, int64_t first) {
+    EXPECT_TRUE(Bytes(alone) == Bytes(among.Slice(first, alone.dim(0))))
+        << "rows " << first << " of " << among.shape().ToString();
+  }
+
+  Backend* cpu_ = nullptr;
+};
+
+struct ConvCase {
+  int64_t rows, size, channels, channels2, outputs, kernel;
+  int stride = 1;
+  bool upsample2x = false;
+};
+
+// Grids large enough for every tile size on any device, with ragged edges.
+const ConvCase kConvCases[] = {
+    {6, 61, 64, 0, 136, 3},            // 128 × 128
+    {6, 61, 32, 32, 200, 3, 2, true},  // 128 × 128, two sources
+    {6, 61, 64, 0, 48, 3},             // 128 × 64
+    {2, 8, 64, 64, 72, 3},             // 64 × 64
+    {3, 9, 512, 0, 8, 1},              // 64 × 64, long sums
+    {6, 61, 3, 0, 136, 3},             // odd channels
+    {2, 16, 8, 4, 40, 5},              // a source of odd channels
+};
+
+TEST_P(CudaTest, EveryConvolutionTile) {
+  for (const ConvCase& c : kConvCases) {
+    const int64_t channels = c.channels + c.channels2;
+    const Array x = Random({c.rows, c.size, c.size, c.channels});
+    const Array x2 =
+        c.channels2 > 0 ? Random({c.rows, c.size, c.size, c.channels2}) : Array();
+    const Array weight = Random({c.outputs, channels, c.kernel, c.kernel}, activation(),
+                                1 / std::sqrt(static_cast<double>(channels * c.kernel * c.kernel)));
+    const Array bias = Random({c.outputs}, DType::kF32);
+    const Array add = Random({c.rows, c.outputs});
+    Conv2dArgs args{.upsample2x = c.upsample2x, .stride = c.stride, .activation = Activation::kSilu};
+    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = static_cast<int>(c.kernel / 2);
+    const int64_t size = (c.size * (c.upsample2x ? 2 : 1) - 1) / c.stride + 1;
+    const Array residual = Random({c.rows, size, size, c.outputs});
+
+    const auto packed = PackConv2d(weight, bias);
+    args.weight = packed.get();
+    args.x = Upload(x);
+    args.x2 = UploadOptional(x2);
+    args.add = Upload(add);
+    args.residual = Upload(residual);
+    args.out = Output(residual.shape);
+    backend().Conv2d(args);
+    const Tensor out = args.out;
+    const Array actual = Read(out);
+
+    // Alone, a row is a smaller grid, which the launcher gives smaller tiles.
+    Conv2dArgs alone = args;
+    alone.x = args.x.Slice(c.rows - 1, 1);
+    if (args.x2) alone.x2 = args.x2.Slice(c.rows - 1, 1);
+    alone.add = args.add.Slice(c.rows - 1, 1);
+    alone.residual = args.residual.Slice(c.rows - 1, 1);
+    alone.out = Output({1, size, size, c.outputs});
+    backend().Conv2d(alone);
+    ExpectSameBits(alone.out, out, c.rows - 1);
+
+    const auto cpu_weight =
+        cpu_->PackConv2d(ToHost(weight, DType::kF32), ToHost(bias, DType::kF32)).value();
+    Conv2dArgs expected = args;
+    expected.weight = cpu_weight.get();
+    expected.x = UploadToCpu(x);
+    if (x2.defined()) expected.x2 = UploadToCpu(x2);
+    expected.add = UploadToCpu(add);
+    expected.residual = UploadToCpu(residual);
+    expected.out = cpu_->Allocate(residual.shape, DType::kF32, "a test").value();
+    cpu_->Conv2d(expected);
+    EXPECT_LT(Error(actual, ReadFromCpu(expected.out)), Tolerance(4e-6))
+        << x.shape.ToString() << " + " << c.channels2 << " -> " << c.outputs;
+  }
+}
+
+TEST_P(CudaTest, EveryHeadDimension) {
+  for (int64_t dim : {20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 264, 512}) {
+    for (const auto& [queries, keys] : {std::pair<int64_t, int64_t>{130, 130}, {65, 77}}) {
+      const Array q = Random({3, queries, 2 * dim}), k = Random({3, keys, 2 * dim}),
+                  v = Random({3, keys, 2 * dim});
+      AttentionArgs args{.q = UploadAsColumns(q, 0, 2 * dim),
+                         .k = UploadAsColumns(k, 8, 8),
+                         .v = Upload(v),
+                         .heads = 2,
+                         .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dim)))};
+      args.out = Output(q.shape);
+      backend().Attention(args);
+      EXPECT_LT(Error(Read(args.out), reference::Attention(args, q, k, v)), Tolerance(2e-6))
+          << dim << " dimensions, " << keys << " keys";
+
+      Array last_q({1, queries, 2 * dim}), last_k({1, keys, 2 * dim}), last_v({1, keys, 2 * dim});
+      const auto last = [](const Array& from, Array* to) {
+        std::copy(from.values.end() - to->shape.elements(), from.values.end(), to->values.begin());
+      };
+      last(q, &last_q), last(k, &last_k), last(v, &last_v);
+      const Tensor out = args.out;
+      args.q = UploadAsColumns(last_q, 0, 2 * dim);
+      args.k = UploadAsColumns(last_k, 8, 8);
+      args.v = Upload(last_v);
+      args.out = Output(last_q.shape);
+      backend().Attention(args);
+      ExpectSameBits(args.out, out, 2);
+    }
+  }
+}
+
+TEST_P(CudaTest, LongAttention) {
+  const Array q = Random({1, 4096, 64}), k = Random({1, 4096, 64}), v = Random({1, 4096, 64});
+  AttentionArgs args{.q = Upload(q), .k = Upload(k), .v = Upload(v), .heads = 1, .scale = 0.125f};
+  args.out = Output(q.shape);
+  backend().Attention(args);
+  EXPECT_LT(Error(Read(args.out), reference::Attention(args, q, k, v)), Tolerance(4e-6));
+}
+
+TEST_P(CudaTest, GroupNormOfManyChunksAndSources) {
+  struct {
+    int64_t rows, size, channels, channels2;
+    int groups;
+  } cases[] = {{3, 128, 64, 0, 32}, {3, 70, 40, 24, 4}, {2, 33, 1280, 1280, 32}, {300, 4, 36, 0, 9},
+               {2, 40, 7, 5, 3}};
+  for (const auto& c : cases) {
+    const int64_t channels = c.channels + c.channels2;
+    const Array x = Random({c.rows, c.size, c.size, c.channels}, activation(), 1, 3);
+    const Array x2 =
+        c.channels2 > 0 ? Random({c.rows, c.size, c.size, c.channels2}, activation(), 2, -1) : Array();
+    const Array gamma = Random({channels}, DType::kF32, 0.3, 1), beta = Random({channels}, DType::kF32);
+    GroupNormArgs args{.x = Upload(x),
+                       .x2 = UploadOptional(x2),
+                       .gamma = Upload(gamma, DType::kF32),
+                       .beta = Upload(beta, DType::kF32),
+                       .groups = c.groups,
+                       .activation = Activation::kSilu};
+    args.out = Output({c.rows, c.size, c.size, channels});
+    backend().GroupNorm(args);
+    EXPECT_LT(Error(Read(args.out), reference::GroupNorm(args, x, x2, gamma, beta, {})),
+              Tolerance(1e-6))
+        << x.shape.ToString() << " + " << c.channels2;
+    const Tensor out = args.out;
+    args.x = args.x.Slice(c.rows - 1, 1);
+    if (args.x2) args.x2 = args.x2.Slice(c.rows - 1, 1);
+    args.out = Output({1, c.size, c.size, channels});
+    backend().GroupNorm(args);
+    ExpectSameBits(args.out, out, c.rows - 1);
+  }
+}
+
+TEST_P(CudaTest, LinearRowsDoNotDependOnTheirCompany) {
+  const Array weight = Random({320, 256}, activation(), 1.0 / 16), bias = Random({320}, DType::kF32);
+  const auto packed = PackLinear(weight, bias);
+  const Array x = Random({9000, 256});
+  for (Activation input : {Activation::kNone, Activation::kSilu}) {
+    LinearArgs args{.x = Upload(x), .weight = packed.get(), .input_activation = input};
+    args.out = Output({9000, 320});
+    backend().Linear(args);
+    for (int64_t row : {0, 77, 8999}) {
+      LinearArgs alone = args;
+      alone.x = args.x.Slice(row, 1);
+      alone.out = Output({1, 320});
+      backend().Linear(alone);
+      ExpectSameBits(alone.out, args.out, row);
+    }
+  }
+}
+
+TEST_P(CudaTest, GraphsReplayWhatWasRecorded) {
+  const Array weight = Random({64, 64, 3, 3}, activation(), 1.0 / 24);
+  const auto packed = PackConv2d(weight, Random({64}, DType::kF32));
+  const Tensor gamma = Upload(Random({64}, DType::kF32), DType::kF32),
+               beta = Upload(Random({64}, DType::kF32), DType::kF32);
+  const Tensor x = Upload(Random({2, 16, 16, 64})), norm = Output({2, 16, 16, 64}),
+               attended = Output({2, 256, 64}), out = Output({2, 16, 16, 64});
+  const auto body = [&] {
+    backend().GroupNorm({.x = x, .gamma = gamma, .beta = beta, .groups = 32, .out = norm});
+    const Tensor tokens = norm.Reshape({2, 256, 64});
+    backend().Attention(
+        {.q = tokens, .k = tokens, .v = tokens, .heads = 2, .scale = 0.2f, .out = attended});
+    Conv2dArgs conv{.x = attended.Reshape({2, 16, 16, 64}), .weight = packed.get(), .residual = x};
+    conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
+    conv.out = out;
+    backend().Conv2d(conv);
+  };
+  auto graph = backend().Capture(body);
+  ASSERT_TRUE(graph.ok()) << graph.status();
+  EXPECT_TRUE(std::isnan(Read(out).at(0))) << "recording must not execute";
+  for (int i = 0; i < 3; ++i) {
+    const Array fresh = Random({2, 16, 16, 64});
+    const Tensor host = ToHost(fresh, activation());
+    backend().Upload(host.data(), host.bytes(), x);
+    backend().Launch(**graph);
+    const auto replayed = Bytes(out);
+    body();
+    EXPECT_TRUE(replayed == Bytes(out)) << i;
+  }
+}
+
+TEST_P(CudaTest, UploadsLargerThanTheRingArriveWhole) {
+  std::vector<int32_t> values(12 << 20);  // 48 MiB
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<int32_t>(i * 2654435761u);
+  const Tensor device = UploadInts(values, {static_cast<int64_t>(values.size())});
+  const Tensor back = Download(device);
+  EXPECT_EQ(std::memcmp(back.data(), values.data(), back.bytes()), 0);
+}
+
+TEST_P(CudaTest, DownloadsAreSnapshots) {
+  const Tensor device = Allocate({1 << 20}, DType::kI32);
+  std::vector<int32_t> values(1 << 20);
+  std::vector<std::unique_ptr<denoised::Download>> downloads;
+  for (int i = 0; i < 20; ++i) {
+    std::fill(values.begin(), values.end(), i);
+    backend().Upload(values.data(), values.size() * 4, device);  // `values` is free again at once
+    downloads.push_back(backend().BeginDownload(device));
+    if (i % 3 == 0) backend().BeginDownload(device).reset();  // let go early
+  }
+  for (int i = 19; i >= 0; --i) {
+    const auto copy = downloads[i]->Wait();
+    ASSERT_TRUE(copy.ok()) << copy.status();
+    EXPECT_TRUE(downloads[i]->ready());
+    for (int32_t value : copy->span<int32_t>()) ASSERT_EQ(value, i);
+  }
+}
+
+TEST_P(CudaTest, MarkersMeasureTheDevice) {
+  const Tensor from = Allocate({64 << 20}, DType::kU8), to = Allocate({64 << 20}, DType::kU8);
+  const auto begin = backend().Mark();
+  for (int i = 0; i < 50; ++i) backend().Copy(from, to);
+  const auto end = backend().Mark();
+  ASSERT_TRUE(end->Wait().ok());
+  EXPECT_TRUE(begin->reached());
+  EXPECT_TRUE(end->reached());
+  // 6.4 GB read and written: no device does it in 0.2 ms, none we run on takes a second.
+  EXPECT_GT(end->SecondsSince(*begin), 2e-4);
+  EXPECT_LT(end->SecondsSince(*begin), 1.0);
+}
+
+TEST_P(CudaTest, OutOfMemoryIsAnErrorOfThatRequestAlone) {
+  const size_t total = backend().memory().total;
+  EXPECT_LE(backend().memory().free, total);
+  const auto refused =
+      backend().Allocate({static_cast<int64_t>(2 * total)}, DType::kU8, "a very large arena");
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(std::string(refused.status().message()).find("a very large arena"), std::string::npos);
+  const Array x = Random({2, 10});
+  EXPECT_EQ(Error(Read(Upload(x)), x), 0) << "the device works on";
+}
+
+TEST_P(CudaTest, ADeviceThatIsNotThere) {
+  const auto refused = OpenBackend({.device = "cuda:999"});
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_NE(std::string(refused.status().message()).find("cuda:999"), std::string::npos);
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaTest);
+INSTANTIATE_TEST_SUITE_P(Cuda, CudaTest, testing::ValuesIn(CudaBackends()), BackendName);
+
+}  // namespace
+}  // namespace denoised

@@ -1,0 +1,278 @@
+#include "engine/batching/step_batcher.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+
+#include "tests/batching/fake_denoiser.h"
+
+namespace denoised {
+namespace {
+
+using Clock = StepBatcher::Clock;
+
+struct Heard {
+  bool started = false;
+  std::vector<int> progress;
+  std::vector<std::pair<int, int>> previews;  // image, evaluation
+  std::map<int, std::vector<float>> images;
+  std::optional<absl::Status> done;
+};
+
+class Recorder : public JobListener {
+ public:
+  explicit Recorder(std::shared_ptr<Heard> heard) : heard_(std::move(heard)) {}
+  void OnStarted() override { heard_->started = true; }
+  void OnProgress(int done, int total) override {
+    EXPECT_LE(done, total);
+    heard_->progress.push_back(done);
+  }
+  void OnPreview(const ImageResult& image, int evaluation) override {
+    heard_->previews.emplace_back(image.index, evaluation);
+  }
+  void OnImage(ImageResult image) override {
+    EXPECT_FALSE(heard_->done.has_value());
+    heard_->images[image.index] = image.pixels.ToFloats();
+  }
+  void OnDone(const absl::Status& status, const JobTiming&) override {
+    EXPECT_FALSE(heard_->done.has_value()) << "OnDone comes once";
+    heard_->done = status;
+  }
+
+ private:
+  std::shared_ptr<Heard> heard_;
+};
+
+class Observed : public EngineObserver {
+ public:
+  void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) override {
+    EXPECT_LE(rows, bucket);
+    EXPECT_GE(seconds, 0);
+    evaluated.emplace_back(model, rows);
+  }
+  std::vector<std::pair<std::string, int>> evaluated;
+};
+
+SchedulerConfig Scheduler(const std::string& json) {
+  auto config = SchedulerConfig::Parse(nlohmann::json::parse(json), "scheduler_config.json");
+  EXPECT_TRUE(config.ok()) << config.status();
+  return *config;
+}
+
+class StepBatcherTest : public ::testing::Test {
+ protected:
+  StepBatcherTest() {
+    auto backend = OpenBackend({.device = "cpu"});
+    EXPECT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    Restart();
+  }
+
+  void Restart(int max_rows = 6) {
+    batcher_ = std::make_unique<StepBatcher>(*backend_, &observed_);
+    BatchedModel model{.name = "fake",
+                       .denoiser = std::make_shared<FakeDenoiser>(6, 3, 5),
+                       .null_label = 4,
+                       .max_rows = max_rows,
+                       .slots = max_rows,
+                       .max_evaluations = 100};
+    EXPECT_TRUE(batcher_->AddModel(model, 6, 6).ok());
+    observed_.evaluated.clear();
+  }
+
+  EffectiveJob Job(const SchedulerConfig& scheduler, SamplerParams params, uint64_t seed,
+                   int count = 1, double guidance = 1) {
+    EffectiveJob job;
+    auto plan = scheduler.Compile(params);
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    job.plan = std::make_shared<const StepPlan>(*plan);
+    job.steps = plan->steps;
+    job.evaluations = static_cast<int>(plan->evaluations.size());
+    job.spec = {.model = "fake", .seed = seed, .count = count, .guidance_scale = guidance};
+    job.spec.height = job.spec.width = 6;
+    for (int i = 0; i < count; ++i)
+      job.spec.class_labels.push_back(static_cast<int>((seed + i) % 4));
+    return job;
+  }
+
+  std::shared_ptr<Heard> Submit(const EffectiveJob& job) {
+    auto heard = std::make_shared<Heard>();
+    batcher_->Submit(++last_id_, job, std::make_shared<Recorder>(heard), Clock::now());
+    return heard;
+  }
+
+  void RunAll() {
+    for (int turn = 0; batcher_->busy(); ++turn) {
+      ASSERT_LT(turn, 10000);
+      ASSERT_TRUE(batcher_->Step().ok());
+    }
+  }
+
+  SchedulerConfig ddpm_ = Scheduler(R"({"_class_name": "DDPMScheduler"})");
+  SchedulerConfig edm_ = Scheduler(R"({"_class_name": "EDMEulerScheduler"})");
+  std::unique_ptr<Backend> backend_;
+  Observed observed_;
+  std::unique_ptr<StepBatcher> batcher_;
+  JobId last_id_ = 0;
+};
+
+TEST_F(StepBatcherTest, RunsEveryEvaluationOnceAndReportsInOrder) {
+  EffectiveJob job = Job(ddpm_, {.sampler = Sampler::kDdim, .steps = 7}, 3, /*count=*/2);
+  job.spec.previews = true;
+  job.spec.preview_every = 3;
+  const auto heard = Submit(job);
+  RunAll();
+  ASSERT_TRUE(heard->done.has_value());
+  EXPECT_TRUE(heard->done->ok());
+  EXPECT_TRUE(heard->started);
+  EXPECT_EQ(heard->images.size(), 2u);
+  EXPECT_EQ(heard->progress, (std::vector<int>{2, 4, 6, 8, 10, 12, 14}));
+  EXPECT_THAT(heard->previews, ::testing::ElementsAre(std::pair(0, 3), std::pair(1, 3),
+                                                      std::pair(0, 6), std::pair(1, 6)));
+  EXPECT_EQ(observed_.evaluated.size(), 7u);
+  EXPECT_EQ(observed_.evaluated[0].second, 2);
+}
+
+TEST_F(StepBatcherTest, GuidanceTakesTwoRowsAndChangesTheImage) {
+  const SamplerParams params{.sampler = Sampler::kEdmEuler, .steps = 4};
+  const auto plain = Submit(Job(edm_, params, 1));
+  RunAll();
+  Restart();
+  const auto guided = Submit(Job(edm_, params, 1, 1, 3.0));
+  RunAll();
+  EXPECT_EQ(observed_.evaluated[0].second, 2);
+  EXPECT_NE(plain->images[0], guided->images[0]);
+}
+
+TEST_F(StepBatcherTest, MoreImagesThanRowsWaitForSlotsAndTakeTurns) {
+  Restart(4);
+  const SamplerParams params{.sampler = Sampler::kEdmEuler, .steps = 5};
+  const auto large = Submit(Job(edm_, params, 10, 12));
+  const auto small = Submit(Job(edm_, params, 99, 1));
+  int turns = 0;
+  while (!small->done) {
+    ASSERT_TRUE(batcher_->Step().ok());
+    ASSERT_LT(++turns, 100);
+  }
+  EXPECT_EQ(turns, 5) << "the small job shares the first slots with the large one";
+  RunAll();
+  EXPECT_EQ(large->images.size(), 12u);
+  for (const auto& [model, rows] : observed_.evaluated) EXPECT_LE(rows, 4);
+}
+
+TEST_F(StepBatcherTest, CancelFreesTheSlotAtTheNextEvaluation) {
+  Restart(2);
+  const SamplerParams params{.sampler = Sampler::kEdmEuler, .steps = 50};
+  const auto first = Submit(Job(edm_, params, 1, 2));
+  const auto second = Submit(Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 2}, 5));
+  ASSERT_TRUE(batcher_->Step().ok());
+  EXPECT_EQ(batcher_->active_images("fake"), 2);
+  batcher_->End(1, Cancelled("the request was cancelled"));
+  ASSERT_TRUE(first->done.has_value());
+  EXPECT_EQ(first->done->code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(batcher_->active_images("fake") + batcher_->waiting_images("fake"), 1);
+  RunAll();
+  EXPECT_TRUE(second->done->ok());
+  EXPECT_TRUE(first->images.empty());
+  batcher_->End(1, Cancelled("again"));  // ids that are over are ignored
+}
+
+TEST_F(StepBatcherTest, DeadlineEndsTheJobWithWhatItReached) {
+  EffectiveJob job = Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 50}, 1);
+  job.spec.deadline = Clock::now();
+  const auto late = Submit(job);
+  const auto other = Submit(Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 3}, 2));
+  RunAll();
+  EXPECT_EQ(late->done->code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(other->done->ok());
+}
+
+TEST_F(StepBatcherTest, EverySizeRunsAndTheOldestIdleOneMakesRoom) {
+  batcher_ = std::make_unique<StepBatcher>(*backend_, nullptr);
+  BatchedModel model{.name = "fake",
+                     .denoiser = std::make_shared<FakeDenoiser>(6, 3, 0),
+                     .max_rows = 4,
+                     .slots = 4,
+                     .max_evaluations = 100};
+  ASSERT_TRUE(batcher_->AddModel(model, 6, 6).ok());
+  const size_t one_size = batcher_->SlotBytes("fake");
+  for (int height = 7; height <= 12; ++height) {
+    EffectiveJob job = Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 3}, 1);
+    job.spec.class_labels.clear();
+    job.spec.height = height;
+    const auto heard = Submit(job);
+    RunAll();
+    ASSERT_TRUE(heard->done->ok()) << *heard->done;
+    EXPECT_EQ(heard->images[0].size(), size_t(height) * 6 * 3);
+  }
+  EXPECT_LT(batcher_->SlotBytes("fake"), 6 * one_size) << "idle sizes were let go";
+  EXPECT_GT(batcher_->ActivationBytes("fake"), 0u);
+}
+
+/// The point of it all: a request's bytes do not depend on its company.
+TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
+  struct Case {
+    SchedulerConfig scheduler;
+    SamplerParams params;
+    double guidance;
+  };
+  std::vector<Case> cases;
+  for (const auto sampler : {Sampler::kDdpm, Sampler::kDdim, Sampler::kPndm, Sampler::kEuler,
+                             Sampler::kEulerAncestral, Sampler::kHeun, Sampler::kDpmSolver,
+                             Sampler::kDpmSolverSde, Sampler::kUniPc, Sampler::kLms})
+    for (const double guidance : {1.0, 2.5})
+      cases.push_back({ddpm_, {.sampler = sampler, .steps = 3 + static_cast<int>(cases.size()) % 6},
+                       guidance});
+  cases.push_back({edm_, {.sampler = Sampler::kHeun, .steps = 6, .s_churn = 20.0}, 1.0});
+  cases.push_back({edm_, {.sampler = Sampler::kEdmDpmSolver, .steps = 9}, 4.0});
+
+  std::vector<std::vector<float>> alone;
+  for (size_t i = 0; i < cases.size(); ++i) {
+    Restart();
+    const auto heard = Submit(Job(cases[i].scheduler, cases[i].params, 1000 + i, 1,
+                                  cases[i].guidance));
+    RunAll();
+    alone.push_back(heard->images[0]);
+    for (const float value : alone.back()) ASSERT_TRUE(std::isfinite(value));
+  }
+
+  std::mt19937 random(7);
+  for (int round = 0; round < 5; ++round) {
+    Restart(2 + static_cast<int>(random() % 8));
+    std::vector<std::pair<size_t, std::shared_ptr<Heard>>> running;
+    std::vector<JobId> doomed;
+    for (int event = 0; event < 60; ++event) {
+      const size_t which = random() % cases.size();
+      const Case& chosen = cases[which];
+      switch (random() % 4) {
+        case 0:  // a request that must come out as when it was alone
+          running.emplace_back(which, Submit(Job(chosen.scheduler, chosen.params, 1000 + which, 1,
+                                                 chosen.guidance)));
+          break;
+        case 1:  // company that will be cancelled
+          Submit(Job(chosen.scheduler, chosen.params, random(), 2, chosen.guidance));
+          doomed.push_back(last_id_);
+          break;
+        case 2:
+          if (!doomed.empty()) batcher_->End(doomed[random() % doomed.size()],
+                                             Cancelled("the request was cancelled"));
+          break;
+        default: ASSERT_TRUE(batcher_->Step().ok());
+      }
+    }
+    RunAll();
+    ASSERT_FALSE(running.empty());
+    for (const auto& [which, heard] : running) {
+      ASSERT_TRUE(heard->done->ok());
+      EXPECT_EQ(std::memcmp(heard->images[0].data(), alone[which].data(),
+                            alone[which].size() * sizeof(float)),
+                0)
+          << "case " << which << " in round " << round;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace denoised

@@ -1,0 +1,360 @@
+// The denoise program itself, against the fake service.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <thread>
+
+#include "command/codec_files.h"
+#include "command/files.h"
+#include "command/npy.h"
+#include "tests/client/fake_service.h"
+#include "tests/client/process.h"
+
+namespace denoised::command {
+namespace {
+
+using client::FakeServer;
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+using testing::Not;
+using testing::StartsWith;
+
+class CliTest : public testing::Test {
+ protected:
+  CliTest() {
+    std::string pattern = std::filesystem::temp_directory_path() / "denoise-test-XXXXXX";
+    folder_ = mkdtemp(pattern.data());
+  }
+  ~CliTest() override { std::filesystem::remove_all(folder_); }
+
+  std::string Path(const std::string& name) const { return folder_ / name; }
+  std::string Read(const std::string& name) const {
+    const auto bytes = ReadFile(Path(name));
+    EXPECT_TRUE(bytes.ok()) << bytes.status();
+    return bytes.value_or("");
+  }
+  std::vector<std::string> Command(std::vector<std::string> arguments) const {
+    arguments.insert(arguments.begin(), {DENOISE_BINARY, "--server", server_.address()});
+    return arguments;
+  }
+  ProcessResult Run(std::vector<std::string> arguments) const {
+    return RunProcess(Command(std::move(arguments)));
+  }
+  static std::vector<nlohmann::json> Lines(const std::string& text) {
+    std::vector<nlohmann::json> lines;
+    std::istringstream stream(text);
+    for (std::string line; std::getline(stream, line);) {
+      lines.push_back(nlohmann::json::parse(line));
+    }
+    return lines;
+  }
+
+  FakeServer server_;
+  std::filesystem::path folder_;
+};
+
+TEST_F(CliTest, DrawsFiles) {
+  const auto result = Run({"generate", "-l", "three,4", "--seed", "42", "-o", Path("{label}.png")});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_THAT(result.out, StartsWith(Path("3-0.png") + "  seed 42  label 3\n" + Path("4-1.png") +
+                                     "  seed 43  label 4\n2 images in 0.5 s: digits"));
+  EXPECT_THAT(result.out, Not(HasSubstr("\x1b"))) << "escape codes, but no terminal";
+  EXPECT_EQ(result.err, "");
+  const auto pixels = DecodePng(Read("4-1.png"));
+  ASSERT_TRUE(pixels.ok()) << pixels.status();
+  EXPECT_EQ(pixels->width, 16);
+  EXPECT_EQ(*pixels->at(0, 0), 100);  // the fake draws class 4 so
+}
+
+TEST_F(CliTest, DrawsAGrid) {
+  const auto result = Run({"generate", "--grid", "4x2", "-l", "1,2", "-o", Path("grid.png")});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  const std::string file = Read("grid.png");
+  const auto pixels = DecodePng(file);
+  ASSERT_TRUE(pixels.ok()) << pixels.status();
+  EXPECT_EQ(pixels->width, 4 * 17 - 1);
+  EXPECT_EQ(pixels->height, 2 * 17 - 1);
+  EXPECT_EQ(*pixels->at(0, 0), 25);        // class 1
+  EXPECT_EQ(*pixels->at(17, 0), 50);       // class 2
+  EXPECT_EQ(*pixels->at(2 * 17, 17), 25);  // the classes repeat
+  EXPECT_EQ(*pixels->at(16, 0), 64);
+  EXPECT_THAT(file, HasSubstr("\"sampler\":\"edm_euler\""));
+}
+
+TEST_F(CliTest, EveryFlagArrives) {
+  const client::Tensor noise = {
+      client::Tensor::Type::kFloat32, {1, 8, 12, 1}, std::string(8 * 12 * 4, 'n')};
+  ASSERT_TRUE(WriteFile(Path("noise.npy"), WriteNpy(noise)).ok());
+  ASSERT_TRUE(WriteFile(Path("init.png"), "a picture").ok());
+  const auto result = Run({"generate",
+                           "-m",
+                           "digits",
+                           "--steps",
+                           "7",
+                           "--sampler",
+                           "heun",
+                           "--schedule",
+                           "karras",
+                           "--guidance",
+                           "1.5",
+                           "--eta",
+                           "0.5",
+                           "--churn",
+                           "1",
+                           "--churn-min",
+                           "2",
+                           "--churn-max",
+                           "3",
+                           "--churn-noise",
+                           "4",
+                           "--order",
+                           "2",
+                           "--size",
+                           "12x8",
+                           "--init-image",
+                           Path("init.png"),
+                           "--strength",
+                           "0.25",
+                           "--noise",
+                           Path("noise.npy"),
+                           "--quality",
+                           "55",
+                           "--request-id",
+                           "me",
+                           "-o",
+                           Path("x.png")});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const v1::GenerationParams params = server_.requests().at(0);
+  EXPECT_EQ(params.model(), "digits");
+  EXPECT_EQ(params.steps(), 7);
+  EXPECT_EQ(params.sampler(), v1::SAMPLER_HEUN);
+  EXPECT_EQ(params.noise_schedule(), v1::NOISE_SCHEDULE_KARRAS);
+  EXPECT_EQ(params.guidance_scale(), 1.5);
+  EXPECT_EQ(params.eta(), 0.5);
+  EXPECT_EQ(params.s_churn(), 1);
+  EXPECT_EQ(params.s_tmin(), 2);
+  EXPECT_EQ(params.s_tmax(), 3);
+  EXPECT_EQ(params.s_noise(), 4);
+  EXPECT_EQ(params.solver_order(), 2);
+  EXPECT_EQ(params.width(), 12);
+  EXPECT_EQ(params.height(), 8);
+  EXPECT_EQ(params.init_image().encoded(), "a picture");
+  EXPECT_EQ(params.init_image().strength(), 0.25);
+  EXPECT_EQ(params.initial_noise().data(), noise.data);
+  EXPECT_EQ(params.output().quality(), 55);
+  EXPECT_EQ(params.request_id(), "me");
+}
+
+TEST_F(CliTest, RawNoiseTakesTheShapeOfTheModel) {
+  ASSERT_TRUE(WriteFile(Path("noise.bin"), std::string(2 * 16 * 16 * 4, 'n')).ok());
+  EXPECT_EQ(
+      Run({"generate", "-n", "2", "--noise", Path("noise.bin"), "-o", Path("x.png")}).exit_code, 0);
+  EXPECT_EQ(server_.requests().at(0).initial_noise().shape_size(), 4);
+  const auto wrong = Run({"generate", "--noise", Path("noise.bin"), "-o", Path("x.png")});
+  EXPECT_EQ(wrong.exit_code, 2);
+  EXPECT_THAT(wrong.err, HasSubstr("has 2048 bytes; use 1024: float32 [1, 16, 16, 1]"));
+}
+
+TEST_F(CliTest, WritesArrays) {
+  EXPECT_EQ(Run({"generate", "--format", "npy", "-o", Path("x.npy")}).exit_code, 0);
+  const auto tensor = ReadNpy(Read("x.npy"));
+  ASSERT_TRUE(tensor.ok()) << tensor.status();
+  EXPECT_THAT(tensor->shape, testing::ElementsAre(16, 16, 1));
+  EXPECT_EQ(Run({"generate", "--format", "raw", "-o", Path("x.raw")}).exit_code, 0);
+  EXPECT_EQ(Read("x.raw").size(), 16u * 16 * 4);
+}
+
+TEST_F(CliTest, WritesToStdout) {
+  const auto result = Run({"generate", "-o", "-"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_TRUE(DecodePng(result.out).ok());
+  EXPECT_EQ(Run({"generate", "-n", "2", "-o", "-"}).exit_code, 2);
+}
+
+TEST_F(CliTest, SavesAnAnimation) {
+  const auto result =
+      Run({"generate", "-n", "3", "-o", Path("x.png"), "--animate", Path("a.webp")});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr(Path("a.webp") + "  4 frames\n"));
+  const std::string file = Read("a.webp");
+  EXPECT_EQ(file.substr(0, 4), "RIFF");
+  EXPECT_THAT(file, HasSubstr("ANIM"));
+  EXPECT_EQ(Run({"generate", "--animate", Path("a.gif")}).exit_code, 2);
+}
+
+TEST_F(CliTest, JsonIsForPrograms) {
+  const auto result =
+      Run({"generate", "-n", "2", "--seed", "18446744073709551614", "--json", "-o", Path("x.png")});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  const auto lines = Lines(result.out);
+  ASSERT_EQ(lines.size(), 3u);
+  EXPECT_EQ(lines[0]["type"], "image");
+  EXPECT_EQ(lines[1]["path"], Path("x-1.png"));
+  EXPECT_EQ(lines[1]["seed"].get<uint64_t>(), 18446744073709551615u);
+  EXPECT_EQ(lines[2]["type"], "completed");
+  EXPECT_EQ(lines[2]["params"]["sampler"], "edm_euler");
+  EXPECT_EQ(lines[2]["timing"]["total_seconds"], 0.5);
+
+  const auto refused = Run({"generate", "--json", "--steps", "0", "-o", Path("x.png")});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_EQ(Lines(refused.out).at(0)["fields"][0]["field"], "params.steps");
+}
+
+TEST_F(CliTest, TellsEveryWrongFieldWithItsRemedy) {
+  const auto result = Run({"generate", "--steps", "0", "--guidance", "-1", "-o", Path("x.png")});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_EQ(result.err,
+            "error: --steps is 0; use 1 to 100\nerror: --guidance is -1; use 0 to 100\n");
+  EXPECT_EQ(result.out, "");
+  const auto model = Run({"generate", "-m", "cats", "-o", Path("x.png")});
+  EXPECT_EQ(model.exit_code, 1);
+  EXPECT_EQ(model.err, "error: model \"cats\" is not served; use digits\n");
+}
+
+TEST_F(CliTest, UsageErrorsSendNothing) {
+  const std::vector<std::vector<std::string>> wrong = {
+      {},
+      {"draw"},
+      {"generate", "--nonsense"},
+      {"generate", "--sampler", "magic"},
+      {"generate", "--grid", "4"},
+      {"generate", "--grid", "2x2", "-n", "5"},
+      {"generate", "--grid", "2x2", "--format", "webp"},
+      {"generate", "--steps", "many"},
+      {"generate", "--timeout", "0"},
+      {"generate", "--size", "0x8"},
+      {"generate", "--strength", "0.5"},
+      {"generate", "--labels", "eleven"},
+      {"generate", "--noise", Path("absent.npy")},
+      {"generate", "--init-image", Path("absent.png")},
+      {"generate", "-o", Path("absent/x.png")},
+      {"generate", "-o", Path("{what}.png")},
+      {"generate", "--json", "-o", "-"}};
+  for (const auto& arguments : wrong) {
+    const auto result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << testing::PrintToString(arguments) << result.err;
+    EXPECT_NE(result.err, "") << testing::PrintToString(arguments);
+  }
+  EXPECT_EQ(server_.generations(), 0);
+}
+
+TEST_F(CliTest, HelpTeaches) {
+  for (const char* command : {"generate", "models", "health"}) {
+    const auto result = Run({command, "--help"});
+    EXPECT_EQ(result.exit_code, 0);
+    EXPECT_THAT(result.out, HasSubstr("Usage: denoise"));
+  }
+  EXPECT_THAT(Run({"--help"}).out, HasSubstr("Exit codes"));
+  EXPECT_THAT(Run({"--version"}).out, StartsWith("0."));
+}
+
+TEST_F(CliTest, TimeoutHasItsExitCode) {
+  server_.SetEvaluationTime(milliseconds(2000));
+  const auto result = Run({"generate", "--timeout", "0.2", "-o", Path("x.png")});
+  EXPECT_EQ(result.exit_code, 4);
+  EXPECT_THAT(result.err, HasSubstr("--timeout"));
+}
+
+TEST_F(CliTest, InterruptCancelsTheCall) {
+  server_.SetEvaluationTime(milliseconds(5000));
+  Process process(Command({"generate", "-o", Path("x.png")}), {}, false);
+  while (server_.generations() == 0) std::this_thread::sleep_for(milliseconds(5));
+  process.Signal(SIGINT);
+  const auto result = process.Wait();
+  EXPECT_EQ(result.exit_code, 130);
+  EXPECT_EQ(result.err, "cancelled\n");
+  for (int i = 0; i < 2000 && server_.cancelled() == 0; ++i) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  EXPECT_EQ(server_.cancelled(), 1);
+}
+
+TEST_F(CliTest, RetriesAServerThatDrains) {
+  server_.FailNext(2, client::Draining());
+  EXPECT_EQ(Run({"generate", "-o", Path("x.png")}).exit_code, 0);
+  EXPECT_EQ(server_.generations(), 3);
+}
+
+TEST_F(CliTest, ShowsPreviewsOnATerminal) {
+  server_.SetEvaluationTime(milliseconds(70));  // slower than the view redraws
+  const auto result =
+      RunOnTerminal(Command({"generate", "-n", "2", "-p", "-o", Path("x.png")}),
+                    {"COLORTERM=truecolor", "TERM=xterm", "LC_ALL=C.UTF-8", "NO_COLOR="});
+  EXPECT_EQ(result.exit_code, 0) << result.out;
+  EXPECT_THAT(result.out, HasSubstr("▀"));
+  EXPECT_THAT(result.out, HasSubstr("\x1b[38;2;"));
+  EXPECT_THAT(result.out, HasSubstr("queued: 3 images are in front"));
+  EXPECT_THAT(result.out, HasSubstr("8/8 evaluations"));
+  EXPECT_THAT(result.out, HasSubstr(Path("x-1.png")));
+  const size_t hide = result.out.find("\x1b[?25l"), show = result.out.rfind("\x1b[?25h");
+  EXPECT_NE(hide, std::string::npos);
+  EXPECT_LT(hide, show) << "the cursor stays hidden";
+}
+
+TEST_F(CliTest, DumbTerminalsGetCharacters) {
+  const auto result =
+      RunOnTerminal(Command({"generate", "-p", "-o", Path("x.png")}), {"TERM=dumb", "NO_COLOR=1"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(result.out, Not(HasSubstr("\x1b[38")));
+  EXPECT_THAT(result.out, HasSubstr("::"));
+}
+
+TEST_F(CliTest, PreviewsWithoutATerminalAreNotAsked) {
+  const auto result = Run({"generate", "-p", "-o", Path("x.png")});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(result.err, HasSubstr("--previews needs a terminal"));
+}
+
+TEST_F(CliTest, ListsModels) {
+  const auto table = Run({"models"});
+  EXPECT_EQ(table.exit_code, 0);
+  EXPECT_EQ(table.out,
+            "NAME    STATE      SIZE     CLASSES  WEIGHTS  SAMPLER    STEPS  DEVICE\n"
+            "digits  available  16x16x1  10       1.23 M   edm_euler  4      cpu\n");
+  EXPECT_THAT(Run({"models", "digits"}).out, HasSubstr("edm_euler (of edm_euler, heun)"));
+  EXPECT_EQ(nlohmann::json::parse(Run({"models", "--json"}).out)[0]["labels"][9], "nine");
+  EXPECT_EQ(Run({"models", "cats"}).exit_code, 1);
+}
+
+TEST_F(CliTest, HealthIsInTheExitCode) {
+  EXPECT_EQ(Run({"health"}).exit_code, 0);
+  EXPECT_EQ(Run({"health"}).out, "SERVING\n");
+  server_.SetServing(false);
+  const auto down = Run({"health"});
+  EXPECT_EQ(down.exit_code, 1);
+  EXPECT_EQ(down.out, "NOT_SERVING\n");
+  EXPECT_EQ(nlohmann::json::parse(Run({"health", "--json"}).out)["status"], "NOT_SERVING");
+  EXPECT_EQ(Run({"health", "--service", "no.such"}).exit_code, 1);
+}
+
+TEST_F(CliTest, HealthWaitsAndTellsForWhat) {
+  server_.SetServing(false);
+  std::jthread later([this] {
+    std::this_thread::sleep_for(milliseconds(600));
+    server_.SetServing(true);
+  });
+  const auto result = Run({"health", "--wait", "30"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(result.err, StartsWith("waiting for the server (NOT_SERVING): "));
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+}
+
+TEST(CliWithoutServerTest, SaysSo) {
+  const std::vector<std::string> environment = {"DENOISE_SERVER=127.0.0.1:1"};
+  const auto health = RunProcess({DENOISE_BINARY, "health", "--wait", "0.5"}, environment);
+  EXPECT_EQ(health.exit_code, 3);
+  EXPECT_EQ(health.out, "UNREACHABLE\n");
+  EXPECT_THAT(health.err, HasSubstr("127.0.0.1:1"));
+  const auto generate =
+      RunProcess({DENOISE_BINARY, "generate", "-o", "/tmp/never.png"}, environment);
+  EXPECT_EQ(generate.exit_code, 3);
+  EXPECT_THAT(generate.err, HasSubstr("--server HOST:PORT or DENOISE_SERVER"));
+}
+
+}  // namespace
+}  // namespace denoised::command

@@ -1,0 +1,316 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <webp/demux.h>
+#include <webp/encode.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "command/codec.h"
+#include "command/codec_files.h"
+#include "command/files.h"
+#include "command/generate_request.h"
+#include "command/npy.h"
+#include "command/progress.h"
+#include "command/report.h"
+#include "command/terminal.h"
+#include "command/timeline.h"
+#include "denoised/rpc_status.h"
+#include "tests/client/fake_service.h"
+
+namespace denoised::command {
+namespace {
+
+using std::chrono::duration;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Not;
+
+Pixels Filled(int width, int height, uint8_t value) {
+  Pixels image = Blank(width, height, 1);
+  std::fill(image.data.begin(), image.data.end(), value);
+  return image;
+}
+
+client::Image Encoded(std::string file, std::string mime_type) {
+  client::Image image;
+  image.mime_type = std::move(mime_type);
+  image.content = std::move(file);
+  return image;
+}
+
+// --- pixels
+
+TEST(PixelsTest, ShrinkingAveragesAndGrowingRepeats) {
+  const Pixels image = {4, 2, 1, {0, 10, 100, 110, 20, 30, 120, 130}};
+  EXPECT_THAT(Resized(image, 2, 1).data, ElementsAre(15, 115));
+  const Pixels row = {2, 1, 1, {7, 9}};
+  EXPECT_THAT(Resized(row, 4, 2).data, ElementsAre(7, 7, 9, 9, 7, 7, 9, 9));
+  EXPECT_EQ(Resized(image, 3, 2).data.size(), 6u);  // no whole ratio
+  const Pixels rgb = {1, 2, 3, {0, 100, 200, 10, 110, 210}};
+  EXPECT_THAT(Resized(rgb, 1, 1).data, ElementsAre(5, 105, 205));
+}
+
+TEST(ContactSheetTest, PutsImagesInRowsWithLinesBetween) {
+  const std::vector<Pixels> images = {Filled(2, 1, 1), Filled(2, 1, 2), Filled(2, 1, 3)};
+  const Pixels sheet = ContactSheet(images, 2);
+  EXPECT_EQ(sheet.width, 5);
+  EXPECT_EQ(sheet.height, 3);
+  // 64 is the line; the fourth cell is empty.
+  EXPECT_THAT(sheet.data, ElementsAre(1, 1, 64, 2, 2, 64, 64, 64, 64, 64, 3, 3, 64, 0, 0));
+}
+
+TEST(ContactSheetTest, IsRgbWhenOneImageIs) {
+  const std::vector<Pixels> images = {Filled(1, 1, 9), Pixels{1, 1, 3, {1, 2, 3}}};
+  EXPECT_THAT(ContactSheet(images, 2).data, ElementsAre(9, 9, 9, 64, 64, 64, 1, 2, 3));
+}
+
+// --- codecs
+
+TEST(CodecTest, PngRoundTrips) {
+  const Pixels rgb = {2, 2, 3, {1, 2, 3, 4, 5, 6, 7, 8, 9, 250, 251, 252}};
+  for (const Pixels& image : {rgb, Filled(3, 5, 77)}) {
+    const auto file = EncodePng(image, {{"seed", "42"}});
+    ASSERT_TRUE(file.ok()) << file.status();
+    EXPECT_THAT(*file, HasSubstr(std::string("tEXtseed\0"
+                                             "42",
+                                             11)));
+    const auto decoded = Decode(Encoded(*file, "image/png"));
+    ASSERT_TRUE(decoded.ok()) << decoded.status();
+    EXPECT_EQ(decoded->channels, image.channels);
+    EXPECT_EQ(decoded->data, image.data);
+  }
+}
+
+TEST(CodecTest, WebpDecodes) {
+  const Pixels image = {1, 2, 3, {1, 2, 3, 200, 100, 50}};
+  uint8_t* bytes = nullptr;
+  const size_t size = WebPEncodeLosslessRGB(image.data.data(), 1, 2, 3, &bytes);
+  const std::string file(reinterpret_cast<char*>(bytes), size);
+  WebPFree(bytes);
+  const auto decoded = Decode(Encoded(file, "image/webp"));
+  ASSERT_TRUE(decoded.ok()) << decoded.status();
+  EXPECT_EQ(decoded->data, image.data);
+}
+
+TEST(CodecTest, JpegDecodes) {
+  // 8 x 8 pixels of grey 128, which JPEG codes as zeros: the smallest baseline file, by hand.
+  std::string file("\xff\xd8\xff\xdb\x00\x43\x00", 7);
+  file += std::string(64, '\x01');
+  file += std::string("\xff\xc0\x00\x0b\x08\x00\x08\x00\x08\x01\x01\x11\x00", 13);
+  // One code of one bit each for DC and AC: category 0, and end of block.
+  for (const char table : {'\x00', '\x10'}) {
+    file += std::string("\xff\xc4\x00\x14", 4) + table + '\x01' + std::string(15, '\0') + '\0';
+  }
+  file += std::string("\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00\x3f\xff\xd9", 13);
+  const auto decoded = Decode(Encoded(file, "image/jpeg"));
+  ASSERT_TRUE(decoded.ok()) << decoded.status();
+  EXPECT_EQ(decoded->width, 8);
+  EXPECT_EQ(decoded->channels, 1);
+  EXPECT_EQ(decoded->data, std::vector<uint8_t>(64, 128));
+}
+
+TEST(CodecTest, DamagedFilesAreErrors) {
+  const std::string png = *EncodePng(Filled(40, 40, 1), {});
+  for (const char* type : {"image/png", "image/jpeg", "image/webp"}) {
+    EXPECT_EQ(Decode(Encoded("", type)).status().code(), absl::StatusCode::kDataLoss) << type;
+    EXPECT_EQ(Decode(Encoded("garbage", type)).status().code(), absl::StatusCode::kDataLoss);
+  }
+  EXPECT_FALSE(DecodePng(png.substr(0, png.size() / 2)).ok());
+  EXPECT_FALSE(Decode(Encoded("", "image/tiff")).ok());
+}
+
+TEST(CodecTest, FloatTensorsAreClipped) {
+  const float values[] = {-1, 0, 1, 7, -3, std::numeric_limits<float>::quiet_NaN()};
+  client::Image image;
+  client::Tensor tensor = {client::Tensor::Type::kFloat32, {2, 3, 1}, {}};
+  tensor.data.assign(reinterpret_cast<const char*>(values), sizeof values);
+  image.content = tensor;
+  const auto decoded = Decode(image);
+  ASSERT_TRUE(decoded.ok()) << decoded.status();
+  EXPECT_EQ(decoded->width, 3);
+  EXPECT_THAT(decoded->data, ElementsAre(0, 128, 255, 255, 0, 0));
+  tensor.data.pop_back();
+  image.content = tensor;
+  EXPECT_FALSE(Decode(image).ok());
+  tensor.shape = {-1, 3, 1};
+  image.content = tensor;
+  EXPECT_FALSE(Decode(image).ok());
+}
+
+TEST(AnimationTest, KeepsFramesAndTimes) {
+  const auto file =
+      EncodeAnimation({Filled(8, 8, 0), Filled(8, 8, 99), Filled(8, 8, 200)}, 80, 2000);
+  ASSERT_TRUE(file.ok()) << file.status();
+  const WebPData data = {reinterpret_cast<const uint8_t*>(file->data()), file->size()};
+  WebPAnimDecoder* decoder = WebPAnimDecoderNew(&data, nullptr);
+  ASSERT_NE(decoder, nullptr);
+  std::vector<int> greys, ends;
+  uint8_t* pixels = nullptr;
+  for (int end = 0; WebPAnimDecoderHasMoreFrames(decoder);) {
+    ASSERT_TRUE(WebPAnimDecoderGetNext(decoder, &pixels, &end));
+    greys.push_back(pixels[0]);
+    ends.push_back(end);
+  }
+  WebPAnimDecoderDelete(decoder);
+  EXPECT_THAT(greys, ElementsAre(0, 99, 200));
+  EXPECT_THAT(ends, ElementsAre(80, 160, 2160));
+}
+
+TEST(TimelineTest, FramesShowEachImageAsItWasThen) {
+  Timeline timeline(2, 2, 1, 1);
+  timeline.Add(0, 1, Filled(1, 1, 10), true);
+  timeline.Add(1, 2, Filled(1, 1, 20), true);
+  timeline.Add(0, 3, Filled(2, 2, 30), true);  // another size
+  timeline.Add(7, 9, Filled(1, 1, 99), true);  // no such image
+  const std::vector<Pixels> frames = timeline.Frames();
+  ASSERT_EQ(frames.size(), 3u);
+  EXPECT_THAT(frames[0].data, ElementsAre(10, 64, 0));
+  EXPECT_THAT(frames[1].data, ElementsAre(10, 64, 20));
+  EXPECT_THAT(frames[2].data, ElementsAre(30, 64, 20));
+  EXPECT_EQ(timeline.Latest().data, frames[2].data);
+}
+
+// --- arrays and paths
+
+TEST(NpyTest, RoundTrips) {
+  const client::Tensor tensor = {client::Tensor::Type::kFloat32, {2, 3}, std::string(24, 'a')};
+  const std::string file = WriteNpy(tensor);
+  EXPECT_EQ((file.size() - 24) % 64, 0u);
+  const auto read = ReadNpy(file);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_THAT(read->shape, ElementsAre(2, 3));
+  EXPECT_EQ(read->data, tensor.data);
+  EXPECT_THAT(WriteNpy({client::Tensor::Type::kUint8, {5}, "12345"}), HasSubstr("'shape': (5,)"));
+}
+
+TEST(NpyTest, RefusesWhatItCannotRead) {
+  const std::string file = WriteNpy({client::Tensor::Type::kFloat32, {2, 3}, std::string(24, 'a')});
+  const auto edited = [&file](const std::string& from, const std::string& to) {
+    std::string copy = file;
+    copy.replace(copy.find(from), from.size(), to);
+    return ReadNpy(copy).status();
+  };
+  EXPECT_THAT(std::string(edited("<f4", "<f8").message()), HasSubstr("neither float32 nor uint8"));
+  EXPECT_THAT(std::string(edited("False", "True ").message()), HasSubstr("C order"));
+  EXPECT_THAT(std::string(edited("(2, 3)", "(2, 4)").message()), HasSubstr("does not fit"));
+  EXPECT_FALSE(edited("(2, 3), }", "(999999999, 999999999, 999999999)}").ok());
+  EXPECT_FALSE(ReadNpy("").ok());
+  for (size_t size = 0; size < file.size(); ++size)
+    EXPECT_FALSE(ReadNpy(file.substr(0, size)).ok());
+}
+
+TEST(FillPathTest, FillsPlaceholders) {
+  const PathFields fields = {.index = 3, .count = 12, .seed = 45, .label = "7", .model = "digits"};
+  EXPECT_EQ(*FillPath("a/{model}-{label}-{seed}-{index}.png", fields), "a/digits-7-45-03.png");
+  EXPECT_EQ(*FillPath("a.b/x.png", fields), "a.b/x-03.png");
+  EXPECT_EQ(*FillPath("{label}.png", fields), "7-03.png");  // labels may repeat
+  EXPECT_EQ(*FillPath("x", {}), "x");
+  EXPECT_EQ(*FillPath("x{", {}), "x{");
+  EXPECT_THAT(std::string(FillPath("{sed}.png", fields).status().message()), HasSubstr("{seed}"));
+}
+
+TEST(LabelsTest, NamesIndicesAndRepetition) {
+  const std::vector<std::string> names = {"cat", "dog"};
+  EXPECT_THAT(*ResolveLabels({"dog", "0"}, names, 5), ElementsAre(1, 0, 1, 0, 1));
+  EXPECT_THAT(*ResolveLabels({"7"}, {}, 16), ElementsAre(7));
+  EXPECT_THAT(std::string(ResolveLabels({"bird"}, names, 1).status().message()),
+              HasSubstr("use one of cat, dog"));
+  EXPECT_THAT(std::string(ResolveLabels({"0", "1"}, names, 1).status().message()),
+              HasSubstr("--count"));
+}
+
+TEST(ParseExtentsTest, TwoPositiveNumbers) {
+  EXPECT_EQ(*ParseExtents("--grid", "4x3"), std::pair(4, 3));
+  for (const char* text : {"4", "x", "4x", "0x4", "4x-1", "4x3x2", "4 x3", "99999999999x1"}) {
+    EXPECT_FALSE(ParseExtents("--grid", text).ok()) << text;
+  }
+}
+
+// --- terminal
+
+TEST(TerminalTest, ColoursFollowTheEnvironment) {
+  EXPECT_EQ(ColoursOf("truecolor", "xterm", nullptr, "C.UTF-8"), TerminalColours::kTruecolour);
+  EXPECT_EQ(ColoursOf(nullptr, "xterm-256color", nullptr, "en_US.utf8"), TerminalColours::k256);
+  EXPECT_EQ(ColoursOf(nullptr, "vt100", nullptr, "C.UTF-8"), TerminalColours::kGreys);
+  EXPECT_EQ(ColoursOf("truecolor", "xterm", "1", "C.UTF-8"), TerminalColours::kGreys);
+  EXPECT_EQ(ColoursOf("truecolor", "xterm", nullptr, "C"), TerminalColours::kGreys);
+  EXPECT_EQ(ColoursOf("truecolor", "dumb", nullptr, "C.UTF-8"), TerminalColours::kGreys);
+}
+
+TEST(TerminalTest, HalfBlocksCarryTwoPixels) {
+  const Pixels image = {1, 2, 3, {1, 2, 3, 4, 5, 6}};
+  EXPECT_EQ(Render(image, TerminalColours::kTruecolour),
+            "\x1b[38;2;1;2;3m\x1b[48;2;4;5;6m▀\x1b[0m\n");
+  // Repeated colours are not repeated in the text.
+  EXPECT_EQ(Render(Filled(3, 2, 255), TerminalColours::k256),
+            "\x1b[38;5;231m\x1b[48;5;231m▀▀▀\x1b[0m\n");
+  EXPECT_EQ(Render(Filled(1, 2, 128), TerminalColours::k256),
+            "\x1b[38;5;244m\x1b[48;5;244m▀\x1b[0m\n");
+}
+
+TEST(TerminalTest, GreysHoldNoEscape) {
+  const Pixels image = {3, 2, 1, {0, 128, 255, 0, 128, 255}};
+  EXPECT_EQ(Render(image, TerminalColours::kGreys), " =@\n");
+  // Below an odd last row is black.
+  EXPECT_EQ(Render(Filled(1, 1, 255), TerminalColours::kGreys), "=\n");
+}
+
+TEST(TerminalTest, FitsPicturesWithSquarePixels) {
+  const Pixels small = FitTo(Filled(16, 16, 1), 80, 21);
+  EXPECT_EQ(small.width, 32);  // twice, since 3 * 16 rows of pixels are more than 42
+  EXPECT_EQ(small.height, 32);
+  const Pixels large = FitTo(Filled(1000, 500, 1), 80, 21);
+  EXPECT_EQ(large.width, 80);
+  EXPECT_EQ(large.height, 40);
+  EXPECT_EQ(FitTo(Filled(5000, 1, 1), 1, 1).height, 1);
+}
+
+TEST(ProgressTest, ShowsShareAndTimeLeft) {
+  EXPECT_EQ(ProgressBar(5, 10, duration<double>(2), 60),
+            "[============>            ]  50 %  5/10 evaluations  2.0 s left");
+  EXPECT_THAT(ProgressBar(10, 10, duration<double>(2), 60), Not(HasSubstr("left")));
+  EXPECT_LE(ProgressBar(5, 10, duration<double>(2), 20).size(), 20u);
+  EXPECT_NO_FATAL_FAILURE(ProgressBar(0, 0, duration<double>(0), 0));
+}
+
+TEST(ProgressTest, HumanDurations) {
+  EXPECT_EQ(HumanDuration(duration<double>(1.44)), "1.4 s");
+  EXPECT_EQ(HumanDuration(duration<double>(125)), "2 min 05 s");
+  EXPECT_EQ(HumanDuration(duration<double>(3725)), "1 h 02 min");
+}
+
+// --- errors
+
+TEST(ReportTest, OneLineForEachFieldUnderItsFlag) {
+  const absl::Status status = client::FromGrpc(
+      client::InvalidFields({{"params.guidance_scale", "is -1; use 0 to 100"},
+                             {"params.class_labels.labels[3]", "is 12; use 0 to 9"},
+                             {"params.steps", "is 0; use 1 to 100"},
+                             {"preview.max_edge", "is 0; use 1 or more"}}));
+  EXPECT_EQ(Describe(status),
+            "error: --guidance is -1; use 0 to 100\n"
+            "error: --labels[3] is 12; use 0 to 9\n"
+            "error: --steps is 0; use 1 to 100\n"
+            "error: preview.max_edge is 0; use 1 or more\n");
+  EXPECT_EQ(ExitCodeOf(status), kUsage);
+}
+
+TEST(ReportTest, TellsWhenToComeBack) {
+  const absl::Status status = client::FromGrpc(client::QueueFull(std::chrono::milliseconds(2500)));
+  EXPECT_EQ(Describe(status), "error: the queue is full\n  try again in 2.5 s\n");
+  EXPECT_EQ(ExitCodeOf(status), kUnavailable);
+  const auto json = nlohmann::json::parse(DescribeAsJson(status));
+  EXPECT_EQ(json["code"], "RESOURCE_EXHAUSTED");
+  EXPECT_EQ(json["reason"], "QUEUE_FULL");
+  EXPECT_EQ(json["retry_after_seconds"], 2.5);
+}
+
+TEST(ReportTest, JsonSurvivesBytesThatAreNoText) {
+  EXPECT_NO_THROW(DescribeAsJson(absl::InternalError("\xff\xfe")));
+}
+
+}  // namespace
+}  // namespace denoised::command

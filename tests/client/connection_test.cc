@@ -1,0 +1,420 @@
+#include "denoised/connection.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "denoised/client.h"
+#include "tests/client/fake_service.h"
+
+namespace denoised::client {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+ConnectionOptions QuickRetries() {
+  ConnectionOptions options;
+  options.retry.initial_backoff = milliseconds(10);
+  return options;
+}
+
+class ConnectionTest : public testing::Test {
+ protected:
+  FakeServer server_;
+  Client client_{*Connect(server_.address(), QuickRetries())};
+};
+
+/// What a listener heard.
+struct Heard {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<std::string> events;
+  std::vector<Image> images;
+  std::optional<absl::Status> done;
+
+  StreamListener Listener() {
+    return {.on_event =
+                [this](const Event& event) {
+                  constexpr const char* kNames[] = {"queued",  "started", "progress",
+                                                    "preview", "image",   "completed"};
+                  std::lock_guard lock(mutex);
+                  events.push_back(kNames[event.index()]);
+                  if (const auto* image = std::get_if<Image>(&event)) images.push_back(*image);
+                  changed.notify_all();
+                },
+            .on_done =
+                [this](const absl::Status& status) {
+                  std::lock_guard lock(mutex);
+                  EXPECT_FALSE(done.has_value()) << "on_done came twice";
+                  done = status;
+                }};
+  }
+  void WaitForEvent() {
+    std::unique_lock lock(mutex);
+    ASSERT_TRUE(changed.wait_for(lock, seconds(10), [this] { return !events.empty(); }));
+  }
+};
+
+TEST_F(ConnectionTest, EveryKnobArrives) {
+  Generation generation;
+  generation.model = "digits";
+  generation.request_id = "knobs";
+  generation.seed = 18446744073709551615u;
+  generation.count = 2;
+  generation.class_labels = {3, 4};
+  generation.guidance_scale = 1.5;
+  generation.steps = 7;
+  generation.sampler = Sampler::kHeun;
+  generation.noise_schedule = NoiseSchedule::kExponential;
+  generation.eta = 0.25;
+  generation.s_churn = 1;
+  generation.s_tmin = 2;
+  generation.s_tmax = 3;
+  generation.s_noise = 4;
+  generation.solver_order = 2;
+  generation.width = 8;
+  generation.height = 12;
+  generation.format = ImageFormat::kRawUint8;
+  generation.quality = 55;
+  generation.embed_metadata = false;
+  generation.initial_noise = Tensor{Tensor::Type::kFloat32, {1, 1, 1}, std::string(4, '\0')};
+  generation.init_image = InitImage{.source = std::string("png"), .strength = 0.5};
+  const auto result = client_.Generate(generation);
+  ASSERT_TRUE(result.ok()) << result.status();
+
+  const v1::GenerationParams sent = server_.requests().at(0);
+  EXPECT_EQ(sent.request_id(), "knobs");
+  EXPECT_EQ(sent.s_tmin(), 2);
+  EXPECT_EQ(sent.s_tmax(), 3);
+  EXPECT_EQ(sent.s_noise(), 4);
+  EXPECT_EQ(sent.eta(), 0.25);
+  EXPECT_EQ(sent.s_churn(), 1);
+  EXPECT_EQ(sent.solver_order(), 2);
+  EXPECT_EQ(sent.output().quality(), 55);
+  EXPECT_TRUE(sent.output().has_embed_metadata());
+  EXPECT_FALSE(sent.output().embed_metadata());
+  EXPECT_EQ(sent.initial_noise().data().size(), 4u);
+  EXPECT_EQ(sent.init_image().encoded(), "png");
+  EXPECT_EQ(sent.init_image().strength(), 0.5);
+
+  EXPECT_EQ(result->params.seed, 18446744073709551615u);
+  EXPECT_EQ(result->params.sampler, Sampler::kHeun);
+  EXPECT_EQ(result->params.noise_schedule, NoiseSchedule::kExponential);
+  EXPECT_EQ(result->params.guidance_scale, 1.5);
+  EXPECT_THAT(result->params.class_labels, ElementsAre(3, 4));
+  ASSERT_EQ(result->images.size(), 2u);
+  EXPECT_EQ(result->images[1].seed, 0u);  // modulo 2^64
+  EXPECT_EQ(result->images[1].class_label, 4);
+  const Tensor& tensor = std::get<Tensor>(result->images[1].content);
+  EXPECT_EQ(tensor.type, Tensor::Type::kUint8);
+  EXPECT_THAT(tensor.shape, ElementsAre(12, 8, 1));
+  EXPECT_EQ(tensor.data.size(), 96u);
+  EXPECT_EQ(result->timing.total_seconds, 0.5);
+}
+
+TEST_F(ConnectionTest, UnsetKnobsStayUnset) {
+  ASSERT_TRUE(client_.Generate({}).ok());
+  v1::GenerationParams sent = server_.requests().at(0);
+  EXPECT_TRUE(sent.has_seed());  // the connection's own, for retries
+  sent.clear_seed();
+  sent.clear_output();
+  EXPECT_EQ(sent.ByteSizeLong(), 0u) << sent.DebugString();
+}
+
+TEST_F(ConnectionTest, RefusesLabelsAndVectorsTogether) {
+  const Generation both = {.class_labels = {1}, .class_vectors = {0.5f}};
+  EXPECT_EQ(client_.Generate(both).status().code(), absl::StatusCode::kInvalidArgument);
+  Heard heard;
+  EXPECT_EQ(client_.StreamGenerate(both, {}, heard.Listener())->Wait().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(heard.done.has_value());
+  EXPECT_EQ(server_.generations(), 0);
+}
+
+TEST_F(ConnectionTest, RetriesWithTheSameSeed) {
+  server_.FailNext(2, Draining());
+  const auto result = client_.Generate({});
+  ASSERT_TRUE(result.ok()) << result.status();
+  const auto requests = server_.requests();
+  ASSERT_EQ(requests.size(), 3u);
+  EXPECT_EQ(requests[0].seed(), requests[2].seed());
+  EXPECT_EQ(result->params.seed, requests[0].seed());
+  ASSERT_TRUE(client_.Generate({}).ok());
+  EXPECT_NE(server_.requests().back().seed(), requests[0].seed()) << "a new call, a new seed";
+}
+
+TEST_F(ConnectionTest, GivesUpAfterTheLastAttempt) {
+  server_.FailNext(100, Draining());
+  const absl::Status status = client_.Generate({}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(status.message(), "the server is draining");
+  EXPECT_EQ(Details(status).reason, "DRAINING");
+  EXPECT_EQ(server_.generations(), 5);
+}
+
+TEST_F(ConnectionTest, ReturnsAtTheTimeTheQueueNamed) {
+  server_.FailNext(1, QueueFull(milliseconds(200)));
+  const auto begin = steady_clock::now();
+  ASSERT_TRUE(client_.Generate({}).ok());
+  EXPECT_GE(steady_clock::now() - begin, milliseconds(200));
+  EXPECT_EQ(server_.generations(), 2);
+}
+
+TEST_F(ConnectionTest, FailsAtOnceWhenTheQueueOutlastsTheDeadline) {
+  server_.FailNext(1, QueueFull(seconds(60)));
+  const auto begin = steady_clock::now();
+  const auto result = client_.Generate({}, {.timeout = seconds(5)});
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_LT(steady_clock::now() - begin, seconds(4));
+}
+
+TEST_F(ConnectionTest, DoesNotRepeatWhatTheServerRefused) {
+  const absl::Status status = client_.Generate({.guidance_scale = -1, .steps = 0}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Details(status).field_violations.size(), 2u);
+  EXPECT_EQ(server_.generations(), 1);
+}
+
+TEST_F(ConnectionTest, DeadlineEndsACall) {
+  server_.SetEvaluationTime(seconds(5));
+  const CallOptions options = {.timeout = milliseconds(100)};
+  EXPECT_EQ(client_.Generate({}, options).status().code(), absl::StatusCode::kDeadlineExceeded);
+  Heard heard;
+  EXPECT_EQ(client_.StreamGenerate({}, {}, heard.Listener(), options)->Wait().code(),
+            absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_F(ConnectionTest, StopRequestEndsAUnaryCall) {
+  server_.SetEvaluationTime(seconds(5));
+  std::stop_source source;
+  std::jthread stopper([&] {
+    while (server_.generations() == 0) std::this_thread::sleep_for(milliseconds(1));
+    source.request_stop();
+  });
+  const auto result = client_.Generate({}, {.stop = source.get_token()});
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled);
+}
+
+TEST_F(ConnectionTest, StopRequestEndsABackoff) {
+  server_.FailNext(1, QueueFull(seconds(60)));
+  std::stop_source source;
+  std::jthread stopper([&] {
+    while (server_.generations() == 0) std::this_thread::sleep_for(milliseconds(1));
+    std::this_thread::sleep_for(milliseconds(50));
+    source.request_stop();
+  });
+  const auto result = client_.Generate({}, {.stop = source.get_token()});
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled);
+}
+
+TEST_F(ConnectionTest, StreamTellsEverythingInOrder) {
+  Heard heard;
+  const PreviewOptions preview = {.every_evaluations = 1, .format = ImageFormat::kRawUint8};
+  const auto call = client_.StreamGenerate({.seed = 5, .count = 2}, preview, heard.Listener());
+  ASSERT_TRUE(call->Wait().ok());
+  EXPECT_EQ(heard.events.size(), 2 + 4 * (1 + 2) + 2 + 1u);
+  EXPECT_EQ(heard.events[0], "queued");
+  EXPECT_EQ(heard.events[1], "started");
+  EXPECT_EQ(heard.events[2], "progress");
+  EXPECT_EQ(heard.events[3], "preview");
+  EXPECT_EQ(heard.events.back(), "completed");
+  ASSERT_EQ(heard.images.size(), 2u);
+  EXPECT_EQ(heard.images[1].seed, 6u);
+  EXPECT_EQ(heard.images[1].mime_type, "image/png");
+  EXPECT_TRUE(heard.done->ok());
+}
+
+TEST_F(ConnectionTest, StreamRetriesBeforeItsFirstEvent) {
+  server_.FailNext(2, Draining());
+  Heard heard;
+  EXPECT_TRUE(client_.StreamGenerate({}, {}, heard.Listener())->Wait().ok());
+  EXPECT_EQ(server_.generations(), 3);
+  EXPECT_EQ(server_.requests()[0].seed(), server_.requests()[2].seed());
+}
+
+TEST_F(ConnectionTest, StreamDoesNotRetryAfterItsFirstEvent) {
+  server_.FailAfterFirstEvent(Draining());
+  Heard heard;
+  EXPECT_EQ(client_.StreamGenerate({}, {}, heard.Listener())->Wait().code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(server_.generations(), 1);
+  EXPECT_THAT(heard.events, ElementsAre("queued"));
+}
+
+TEST_F(ConnectionTest, CancelEndsAStream) {
+  server_.SetEvaluationTime(seconds(5));
+  Heard heard;
+  const auto call = client_.StreamGenerate({}, {}, heard.Listener());
+  heard.WaitForEvent();
+  call->Cancel();
+  EXPECT_EQ(call->Wait().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(heard.done->code(), absl::StatusCode::kCancelled);
+  for (int i = 0; i < 5000 && server_.cancelled() == 0; ++i) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  EXPECT_EQ(server_.cancelled(), 1) << "the server was not told";
+}
+
+TEST_F(ConnectionTest, CancelEndsABackoff) {
+  server_.FailNext(1, QueueFull(seconds(60)));
+  Heard heard;
+  const auto call = client_.StreamGenerate({}, {}, heard.Listener());
+  while (server_.generations() == 0) std::this_thread::sleep_for(milliseconds(1));
+  std::this_thread::sleep_for(milliseconds(50));
+  call->Cancel();
+  EXPECT_EQ(call->Wait().code(), absl::StatusCode::kCancelled);
+}
+
+TEST_F(ConnectionTest, DestroyingTheCallCancelsAndWaits) {
+  server_.SetEvaluationTime(seconds(5));
+  Heard heard;
+  { const auto call = client_.StreamGenerate({}, {}, heard.Listener()); }
+  EXPECT_EQ(heard.done->code(), absl::StatusCode::kCancelled);
+}
+
+TEST_F(ConnectionTest, AListenerMayCancelButNotWait) {
+  server_.SetEvaluationTime(milliseconds(200));
+  std::mutex mutex;
+  std::unique_ptr<StreamCall> call;
+  absl::Status waited;
+  {
+    std::lock_guard lock(mutex);  // the listener must not run before `call` is set
+    call = client_.StreamGenerate({}, {}, {.on_event = [&](const Event&) {
+                                    std::lock_guard lock(mutex);
+                                    waited = call->Wait();
+                                    call->Cancel();
+                                  }});
+  }
+  EXPECT_EQ(call->Wait().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(waited.code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(ConnectionTest, AStreamWithoutItsLastEventIsAnError) {
+  server_.OmitCompleted();
+  Heard heard;
+  EXPECT_EQ(client_.StreamGenerate({}, {}, heard.Listener())->Wait().code(),
+            absl::StatusCode::kDataLoss);
+}
+
+TEST_F(ConnectionTest, ManyStreamsAtOnce) {
+  constexpr int kStreams = 32;
+  std::vector<Heard> heard(kStreams);
+  std::vector<std::unique_ptr<StreamCall>> calls;
+  for (int i = 0; i < kStreams; ++i) {
+    calls.push_back(client_.StreamGenerate({.seed = uint64_t(i)}, {}, heard[i].Listener()));
+    if (i % 4 == 0) calls.back()->Cancel();
+  }
+  for (int i = 0; i < kStreams; ++i) {
+    const absl::Status status = calls[i]->Wait();
+    if (i % 4 == 0) continue;  // cancelled, or just in time
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_EQ(heard[i].images.at(0).seed, uint64_t(i));
+  }
+}
+
+TEST_F(ConnectionTest, LargeRepliesPass) {
+  server_.SetImageBytes(12 << 20);  // a raw 1024 x 1024 image; gRPC's own limit is 4 MB
+  const auto result = client_.Generate({.count = 2});
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(std::get<std::string>(result->images[1].content).size(), size_t{12 << 20});
+}
+
+TEST_F(ConnectionTest, MessageLimitHolds) {
+  server_.SetImageBytes(2 << 20);
+  ConnectionOptions options = QuickRetries();
+  options.max_message_bytes = 1 << 20;
+  const auto result = Client(*Connect(server_.address(), options)).Generate({});
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(server_.generations(), 1) << "no retry helps against a reply that is too large";
+}
+
+TEST_F(ConnectionTest, Models) {
+  const auto models = client_.ListModels();
+  ASSERT_TRUE(models.ok()) << models.status();
+  ASSERT_EQ(models->size(), 1u);
+  const Model& model = models->front();
+  EXPECT_EQ(model.name, "digits");
+  EXPECT_EQ(model.state, ModelState::kAvailable);
+  EXPECT_EQ(model.labels.at(7), "seven");
+  EXPECT_EQ(model.limits.num_classes, 10);
+  EXPECT_EQ(model.defaults.noise_schedule, NoiseSchedule::kKarras);
+  EXPECT_THAT(model.samplers, ElementsAre(Sampler::kEdmEuler, Sampler::kHeun));
+  EXPECT_EQ(client_.GetModel("digits")->parameters, 1'234'567);
+  const absl::Status missing = client_.GetModel("cats").status();
+  EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Details(missing).reason, "MODEL_NOT_FOUND");
+}
+
+TEST_F(ConnectionTest, Health) {
+  EXPECT_EQ(*client_.CheckHealth(""), ServingStatus::kServing);
+  server_.SetServing(false);
+  EXPECT_EQ(*client_.CheckHealth(""), ServingStatus::kNotServing);
+  EXPECT_EQ(client_.CheckHealth("no.such.Service").status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(ConnectTest, NamesTheServerThatCannotBeReached) {
+  const auto result = Client(*Connect("127.0.0.1:1", QuickRetries())).Generate({});
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(result.status().message()), HasSubstr("127.0.0.1:1"));
+}
+
+TEST(ConnectTest, RefusesOptionsOutOfRange) {
+  const auto refused = [](ConnectionOptions options) {
+    return Connect("127.0.0.1:1", options).status().code() == absl::StatusCode::kInvalidArgument;
+  };
+  EXPECT_TRUE(refused({.max_message_bytes = 0}));
+  EXPECT_TRUE(refused({.keepalive_interval = seconds(5)}));
+  EXPECT_TRUE(refused({.retry = {.max_attempts = 0}}));
+  EXPECT_TRUE(refused({.retry = {.multiplier = 0.5}}));
+  EXPECT_FALSE(Connect("").ok());
+}
+
+class MockConnection : public Connection {
+ public:
+  MOCK_METHOD(absl::StatusOr<GenerationResult>, Generate, (const Generation&, const CallOptions&),
+              (override));
+  MOCK_METHOD(std::unique_ptr<StreamCall>, StreamGenerate,
+              (const Generation&, const std::optional<PreviewOptions>&, StreamListener,
+               const CallOptions&),
+              (override));
+  MOCK_METHOD(absl::StatusOr<std::vector<Model>>, ListModels, (const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Model>, GetModel, (const std::string&, const CallOptions&),
+              (override));
+  MOCK_METHOD(absl::StatusOr<ServingStatus>, CheckHealth, (const std::string&, const CallOptions&),
+              (override));
+};
+
+TEST(ClientTest, WorksOnAnyConnection) {
+  auto connection = std::make_shared<MockConnection>();
+  EXPECT_CALL(*connection, Generate).WillOnce([](const Generation& generation, const CallOptions&) {
+    GenerationResult result;
+    result.params.count = *generation.count;
+    return result;
+  });
+  EXPECT_CALL(*connection, GetModel(testing::StrEq("cats"), testing::_))
+      .WillOnce(testing::Return(absl::NotFoundError("no cats")));
+  const Client client(connection);
+  EXPECT_EQ(client.Generate({.count = 3})->params.count, 3);
+  EXPECT_EQ(client.GetModel("cats").status().message(), "no cats");
+}
+
+TEST(NamesTest, RoundTrip) {
+  EXPECT_EQ(AllSamplers().size(), 13u);
+  for (const Sampler sampler : AllSamplers()) EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
+  for (const NoiseSchedule schedule : AllNoiseSchedules()) {
+    EXPECT_EQ(NoiseScheduleFromName(Name(schedule)), schedule);
+  }
+  EXPECT_FALSE(SamplerFromName("unknown"));
+  EXPECT_FALSE(SamplerFromName("Euler"));
+  EXPECT_EQ(Name(static_cast<Sampler>(99)), "unknown");
+}
+
+}  // namespace
+}  // namespace denoised::client

@@ -1,0 +1,326 @@
+#include "tests/client/fake_service.h"
+
+#include <fmt/format.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <png.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <thread>
+
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+
+namespace denoised::client {
+namespace {
+
+constexpr char kLabels[][6] = {"zero", "one", "two",   "three", "four",
+                               "five", "six", "seven", "eight", "nine"};
+constexpr int kEvaluations = 4;
+
+template <typename... Details>
+grpc::Status WithDetails(grpc::StatusCode code, const std::string& message,
+                         const Details&... details) {
+  google::rpc::Status status;
+  status.set_code(code);
+  status.set_message(message);
+  (status.add_details()->PackFrom(details), ...);
+  return grpc::Status(code, message, status.SerializeAsString());
+}
+
+google::rpc::ErrorInfo Info(const std::string& reason) {
+  google::rpc::ErrorInfo info;
+  info.set_reason(reason);
+  info.set_domain("denoised");
+  return info;
+}
+
+v1::EffectiveParams Effective(const v1::GenerationParams& params) {
+  v1::EffectiveParams effective;
+  effective.set_model(params.model().empty() ? "digits" : params.model());
+  effective.set_request_id(params.request_id().empty() ? "fake-1" : params.request_id());
+  effective.set_seed(params.seed());
+  effective.set_count(params.has_count() ? params.count() : 1);
+  const auto& labels = params.class_labels().labels();
+  for (int i = 0; i < effective.count(); ++i) {
+    effective.add_class_labels(labels.empty() ? i % 10 : labels[labels.size() == 1 ? 0 : i]);
+  }
+  effective.set_guidance_scale(params.has_guidance_scale() ? params.guidance_scale() : 1);
+  effective.set_steps(params.has_steps() ? params.steps() : kEvaluations);
+  effective.set_evaluations(kEvaluations);
+  effective.set_sampler(params.sampler() ? params.sampler() : v1::SAMPLER_EDM_EULER);
+  effective.set_noise_schedule(params.noise_schedule() ? params.noise_schedule()
+                                                       : v1::NOISE_SCHEDULE_KARRAS);
+  effective.set_width(params.has_width() ? params.width() : 16);
+  effective.set_height(params.has_height() ? params.height() : 16);
+  effective.set_strength(1);
+  return effective;
+}
+
+/// A horizontal gradient; its brightness says how far the image is and which class it shows.
+std::string Gradient(int width, int height, int label, int evaluation) {
+  std::string grey(static_cast<size_t>(width) * height, '\0');
+  for (int i = 0; i < width * height; ++i) {
+    const int x = i % width;
+    grey[i] = static_cast<char>(std::min(255, 25 * label + x * 10 * evaluation / kEvaluations));
+  }
+  return grey;
+}
+
+std::string EncodePng(int width, int height, const std::string& grey) {
+  png_image image = {};
+  image.version = PNG_IMAGE_VERSION;
+  image.width = width;
+  image.height = height;
+  image.format = PNG_FORMAT_GRAY;
+  png_alloc_size_t size = PNG_IMAGE_PNG_SIZE_MAX(image);
+  std::string file(size, '\0');
+  png_image_write_to_memory(&image, file.data(), &size, 0, grey.data(), 0, nullptr);
+  file.resize(size);
+  return file;
+}
+
+v1::Image Draw(const v1::EffectiveParams& params, int index, v1::ImageFormat format,
+               int evaluation) {
+  v1::Image image;
+  image.set_index(index);
+  image.set_seed(params.seed() + index);
+  image.set_class_label(params.class_labels(index));
+  image.set_width(params.width());
+  image.set_height(params.height());
+  const std::string grey =
+      Gradient(params.width(), params.height(), params.class_labels(index), evaluation);
+  if (format == v1::IMAGE_FORMAT_RAW_UINT8 || format == v1::IMAGE_FORMAT_RAW_FLOAT32) {
+    image.set_mime_type("application/octet-stream");
+    v1::Tensor* tensor = image.mutable_tensor();
+    for (const int extent : {params.height(), params.width(), 1}) tensor->add_shape(extent);
+    if (format == v1::IMAGE_FORMAT_RAW_UINT8) {
+      tensor->set_data_type(v1::DATA_TYPE_UINT8);
+      tensor->set_data(grey);
+    } else {
+      tensor->set_data_type(v1::DATA_TYPE_FLOAT32);
+      std::vector<float> values;
+      for (const char pixel : grey) values.push_back(uint8_t(pixel) / 127.5f - 1);
+      tensor->set_data(values.data(), values.size() * sizeof(float));
+    }
+  } else {
+    image.set_mime_type("image/png");
+    image.set_encoded(EncodePng(params.width(), params.height(), grey));
+  }
+  return image;
+}
+
+}  // namespace
+
+grpc::Status InvalidFields(const std::vector<std::pair<std::string, std::string>>& violations) {
+  google::rpc::BadRequest bad_request;
+  for (const auto& [field, description] : violations) {
+    auto* violation = bad_request.add_field_violations();
+    violation->set_field(field);
+    violation->set_description(description);
+  }
+  return WithDetails(grpc::StatusCode::INVALID_ARGUMENT, "the request has invalid fields",
+                     bad_request, Info("INVALID_FIELDS"));
+}
+
+grpc::Status QueueFull(std::chrono::milliseconds retry_after) {
+  google::rpc::RetryInfo retry;
+  retry.mutable_retry_delay()->set_seconds(retry_after.count() / 1000);
+  retry.mutable_retry_delay()->set_nanos(retry_after.count() % 1000 * 1'000'000);
+  return WithDetails(grpc::StatusCode::RESOURCE_EXHAUSTED, "the queue is full", retry,
+                     Info("QUEUE_FULL"));
+}
+
+grpc::Status Draining() {
+  return WithDetails(grpc::StatusCode::UNAVAILABLE, "the server is draining", Info("DRAINING"));
+}
+
+FakeServer::FakeServer() {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+  builder.SetMaxReceiveMessageSize(64 << 20);
+  builder.RegisterService(this);
+  server_ = builder.BuildAndStart();
+  SetServing(true);
+}
+
+FakeServer::~FakeServer() {
+  server_->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(1));
+}
+
+std::string FakeServer::address() const { return fmt::format("127.0.0.1:{}", port_); }
+
+void FakeServer::SetServing(bool serving) {
+  server_->GetHealthCheckService()->SetServingStatus(serving);
+}
+
+void FakeServer::FailNext(int count, const grpc::Status& status) {
+  std::lock_guard lock(mutex_);
+  failures_ = count;
+  failure_ = status;
+}
+
+void FakeServer::FailAfterFirstEvent(const grpc::Status& status) {
+  std::lock_guard lock(mutex_);
+  failure_after_event_ = status;
+}
+
+std::vector<v1::GenerationParams> FakeServer::requests() const {
+  std::lock_guard lock(mutex_);
+  return requests_;
+}
+
+grpc::Status FakeServer::Admit(const v1::GenerationParams& params) {
+  ++generations_;
+  std::lock_guard lock(mutex_);
+  requests_.push_back(params);
+  if (failures_ > 0) {
+    --failures_;
+    return failure_;
+  }
+  if (!params.model().empty() && params.model() != "digits") {
+    return WithDetails(grpc::StatusCode::NOT_FOUND,
+                       fmt::format("model \"{}\" is not served; use digits", params.model()),
+                       Info("MODEL_NOT_FOUND"));
+  }
+  std::vector<std::pair<std::string, std::string>> violations;
+  if (params.has_steps() && params.steps() < 1) {
+    violations.push_back({"params.steps", fmt::format("is {}; use 1 to 100", params.steps())});
+  }
+  if (params.has_guidance_scale() && params.guidance_scale() < 0) {
+    violations.push_back(
+        {"params.guidance_scale", fmt::format("is {}; use 0 to 100", params.guidance_scale())});
+  }
+  return violations.empty() ? grpc::Status::OK : InvalidFields(violations);
+}
+
+grpc::Status FakeServer::Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
+                                  v1::GenerateResponse* response) {
+  if (grpc::Status status = Admit(request->params()); !status.ok()) return status;
+  const auto until = std::chrono::steady_clock::now() + kEvaluations * evaluation_time_.load();
+  while (std::chrono::steady_clock::now() < until) {
+    if (context->IsCancelled()) {
+      ++cancelled_;
+      return grpc::Status::CANCELLED;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  *response->mutable_params() = Effective(request->params());
+  for (int i = 0; i < response->params().count(); ++i) {
+    *response->add_images() =
+        Draw(response->params(), i, request->params().output().format(), kEvaluations);
+    if (image_bytes_ > 0) {
+      response->mutable_images(i)->set_encoded(std::string(image_bytes_, 'x'));
+    }
+  }
+  response->mutable_timing()->set_total_seconds(0.5);
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
+                                        const v1::StreamGenerateRequest* request,
+                                        grpc::ServerWriter<v1::StreamGenerateResponse>* writer) {
+  const v1::GenerationParams& params = request->params();
+  if (grpc::Status status = Admit(params); !status.ok()) return status;
+  const v1::EffectiveParams effective = Effective(params);
+  uint64_t sequence = 0;
+  const auto write = [&](v1::StreamGenerateResponse response) {
+    response.set_sequence(++sequence);
+    response.set_request_id(effective.request_id());
+    writer->Write(response);
+  };
+  v1::StreamGenerateResponse queued;
+  *queued.mutable_queued()->mutable_params() = effective;
+  queued.mutable_queued()->set_images_ahead(3);
+  write(queued);
+  {
+    std::lock_guard lock(mutex_);
+    if (!failure_after_event_.ok()) return failure_after_event_;
+  }
+  v1::StreamGenerateResponse started;
+  started.mutable_started()->set_queued_seconds(0.25);
+  write(started);
+  for (int evaluation = 1; evaluation <= kEvaluations; ++evaluation) {
+    const auto until = std::chrono::steady_clock::now() + evaluation_time_.load();
+    do {
+      if (context->IsCancelled()) {
+        ++cancelled_;
+        return grpc::Status::CANCELLED;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    } while (std::chrono::steady_clock::now() < until);
+    v1::StreamGenerateResponse progress;
+    progress.mutable_progress()->set_evaluations_done(evaluation * effective.count());
+    progress.mutable_progress()->set_evaluations_total(kEvaluations * effective.count());
+    write(progress);
+    for (int i = 0; request->has_preview() && i < effective.count(); ++i) {
+      v1::StreamGenerateResponse preview;
+      preview.mutable_preview()->set_evaluation(evaluation);
+      preview.mutable_preview()->set_evaluations(kEvaluations);
+      *preview.mutable_preview()->mutable_image() =
+          Draw(effective, i, request->preview().format(), evaluation);
+      write(preview);
+    }
+  }
+  for (int i = 0; i < effective.count(); ++i) {
+    v1::StreamGenerateResponse image;
+    *image.mutable_image()->mutable_image() =
+        Draw(effective, i, params.output().format(), kEvaluations);
+    write(image);
+  }
+  if (omit_completed_) return grpc::Status::OK;
+  v1::StreamGenerateResponse completed;
+  *completed.mutable_completed()->mutable_params() = effective;
+  completed.mutable_completed()->mutable_timing()->set_queued_seconds(0.25);
+  completed.mutable_completed()->mutable_timing()->set_total_seconds(0.5);
+  write(completed);
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
+                                    const v1::ListModelsRequest* request,
+                                    v1::ListModelsResponse* response) {
+  v1::Model* model = response->add_models();
+  model->set_name("digits");
+  model->set_state(v1::MODEL_STATE_AVAILABLE);
+  model->set_architecture("UNet2DModel");
+  model->set_parameters(1'234'567);
+  model->set_condition(v1::CLASS_CONDITION_KIND_LABEL);
+  for (const char* label : kLabels) model->add_labels(label);
+  v1::ModelDefaults* defaults = model->mutable_defaults();
+  defaults->set_sampler(v1::SAMPLER_EDM_EULER);
+  defaults->set_noise_schedule(v1::NOISE_SCHEDULE_KARRAS);
+  defaults->set_steps(kEvaluations);
+  defaults->set_guidance_scale(1);
+  defaults->set_width(16);
+  defaults->set_height(16);
+  v1::ModelLimits* limits = model->mutable_limits();
+  limits->set_max_steps(100);
+  limits->set_max_count(64);
+  limits->set_num_classes(10);
+  limits->set_size_multiple(4);
+  limits->set_channels(1);
+  model->add_samplers(v1::SAMPLER_EDM_EULER);
+  model->add_samplers(v1::SAMPLER_HEUN);
+  model->add_noise_schedules(v1::NOISE_SCHEDULE_KARRAS);
+  model->set_memory_bytes(64 << 20);
+  model->set_device("cpu");
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::GetModel(grpc::ServerContext* context, const v1::GetModelRequest* request,
+                                  v1::GetModelResponse* response) {
+  v1::ListModelsResponse models;
+  ListModels(context, nullptr, &models);
+  if (!request->name().empty() && request->name() != models.models(0).name()) {
+    return WithDetails(grpc::StatusCode::NOT_FOUND,
+                       fmt::format("model \"{}\" is not served; use digits", request->name()),
+                       Info("MODEL_NOT_FOUND"));
+  }
+  *response->mutable_model() = models.models(0);
+  return grpc::Status::OK;
+}
+
+}  // namespace denoised::client

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "denoised/v1/image_generation.grpc.pb.h"
+
+namespace denoised::client {
+
+/// A server on 127.0.0.1, port 0, that draws gradients instead of running models: the wire contract
+/// without an engine. It holds one model, "digits": 16 x 16 grey, ten classes named zero to nine.
+class FakeServer : public v1::ImageGeneration::Service {
+ public:
+  FakeServer();
+  ~FakeServer() override;
+
+  std::string address() const;
+  void SetServing(bool serving);
+
+  /// The next `count` generations fail with `status`, before any event.
+  void FailNext(int count, const grpc::Status& status);
+  /// Streams fail with `status` after their first event.
+  void FailAfterFirstEvent(const grpc::Status& status);
+  /// Pause between the evaluations of a stream.
+  void SetEvaluationTime(std::chrono::milliseconds time) { evaluation_time_ = time; }
+  /// Unary replies carry images of so many bytes of noise instead of pictures.
+  void SetImageBytes(size_t bytes) { image_bytes_ = bytes; }
+  /// Streams end with OK but without their last event.
+  void OmitCompleted() { omit_completed_ = true; }
+
+  int generations() const { return generations_; }     // attempts that arrived
+  int cancelled() const { return cancelled_; }         // streams that ended because of a cancel
+  std::vector<v1::GenerationParams> requests() const;  // of all attempts
+
+  grpc::Status Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
+                        v1::GenerateResponse* response) override;
+  grpc::Status StreamGenerate(grpc::ServerContext* context,
+                              const v1::StreamGenerateRequest* request,
+                              grpc::ServerWriter<v1::StreamGenerateResponse>* writer) override;
+  grpc::Status ListModels(grpc::ServerContext* context, const v1::ListModelsRequest* request,
+                          v1::ListModelsResponse* response) override;
+  grpc::Status GetModel(grpc::ServerContext* context, const v1::GetModelRequest* request,
+                        v1::GetModelResponse* response) override;
+
+ private:
+  grpc::Status Admit(const v1::GenerationParams& params);
+
+  std::atomic<std::chrono::milliseconds> evaluation_time_{std::chrono::milliseconds(0)};
+  std::atomic<size_t> image_bytes_{0};
+  std::atomic<bool> omit_completed_{false};
+  std::atomic<int> generations_{0};
+  std::atomic<int> cancelled_{0};
+  mutable std::mutex mutex_;
+  int failures_ = 0;
+  grpc::Status failure_;
+  grpc::Status failure_after_event_;
+  std::vector<v1::GenerationParams> requests_;
+  int port_ = 0;
+  std::unique_ptr<grpc::Server> server_;  // last: it stops before what its handlers use
+};
+
+/// An error as the server sends it: with google.rpc details.
+grpc::Status InvalidFields(const std::vector<std::pair<std::string, std::string>>& violations);
+grpc::Status QueueFull(std::chrono::milliseconds retry_after);
+grpc::Status Draining();
+
+}  // namespace denoised::client

@@ -1,0 +1,79 @@
+#include "denoised/retry.h"
+
+#include <gtest/gtest.h>
+
+#include "denoised/error.h"
+#include "denoised/rpc_status.h"
+#include "tests/client/fake_service.h"
+
+namespace denoised::client {
+namespace {
+
+using std::chrono::milliseconds;
+
+const RetryPolicy kPolicy = {.max_attempts = 4,
+                             .initial_backoff = milliseconds(100),
+                             .max_backoff = milliseconds(300),
+                             .multiplier = 2};
+
+TEST(RetryPolicyTest, BackoffDoublesUpToItsLimit) {
+  const absl::Status status = absl::UnavailableError("down");
+  // random = 0 is the least wait, half the backoff; random near 1 the whole.
+  EXPECT_EQ(kPolicy.NextDelay(status, 1, 0, {}), milliseconds(50));
+  EXPECT_EQ(kPolicy.NextDelay(status, 2, 0, {}), milliseconds(100));
+  EXPECT_EQ(kPolicy.NextDelay(status, 3, 0, {}), milliseconds(150));
+  EXPECT_EQ(kPolicy.NextDelay(status, 1, 0.5, {}), milliseconds(75));
+}
+
+TEST(RetryPolicyTest, StopsAfterTheLastAttempt) {
+  EXPECT_FALSE(kPolicy.NextDelay(absl::UnavailableError("down"), 4, 0, {}));
+}
+
+TEST(RetryPolicyTest, RetriesOnlyWhatDidNothing) {
+  for (const absl::Status& status :
+       {absl::OkStatus(), absl::InvalidArgumentError(""), absl::DeadlineExceededError(""),
+        absl::CancelledError(""), absl::InternalError(""), absl::FailedPreconditionError(""),
+        absl::ResourceExhaustedError("the reply is too large")}) {
+    EXPECT_FALSE(kPolicy.NextDelay(status, 1, 0, {})) << status;
+  }
+}
+
+TEST(RetryPolicyTest, WaitsAtLeastAsLongAsTheServerAsked) {
+  const absl::Status status = FromGrpc(QueueFull(milliseconds(2500)));
+  EXPECT_EQ(kPolicy.NextDelay(status, 1, 0, {}), milliseconds(2550));
+}
+
+TEST(RetryPolicyTest, BeginsNoWaitThatOutlastsTheDeadline) {
+  const absl::Status status = absl::UnavailableError("down");
+  EXPECT_FALSE(kPolicy.NextDelay(status, 1, 0, milliseconds(50)));
+  EXPECT_TRUE(kPolicy.NextDelay(status, 1, 0, milliseconds(51)));
+}
+
+TEST(ErrorDetailsTest, AreDecoded) {
+  const absl::Status status = FromGrpc(
+      InvalidFields({{"params.steps", "is 0; use 1 to 100"}, {"params.count", "is -1; use 1"}}));
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(), "the request has invalid fields");
+  const ErrorDetails details = Details(status);
+  ASSERT_EQ(details.field_violations.size(), 2u);
+  EXPECT_EQ(details.field_violations[1].field, "params.count");
+  EXPECT_EQ(details.field_violations[1].description, "is -1; use 1");
+  EXPECT_EQ(details.reason, "INVALID_FIELDS");
+  EXPECT_EQ(details.domain, "denoised");
+  EXPECT_FALSE(details.retry_after);
+}
+
+TEST(ErrorDetailsTest, RetryDelayKeepsItsFraction) {
+  EXPECT_EQ(Details(FromGrpc(QueueFull(milliseconds(1250)))).retry_after, milliseconds(1250));
+}
+
+TEST(ErrorDetailsTest, GarbageIsNoDetail) {
+  const absl::Status status =
+      FromGrpc(grpc::Status(grpc::StatusCode::INTERNAL, "broken", "\xff\xff not a Status"));
+  EXPECT_EQ(status.message(), "broken");
+  EXPECT_TRUE(Details(status).field_violations.empty());
+  EXPECT_TRUE(Details(absl::OkStatus()).reason.empty());
+}
+
+}  // namespace
+}  // namespace denoised::client

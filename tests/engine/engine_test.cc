@@ -1,0 +1,306 @@
+// The engine through its public door, on the model that ships with the project.
+
+#include "engine/engine.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "engine/backend/cuda/cuda_backend.h"
+#include "engine/core/config_reader.h"
+
+namespace denoised {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using Clock = std::chrono::steady_clock;
+
+const fs::path kDigits = DENOISED_SOURCE_DIR "/models/mnist-32";
+
+/// Collects what a job tells, for a test that waits on another thread.
+class Collector : public JobListener {
+ public:
+  void OnPreview(const ImageResult&, int) override { ++previews_; }
+  void OnImage(ImageResult image) override {
+    std::lock_guard lock(mutex_);
+    images_[image.index] = image.pixels.ToFloats();
+    labels_[image.index] = image.label;
+  }
+  void OnDone(const absl::Status& status, const JobTiming& timing) override {
+    std::lock_guard lock(mutex_);
+    status_ = status;
+    timing_ = timing;
+    done_.notify_all();
+  }
+
+  absl::Status Wait() {
+    std::unique_lock lock(mutex_);
+    EXPECT_TRUE(done_.wait_for(lock, std::chrono::minutes(1), [&] { return status_.has_value(); }));
+    return status_.value_or(Internal("the job never ended"));
+  }
+  std::map<int, std::vector<float>> images() {
+    std::lock_guard lock(mutex_);
+    return images_;
+  }
+  std::map<int, int> labels() {
+    std::lock_guard lock(mutex_);
+    return labels_;
+  }
+  JobTiming timing() {
+    std::lock_guard lock(mutex_);
+    return timing_;
+  }
+  int previews() const { return previews_; }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable done_;
+  std::map<int, std::vector<float>> images_;
+  std::map<int, int> labels_;
+  std::optional<absl::Status> status_;
+  JobTiming timing_;
+  std::atomic<int> previews_{0};
+};
+
+/// The CPU everywhere; CUDA too where there is a GPU.
+std::vector<std::string> Devices() {
+  std::vector<std::string> devices = {"cpu"};
+  if (CudaDeviceCount() > 0) devices.push_back("cuda");
+  return devices;
+}
+
+class EngineTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  std::unique_ptr<Engine> Open(EngineOptions options = {}) {
+    options.device = GetParam();
+    auto engine = Engine::Create(options);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    const absl::Status opened = (*engine)->Open("digits", kDigits);
+    EXPECT_TRUE(opened.ok()) << opened;
+    return *std::move(engine);
+  }
+
+  static std::shared_ptr<Collector> Submit(Engine& engine, const JobSpec& spec,
+                                           JobId* id = nullptr) {
+    std::vector<FieldViolation> violations;
+    auto job = engine.Resolve(spec, &violations);
+    EXPECT_TRUE(job.ok()) << job.status();
+    EXPECT_TRUE(violations.empty()) << violations[0].field << " " << violations[0].description;
+    auto collector = std::make_shared<Collector>();
+    const auto submitted = engine.Submit(*job, collector);
+    EXPECT_TRUE(submitted.ok()) << submitted.status();
+    if (id) *id = *submitted;
+    return collector;
+  }
+};
+
+TEST_P(EngineTest, DrawsWhatWasAsked) {
+  const auto engine = Open();
+  const auto model = engine->Find("digits");
+  ASSERT_NE(model, nullptr);
+  EXPECT_EQ(model->state, ModelState::kReady);
+  EXPECT_EQ(model->num_classes, 10);
+  EXPECT_EQ(model->labels[3], "three");
+  JobSpec spec{.model = "digits", .seed = 5, .count = 3, .class_labels = {1, 2, 3}};
+  spec.sampler.steps = 4;
+  spec.previews = true;
+  const auto job = Submit(*engine, spec);
+  ASSERT_TRUE(job->Wait().ok());
+  EXPECT_EQ(job->images().size(), 3u);
+  EXPECT_EQ(job->labels()[2], 3);
+  EXPECT_EQ(job->previews(), 3 * 3);
+  EXPECT_GT(job->timing().total_seconds, 0);
+  for (const auto& [index, pixels] : job->images()) {
+    ASSERT_EQ(pixels.size(), 32u * 32u);
+    double sum = 0;
+    for (const float value : pixels) {
+      ASSERT_TRUE(std::isfinite(value));
+      sum += value;
+    }
+    EXPECT_LT(sum / 1024, -0.3) << "a digit is mostly background";
+    EXPECT_GT(*std::max_element(pixels.begin(), pixels.end()), 0.5f);
+  }
+}
+
+TEST_P(EngineTest, SameBytesAloneAndInCompany) {
+  const auto engine = Open({.max_rows = 12});
+  std::vector<JobSpec> specs;
+  for (int i = 0; i < 6; ++i) {
+    JobSpec spec{.model = "digits", .seed = 100 + i, .class_labels = {i}};
+    spec.guidance_scale = i % 2 ? 1.0 : 2.5;
+    spec.sampler.steps = 2 + i;
+    spec.sampler.sampler = i % 3 == 0   ? Sampler::kEdmEuler
+                           : i % 3 == 1 ? Sampler::kHeun
+                                        : Sampler::kEdmDpmSolver;
+    specs.push_back(spec);
+  }
+  std::vector<std::vector<float>> alone;
+  for (const JobSpec& spec : specs) {
+    const auto job = Submit(*engine, spec);
+    ASSERT_TRUE(job->Wait().ok());
+    alone.push_back(job->images()[0]);
+  }
+  std::mt19937 random(3);
+  for (int round = 0; round < 3; ++round) {
+    std::vector<std::pair<size_t, std::shared_ptr<Collector>>> jobs;
+    for (int i = 0; i < 10; ++i) {
+      const size_t which = random() % specs.size();
+      jobs.emplace_back(which, Submit(*engine, specs[which]));
+      if (i % 3 == 2) {  // company that leaves early
+        JobId id = 0;
+        Submit(*engine, {.model = "digits", .seed = random()}, &id);
+        engine->Cancel(id);
+      }
+    }
+    for (const auto& [which, job] : jobs) {
+      ASSERT_TRUE(job->Wait().ok());
+      const std::vector<float> pixels = job->images()[0];
+      EXPECT_EQ(std::memcmp(pixels.data(), alone[which].data(), pixels.size() * sizeof(float)), 0)
+          << "request " << which;
+    }
+  }
+}
+
+TEST_P(EngineTest, CancelDeadlineAndQueueLimit) {
+  const auto engine = Open({.max_rows = 2, .max_queued_images = 5});
+  JobSpec slow{.model = "digits", .count = 4};
+  slow.sampler.steps = 200;
+  JobId id = 0;
+  const auto cancelled = Submit(*engine, slow, &id);
+  std::vector<FieldViolation> violations;
+  const auto more = engine->Resolve(slow, &violations);
+  EXPECT_EQ(engine->Submit(*more, std::make_shared<Collector>()).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  engine->Cancel(id);
+  EXPECT_EQ(cancelled->Wait().code(), absl::StatusCode::kCancelled);
+  while (engine->QueuedImages("digits") > 0) std::this_thread::yield();
+  slow.deadline = Clock::now() + std::chrono::milliseconds(50);
+  EXPECT_EQ(Submit(*engine, slow)->Wait().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_P(EngineTest, DrainFinishesWhatItCanAndRefusesTheRest) {
+  auto engine = Open();
+  JobSpec spec{.model = "digits"};
+  spec.sampler.steps = 3;
+  const auto quick = Submit(*engine, spec);
+  engine->Drain(Clock::now() + std::chrono::minutes(1));
+  EXPECT_TRUE(quick->Wait().ok());
+  std::vector<FieldViolation> violations;
+  const auto late = engine->Resolve(spec, &violations);
+  EXPECT_EQ(engine->Submit(*late, std::make_shared<Collector>()).status().code(),
+            absl::StatusCode::kUnavailable);
+
+  engine = Open();
+  spec.sampler.steps = 900;
+  spec.count = 64;
+  const auto endless = Submit(*engine, spec);
+  engine->Drain(Clock::now() + std::chrono::milliseconds(100));
+  EXPECT_EQ(endless->Wait().code(), absl::StatusCode::kUnavailable);
+}
+
+INSTANTIATE_TEST_SUITE_P(Device, EngineTest, ::testing::ValuesIn(Devices()),
+                         [](const auto& info) { return info.param; });
+
+/// A model directory to be damaged: a copy of the shipped one.
+class BadModel : public ::testing::Test {
+ protected:
+  BadModel() {
+    static int count = 0;
+    root_ = fs::temp_directory_path() / fmt::format("denoised-bad-model-{}-{}", getpid(), count++);
+    fs::copy(kDigits, root_, fs::copy_options::recursive);
+    auto engine = Engine::Create({.device = "cpu", .max_rows = 2});
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+  }
+  ~BadModel() override { fs::remove_all(root_); }
+
+  void SetField(const fs::path& file, const char* field, const nlohmann::json& value) {
+    auto json = ReadJsonFile(root_ / file);
+    ASSERT_TRUE(json.ok()) << json.status();
+    (*json)[field] = value;
+    std::ofstream(root_ / file) << json->dump();
+  }
+  std::string Refusal() {
+    const absl::Status status = engine_->Open("bad", root_);
+    EXPECT_FALSE(status.ok());
+    EXPECT_TRUE(status.code() == absl::StatusCode::kInvalidArgument ||
+                status.code() == absl::StatusCode::kNotFound)
+        << status;
+    EXPECT_EQ(engine_->Find("bad")->state, ModelState::kFailed);
+    return std::string(status.message());
+  }
+
+  const fs::path kUnet = "unet/config.json", kScheduler = "scheduler/scheduler_config.json",
+                 kIndex = "model_index.json",
+                 kWeights = "unet/diffusion_pytorch_model.safetensors";
+  fs::path root_;
+  std::unique_ptr<Engine> engine_;
+};
+
+TEST_F(BadModel, MissingPieces) {
+  EXPECT_THAT(std::string(engine_->Open("bad", root_ / "nowhere").message()), HasSubstr("nowhere"));
+  fs::remove(root_ / kWeights);
+  EXPECT_THAT(Refusal(), HasSubstr("diffusion_pytorch_model"));
+  fs::remove_all(root_ / "scheduler");
+  EXPECT_THAT(Refusal(), HasSubstr("scheduler"));
+  fs::remove(root_ / kUnet);
+  EXPECT_THAT(Refusal(), HasSubstr("config.json"));
+}
+
+TEST_F(BadModel, WeightsThatAreCutShort) {
+  fs::resize_file(root_ / kWeights, fs::file_size(root_ / kWeights) - 7);
+  EXPECT_THAT(Refusal(), HasSubstr("safetensors"));
+  fs::resize_file(root_ / kWeights, 5);
+  EXPECT_THAT(Refusal(), HasSubstr("safetensors"));
+}
+
+TEST_F(BadModel, WeightsThatDoNotFitTheConfig) {
+  SetField(kUnet, "num_class_embeds", 12);
+  EXPECT_THAT(Refusal(), HasSubstr("class_embedding.weight"));
+  SetField(kUnet, "num_class_embeds", 11);
+  SetField(kUnet, "block_out_channels", {32, 64, 64});
+  EXPECT_THAT(Refusal(), HasSubstr("down_blocks.2"));
+  SetField(kUnet, "block_out_channels", {32, 64, 128});
+  SetField(kUnet, "add_attention", false);
+  EXPECT_THAT(Refusal(), HasSubstr("mid_block.attentions"));
+}
+
+TEST_F(BadModel, ConfigsThatCannotBeHonoured) {
+  SetField(kUnet, "act_fn", "tanh");
+  EXPECT_THAT(Refusal(), HasSubstr("act_fn"));
+  SetField(kUnet, "act_fn", "silu");
+  SetField(kIndex, "scheduler", {"diffusers", "FlowMatchEulerDiscreteScheduler"});
+  EXPECT_THAT(Refusal(), HasSubstr("FlowMatchEulerDiscreteScheduler"));
+  SetField(kIndex, "scheduler", {"diffusers", "EDMEulerScheduler"});
+  SetField(kIndex, "_denoised", {{"null_class", 99}});
+  EXPECT_THAT(Refusal(), HasSubstr("null_class"));
+}
+
+TEST_F(BadModel, AGoodModelLoadsAfterABadOne) {
+  SetField(kUnet, "norm_eps", -1);
+  EXPECT_THAT(Refusal(), HasSubstr("norm_eps"));
+  SetField(kUnet, "norm_eps", 1e-5);
+  EXPECT_TRUE(engine_->Open("bad", root_).ok()) << "a failed name may be used again";
+  EXPECT_EQ(engine_->Find("bad")->state, ModelState::kReady);
+}
+
+TEST(EngineCreate, RefusesWhatIsNotThere) {
+  const auto unknown = Engine::Create({.device = "tpu"});
+  EXPECT_EQ(unknown.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(unknown.status().message()), HasSubstr("tpu"));
+  const auto none = Engine::Create({.device = "cuda:77"});
+  EXPECT_FALSE(none.ok());
+  EXPECT_FALSE(Engine::Create({.device = "cpu", .max_rows = 1}).ok());
+}
+
+}  // namespace
+}  // namespace denoised

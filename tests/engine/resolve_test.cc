@@ -1,0 +1,166 @@
+#include "engine/resolve.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+namespace denoised {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+ModelInfo Digits() {
+  auto scheduler = SchedulerConfig::Parse(
+      nlohmann::json::parse(R"({"_class_name": "EDMEulerScheduler"})"), "scheduler_config.json");
+  EXPECT_TRUE(scheduler.ok()) << scheduler.status();
+  ModelInfo model{.name = "digits", .state = ModelState::kReady};
+  model.height = model.width = 32;
+  model.size_multiple = 4;
+  model.max_edge = 128;
+  model.channels = 1;
+  model.condition = ClassCondition::kLabel;
+  model.num_classes = 10;
+  model.guidance = true;
+  model.default_sampler = scheduler->default_sampler();
+  model.default_schedule = scheduler->default_schedule();
+  model.default_steps = 18;
+  model.default_guidance_scale = 1.5;
+  model.max_evaluations = 2000;
+  model.max_count = 64;
+  model.scheduler = std::make_shared<const SchedulerConfig>(*scheduler);
+  return model;
+}
+
+std::vector<std::string> Violated(const ModelInfo& model, const JobSpec& spec) {
+  EffectiveJob job;
+  std::vector<FieldViolation> violations;
+  ResolveJob(model, spec, &job, &violations);
+  std::vector<std::string> fields;
+  for (const FieldViolation& violation : violations) {
+    EXPECT_FALSE(violation.description.empty());
+    fields.push_back(violation.field);
+  }
+  return fields;
+}
+
+TEST(Resolve, FillsInEveryDefault) {
+  EffectiveJob job;
+  std::vector<FieldViolation> violations;
+  ResolveJob(Digits(), {.model = "digits", .count = 3}, &job, &violations);
+  ASSERT_TRUE(violations.empty()) << violations[0].field << violations[0].description;
+  EXPECT_TRUE(job.spec.seed.has_value());
+  EXPECT_EQ(job.spec.class_labels.size(), 3u);
+  for (const int label : job.spec.class_labels) {
+    EXPECT_GE(label, 0);
+    EXPECT_LT(label, 10);
+  }
+  EXPECT_EQ(job.steps, 18);
+  EXPECT_EQ(job.evaluations, 18);
+  EXPECT_EQ(*job.spec.guidance_scale, 1.5);
+  EXPECT_EQ(job.spec.width, 32);
+  EXPECT_EQ(*job.spec.sampler.sampler, Sampler::kEdmEuler);
+  ASSERT_NE(job.plan, nullptr);
+}
+
+TEST(Resolve, TheSeedDecidesTheRandomClass) {
+  EffectiveJob first, second, shifted;
+  std::vector<FieldViolation> violations;
+  ResolveJob(Digits(), {.model = "digits", .seed = 7, .count = 8}, &first, &violations);
+  ResolveJob(Digits(), {.model = "digits", .seed = 7, .count = 8}, &second, &violations);
+  EXPECT_EQ(first.spec.class_labels, second.spec.class_labels);
+  // Image i is what seed + i draws alone, its class included.
+  ResolveJob(Digits(), {.model = "digits", .seed = 10}, &shifted, &violations);
+  EXPECT_EQ(shifted.spec.class_labels[0], first.spec.class_labels[3]);
+}
+
+TEST(Resolve, SeedWrapsAround) {
+  EffectiveJob job;
+  std::vector<FieldViolation> violations;
+  ResolveJob(Digits(), {.model = "digits", .seed = ~uint64_t{0}, .count = 2}, &job, &violations);
+  EXPECT_TRUE(violations.empty());
+}
+
+TEST(Resolve, NamesEveryViolationAtOnce) {
+  JobSpec spec{.model = "digits", .count = 2, .class_labels = {3, 11}, .guidance_scale = -1.0};
+  spec.width = 30;
+  spec.height = 4096;
+  spec.class_values = {1.0f};
+  spec.sampler.steps = -4;
+  spec.sampler.strength = 0.5;
+  spec.previews = true;
+  spec.preview_every = 0;
+  EXPECT_THAT(Violated(Digits(), spec),
+              ElementsAre("width", "height", "class_values", "class_labels[1]", "guidance_scale",
+                          "preview_every", "strength", "steps"));
+}
+
+TEST(Resolve, RefusesNumbersThatAreNone) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  EXPECT_THAT(Violated(Digits(), {.model = "digits", .guidance_scale = nan}),
+              ElementsAre("guidance_scale"));
+  EXPECT_THAT(Violated(Digits(), {.model = "digits", .guidance_scale = infinity}),
+              ElementsAre("guidance_scale"));
+  for (const double bad : {nan, infinity, -1.0}) {
+    JobSpec spec{.model = "digits"};
+    spec.sampler.s_churn = bad;
+    EXPECT_THAT(Violated(Digits(), spec), ElementsAre("s_churn")) << bad;
+  }
+  JobSpec noise{.model = "digits"};
+  noise.initial_noise = Tensor::HostF32({1, 32, 32, 1}, std::vector<float>(1024, NAN));
+  EXPECT_THAT(Violated(Digits(), noise), ElementsAre("initial_noise"));
+}
+
+TEST(Resolve, CountBoundsWhatIsAllocated) {
+  for (const int count : {0, -1, 65, std::numeric_limits<int>::max()})
+    EXPECT_THAT(Violated(Digits(), {.model = "digits", .count = count}), ElementsAre("count"));
+}
+
+TEST(Resolve, LabelsAreOneForAllOrOneForEach) {
+  EffectiveJob job;
+  std::vector<FieldViolation> violations;
+  ResolveJob(Digits(), {.model = "digits", .count = 3, .class_labels = {7}}, &job, &violations);
+  EXPECT_THAT(job.spec.class_labels, ElementsAre(7, 7, 7));
+  EXPECT_THAT(Violated(Digits(), {.model = "digits", .count = 3, .class_labels = {1, 2}}),
+              ElementsAre("class_labels"));
+}
+
+TEST(Resolve, ShapesMustMatch) {
+  JobSpec spec{.model = "digits", .count = 2};
+  spec.initial_noise = Tensor::HostF32({32, 32, 1}, std::vector<float>(1024, 0.5f));
+  EXPECT_THAT(Violated(Digits(), spec), ElementsAre("initial_noise"));
+  spec.count = 1;
+  EXPECT_TRUE(Violated(Digits(), spec).empty());
+  spec.init_image = Tensor::HostF32({32, 32, 3}, std::vector<float>(3072, 0.5f));
+  spec.sampler.strength = 0.5;
+  EXPECT_THAT(Violated(Digits(), spec), ElementsAre("init_image"));
+}
+
+TEST(Resolve, UnconditionalModelsTakeNoClassAndNoGuidance) {
+  ModelInfo model = Digits();
+  model.condition = ClassCondition::kNone;
+  model.guidance = false;
+  model.default_guidance_scale = 1;
+  EXPECT_TRUE(Violated(model, {.model = "digits"}).empty());
+  EXPECT_THAT(
+      Violated(model, {.model = "digits", .class_labels = {1}, .guidance_scale = 2.0}),
+      ElementsAre("class_labels", "guidance_scale"));
+}
+
+TEST(Resolve, ClassVectorsAreRepeated) {
+  ModelInfo model = Digits();
+  model.condition = ClassCondition::kVector;
+  model.class_vector_size = 2;
+  EffectiveJob job;
+  std::vector<FieldViolation> violations;
+  ResolveJob(model, {.model = "digits", .count = 2, .class_values = {1, 2}}, &job, &violations);
+  EXPECT_THAT(job.spec.class_values, ElementsAre(1, 2, 1, 2));
+  EXPECT_THAT(Violated(model, {.model = "digits", .count = 2, .class_values = {1, 2, 3}}),
+              ElementsAre("class_values"));
+}
+
+}  // namespace
+}  // namespace denoised

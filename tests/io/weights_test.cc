@@ -1,0 +1,103 @@
+#include "engine/io/weights.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/io/temporary_directory.h"
+
+namespace denoised {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class WeightsTest : public ::testing::Test {
+ protected:
+  /// Tensors of a tiny model: two floats and an integer buffer.
+  Weights Open() {
+    const float ones[] = {1, 1, 1, 1, 1, 1};
+    const std::map<std::string, Tensor> tensors = {
+        {"down_blocks.0.resnets.1.conv1.weight", Tensor::HostF32({3, 2}, ones)},
+        {"down_blocks.0.resnets.1.conv1.bias", Tensor::HostF32({3}, {ones, 3})},
+        {"position_ids", Tensor::Host({2}, DType::kI64)}};
+    const std::string path = directory_ / "unet.safetensors";
+    EXPECT_TRUE(WriteSafetensors(path, tensors, {}).ok());
+    auto opened = Safetensors::Open(path);
+    EXPECT_TRUE(opened.ok()) << opened.status();
+    return Weights(*std::move(opened), path);
+  }
+  TemporaryDirectory directory_;
+};
+
+TEST_F(WeightsTest, PrefixesMirrorCheckpointNames) {
+  const Weights root = Open();
+  const Weights conv = root / "down_blocks" / 0 / "resnets" / 1 / "conv1";
+  EXPECT_EQ(conv.prefix(), "down_blocks.0.resnets.1.conv1");
+  EXPECT_EQ(root.prefix(), "");
+  EXPECT_TRUE(conv.Has("weight"));
+  EXPECT_FALSE(conv.Has("gamma"));
+  const auto weight = conv.Get("weight", {3, 2});
+  ASSERT_TRUE(weight.ok()) << weight.status();
+  EXPECT_EQ(weight->ToFloats().size(), 6u);
+}
+
+TEST_F(WeightsTest, MissingTensorNamesTheClosest) {
+  const auto missing = (Open() / "down_blocks" / 1 / "resnets" / 1).Get("conv1.weight", {3, 2});
+  EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);
+  const std::string message(missing.status().message());
+  EXPECT_THAT(message,
+              AllOf(HasSubstr("unet.safetensors"),
+                    HasSubstr("no tensor 'down_blocks.1.resnets.1.conv1.weight'"),
+                    HasSubstr("closest there are: 'down_blocks.0.resnets.1.conv1.weight'")));
+}
+
+TEST_F(WeightsTest, WrongShapeNamesBoth) {
+  const Weights conv = Open() / "down_blocks.0.resnets.1.conv1";
+  for (const auto& status :
+       {conv.Get("weight", {2, 3}).status(), conv.GetOptional("weight", {2, 3}).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("conv1.weight"), HasSubstr("[3, 2]"), HasSubstr("[2, 3]")));
+  }
+}
+
+TEST_F(WeightsTest, IntegersAreNoWeights) {
+  const auto ids = Open().Get("position_ids", {2});
+  EXPECT_EQ(ids.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(ids.status().message()), HasSubstr("is I64"));
+}
+
+TEST_F(WeightsTest, OptionalMayBeAbsent) {
+  const auto absent = Open().GetOptional("nothing", {1});
+  ASSERT_TRUE(absent.ok()) << absent.status();
+  EXPECT_FALSE(absent->defined());
+}
+
+TEST_F(WeightsTest, ReportsWhatNobodyRead) {
+  const Weights root = Open();
+  const Weights conv = root / "down_blocks.0.resnets.1.conv1";
+  ASSERT_TRUE(conv.Get("weight", {3, 2}).ok());
+  EXPECT_THAT(std::string(root.CheckAllUsed().message()),
+              AllOf(HasSubstr("2 tensors"), HasSubstr("conv1.bias"), HasSubstr("position_ids"),
+                    Not(HasSubstr("conv1.weight"))));
+  // A look or a failed read is no use.
+  EXPECT_TRUE(conv.Has("bias"));
+  EXPECT_FALSE(conv.Get("bias", {4}).ok());
+  EXPECT_THAT(std::string(root.CheckAllUsed().message()), HasSubstr("conv1.bias"));
+}
+
+TEST(Weights, AllUsedIsOk) {
+  TemporaryDirectory directory;
+  const float one[] = {1};
+  const std::string path = directory / "w.safetensors";
+  ASSERT_TRUE(WriteSafetensors(path, {{"w", Tensor::HostF32({1}, one)}}, {}).ok());
+  auto opened = Safetensors::Open(path);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  const Weights weights(*std::move(opened), path);
+  ASSERT_TRUE(weights.Get("w", {1}).ok());
+  EXPECT_TRUE(weights.CheckAllUsed().ok());
+}
+
+}  // namespace
+}  // namespace denoised

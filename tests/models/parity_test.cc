@@ -1,0 +1,202 @@
+// UNet2DModel against diffusers, block by block and whole, on every backend there is. The goldens are
+// made by tests/reference/make_model_goldens.py.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+
+#include "engine/backend/cuda/cuda_backend.h"
+#include "engine/core/config_reader.h"
+#include "engine/models/unet2d.h"
+
+namespace denoised {
+namespace {
+
+namespace fs = std::filesystem;
+
+const fs::path kGoldens = DENOISED_SOURCE_DIR "/tests/models/goldens";
+
+struct Target {
+  const char* name;
+  BackendOptions options;
+  double tolerance;  // of ‖out − ref‖ / ‖ref‖, the bounds; measured values are far below
+};
+
+std::vector<Target> Targets() {
+  std::vector<Target> targets = {{"cpu", {.device = "cpu"}, 1e-4}};
+  if (CudaDeviceCount() > 0) {
+    targets.push_back({"cuda_fp32", {.device = "cuda", .fp32 = true}, 1e-4});
+    targets.push_back({"cuda_bf16", {.device = "cuda"}, 2e-2});
+  }
+  return targets;
+}
+
+std::vector<std::string> Cases() {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(kGoldens))
+    if (fs::exists(entry.path() / "io.safetensors") && fs::exists(entry.path() / "config.json"))
+      names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+/// [N, C, H, W] as PyTorch writes it → [N, H, W, C]; other ranks as they are.
+std::vector<float> ToNhwc(const Tensor& tensor) {
+  const std::vector<float> from = tensor.ToFloats();
+  if (tensor.shape().rank() != 4) return from;
+  const int64_t n = tensor.dim(0), c = tensor.dim(1), h = tensor.dim(2), w = tensor.dim(3);
+  std::vector<float> to(from.size());
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t channel = 0; channel < c; ++channel)
+      for (int64_t p = 0; p < h * w; ++p)
+        to[(i * h * w + p) * c + channel] = from[(i * c + channel) * h * w + p];
+  return to;
+}
+
+double RelativeError(const std::vector<float>& out, const std::vector<float>& reference) {
+  EXPECT_EQ(out.size(), reference.size());
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < std::min(out.size(), reference.size()); ++i) {
+    difference += std::pow(double{out[i]} - reference[i], 2);
+    norm += std::pow(double{reference[i]}, 2);
+  }
+  return std::sqrt(difference / norm);
+}
+
+Tensor ToDevice(Backend& backend, const std::vector<float>& values, const Shape& shape,
+                DType dtype) {
+  auto tensor = backend.Allocate(shape, dtype, "test input");
+  EXPECT_TRUE(tensor.ok()) << tensor.status();
+  if (dtype == DType::kF32) {
+    backend.Upload(values.data(), values.size() * sizeof(float), *tensor);
+  } else if (dtype == DType::kI32) {
+    const std::vector<int32_t> integers(values.begin(), values.end());
+    backend.Upload(integers.data(), integers.size() * sizeof(int32_t), *tensor);
+  } else {
+    std::vector<uint16_t> halves;
+    for (const float value : values) halves.push_back(FloatToBFloat16(value));
+    backend.Upload(halves.data(), halves.size() * sizeof(uint16_t), *tensor);
+  }
+  return *tensor;
+}
+
+struct Outputs {
+  std::map<std::string, std::unique_ptr<Download>> downloads;
+  std::vector<float> Get(const std::string& name) {
+    auto tensor = downloads.at(name)->Wait();
+    EXPECT_TRUE(tensor.ok()) << tensor.status();
+    return tensor->ToFloats();
+  }
+};
+
+struct Golden {
+  UNet2DConfig config;
+  std::map<std::string, Tensor> io;
+};
+
+class Parity : public ::testing::TestWithParam<std::tuple<std::string, Target>> {
+ protected:
+  void SetUp() override {
+    directory_ = kGoldens / std::get<0>(GetParam());
+    const std::string file = directory_ / "config.json";
+    const auto json = ReadJsonFile(file);
+    ASSERT_TRUE(json.ok()) << json.status();
+    const auto config = UNet2DConfig::Parse(*json, file);
+    ASSERT_TRUE(config.ok()) << config.status();
+    const auto io = Safetensors::Open(directory_ / "io.safetensors");
+    ASSERT_TRUE(io.ok()) << io.status();
+    golden_ = {*config, io->tensors()};
+    auto backend = OpenBackend(std::get<1>(GetParam()).options);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+  }
+
+  Outputs Run(const UNet2DConfig& config) {
+    Outputs outputs;
+    const auto tensors = Safetensors::OpenDirectory(directory_, "diffusion_pytorch_model");
+    EXPECT_TRUE(tensors.ok()) << tensors.status();
+    const auto model = LoadUNet2D(*backend_, config, Weights(*tensors, directory_));
+    EXPECT_TRUE(model.ok()) << model.status();
+    if (!model.ok()) return outputs;
+
+    const Tensor& sample = golden_.io.at("sample");
+    const int64_t rows = sample.dim(0);
+    const Shape shape{rows, sample.dim(2), sample.dim(3), sample.dim(1)};
+    DenoiserInput input;
+    input.x = ToDevice(*backend_, ToNhwc(sample), shape, backend_->activation_dtype());
+    input.condition =
+        ToDevice(*backend_, golden_.io.at("timestep").ToFloats(), {rows}, DType::kF32);
+    if (const auto labels = golden_.io.find("class_labels"); labels != golden_.io.end()) {
+      if ((*model)->traits().condition == ClassCondition::kLabel) {
+        std::vector<float> values;
+        if (labels->second.dtype() == DType::kI64) {
+          for (const int64_t label : labels->second.span<int64_t>())
+            values.push_back(static_cast<float>(label));
+        } else {
+          for (const int32_t label : labels->second.span<int32_t>())
+            values.push_back(static_cast<float>(label));
+        }
+        input.label = ToDevice(*backend_, values, {rows}, DType::kI32);
+      } else {
+        const std::vector<float> values = labels->second.ToFloats();
+        input.embedding = ToDevice(*backend_, values,
+                                   {rows, static_cast<int64_t>(values.size()) / rows}, DType::kF32);
+      }
+    }
+    auto block = backend_->Allocate({64 << 20}, DType::kU8, "test activations");
+    EXPECT_TRUE(block.ok()) << block.status();
+    Arena arena(*block);
+    nn::Context context{*backend_, arena};
+    context.trace = [&](const std::string& module, const Tensor& output) {
+      outputs.downloads[module] = backend_->BeginDownload(output);
+    };
+    const Tensor out = (*model)->Forward(context, input);
+    outputs.downloads["output"] = backend_->BeginDownload(out);
+    EXPECT_TRUE(backend_->Synchronize().ok()) << backend_->status();
+    return outputs;
+  }
+
+  fs::path directory_;
+  Golden golden_;
+  std::unique_ptr<Backend> backend_;
+};
+
+TEST_P(Parity, EveryBlockAndTheWhole) {
+  const Target& target = std::get<1>(GetParam());
+  Outputs outputs = Run(golden_.config);
+  ASSERT_TRUE(outputs.downloads.count("output"));
+  int compared = 0;
+  for (const auto& [name, reference] : golden_.io) {
+    if (!outputs.downloads.count(name)) continue;
+    ++compared;
+    const double error = RelativeError(outputs.Get(name), ToNhwc(reference));
+    EXPECT_LE(error, target.tolerance) << name;
+    RecordProperty(name, std::to_string(error));
+  }
+  EXPECT_GE(compared, 1 + 2 * static_cast<int>(golden_.config.block_out_channels.size()))
+      << "the golden must hold every block's output";
+}
+
+/// The comparison can fail: an epsilon that is off by what a misread config would give is seen.
+TEST_P(Parity, AWrongConfigIsSeen) {
+  UNet2DConfig wrong = golden_.config;
+  wrong.norm_eps = 0.3;
+  Outputs outputs = Run(wrong);
+  EXPECT_GT(RelativeError(outputs.Get("output"), ToNhwc(golden_.io.at("output"))),
+            std::get<1>(GetParam()).tolerance);
+}
+
+INSTANTIATE_TEST_SUITE_P(Diffusers, Parity,
+                         ::testing::Combine(::testing::ValuesIn(Cases()),
+                                            ::testing::ValuesIn(Targets())),
+                         [](const auto& info) {
+                           std::string name = std::get<0>(info.param) + "_" +
+                                              std::get<1>(info.param).name;
+                           for (char& c : name)
+                             if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace denoised

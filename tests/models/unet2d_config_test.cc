@@ -1,0 +1,144 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "engine/backend/counting.h"
+#include "engine/core/config_reader.h"
+#include "engine/models/unet2d.h"
+
+namespace denoised {
+namespace {
+
+using ::testing::HasSubstr;
+
+const std::string kConfigs = DENOISED_SOURCE_DIR "/tests/models/configs/";
+
+UNet2DConfig Published(const std::string& name) {
+  const std::string file = kConfigs + name + "/config.json";
+  const auto json = ReadJsonFile(file);
+  EXPECT_TRUE(json.ok()) << json.status();
+  const auto config = UNet2DConfig::Parse(*json, file);
+  EXPECT_TRUE(config.ok()) << config.status();
+  return *config;
+}
+
+struct Size {
+  const char* name;
+  double million_parameters;
+  double gflop_of_one_image;  // torch.utils.flop_counter over diffusers; 0: not measured
+};
+
+// Both figures were printed by PyTorch 2.11 and diffusers for the same configs: a block too many or
+// too few, or a channel count that is off, changes them.
+const Size kSizes[] = {
+    {"cifar10-32", 35.7, 12.4},      {"adm-64", 295.9, 219.3}, {"celebahq-256", 113.7, 497.0},
+    {"ddpm-cifar10-32", 35.7, 12.4}, {"ldm-celebahq-256", 274.1, 0},
+    {"consistency-imagenet-64", 295.9, 0}, {"consistency-lsun-256", 526.3, 0},
+};
+
+TEST(UNet2D, PublishedConfigsLoadAtTheirKnownSize) {
+  for (const Size& size : kSizes) {
+    SCOPED_TRACE(size.name);
+    const UNet2DConfig config = Published(size.name);
+    CountingBackend backend(Device::kCpu, DType::kF32);
+    const auto model = LoadUNet2D(backend, config, Weights::Synthetic(1));
+    ASSERT_TRUE(model.ok()) << model.status();
+    const DenoiserTraits& traits = (*model)->traits();
+    EXPECT_NEAR(static_cast<double>(traits.parameters) / 1e6, size.million_parameters, 0.06);
+
+    Arena arena = Arena::Measuring(Device::kCpu);
+    nn::Context context{backend, arena};
+    DenoiserInput input;
+    input.x = arena.New({1, traits.height, traits.width, traits.channels}, DType::kF32);
+    input.condition = arena.New({1}, DType::kF32);
+    input.label = arena.New({1}, DType::kI32);
+    backend.ResetWork();
+    const Tensor out = (*model)->Forward(context, input);
+    EXPECT_EQ(out.shape(), (Shape{1, traits.height, traits.width, traits.output_channels}));
+    if (size.gflop_of_one_image > 0) {
+      EXPECT_NEAR(backend.work().flops / 1e9 / size.gflop_of_one_image, 1, 0.01);
+    }
+  }
+}
+
+nlohmann::json Tiny() {
+  return nlohmann::json::parse(R"({
+    "_class_name": "UNet2DModel", "sample_size": 16, "in_channels": 3, "out_channels": 3,
+    "block_out_channels": [32, 64], "layers_per_block": 1,
+    "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+    "up_block_types": ["AttnUpBlock2D", "UpBlock2D"]})");
+}
+
+std::string Complaint(const char* field, const nlohmann::json& value) {
+  nlohmann::json json = Tiny();
+  json[field] = value;
+  const auto config = UNet2DConfig::Parse(json, "unet/config.json");
+  EXPECT_FALSE(config.ok()) << field << " = " << value;
+  return std::string(config.status().message());
+}
+
+TEST(UNet2DConfig, RefusesByNameWhatItCannotHonour) {
+  using json = nlohmann::json;
+  const std::pair<const char*, json> bad[] = {
+      {"_class_name", "UNet2DConditionModel"},
+      {"down_block_types", {"DownBlock2D", "AttnSkipDownBlock2D"}},
+      {"down_block_types", {"DownBlock2D"}},
+      {"up_block_types", {"SkipUpBlock2D", "UpBlock2D"}},
+      {"up_block_types", "UpBlock2D"},
+      {"block_out_channels", json::array()},
+      {"block_out_channels", {32, -64}},
+      {"block_out_channels", {32, 1 << 30}},
+      {"mid_block_type", "UNetMidBlock2DCrossAttn"},
+      {"time_embedding_type", "learned"},
+      {"class_embed_type", "projection"},
+      {"num_class_embeds", 0},
+      {"act_fn", "tanh"},
+      {"resnet_time_scale_shift", "spatial"},
+      {"downsample_type", "fir"},
+      {"upsample_type", 3},
+      {"downsample_padding", 2},
+      {"norm_num_groups", 0},
+      {"norm_eps", 0},
+      {"layers_per_block", 0},
+      {"layers_per_block", 1e9},
+      {"mid_block_scale_factor", 0},
+      {"attention_head_dim", 0},
+      {"sample_size", -16},
+      {"sample_size", {1, 2, 3}},
+      {"in_channels", 0},
+      {"out_channels", 5},
+      {"freq_shift", 16},
+      {"encoder_hid_dim", 768},
+  };
+  for (const auto& [field, value] : bad) {
+    const std::string message = Complaint(field, value);
+    EXPECT_THAT(message, HasSubstr(field));
+    EXPECT_THAT(message, HasSubstr("unet/config.json"));
+  }
+}
+
+TEST(UNet2DConfig, DefaultsAreThoseOfDiffusers) {
+  const auto config =
+      UNet2DConfig::Parse(nlohmann::json::parse(R"({"_class_name": "UNet2DModel"})"), "c.json");
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->block_out_channels, (std::vector<int>{224, 448, 672, 896}));
+  EXPECT_EQ(config->attention_head_dim, 8);
+  EXPECT_EQ(config->norm_eps, 1e-5);
+  EXPECT_EQ(config->time_embedding_dim, 4 * 224);
+  EXPECT_TRUE(config->mid_block);
+}
+
+TEST(UNet2D, ChannelsThatTheGroupsDoNotDivideAreRefused) {
+  nlohmann::json json = Tiny();
+  json["norm_num_groups"] = 24;
+  const auto config = UNet2DConfig::Parse(json, "unet/config.json");
+  ASSERT_TRUE(config.ok());
+  CountingBackend backend(Device::kCpu, DType::kF32);
+  const auto model = LoadUNet2D(backend, *config, Weights::Synthetic(1));
+  ASSERT_FALSE(model.ok());
+  EXPECT_THAT(std::string(model.status().message()), HasSubstr("norm_num_groups"));
+}
+
+}  // namespace
+}  // namespace denoised

@@ -1,0 +1,248 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "engine/core/config_reader.h"
+#include "engine/sampling/sampler.h"
+
+namespace denoised {
+namespace {
+
+using nlohmann::json;
+using testing::Contains;
+using testing::HasSubstr;
+using testing::Not;
+
+absl::StatusOr<SchedulerConfig> ParseWith(const char* class_name, json extra = json::object()) {
+  extra["_class_name"] = class_name;
+  return SchedulerConfig::Parse(extra, "scheduler/scheduler_config.json");
+}
+
+std::string ErrorOf(const absl::StatusOr<SchedulerConfig>& parsed) {
+  if (parsed.ok()) return "accepted";
+  EXPECT_EQ(parsed.status().code(), absl::StatusCode::kInvalidArgument);
+  return std::string(parsed.status().message());
+}
+
+TEST(SamplerNamesTest, RoundTrip) {
+  EXPECT_EQ(AllSamplers().size(), 13u);
+  EXPECT_EQ(AllNoiseSchedules().size(), 4u);
+  for (const Sampler sampler : AllSamplers()) EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
+  for (const NoiseSchedule schedule : AllNoiseSchedules())
+    EXPECT_EQ(NoiseScheduleFromName(Name(schedule)), schedule);
+  EXPECT_EQ(Name(Sampler::kDpmSolverSde), "dpm_solver_sde");
+  EXPECT_EQ(SamplerFromName("Euler"), std::nullopt);
+  EXPECT_EQ(NoiseScheduleFromName(""), std::nullopt);
+}
+
+// Every published config among the goldens parses there; here what it becomes.
+TEST(SchedulerConfigTest, DefaultsFollowTheClass) {
+  const std::pair<const char*, Sampler> classes[] = {
+      {"DDPMScheduler", Sampler::kDdpm},
+      {"DDIMScheduler", Sampler::kDdim},
+      {"PNDMScheduler", Sampler::kPndm},
+      {"EulerDiscreteScheduler", Sampler::kEuler},
+      {"EulerAncestralDiscreteScheduler", Sampler::kEulerAncestral},
+      {"LMSDiscreteScheduler", Sampler::kLms},
+      {"HeunDiscreteScheduler", Sampler::kHeun},
+      {"DPMSolverMultistepScheduler", Sampler::kDpmSolver},
+      {"UniPCMultistepScheduler", Sampler::kUniPc},
+      {"LCMScheduler", Sampler::kLcm},
+      {"EDMEulerScheduler", Sampler::kEdmEuler},
+      {"EDMDPMSolverMultistepScheduler", Sampler::kEdmDpmSolver},
+  };
+  for (const auto& [name, sampler] : classes) {
+    const auto config = ParseWith(name);
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->default_sampler(), sampler);
+    EXPECT_EQ(config->default_schedule(), NoiseSchedule::kNative);
+    EXPECT_EQ(config->max_steps(), 1000);
+    EXPECT_FALSE(config->learns_variance());
+    EXPECT_THAT(config->samplers(), Contains(sampler));
+  }
+}
+
+TEST(SchedulerConfigTest, ReadsWhatTheClassDoesNotSay) {
+  EXPECT_EQ(ParseWith("DPMSolverMultistepScheduler", {{"algorithm_type", "sde-dpmsolver++"}})
+                ->default_sampler(),
+            Sampler::kDpmSolverSde);
+  EXPECT_EQ(ParseWith("EulerDiscreteScheduler", {{"use_karras_sigmas", true}})->default_schedule(),
+            NoiseSchedule::kKarras);
+  // Its class has no such field.
+  EXPECT_EQ(ParseWith("DDIMScheduler", {{"use_karras_sigmas", true}})->default_schedule(),
+            NoiseSchedule::kNative);
+  EXPECT_EQ(ParseWith("EDMEulerScheduler", {{"sigma_schedule", "exponential"}})->default_schedule(),
+            NoiseSchedule::kExponential);
+  EXPECT_TRUE(ParseWith("DDPMScheduler", {{"variance_type", "learned_range"}})->learns_variance());
+  EXPECT_EQ(ParseWith("DDPMScheduler", {{"num_train_timesteps", 4000}})->max_steps(), 4000);
+  // The name of diffusers 0.0.4.
+  EXPECT_EQ(ParseWith("DDIMScheduler", {{"timesteps", 500}})->max_steps(), 500);
+}
+
+TEST(SchedulerConfigTest, OffersWhatTheModelCanRun) {
+  const auto edm = ParseWith("EDMEulerScheduler");
+  for (const Sampler sampler :
+       {Sampler::kDdpm, Sampler::kDdim, Sampler::kPndm, Sampler::kUniPc, Sampler::kLcm})
+    EXPECT_THAT(edm->samplers(), Not(Contains(sampler)));
+  EXPECT_THAT(edm->samplers(), Contains(Sampler::kHeun));
+  const auto ddpm = ParseWith("DDPMScheduler");
+  EXPECT_THAT(ddpm->samplers(), Not(Contains(Sampler::kEdmEuler)));
+  EXPECT_EQ(ddpm->samplers().size(), 11u);
+  EXPECT_THAT(ddpm->schedules(Sampler::kDdim), testing::ElementsAre(NoiseSchedule::kNative));
+  EXPECT_EQ(ddpm->schedules(Sampler::kEuler).size(), 4u);
+  const auto sample = ParseWith("DDPMScheduler", {{"prediction_type", "sample"}});
+  EXPECT_THAT(sample->samplers(), Not(Contains(Sampler::kPndm)));
+}
+
+struct Refusal {
+  const char* class_name;
+  json fields;
+  const char* field;   // that the message names
+  const char* remedy;  // part of it
+};
+
+TEST(SchedulerConfigTest, RefusesByName) {
+  const Refusal refusals[] = {
+      {"CMStochasticIterativeScheduler", {}, "_class_name", "consistency models"},
+      {"FlowMatchEulerDiscreteScheduler", {}, "_class_name", "DDPMScheduler"},
+      {"DDPMScheduler", {{"thresholding", true}}, "thresholding", "only false"},
+      {"DDPMScheduler", {{"num_train_timesteps", 0}}, "num_train_timesteps", "use 1 to"},
+      {"DDPMScheduler", {{"num_train_timesteps", 1 << 30}}, "num_train_timesteps", "use 1 to"},
+      {"DDPMScheduler", {{"num_train_timesteps", "many"}}, "num_train_timesteps", "an integer"},
+      {"DDPMScheduler", {{"beta_schedule", "cosine"}}, "beta_schedule", "squaredcos_cap_v2"},
+      {"DDPMScheduler", {{"beta_schedule", 3}}, "beta_schedule", "squaredcos_cap_v2"},
+      {"DDPMScheduler", {{"beta_end", 1.5}}, "beta_end", "between 0 and 1"},
+      {"DDPMScheduler", {{"beta_start", -0.1}}, "beta_end", "beta 0 would be -0.1"},
+      {"DDPMScheduler", {{"trained_betas", {0.1, 0.2}}}, "trained_betas", "num_train_timesteps"},
+      {"DDPMScheduler",
+       {{"num_train_timesteps", 2}, {"trained_betas", {0.1, 1.0}}},
+       "trained_betas",
+       "beta 1 would be 1"},
+      {"DDPMScheduler", {{"variance_type", "large"}}, "variance_type", "fixed_large"},
+      {"DDPMScheduler", {{"prediction_type", "flow_prediction"}}, "prediction_type", "epsilon"},
+      {"PNDMScheduler", {{"prediction_type", "sample"}}, "prediction_type", "v_prediction"},
+      {"EDMEulerScheduler", {{"prediction_type", "sample"}}, "prediction_type", "v_prediction"},
+      {"DDPMScheduler", {{"timestep_spacing", "even"}}, "timestep_spacing", "trailing"},
+      {"DDPMScheduler", {{"steps_offset", -1}}, "steps_offset", "use 0 to 999"},
+      {"DDPMScheduler", {{"clip_sample", "yes"}}, "clip_sample", "true or false"},
+      {"DDPMScheduler", {{"clip_sample_range", 0.0}}, "clip_sample_range", "above 0"},
+      {"DDPMScheduler", {{"predict_epsilon", false}}, "predict_epsilon", "only true"},
+      {"DDPMScheduler", {{"surprise", 1}}, "surprise", "unknown field"},
+      {"DDIMScheduler", {{"timestep_values", {1, 2}}}, "timestep_values", "only null"},
+      {"EulerDiscreteScheduler",
+       {{"use_karras_sigmas", true}, {"use_beta_sigmas", true}},
+       "use_karras_sigmas",
+       "set only one"},
+      {"EulerDiscreteScheduler", {{"interpolation_type", "cubic"}}, "interpolation_type", "linear"},
+      {"EulerDiscreteScheduler", {{"timestep_type", "odd"}}, "timestep_type", "continuous"},
+      {"EulerDiscreteScheduler", {{"final_sigmas_type", "one"}}, "final_sigmas_type", "sigma_min"},
+      {"EulerDiscreteScheduler", {{"sigma_min", 0.0}}, "sigma_min", "above 0"},
+      {"EulerDiscreteScheduler",
+       {{"sigma_min", 2.0}, {"sigma_max", 1.0}},
+       "sigma_max",
+       "above sigma_min"},
+      {"DPMSolverMultistepScheduler", {{"use_flow_sigmas", true}}, "use_flow_sigmas", "only false"},
+      {"DPMSolverMultistepScheduler", {{"solver_order", 4}}, "solver_order", "1, 2 or 3"},
+      {"DPMSolverMultistepScheduler", {{"solver_type", "rk4"}}, "solver_type", "midpoint"},
+      {"DPMSolverMultistepScheduler", {{"algorithm_type", "dpm"}}, "algorithm_type", "dpmsolver++"},
+      {"DPMSolverMultistepScheduler",
+       {{"algorithm_type", "dpmsolver"}},
+       "algorithm_type",
+       "final_sigmas_type"},
+      {"DPMSolverMultistepScheduler",
+       {{"algorithm_type", "sde-dpmsolver"},
+        {"solver_order", 3},
+        {"final_sigmas_type", "sigma_min"}},
+       "solver_order",
+       "1 or 2"},
+      {"UniPCMultistepScheduler", {{"solver_p", json::object()}}, "solver_p", "only null"},
+      {"UniPCMultistepScheduler",
+       {{"use_dynamic_shifting", true}},
+       "use_dynamic_shifting",
+       "only false"},
+      {"UniPCMultistepScheduler", {{"shift_terminal", 0.1}}, "shift_terminal", "only null"},
+      {"UniPCMultistepScheduler", {{"disable_corrector", {0.5}}}, "disable_corrector", "integers"},
+      {"LCMScheduler",
+       {{"original_inference_steps", 0}},
+       "original_inference_steps",
+       "use 1 to 1000"},
+      {"EDMEulerScheduler", {{"sigma_data", 0.0}}, "sigma_data", "above 0"},
+      {"EDMEulerScheduler", {{"rho", -7.0}}, "rho", "above 0"},
+      {"EDMEulerScheduler", {{"sigma_schedule", "linear"}}, "sigma_schedule", "karras"},
+      {"EDMEulerScheduler", {{"sigma_max", 0.001}}, "sigma_max", "above sigma_min"},
+      {"EDMDPMSolverMultistepScheduler",
+       {{"algorithm_type", "dpmsolver"}, {"final_sigmas_type", "sigma_min"}},
+       "algorithm_type",
+       "dpmsolver++"},
+  };
+  for (const Refusal& refusal : refusals) {
+    const std::string error = ErrorOf(
+        ParseWith(refusal.class_name, refusal.fields.is_null() ? json::object() : refusal.fields));
+    EXPECT_THAT(error, HasSubstr("scheduler/scheduler_config.json: field '" +
+                                 std::string(refusal.field) + "'"));
+    EXPECT_THAT(error, HasSubstr(refusal.remedy));
+  }
+}
+
+TEST(SchedulerConfigTest, ReportsEveryComplaintAtOnce) {
+  const std::string error = ErrorOf(
+      ParseWith("DDPMScheduler", {{"thresholding", true}, {"solver_order", 9}, {"rho2", 1}}));
+  EXPECT_THAT(error, HasSubstr("thresholding"));
+  EXPECT_THAT(error, HasSubstr("solver_order"));
+  EXPECT_THAT(error, HasSubstr("rho2"));
+}
+
+TEST(SchedulerConfigTest, NeedsAnObjectWithAClass) {
+  EXPECT_THAT(ErrorOf(SchedulerConfig::Parse(json::array(), "f")), HasSubstr("JSON object"));
+  EXPECT_THAT(ErrorOf(SchedulerConfig::Parse(json::object(), "f")), HasSubstr("_class_name"));
+}
+
+// Values of every JSON type in every known field: refused or honoured, never a crash.
+TEST(SchedulerConfigTest, SurvivesAnyValue) {
+  const char* const fields[] = {"num_train_timesteps",
+                                "timesteps",
+                                "beta_start",
+                                "beta_end",
+                                "beta_schedule",
+                                "trained_betas",
+                                "variance_type",
+                                "clip_sample",
+                                "clip_sample_range",
+                                "prediction_type",
+                                "timestep_spacing",
+                                "steps_offset",
+                                "rescale_betas_zero_snr",
+                                "set_alpha_to_one",
+                                "sigma_min",
+                                "sigma_max",
+                                "sigma_data",
+                                "rho",
+                                "final_sigmas_type",
+                                "solver_order",
+                                "algorithm_type",
+                                "disable_corrector",
+                                "lambda_min_clipped",
+                                "original_inference_steps",
+                                "timestep_scaling"};
+  const json values[] = {nullptr,    true,          -1,     0,  1,   3,
+                         1e300,      -1e-300,       1e-300, "", "x", json::array(),
+                         {0.1, "x"}, json::object()};
+  for (const char* class_name : {"DDPMScheduler", "LCMScheduler", "UniPCMultistepScheduler",
+                                 "DPMSolverMultistepScheduler", "EDMEulerScheduler"})
+    for (const char* field : fields)
+      for (const json& value : values) {
+        const auto config = ParseWith(class_name, {{field, value}});
+        if (!config.ok()) {
+          EXPECT_THAT(std::string(config.status().message()), HasSubstr("field '"));
+          continue;
+        }
+        SamplerParams params;
+        params.steps = 3;
+        const auto plan = config->Compile(params);
+        EXPECT_EQ(plan.ok(), config->Validate(params).empty());
+      }
+}
+
+}  // namespace
+}  // namespace denoised

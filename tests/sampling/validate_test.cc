@@ -1,0 +1,159 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "engine/sampling/sampler.h"
+
+namespace denoised {
+namespace {
+
+using nlohmann::json;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::Field;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+SchedulerConfig ConfigOf(json config) {
+  auto parsed = SchedulerConfig::Parse(config, "scheduler_config.json");
+  EXPECT_TRUE(parsed.ok()) << parsed.status();
+  return *std::move(parsed);
+}
+
+const json kDdpm = {{"_class_name", "DDPMScheduler"}};
+const json kEdm = {{"_class_name", "EDMEulerScheduler"}};
+const json kPndm = {{"_class_name", "PNDMScheduler"}};
+
+testing::Matcher<ParamViolation> Violation(const char* field, const char* remedy) {
+  return AllOf(Field(&ParamViolation::field, field),
+               Field(&ParamViolation::description, HasSubstr(remedy)));
+}
+
+SamplerParams Steps(int steps) {
+  SamplerParams params;
+  params.steps = steps;
+  return params;
+}
+
+template <typename Value>
+std::vector<ParamViolation> With(const json& config, Sampler sampler, Value SamplerParams::*field,
+                                 typename std::type_identity<Value>::type value, int steps = 10) {
+  SamplerParams params = Steps(steps);
+  params.sampler = sampler;
+  params.*field = value;
+  return ConfigOf(config).Validate(params);
+}
+
+TEST(ValidateTest, AcceptsWhatIsRight) {
+  EXPECT_THAT(ConfigOf(kDdpm).Validate(Steps(50)), IsEmpty());
+  EXPECT_THAT(With(kDdpm, Sampler::kDdim, &SamplerParams::eta, 1.0), IsEmpty());
+  EXPECT_THAT(With(kEdm, Sampler::kHeun, &SamplerParams::s_tmax, INFINITY), IsEmpty());
+}
+
+TEST(ValidateTest, Steps) {
+  EXPECT_THAT(ConfigOf(kDdpm).Validate(Steps(0)), ElementsAre(Violation("steps", "use 1 to 1000")));
+  EXPECT_THAT(ConfigOf(kDdpm).Validate(Steps(1001)),
+              ElementsAre(Violation("steps", "use 1 to 1000")));
+  EXPECT_THAT(ConfigOf(kPndm).Validate(Steps(3)), ElementsAre(Violation("steps", "at least 4")));
+  EXPECT_THAT(ConfigOf({{"_class_name", "LCMScheduler"}}).Validate(Steps(51)),
+              ElementsAre(Violation("steps", "use 1 to 50")));
+  json offset = kDdpm;
+  offset["steps_offset"] = 1;
+  EXPECT_THAT(ConfigOf(offset).Validate(Steps(1000)),
+              ElementsAre(Violation("steps", "use at most 500")));
+  EXPECT_THAT(ConfigOf(offset).Validate(Steps(500)), IsEmpty());
+  EXPECT_THAT(ConfigOf({{"_class_name", "DPMSolverMultistepScheduler"}}).Validate(Steps(1000)),
+              ElementsAre(Violation("steps", "share a noise level")));
+}
+
+TEST(ValidateTest, SamplerMustSuitTheModel) {
+  for (const Sampler sampler :
+       {Sampler::kDdpm, Sampler::kDdim, Sampler::kPndm, Sampler::kUniPc, Sampler::kLcm})
+    EXPECT_THAT(With(kEdm, sampler, &SamplerParams::strength, 1.0),
+                ElementsAre(Violation("sampler", "use one of euler, ")));
+  EXPECT_THAT(With(kDdpm, Sampler::kEdmEuler, &SamplerParams::strength, 1.0),
+              ElementsAre(Violation("sampler", "use one of ddpm, ")));
+  // Epsilon says nothing about the image where there is only noise.
+  const json zero_snr = {{"_class_name", "DDIMScheduler"},
+                         {"rescale_betas_zero_snr", true},
+                         {"timestep_spacing", "trailing"}};
+  EXPECT_THAT(ConfigOf(zero_snr).Validate(Steps(10)),
+              ElementsAre(Violation("sampler", "use euler")));
+  EXPECT_THAT(With(zero_snr, Sampler::kEuler, &SamplerParams::strength, 1.0), IsEmpty());
+}
+
+TEST(ValidateTest, ScheduleMustSuitTheSampler) {
+  EXPECT_THAT(With(kDdpm, Sampler::kDdim, &SamplerParams::schedule, NoiseSchedule::kKarras),
+              ElementsAre(Violation("schedule", "use one of native")));
+  EXPECT_THAT(With(kDdpm, Sampler::kEuler, &SamplerParams::schedule, NoiseSchedule::kKarras),
+              IsEmpty());
+}
+
+TEST(ValidateTest, Eta) {
+  EXPECT_THAT(With(kDdpm, Sampler::kEuler, &SamplerParams::eta, 0.5),
+              ElementsAre(Violation("eta", "use ddim")));
+  for (const double eta : {-0.1, 1.1, std::nan("")})
+    EXPECT_THAT(With(kDdpm, Sampler::kDdim, &SamplerParams::eta, eta),
+                ElementsAre(Violation("eta", "use 0 to 1")));
+}
+
+TEST(ValidateTest, Churn) {
+  using Params = SamplerParams;
+  for (const auto& [field, name] :
+       {std::pair{&Params::s_churn, "s_churn"}, std::pair{&Params::s_tmin, "s_tmin"},
+        std::pair{&Params::s_tmax, "s_tmax"}, std::pair{&Params::s_noise, "s_noise"}}) {
+    EXPECT_THAT(With(kDdpm, Sampler::kDdim, field, 1.0),
+                ElementsAre(Violation(name, "use euler or heun")));
+    for (const double bad : {-1.0, std::nan("")})
+      EXPECT_THAT(With(kEdm, Sampler::kHeun, field, bad),
+                  ElementsAre(Violation(name, "at least 0")));
+    EXPECT_THAT(With(kEdm, Sampler::kEdmEuler, field, 0.5), IsEmpty());
+  }
+  SamplerParams params = Steps(5);
+  params.s_tmin = 2;
+  params.s_tmax = 1;
+  EXPECT_THAT(ConfigOf(kEdm).Validate(params), ElementsAre(Violation("s_tmin", "swap")));
+}
+
+TEST(ValidateTest, SolverOrder) {
+  EXPECT_THAT(With(kDdpm, Sampler::kEuler, &SamplerParams::solver_order, 2),
+              ElementsAre(Violation("solver_order", "leave it unset")));
+  EXPECT_THAT(With(kDdpm, Sampler::kUniPc, &SamplerParams::solver_order, 4),
+              ElementsAre(Violation("solver_order", "1, 2 or 3")));
+  const json noise_prediction = {{"_class_name", "DPMSolverMultistepScheduler"},
+                                 {"algorithm_type", "dpmsolver"},
+                                 {"final_sigmas_type", "sigma_min"}};
+  EXPECT_THAT(With(noise_prediction, Sampler::kDpmSolverSde, &SamplerParams::solver_order, 3),
+              ElementsAre(Violation("solver_order", "use 1 or 2")));
+  const json open_end = {{"_class_name", "UniPCMultistepScheduler"}, {"lower_order_final", false}};
+  EXPECT_THAT(ConfigOf(open_end).Validate(Steps(5)),
+              ElementsAre(Violation("solver_order", "lower_order_final")));
+}
+
+TEST(ValidateTest, Strength) {
+  for (const double strength : {0.0, -1.0, 1.5, std::nan("")})
+    EXPECT_THAT(With(kDdpm, Sampler::kDdim, &SamplerParams::strength, strength),
+                ElementsAre(Violation("strength", "above 0")));
+  EXPECT_THAT(With(kPndm, Sampler::kPndm, &SamplerParams::strength, 0.5),
+              ElementsAre(Violation("strength", "another sampler")));
+}
+
+TEST(ValidateTest, EverythingAtOnce) {
+  SamplerParams params = Steps(-3);
+  params.eta = 7;
+  params.solver_order = 9;
+  params.strength = 2;
+  const SchedulerConfig config = ConfigOf(kDdpm);
+  EXPECT_THAT(
+      config.Validate(params),
+      testing::UnorderedElementsAre(Violation("steps", "-3"), Violation("eta", "ddim"),
+                                    Violation("solver_order", "ddpm"), Violation("strength", "2")));
+  const auto plan = config.Compile(params);
+  EXPECT_EQ(plan.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(plan.status().message()),
+              AllOf(HasSubstr("steps is -3"), HasSubstr("strength is 2")));
+}
+
+}  // namespace
+}  // namespace denoised

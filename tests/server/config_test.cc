@@ -1,0 +1,141 @@
+#include "server/config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+namespace denoised {
+namespace {
+
+using ::testing::HasSubstr;
+
+class ConfigTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    directory_ =
+        std::filesystem::path(::testing::TempDir()) / ("config_test_" + std::to_string(::getpid()));
+    for (const char* model : {"b-model", "a-model"}) {
+      std::filesystem::create_directories(directory_ / model);
+      std::ofstream(directory_ / model / "config.json") << "{}";
+    }
+    std::filesystem::create_directories(directory_ / "not-a-model");
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+
+  static absl::StatusOr<CommandLine> Parse(const std::vector<std::string>& flags) {
+    std::vector<const char*> argv = {"denoised"};
+    for (const std::string& flag : flags) argv.push_back(flag.c_str());
+    return ParseCommandLine(static_cast<int>(argv.size()), argv.data());
+  }
+
+  /// The message of the error that `flags`, beside a good model, must cause.
+  std::string Error(std::vector<std::string> flags) {
+    flags.insert(flags.begin(), {"--model", "m=" + Path("a-model")});
+    const auto line = Parse(flags);
+    return line.ok() ? "accepted" : std::string(line.status().message());
+  }
+
+  std::string Path(const std::string& name) const { return (directory_ / name).string(); }
+  std::string Write(const std::string& text) const {
+    std::ofstream(directory_ / "config.json") << text;
+    return Path("config.json");
+  }
+
+  std::filesystem::path directory_;
+};
+
+TEST_F(ConfigTest, DefaultsAreSafe) {
+  const auto line = Parse({"--model", "digits=" + Path("a-model")});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.listen, "127.0.0.1:50051");
+  EXPECT_EQ(line->config.metrics_listen, "127.0.0.1:9090");
+  EXPECT_EQ(line->config.limits.max_request_bytes, 64 << 20);
+  ASSERT_EQ(line->config.models.size(), 1u);
+  EXPECT_EQ(line->config.models[0].name, "digits");
+  EXPECT_EQ(line->config.models[0].directory, Path("a-model"));
+  EXPECT_FALSE(line->print);
+}
+
+TEST_F(ConfigTest, ReadsEveryKindOfFlag) {
+  const auto line =
+      Parse({"--model", "x=" + Path("a-model"), "--model", "y=" + Path("b-model"), "--fp32",
+             "--device", "cpu", "--max-rows", "8", "--log-format", "json", "--log-level", "debug",
+             "--grace-seconds", "1.5", "--metrics-listen", "", "--check"});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  const Config& config = line->config;
+  EXPECT_EQ(config.models[1].name, "y");
+  EXPECT_TRUE(config.engine.fp32);
+  EXPECT_EQ(config.engine.device, "cpu");
+  EXPECT_EQ(config.engine.max_rows, 8);
+  EXPECT_EQ(config.log_format, log::Format::kJson);
+  EXPECT_EQ(config.log_level, log::Level::kDebug);
+  EXPECT_EQ(config.grace.count(), 1500);
+  EXPECT_EQ(config.metrics_listen, "");
+  EXPECT_TRUE(config.check);
+}
+
+TEST_F(ConfigTest, LoadsEachModelFolderByName) {
+  const auto line = Parse({"--models", directory_.string()});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  ASSERT_EQ(line->config.models.size(), 2u);
+  EXPECT_EQ(line->config.models[0].name, "a-model");
+  EXPECT_EQ(line->config.models[1].name, "b-model");
+}
+
+TEST_F(ConfigTest, ReadsJsonAndFlagsWin) {
+  const std::string file = Write(
+      "{\"listen\": \"127.0.0.1:0\", \"max-rows\": 4, \"fp32\": true,"
+      " \"model\": {\"digits\": \"" +
+      Path("a-model") + "\"}}");
+  const auto line = Parse({"--config", file, "--max-rows", "2"});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.listen, "127.0.0.1:0");
+  EXPECT_EQ(line->config.engine.max_rows, 2);
+  EXPECT_TRUE(line->config.engine.fp32);
+  ASSERT_EQ(line->config.models.size(), 1u);
+  EXPECT_EQ(line->config.models[0].name, "digits");
+}
+
+TEST_F(ConfigTest, RefusesBadJson) {
+  EXPECT_THAT(Error({"--config", Write("{\"listen\": ")}), HasSubstr("JSON object"));
+  EXPECT_THAT(Error({"--config", Write("[1]")}), HasSubstr("JSON object"));
+  EXPECT_THAT(Error({"--config", Write("{\"listne\": \"127.0.0.1:0\"}")}), HasSubstr("listne"));
+  EXPECT_THAT(Error({"--config", Write("{\"listen\": {\"a\": 1}}")}), HasSubstr("listen"));
+  EXPECT_THAT(Error({"--config", Write("{\"max-rows\": \"many\"}")}), HasSubstr("max-rows"));
+  EXPECT_THAT(Error({"--config", Path("absent.json")}), HasSubstr("absent.json"));
+}
+
+TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
+  EXPECT_THAT(Error({"--listen", "nowhere"}), HasSubstr("--listen: \"nowhere\""));
+  EXPECT_THAT(Error({"--listen", "127.0.0.1:70000"}), HasSubstr("65535"));
+  EXPECT_THAT(Error({"--metrics-listen", ":"}), HasSubstr("--metrics-listen"));
+  EXPECT_THAT(Error({"--max-rows", "-1"}), HasSubstr("--max-rows"));
+  EXPECT_THAT(Error({"--max-rows", "x"}), HasSubstr("--max-rows"));
+  EXPECT_THAT(Error({"--max-request-bytes", "3000000000"}), HasSubstr("--max-request-bytes"));
+  EXPECT_THAT(Error({"--grace-seconds", "nan"}), HasSubstr("--grace-seconds"));
+  EXPECT_THAT(Error({"--log-format", "xml"}), HasSubstr("--log-format"));
+  EXPECT_THAT(Error({"--unknown"}), HasSubstr("--unknown"));
+  EXPECT_THAT(Error({"--model", "digits"}), HasSubstr("name=directory"));
+  EXPECT_THAT(Error({"--model", "a b=" + Path("a-model")}), HasSubstr("\"a b\""));
+  EXPECT_THAT(Error({"--model", "n=/absent"}), HasSubstr("/absent"));
+  EXPECT_THAT(Error({"--model", "m=" + Path("b-model")}), HasSubstr("two models are named \"m\""));
+  EXPECT_THAT(Error({"--models", "/absent"}), HasSubstr("--models"));
+  EXPECT_THAT(Error({"--models", Path("not-a-model")}), HasSubstr("model_index.json"));
+  const auto none = Parse({});
+  ASSERT_FALSE(none.ok());
+  EXPECT_THAT(std::string(none.status().message()), HasSubstr("--model"));
+}
+
+TEST_F(ConfigTest, PrintsHelpAndVersion) {
+  const auto help = Parse({"--help"});
+  ASSERT_TRUE(help.ok() && help->print);
+  EXPECT_THAT(*help->print, HasSubstr("--max-queued-images"));
+  const auto version = Parse({"--version"});
+  ASSERT_TRUE(version.ok() && version->print);
+  EXPECT_THAT(*version->print, HasSubstr("denoised 0."));
+}
+
+}  // namespace
+}  // namespace denoised

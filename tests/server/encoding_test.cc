@@ -1,0 +1,193 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <png.h>
+
+#include <cmath>
+#include <limits>
+
+#include "server/encoding/formats.h"
+#include "server/encoding/jpeg.h"
+#include "server/encoding/webp.h"
+
+namespace denoised {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kPlenty = 1 << 20;
+
+Tensor Gradient(int height, int width, int channels) {
+  Tensor image = Tensor::Host({height, width, channels}, DType::kF32);
+  float* out = image.as<float>();
+  for (int y = 0; y < height; ++y) {
+    for (int x = 0; x < width; ++x) {
+      for (int c = 0; c < channels; ++c) {
+        *out++ = -1.0f + 2.0f * (x + (c == 1 ? y : 0)) / (width + height);
+      }
+    }
+  }
+  return image;
+}
+
+double LargestDifference(const Tensor& a, const Tensor& b) {
+  double largest = 0;
+  for (int64_t i = 0; i < a.elements(); ++i) {
+    largest = std::max<double>(largest, std::abs(a.as<float>()[i] - b.as<float>()[i]));
+  }
+  return largest;
+}
+
+TEST(PixelsTest, QuantisesRoundedAndClipped) {
+  const float values[] = {-1,
+                          1,
+                          0,
+                          -7,
+                          7,
+                          std::numeric_limits<float>::quiet_NaN(),
+                          std::numeric_limits<float>::infinity(),
+                          -1 + 2 * 100.6f / 255};
+  const std::vector<uint8_t> bytes = ToBytes(Tensor::HostF32({1, 8, 1}, values));
+  EXPECT_EQ(bytes, (std::vector<uint8_t>{0, 255, 128, 0, 255, 0, 255, 101}));
+}
+
+TEST(PixelsTest, ConvertsBetweenGreyAndRgb) {
+  const Pixels rgb{1, 1, 3, {255, 0, 0}};
+  EXPECT_NEAR(FromPixels(rgb, 1).as<float>()[0], 0.299 * 2 - 1, 1e-6);
+  const Tensor repeated = FromPixels({1, 1, 1, {51}}, 3);
+  for (int c = 0; c < 3; ++c) EXPECT_NEAR(repeated.as<float>()[c], -0.6, 1e-6);
+}
+
+TEST(PixelsTest, ResizeKeepsConstantsAndMeans) {
+  Tensor constant = Tensor::Host({7, 5, 3}, DType::kF32);
+  for (float& value : constant.span<float>()) value = 0.25f;
+  for (const auto& [height, width] : {std::pair{3, 2}, {14, 11}, {1, 1}}) {
+    const Tensor resized = Resize(constant, height, width);
+    ASSERT_EQ(resized.shape(), (Shape{height, width, 3}));
+    for (const float value : resized.span<float>()) EXPECT_NEAR(value, 0.25, 1e-6);
+  }
+  const Tensor image = Gradient(16, 16, 1);
+  double mean = 0;
+  for (const float value : image.span<float>()) mean += value / image.elements();
+  EXPECT_NEAR(Resize(image, 1, 1).as<float>()[0], mean, 0.02);
+}
+
+TEST(PixelsTest, ResizeByTwoIsTheKnownFilter) {
+  // Half a pixel's offset each side: 1/8, 3/8, 3/8, 1/8, and 3/7, 3/7, 1/7 at the border.
+  const float row[] = {0, 8, 16, 24};
+  const Tensor half = Resize(Tensor::HostF32({1, 4, 1}, row), 1, 2);
+  EXPECT_NEAR(half.as<float>()[0], (3 * 0 + 3 * 8 + 1 * 16) / 7.0, 1e-5);
+  EXPECT_NEAR(half.as<float>()[1], (1 * 8 + 3 * 16 + 3 * 24) / 7.0, 1e-5);
+}
+
+TEST(PixelsTest, FitWithinKeepsAspect) {
+  EXPECT_EQ(FitWithin(Gradient(100, 50, 1), 20).shape(), (Shape{20, 10, 1}));
+  EXPECT_EQ(FitWithin(Gradient(10, 5, 1), 20).shape(), (Shape{10, 5, 1}));
+  EXPECT_EQ(FitWithin(Gradient(1, 1000, 1), 10).shape(), (Shape{1, 10, 1}));
+}
+
+class FormatTest : public ::testing::TestWithParam<std::tuple<FileFormat, int>> {};
+
+TEST_P(FormatTest, RoundTrip) {
+  const auto [format, channels] = GetParam();
+  const Tensor image = Gradient(24, 40, channels);
+  const auto file = EncodeFile(image, format, 95, {});
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  const auto pixels = DecodeFile(*file, kPlenty);
+  ASSERT_TRUE(pixels.ok()) << pixels.status().message();
+  EXPECT_EQ(pixels->height, 24);
+  EXPECT_EQ(pixels->width, 40);
+  // Half a quantum is all that PNG loses; the lossy ones at quality 95 stay within a few percent.
+  EXPECT_LE(LargestDifference(FromPixels(*pixels, channels), image),
+            format == FileFormat::kPng ? 1.001 / 255 : 0.12);
+}
+
+TEST_P(FormatTest, EveryTruncationIsAnErrorNotACrash) {
+  const auto [format, channels] = GetParam();
+  const auto file = EncodeFile(Gradient(24, 40, channels), format, 90, {});
+  ASSERT_TRUE(file.ok());
+  for (size_t size = 0; size + 12 < file->size(); ++size) {
+    EXPECT_FALSE(DecodeFile(file->substr(0, size), kPlenty).ok()) << size;
+  }
+}
+
+TEST_P(FormatTest, FlippedBytesNeverCrash) {
+  const auto [format, channels] = GetParam();
+  const auto file = EncodeFile(Gradient(24, 40, channels), format, 90, {});
+  ASSERT_TRUE(file.ok());
+  int refused = 0;
+  for (size_t i = 0; i < file->size(); ++i) {
+    std::string damaged = *file;
+    damaged[i] = static_cast<char>(damaged[i] ^ 0x55);
+    const auto pixels = DecodeFile(damaged, kPlenty);
+    if (!pixels.ok()) {
+      ++refused;
+    } else {
+      EXPECT_EQ(pixels->samples.size(), size_t(pixels->width) * pixels->height * pixels->channels);
+    }
+  }
+  EXPECT_GT(refused, 10);
+}
+
+TEST_P(FormatTest, RefusesMorePixelsThanAllowed) {
+  const auto [format, channels] = GetParam();
+  const auto file = EncodeFile(Gradient(24, 40, channels), format, 90, {});
+  ASSERT_TRUE(file.ok());
+  EXPECT_TRUE(DecodeFile(*file, 24 * 40).ok());
+  const auto refused = DecodeFile(*file, 24 * 40 - 1);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("40×24"));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, FormatTest,
+                         ::testing::Combine(::testing::Values(FileFormat::kPng, FileFormat::kJpeg,
+                                                              FileFormat::kWebp),
+                                            ::testing::Values(1, 3)));
+
+TEST(PngTest, CarriesTexts) {
+  const TextEntries texts = {{"seed", "18446744073709551615"}, {"model", "digits"}};
+  const auto file = EncodePng(ToPixels(Gradient(8, 8, 1)), texts);
+  ASSERT_TRUE(file.ok());
+  EXPECT_THAT(*file, HasSubstr(std::string("tEXtseed\0", 9) + "18446744073709551615"));
+  EXPECT_THAT(*file, HasSubstr(std::string("tEXtmodel\0", 10) + "digits"));
+}
+
+/// A header that promises 2^31−1 pixels an edge, followed by next to nothing.
+TEST(PngTest, RefusesABombByItsHeader) {
+  auto file = EncodePng(ToPixels(Gradient(8, 8, 1)), {});
+  ASSERT_TRUE(file.ok());
+  for (const int offset : {16, 20}) file->replace(offset, 4, std::string("\x00\x01\xff\xff", 4));
+  // The header's checksum, so that nothing but the size is wrong with it.
+  uint32_t crc = 0xffffffff;
+  for (int i = 12; i < 29; ++i) {
+    crc ^= static_cast<uint8_t>((*file)[i]);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? 0xedb88320 : 0);
+  }
+  crc = ~crc;
+  for (int i = 0; i < 4; ++i) (*file)[29 + i] = static_cast<char>(crc >> (24 - 8 * i));
+  const auto pixels = DecodeFile(*file, kPlenty);
+  ASSERT_FALSE(pixels.ok());
+  EXPECT_THAT(std::string(pixels.status().message()), HasSubstr("131071×131071"));
+}
+
+TEST(PngTest, ShowsTransparencyOverWhite) {
+  png_image image{};
+  image.version = PNG_IMAGE_VERSION;
+  image.width = image.height = 1;
+  image.format = PNG_FORMAT_RGBA;
+  const uint8_t clear[4] = {10, 20, 30, 0};
+  std::string file(1000, '\0');
+  png_alloc_size_t size = file.size();
+  ASSERT_TRUE(png_image_write_to_memory(&image, file.data(), &size, 0, clear, 0, nullptr));
+  const auto pixels = DecodeFile(file.substr(0, size), kPlenty);
+  ASSERT_TRUE(pixels.ok()) << pixels.status().message();
+  EXPECT_EQ(pixels->samples, (std::vector<uint8_t>{255, 255, 255}));
+}
+
+TEST(FormatsTest, RefusesWhatIsNoImage) {
+  EXPECT_THAT(std::string(DecodeFile("", kPlenty).status().message()), HasSubstr("empty"));
+  EXPECT_THAT(std::string(DecodeFile("GIF89a....", kPlenty).status().message()),
+              HasSubstr("neither PNG"));
+}
+
+}  // namespace
+}  // namespace denoised

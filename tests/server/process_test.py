@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""The denoised process: flags, exit codes, logs, signals.
+
+  process_test.py --binary build/dev/tests/server/denoised_with_fake_engine
+"""
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+BINARY = None
+
+
+def run(*flags):
+    return subprocess.run([BINARY, *flags], capture_output=True, text=True, timeout=30)
+
+
+class Running:
+    """A server with JSON logs on free ports."""
+
+    def __init__(self, *flags):
+        self.process = subprocess.Popen(
+            [BINARY, "--listen", "127.0.0.1:0", "--metrics-listen", "", "--log-format", "json",
+             *flags], stderr=subprocess.PIPE)
+        self.lines = []
+        self.rest = b""
+
+    def wait_for(self, message, seconds=20):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for line in self.lines:
+                if line["message"] == message:
+                    return line
+            if select.select([self.process.stderr], [], [], 0.1)[0]:
+                data = os.read(self.process.stderr.fileno(), 65536)
+                if not data:
+                    break
+                *whole, self.rest = (self.rest + data).split(b"\n")
+                self.lines += [json.loads(line) for line in whole]
+        raise AssertionError(f"no {message!r} in {self.lines}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.process.stderr.close()
+
+
+class ProcessTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.model = os.path.join(directory.name, "digits")
+        self.broken = os.path.join(directory.name, "broken")
+        for path in (self.model, self.broken):
+            os.mkdir(path)
+            with open(os.path.join(path, "config.json"), "w") as file:
+                file.write("{}")
+
+    def test_version_and_help(self):
+        version = run("--version")
+        self.assertEqual(version.returncode, 0)
+        self.assertRegex(version.stdout, r"^denoised \d+\.\d+\.\d+\n$")
+        help_text = run("--help")
+        self.assertEqual(help_text.returncode, 0)
+        self.assertIn("--model", help_text.stdout)
+
+    def test_bad_flags(self):
+        for flags in (["--nonsense"], [], ["--model", "x"], ["--listen", "x", "--model", "a=/"]):
+            result = run(*flags)
+            self.assertEqual(result.returncode, 2, flags)
+            self.assertIn("denoised: ", result.stderr)
+            self.assertEqual(result.stdout, "")
+
+    def test_check(self):
+        good = run("--check", "--model", f"digits={self.model}")
+        self.assertEqual(good.returncode, 0, good.stderr)
+        self.assertIn("digits: UNet2DModel", good.stdout)
+        bad = run("--check", "--model", f"digits={self.model}", "--model", f"bad={self.broken}")
+        self.assertEqual(bad.returncode, 1)
+        self.assertIn("bad: ", bad.stderr)
+
+    def test_signals_end_it_cleanly(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with Running("--model", f"digits={self.model}") as server:
+                listening = server.wait_for("listening")
+                self.assertRegex(listening["address"], r"^127\.0\.0\.1:[1-9]\d*$")
+                self.assertEqual(listening["device"], "fake")
+                server.wait_for("serving")
+                server.process.send_signal(number)
+                server.wait_for("stopped")
+                self.assertEqual(server.process.wait(20), 0)
+
+    def test_no_model_is_an_error(self):
+        with Running("--model", f"digits={self.broken}") as server:
+            self.assertIn("broken", server.wait_for("no model could be loaded")["error"])
+            self.assertEqual(server.process.wait(20), 1)
+
+    def test_port_in_use_is_an_error(self):
+        with Running("--model", f"digits={self.model}") as server:
+            address = server.wait_for("listening")["address"]
+            second = run("--model", f"digits={self.model}", "--listen", address,
+                         "--metrics-listen", "")
+            self.assertEqual(second.returncode, 1)
+            self.assertIn(address, second.stderr)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", required=True)
+    options, rest = parser.parse_known_args()
+    BINARY = options.binary
+    unittest.main(argv=[sys.argv[0]] + rest)

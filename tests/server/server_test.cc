@@ -1,0 +1,643 @@
+// The whole server in process, over loopback, on a FakeEngine.
+
+#include "server/server.h"
+
+#include <gmock/gmock.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/support/error_details.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <future>
+#include <limits>
+#include <thread>
+
+#include "denoised/v1/image_generation.grpc.pb.h"
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "server/encoding/formats.h"
+#include "tests/server/fake_engine.h"
+
+namespace denoised {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Event = v1::StreamGenerateResponse;
+
+/// Waits for something that another thread is about to do.
+template <typename Condition>
+bool Eventually(Condition condition, std::chrono::milliseconds limit = 5s) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(2ms);
+  }
+  return true;
+}
+
+template <typename Detail>
+Detail Find(const grpc::Status& status) {
+  google::rpc::Status rpc;
+  EXPECT_TRUE(grpc::ExtractErrorDetails(status, &rpc).ok());
+  Detail detail;
+  for (const auto& any : rpc.details()) {
+    if (any.UnpackTo(&detail)) return detail;
+  }
+  ADD_FAILURE() << "no " << detail.GetTypeName() << " in " << rpc.ShortDebugString();
+  return detail;
+}
+
+std::string Reason(const grpc::Status& status) {
+  return Find<google::rpc::ErrorInfo>(status).reason();
+}
+
+/// grpc.health.v1.Health/Check on its two one-field messages, written by hand: the distribution
+/// ships no compiled health.proto. 1 is SERVING, 2 NOT_SERVING, −1 an error.
+int CheckHealth(const std::shared_ptr<grpc::Channel>& channel, const std::string& service) {
+  std::string request;
+  if (!service.empty()) request = std::string("\x0a") + char(service.size()) + service;
+  grpc::Slice slice(request);
+  grpc::ByteBuffer send(&slice, 1), receive;
+  grpc::GenericStub stub(channel);
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", send, &queue);
+  call->StartCall();
+  grpc::Status status;
+  call->Finish(&receive, &status, nullptr);
+  void* tag;
+  bool ok;
+  queue.Next(&tag, &ok);
+  if (!status.ok()) return -1;
+  std::vector<grpc::Slice> slices;
+  if (!receive.Dump(&slices).ok() || slices.empty() || slices[0].size() < 2) return 0;
+  return slices[0].begin()[1];
+}
+
+/// GET /metrics.
+std::string Scrape(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  std::string text;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
+    const std::string get = "GET /metrics HTTP/1.0\r\n\r\n";
+    EXPECT_EQ(write(fd, get.data(), get.size()), ssize_t(get.size()));
+    char buffer[65536];
+    for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) text.append(buffer, n);
+  }
+  close(fd);
+  return text;
+}
+
+class ServerTest : public ::testing::Test {
+ protected:
+  ServerTest() {
+    config_.listen = "127.0.0.1:0";
+    config_.metrics_listen = "";
+    config_.models = {{"digits", "models/digits"}};
+    log::Configure(log::Format::kText, log::Level::kError);
+  }
+
+  void Start(const FakeEngineOptions& options = {}, bool wait = true) {
+    auto engine = std::make_unique<FakeEngine>(options);
+    engine_ = engine.get();
+    auto server = Server::Start(config_, std::move(engine));
+    ASSERT_TRUE(server.ok()) << server.status().message();
+    server_ = *std::move(server);
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(-1);
+    channel_ = grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()),
+                                         grpc::InsecureChannelCredentials(), arguments);
+    stub_ = v1::ImageGeneration::NewStub(channel_);
+    if (wait) {
+      const auto loaded = server_->Loaded(10s);
+      ASSERT_TRUE(loaded && loaded->ok());
+    }
+  }
+
+  grpc::Status Generate(const v1::GenerateRequest& request, v1::GenerateResponse* response) {
+    grpc::ClientContext context;
+    return stub_->Generate(&context, request, response);
+  }
+  grpc::Status Generate(const v1::GenerateRequest& request) {
+    v1::GenerateResponse response;
+    return Generate(request, &response);
+  }
+
+  grpc::Status Stream(const v1::StreamGenerateRequest& request, std::vector<Event>* events) {
+    grpc::ClientContext context;
+    auto reader = stub_->StreamGenerate(&context, request);
+    Event event;
+    while (reader->Read(&event)) events->push_back(event);
+    return reader->Finish();
+  }
+
+  Config config_;
+  FakeEngine* engine_ = nullptr;
+  std::unique_ptr<Server> server_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::ImageGeneration::Stub> stub_;
+};
+
+TEST_F(ServerTest, GenerateReturnsImagesAndWhatWasRun) {
+  Start();
+  v1::GenerateRequest request;
+  v1::GenerationParams& params = *request.mutable_params();
+  params.set_request_id("my request");
+  params.set_seed(41);
+  params.set_count(3);
+  params.set_sampler(v1::SAMPLER_HEUN);
+  params.set_steps(4);
+  params.mutable_class_labels()->add_labels(7);
+  v1::GenerateResponse response;
+  const grpc::Status status = Generate(request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(response.params().model(), "digits");
+  EXPECT_EQ(response.params().request_id(), "my request");
+  EXPECT_EQ(response.params().evaluations(), 7);
+  EXPECT_EQ(response.params().sampler(), v1::SAMPLER_HEUN);
+  EXPECT_EQ(response.params().noise_schedule(), v1::NOISE_SCHEDULE_NATIVE);
+  EXPECT_THAT(response.params().class_labels(), ElementsAre(7, 7, 7));
+  EXPECT_EQ(response.params().width(), 32);
+  ASSERT_EQ(response.images_size(), 3);
+  for (int i = 0; i < 3; ++i) {
+    const v1::Image& image = response.images(i);
+    EXPECT_EQ(image.index(), i);
+    EXPECT_EQ(image.seed(), 41u + i);
+    EXPECT_EQ(image.class_label(), 7);
+    EXPECT_THAT(image.encoded(), HasSubstr(std::string("tEXtseed\0", 9) + std::to_string(41 + i)));
+    EXPECT_THAT(image.encoded(), HasSubstr(std::string("tEXtsampler\0", 12) + "heun"));
+    const auto pixels = DecodeFile(image.encoded(), 32 * 32);
+    ASSERT_TRUE(pixels.ok());
+    EXPECT_EQ(pixels->width, 32);
+  }
+  EXPECT_GT(response.timing().total_seconds(), 0);
+  EXPECT_LE(response.timing().queued_seconds(), response.timing().total_seconds());
+}
+
+TEST_F(ServerTest, TheLastImageAloneHasTheSameBytes) {
+  Start();
+  v1::GenerateRequest request;
+  request.mutable_params()->set_seed(std::numeric_limits<uint64_t>::max() - 1);
+  request.mutable_params()->set_count(4);
+  request.mutable_params()->mutable_class_labels()->add_labels(1);
+  request.mutable_params()->mutable_output()->set_format(v1::IMAGE_FORMAT_RAW_FLOAT32);
+  v1::GenerateResponse many, one;
+  ASSERT_TRUE(Generate(request, &many).ok());
+  request.mutable_params()->set_count(1);
+  request.mutable_params()->set_seed(many.images(3).seed());
+  EXPECT_EQ(many.images(3).seed(), 1u);  // modulo 2^64
+  ASSERT_TRUE(Generate(request, &one).ok());
+  EXPECT_EQ(one.images(0).tensor().data(), many.images(3).tensor().data());
+}
+
+TEST_F(ServerTest, StreamTellsTheStoryInOrder) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 5ms;
+  Start(options);
+  v1::StreamGenerateRequest request;
+  request.mutable_params()->set_request_id("story");
+  request.mutable_params()->set_count(2);
+  request.mutable_params()->set_steps(6);
+  request.mutable_preview()->set_every_evaluations(2);
+  request.mutable_preview()->set_max_edge(16);
+  std::vector<Event> events;
+  const grpc::Status status = Stream(request, &events);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  ASSERT_GE(events.size(), 6u);
+  int images = 0, previews = 0, progress = 0;
+  for (size_t i = 0; i < events.size(); ++i) {
+    EXPECT_EQ(events[i].sequence(), i + 1);
+    EXPECT_EQ(events[i].request_id(), "story");
+    if (events[i].has_progress()) {
+      EXPECT_GT(events[i].progress().evaluations_done(), progress);
+      EXPECT_EQ(events[i].progress().evaluations_total(), 12);
+      progress = events[i].progress().evaluations_done();
+    }
+    if (events[i].has_preview()) {
+      ++previews;
+      EXPECT_EQ(events[i].preview().image().width(), 16);
+      EXPECT_EQ(events[i].preview().image().mime_type(), "image/jpeg");
+      EXPECT_EQ(events[i].preview().evaluation() % 2, 0);
+    }
+    images += events[i].has_image();
+  }
+  EXPECT_TRUE(events[0].has_queued());
+  EXPECT_EQ(events[0].queued().params().steps(), 6);
+  EXPECT_TRUE(events[1].has_started());
+  EXPECT_TRUE(events.back().has_completed());
+  EXPECT_EQ(images, 2);
+  EXPECT_GT(previews, 0);
+  EXPECT_EQ(progress, 12);
+}
+
+TEST_F(ServerTest, AllViolationsOfServerAndEngineAtOnce) {
+  Start();
+  v1::GenerateRequest request;
+  v1::GenerationParams& params = *request.mutable_params();
+  params.set_eta(std::nan(""));
+  params.set_steps(1'000'000);
+  params.mutable_class_labels()->add_labels(10);
+  params.set_sampler(v1::SAMPLER_PNDM);
+  params.set_width(33);
+  const grpc::Status status = Generate(request);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(Reason(status), "INVALID_FIELDS");
+  std::vector<std::string> fields;
+  const auto bad = Find<google::rpc::BadRequest>(status);
+  for (const auto& violation : bad.field_violations()) {
+    fields.push_back(violation.field());
+  }
+  EXPECT_THAT(fields, ElementsAre("params.eta", "params.class_labels.labels[0]", "params.steps",
+                                  "params.sampler", "params.width"));
+}
+
+TEST_F(ServerTest, UnknownModelsAndTheChoiceOfModels) {
+  config_.models = {{"digits", "models/digits"}, {"faces", "models/faces"}};
+  Start();
+  v1::GenerateRequest request;
+  request.mutable_params()->set_model("no\nsuch");
+  grpc::Status status = Generate(request);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(Reason(status), "MODEL_NOT_FOUND");
+  EXPECT_THAT(status.error_message(), HasSubstr("digits, faces"));
+  request.mutable_params()->clear_model();
+  status = Generate(request);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(Find<google::rpc::BadRequest>(status).field_violations(0).field(), "params.model");
+  request.mutable_params()->set_model("faces");
+  EXPECT_TRUE(Generate(request).ok());
+
+  grpc::ClientContext list_context, get_context, bad_context;
+  v1::ListModelsResponse list;
+  ASSERT_TRUE(stub_->ListModels(&list_context, {}, &list).ok());
+  ASSERT_EQ(list.models_size(), 2);
+  EXPECT_EQ(list.models(1).name(), "faces");
+  v1::GetModelRequest get;
+  v1::GetModelResponse model;
+  get.set_name("digits");
+  ASSERT_TRUE(stub_->GetModel(&get_context, get, &model).ok());
+  EXPECT_EQ(model.model().state(), v1::MODEL_STATE_AVAILABLE);
+  EXPECT_EQ(model.model().limits().num_classes(), 10);
+  EXPECT_THAT(model.model().samplers(), Contains(v1::SAMPLER_HEUN));
+  EXPECT_THAT(model.model().noise_schedules(), Contains(v1::NOISE_SCHEDULE_EXPONENTIAL));
+  EXPECT_EQ(model.model().memory_bytes(), 7'000'000);
+  get.set_name("none");
+  EXPECT_EQ(stub_->GetModel(&bad_context, get, &model).error_code(), grpc::StatusCode::NOT_FOUND);
+}
+
+TEST_F(ServerTest, CancelReachesTheEngineWithinAnEvaluation) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 5ms;
+  Start(options);
+  v1::StreamGenerateRequest request;
+  request.mutable_params()->set_steps(1000);
+  grpc::ClientContext context;
+  auto reader = stub_->StreamGenerate(&context, request);
+  Event event;
+  while (reader->Read(&event) && !event.has_progress()) {
+  }
+  context.TryCancel();
+  EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(Eventually([&] { return engine_->cancels() == 1; }, 1s));
+  EXPECT_TRUE(Eventually([&] { return engine_->Stats()[0].active_images == 0; }, 1s));
+}
+
+TEST_F(ServerTest, CancelOfAQueuedUnaryCall) {
+  Start();
+  engine_->Pause(true);
+  grpc::ClientContext context;
+  v1::GenerateRequest request;
+  v1::GenerateResponse response;
+  auto call =
+      std::async(std::launch::async, [&] { return stub_->Generate(&context, request, &response); });
+  ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("digits") == 1; }));
+  context.TryCancel();
+  EXPECT_EQ(call.get().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(Eventually([&] { return engine_->QueuedImages("digits") == 0; }));
+}
+
+TEST_F(ServerTest, DeadlineEndsTheJob) {
+  Start();
+  engine_->Pause(true);
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + 100ms);
+  v1::GenerateResponse response;
+  EXPECT_EQ(stub_->Generate(&context, {}, &response).error_code(),
+            grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_TRUE(engine_->last_spec().deadline.has_value());
+  EXPECT_TRUE(Eventually([&] { return engine_->QueuedImages("digits") == 0; }));
+}
+
+TEST_F(ServerTest, FullQueueSaysWhenToComeBack) {
+  FakeEngineOptions options;
+  options.max_queued_images = 4;
+  Start(options);
+  engine_->Pause(true);
+  v1::StreamGenerateRequest stream;
+  stream.mutable_params()->set_count(4);
+  grpc::ClientContext context;
+  auto reader = stub_->StreamGenerate(&context, stream);
+  Event event;
+  ASSERT_TRUE(reader->Read(&event) && event.has_queued());
+  const grpc::Status status = Generate({});
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(Reason(status), "QUEUE_FULL");
+  const auto delay = Find<google::rpc::RetryInfo>(status).retry_delay();
+  EXPECT_GT(delay.seconds() * 1000 + delay.nanos() / 1'000'000, 0);
+  engine_->Pause(false);
+  while (reader->Read(&event)) {
+  }
+  EXPECT_TRUE(reader->Finish().ok());
+  EXPECT_TRUE(Generate({}).ok());
+}
+
+TEST_F(ServerTest, OversizeRequestsAreRefused) {
+  config_.limits.max_request_bytes = 1 << 20;
+  Start();
+  v1::GenerateRequest request;
+  request.mutable_params()->mutable_init_image()->set_encoded(std::string(2 << 20, 'x'));
+  const grpc::Status status = Generate(request);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(status.error_message(), HasSubstr("1048576"));
+  EXPECT_TRUE(Generate({}).ok());
+}
+
+TEST_F(ServerTest, RepliesMayExceedTheDefaultFourMegabytes) {
+  FakeEngineOptions options;
+  options.size = 1024;
+  options.channels = 3;
+  Start(options);
+  v1::GenerateRequest request;
+  request.mutable_params()->set_steps(1);
+  request.mutable_params()->mutable_output()->set_format(v1::IMAGE_FORMAT_RAW_FLOAT32);
+  v1::GenerateResponse response;
+  ASSERT_TRUE(Generate(request, &response).ok());
+  EXPECT_EQ(response.images(0).tensor().data().size(), 1024u * 1024 * 3 * 4);
+}
+
+TEST_F(ServerTest, TwoHundredStreamsAtOnce) {
+  FakeEngineOptions options;
+  options.max_rows = 64;
+  Start(options);
+  constexpr int kStreams = 200;
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
+  std::vector<std::unique_ptr<grpc::ClientReader<Event>>> readers;
+  for (int i = 0; i < kStreams; ++i) {
+    v1::StreamGenerateRequest request;
+    request.mutable_params()->set_seed(i);
+    request.mutable_params()->set_count(2);
+    request.mutable_params()->set_steps(1 + i % 20);
+    request.mutable_preview();
+    contexts.push_back(std::make_unique<grpc::ClientContext>());
+    readers.push_back(stub_->StreamGenerate(contexts.back().get(), request));
+  }
+  for (int i = 0; i < kStreams; ++i) {
+    Event event;
+    uint64_t sequence = 0;
+    int images = 0;
+    bool completed = false;
+    while (readers[i]->Read(&event)) {
+      EXPECT_EQ(event.sequence(), ++sequence);
+      if (event.has_image()) {
+        EXPECT_EQ(event.image().image().seed(), uint64_t(i) + event.image().image().index());
+        ++images;
+      }
+      completed |= event.has_completed();
+    }
+    EXPECT_TRUE(readers[i]->Finish().ok());
+    EXPECT_EQ(images, 2);
+    EXPECT_TRUE(completed);
+  }
+}
+
+TEST_F(ServerTest, RandomCancelsLeaveNothingBehind) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 1ms;
+  Start(options);
+  std::vector<std::thread> clients;
+  for (int i = 0; i < 8; ++i) {
+    clients.emplace_back([this, i] {
+      for (int round = 0; round < 12; ++round) {
+        grpc::ClientContext context;
+        v1::StreamGenerateRequest request;
+        request.mutable_params()->set_count(1 + round % 3);
+        request.mutable_preview();
+        auto reader = stub_->StreamGenerate(&context, request);
+        Event event;
+        for (int reads = (i * 7 + round * 3) % 11; reads > 0 && reader->Read(&event); --reads) {
+        }
+        context.TryCancel();
+        reader->Finish();
+      }
+    });
+  }
+  for (std::thread& client : clients) client.join();
+  EXPECT_TRUE(Eventually(
+      [&] { return engine_->QueuedImages("") == 0 && engine_->Stats()[0].active_images == 0; }));
+  EXPECT_TRUE(Generate({}).ok());
+}
+
+/// Reads nothing while far more is sent than gRPC buffers: the write must time out and the device
+/// be freed.
+TEST_F(ServerTest, AStalledReaderIsCancelled) {
+  config_.write_timeout = 300ms;
+  config_.metrics_listen = "127.0.0.1:0";
+  FakeEngineOptions options;
+  options.size = 512;
+  options.channels = 3;
+  options.evaluation_cost = 1ms;
+  Start(options);
+  v1::StreamGenerateRequest request;
+  request.mutable_params()->set_count(32);
+  request.mutable_params()->set_steps(1);
+  request.mutable_params()->mutable_output()->set_format(v1::IMAGE_FORMAT_RAW_FLOAT32);
+  grpc::ClientContext context;
+  auto reader = stub_->StreamGenerate(&context, request);
+  EXPECT_TRUE(Eventually(
+      [&] {
+        return Scrape(server_->metrics_port()).find("denoised_stalled_readers_total 1") !=
+               std::string::npos;
+      },
+      10s));
+  Event event;
+  while (reader->Read(&event)) {
+  }
+  EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
+}
+
+TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
+  FakeEngineOptions options;
+  options.open_cost = 300ms;
+  Start(options, /*wait=*/false);
+  EXPECT_EQ(CheckHealth(channel_, ""), 2);
+  EXPECT_EQ(CheckHealth(channel_, "denoised.v1.ImageGeneration"), 2);
+  EXPECT_EQ(CheckHealth(channel_, "liveness"), 1);
+  EXPECT_EQ(CheckHealth(channel_, "nobody"), -1);
+  const grpc::Status status = Generate({});
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(Reason(status), "MODEL_LOADING");
+  grpc::ClientContext context;
+  v1::GetModelResponse model;
+  ASSERT_TRUE(stub_->GetModel(&context, {}, &model).ok());
+  EXPECT_EQ(model.model().state(), v1::MODEL_STATE_LOADING);
+
+  ASSERT_TRUE(server_->Loaded(5s));
+  EXPECT_EQ(CheckHealth(channel_, ""), 1);
+  EXPECT_EQ(CheckHealth(channel_, "denoised.v1.ImageGeneration"), 1);
+
+  engine_->Pause(true);
+  v1::GenerateResponse response;
+  auto running = std::async(std::launch::async, [&] { return Generate({}, &response); });
+  ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("") == 1; }));
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(10s); });
+  ASSERT_TRUE(Eventually([&] { return CheckHealth(channel_, "") == 2; }));
+  EXPECT_EQ(CheckHealth(channel_, "liveness"), 1);
+  const grpc::Status refused = Generate({});
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(Reason(refused), "DRAINING");
+  engine_->Pause(false);
+  drain.get();
+  const grpc::Status finished = running.get();
+  EXPECT_TRUE(finished.ok()) << finished.error_message();
+  EXPECT_EQ(response.images_size(), 1);
+}
+
+TEST_F(ServerTest, TheEndOfTheGracePeriodEndsJobs) {
+  Start();
+  engine_->Pause(true);
+  auto running = std::async(std::launch::async, [&] { return Generate({}); });
+  ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("") == 1; }));
+  server_->Drain(50ms);
+  const grpc::Status status = running.get();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(Reason(status), "DRAINING");
+}
+
+TEST_F(ServerTest, ABrokenModelLeavesTheOthers) {
+  config_.models = {{"bad", "broken"}, {"digits", "models/digits"}};
+  Start();
+  EXPECT_EQ(CheckHealth(channel_, ""), 1);
+  v1::GenerateRequest request;
+  request.mutable_params()->set_model("bad");
+  const grpc::Status status = Generate(request);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(Reason(status), "MODEL_FAILED");
+  EXPECT_THAT(status.error_message(), HasSubstr("broken/config.json"));
+  request.mutable_params()->set_model("digits");
+  EXPECT_TRUE(Generate(request).ok());
+}
+
+TEST_F(ServerTest, NoModelAtAllIsAnError) {
+  config_.models = {{"bad", "broken"}};
+  Start({}, /*wait=*/false);
+  const auto loaded = server_->Loaded(5s);
+  ASSERT_TRUE(loaded);
+  EXPECT_EQ(loaded->code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(CheckHealth(channel_, ""), 2);
+}
+
+TEST_F(ServerTest, ALostDeviceIsNeitherServingNorLive) {
+  Start();
+  EXPECT_TRUE(server_->CheckDevice().ok());
+  engine_->BreakDevice(Internal("an illegal memory access"));
+  EXPECT_FALSE(server_->CheckDevice().ok());
+  EXPECT_EQ(CheckHealth(channel_, ""), 2);
+  EXPECT_EQ(CheckHealth(channel_, "liveness"), 2);
+}
+
+TEST_F(ServerTest, APortInUseIsAnErrorThatNamesIt) {
+  Start();
+  Config second = config_;
+  second.listen = "127.0.0.1:" + std::to_string(server_->port());
+  const auto refused = Server::Start(second, std::make_unique<FakeEngine>());
+  ASSERT_FALSE(refused.ok());
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr(second.listen));
+}
+
+TEST_F(ServerTest, MetricsTellWhatHappened) {
+  config_.metrics_listen = "127.0.0.1:0";
+  Start();
+  v1::StreamGenerateRequest request;
+  request.mutable_params()->set_count(3);
+  request.mutable_preview();
+  std::vector<Event> events;
+  ASSERT_TRUE(Stream(request, &events).ok());
+  v1::GenerateRequest bad;
+  bad.mutable_params()->set_steps(0);
+  EXPECT_FALSE(Generate(bad).ok());
+  const std::string labels =
+      "grpc_method=\"Generate\",grpc_service=\"denoised.v1.ImageGeneration\",grpc_type=\"unary\"";
+  std::string text;
+  ASSERT_TRUE(Eventually([&] {
+    text = Scrape(server_->metrics_port());
+    return text.find("grpc_server_handled_total{grpc_code=\"INVALID_ARGUMENT\"," + labels +
+                     "} 1") != std::string::npos;
+  })) << text;
+  for (const char* series :
+       {"denoised_images_total{model=\"digits\"} 3",
+        "denoised_evaluation_rows_count{model=\"digits\"} 10",
+        "denoised_evaluation_rows_sum{model=\"digits\"} 30",
+        "denoised_evaluation_seconds_count{model=\"digits\"} 10",
+        "denoised_padding_rows_total{model=\"digits\"} 130",
+        "denoised_queue_seconds_count{model=\"digits\"} 1",
+        "denoised_first_preview_seconds_count{model=\"digits\"} 1",
+        "denoised_encoding_seconds_count{format=\"png\"} 3",
+        "denoised_queued_images{model=\"digits\"} 0", "denoised_active_images{model=\"digits\"} 0",
+        "denoised_model_state{model=\"digits\",state=\"available\"} 1",
+        "denoised_model_memory_bytes{model=\"digits\",purpose=\"weights\"} 4000000",
+        "denoised_build_info{version=\"", "denoised_startup_seconds ",
+        "denoised_stalled_readers_total 0",
+        "grpc_server_handled_total{grpc_code=\"OK\",grpc_method=\"StreamGenerate\"",
+        "grpc_server_started_total{grpc_method=\"StreamGenerate\"",
+        "grpc_server_handling_seconds_count{grpc_method=\"Generate\""}) {
+    EXPECT_THAT(text, HasSubstr(series));
+  }
+}
+
+TEST_F(ServerTest, ReflectionListsTheServices) {
+  Start();
+  // ServerReflectionRequest{list_services: ""}: field 7, length 0.
+  grpc::Slice slice(std::string("\x3a\x00", 2));
+  grpc::ByteBuffer send(&slice, 1), receive;
+  grpc::GenericStub stub(channel_);
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  auto call = stub.PrepareCall(
+      &context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
+  void* tag;
+  bool ok = false;
+  call->StartCall(nullptr);
+  queue.Next(&tag, &ok);
+  call->Write(send, nullptr);
+  queue.Next(&tag, &ok);
+  call->Read(&receive, nullptr);
+  queue.Next(&tag, &ok);
+  ASSERT_TRUE(ok);
+  std::vector<grpc::Slice> slices;
+  ASSERT_TRUE(receive.Dump(&slices).ok());
+  std::string text;
+  for (const grpc::Slice& part : slices) {
+    text.append(reinterpret_cast<const char*>(part.begin()), part.size());
+  }
+  EXPECT_THAT(text, HasSubstr("denoised.v1.ImageGeneration"));
+  EXPECT_THAT(text, HasSubstr("grpc.health.v1.Health"));
+  context.TryCancel();
+  grpc::Status status;
+  call->Finish(&status, nullptr);
+  queue.Next(&tag, &ok);
+}
+
+}  // namespace
+}  // namespace denoised

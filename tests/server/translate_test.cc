@@ -1,0 +1,387 @@
+#include "server/translate.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "server/encoding/formats.h"
+
+namespace denoised {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+ModelInfo Digits(int channels = 1) {
+  ModelInfo model;
+  model.name = "digits";
+  model.state = ModelState::kReady;
+  model.height = model.width = 8;
+  model.channels = channels;
+  model.num_classes = 10;
+  return model;
+}
+
+struct Outcome {
+  Translation translation;
+  std::vector<FieldViolation> violations;
+
+  std::vector<std::string> fields() const {
+    std::vector<std::string> names;
+    for (const FieldViolation& violation : violations) names.push_back(violation.field);
+    return names;
+  }
+};
+
+Outcome Translated(const v1::GenerationParams& params, const v1::PreviewOptions* preview = nullptr,
+                   const ModelInfo& model = Digits(), bool together = false) {
+  Outcome outcome;
+  RequestLimits limits;
+  limits.max_init_pixels = 4096;
+  limits.max_reply_bytes = 1 << 20;
+  outcome.translation =
+      Translate(params, preview, together, "made-id", model, limits, &outcome.violations);
+  return outcome;
+}
+
+v1::Tensor Floats(std::vector<int64_t> shape, const std::vector<float>& values) {
+  v1::Tensor tensor;
+  tensor.set_data_type(v1::DATA_TYPE_FLOAT32);
+  tensor.mutable_shape()->Add(shape.begin(), shape.end());
+  tensor.set_data(values.data(), values.size() * 4);
+  return tensor;
+}
+
+TEST(TranslateTest, NothingAskedIsDefaults) {
+  const Outcome outcome = Translated({});
+  EXPECT_TRUE(outcome.violations.empty());
+  const JobSpec& spec = outcome.translation.spec;
+  EXPECT_EQ(spec.model, "digits");
+  EXPECT_EQ(spec.request_id, "made-id");
+  EXPECT_FALSE(spec.seed || spec.guidance_scale || spec.sampler.sampler || spec.sampler.eta);
+  EXPECT_EQ(spec.count, 1);
+  EXPECT_EQ(spec.sampler.steps, 0);
+  EXPECT_FALSE(spec.previews || spec.initial_noise || spec.init_image);
+  EXPECT_EQ(outcome.translation.image.format, v1::IMAGE_FORMAT_PNG);
+  EXPECT_TRUE(outcome.translation.image.metadata);
+}
+
+TEST(TranslateTest, EveryFieldArrives) {
+  v1::GenerationParams params;
+  params.set_request_id("mine 1");
+  params.set_seed(0);
+  params.set_count(2);
+  params.mutable_class_labels()->add_labels(3);
+  params.set_guidance_scale(2.5);
+  params.set_steps(18);
+  params.set_sampler(v1::SAMPLER_HEUN);
+  params.set_noise_schedule(v1::NOISE_SCHEDULE_BETA);
+  params.set_eta(0.5);
+  params.set_s_churn(40);
+  params.set_s_tmin(0.05);
+  params.set_s_tmax(kInfinity);
+  params.set_s_noise(1.003);
+  params.set_solver_order(3);
+  params.set_width(4);
+  params.set_height(16);
+  params.mutable_output()->set_format(v1::IMAGE_FORMAT_WEBP);
+  params.mutable_output()->set_quality(1);
+  params.mutable_output()->set_embed_metadata(false);
+  v1::PreviewOptions preview;
+  preview.set_kind(v1::PREVIEW_KIND_NOISY_STATE);
+  preview.set_every_evaluations(3);
+  preview.set_max_edge(2);
+  preview.set_format(v1::IMAGE_FORMAT_PNG);
+  const Outcome outcome = Translated(params, &preview);
+  EXPECT_THAT(outcome.fields(), ElementsAre());
+  const JobSpec& spec = outcome.translation.spec;
+  EXPECT_EQ(spec.request_id, "mine 1");
+  EXPECT_EQ(spec.seed, 0u);
+  EXPECT_EQ(spec.count, 2);
+  EXPECT_THAT(spec.class_labels, ElementsAre(3));
+  EXPECT_EQ(spec.guidance_scale, 2.5);
+  EXPECT_EQ(spec.sampler.steps, 18);
+  EXPECT_EQ(spec.sampler.sampler, Sampler::kHeun);
+  EXPECT_EQ(spec.sampler.schedule, NoiseSchedule::kBeta);
+  EXPECT_EQ(spec.sampler.eta, 0.5);
+  EXPECT_EQ(spec.sampler.s_churn, 40);
+  EXPECT_EQ(spec.sampler.s_tmin, 0.05);
+  EXPECT_EQ(spec.sampler.s_tmax, kInfinity);
+  EXPECT_EQ(spec.sampler.s_noise, 1.003);
+  EXPECT_EQ(spec.sampler.solver_order, 3);
+  EXPECT_EQ(spec.width, 4);
+  EXPECT_EQ(spec.height, 16);
+  EXPECT_EQ(outcome.translation.image.format, v1::IMAGE_FORMAT_WEBP);
+  EXPECT_EQ(outcome.translation.image.quality, 1);
+  EXPECT_FALSE(outcome.translation.image.metadata);
+  EXPECT_TRUE(spec.previews);
+  EXPECT_EQ(spec.preview_kind, PreviewKind::kNoisyState);
+  EXPECT_EQ(spec.preview_every, 3);
+  EXPECT_EQ(outcome.translation.preview.max_edge, 2);
+  EXPECT_EQ(outcome.translation.preview.format, v1::IMAGE_FORMAT_PNG);
+}
+
+struct BadField {
+  const char* field;
+  std::function<void(v1::GenerationParams*, v1::PreviewOptions*)> set;
+};
+
+TEST(TranslateTest, EachBadFieldIsNamedAlone) {
+  using P = v1::GenerationParams*;
+  using V = v1::PreviewOptions*;
+  const BadField cases[] = {
+      {"params.request_id", [](P p, V) { p->set_request_id("a\nb"); }},
+      {"params.request_id", [](P p, V) { p->set_request_id(std::string(129, 'a')); }},
+      {"params.request_id", [](P p, V) { p->set_request_id("ü"); }},
+      {"params.count", [](P p, V) { p->set_count(0); }},
+      {"params.count", [](P p, V) { p->set_count(-1); }},
+      {"params.class_labels.labels", [](P p, V) { p->mutable_class_labels(); }},
+      {"params.class_vectors.values", [](P p, V) { p->mutable_class_vectors(); }},
+      {"params.class_vectors.values[1]",
+       [](P p, V) {
+         p->mutable_class_vectors()->add_values(0);
+         p->mutable_class_vectors()->add_values(kNan);
+       }},
+      {"params.guidance_scale", [](P p, V) { p->set_guidance_scale(kNan); }},
+      {"params.guidance_scale", [](P p, V) { p->set_guidance_scale(-0.1); }},
+      {"params.guidance_scale", [](P p, V) { p->set_guidance_scale(kInfinity); }},
+      {"params.steps", [](P p, V) { p->set_steps(0); }},
+      {"params.steps", [](P p, V) { p->set_steps(std::numeric_limits<int32_t>::min()); }},
+      {"params.sampler", [](P p, V) { p->set_sampler(static_cast<v1::Sampler>(99)); }},
+      {"params.sampler", [](P p, V) { p->set_sampler(static_cast<v1::Sampler>(-1)); }},
+      {"params.noise_schedule",
+       [](P p, V) { p->set_noise_schedule(static_cast<v1::NoiseSchedule>(99)); }},
+      {"params.eta", [](P p, V) { p->set_eta(1.01); }},
+      {"params.eta", [](P p, V) { p->set_eta(kNan); }},
+      {"params.s_churn", [](P p, V) { p->set_s_churn(-1); }},
+      {"params.s_churn", [](P p, V) { p->set_s_churn(kInfinity); }},
+      {"params.s_tmin", [](P p, V) { p->set_s_tmin(kInfinity); }},
+      {"params.s_tmax", [](P p, V) { p->set_s_tmax(kNan); }},
+      {"params.s_noise", [](P p, V) { p->set_s_noise(0); }},
+      {"params.solver_order", [](P p, V) { p->set_solver_order(4); }},
+      {"params.width", [](P p, V) { p->set_width(0); }},
+      {"params.width", [](P p, V) { p->set_width(std::numeric_limits<int32_t>::max()); }},
+      {"params.height", [](P p, V) { p->set_height(-8); }},
+      {"params.height", [](P p, V) { p->set_height(1'000'000); }},
+      {"params.output.format",
+       [](P p, V) { p->mutable_output()->set_format(static_cast<v1::ImageFormat>(77)); }},
+      {"params.output.quality", [](P p, V) { p->mutable_output()->set_quality(0); }},
+      {"params.output.quality", [](P p, V) { p->mutable_output()->set_quality(101); }},
+      {"params.initial_noise.shape", [](P p, V) { p->mutable_initial_noise(); }},
+      {"params.initial_noise.shape",
+       [](P p, V) {
+         *p->mutable_initial_noise() = Floats({8, 8, 3}, {});
+       }},
+      {"params.initial_noise.data",
+       [](P p, V) {
+         *p->mutable_initial_noise() = Floats({8, 8, 1}, {1, 2, 3});
+       }},
+      {"params.initial_noise.data",
+       [](P p, V) {
+         std::vector<float> noise(64, 0.0f);
+         noise[63] = std::numeric_limits<float>::infinity();
+         *p->mutable_initial_noise() = Floats({8, 8, 1}, noise);
+       }},
+      {"params.initial_noise.data_type",
+       [](P p, V) {
+         *p->mutable_initial_noise() = Floats({8, 8, 1}, std::vector<float>(64));
+         p->mutable_initial_noise()->set_data_type(v1::DATA_TYPE_UINT8);
+       }},
+      {"params.init_image", [](P p, V) { p->mutable_init_image(); }},
+      {"params.init_image.encoded",
+       [](P p, V) { p->mutable_init_image()->set_encoded("not a picture"); }},
+      {"params.init_image.tensor.shape",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({8, 8}, {});
+       }},
+      {"params.init_image.tensor.shape",
+       [](P p, V) {
+         // The product of the extents wraps around to 0 in 64 bits.
+         *p->mutable_init_image()->mutable_tensor() = Floats({1LL << 32, 1LL << 32, 1}, {});
+       }},
+      {"params.init_image.tensor.shape",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({-8, -8, 1}, {});
+       }},
+      {"params.init_image.tensor.data",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({8, 8, 1}, {0});
+       }},
+      {"params.init_image.strength",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         p->mutable_init_image()->set_strength(0);
+       }},
+      {"params.init_image.strength",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         p->mutable_init_image()->set_strength(kNan);
+       }},
+      {"preview.kind", [](P, V v) { v->set_kind(static_cast<v1::PreviewKind>(9)); }},
+      {"preview.every_evaluations", [](P, V v) { v->set_every_evaluations(0); }},
+      {"preview.max_edge", [](P, V v) { v->set_max_edge(-1); }},
+      {"preview.format", [](P, V v) { v->set_format(static_cast<v1::ImageFormat>(9)); }},
+  };
+  for (const BadField& bad : cases) {
+    v1::GenerationParams params;
+    v1::PreviewOptions preview;
+    bad.set(&params, &preview);
+    const Outcome outcome = Translated(params, &preview);
+    EXPECT_THAT(outcome.fields(), ElementsAre(bad.field)) << params.ShortDebugString();
+    for (const FieldViolation& violation : outcome.violations) {
+      EXPECT_FALSE(violation.description.empty());
+    }
+  }
+}
+
+TEST(TranslateTest, AllViolationsAtOnce) {
+  v1::GenerationParams params;
+  params.set_count(-1);
+  params.set_steps(0);
+  params.set_eta(kNan);
+  params.mutable_output()->set_quality(1000);
+  EXPECT_THAT(Translated(params).fields(),
+              ElementsAre("params.count", "params.steps", "params.eta", "params.output.quality"));
+}
+
+TEST(TranslateTest, NoiseComesWithAndWithoutCount) {
+  std::vector<float> noise(64);
+  for (int i = 0; i < 64; ++i) noise[i] = static_cast<float>(i);
+  v1::GenerationParams params;
+  for (const auto& shape : {std::vector<int64_t>{8, 8, 1}, {1, 8, 8, 1}}) {
+    *params.mutable_initial_noise() = Floats(shape, noise);
+    const Outcome outcome = Translated(params);
+    ASSERT_TRUE(outcome.violations.empty()) << outcome.violations[0].description;
+    ASSERT_EQ(outcome.translation.spec.initial_noise.shape(), (Shape{1, 8, 8, 1}));
+    EXPECT_EQ(outcome.translation.spec.initial_noise.ToFloats(), noise);
+  }
+  params.set_count(2);
+  EXPECT_THAT(Translated(params).fields(), ElementsAre("params.initial_noise.shape"));
+}
+
+TEST(TranslateTest, InitImageIsScaledAndConverted) {
+  v1::GenerationParams params;
+  Tensor white = Tensor::Host({20, 10, 3}, DType::kF32);
+  for (float& value : white.span<float>()) value = 1;
+  params.mutable_init_image()->set_encoded(EncodeFile(white, FileFormat::kPng, 0, {}).value());
+  Outcome outcome = Translated(params);
+  ASSERT_TRUE(outcome.violations.empty()) << outcome.violations[0].description;
+  EXPECT_EQ(outcome.translation.spec.init_image.shape(), (Shape{8, 8, 1}));
+  EXPECT_NEAR(outcome.translation.spec.init_image.as<float>()[5], 1, 1e-5);
+  EXPECT_EQ(outcome.translation.spec.sampler.strength, 0.8);
+
+  v1::Tensor& bytes = *params.mutable_init_image()->mutable_tensor();
+  bytes.set_data_type(v1::DATA_TYPE_UINT8);
+  for (const int extent : {2, 2, 1}) bytes.add_shape(extent);
+  bytes.set_data(std::string("\x00\x00\x00\x00", 4));
+  params.mutable_init_image()->set_strength(0.5);
+  outcome = Translated(params);
+  ASSERT_TRUE(outcome.violations.empty()) << outcome.violations[0].description;
+  EXPECT_EQ(outcome.translation.spec.init_image.as<float>()[0], -1);
+  EXPECT_EQ(outcome.translation.spec.sampler.strength, 0.5);
+
+  params.mutable_init_image()->set_strength(1);  // nothing of the picture is left
+  outcome = Translated(params);
+  EXPECT_FALSE(outcome.translation.spec.init_image);
+}
+
+TEST(TranslateTest, PicturesNeedOneOrThreeChannels) {
+  const ModelInfo latent = Digits(4);
+  EXPECT_EQ(Translated({}, nullptr, latent).translation.image.format, v1::IMAGE_FORMAT_RAW_FLOAT32);
+  v1::GenerationParams params;
+  params.mutable_output()->set_format(v1::IMAGE_FORMAT_JPEG);
+  params.mutable_init_image()->set_encoded("x");
+  EXPECT_THAT(Translated(params, nullptr, latent).fields(),
+              ElementsAre("params.init_image.encoded", "params.output.format"));
+}
+
+TEST(TranslateTest, RepliesAreBounded) {
+  v1::GenerationParams params;
+  params.set_count(1'000'000);
+  EXPECT_THAT(Translated(params, nullptr, Digits(), true).fields(), ElementsAre("params.count"));
+  EXPECT_TRUE(Translated(params, nullptr, Digits(), false).violations.empty());
+}
+
+TEST(TranslateTest, EngineFieldsHavePathsInTheProto) {
+  EXPECT_EQ(ProtoField("class_labels[2]"), "params.class_labels.labels[2]");
+  EXPECT_EQ(ProtoField("class_values"), "params.class_vectors.values");
+  EXPECT_EQ(ProtoField("schedule"), "params.noise_schedule");
+  EXPECT_EQ(ProtoField("sampler.eta"), "params.eta");
+  EXPECT_EQ(ProtoField("sampler"), "params.sampler");
+  EXPECT_EQ(ProtoField("strength"), "params.init_image.strength");
+  EXPECT_EQ(ProtoField("preview_every"), "preview.every_evaluations");
+  EXPECT_EQ(ProtoField("steps"), "params.steps");
+}
+
+/// Every path that ProtoField can make must exist, or clients cannot find the field.
+TEST(TranslateTest, PathsExist) {
+  for (const char* field :
+       {"seed",       "count",    "class_labels", "class_values",  "guidance_scale",
+        "sampler",    "schedule", "steps",        "eta",           "s_churn",
+        "s_tmin",     "s_tmax",   "s_noise",      "solver_order",  "strength",
+        "height",     "width",    "preview_kind", "preview_every", "initial_noise",
+        "init_image", "model",    "request_id"}) {
+    const google::protobuf::Descriptor* message = v1::StreamGenerateRequest::descriptor();
+    std::string path = ProtoField(field);
+    while (!path.empty()) {
+      const size_t dot = path.find('.');
+      ASSERT_NE(message, nullptr) << path;
+      const auto* part = message->FindFieldByName(path.substr(0, dot));
+      ASSERT_NE(part, nullptr) << field << ": " << path;
+      message = part->message_type();
+      path = dot == std::string::npos ? "" : path.substr(dot + 1);
+    }
+  }
+}
+
+TEST(TranslateTest, EveryEnumValueHasALabel) {
+  EXPECT_EQ(Label(Sampler::kEdmDpmSolver), "edm_dpm_solver");
+  EXPECT_EQ(Label(Sampler::kUniPc), "uni_pc");
+  EXPECT_EQ(Label(NoiseSchedule::kExponential), "exponential");
+  for (int value = v1::Sampler_MIN + 1; value <= v1::Sampler_MAX; ++value) {
+    v1::GenerationParams params;
+    params.set_sampler(static_cast<v1::Sampler>(value));
+    const Outcome outcome = Translated(params);
+    ASSERT_TRUE(outcome.violations.empty());
+    EXPECT_EQ(
+        "SAMPLER_" +
+            [](std::string name) {
+              for (char& c : name) c = static_cast<char>(std::toupper(c));
+              return name;
+            }(Label(*outcome.translation.spec.sampler.sampler)),
+        v1::Sampler_Name(params.sampler()));
+  }
+}
+
+TEST(RenderTest, FilesAndTensors) {
+  const float values[] = {-1, 1, 2, 0};
+  const ImageResult result{2, 7, 3, Tensor::HostF32({2, 2, 1}, values)};
+  Rendering rendering;
+  auto image = Render(result, rendering, {{"seed", "7"}});
+  ASSERT_TRUE(image.ok());
+  EXPECT_EQ(image->index(), 2);
+  EXPECT_EQ(image->seed(), 7u);
+  EXPECT_EQ(image->class_label(), 3);
+  EXPECT_EQ(image->mime_type(), "image/png");
+  EXPECT_EQ(DecodeFile(image->encoded(), 4)->samples, (std::vector<uint8_t>{0, 255, 255, 128}));
+
+  rendering.format = v1::IMAGE_FORMAT_RAW_FLOAT32;
+  image = Render(result, rendering, {});
+  EXPECT_EQ(image->mime_type(), "application/octet-stream");
+  EXPECT_EQ(image->tensor().data(), std::string(reinterpret_cast<const char*>(values), 16));
+
+  rendering.format = v1::IMAGE_FORMAT_RAW_UINT8;
+  rendering.max_edge = 1;
+  image = Render(result, rendering, {});
+  EXPECT_THAT(image->tensor().shape(), ElementsAre(1, 1, 1));
+  EXPECT_EQ(image->tensor().data().size(), 1u);
+}
+
+}  // namespace
+}  // namespace denoised
