@@ -151,7 +151,8 @@ struct AdvanceArgs {
   SlotState state;
   Tensor rows;           // I32 [R, 4]
   Tensor model_output;   // F32 [R, H, W, C], or [R, H, W, 2C] with learned variance
-  // With guidance g: F = F_u + g·(F_c − F_u). Then step_plan.h's formulas; evaluation += 1.
+  // With guidance g: F = F_u + g·(F_c − F_u); a learned variance is the conditional row's. Then
+  // step_plan.h's formulas; evaluation += 1.
 };
 
 /// A copy to the host under way. Destroying it early is allowed.
@@ -231,7 +232,9 @@ class Backend {
   virtual void Advance(const AdvanceArgs& args) = 0;
 
   // Order.
-  /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph.
+  /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph. Where
+  /// there are no graphs (CPU) its ops are only checked now and `body` runs at each Launch(): what it
+  /// refers to must outlive the graph too.
   virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) = 0;
   virtual void Launch(Graph& graph) = 0;
   virtual std::unique_ptr<Marker> Mark() = 0;
