@@ -35,7 +35,7 @@ Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptio
                       bool together, const std::string& request_id, const ModelInfo& model,
                       const RequestLimits& limits, std::vector<FieldViolation>* violations);
 
-/// OK, or the violation of GenerationParams.request_id.
+/// Whether `id` may be used as GenerationParams.request_id says.
 bool IsRequestId(const std::string& id);
 
 /// The path in the proto of a field of JobSpec: "class_labels[2]" is
