@@ -67,8 +67,8 @@ class GrpcConnection : public Connection {
     auto to_status = [target = target_](const grpc::Status& status) {
       return ToStatus(status, target);
     };
-    return StartStreamCall({.stub = stub_,
-                            .request = std::move(request),
+    return StartStreamCall(stub_,
+                           {.request = std::move(request),
                             .retry = retry_,
                             .deadline = Deadline(options),
                             .to_status = std::move(to_status)},

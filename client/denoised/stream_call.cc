@@ -20,8 +20,9 @@ absl::Status Cancelled() { return absl::CancelledError("cancelled by the caller"
 /// each attempt and each pending alarm holds a reference.
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
-  Operation(StreamCallSetup setup, StreamListener listener)
-      : setup_(std::move(setup)), listener_(std::move(listener)) {}
+  /// `stub` is used until the listener was told for the last time.
+  Operation(v1::ImageGeneration::Stub* stub, StreamCallSetup setup, StreamListener listener)
+      : stub_(stub), setup_(std::move(setup)), listener_(std::move(listener)) {}
 
   void StartAttempt();
   void Cancel();
@@ -34,6 +35,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void AttemptDone(const grpc::Status& grpc_status);
   void Finish(absl::Status status);
 
+  // Not owned: the last reference may be dropped on a gRPC thread, and a channel that is destroyed
+  // there would wait for that very thread.
+  v1::ImageGeneration::Stub* const stub_;
   const StreamCallSetup setup_;
   const StreamListener listener_;
 
@@ -60,7 +64,7 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
   void Start() {
     const StreamCallSetup& setup = operation_->setup_;
     if (setup.deadline) context_.set_deadline(*setup.deadline);
-    setup.stub->async()->StreamGenerate(&context_, &setup.request, this);
+    operation_->stub_->async()->StreamGenerate(&context_, &setup.request, this);
     StartRead(&response_);
     StartCall();
   }
@@ -162,8 +166,10 @@ void Operation::Finish(absl::Status status) {
 
 class RunningCall : public StreamCall {
  public:
-  RunningCall(std::shared_ptr<Operation> operation, std::stop_token stop)
-      : operation_(std::move(operation)),
+  RunningCall(std::shared_ptr<v1::ImageGeneration::Stub> stub, std::shared_ptr<Operation> operation,
+              std::stop_token stop)
+      : stub_(std::move(stub)),
+        operation_(std::move(operation)),
         on_stop_(std::move(stop), [operation = operation_.get()] { operation->Cancel(); }) {}
   ~RunningCall() override {
     operation_->Cancel();
@@ -173,6 +179,7 @@ class RunningCall : public StreamCall {
   absl::Status Wait() override { return operation_->Wait(); }
 
  private:
+  const std::shared_ptr<v1::ImageGeneration::Stub> stub_;  // lent to the operation
   const std::shared_ptr<Operation> operation_;
   const std::stop_callback<std::function<void()>> on_stop_;
 };
@@ -189,11 +196,12 @@ class FailedCall : public StreamCall {
 
 }  // namespace
 
-std::unique_ptr<StreamCall> StartStreamCall(StreamCallSetup setup, StreamListener listener,
+std::unique_ptr<StreamCall> StartStreamCall(std::shared_ptr<v1::ImageGeneration::Stub> stub,
+                                            StreamCallSetup setup, StreamListener listener,
                                             std::stop_token stop) {
-  auto operation = std::make_shared<Operation>(std::move(setup), std::move(listener));
+  auto operation = std::make_shared<Operation>(stub.get(), std::move(setup), std::move(listener));
   operation->StartAttempt();
-  return std::make_unique<RunningCall>(std::move(operation), std::move(stop));
+  return std::make_unique<RunningCall>(std::move(stub), std::move(operation), std::move(stop));
 }
 
 std::unique_ptr<StreamCall> FailedStreamCall(absl::Status status, const StreamListener& listener) {

@@ -12,7 +12,6 @@ namespace denoised::client {
 
 /// What a streaming call needs of the connection that makes it.
 struct StreamCallSetup {
-  std::shared_ptr<v1::ImageGeneration::Stub> stub;
   v1::StreamGenerateRequest request;
   RetryPolicy retry;
   std::optional<std::chrono::system_clock::time_point> deadline;
@@ -20,7 +19,8 @@ struct StreamCallSetup {
 };
 
 /// Begins the call.
-std::unique_ptr<StreamCall> StartStreamCall(StreamCallSetup setup, StreamListener listener,
+std::unique_ptr<StreamCall> StartStreamCall(std::shared_ptr<v1::ImageGeneration::Stub> stub,
+                                            StreamCallSetup setup, StreamListener listener,
                                             std::stop_token stop);
 
 /// A call that failed before it could be made; its listener is told before this returns.

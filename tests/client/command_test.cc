@@ -270,7 +270,7 @@ TEST(TerminalTest, FitsPicturesWithSquarePixels) {
 
 TEST(ProgressTest, ShowsShareAndTimeLeft) {
   EXPECT_EQ(ProgressBar(5, 10, duration<double>(2), 60),
-            "[============>            ]  50 %  5/10 evaluations  2.0 s left");
+            "[===========>          ]  50 %  5/10 evaluations  2.0 s left");
   EXPECT_THAT(ProgressBar(10, 10, duration<double>(2), 60), Not(HasSubstr("left")));
   EXPECT_LE(ProgressBar(5, 10, duration<double>(2), 20).size(), 20u);
   EXPECT_NO_FATAL_FAILURE(ProgressBar(0, 0, duration<double>(0), 0));

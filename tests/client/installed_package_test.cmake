@@ -1,5 +1,6 @@
 # Installs the client to a fresh prefix, builds the example there against nothing but the installed
 # package, and runs it: cmake -D... -P installed_package_test.cmake
+cmake_minimum_required(VERSION 3.25)
 function(run)
   execute_process(COMMAND ${ARGV} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output
                   WORKING_DIRECTORY ${WORK})
