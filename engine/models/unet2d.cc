@@ -421,7 +421,7 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
 
 Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
   const Tensor embedding = Embed(context, input);
-  context.Trace("embedding", embedding);
+  context.Trace("emb", embedding);
   const Tensor time = resnet_projections_(context, embedding, config_.activation);
 
   Tensor x = input.x;

@@ -1,0 +1,126 @@
+// Whole sampling runs from given noise through the engine, against diffusers' pipelines. The goldens
+// are made by tests/reference/make_pipeline_goldens.py.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <future>
+
+#include "engine/backend/cuda/cuda_backend.h"
+#include "engine/core/config_reader.h"
+#include "engine/engine.h"
+#include "engine/io/safetensors.h"
+
+namespace denoised {
+namespace {
+
+namespace fs = std::filesystem;
+
+const fs::path kGoldens = DENOISED_SOURCE_DIR "/tests/models/goldens";
+
+struct Target {
+  const char* name;
+  EngineOptions options;
+  double tolerance;  // of ‖image − reference‖ / ‖reference‖
+};
+
+/// fp32: rounding of one evaluation, up to 2e-6, over ten; bf16 keeps eight bits of each activation,
+/// and the error of one evaluation feeds the next.
+std::vector<Target> Targets() {
+  std::vector<Target> targets = {{"cpu", {.device = "cpu"}, 1e-4}};
+  if (CudaDeviceCount() > 0) {
+    targets.push_back({"cuda_fp32", {.device = "cuda", .fp32 = true}, 1e-4});
+    targets.push_back({"cuda_bf16", {.device = "cuda"}, 5e-2});
+  }
+  return targets;
+}
+
+std::vector<std::string> Runs() {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(kGoldens))
+    if (fs::exists(entry.path() / "run.json")) names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+/// [N, C, H, W] → [N, H, W, C].
+Tensor ToNhwc(const Tensor& tensor) {
+  const std::vector<float> from = tensor.ToFloats();
+  const int64_t n = tensor.dim(0), c = tensor.dim(1), h = tensor.dim(2), w = tensor.dim(3);
+  std::vector<float> to(from.size());
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t channel = 0; channel < c; ++channel)
+      for (int64_t p = 0; p < h * w; ++p)
+        to[(i * h * w + p) * c + channel] = from[(i * c + channel) * h * w + p];
+  return Tensor::HostF32({n, h, w, c}, to);
+}
+
+class Images : public JobListener {
+ public:
+  explicit Images(int count) : images(count) {}
+  void OnImage(ImageResult image) override { images[image.index] = image.pixels.ToFloats(); }
+  void OnDone(const absl::Status& status, const JobTiming&) override { done.set_value(status); }
+  std::vector<std::vector<float>> images;
+  std::promise<absl::Status> done;
+};
+
+class RunParity : public ::testing::TestWithParam<std::tuple<std::string, Target>> {};
+
+TEST_P(RunParity, FromTheSameNoiseToTheSameImage) {
+  const auto& [name, target] = GetParam();
+  const fs::path directory = kGoldens / name;
+  const auto run = ReadJsonFile(directory / "run.json");
+  ASSERT_TRUE(run.ok()) << run.status();
+  const auto tensors = Safetensors::Open(directory / "run.safetensors");
+  ASSERT_TRUE(tensors.ok()) << tensors.status();
+  const Tensor noise = ToNhwc(tensors->tensors().at("noise"));
+  const Tensor expected = ToNhwc(tensors->tensors().at("image"));
+
+  auto engine = Engine::Create(target.options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const bool own_model = fs::exists(directory / "model_index.json");
+  const absl::Status opened = (*engine)->Open(
+      "model", own_model ? directory.string() : DENOISED_SOURCE_DIR "/models/mnist-32");
+  ASSERT_TRUE(opened.ok()) << opened;
+
+  JobSpec spec{.model = "model", .seed = 1, .count = static_cast<int>(noise.dim(0))};
+  spec.initial_noise = noise;
+  spec.sampler.steps = (*run)["steps"];
+  spec.guidance_scale = (*run)["guidance_scale"].get<double>();
+  if (const auto labels = tensors->tensors().find("class_labels");
+      labels != tensors->tensors().end())
+    for (const int64_t label : labels->second.span<int64_t>())
+      spec.class_labels.push_back(static_cast<int>(label));
+  std::vector<FieldViolation> violations;
+  auto job = (*engine)->Resolve(spec, &violations);
+  ASSERT_TRUE(job.ok()) << job.status();
+  ASSERT_TRUE(violations.empty()) << violations[0].field << " " << violations[0].description;
+  auto images = std::make_shared<Images>(spec.count);
+  ASSERT_TRUE((*engine)->Submit(*job, images).ok());
+  const absl::Status done = images->done.get_future().get();
+  ASSERT_TRUE(done.ok()) << done;
+
+  double difference = 0, norm = 0;
+  const float* reference = expected.as<float>();
+  for (const std::vector<float>& image : images->images)
+    for (const float value : image) {
+      difference += std::pow(double{value} - *reference, 2);
+      norm += std::pow(double{*reference++}, 2);
+    }
+  const double error = std::sqrt(difference / norm);
+  EXPECT_LE(error, target.tolerance);
+  RecordProperty("relative_error", std::to_string(error));
+  std::printf("%s on %s: relative error %.2g\n", name.c_str(), target.name, error);
+}
+
+INSTANTIATE_TEST_SUITE_P(Diffusers, RunParity,
+                         ::testing::Combine(::testing::ValuesIn(Runs()),
+                                            ::testing::ValuesIn(Targets())),
+                         [](const auto& info) {
+                           return std::get<0>(info.param) + "_" + std::get<1>(info.param).name;
+                         });
+
+}  // namespace
+}  // namespace denoised
