@@ -206,14 +206,15 @@ TEST_P(BatchInvarianceTest, Attention) {
 }
 
 TEST_P(BatchInvarianceTest, EmbeddingsAndElementwise) {
-  ExpectInvariant("timestep embedding", {{Shape(std::span<const int64_t>()), DType::kF32, 300}},
+  const Shape kScalar;  // one number for each row
+  ExpectInvariant("timestep embedding", {{kScalar, DType::kF32, 300}},
                   [&](const std::vector<Tensor>& in, int64_t rows) {
                     TimestepEmbeddingArgs args{.t = in[0], .out = Output({rows, 129})};
                     backend().TimestepEmbedding(args);
                     return args.out;
                   });
   const Tensor weight = Upload(Random({33}, DType::kF32, 16), DType::kF32);
-  ExpectInvariant("fourier embedding", {{Shape(std::span<const int64_t>()), DType::kF32}},
+  ExpectInvariant("fourier embedding", {{kScalar, DType::kF32}},
                   [&](const std::vector<Tensor>& in, int64_t rows) {
                     FourierEmbeddingArgs args{
                         .t = in[0], .weight = weight, .log = false, .out = Output({rows, 66})};
@@ -231,6 +232,12 @@ TEST_P(BatchInvarianceTest, EmbeddingsAndElementwise) {
                     [&](const std::vector<Tensor>& in, int64_t rows) {
                       const Tensor out = Output({rows, row[0] / 2, row[1] / 2, row[2]});
                       backend().Resample2x(Resample::kAveragePoolDown, in[0], out);
+                      return out;
+                    });
+    ExpectInvariant("division of rows", {{row, activation()}, {kScalar, DType::kF32}},
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      const Tensor out = Output(WithRows(rows, row));
+                      backend().DivideRows(in[0], in[1], out);
                       return out;
                     });
     for (Activation activation_kind : {Activation::kSilu, Activation::kMish, Activation::kGelu}) {

@@ -536,6 +536,25 @@ TEST_P(ElementwiseTest, Add) {
   }
 }
 
+TEST_P(ElementwiseTest, DivideRows) {
+  for (const Shape& shape : {Shape{3, 8, 8, 16}, Shape{2, 5, 3, 1}}) {
+    for (DType out_dtype : {DType::kF32, activation()}) {
+      const Array x = Random(shape);
+      Array divisor({shape[0]});
+      for (int64_t n = 0; n < shape[0]; ++n) divisor.at(n) = static_cast<float>(0.3 * (n + 1));
+      const Tensor out = Output(shape, out_dtype);
+      backend().DivideRows(Upload(x), Upload(divisor, DType::kF32), out);
+      Array expected(shape);
+      const int64_t row = shape.elements() / shape[0];
+      for (int64_t i = 0; i < shape.elements(); ++i) expected.at(i) = x.at(i) / divisor.at(i / row);
+      EXPECT_LT(Error(Read(out), expected), Tolerance(1e-6)) << shape.ToString();
+      divisor.at(1) *= 1.1;
+      for (int64_t i = row; i < 2 * row; ++i) expected.at(i) = x.at(i) / divisor.at(1);
+      EXPECT_GT(Error(Read(out), expected), Tolerance(1e-6)) << "the test must be able to fail";
+    }
+  }
+}
+
 TEST_P(ElementwiseTest, ActivationsOverTheirWholeRange) {
   // From where exponentials underflow to where they overflow.
   Array x({1, 4001});
