@@ -15,6 +15,7 @@
 #include "command/json.h"
 #include "command/npy.h"
 #include "command/progress.h"
+#include "command/terminal.h"
 
 namespace denoised::command {
 namespace {
@@ -169,10 +170,10 @@ absl::Status Save(const GenerateFlags& flags, const GenerateRequest& request,
 }  // namespace
 
 ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std::stop_token stop) {
-  const bool terminal = isatty(STDOUT_FILENO) && !flags.json && flags.out != "-";
+  const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
   const bool live = terminal && flags.previews;
   if (flags.previews && !live) {
-    std::fputs("note: --previews needs a terminal on stdout; none are shown\n", stderr);
+    std::fputs("note: --previews needs a terminal; none are shown\n", stderr);
   }
   client::CallOptions options = {.stop = stop};
   if (flags.timeout_seconds) {

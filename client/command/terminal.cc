@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <sys/ioctl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -66,6 +67,11 @@ TerminalColours TerminalColoursOfEnvironment() {
     if (locale != nullptr && *locale != '\0') break;
   }
   return ColoursOf(std::getenv("COLORTERM"), std::getenv("TERM"), std::getenv("NO_COLOR"), locale);
+}
+
+bool IsTerminal(int descriptor) {
+  const char* term = std::getenv("TERM");
+  return isatty(descriptor) && term != nullptr && std::string_view(term) != "dumb";
 }
 
 TerminalSize SizeOf(int descriptor) {

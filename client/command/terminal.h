@@ -22,6 +22,9 @@ TerminalColours ColoursOf(const char* colorterm, const char* term, const char* n
 /// Of the environment.
 TerminalColours TerminalColoursOfEnvironment();
 
+/// Whether `descriptor` is a terminal whose cursor can be moved.
+bool IsTerminal(int descriptor);
+
 struct TerminalSize {
   int columns = 80, rows = 24;  // characters
 };

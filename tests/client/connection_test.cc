@@ -296,14 +296,6 @@ TEST_F(ConnectionTest, AListenerMayCancelButNotWait) {
   EXPECT_EQ(waited.code(), absl::StatusCode::kFailedPrecondition);
 }
 
-TEST_F(ConnectionTest, AConnectionMayEndRightAfterItsStream) {
-  // The channel must end here and not on the gRPC thread that runs the last callback.
-  for (int i = 0; i < 300; ++i) {
-    const Client client(*Connect(server_.address()));
-    ASSERT_TRUE(client.StreamGenerate({}, {}, {})->Wait().ok());
-  }
-}
-
 TEST_F(ConnectionTest, AStreamWithoutItsLastEventIsAnError) {
   server_.OmitCompleted();
   Heard heard;
