@@ -52,7 +52,7 @@ namespace internal {
 
 #define DENOISED_RETURN_IF_ERROR(expr)             \
   do {                                             \
-    if (absl::Status status_ = (expr); !status_.ok()) return status_; \
+    if (absl::Status denoised_status = (expr); !denoised_status.ok()) return denoised_status; \
   } while (false)
 
 #define DENOISED_CONCAT_(a, b) a##b
