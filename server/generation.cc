@@ -178,7 +178,10 @@ void Generation::OnImage(ImageResult image) {
   serving_->metrics->ImageDone(job_.spec.model);
   {
     std::lock_guard lock(mutex_);
-    if (cancelled_) return;
+    if (cancelled_) {
+      images_dropped_ = true;
+      return;
+    }
     inbox_.previews.erase(image.index);
     ++encoding_;
   }
@@ -248,6 +251,8 @@ void Generation::Deliver() {
   }
   // delivering_ stays true: nothing follows.
   absl::Status status = done_->ok() ? encode_error_ : *done_;
+  // The engine may have finished before it heard of the cancel.
+  if (status.ok() && images_dropped_) status = Cancelled("the request was cancelled");
   lock.unlock();
   if (status.code() == absl::StatusCode::kCancelled && deadline_ &&
       std::chrono::steady_clock::now() >= *deadline_) {

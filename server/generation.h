@@ -104,8 +104,9 @@ class Generation : public JobListener, public std::enable_shared_from_this<Gener
   absl::Status encode_error_;
   std::optional<JobId> id_;
   bool cancelled_ = false;
-  bool accepted_ = false;    // OnQueued was called: the rest may follow
-  bool delivering_ = false;  // a worker runs Deliver or is going to
+  bool images_dropped_ = false;  // since nobody wanted them
+  bool accepted_ = false;        // OnQueued was called: the rest may follow
+  bool delivering_ = false;      // a worker runs Deliver or is going to
 };
 
 }  // namespace denoised

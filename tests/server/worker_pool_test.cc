@@ -23,8 +23,8 @@ TEST(WorkerPoolTest, RunsEverythingThatWasPostedAlsoByTasks) {
 }
 
 TEST(WorkerPoolTest, RunsSideBySide) {
+  std::promise<void> first, second;  // outlive the tasks
   WorkerPool pool(2);
-  std::promise<void> first, second;
   pool.Post([&] {
     first.set_value();
     EXPECT_EQ(second.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
