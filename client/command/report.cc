@@ -14,9 +14,9 @@ namespace {
 struct Flag {
   std::string_view field, flag;
 };
-// Where the flag is not the name of the field with dashes.
-constexpr Flag kFlags[] = {{"class_labels", "--labels"},
-                           {"class_labels.labels", "--labels"},
+// Where the flag is not the name of the field with dashes; a field after its own fields.
+constexpr Flag kFlags[] = {{"class_labels.labels", "--labels"},
+                           {"class_labels", "--labels"},
                            {"class_vectors.values", "--class-vectors"},
                            {"guidance_scale", "--guidance"},
                            {"noise_schedule", "--schedule"},
@@ -38,16 +38,20 @@ constexpr Flag kFlags[] = {{"class_labels", "--labels"},
 constexpr std::string_view kOwnNames[] = {"model",   "seed", "count",      "steps",
                                           "sampler", "eta",  "request_id", "init_image"};
 
-/// "params.init_image.strength" -> "--strength"; a field without a flag stays as it is.
+/// "params.init_image.strength" -> "--strength", "params.initial_noise.shape" -> "--noise.shape"; a
+/// field without a flag stays as it is.
 std::string FlagOf(std::string field) {
   constexpr std::string_view kPrefix = "params.";
   if (field.rfind(kPrefix, 0) == 0) field.erase(0, kPrefix.size());
-  const std::string plain = field.substr(0, field.find('['));  // without an index
+  const auto begins_with = [&field](std::string_view name) {
+    return field.rfind(name, 0) == 0 &&
+           (field.size() == name.size() || field[name.size()] == '.' || field[name.size()] == '[');
+  };
   for (const Flag& flag : kFlags) {
-    if (plain == flag.field) return std::string(flag.flag) + field.substr(plain.size());
+    if (begins_with(flag.field)) return std::string(flag.flag) + field.substr(flag.field.size());
   }
   for (const std::string_view name : kOwnNames) {
-    if (plain != name) continue;
+    if (!begins_with(name)) continue;
     std::string flag = "--" + field;
     for (char& c : flag) c = c == '_' ? '-' : c;
     return flag;

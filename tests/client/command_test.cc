@@ -288,11 +288,13 @@ TEST(ReportTest, OneLineForEachFieldUnderItsFlag) {
   const absl::Status status = client::FromGrpc(
       client::InvalidFields({{"params.guidance_scale", "is -1; use 0 to 100"},
                              {"params.class_labels.labels[3]", "is 12; use 0 to 9"},
+                             {"params.initial_noise.shape", "is [2]; use [1, 8, 8, 1]"},
                              {"params.steps", "is 0; use 1 to 100"},
                              {"preview.max_edge", "is 0; use 1 or more"}}));
   EXPECT_EQ(Describe(status),
             "error: --guidance is -1; use 0 to 100\n"
             "error: --labels[3] is 12; use 0 to 9\n"
+            "error: --noise.shape is [2]; use [1, 8, 8, 1]\n"
             "error: --steps is 0; use 1 to 100\n"
             "error: preview.max_edge is 0; use 1 or more\n");
   EXPECT_EQ(ExitCodeOf(status), kUsage);
