@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 namespace denoised::log {
@@ -81,7 +82,9 @@ std::string Render(Format format, const std::string& time, Level level, const st
     nlohmann::ordered_json line = {
         {"time", time}, {"level", LevelName(level)}, {"message", message}};
     for (const Field& field : fields) {
-      if (field.is_number) {
+      if (field.is_number && field.number == static_cast<double>(std::llround(field.number))) {
+        line[field.name] = std::llround(field.number);  // 3, not 3.0
+      } else if (field.is_number) {
         line[field.name] = field.number;
       } else {
         line[field.name] = field.text;

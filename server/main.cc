@@ -8,7 +8,6 @@
 #include "server/config.h"
 #include "server/log.h"
 #include "server/server.h"
-#include "server/version.h"
 
 namespace denoised {
 namespace {
@@ -32,40 +31,14 @@ int Check(const Config& config, Engine& engine) {
   return failed == 0 ? 0 : 1;
 }
 
-bool IsLoopback(const std::string& address) {
-  return address.rfind("127.", 0) == 0 || address.rfind("localhost:", 0) == 0 ||
-         address.rfind("[::1]", 0) == 0;
-}
-
-std::string WithPort(const std::string& address, int port) {
-  return address.substr(0, address.rfind(':') + 1) + std::to_string(port);
-}
-
 /// Serves until a signal or the end of the device. The exit code.
 int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& signals) {
-  const std::string device = engine->DeviceName();
-  const std::string description = engine->DeviceDescription();
   auto started = Server::Start(config, std::move(engine));
   if (!started.ok()) {
     log::Error(std::string(started.status().message()));
     return 1;
   }
   Server& server = **started;
-  log::Fields fields = {{"version", kVersion},
-                        {"address", WithPort(config.listen, server.port())},
-                        {"device", device},
-                        {"device_description", description},
-                        {"models", static_cast<int>(config.models.size())}};
-  if (server.metrics_port() != 0) {
-    fields.push_back(
-        {"metrics",
-         "http://" + WithPort(config.metrics_listen, server.metrics_port()) + "/metrics"});
-  }
-  log::Info("listening", fields);
-  if (!IsLoopback(config.listen)) {
-    log::Warning("the port has neither encryption nor login; keep it behind a proxy",
-                 {{"address", config.listen}});
-  }
 
   int exit_code = 0;
   while (true) {

@@ -14,6 +14,7 @@
 #include "server/log.h"
 #include "server/metrics.h"
 #include "server/service.h"
+#include "server/version.h"
 #include "server/worker_pool.h"
 #include "server/write_watch.h"
 
@@ -52,6 +53,15 @@ void Limits(const Config& config, grpc::ServerBuilder* builder) {
   }
 }
 
+bool IsLoopback(const std::string& address) {
+  return address.rfind("127.", 0) == 0 || address.rfind("localhost:", 0) == 0 ||
+         address.rfind("[::1]", 0) == 0;
+}
+
+std::string WithPort(const std::string& address, int port) {
+  return address.substr(0, address.rfind(':') + 1) + std::to_string(port);
+}
+
 }  // namespace
 
 /// In the order of construction; what stands later uses what stands earlier.
@@ -72,6 +82,7 @@ struct Server::State {
     engine->SetObserver(&metrics);
   }
 
+  void Announce() const;
   void LoadModels();
 
   const Config config;
@@ -92,6 +103,23 @@ struct Server::State {
   std::once_flag drained;
   std::thread loader;
 };
+
+void Server::State::Announce() const {
+  log::Fields fields = {{"version", kVersion},
+                        {"address", WithPort(config.listen, port)},
+                        {"device", engine->DeviceName()},
+                        {"device_description", engine->DeviceDescription()},
+                        {"models", static_cast<int>(config.models.size())}};
+  if (metrics.port() != 0) {
+    fields.push_back(
+        {"metrics", "http://" + WithPort(config.metrics_listen, metrics.port()) + "/metrics"});
+  }
+  log::Info("listening", fields);
+  if (!IsLoopback(config.listen)) {
+    log::Warning("the port has neither encryption nor login; keep it behind a proxy",
+                 {{"address", config.listen}});
+  }
+}
 
 void Server::State::LoadModels() {
   absl::Status first_error;
@@ -148,6 +176,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
         config.listen);
   }
   state->health = std::make_unique<Health>(state->grpc_server->GetHealthCheckService());
+  state->Announce();
   State* raw = state.get();
   state->loader = std::thread([raw] { raw->LoadModels(); });
   return std::unique_ptr<Server>(new Server(std::move(state)));
