@@ -270,6 +270,7 @@ absl::Status DeviceEngine::Load(const std::string& name, const std::string& path
   info->default_sampler = scheduler.default_sampler();
   info->default_schedule = scheduler.default_schedule();
   info->samplers = scheduler.samplers();
+  info->schedules = scheduler.schedules(info->default_sampler);
   info->max_steps = scheduler.max_steps();
   info->default_steps =
       std::min(directory.default_steps ? directory.default_steps : kFallbackSteps, info->max_steps);

@@ -20,13 +20,15 @@ const fs::path kGoldens = DENOISED_SOURCE_DIR "/tests/models/goldens";
 struct Target {
   const char* name;
   BackendOptions options;
-  double tolerance;  // of ‖out − ref‖ / ‖ref‖, the bounds; measured values are far below
+  double tolerance;  // of ‖out − ref‖ / ‖ref‖
 };
 
+/// fp32: PyTorch's own is within 2e-6 of float64 on these models, ours was measured to be too. bf16:
+/// PyTorch's own is up to 1.5e-2 away.
 std::vector<Target> Targets() {
-  std::vector<Target> targets = {{"cpu", {.device = "cpu"}, 1e-4}};
+  std::vector<Target> targets = {{"cpu", {.device = "cpu"}, 2e-5}};
   if (CudaDeviceCount() > 0) {
-    targets.push_back({"cuda_fp32", {.device = "cuda", .fp32 = true}, 1e-4});
+    targets.push_back({"cuda_fp32", {.device = "cuda", .fp32 = true}, 2e-5});
     targets.push_back({"cuda_bf16", {.device = "cuda"}, 2e-2});
   }
   return targets;

@@ -138,7 +138,7 @@ def randomise(unet, generator):
         elif name.endswith("bias"):
             value = 0.3 * value
         elif weight.ndim > 1 and "class_embedding.weight" != name:
-            gain = 2.0 if ".to_q." in name or ".to_k." in name else 1.2
+            gain = 1.4 if ".to_q." in name or ".to_k." in name else 0.8
             value = gain * value / math.sqrt(weight[0].numel())
         weight.data.copy_(value)
 
@@ -198,7 +198,7 @@ def check_every_weight_matters(name, unet, inputs, output):
         weight.data.mul_(1.1)
         change = relative_difference(unet(**inputs, return_dict=False)[0], output)
         weight.data.copy_(kept)
-        if not change > 2e-4:
+        if not change > 8e-5:  # four times the tolerance of parity_test.cc in fp32
             raise SystemExit(f"{name}: {weight_name} hardly matters, {change:.1e}; change the case")
 
 
