@@ -81,7 +81,7 @@ absl::StatusOr<EffectiveJob> FakeEngine::Resolve(const JobSpec& spec,
   const auto violate = [&](std::string field, std::string description) {
     violations->push_back({std::move(field), std::move(description)});
   };
-  EffectiveJob job{.spec = spec, .model = spec.model};
+  EffectiveJob job{.spec = spec};
   JobSpec& full = job.spec;
   if (spec.count > model->max_count) {
     violate("count", fmt::format("is {}; use 1 to {}", spec.count, model->max_count));
@@ -185,7 +185,7 @@ std::vector<EngineStats> FakeEngine::Stats() const {
   for (const auto& model : models_) {
     EngineStats stats{.model = model->name, .slots = options_.max_slots};
     for (const auto& job : jobs_) {
-      if (job->job.model != model->name) continue;
+      if (job->job.spec.model != model->name) continue;
       stats.queued_images += job->job.spec.count - job->admitted;
       stats.active_images += job->admitted - job->finished;
     }
@@ -279,7 +279,7 @@ void FakeEngine::Evaluate(const std::vector<Slot*>& rows) {
     std::lock_guard lock(mutex_);
     observer = observer_;
   }
-  const std::string& model = rows[0]->job->job.model;
+  const std::string& model = rows[0]->job->job.spec.model;
   if (observer) observer->OnEvaluation(model, rows.size(), options_.max_rows, cost_ * 1e-6);
   std::vector<Job*> touched;
   for (Slot* slot : rows) {
@@ -324,7 +324,7 @@ void FakeEngine::Run() {
     std::vector<Slot*> rows;
     for (Slot& slot : slots_) {
       if (!paused_ && int(rows.size()) < options_.max_rows &&
-          (rows.empty() || rows[0]->job->job.model == slot.job->job.model)) {
+          (rows.empty() || rows[0]->job->job.spec.model == slot.job->job.spec.model)) {
         rows.push_back(&slot);
       }
     }
