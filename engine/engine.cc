@@ -90,8 +90,13 @@ class DeviceEngine : public Engine {
   JobId next_id_ = 1;
   absl::Status health_;
   std::vector<std::shared_ptr<const ModelInfo>> models_;
-  std::map<std::string, EngineStats> stats_;
-  int unsubmitted_images_ = 0;  // in commands the batcher has not seen
+  struct Waiting {
+    std::string model;
+    int images = 0;
+  };
+  std::map<JobId, Waiting> waiting_;  // jobs with images that have no slot, cancelled ones excepted
+  JobId last_submitted_ = 0;          // later ids are in commands that the batcher has not seen
+  std::map<std::string, int> active_images_;
 };
 
 DeviceEngine::~DeviceEngine() {
@@ -167,14 +172,11 @@ void DeviceEngine::Fail(const absl::Status& status) {
 
 void DeviceEngine::PublishStats() {
   std::lock_guard lock(mutex_);
-  for (const auto& model : models_) {
-    if (model->state != ModelState::kReady) continue;
-    EngineStats& stats = stats_[model->name];
-    stats.model = model->name;
-    stats.queued_images = batcher_->waiting_images(model->name);
-    stats.active_images = batcher_->active_images(model->name);
-    stats.slots = model->slots;
-  }
+  for (auto& [id, waiting] : waiting_)
+    if (id <= last_submitted_) waiting.images = batcher_->waiting_images(id);
+  std::erase_if(waiting_, [](const auto& entry) { return entry.second.images == 0; });
+  for (const auto& model : models_)
+    active_images_[model->name] = batcher_->active_images(model->name);
 }
 
 absl::Status DeviceEngine::Open(const std::string& name, const std::string& directory) {
@@ -330,20 +332,20 @@ absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job,
     std::lock_guard lock(mutex_);
     DENOISED_RETURN_IF_ERROR(health_);
     if (draining_) return Unavailable("the server is draining; retry on another replica");
-    int queued = unsubmitted_images_;
-    for (const auto& [name, stats] : stats_) queued += stats.queued_images;
+    int queued = 0;
+    for (const auto& [waiting_id, waiting] : waiting_) queued += waiting.images;
     const int count = job.spec.count;
     if (queued + count > options_.max_queued_images)
       return ResourceExhausted("{} images are queued, and {} more would exceed the limit of {}; "
                                "retry later",
                                queued, count, options_.max_queued_images);
     id = next_id_++;
-    unsubmitted_images_ += count;
+    waiting_[id] = {job.spec.model, count};
     commands_.push_back([this, id, job = std::move(job), listener = std::move(listener),
                          submitted = Clock::now()]() mutable {
       {
         std::lock_guard lock(mutex_);
-        unsubmitted_images_ -= job.spec.count;
+        last_submitted_ = id;
       }
       batcher_->Submit(id, std::move(job), std::move(listener), submitted);
     });
@@ -354,11 +356,17 @@ absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job,
 
 int DeviceEngine::QueuedImages(const std::string& model) const {
   std::lock_guard lock(mutex_);
-  const auto stats = stats_.find(model);
-  return unsubmitted_images_ + (stats == stats_.end() ? 0 : stats->second.queued_images);
+  int images = 0;
+  for (const auto& [id, waiting] : waiting_)
+    if (waiting.model == model) images += waiting.images;
+  return images;
 }
 
 void DeviceEngine::Cancel(JobId id) {
+  {
+    std::lock_guard lock(mutex_);
+    waiting_.erase(id);  // its place in the queue is free at once, its slots at the next evaluation
+  }
   Post([this, id] { batcher_->End(id, Cancelled("the request was cancelled")); });
 }
 
@@ -380,7 +388,15 @@ void DeviceEngine::Drain(Clock::time_point deadline) {
 std::vector<EngineStats> DeviceEngine::Stats() const {
   std::lock_guard lock(mutex_);
   std::vector<EngineStats> all;
-  for (const auto& [name, stats] : stats_) all.push_back(stats);
+  for (const auto& model : models_) {
+    if (model->state != ModelState::kReady) continue;
+    EngineStats stats{.model = model->name, .slots = model->slots};
+    for (const auto& [id, waiting] : waiting_)
+      if (waiting.model == model->name) stats.queued_images += waiting.images;
+    if (const auto active = active_images_.find(model->name); active != active_images_.end())
+      stats.active_images = active->second;
+    all.push_back(stats);
+  }
   return all;
 }
 

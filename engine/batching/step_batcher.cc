@@ -350,12 +350,9 @@ absl::Status StepBatcher::Report() {
   return absl::OkStatus();
 }
 
-int StepBatcher::waiting_images(const std::string& model) const {
-  int images = 0;
-  for (const auto& lane : lanes_)
-    if (lane->model.name == model)
-      for (const auto& job : lane->waiting) images += job->waiting();
-  return images;
+int StepBatcher::waiting_images(JobId id) const {
+  const auto found = jobs_.find(id);
+  return found == jobs_.end() ? 0 : found->second->waiting();
 }
 
 int StepBatcher::active_images(const std::string& model) const {

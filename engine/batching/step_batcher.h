@@ -57,7 +57,9 @@ class StepBatcher {
   /// evaluation and reports an earlier one. The error is the device's, and final.
   absl::Status Step();
 
-  int waiting_images(const std::string& model) const;
+  /// Images of a job that have not had a slot; 0 for unknown ids.
+  int waiting_images(JobId id) const;
+  /// Images of a model in flight.
   int active_images(const std::string& model) const;
 
  private:

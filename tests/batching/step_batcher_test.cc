@@ -172,7 +172,7 @@ TEST_F(StepBatcherTest, CancelFreesTheSlotAtTheNextEvaluation) {
   batcher_->End(1, Cancelled("the request was cancelled"));
   ASSERT_TRUE(first->done.has_value());
   EXPECT_EQ(first->done->code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(batcher_->active_images("fake") + batcher_->waiting_images("fake"), 1);
+  EXPECT_EQ(batcher_->active_images("fake") + batcher_->waiting_images(last_id_), 1);
   RunAll();
   EXPECT_TRUE(second->done->ok());
   EXPECT_TRUE(first->images.empty());

@@ -367,7 +367,8 @@ class ForeignClientTest(unittest.TestCase):
     def test_a_flood_of_violations_still_arrives(self):
         if not MODEL.limits.num_classes:
             self.skipTest("the model has no labels")
-        fields = self.violations(lambda: CLIENT.generate(class_labels={"labels": [-1] * 20000}))
+        fields = self.violations(lambda: CLIENT.generate(
+            count=MODEL.limits.max_count, class_labels={"labels": [-1] * 20000}))
         self.assertGreater(len(fields), 3)
 
     def test_oversize_request(self):
