@@ -1,5 +1,7 @@
 #include "command/json.h"
 
+#include <cmath>
+
 namespace denoised::command {
 namespace {
 
@@ -18,21 +20,28 @@ std::vector<std::string> NamesOf(const std::vector<Enum>& values) {
 }  // namespace
 
 nlohmann::json ToJson(const client::EffectiveParams& params) {
-  return {{"model", params.model},
-          {"request_id", params.request_id},
-          {"seed", params.seed},
-          {"count", params.count},
-          {"class_labels", params.class_labels},
-          {"guidance_scale", params.guidance_scale},
-          {"steps", params.steps},
-          {"evaluations", params.evaluations},
-          {"sampler", NameOf(params.sampler)},
-          {"noise_schedule", NameOf(params.noise_schedule)},
-          {"width", params.width},
-          {"height", params.height},
-          {"strength", params.strength},
-          {"eta", params.eta},
-          {"s_churn", params.s_churn}};
+  nlohmann::json json = {{"model", params.model},
+                         {"request_id", params.request_id},
+                         {"seed", params.seed},
+                         {"count", params.count},
+                         {"class_labels", params.class_labels},
+                         {"guidance_scale", params.guidance_scale},
+                         {"steps", params.steps},
+                         {"evaluations", params.evaluations},
+                         {"sampler", NameOf(params.sampler)},
+                         {"noise_schedule", NameOf(params.noise_schedule)},
+                         {"width", params.width},
+                         {"height", params.height},
+                         {"strength", params.strength},
+                         {"eta", params.eta},
+                         {"s_churn", params.s_churn},
+                         {"class_values", params.class_values}};
+  if (params.s_tmin) json["s_tmin"] = *params.s_tmin;
+  // JSON has no infinity; left out, it says the same: there is no upper bound.
+  if (params.s_tmax && std::isfinite(*params.s_tmax)) json["s_tmax"] = *params.s_tmax;
+  if (params.s_noise) json["s_noise"] = *params.s_noise;
+  if (params.solver_order) json["solver_order"] = *params.solver_order;
+  return json;
 }
 
 nlohmann::json ToJson(const client::Timing& timing) {

@@ -121,6 +121,11 @@ EffectiveParams FromProto(const v1::EffectiveParams& proto) {
   params.strength = proto.strength();
   params.eta = proto.eta();
   params.s_churn = proto.s_churn();
+  if (proto.has_s_tmin()) params.s_tmin = proto.s_tmin();
+  if (proto.has_s_tmax()) params.s_tmax = proto.s_tmax();
+  if (proto.has_s_noise()) params.s_noise = proto.s_noise();
+  if (proto.has_solver_order()) params.solver_order = proto.solver_order();
+  params.class_values.assign(proto.class_values().begin(), proto.class_values().end());
   return params;
 }
 

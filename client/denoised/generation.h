@@ -123,6 +123,9 @@ struct EffectiveParams {
   double strength = 1;
   double eta = 0;
   double s_churn = 0;
+  std::optional<double> s_tmin, s_tmax, s_noise;  // unset when the sampler has no churn
+  std::optional<int> solver_order;                // unset when the sampler has none
+  std::vector<float> class_values;  // of each image in order; empty for models without numbers
 };
 
 /// One image.

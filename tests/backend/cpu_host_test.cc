@@ -13,7 +13,7 @@ namespace {
 
 using testing::HasSubstr;
 
-class HostMemoryTest : public testing::Test {
+class HostTest : public testing::Test {
  protected:
   void SetUp() override {
     root_ =
@@ -29,13 +29,13 @@ class HostMemoryTest : public testing::Test {
   std::string root_;
 };
 
-TEST_F(HostMemoryTest, TheMachines) {
+TEST_F(HostTest, TheMachinesMemory) {
   const BackendMemory memory = cpu::ReadMemory(root_);
   EXPECT_EQ(memory.total, 1024u * 1024);
   EXPECT_EQ(memory.free, 800u * 1024);
 }
 
-TEST_F(HostMemoryTest, AControlGroupsLimit) {
+TEST_F(HostTest, AControlGroupsMemory) {
   Write("proc/self/cgroup", "0::/pod/container\n");
   Write("sys/fs/cgroup/pod/container/memory.max", "max\n");
   Write("sys/fs/cgroup/pod/memory.max", "500000\n");
@@ -46,7 +46,7 @@ TEST_F(HostMemoryTest, AControlGroupsLimit) {
   EXPECT_EQ(memory.free, 250000u);
 }
 
-TEST_F(HostMemoryTest, InsideAContainerTheLimitIsAtTheRoot) {
+TEST_F(HostTest, InsideAContainerTheMemoryLimitIsAtTheRoot) {
   Write("proc/self/cgroup", "0::/\n");
   Write("sys/fs/cgroup/memory.max", "400000\n");
   Write("sys/fs/cgroup/memory.current", "500000\n");
@@ -55,7 +55,7 @@ TEST_F(HostMemoryTest, InsideAContainerTheLimitIsAtTheRoot) {
   EXPECT_EQ(memory.free, 0u);
 }
 
-TEST_F(HostMemoryTest, TheFirstVersionOfControlGroups) {
+TEST_F(HostTest, MemoryInTheFirstVersionOfControlGroups) {
   Write("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n");
   Write("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "600000\n");
   Write("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "200000\n");
@@ -63,6 +63,55 @@ TEST_F(HostMemoryTest, TheFirstVersionOfControlGroups) {
   const BackendMemory memory = cpu::ReadMemory(root_);
   EXPECT_EQ(memory.total, 600000u);
   EXPECT_EQ(memory.free, 500000u);
+}
+
+TEST_F(HostTest, NoQuota) {
+  EXPECT_EQ(cpu::ReadCpuQuota(root_), std::nullopt);
+  Write("proc/self/cgroup", "5:cpu,cpuacct:/a\n0::/pod\n");
+  Write("sys/fs/cgroup/pod/cpu.max", "max 100000\n");
+  Write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n");
+  Write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(cpu::ReadCpuQuota(root_), std::nullopt);
+}
+
+TEST_F(HostTest, TheSmallestQuotaAboveTheProcessCounts) {
+  Write("proc/self/cgroup", "0::/pod/container\n");
+  Write("sys/fs/cgroup/pod/container/cpu.max", "400000 100000\n");
+  Write("sys/fs/cgroup/pod/cpu.max", "75000 50000\n");
+  Write("sys/fs/cgroup/cpu.max", "max 100000\n");
+  EXPECT_EQ(cpu::ReadCpuQuota(root_), 1.5);
+}
+
+TEST_F(HostTest, InsideAContainerTheQuotaIsAtTheRoot) {
+  Write("proc/self/cgroup", "0::/\n");
+  Write("sys/fs/cgroup/cpu.max", "250000 100000\n");
+  EXPECT_EQ(cpu::ReadCpuQuota(root_), 2.5);
+}
+
+TEST_F(HostTest, AQuotaInTheFirstVersionOfControlGroups) {
+  Write("proc/self/cgroup", "6:cpuset:/a\n5:cpu,cpuacct:/a\n4:memory:/b\n0::/\n");
+  Write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "300000\n");
+  Write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
+  Write("sys/fs/cgroup/cpu/b/cpu.cfs_quota_us", "100000\n");  // not this process's group
+  Write("sys/fs/cgroup/cpu/b/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(cpu::ReadCpuQuota(root_), 3.0);
+}
+
+TEST_F(HostTest, AQuotaFileThatSaysNothing) {
+  Write("proc/self/cgroup", "0::/pod\n");
+  for (const char* text : {"", "100000\n", "100000 0\n", "-5 100000\n", "many of them\n"}) {
+    Write("sys/fs/cgroup/pod/cpu.max", text);
+    EXPECT_EQ(cpu::ReadCpuQuota(root_), std::nullopt) << text;
+  }
+}
+
+TEST(UsefulThreads, TheQuotaRoundedUpWithinTheCores) {
+  EXPECT_EQ(cpu::UsefulThreads(64, std::nullopt), 64);
+  EXPECT_EQ(cpu::UsefulThreads(64, 2.0), 2);
+  EXPECT_EQ(cpu::UsefulThreads(64, 2.01), 3);
+  EXPECT_EQ(cpu::UsefulThreads(64, 0.1), 1);
+  EXPECT_EQ(cpu::UsefulThreads(64, 63.5), 64);
+  EXPECT_EQ(cpu::UsefulThreads(2, 1e12), 2);
 }
 
 TEST(OpenBackend, TheCpuByName) {

@@ -12,6 +12,7 @@
 #include "command/codec_files.h"
 #include "command/files.h"
 #include "command/generate_request.h"
+#include "command/json.h"
 #include "command/npy.h"
 #include "command/progress.h"
 #include "command/report.h"
@@ -280,6 +281,33 @@ TEST(ProgressTest, HumanDurations) {
   EXPECT_EQ(HumanDuration(duration<double>(1.44)), "1.4 s");
   EXPECT_EQ(HumanDuration(duration<double>(125)), "2 min 05 s");
   EXPECT_EQ(HumanDuration(duration<double>(3725)), "1 h 02 min");
+}
+
+// --- JSON
+
+TEST(JsonTest, NamesWhatTheSamplerHas) {
+  client::EffectiveParams params;
+  params.s_tmin = 0.5;
+  params.s_tmax = 3;
+  params.s_noise = 1.25;
+  params.solver_order = 2;
+  params.class_values = {0.5f, -1};
+  const nlohmann::json json = nlohmann::json::parse(ToJson(params).dump());
+  EXPECT_EQ(json["s_tmin"], 0.5);
+  EXPECT_EQ(json["s_tmax"], 3);
+  EXPECT_EQ(json["s_noise"], 1.25);
+  EXPECT_EQ(json["solver_order"], 2);
+  EXPECT_EQ(json["class_values"], nlohmann::json({0.5, -1}));
+}
+
+TEST(JsonTest, LeavesOutWhatItHasNotAndInfinity) {
+  client::EffectiveParams params;
+  params.s_tmax = std::numeric_limits<double>::infinity();
+  const nlohmann::json json = ToJson(params);
+  for (const char* key : {"s_tmin", "s_tmax", "s_noise", "solver_order"}) {
+    EXPECT_FALSE(json.contains(key)) << key;
+  }
+  EXPECT_TRUE(json["class_values"].empty());
 }
 
 // --- errors

@@ -109,6 +109,12 @@ TEST_F(ConnectionTest, EveryKnobArrives) {
   EXPECT_EQ(result->params.noise_schedule, NoiseSchedule::kExponential);
   EXPECT_EQ(result->params.guidance_scale, 1.5);
   EXPECT_THAT(result->params.class_labels, ElementsAre(3, 4));
+  EXPECT_EQ(result->params.eta, 0.25);
+  EXPECT_EQ(result->params.s_churn, 1);
+  EXPECT_EQ(result->params.s_tmin, 2);
+  EXPECT_EQ(result->params.s_tmax, 3);
+  EXPECT_EQ(result->params.s_noise, 4);
+  EXPECT_EQ(result->params.solver_order, 2);
   ASSERT_EQ(result->images.size(), 2u);
   EXPECT_EQ(result->images[1].seed, 0u);  // modulo 2^64
   EXPECT_EQ(result->images[1].class_label, 4);
@@ -126,6 +132,14 @@ TEST_F(ConnectionTest, UnsetKnobsStayUnset) {
   sent.clear_seed();
   sent.clear_output();
   EXPECT_EQ(sent.ByteSizeLong(), 0u) << sent.DebugString();
+}
+
+TEST_F(ConnectionTest, WhatTheSamplerDoesNotHaveStaysUnset) {
+  const auto result = client_.Generate({.class_vectors = {0.5f, 0.25f}});
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_THAT(result->params.class_values, ElementsAre(0.5f, 0.25f));
+  EXPECT_FALSE(result->params.s_tmin || result->params.s_tmax || result->params.s_noise);
+  EXPECT_FALSE(result->params.solver_order);
 }
 
 TEST_F(ConnectionTest, RefusesLabelsAndVectorsTogether) {

@@ -55,6 +55,13 @@ v1::EffectiveParams Effective(const v1::GenerationParams& params) {
   effective.set_width(params.has_width() ? params.width() : 16);
   effective.set_height(params.has_height() ? params.height() : 16);
   effective.set_strength(1);
+  effective.set_eta(params.eta());
+  effective.set_s_churn(params.s_churn());
+  if (params.has_s_tmin()) effective.set_s_tmin(params.s_tmin());
+  if (params.has_s_tmax()) effective.set_s_tmax(params.s_tmax());
+  if (params.has_s_noise()) effective.set_s_noise(params.s_noise());
+  if (params.has_solver_order()) effective.set_solver_order(params.solver_order());
+  *effective.mutable_class_values() = params.class_vectors().values();
   return effective;
 }
 

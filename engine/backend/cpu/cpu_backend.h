@@ -7,7 +7,8 @@
 namespace denoised {
 
 /// The host's cores in fp32, on oneDNN and OpenMP; ops have run when their call returns. Uses as
-/// many threads as OpenMP allows the calling thread (OMP_NUM_THREADS, the process's CPU affinity).
+/// many threads as OpenMP allows the calling thread: OMP_NUM_THREADS, or else the cores of the
+/// process's affinity, bounded by the CPU quota of its control groups.
 absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend();
 
 }  // namespace denoised

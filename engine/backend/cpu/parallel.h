@@ -7,8 +7,9 @@
 
 namespace denoised::cpu {
 
-/// Threads that ParallelFor uses: OpenMP's limit for the calling thread.
-inline int Threads() { return omp_get_max_threads(); }
+/// Threads that ParallelFor uses: OpenMP's limit for the calling thread, and no more than the
+/// process's CPU quota is good for, unless OMP_NUM_THREADS says how many.
+int Threads();
 
 /// The calling thread's number, below Threads().
 inline int Thread() { return omp_get_thread_num(); }
@@ -31,7 +32,7 @@ class OneThread {
 template <typename Body>
 void ParallelFor(int64_t count, const Body& body) {
   std::exception_ptr failure;
-#pragma omp parallel for schedule(dynamic) if (count > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(Threads()) if (count > 1)
   for (int64_t unit = 0; unit < count; ++unit) {
     try {
       body(unit);
