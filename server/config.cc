@@ -231,12 +231,12 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU")
       ->group("Engine");
   app.add_option("--max-rows", config.engine.max_rows,
-                 "Rows of the largest evaluation; 0: 64 on a GPU, 16 on the CPU")
-      ->check(CLI::Range(0, 4096))
+                 "Rows of the largest evaluation, 2 or more; 0: 64 on a GPU, 16 on the CPU")
+      ->check(CLI::Range(0, 1024))
       ->group("Engine");
   app.add_option("--max-slots", config.engine.max_slots,
                  "Images in flight per model; 0: as --max-rows")
-      ->check(CLI::Range(0, 65536))
+      ->check(CLI::Range(0, 4096))
       ->group("Engine");
   app.add_option("--max-evaluations", config.engine.max_evaluations,
                  "Longest plan a request may need, in model evaluations per image")

@@ -545,6 +545,7 @@ v1::Model ToProto(const ModelInfo& info, const std::string& device, const Reques
   return model;
 }
 
+/// What decides the picture, and nothing else: the same request gives the same file, whatever its id.
 TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
   const SamplerParams& sampler = job.spec.sampler;
   TextEntries texts = {
@@ -555,7 +556,6 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
       {"evaluations", fmt::format("{}", job.evaluations)},
       {"guidance_scale", fmt::format("{:g}", std::max(1.0, job.spec.guidance_scale.value_or(1.0)))},
       {"strength", fmt::format("{:g}", sampler.strength)},
-      {"request_id", job.spec.request_id},
   };
   if (sampler.sampler) texts.push_back({"sampler", Label(*sampler.sampler)});
   if (sampler.schedule) texts.push_back({"noise_schedule", Label(*sampler.schedule)});

@@ -117,9 +117,9 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   denoise generate                                    one picture, denoised.png
   denoise generate --grid 4x4 --previews              sixteen, watched as they come
   denoise generate -l 0,1,2,3 --seed 42 -o "{label}.png"
-  denoise generate --steps 50 --sampler ddim --eta 0.5 --animate denoising.webp
+  denoise generate --steps 40 --sampler heun --churn 10 --animate denoising.webp
   denoise generate --init-image sketch.png --strength 0.6
-  denoise generate -n 100 -o "out/{seed}.webp" --format webp --json | jq .path)");
+  denoise generate -n 100 -o "{seed}.webp" --format webp --json | jq -r .path)");
 }
 
 }  // namespace denoised::command
