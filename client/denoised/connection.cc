@@ -218,10 +218,12 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
   // RetryPolicy decides about retries, so that they are the same for unary and streaming calls.
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  // Reconnect as quickly as the retries come; gRPC's own pause starts at a second.
+  // Reconnect as quickly as the retries come; gRPC's own pause starts at a second and grows to two
+  // minutes. The minimum is no pause: it is what one attempt to connect is given, which a busy
+  // machine may need for the handshake.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 100);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 5'000);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5'000);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
   if (IsLoopback(target)) arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetUserAgentPrefix("denoised-client");
   auto channel = grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);

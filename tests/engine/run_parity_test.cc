@@ -3,8 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cmath>
 #include <filesystem>
 #include <future>
 
@@ -12,13 +10,12 @@
 #include "engine/core/config_reader.h"
 #include "engine/engine.h"
 #include "engine/io/safetensors.h"
+#include "tests/models/golden.h"
 
 namespace denoised {
 namespace {
 
 namespace fs = std::filesystem;
-
-const fs::path kGoldens = DENOISED_SOURCE_DIR "/tests/models/goldens";
 
 struct Target {
   const char* name;
@@ -37,26 +34,6 @@ std::vector<Target> Targets() {
   return targets;
 }
 
-std::vector<std::string> Runs() {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(kGoldens))
-    if (fs::exists(entry.path() / "run.json")) names.push_back(entry.path().filename());
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
-/// [N, C, H, W] → [N, H, W, C].
-Tensor ToNhwc(const Tensor& tensor) {
-  const std::vector<float> from = tensor.ToFloats();
-  const int64_t n = tensor.dim(0), c = tensor.dim(1), h = tensor.dim(2), w = tensor.dim(3);
-  std::vector<float> to(from.size());
-  for (int64_t i = 0; i < n; ++i)
-    for (int64_t channel = 0; channel < c; ++channel)
-      for (int64_t p = 0; p < h * w; ++p)
-        to[(i * h * w + p) * c + channel] = from[(i * c + channel) * h * w + p];
-  return Tensor::HostF32({n, h, w, c}, to);
-}
-
 class Images : public JobListener {
  public:
   explicit Images(int count) : images(count) {}
@@ -70,7 +47,7 @@ class RunParity : public ::testing::TestWithParam<std::tuple<std::string, Target
 
 TEST_P(RunParity, FromTheSameNoiseToTheSameImage) {
   const auto& [name, target] = GetParam();
-  const fs::path directory = kGoldens / name;
+  const fs::path directory = Goldens() / name;
   const auto run = ReadJsonFile(directory / "run.json");
   ASSERT_TRUE(run.ok()) << run.status();
   const auto tensors = Safetensors::Open(directory / "run.safetensors");
@@ -102,21 +79,17 @@ TEST_P(RunParity, FromTheSameNoiseToTheSameImage) {
   const absl::Status done = images->done.get_future().get();
   ASSERT_TRUE(done.ok()) << done;
 
-  double difference = 0, norm = 0;
-  const float* reference = expected.as<float>();
+  std::vector<float> drawn;
   for (const std::vector<float>& image : images->images)
-    for (const float value : image) {
-      difference += std::pow(double{value} - *reference, 2);
-      norm += std::pow(double{*reference++}, 2);
-    }
-  const double error = std::sqrt(difference / norm);
+    drawn.insert(drawn.end(), image.begin(), image.end());
+  const double error = RelativeError(drawn, expected.span<float>());
   EXPECT_LE(error, target.tolerance);
   RecordProperty("relative_error", std::to_string(error));
   std::printf("%s on %s: relative error %.2g\n", name.c_str(), target.name, error);
 }
 
 INSTANTIATE_TEST_SUITE_P(Diffusers, RunParity,
-                         ::testing::Combine(::testing::ValuesIn(Runs()),
+                         ::testing::Combine(::testing::ValuesIn(GoldensWith("run.json")),
                                             ::testing::ValuesIn(Targets())),
                          [](const auto& info) {
                            return std::get<0>(info.param) + "_" + std::get<1>(info.param).name;

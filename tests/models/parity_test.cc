@@ -3,19 +3,17 @@
 
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <filesystem>
 
 #include "engine/backend/cuda/cuda_backend.h"
 #include "engine/core/config_reader.h"
 #include "engine/models/unet2d.h"
+#include "tests/models/golden.h"
 
 namespace denoised {
 namespace {
 
 namespace fs = std::filesystem;
-
-const fs::path kGoldens = DENOISED_SOURCE_DIR "/tests/models/goldens";
 
 struct Target {
   const char* name;
@@ -32,38 +30,6 @@ std::vector<Target> Targets() {
     targets.push_back({"cuda_bf16", {.device = "cuda"}, 2e-2});
   }
   return targets;
-}
-
-std::vector<std::string> Cases() {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(kGoldens))
-    if (fs::exists(entry.path() / "io.safetensors") && fs::exists(entry.path() / "config.json"))
-      names.push_back(entry.path().filename());
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
-/// [N, C, H, W] as PyTorch writes it → [N, H, W, C]; other ranks as they are.
-std::vector<float> ToNhwc(const Tensor& tensor) {
-  const std::vector<float> from = tensor.ToFloats();
-  if (tensor.shape().rank() != 4) return from;
-  const int64_t n = tensor.dim(0), c = tensor.dim(1), h = tensor.dim(2), w = tensor.dim(3);
-  std::vector<float> to(from.size());
-  for (int64_t i = 0; i < n; ++i)
-    for (int64_t channel = 0; channel < c; ++channel)
-      for (int64_t p = 0; p < h * w; ++p)
-        to[(i * h * w + p) * c + channel] = from[(i * c + channel) * h * w + p];
-  return to;
-}
-
-double RelativeError(const std::vector<float>& out, const std::vector<float>& reference) {
-  EXPECT_EQ(out.size(), reference.size());
-  double difference = 0, norm = 0;
-  for (size_t i = 0; i < std::min(out.size(), reference.size()); ++i) {
-    difference += std::pow(double{out[i]} - reference[i], 2);
-    norm += std::pow(double{reference[i]}, 2);
-  }
-  return std::sqrt(difference / norm);
 }
 
 Tensor ToDevice(Backend& backend, const std::vector<float>& values, const Shape& shape,
@@ -100,7 +66,7 @@ struct Golden {
 class Parity : public ::testing::TestWithParam<std::tuple<std::string, Target>> {
  protected:
   void SetUp() override {
-    directory_ = kGoldens / std::get<0>(GetParam());
+    directory_ = Goldens() / std::get<0>(GetParam());
     const std::string file = directory_ / "config.json";
     const auto json = ReadJsonFile(file);
     ASSERT_TRUE(json.ok()) << json.status();
@@ -126,7 +92,7 @@ class Parity : public ::testing::TestWithParam<std::tuple<std::string, Target>> 
     const int64_t rows = sample.dim(0);
     const Shape shape{rows, sample.dim(2), sample.dim(3), sample.dim(1)};
     DenoiserInput input;
-    input.x = ToDevice(*backend_, ToNhwc(sample), shape, backend_->activation_dtype());
+    input.x = ToDevice(*backend_, ToNhwc(sample).ToFloats(), shape, backend_->activation_dtype());
     input.condition =
         ToDevice(*backend_, golden_.io.at("timestep").ToFloats(), {rows}, DType::kF32);
     if (const auto labels = golden_.io.find("class_labels"); labels != golden_.io.end()) {
@@ -172,7 +138,7 @@ TEST_P(Parity, EveryBlockAndTheWhole) {
   for (const auto& [name, reference] : golden_.io) {
     if (!outputs.downloads.count(name)) continue;
     ++compared;
-    const double error = RelativeError(outputs.Get(name), ToNhwc(reference));
+    const double error = RelativeError(outputs.Get(name), ToNhwc(reference).span<float>());
     EXPECT_LE(error, target.tolerance) << name;
     RecordProperty(name, std::to_string(error));
   }
@@ -185,12 +151,12 @@ TEST_P(Parity, AWrongConfigIsSeen) {
   UNet2DConfig wrong = golden_.config;
   wrong.norm_eps = 0.3;
   Outputs outputs = Run(wrong);
-  EXPECT_GT(RelativeError(outputs.Get("output"), ToNhwc(golden_.io.at("output"))),
+  EXPECT_GT(RelativeError(outputs.Get("output"), ToNhwc(golden_.io.at("output")).span<float>()),
             std::get<1>(GetParam()).tolerance);
 }
 
 INSTANTIATE_TEST_SUITE_P(Diffusers, Parity,
-                         ::testing::Combine(::testing::ValuesIn(Cases()),
+                         ::testing::Combine(::testing::ValuesIn(GoldensWith("io.safetensors")),
                                             ::testing::ValuesIn(Targets())),
                          [](const auto& info) {
                            std::string name = std::get<0>(info.param) + "_" +
