@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "engine/sampling/samplers.h"
 #include "engine/sampling/sigma_path.h"
@@ -53,18 +54,21 @@ StepPlan CompileResolved(const Fields& fields, const Request& request) {
   DENOISED_CHECK(false, "sampler {}", static_cast<int>(request.sampler));
 }
 
+/// Devices compute in float: a double beyond its range becomes infinite there. False for NaN.
+bool IsFloat(double value) { return std::abs(value) <= std::numeric_limits<float>::max(); }
+
 bool IsFinite(const StepPlan& plan) {
   for (const Evaluation<double>& row : plan.evaluations) {
     const double scalars[] = {row.input_scale,   row.condition,        row.x0_from_x,
                               row.x0_from_model, row.log_variance_min, row.log_variance_max};
     for (const double value : scalars)
-      if (!std::isfinite(value)) return false;
+      if (!IsFloat(value)) return false;
     for (const auto& weights : row.weights)
       for (const double weight : weights)
-        if (!std::isfinite(weight)) return false;
+        if (!IsFloat(weight)) return false;
   }
-  return std::isfinite(plan.initial_source_scale) && std::isfinite(plan.initial_noise_scale) &&
-         std::isfinite(plan.initial_churn_scale);
+  return IsFloat(plan.initial_source_scale) && IsFloat(plan.initial_noise_scale) &&
+         IsFloat(plan.initial_churn_scale);
 }
 
 /// One request on its way to a plan, collecting what is wrong with it.
@@ -79,7 +83,10 @@ class Compilation {
     if (violations.empty()) CheckSteps();
     if (!violations.empty()) return {};
     StepPlan plan = CompileResolved(fields_, request_);
-    if (!IsFinite(plan))
+    if (!IsFinite(plan) && params_.s_noise)
+      Violate("s_noise", fmt::format("is {}, which takes the noise beyond float32; use about 1",
+                                     *params_.s_noise));
+    else if (!IsFinite(plan))
       Violate("sampler", fmt::format("{} cannot run this model's schedule: a coefficient is not "
                                      "finite; use euler",
                                      Name(request_.sampler)));

@@ -116,6 +116,15 @@ TEST(ValidateTest, Churn) {
   EXPECT_THAT(ConfigOf(kEdm).Validate(params), ElementsAre(Violation("s_tmin", "swap")));
 }
 
+TEST(ValidateTest, ChurnStaysWithinFloat32) {
+  SamplerParams params = Steps(4);
+  params.s_churn = 1;
+  params.s_noise = 1e38;  // finite as a float, but not times sigma
+  EXPECT_THAT(ConfigOf(kEdm).Validate(params), ElementsAre(Violation("s_noise", "use about 1")));
+  params.s_noise = 1.003;
+  EXPECT_THAT(ConfigOf(kEdm).Validate(params), IsEmpty());
+}
+
 TEST(ValidateTest, SolverOrder) {
   EXPECT_THAT(With(kDdpm, Sampler::kEuler, &SamplerParams::solver_order, 2),
               ElementsAre(Violation("solver_order", "leave it unset")));
