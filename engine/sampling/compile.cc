@@ -54,6 +54,10 @@ StepPlan CompileResolved(const Fields& fields, const Request& request) {
   DENOISED_CHECK(false, "sampler {}", static_cast<int>(request.sampler));
 }
 
+bool Churns(Sampler sampler) {
+  return sampler == Sampler::kEuler || sampler == Sampler::kEdmEuler || sampler == Sampler::kHeun;
+}
+
 /// Devices compute in float: a double beyond its range becomes infinite there. False for NaN.
 bool IsFloat(double value) { return std::abs(value) <= std::numeric_limits<float>::max(); }
 
@@ -77,9 +81,14 @@ class Compilation {
   Compilation(const SchedulerConfig& config, const Fields& fields, const SamplerParams& params)
       : config_(config), fields_(fields), params_(params) {}
 
-  StepPlan Run() {
+  /// Fills in the request.
+  void Resolve() {
     ResolveSampler();
     ResolveNumbers();
+  }
+
+  StepPlan Run() {
+    Resolve();
     if (violations.empty()) CheckSteps();
     if (!violations.empty()) return {};
     StepPlan plan = CompileResolved(fields_, request_);
@@ -91,6 +100,22 @@ class Compilation {
                                      "finite; use euler",
                                      Name(request_.sampler)));
     return plan;
+  }
+
+  /// What was resolved, as parameters that say everything.
+  SamplerParams Resolved() const {
+    SamplerParams params = params_;
+    params.sampler = request_.sampler;
+    params.schedule = request_.schedule;
+    if (request_.sampler == Sampler::kDdim) params.eta = request_.eta;
+    if (Churns(request_.sampler)) {
+      params.s_churn = request_.churn.amount;
+      params.s_tmin = request_.churn.min;
+      params.s_tmax = request_.churn.max;
+      params.s_noise = request_.churn.noise;
+    }
+    if (IsExponentialSolver(request_.sampler)) params.solver_order = request_.solver_order;
+    return params;
   }
 
   std::vector<ParamViolation> violations;
@@ -142,13 +167,11 @@ class Compilation {
     else if (!(request_.eta >= 0 && request_.eta <= 1))
       Violate("eta", fmt::format("is {}; use 0 to 1", request_.eta));
 
-    const bool churns =
-        sampler == Sampler::kEuler || sampler == Sampler::kEdmEuler || sampler == Sampler::kHeun;
     const auto churn = [&](const char* field, const std::optional<double>& given, double* value,
                            bool may_be_infinite) {
       if (!given) return;
       *value = *given;
-      if (!churns)
+      if (!Churns(sampler))
         Violate(field, fmt::format("has no effect on {}; leave it unset or use euler or heun",
                                    Name(sampler)));
       else if (!(*given >= 0 && (may_be_infinite || std::isfinite(*given))))
@@ -236,6 +259,12 @@ std::vector<ParamViolation> SchedulerConfig::Validate(const SamplerParams& param
   Compilation compilation(*this, *fields_, params);
   compilation.Run();
   return compilation.violations;
+}
+
+SamplerParams SchedulerConfig::WithDefaults(const SamplerParams& params) const {
+  Compilation compilation(*this, *fields_, params);
+  compilation.Resolve();
+  return compilation.Resolved();
 }
 
 absl::StatusOr<StepPlan> SchedulerConfig::Compile(const SamplerParams& params) const {
