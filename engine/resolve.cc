@@ -184,7 +184,7 @@ class Resolver {
     if (static_cast<int>(plan->evaluations.size()) > model_.max_evaluations)
       Violate("steps", "is {}, which takes {} evaluations; at most {} are allowed", params.steps,
               plan->evaluations.size(), model_.max_evaluations);
-    if (!params.schedule) params.schedule = model_.default_schedule;
+    params = model_.scheduler->WithDefaults(params);
     job_.steps = plan->steps;
     job_.evaluations = static_cast<int>(plan->evaluations.size());
     return std::make_shared<const StepPlan>(*std::move(plan));

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "engine/sampling/samplers.h"
 #include "engine/sampling/sigma_path.h"
@@ -53,18 +54,25 @@ StepPlan CompileResolved(const Fields& fields, const Request& request) {
   DENOISED_CHECK(false, "sampler {}", static_cast<int>(request.sampler));
 }
 
+bool Churns(Sampler sampler) {
+  return sampler == Sampler::kEuler || sampler == Sampler::kEdmEuler || sampler == Sampler::kHeun;
+}
+
+/// Devices compute in float: a double beyond its range becomes infinite there. False for NaN.
+bool IsFloat(double value) { return std::abs(value) <= std::numeric_limits<float>::max(); }
+
 bool IsFinite(const StepPlan& plan) {
   for (const Evaluation<double>& row : plan.evaluations) {
     const double scalars[] = {row.input_scale,   row.condition,        row.x0_from_x,
                               row.x0_from_model, row.log_variance_min, row.log_variance_max};
     for (const double value : scalars)
-      if (!std::isfinite(value)) return false;
+      if (!IsFloat(value)) return false;
     for (const auto& weights : row.weights)
       for (const double weight : weights)
-        if (!std::isfinite(weight)) return false;
+        if (!IsFloat(weight)) return false;
   }
-  return std::isfinite(plan.initial_source_scale) && std::isfinite(plan.initial_noise_scale) &&
-         std::isfinite(plan.initial_churn_scale);
+  return IsFloat(plan.initial_source_scale) && IsFloat(plan.initial_noise_scale) &&
+         IsFloat(plan.initial_churn_scale);
 }
 
 /// One request on its way to a plan, collecting what is wrong with it.
@@ -73,17 +81,41 @@ class Compilation {
   Compilation(const SchedulerConfig& config, const Fields& fields, const SamplerParams& params)
       : config_(config), fields_(fields), params_(params) {}
 
-  StepPlan Run() {
+  /// Fills in the request.
+  void Resolve() {
     ResolveSampler();
     ResolveNumbers();
+  }
+
+  StepPlan Run() {
+    Resolve();
     if (violations.empty()) CheckSteps();
     if (!violations.empty()) return {};
     StepPlan plan = CompileResolved(fields_, request_);
-    if (!IsFinite(plan))
+    if (!IsFinite(plan) && params_.s_noise)
+      Violate("s_noise", fmt::format("is {}, which takes the noise beyond float32; use about 1",
+                                     *params_.s_noise));
+    else if (!IsFinite(plan))
       Violate("sampler", fmt::format("{} cannot run this model's schedule: a coefficient is not "
                                      "finite; use euler",
                                      Name(request_.sampler)));
     return plan;
+  }
+
+  /// What was resolved, as parameters that say everything.
+  SamplerParams Resolved() const {
+    SamplerParams params = params_;
+    params.sampler = request_.sampler;
+    params.schedule = request_.schedule;
+    if (request_.sampler == Sampler::kDdim) params.eta = request_.eta;
+    if (Churns(request_.sampler)) {
+      params.s_churn = request_.churn.amount;
+      params.s_tmin = request_.churn.min;
+      params.s_tmax = request_.churn.max;
+      params.s_noise = request_.churn.noise;
+    }
+    if (IsExponentialSolver(request_.sampler)) params.solver_order = request_.solver_order;
+    return params;
   }
 
   std::vector<ParamViolation> violations;
@@ -135,13 +167,11 @@ class Compilation {
     else if (!(request_.eta >= 0 && request_.eta <= 1))
       Violate("eta", fmt::format("is {}; use 0 to 1", request_.eta));
 
-    const bool churns =
-        sampler == Sampler::kEuler || sampler == Sampler::kEdmEuler || sampler == Sampler::kHeun;
     const auto churn = [&](const char* field, const std::optional<double>& given, double* value,
                            bool may_be_infinite) {
       if (!given) return;
       *value = *given;
-      if (!churns)
+      if (!Churns(sampler))
         Violate(field, fmt::format("has no effect on {}; leave it unset or use euler or heun",
                                    Name(sampler)));
       else if (!(*given >= 0 && (may_be_infinite || std::isfinite(*given))))
@@ -229,6 +259,12 @@ std::vector<ParamViolation> SchedulerConfig::Validate(const SamplerParams& param
   Compilation compilation(*this, *fields_, params);
   compilation.Run();
   return compilation.violations;
+}
+
+SamplerParams SchedulerConfig::WithDefaults(const SamplerParams& params) const {
+  Compilation compilation(*this, *fields_, params);
+  compilation.Resolve();
+  return compilation.Resolved();
 }
 
 absl::StatusOr<StepPlan> SchedulerConfig::Compile(const SamplerParams& params) const {

@@ -90,6 +90,9 @@ class SchedulerConfig {
 
   /// Everything that is wrong with `params`, or empty.
   std::vector<ParamViolation> Validate(const SamplerParams& params) const;
+  /// Valid `params` with what is unset filled in, so that they name their plan whatever the config;
+  /// what the sampler does not have stays unset.
+  SamplerParams WithDefaults(const SamplerParams& params) const;
   /// InvalidArgument with the violations when Validate() is not empty.
   absl::StatusOr<StepPlan> Compile(const SamplerParams& params) const;
 

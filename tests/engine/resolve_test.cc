@@ -65,6 +65,28 @@ TEST(Resolve, FillsInEveryDefault) {
   ASSERT_NE(job.plan, nullptr);
 }
 
+TEST(Resolve, TellsTheScheduleThatIsRun) {
+  ModelInfo model = Digits();
+  const auto karras = SchedulerConfig::Parse(
+      {{"_class_name", "EulerDiscreteScheduler"}, {"use_karras_sigmas", true}},
+      "scheduler_config.json");
+  ASSERT_TRUE(karras.ok()) << karras.status();
+  model.scheduler = std::make_shared<const SchedulerConfig>(*karras);
+  model.default_sampler = karras->default_sampler();
+  model.default_schedule = karras->default_schedule();
+  EffectiveJob job;
+  std::vector<FieldViolation> violations;
+  JobSpec spec{.model = "digits"};
+  ResolveJob(model, spec, &job, &violations);
+  ASSERT_TRUE(violations.empty()) << violations[0].description;
+  EXPECT_EQ(job.spec.sampler.schedule, NoiseSchedule::kKarras);
+  EXPECT_EQ(job.spec.sampler.s_noise, 1);
+  spec.sampler.sampler = Sampler::kDdim;  // has no spacing but its own
+  ResolveJob(model, spec, &job, &violations);
+  ASSERT_TRUE(violations.empty()) << violations[0].description;
+  EXPECT_EQ(job.spec.sampler.schedule, NoiseSchedule::kNative);
+}
+
 TEST(Resolve, TheSeedDecidesTheRandomClass) {
   EffectiveJob first, second, shifted;
   std::vector<FieldViolation> violations;
@@ -145,9 +167,8 @@ TEST(Resolve, UnconditionalModelsTakeNoClassAndNoGuidance) {
   model.guidance = false;
   model.default_guidance_scale = 1;
   EXPECT_TRUE(Violated(model, {.model = "digits"}).empty());
-  EXPECT_THAT(
-      Violated(model, {.model = "digits", .class_labels = {1}, .guidance_scale = 2.0}),
-      ElementsAre("class_labels", "guidance_scale"));
+  EXPECT_THAT(Violated(model, {.model = "digits", .class_labels = {1}, .guidance_scale = 2.0}),
+              ElementsAre("class_labels", "guidance_scale"));
 }
 
 TEST(Resolve, ClassVectorsAreRepeated) {

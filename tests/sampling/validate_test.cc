@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 
 #include "engine/sampling/sampler.h"
 
@@ -114,6 +115,42 @@ TEST(ValidateTest, Churn) {
   params.s_tmin = 2;
   params.s_tmax = 1;
   EXPECT_THAT(ConfigOf(kEdm).Validate(params), ElementsAre(Violation("s_tmin", "swap")));
+}
+
+TEST(ValidateTest, ChurnStaysWithinFloat32) {
+  SamplerParams params = Steps(4);
+  params.s_churn = 1;
+  params.s_noise = 1e38;  // finite as a float, but not times sigma
+  EXPECT_THAT(ConfigOf(kEdm).Validate(params), ElementsAre(Violation("s_noise", "use about 1")));
+  params.s_noise = 1.003;
+  EXPECT_THAT(ConfigOf(kEdm).Validate(params), IsEmpty());
+}
+
+TEST(ValidateTest, DefaultsAreWhatTheSamplerHas) {
+  const SchedulerConfig config = ConfigOf({{"_class_name", "DPMSolverMultistepScheduler"},
+                                           {"use_karras_sigmas", true},
+                                           {"solver_order", 3}});
+  const SamplerParams own = config.WithDefaults(Steps(5));
+  EXPECT_EQ(own.sampler, Sampler::kDpmSolver);
+  EXPECT_EQ(own.schedule, NoiseSchedule::kKarras);
+  EXPECT_EQ(own.solver_order, 3);
+  EXPECT_FALSE(own.s_churn || own.s_tmin || own.s_tmax || own.s_noise || own.eta);
+
+  SamplerParams params = Steps(5);
+  params.sampler = Sampler::kDdim;  // knows no spacing but its own
+  const SamplerParams ddim = config.WithDefaults(params);
+  EXPECT_EQ(ddim.schedule, NoiseSchedule::kNative);
+  EXPECT_EQ(ddim.eta, 0);
+  EXPECT_FALSE(ddim.solver_order || ddim.s_churn);
+
+  params.sampler = Sampler::kHeun;
+  params.s_tmin = 0.5;
+  const SamplerParams heun = config.WithDefaults(params);
+  EXPECT_EQ(heun.s_churn, 0);
+  EXPECT_EQ(heun.s_tmin, 0.5);
+  EXPECT_EQ(heun.s_tmax, std::numeric_limits<double>::infinity());
+  EXPECT_EQ(heun.s_noise, 1);
+  for (const SamplerParams& full : {own, ddim, heun}) EXPECT_THAT(config.Validate(full), IsEmpty());
 }
 
 TEST(ValidateTest, SolverOrder) {
