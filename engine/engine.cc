@@ -160,9 +160,8 @@ void DeviceEngine::Post(Command command) {
 }
 
 void DeviceEngine::Fail(const absl::Status& status) {
-  const absl::Status cause = Unavailable(
-      "device {} failed and needs a restart of the server: {}", device_name_,
-      std::string(status.message()));
+  const absl::Status cause = Unavailable("device {} failed and needs a restart of the server: {}",
+                                         device_name_, std::string(status.message()));
   {
     std::lock_guard lock(mutex_);
     if (health_.ok()) health_ = cause;
@@ -204,8 +203,7 @@ absl::Status DeviceEngine::Open(const std::string& name, const std::string& dire
   return done.get_future().get();
 }
 
-absl::Status DeviceEngine::Load(const std::string& name, const std::string& path,
-                                ModelInfo* info) {
+absl::Status DeviceEngine::Load(const std::string& name, const std::string& path, ModelInfo* info) {
   DENOISED_RETURN_IF_ERROR(Health());
   DENOISED_ASSIGN_OR_RETURN(const ModelDirectory directory, ModelDirectory::Read(path));
   if (!directory.scheduler_config)
@@ -216,16 +214,17 @@ absl::Status DeviceEngine::Load(const std::string& name, const std::string& path
   DENOISED_ASSIGN_OR_RETURN(
       SchedulerConfig scheduler,
       SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file));
-  DENOISED_ASSIGN_OR_RETURN(
-      const UNet2DConfig config,
-      UNet2DConfig::Parse(directory.unet_config, directory.unet_config_file));
+  DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config,
+                            UNet2DConfig::Parse(directory.unet_config, directory.unet_config_file));
   if (config.sample_height == 0 || config.sample_width == 0)
-    return InvalidArgument("{}: field 'sample_size' is missing; set it to the size of the images "
-                           "that the model was trained on",
-                           directory.unet_config_file);
+    return InvalidArgument(
+        "{}: field 'sample_size' is missing; set it to the size of the images "
+        "that the model was trained on",
+        directory.unet_config_file);
   if (config.out_channels != config.in_channels && config.out_channels != 2 * config.in_channels)
     return InvalidArgument(
-        "{}: field 'out_channels' is {}: a model that can be sampled has in_channels ({}), or twice "
+        "{}: field 'out_channels' is {}: a model that can be sampled has in_channels ({}), or "
+        "twice "
         "as many with a learned variance",
         directory.unet_config_file, config.out_channels, config.in_channels);
   if (scheduler.learns_variance() && config.out_channels != 2 * config.in_channels)
@@ -241,8 +240,8 @@ absl::Status DeviceEngine::Load(const std::string& name, const std::string& path
   const DenoiserTraits& traits = model.denoiser->traits();
   if (traits.condition == ClassCondition::kLabel) {
     if (directory.null_class >= traits.class_embeddings)
-      return InvalidArgument("{}: null_class is {}, but the model has {} classes",
-                             directory.root, directory.null_class, traits.class_embeddings);
+      return InvalidArgument("{}: null_class is {}, but the model has {} classes", directory.root,
+                             directory.null_class, traits.class_embeddings);
     model.null_label = directory.null_class;
   }
   const bool cpu = backend_->device() == Device::kCpu;
@@ -336,9 +335,10 @@ absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job,
     for (const auto& [waiting_id, waiting] : waiting_) queued += waiting.images;
     const int count = job.spec.count;
     if (queued + count > options_.max_queued_images)
-      return ResourceExhausted("{} images are queued, and {} more would exceed the limit of {}; "
-                               "retry later",
-                               queued, count, options_.max_queued_images);
+      return ResourceExhausted(
+          "{} images are queued, and {} more would exceed the limit of {}; "
+          "retry later",
+          queued, count, options_.max_queued_images);
     id = next_id_++;
     waiting_[id] = {job.spec.model, count};
     commands_.push_back([this, id, job = std::move(job), listener = std::move(listener),
@@ -378,8 +378,9 @@ void DeviceEngine::Drain(Clock::time_point deadline) {
   wake_.notify_all();
   if (idle_.wait_until(lock, deadline, idle)) return;
   commands_.push_back([this] {
-    batcher_->EndAll(Unavailable("the server shut down before the images were done; retry with the "
-                                 "same seed on another replica"));
+    batcher_->EndAll(
+        Unavailable("the server shut down before the images were done; retry with the "
+                    "same seed on another replica"));
   });
   wake_.notify_all();
   idle_.wait(lock, idle);

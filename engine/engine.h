@@ -25,7 +25,7 @@
 namespace denoised {
 
 struct EngineOptions {
-  std::string device = "auto";   // as BackendOptions::device
+  std::string device = "auto";  // as BackendOptions::device
   bool fp32 = false;
   int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
   int max_slots = 0;             // images in flight per model; 0: max_rows
@@ -41,27 +41,27 @@ struct ModelInfo {
   std::string name;
   std::string directory;
   ModelState state = ModelState::kLoading;
-  absl::Status error;            // why, when kFailed
-  std::string architecture;      // "UNet2DModel"
+  absl::Status error;        // why, when kFailed
+  std::string architecture;  // "UNet2DModel"
   int64_t parameters = 0;
-  int height = 0, width = 0;     // native size, pixels
-  int size_multiple = 1;         // sizes must be multiples of it
-  int max_edge = 0;              // and neither edge longer than this
+  int height = 0, width = 0;  // native size, pixels
+  int size_multiple = 1;      // sizes must be multiples of it
+  int max_edge = 0;           // and neither edge longer than this
   int channels = 0;
   ClassCondition condition = ClassCondition::kNone;
-  int num_classes = 0;           // labels a request may name: [0, num_classes)
+  int num_classes = 0;  // labels a request may name: [0, num_classes)
   int class_vector_size = 0;
   std::vector<std::string> labels;  // human-readable, by index; empty when the model ships none
-  bool guidance = false;         // it has an unconditional row, so guidance_scale may exceed 1
+  bool guidance = false;            // it has an unconditional row, so guidance_scale may exceed 1
   Sampler default_sampler = Sampler::kEdmEuler;
   NoiseSchedule default_schedule = NoiseSchedule::kNative;
   std::vector<Sampler> samplers;
   std::vector<NoiseSchedule> schedules;  // that suit the default sampler
   int default_steps = 0, max_steps = 0;
   double default_guidance_scale = 1.0;
-  int max_evaluations = 0;       // of one image; a step may take two
-  int max_count = 0;             // images of one request
-  int slots = 0;                 // images in flight at one time
+  int max_evaluations = 0;  // of one image; a step may take two
+  int max_count = 0;        // images of one request
+  int slots = 0;            // images in flight at one time
   std::shared_ptr<const SchedulerConfig> scheduler;
   size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0;  // device memory by purpose
   double load_seconds = 0;
@@ -79,8 +79,8 @@ class Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options);
   virtual ~Engine() = default;
 
-  /// Loads a diffusers directory, plans memory, captures and warms up every row bucket; blocks until
-  /// the model is ready. InvalidArgument or NotFound name the file and field at fault;
+  /// Loads a diffusers directory, plans memory, captures and warms up every row bucket; blocks
+  /// until the model is ready. InvalidArgument or NotFound name the file and field at fault;
   /// ResourceExhausted says what was needed and what is free. Images in flight of other models wait
   /// meanwhile.
   virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;

@@ -11,16 +11,16 @@
 #include "engine/core/step_plan.h"
 #include "engine/core/tensor.h"
 
-/// The device interface, at the grain of fused operations. nn/ is written once against it; cpu/ runs
-/// it plainly in fp32 and is the oracle, cuda/ fuses.
+/// The device interface, at the grain of fused operations. nn/ is written once against it; cpu/
+/// runs it plainly in fp32 and is the oracle, cuda/ fuses.
 ///
-/// Activations are NHWC ([N, H, W, C], or [N, tokens, C]) in activation_dtype(). "Row" is one sample
-/// of the batch: dimension 0. Every op computes each row with an order of operations that depends on
-/// the row's shape alone, so a row has the same bits in any batch.
+/// Activations are NHWC ([N, H, W, C], or [N, tokens, C]) in activation_dtype(). "Row" is one
+/// sample of the batch: dimension 0. Every op computes each row with an order of operations that
+/// depends on the row's shape alone, so a row has the same bits in any batch.
 ///
-/// Ops only enqueue. They return nothing: shapes were validated when the model was loaded, so a wrong
-/// one is a bug (CHECK); what the device reports is kept and returned by Status(). A backend belongs
-/// to the one thread that owns the device.
+/// Ops only enqueue. They return nothing: shapes were validated when the model was loaded, so a
+/// wrong one is a bug (CHECK); what the device reports is kept and returned by status(). A backend
+/// belongs to the one thread that owns the device.
 
 namespace denoised {
 
@@ -41,68 +41,68 @@ class PackedLinear {
 };
 
 struct Conv2dArgs {
-  Tensor x;              // [N, H, W, C]
-  Tensor x2;             // optional [N, H, W, C2]: the input is concat(x, x2) along channels
+  Tensor x;   // [N, H, W, C]
+  Tensor x2;  // optional [N, H, W, C2]: the input is concat(x, x2) along channels
   const PackedConv2d* weight = nullptr;  // [Cout, k, k, C + C2] and optional bias
   bool upsample2x = false;               // nearest-neighbour doubling of the input first
   int stride = 1;
   int pad_top = 0, pad_left = 0, pad_bottom = 0, pad_right = 0;
-  Tensor add;            // optional [N, Cout], rows may be a Columns() view: added to every pixel
-  Tensor residual;       // optional, shape of out
-  float scale = 1.0f;    // out = act((conv + bias + add + residual) · scale)
+  Tensor add;          // optional [N, Cout], rows may be a Columns() view: added to every pixel
+  Tensor residual;     // optional, shape of out
+  float scale = 1.0f;  // out = act((conv + bias + add + residual) · scale)
   Activation activation = Activation::kNone;
-  Tensor out;            // [N, Ho, Wo, Cout]; activation dtype, or F32
+  Tensor out;  // [N, Ho, Wo, Cout]; activation dtype, or F32
 };
 
 struct LinearArgs {
-  Tensor x;              // [M, K], or any rank: rows of K; activation dtype or F32
+  Tensor x;                              // [M, K], or any rank: rows of K; activation dtype or F32
   const PackedLinear* weight = nullptr;  // [Nout, K] and optional bias
   Activation input_activation = Activation::kNone;  // applied to x first
-  Tensor residual;       // optional, shape of out
-  float scale = 1.0f;    // out = act((xWᵀ + b + residual) · scale)
+  Tensor residual;                                  // optional, shape of out
+  float scale = 1.0f;                               // out = act((xWᵀ + b + residual) · scale)
   Activation activation = Activation::kNone;
-  Tensor out;            // rows of Nout; activation dtype or F32
+  Tensor out;  // rows of Nout; activation dtype or F32
 };
 
 struct GroupNormArgs {
-  Tensor x;              // [N, H, W, C] or [N, tokens, C]
-  Tensor x2;             // optional [N, H, W, C2]: normalises concat(x, x2)
-  Tensor gamma, beta;    // F32 [C + C2]
+  Tensor x;            // [N, H, W, C] or [N, tokens, C]
+  Tensor x2;           // optional [N, H, W, C2]: normalises concat(x, x2)
+  Tensor gamma, beta;  // F32 [C + C2]
   int groups = 32;
   float eps = 1e-5f;
-  Tensor scale_shift;    // optional [N, 2·(C+C2)], may be a Columns() view: y·(1 + scale) + shift
+  Tensor scale_shift;  // optional [N, 2·(C+C2)], may be a Columns() view: y·(1 + scale) + shift
   Activation activation = Activation::kNone;
-  Tensor out;            // [.., C + C2]
+  Tensor out;  // [.., C + C2]
 };
 
 struct AttentionArgs {
-  Tensor q, k, v;        // [N, tokens, heads·dim], each may be a Columns() view
+  Tensor q, k, v;  // [N, tokens, heads·dim], each may be a Columns() view
   int heads = 1;
-  float scale = 1.0f;    // softmax(q kᵀ · scale) v
-  Tensor out;            // [N, tokens, heads·dim]
+  float scale = 1.0f;  // softmax(q kᵀ · scale) v
+  Tensor out;          // [N, tokens, heads·dim]
 };
 
 struct TimestepEmbeddingArgs {
-  Tensor t;              // F32 [N]
+  Tensor t;  // F32 [N]
   bool flip_sin_to_cos = true;
   double freq_shift = 0;
   double scale = 1;
   double max_period = 10000;
-  Tensor out;            // [N, dim]; cos before sin when flipped; zero-padded when dim is odd
+  Tensor out;  // [N, dim]; cos before sin when flipped; zero-padded when dim is odd
 };
 
 struct FourierEmbeddingArgs {
-  Tensor t;              // F32 [N]
-  Tensor weight;         // F32 [dim / 2]
-  bool log = true;       // embed ln t
+  Tensor t;         // F32 [N]
+  Tensor weight;    // F32 [dim / 2]
+  bool log = true;  // embed ln t
   bool flip_sin_to_cos = false;
-  Tensor out;            // [N, dim]: sin, cos of 2π·weight·t
+  Tensor out;  // [N, dim]: sin, cos of 2π·weight·t
 };
 
 struct EmbeddingArgs {
-  Tensor table;          // activation dtype or F32 [entries, dim]
-  Tensor index;          // I32 [N], each in [0, entries)
-  Tensor out;            // [N, dim]
+  Tensor table;  // activation dtype or F32 [entries, dim]
+  Tensor index;  // I32 [N], each in [0, entries)
+  Tensor out;    // [N, dim]
 };
 
 /// Resampling by two, for blocks whose resampling has no convolution.
@@ -110,20 +110,20 @@ enum class Resample : uint8_t { kNearestUp, kAveragePoolDown };
 
 /// The state of all images in flight: slot s is row s of each tensor.
 struct SlotState {
-  Tensor x;              // F32 [S, H, W, C]
-  Tensor registers;      // F32 [S, kRegisters, H, W, C]
-  Tensor x0;             // F32 [S, H, W, C], predicted by the latest evaluation; for previews
-  Tensor plans;          // U8 [S, max evaluations · sizeof(DeviceEvaluation)]
-  Tensor evaluation;     // I32 [S], index of the next evaluation in the slot's plan
-  Tensor seed;           // I64 [S], the bits of a uint64
-  Tensor guidance;       // F32 [S]
-  Tensor embedding;      // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
+  Tensor x;           // F32 [S, H, W, C]
+  Tensor registers;   // F32 [S, kRegisters, H, W, C]
+  Tensor x0;          // F32 [S, H, W, C], predicted by the latest evaluation; for previews
+  Tensor plans;       // U8 [S, max evaluations · sizeof(DeviceEvaluation)]
+  Tensor evaluation;  // I32 [S], index of the next evaluation in the slot's plan
+  Tensor seed;        // I64 [S], the bits of a uint64
+  Tensor guidance;    // F32 [S]
+  Tensor embedding;   // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
 };
 
 /// One row of an evaluation. Uploaded as I32 [rows, 4].
 struct EvaluationRow {
-  int32_t slot;      // −1: padding, computes zeros and influences nobody
-  int32_t label;     // class index, when the model has a table of classes
+  int32_t slot;               // −1: padding, computes zeros and influences nobody
+  int32_t label;              // class index, when the model has a table of classes
   int32_t unconditional_row;  // guidance: the row with the unconditional output; −1 without
   int32_t advances;  // 1: this row moves its slot on; 0: it only serves as an unconditional row
 };
@@ -131,8 +131,8 @@ struct EvaluationRow {
 struct BeginSlotArgs {
   SlotState state;
   int slot = 0;
-  Tensor source;         // optional F32 [H, W, C] (init image), device memory
-  Tensor noise;          // optional F32 [H, W, C] instead of Philox draw kInitialDraw
+  Tensor source;  // optional F32 [H, W, C] (init image), device memory
+  Tensor noise;   // optional F32 [H, W, C] instead of Philox draw kInitialDraw
   float source_scale = 0, noise_scale = 1, churn_scale = 0;
   // x = source_scale·source + noise_scale·noise + churn_scale·noise'; registers and x0 zero,
   // evaluation 0. state.seed must hold the slot's seed already.
@@ -140,17 +140,17 @@ struct BeginSlotArgs {
 
 struct GatherArgs {
   SlotState state;
-  Tensor rows;           // I32 [R, 4]: EvaluationRow
-  Tensor x;              // activation dtype [R, H, W, C]: input_scale · state
-  Tensor condition;      // F32 [R]
-  Tensor label;          // optional I32 [R]
-  Tensor embedding;      // optional F32 [R, D]; zeros for rows that only serve as unconditional
+  Tensor rows;       // I32 [R, 4]: EvaluationRow
+  Tensor x;          // activation dtype [R, H, W, C]: input_scale · state
+  Tensor condition;  // F32 [R]
+  Tensor label;      // optional I32 [R]
+  Tensor embedding;  // optional F32 [R, D]; zeros for rows that only serve as unconditional
 };
 
 struct AdvanceArgs {
   SlotState state;
-  Tensor rows;           // I32 [R, 4]
-  Tensor model_output;   // F32 [R, H, W, C], or [R, H, W, 2C] with learned variance
+  Tensor rows;          // I32 [R, 4]
+  Tensor model_output;  // F32 [R, H, W, C], or [R, H, W, 2C] with learned variance
   // With guidance g: F = F_u + g·(F_c − F_u); a learned variance is the conditional row's. Then
   // step_plan.h's formulas; evaluation += 1.
 };
@@ -188,7 +188,7 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  virtual std::string_view name() const = 0;  // "cpu", "cuda:0"
+  virtual std::string_view name() const = 0;    // "cpu", "cuda:0"
   virtual std::string description() const = 0;  // for people: chip, cores or SMs, memory
   virtual Device device() const = 0;
   virtual DType activation_dtype() const = 0;
@@ -223,8 +223,8 @@ class Backend {
   virtual void Embedding(const EmbeddingArgs& args) = 0;
   virtual void Resample2x(Resample kind, const Tensor& x, const Tensor& out) = 0;
   /// out = act(a·scale + b + shift); b may be undefined; a and b may differ in dtype from out.
-  virtual void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
-                   const Tensor& out) = 0;
+  virtual void Add(const Tensor& a, float scale, const Tensor& b, float shift,
+                   Activation activation, const Tensor& out) = 0;
   /// out[n] = x[n] / divisor[n]; divisor F32 [N].
   virtual void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) = 0;
   virtual void BeginSlot(const BeginSlotArgs& args) = 0;
@@ -233,8 +233,8 @@ class Backend {
 
   // Order.
   /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph. Where
-  /// there are no graphs (CPU) its ops are only checked now and `body` runs at each Launch(): what it
-  /// refers to must outlive the graph too.
+  /// there are no graphs (CPU) its ops are only checked now and `body` runs at each Launch(): what
+  /// it refers to must outlive the graph too.
   virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) = 0;
   virtual void Launch(Graph& graph) = 0;
   virtual std::unique_ptr<Marker> Mark() = 0;

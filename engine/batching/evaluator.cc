@@ -52,16 +52,15 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(take(&state_.registers, {slots, kRegisters, height, width, channels},
                                 DType::kF32, "sampler registers"));
   DENOISED_RETURN_IF_ERROR(take(&state_.x0, images, DType::kF32, "predicted images"));
-  DENOISED_RETURN_IF_ERROR(
-      take(&state_.plans,
-           {slots, int64_t{options_.max_evaluations} * int64_t{sizeof(DeviceEvaluation)}},
-           DType::kU8, "step plans"));
+  DENOISED_RETURN_IF_ERROR(take(
+      &state_.plans, {slots, int64_t{options_.max_evaluations} * int64_t{sizeof(DeviceEvaluation)}},
+      DType::kU8, "step plans"));
   DENOISED_RETURN_IF_ERROR(take(&state_.evaluation, {slots}, DType::kI32, "slots"));
   DENOISED_RETURN_IF_ERROR(take(&state_.seed, {slots}, DType::kI64, "slots"));
   DENOISED_RETURN_IF_ERROR(take(&state_.guidance, {slots}, DType::kF32, "slots"));
   if (traits.class_vector_size > 0)
-    DENOISED_RETURN_IF_ERROR(take(&state_.embedding, {slots, traits.class_vector_size}, DType::kF32,
-                                  "class vectors"));
+    DENOISED_RETURN_IF_ERROR(
+        take(&state_.embedding, {slots, traits.class_vector_size}, DType::kF32, "class vectors"));
   const Shape image{height, width, channels};
   DENOISED_RETURN_IF_ERROR(take(&source_, image, DType::kF32, "init image"));
   DENOISED_RETURN_IF_ERROR(take(&noise_, image, DType::kF32, "initial noise"));
@@ -108,8 +107,8 @@ void Evaluator::Enqueue(Backend& backend, Arena& arena, int bucket) {
 absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
   std::unique_ptr<Graph>& graph = graphs_[bucket];
   if (!graph) {
-    DENOISED_ASSIGN_OR_RETURN(graph,
-                              backend_.Capture([this, bucket] { Enqueue(backend_, *arena_, bucket); }));
+    DENOISED_ASSIGN_OR_RETURN(
+        graph, backend_.Capture([this, bucket] { Enqueue(backend_, *arena_, bucket); }));
   }
   return graph.get();
 }
@@ -153,17 +152,18 @@ void Evaluator::Begin(int slot, const Start& start) {
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
-  const int bucket = *std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
+  const int bucket =
+      *std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
   std::vector<EvaluationRow> padded(rows.begin(), rows.end());
   padded.resize(bucket, kPadding);
-  const bool same = padded.size() <= uploaded_rows_.size() &&
-                    std::memcmp(padded.data(), uploaded_rows_.data(),
-                                padded.size() * sizeof(EvaluationRow)) == 0;
+  const bool same =
+      padded.size() <= uploaded_rows_.size() &&
+      std::memcmp(padded.data(), uploaded_rows_.data(), padded.size() * sizeof(EvaluationRow)) == 0;
   if (!same) {
     backend_.Upload(padded.data(), padded.size() * sizeof(EvaluationRow), rows_);
     uploaded_rows_ = padded;
   }
-  DENOISED_ASSIGN_OR_RETURN(Graph* graph, GraphFor(bucket));
+  DENOISED_ASSIGN_OR_RETURN(Graph * graph, GraphFor(bucket));
   backend_.Launch(*graph);
   DENOISED_RETURN_IF_ERROR(backend_.status());
   return bucket;

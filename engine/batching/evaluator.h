@@ -13,8 +13,8 @@
 namespace denoised {
 
 /// One model at one image size, with the state of its images in flight and one captured graph per
-/// row bucket: gather → model → guidance and sampler step → scatter. Belongs to the thread that owns
-/// the device; calls enqueue.
+/// row bucket: gather → model → guidance and sampler step → scatter. Belongs to the thread that
+/// owns the device; calls enqueue.
 class Evaluator {
  public:
   struct Options {
@@ -24,10 +24,11 @@ class Evaluator {
     int max_evaluations = 0;  // longest plan
   };
 
-  /// Plans memory by a dry run of the largest bucket, then takes it. ResourceExhausted says what was
-  /// needed and what is free.
-  static absl::StatusOr<std::unique_ptr<Evaluator>> Create(
-      Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
+  /// Plans memory by a dry run of the largest bucket, then takes it. ResourceExhausted says what
+  /// was needed and what is free.
+  static absl::StatusOr<std::unique_ptr<Evaluator>> Create(Backend& backend,
+                                                           std::shared_ptr<const Denoiser> denoiser,
+                                                           const Options& options);
 
   /// Captures the graphs of all buckets and runs each once, so that no request pays for it.
   absl::Status WarmUp();
@@ -70,7 +71,7 @@ class Evaluator {
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
-  Tensor rows_;           // I32 [max_rows, 4]
+  Tensor rows_;            // I32 [max_rows, 4]
   Tensor source_, noise_;  // F32 [H, W, C]: what Begin uploads
   std::optional<Arena> arena_;
   std::map<int, std::unique_ptr<Graph>> graphs_;

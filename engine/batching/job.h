@@ -17,49 +17,49 @@ enum class PreviewKind { kPredictedX0, kNoisyState };
 
 /// An image in flight or done: F32 host tensor [H, W, C], values nominally in [−1, 1].
 struct ImageResult {
-  int index = 0;        // within the request
+  int index = 0;  // within the request
   uint64_t seed = 0;
-  int label = -1;       // −1 when the model has no labels
+  int label = -1;  // −1 when the model has no labels
   Tensor pixels;
 };
 
 /// What a request asks. Unset fields take the model's defaults.
 struct JobSpec {
   std::string model;
-  std::string request_id;                 // for logs; the caller makes it unique
-  std::optional<uint64_t> seed;           // image i is drawn with seed + i; random when unset
+  std::string request_id;        // for logs; the caller makes it unique
+  std::optional<uint64_t> seed;  // image i is drawn with seed + i; random when unset
   int count = 1;
-  std::vector<int> class_labels;          // one for all images, or one each; empty: random classes
-  std::vector<float> class_values;        // kValue: as class_labels. kVector: count × size or size
-  std::optional<double> guidance_scale;   // ≤ 1: no unconditional row
-  SamplerParams sampler;                  // steps 0: the model's default
-  int height = 0, width = 0;              // 0: native
+  std::vector<int> class_labels;         // one for all images, or one each; empty: random classes
+  std::vector<float> class_values;       // kValue: as class_labels. kVector: count × size or size
+  std::optional<double> guidance_scale;  // ≤ 1: no unconditional row
+  SamplerParams sampler;                 // steps 0: the model's default
+  int height = 0, width = 0;             // 0: native
   bool previews = false;
   PreviewKind preview_kind = PreviewKind::kPredictedX0;
-  int preview_every = 1;                  // evaluations
-  Tensor initial_noise;                   // optional F32 [count, H, W, C], standard normal scale
-  Tensor init_image;                      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
+  int preview_every = 1;  // evaluations
+  Tensor initial_noise;   // optional F32 [count, H, W, C], standard normal scale
+  Tensor init_image;      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
   std::optional<std::chrono::steady_clock::time_point> deadline;
 };
 
 /// A JobSpec with every default filled in: what will be run, and what the reply says was run.
 struct EffectiveJob {
-  JobSpec spec;                           // all optionals set, labels and values one per image
+  JobSpec spec;  // all optionals set, labels and values one per image
   int steps = 0;
-  int evaluations = 0;                    // model evaluations per image
+  int evaluations = 0;  // model evaluations per image
   std::shared_ptr<const StepPlan> plan;
 };
 
 /// One thing that is wrong with a request. `field` is a JobSpec name: "class_labels[2]", "steps".
 struct FieldViolation {
   std::string field;
-  std::string description;                // what it is, what would be accepted
+  std::string description;  // what it is, what would be accepted
 };
 
 struct JobTiming {
-  double queued_seconds = 0;     // from Submit until the first image had a slot
+  double queued_seconds = 0;          // from Submit until the first image had a slot
   double first_preview_seconds = -1;  // from Submit; −1 when there was none
-  double total_seconds = 0;      // from Submit
+  double total_seconds = 0;           // from Submit
 };
 
 /// Hears of one job. Called on the engine's thread, in order, never two at a time: return quickly,

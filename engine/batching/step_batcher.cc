@@ -5,8 +5,8 @@
 namespace denoised {
 namespace {
 
-// Evaluations the device may have queued while the host reports an earlier one: enough that it never
-// waits for the host, few enough that a cancellation takes effect at the next.
+// Evaluations the device may have queued while the host reports an earlier one: enough that it
+// never waits for the host, few enough that a cancellation takes effect at the next.
 constexpr size_t kRunAhead = 1;
 
 // Sizes other than a model's first, kept at most for the next request of that size.
@@ -40,18 +40,18 @@ struct StepBatcher::Lane {
   struct Slot {
     std::shared_ptr<Job> job;  // null: free
     int image = 0;
-    int evaluation = 0;        // next in the plan
+    int evaluation = 0;  // next in the plan
   };
 
   BatchedModel model;
-  bool first_size = false;     // never evicted
+  bool first_size = false;  // never evicted
   std::unique_ptr<Evaluator> evaluator;
   std::vector<Slot> slots;
   std::deque<std::shared_ptr<Job>> waiting;  // jobs with images that had no slot, in turn
 
   int active() const {
-    return static_cast<int>(
-        std::count_if(slots.begin(), slots.end(), [](const Slot& slot) { return slot.job != nullptr; }));
+    return static_cast<int>(std::count_if(slots.begin(), slots.end(),
+                                          [](const Slot& slot) { return slot.job != nullptr; }));
   }
   int rows() const {
     int rows = 0;
@@ -120,14 +120,13 @@ absl::StatusOr<StepBatcher::Lane*> StepBatcher::LaneFor(const std::string& model
   }
   auto lane = std::make_unique<Lane>();
   lane->model = models_.at(model);
-  DENOISED_ASSIGN_OR_RETURN(
-      lane->evaluator,
-      Evaluator::Create(backend_, lane->model.denoiser,
-                        {.height = height,
-                         .width = width,
-                         .max_rows = lane->model.max_rows,
-                         .slots = lane->model.slots,
-                         .max_evaluations = lane->model.max_evaluations}));
+  DENOISED_ASSIGN_OR_RETURN(lane->evaluator,
+                            Evaluator::Create(backend_, lane->model.denoiser,
+                                              {.height = height,
+                                               .width = width,
+                                               .max_rows = lane->model.max_rows,
+                                               .slots = lane->model.slots,
+                                               .max_evaluations = lane->model.max_evaluations}));
   lane->slots.resize(lane->model.slots);
   lanes_.push_back(std::move(lane));
   return lanes_.back().get();
@@ -270,10 +269,8 @@ absl::Status StepBatcher::Launch(Lane& lane) {
     const int label = spec.class_labels.empty() ? 0 : spec.class_labels[slot.image];
     const int row = static_cast<int>(rows.size());
     const bool guided = slot.job->guided();
-    rows.push_back({.slot = s,
-                    .label = label,
-                    .unconditional_row = guided ? row + 1 : -1,
-                    .advances = 1});
+    rows.push_back(
+        {.slot = s, .label = label, .unconditional_row = guided ? row + 1 : -1, .advances = 1});
     if (guided)
       rows.push_back(
           {.slot = s, .label = lane.model.null_label, .unconditional_row = -1, .advances = 0});

@@ -28,7 +28,8 @@ struct BatchedModel {
 /// evaluation, whatever their neighbours do. Not thread-safe: the engine's thread owns it, and
 /// listeners are called from its methods.
 ///
-/// Fairness: waiting jobs take turns, an image each; models and sizes take turns, an evaluation each.
+/// Fairness: waiting jobs take turns, an image each; models and sizes take turns, an evaluation
+/// each.
 class StepBatcher {
  public:
   using Clock = std::chrono::steady_clock;
@@ -43,8 +44,8 @@ class StepBatcher {
   size_t ActivationBytes(const std::string& model) const;
   size_t SlotBytes(const std::string& model) const;
 
-  /// Queues a resolved job of a model that was added. Sizes other than the first get memory of their
-  /// own now; when there is none, the job ends with ResourceExhausted.
+  /// Queues a resolved job of a model that was added. Sizes other than the first get memory of
+  /// their own now; when there is none, the job ends with ResourceExhausted.
   void Submit(JobId id, EffectiveJob job, std::shared_ptr<JobListener> listener,
               Clock::time_point submitted);
   /// Ends a job with `status`; unknown ids are ignored.

@@ -9,9 +9,9 @@
 namespace denoised {
 
 /// Hands out activation memory inside one block that was allocated at load. A tensor's memory
-/// returns to the arena when its last copy dies; since one stream executes in order, the next op may
-/// reuse it at once. The same sequence of calls gets the same addresses, so a captured graph stays
-/// valid, and a dry run over a Measuring() arena tells how large the block must be.
+/// returns to the arena when its last copy dies; since one stream executes in order, the next op
+/// may reuse it at once. The same sequence of calls gets the same addresses, so a captured graph
+/// stays valid, and a dry run over a Measuring() arena tells how large the block must be.
 ///
 /// Best fit, first on ties. Not thread-safe: belongs to the thread that owns the device.
 class Arena {

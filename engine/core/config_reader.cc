@@ -131,18 +131,18 @@ void ConfigReader::Ignore(std::initializer_list<const char*> fields) {
 
 void ConfigReader::Complain(const char* field, const std::string& what) {
   const auto it = object_.find(field);
-  complaints_.push_back(it == object_.end()
-                            ? fmt::format("{}: field '{}': {}", file_, field, what)
-                            : fmt::format("{}: field '{}' is {}: {}", file_, field,
-                                          Abbreviated(*it), what));
+  complaints_.push_back(it == object_.end() ? fmt::format("{}: field '{}': {}", file_, field, what)
+                                            : fmt::format("{}: field '{}' is {}: {}", file_, field,
+                                                          Abbreviated(*it), what));
 }
 
 absl::Status ConfigReader::Finish() {
   for (const auto& [field, value] : object_.items())
     if (!read_.count(field) && !field.empty() && field[0] != '_' && !value.is_null())
-      complaints_.push_back(fmt::format("{}: field '{}' is {}: unknown field, so it cannot be "
-                                        "honoured; remove it if it has no effect",
-                                        file_, field, Abbreviated(value)));
+      complaints_.push_back(
+          fmt::format("{}: field '{}' is {}: unknown field, so it cannot be "
+                      "honoured; remove it if it has no effect",
+                      file_, field, Abbreviated(value)));
   if (complaints_.empty()) return absl::OkStatus();
   return InvalidArgument("{}", fmt::join(complaints_, "\n"));
 }
@@ -195,8 +195,7 @@ absl::StatusOr<nlohmann::json> ParseJsonObject(const std::string& text, const st
 absl::StatusOr<nlohmann::json> ReadJsonFile(const std::string& path) {
   constexpr uintmax_t kMaxBytes = 64u << 20;
   std::error_code error;
-  if (!std::filesystem::is_regular_file(path, error))
-    return NotFound("{}: no such file", path);
+  if (!std::filesystem::is_regular_file(path, error)) return NotFound("{}: no such file", path);
   const uintmax_t size = std::filesystem::file_size(path, error);
   if (error || size > kMaxBytes)
     return InvalidArgument("{}: {} bytes is more than a config may have (64 MiB)", path, size);

@@ -54,7 +54,8 @@ DENOISED_HOST_DEVICE inline Normal4 PhiloxNormal(uint64_t seed, uint32_t draw, u
   Normal4 normal;
   for (int pair = 0; pair < 2; ++pair) {
     const float u = (static_cast<float>(bits.v[2 * pair] >> 8) + 1.0f) * 0x1p-24f;
-    const float angle = static_cast<float>(bits.v[2 * pair + 1] >> 8) * (6.283185307179586f * 0x1p-24f);
+    const float angle =
+        static_cast<float>(bits.v[2 * pair + 1] >> 8) * (6.283185307179586f * 0x1p-24f);
     const float radius = sqrtf(-2.0f * logf(u));
     normal.v[2 * pair] = radius * cosf(angle);
     normal.v[2 * pair + 1] = radius * sinf(angle);

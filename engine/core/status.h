@@ -11,16 +11,16 @@
 #include "absl/status/statusor.h"
 
 /// Two families of errors. What a user, a file or a device caused is an absl::Status whose message
-/// names the thing, its value and the remedy. What only a bug of ours can cause is a DENOISED_CHECK.
+/// names the thing, its value and the remedy. What only a bug of ours can cause is a
+/// DENOISED_CHECK.
 
 namespace denoised {
 
 /// Formatted statuses: `return InvalidArgument("steps is {}; use 1 to {}", steps, limit);`
-#define DENOISED_STATUS_MAKER(Name, Code)                                          \
-  template <typename... Args>                                                      \
-  absl::Status Name(fmt::format_string<Args...> format, Args&&... args) {          \
-    return absl::Status(absl::StatusCode::Code,                                    \
-                        fmt::format(format, std::forward<Args>(args)...));         \
+#define DENOISED_STATUS_MAKER(Name, Code)                                                          \
+  template <typename... Args>                                                                      \
+  absl::Status Name(fmt::format_string<Args...> format, Args&&... args) {                          \
+    return absl::Status(absl::StatusCode::Code, fmt::format(format, std::forward<Args>(args)...)); \
   }
 DENOISED_STATUS_MAKER(InvalidArgument, kInvalidArgument)
 DENOISED_STATUS_MAKER(NotFound, kNotFound)
@@ -50,8 +50,8 @@ namespace internal {
 
 }  // namespace denoised
 
-#define DENOISED_RETURN_IF_ERROR(expr)             \
-  do {                                             \
+#define DENOISED_RETURN_IF_ERROR(expr)                                                        \
+  do {                                                                                        \
     if (absl::Status denoised_status = (expr); !denoised_status.ok()) return denoised_status; \
   } while (false)
 
@@ -65,8 +65,9 @@ namespace internal {
   lhs = std::move(tmp).value()
 
 /// For what only a bug of ours can break: DENOISED_CHECK(a == b, "shapes {} and {}", a, b).
-#define DENOISED_CHECK(condition, ...)                                                     \
-  do {                                                                                     \
-    if (!(condition)) [[unlikely]]                                                         \
-      ::denoised::internal::CheckFailed(__FILE__, __LINE__, #condition, fmt::format("" __VA_ARGS__)); \
+#define DENOISED_CHECK(condition, ...)                                  \
+  do {                                                                  \
+    if (!(condition)) [[unlikely]]                                      \
+      ::denoised::internal::CheckFailed(__FILE__, __LINE__, #condition, \
+                                        fmt::format("" __VA_ARGS__));   \
   } while (false)

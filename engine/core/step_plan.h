@@ -65,9 +65,11 @@ struct StepPlan {
   int steps = 0;
 
   /// The state before the first evaluation:
-  ///   x = initial_source_scale · source + initial_noise_scale · noise + initial_churn_scale · noise'
-  /// where `source` is the init image in [−1, 1] (scale 0 when drawing from noise alone) and `noise`
-  /// is Philox draw kInitialDraw or the noise tensor of the request, noise' kInitialChurnDraw.
+  ///   x = initial_source_scale · source + initial_noise_scale · noise + initial_churn_scale ·
+  ///   noise'
+  /// where `source` is the init image in [−1, 1] (scale 0 when drawing from noise alone) and
+  /// `noise` is Philox draw kInitialDraw or the noise tensor of the request, noise'
+  /// kInitialChurnDraw.
   double initial_source_scale = 0;
   double initial_noise_scale = 1;
   double initial_churn_scale = 0;

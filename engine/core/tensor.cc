@@ -9,24 +9,36 @@ namespace denoised {
 
 size_t SizeOf(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return 4;
-    case DType::kF16: return 2;
-    case DType::kBF16: return 2;
-    case DType::kI64: return 8;
-    case DType::kI32: return 4;
-    case DType::kU8: return 1;
+    case DType::kF32:
+      return 4;
+    case DType::kF16:
+      return 2;
+    case DType::kBF16:
+      return 2;
+    case DType::kI64:
+      return 8;
+    case DType::kI32:
+      return 4;
+    case DType::kU8:
+      return 1;
   }
   return 0;
 }
 
 const char* Name(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return "F32";
-    case DType::kF16: return "F16";
-    case DType::kBF16: return "BF16";
-    case DType::kI64: return "I64";
-    case DType::kI32: return "I32";
-    case DType::kU8: return "U8";
+    case DType::kF32:
+      return "F32";
+    case DType::kF16:
+      return "F16";
+    case DType::kBF16:
+      return "BF16";
+    case DType::kI64:
+      return "I64";
+    case DType::kI32:
+      return "I32";
+    case DType::kU8:
+      return "U8";
   }
   return "?";
 }
@@ -71,7 +83,8 @@ Tensor Tensor::Host(const Shape& shape, DType dtype) {
   constexpr std::align_val_t kAlignment{64};
   const size_t bytes = std::max<size_t>(1, shape.elements() * SizeOf(dtype));
   void* data = ::operator new(bytes, kAlignment);
-  return Tensor(data, shape, dtype, Device::kCpu, std::shared_ptr<const void>(data, [](const void* p) {
+  return Tensor(data, shape, dtype, Device::kCpu,
+                std::shared_ptr<const void>(data, [](const void* p) {
                   ::operator delete(const_cast<void*>(p), kAlignment);
                 }));
 }
@@ -113,14 +126,17 @@ std::vector<float> Tensor::ToFloats() const {
   DENOISED_CHECK(device_ == Device::kCpu && contiguous());
   std::vector<float> values(elements());
   switch (dtype_) {
-    case DType::kF32: std::memcpy(values.data(), data_, bytes()); break;
+    case DType::kF32:
+      std::memcpy(values.data(), data_, bytes());
+      break;
     case DType::kF16:
       for (size_t i = 0; i < values.size(); ++i) values[i] = HalfToFloat(as<uint16_t>()[i]);
       break;
     case DType::kBF16:
       for (size_t i = 0; i < values.size(); ++i) values[i] = BFloat16ToFloat(as<uint16_t>()[i]);
       break;
-    default: DENOISED_CHECK(false, "{} is no float dtype", Name(dtype_));
+    default:
+      DENOISED_CHECK(false, "{} is no float dtype", Name(dtype_));
   }
   return values;
 }

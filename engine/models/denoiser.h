@@ -15,13 +15,13 @@ struct DenoiserInput {
 
 /// What the step batcher must know of a model.
 struct DenoiserTraits {
-  int height = 0, width = 0;    // native size; 0 when the config names none
-  int size_multiple = 1;        // sizes must be multiples of it
-  int channels = 0;             // of the image
-  int output_channels = 0;      // channels, or twice as many with a learned variance
+  int height = 0, width = 0;  // native size; 0 when the config names none
+  int size_multiple = 1;      // sizes must be multiples of it
+  int channels = 0;           // of the image
+  int output_channels = 0;    // channels, or twice as many with a learned variance
   ClassCondition condition = ClassCondition::kNone;
-  int class_embeddings = 0;     // kLabel: entries of the table, the null class included
-  int class_vector_size = 0;    // kVector: D; kValue: 1
+  int class_embeddings = 0;   // kLabel: entries of the table, the null class included
+  int class_vector_size = 0;  // kVector: D; kValue: 1
   int64_t parameters = 0;
 };
 

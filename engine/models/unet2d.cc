@@ -50,8 +50,8 @@ void CheckBlockTypes(ConfigReader& reader, const char* field, const BlockKind (&
       reader.Complain(field, fmt::format("block '{}' is not supported; use {}, {} or {}", type,
                                          kinds[0].name, kinds[1].name, kinds[2].name));
   if (types.size() != levels)
-    reader.Complain(field, fmt::format("needs one block for each of the {} block_out_channels",
-                                       levels));
+    reader.Complain(field,
+                    fmt::format("needs one block for each of the {} block_out_channels", levels));
 }
 
 void CheckRange(ConfigReader& reader, const char* field, double value, double low, double high) {
@@ -160,8 +160,8 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   if (class_embed_type && *class_embed_type != "timestep" && *class_embed_type != "identity")
     reader.Complain("class_embed_type", "not supported; use timestep, identity or null");
   if (class_embed_type) {
-    config.condition = *class_embed_type == "identity" ? ClassCondition::kVector
-                                                       : ClassCondition::kValue;
+    config.condition =
+        *class_embed_type == "identity" ? ClassCondition::kVector : ClassCondition::kValue;
   } else if (num_class_embeds) {
     config.condition = ClassCondition::kLabel;
     config.num_class_embeds = *num_class_embeds;
@@ -265,9 +265,8 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
   traits_.class_embeddings = config_.num_class_embeds;
 
   if (config_.fourier_time_embedding) {
-    DENOISED_ASSIGN_OR_RETURN(
-        time_projection_,
-        nn::TimestepProjection::Fourier(backend, weights / "time_proj", channels[0]));
+    DENOISED_ASSIGN_OR_RETURN(time_projection_, nn::TimestepProjection::Fourier(
+                                                    backend, weights / "time_proj", channels[0]));
   } else {
     time_projection_ = nn::TimestepProjection::Positional(channels[0], config_.flip_sin_to_cos,
                                                           config_.freq_shift);
@@ -277,7 +276,8 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
       time_embedding_,
       nn::TimestepEmbedding::Load(backend, weights / "time_embedding", projected, embedded));
   switch (config_.condition) {
-    case ClassCondition::kNone: break;
+    case ClassCondition::kNone:
+      break;
     case ClassCondition::kLabel: {
       DENOISED_ASSIGN_OR_RETURN(
           Tensor table,
@@ -292,12 +292,13 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
       traits_.class_vector_size = 1;
       break;
     }
-    case ClassCondition::kVector: traits_.class_vector_size = embedded; break;
+    case ClassCondition::kVector:
+      traits_.class_vector_size = embedded;
+      break;
   }
 
   DENOISED_ASSIGN_OR_RETURN(
-      conv_in_,
-      Conv2d::Load(backend, weights / "conv_in", config_.in_channels, channels[0], 3));
+      conv_in_, Conv2d::Load(backend, weights / "conv_in", config_.in_channels, channels[0], 3));
 
   // skip_channels mirrors the stack of outputs that the up path takes back.
   std::vector<int> skip_channels = {channels[0]};
@@ -306,11 +307,10 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
     std::vector<int> inputs(config_.layers_per_block, channels[i]);
     inputs[0] = in;
     const bool last = i == levels - 1;
-    DENOISED_RETURN_IF_ERROR(
-        LoadLevel(backend, weights / "down_blocks" / i,
-                  *FindKind(kDownBlocks, config_.down_block_types[i]), inputs, channels[i],
-                  last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kDown,
-                  &down_[i]));
+    DENOISED_RETURN_IF_ERROR(LoadLevel(
+        backend, weights / "down_blocks" / i, *FindKind(kDownBlocks, config_.down_block_types[i]),
+        inputs, channels[i], last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kDown,
+        &down_[i]));
     skip_channels.insert(skip_channels.end(), config_.layers_per_block + !last, channels[i]);
   }
   if (config_.mid_block) DENOISED_RETURN_IF_ERROR(LoadMidBlock(backend, weights / "mid_block"));
@@ -323,16 +323,15 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
       skip_channels.pop_back();
     }
     const bool last = i == levels - 1;
-    DENOISED_RETURN_IF_ERROR(
-        LoadLevel(backend, weights / "up_blocks" / i,
-                  *FindKind(kUpBlocks, config_.up_block_types[i]), inputs, out,
-                  last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kUp, &up_[i]));
+    DENOISED_RETURN_IF_ERROR(LoadLevel(
+        backend, weights / "up_blocks" / i, *FindKind(kUpBlocks, config_.up_block_types[i]), inputs,
+        out, last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kUp, &up_[i]));
     in = out;
   }
 
-  DENOISED_ASSIGN_OR_RETURN(
-      conv_norm_out_, nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels[0],
-                                          config_.norm_num_groups, config_.norm_eps));
+  DENOISED_ASSIGN_OR_RETURN(conv_norm_out_,
+                            nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels[0],
+                                                config_.norm_num_groups, config_.norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
       conv_out_, Conv2d::Load(backend, weights / "conv_out", channels[0], config_.out_channels, 3));
   DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(backend));
@@ -350,9 +349,9 @@ absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const B
                           Resnet(in_channels[i], out_channels), resnet_projections_));
     level->resnets.push_back(std::move(resnet));
     if (!kind.attention) continue;
-    DENOISED_ASSIGN_OR_RETURN(
-        Attention attention, Attention::Load(backend, weights / "attentions" / static_cast<int>(i),
-                                             SelfAttention(out_channels)));
+    DENOISED_ASSIGN_OR_RETURN(Attention attention,
+                              Attention::Load(backend, weights / "attentions" / static_cast<int>(i),
+                                              SelfAttention(out_channels)));
     level->attentions.push_back(std::move(attention));
   }
   if (resample == ResnetOptions::Resample::kNone) return absl::OkStatus();
@@ -364,13 +363,11 @@ absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const B
   if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
     ResnetOptions options = Resnet(out_channels, out_channels);
     options.resample = resample;
-    DENOISED_ASSIGN_OR_RETURN(
-        level->resample_resnet,
-        ResnetBlock::Load(backend, resampler, options, resnet_projections_));
+    DENOISED_ASSIGN_OR_RETURN(level->resample_resnet,
+                              ResnetBlock::Load(backend, resampler, options, resnet_projections_));
   } else {
-    DENOISED_ASSIGN_OR_RETURN(
-        level->resample_conv,
-        Conv2d::Load(backend, resampler / "conv", out_channels, out_channels, 3));
+    DENOISED_ASSIGN_OR_RETURN(level->resample_conv, Conv2d::Load(backend, resampler / "conv",
+                                                                 out_channels, out_channels, 3));
   }
   return absl::OkStatus();
 }
@@ -400,7 +397,8 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
   const int64_t rows = input.x.dim(0);
   Tensor class_embedding;
   switch (config_.condition) {
-    case ClassCondition::kNone: break;
+    case ClassCondition::kNone:
+      break;
     case ClassCondition::kLabel:
       class_embedding = context.New({rows, config_.time_embedding_dim});
       context.backend.Embedding(

@@ -30,10 +30,10 @@ struct UNet2DConfig {
   double mid_block_scale_factor = 1;
   int downsample_padding = 1;
   std::string downsample_type = "conv", upsample_type = "conv";  // of the Attn blocks; or "resnet"
-  Activation activation = Activation::kSilu;                      // act_fn
+  Activation activation = Activation::kSilu;                     // act_fn
   std::optional<int> attention_head_dim = 8;  // null: one head as wide as the block
   int norm_num_groups = 32;
-  std::optional<int> attn_norm_num_groups;    // of the mid block's attention
+  std::optional<int> attn_norm_num_groups;  // of the mid block's attention
   double norm_eps = 1e-5;
   bool scale_shift = false;  // resnet_time_scale_shift: "scale_shift" or "default"
   bool add_attention = true;

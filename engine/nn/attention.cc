@@ -10,9 +10,10 @@ absl::StatusOr<Attention> Attention::Load(Backend& backend, const Weights& weigh
     return InvalidArgument("{}: '{}' has {} channels, too few for attention_head_dim {}",
                            weights.file(), weights.prefix(), options.channels, options.head_dim);
   if (options.head_dim > kMaxHeadDim)
-    return InvalidArgument("{}: '{}' needs heads {} wide; at most {} are supported: set "
-                           "attention_head_dim in the config if the model has several heads",
-                           weights.file(), weights.prefix(), options.head_dim, kMaxHeadDim);
+    return InvalidArgument(
+        "{}: '{}' needs heads {} wide; at most {} are supported: set "
+        "attention_head_dim in the config if the model has several heads",
+        weights.file(), weights.prefix(), options.head_dim, kMaxHeadDim);
   Attention attention;
   attention.options_ = options;
   attention.heads_ = options.channels / options.head_dim;
@@ -23,16 +24,15 @@ absl::StatusOr<Attention> Attention::Load(Backend& backend, const Weights& weigh
   }
   const bool old_names = weights.Has("query.weight");
   const int channels = options.channels, inner = attention.heads_ * options.head_dim;
+  DENOISED_ASSIGN_OR_RETURN(attention.qkv_,
+                            Linear::LoadFused(backend,
+                                              {weights / (old_names ? "query" : "to_q"),
+                                               weights / (old_names ? "key" : "to_k"),
+                                               weights / (old_names ? "value" : "to_v")},
+                                              channels, {inner, inner, inner}));
   DENOISED_ASSIGN_OR_RETURN(
-      attention.qkv_,
-      Linear::LoadFused(backend,
-                        {weights / (old_names ? "query" : "to_q"),
-                         weights / (old_names ? "key" : "to_k"),
-                         weights / (old_names ? "value" : "to_v")},
-                        channels, {inner, inner, inner}));
-  DENOISED_ASSIGN_OR_RETURN(
-      attention.out_, Linear::Load(backend, weights / (old_names ? "proj_attn" : "to_out.0"), inner,
-                                   channels));
+      attention.out_,
+      Linear::Load(backend, weights / (old_names ? "proj_attn" : "to_out.0"), inner, channels));
   return attention;
 }
 

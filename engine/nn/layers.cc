@@ -4,8 +4,8 @@ namespace denoised::nn {
 
 absl::StatusOr<Conv2d> Conv2d::Load(Backend& backend, const Weights& weights, int in_channels,
                                     int out_channels, int kernel) {
-  DENOISED_ASSIGN_OR_RETURN(
-      Tensor weight, weights.Get("weight", {out_channels, in_channels, kernel, kernel}));
+  DENOISED_ASSIGN_OR_RETURN(Tensor weight,
+                            weights.Get("weight", {out_channels, in_channels, kernel, kernel}));
   DENOISED_ASSIGN_OR_RETURN(Tensor bias, weights.GetOptional("bias", {out_channels}));
   Conv2d conv;
   DENOISED_ASSIGN_OR_RETURN(conv.weight_, backend.PackConv2d(weight, bias));
@@ -54,8 +54,9 @@ absl::StatusOr<Linear> Linear::LoadFused(Backend& backend, const std::vector<Wei
     if (bias) biases.push_back(std::move(bias));
   }
   if (!biases.empty() && biases.size() != weights.size())
-    return InvalidArgument("{}: '{}' has layers with and without bias; fused layers need all or none",
-                           layers[0].file(), layers[0].prefix());
+    return InvalidArgument(
+        "{}: '{}' has layers with and without bias; fused layers need all or none",
+        layers[0].file(), layers[0].prefix());
   Linear linear;
   DENOISED_ASSIGN_OR_RETURN(linear.weight_, backend.PackLinear(weights, biases));
   return linear;

@@ -5,8 +5,8 @@ namespace {
 
 Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
   const bool up = kind == Resample::kNearestUp;
-  const Tensor out = context.New({x.dim(0), up ? x.dim(1) * 2 : x.dim(1) / 2,
-                                  up ? x.dim(2) * 2 : x.dim(2) / 2, x.dim(3)});
+  const Tensor out = context.New(
+      {x.dim(0), up ? x.dim(1) * 2 : x.dim(1) / 2, up ? x.dim(2) * 2 : x.dim(2) / 2, x.dim(3)});
   context.backend.Resample2x(kind, x, out);
   return out;
 }
@@ -22,9 +22,9 @@ absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& w
   DENOISED_ASSIGN_OR_RETURN(
       block.norm1_, GroupNorm::Load(backend, weights / "norm1", in, options.groups, options.eps));
   DENOISED_ASSIGN_OR_RETURN(block.conv1_, Conv2d::Load(backend, weights / "conv1", in, out, 3));
-  DENOISED_ASSIGN_OR_RETURN(
-      block.time_column_, projections.Add(weights / "time_emb_proj", options.time_channels,
-                                          options.scale_shift ? 2 * out : out));
+  DENOISED_ASSIGN_OR_RETURN(block.time_column_,
+                            projections.Add(weights / "time_emb_proj", options.time_channels,
+                                            options.scale_shift ? 2 * out : out));
   DENOISED_ASSIGN_OR_RETURN(
       block.norm2_, GroupNorm::Load(backend, weights / "norm2", out, options.groups, options.eps));
   DENOISED_ASSIGN_OR_RETURN(block.conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3));
@@ -52,9 +52,8 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
     input = Resampled(context, Resample::kAveragePoolDown, input);
     hidden = Resampled(context, Resample::kAveragePoolDown, hidden);
   }
-  hidden = conv1_(context, {.x = hidden,
-                            .upsample2x = up,
-                            .add = options_.scale_shift ? none : time_columns});
+  hidden = conv1_(
+      context, {.x = hidden, .upsample2x = up, .add = options_.scale_shift ? none : time_columns});
   hidden = norm2_(context, {.x = hidden,
                             .scale_shift = options_.scale_shift ? time_columns : none,
                             .activation = options_.activation});

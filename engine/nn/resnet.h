@@ -8,7 +8,7 @@
 namespace denoised::nn {
 
 struct ResnetOptions {
-  int in_channels = 0;   // of the concatenation, when there is a skip connection
+  int in_channels = 0;  // of the concatenation, when there is a skip connection
   int out_channels = 0;
   int time_channels = 0;
   int groups = 32;
@@ -25,8 +25,8 @@ class ResnetBlock {
   static absl::StatusOr<ResnetBlock> Load(Backend& backend, const Weights& weights,
                                           const ResnetOptions& options,
                                           TimeProjections& projections);
-  /// x [N, H, W, C] and `skip` (undefined, or [N, H, W, C2] to be concatenated) → [N, H', W', Cout].
-  /// `time` is the output of the model's TimeProjections.
+  /// x [N, H, W, C] and `skip` (undefined, or [N, H, W, C2] to be concatenated) → [N, H', W',
+  /// Cout]. `time` is the output of the model's TimeProjections.
   Tensor operator()(Context& context, const Tensor& x, const Tensor& skip,
                     const Tensor& time) const;
 

@@ -35,10 +35,10 @@ Tensor TimestepProjection::operator()(Context& context, const Tensor& t) const {
 absl::StatusOr<TimestepEmbedding> TimestepEmbedding::Load(Backend& backend, const Weights& weights,
                                                           int in_features, int out_features) {
   TimestepEmbedding embedding;
-  DENOISED_ASSIGN_OR_RETURN(embedding.linear_1_, Linear::Load(backend, weights / "linear_1",
-                                                              in_features, out_features));
-  DENOISED_ASSIGN_OR_RETURN(embedding.linear_2_, Linear::Load(backend, weights / "linear_2",
-                                                              out_features, out_features));
+  DENOISED_ASSIGN_OR_RETURN(embedding.linear_1_,
+                            Linear::Load(backend, weights / "linear_1", in_features, out_features));
+  DENOISED_ASSIGN_OR_RETURN(
+      embedding.linear_2_, Linear::Load(backend, weights / "linear_2", out_features, out_features));
   return embedding;
 }
 

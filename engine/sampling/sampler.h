@@ -1,7 +1,7 @@
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -10,26 +10,26 @@
 #include "engine/core/status.h"
 #include "engine/core/step_plan.h"
 
-/// Pure mathematics, no device: a diffusers scheduler_config.json and what a request asks for become
-/// a StepPlan. Everything is computed in double.
+/// Pure mathematics, no device: a diffusers scheduler_config.json and what a request asks for
+/// become a StepPlan. Everything is computed in double.
 
 namespace denoised {
 
 /// diffusers' schedulers, by what they do.
 enum class Sampler {
-  kDdpm,                // DDPMScheduler, arXiv 2006.11239
-  kDdim,                // DDIMScheduler, 2010.02502
-  kPndm,                // PNDMScheduler, 2202.09778
-  kEuler,               // EulerDiscreteScheduler
-  kEulerAncestral,      // EulerAncestralDiscreteScheduler
-  kLms,                 // LMSDiscreteScheduler
-  kHeun,                // HeunDiscreteScheduler; with EDM models, 2206.00364 algorithm 2
-  kDpmSolver,           // DPMSolverMultistepScheduler, dpmsolver and dpmsolver++; 2211.01095
-  kDpmSolverSde,        // the same with algorithm_type sde-dpmsolver(++)
-  kUniPc,               // UniPCMultistepScheduler, 2302.04867
-  kLcm,                 // LCMScheduler, 2310.04378
-  kEdmEuler,            // EDMEulerScheduler, 2206.00364
-  kEdmDpmSolver,        // EDMDPMSolverMultistepScheduler
+  kDdpm,            // DDPMScheduler, arXiv 2006.11239
+  kDdim,            // DDIMScheduler, 2010.02502
+  kPndm,            // PNDMScheduler, 2202.09778
+  kEuler,           // EulerDiscreteScheduler
+  kEulerAncestral,  // EulerAncestralDiscreteScheduler
+  kLms,             // LMSDiscreteScheduler
+  kHeun,            // HeunDiscreteScheduler; with EDM models, 2206.00364 algorithm 2
+  kDpmSolver,       // DPMSolverMultistepScheduler, dpmsolver and dpmsolver++; 2211.01095
+  kDpmSolverSde,    // the same with algorithm_type sde-dpmsolver(++)
+  kUniPc,           // UniPCMultistepScheduler, 2302.04867
+  kLcm,             // LCMScheduler, 2310.04378
+  kEdmEuler,        // EDMEulerScheduler, 2206.00364
+  kEdmDpmSolver,    // EDMDPMSolverMultistepScheduler
 };
 
 /// How noise levels are spaced.

@@ -223,16 +223,16 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
                              Sampler::kEulerAncestral, Sampler::kHeun, Sampler::kDpmSolver,
                              Sampler::kDpmSolverSde, Sampler::kUniPc, Sampler::kLms})
     for (const double guidance : {1.0, 2.5})
-      cases.push_back({ddpm_, {.sampler = sampler, .steps = 3 + static_cast<int>(cases.size()) % 6},
-                       guidance});
+      cases.push_back(
+          {ddpm_, {.sampler = sampler, .steps = 3 + static_cast<int>(cases.size()) % 6}, guidance});
   cases.push_back({edm_, {.sampler = Sampler::kHeun, .steps = 6, .s_churn = 20.0}, 1.0});
   cases.push_back({edm_, {.sampler = Sampler::kEdmDpmSolver, .steps = 9}, 4.0});
 
   std::vector<std::vector<float>> alone;
   for (size_t i = 0; i < cases.size(); ++i) {
     Restart();
-    const auto heard = Submit(Job(cases[i].scheduler, cases[i].params, 1000 + i, 1,
-                                  cases[i].guidance));
+    const auto heard =
+        Submit(Job(cases[i].scheduler, cases[i].params, 1000 + i, 1, cases[i].guidance));
     RunAll();
     alone.push_back(heard->images[0]);
     for (const float value : alone.back()) ASSERT_TRUE(std::isfinite(value));
@@ -256,10 +256,11 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
           doomed.push_back(last_id_);
           break;
         case 2:
-          if (!doomed.empty()) batcher_->End(doomed[random() % doomed.size()],
-                                             Cancelled("the request was cancelled"));
+          if (!doomed.empty())
+            batcher_->End(doomed[random() % doomed.size()], Cancelled("the request was cancelled"));
           break;
-        default: ASSERT_TRUE(batcher_->Step().ok());
+        default:
+          ASSERT_TRUE(batcher_->Step().ok());
       }
     }
     RunAll();

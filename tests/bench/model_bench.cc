@@ -57,13 +57,12 @@ absl::Status Measure(Backend& backend, std::shared_ptr<const Denoiser> model, in
                      benchmark::State& state) {
   const DenoiserTraits& traits = model->traits();
   constexpr int kLongestPlan = 1000;
-  DENOISED_ASSIGN_OR_RETURN(auto evaluator,
-                            Evaluator::Create(backend, model,
-                                              {.height = traits.height,
-                                               .width = traits.width,
-                                               .max_rows = rows,
-                                               .slots = rows,
-                                               .max_evaluations = kLongestPlan}));
+  DENOISED_ASSIGN_OR_RETURN(auto evaluator, Evaluator::Create(backend, model,
+                                                              {.height = traits.height,
+                                                               .width = traits.width,
+                                                               .max_rows = rows,
+                                                               .slots = rows,
+                                                               .max_evaluations = kLongestPlan}));
   DENOISED_ASSIGN_OR_RETURN(
       const SchedulerConfig scheduler,
       SchedulerConfig::Parse(nlohmann::json{{"_class_name", "DDIMScheduler"}}, "scheduler"));
@@ -90,9 +89,8 @@ absl::Status Measure(Backend& backend, std::shared_ptr<const Denoiser> model, in
     DENOISED_RETURN_IF_ERROR(end->Wait());
     state.SetIterationTime(end->SecondsSince(*begin));
   }
-  state.counters["FLOP/s"] = benchmark::Counter(
-      evaluator->flops_per_row() * rows,
-      benchmark::Counter::kIsIterationInvariantRate);
+  state.counters["FLOP/s"] = benchmark::Counter(evaluator->flops_per_row() * rows,
+                                                benchmark::Counter::kIsIterationInvariantRate);
   state.counters["MiB_activations"] =
       static_cast<double>(evaluator->activation_bytes()) / (1 << 20);
   state.SetItemsProcessed(state.iterations() * rows);
@@ -107,12 +105,13 @@ absl::Status Run(const Options& options) {
                             LoadUNet2D(*backend, config, Weights::Synthetic(1)));
   benchmark::AddCustomContext("device", backend->description());
   for (const int rows : options.rows)
-    benchmark::RegisterBenchmark(
-        fmt::format("{}/rows:{}", options.config, rows).c_str(),
-        [&backend, model, rows](benchmark::State& state) {
-          const absl::Status status = Measure(*backend, model, rows, state);
-          if (!status.ok()) state.SkipWithError(std::string(status.message()).c_str());
-        })
+    benchmark::RegisterBenchmark(fmt::format("{}/rows:{}", options.config, rows).c_str(),
+                                 [&backend, model, rows](benchmark::State& state) {
+                                   const absl::Status status =
+                                       Measure(*backend, model, rows, state);
+                                   if (!status.ok())
+                                     state.SkipWithError(std::string(status.message()).c_str());
+                                 })
         ->UseManualTime()
         ->Unit(benchmark::kMillisecond);
   benchmark::RunSpecifiedBenchmarks();

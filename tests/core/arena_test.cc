@@ -7,9 +7,7 @@
 namespace denoised {
 namespace {
 
-Tensor HostBlock(size_t bytes) {
-  return Tensor::Host({static_cast<int64_t>(bytes)}, DType::kU8);
-}
+Tensor HostBlock(size_t bytes) { return Tensor::Host({static_cast<int64_t>(bytes)}, DType::kU8); }
 
 // A sequence with overlap, holes and reuse, as a model's forward pass makes it.
 std::vector<void*> Exercise(Arena& arena) {

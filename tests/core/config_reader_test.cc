@@ -24,8 +24,8 @@ TEST(ConfigReader, AbsentAndNullKeepDefaults) {
 }
 
 TEST(ConfigReader, ReportsEveryComplaintAtOnce) {
-  ConfigReader config =
-      Reader(R"({"eps": "small", "big": 99999999999, "layers": [1, "x"], "fir": true, "odd": 1, "_v": 2})");
+  ConfigReader config = Reader(
+      R"({"eps": "small", "big": 99999999999, "layers": [1, "x"], "fir": true, "odd": 1, "_v": 2})");
   double eps = 1;
   int big = 0;
   std::vector<int> layers;

@@ -5,8 +5,9 @@
 namespace denoised {
 namespace {
 
-// Known answers of Random123's kat_vectors for philox4x32-10: counter {block lo, block hi, draw, 0},
-// so the all-ones vector of that file (whose last counter word is not 0) cannot be expressed here.
+// Known answers of Random123's kat_vectors for philox4x32-10: counter {block lo, block hi, draw,
+// 0}, so the all-ones vector of that file (whose last counter word is not 0) cannot be expressed
+// here.
 TEST(Philox, KnownAnswerForZeroKeyAndCounter) {
   const Philox4 bits = Philox(0, 0, 0);
   EXPECT_EQ(bits.v[0], 0x6627e8d5u);

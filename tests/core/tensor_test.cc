@@ -29,7 +29,7 @@ TEST(HalfPrecision, EveryBFloat16SurvivesTheRoundTrip) {
 }
 
 TEST(HalfPrecision, RoundsToNearestEven) {
-  EXPECT_EQ(FloatToBFloat16(1.0f + 0x1p-8f), 0x3f80);           // tie to even, down
+  EXPECT_EQ(FloatToBFloat16(1.0f + 0x1p-8f), 0x3f80);  // tie to even, down
   EXPECT_EQ(FloatToBFloat16(1.0f + 0x1p-8f + 0x1p-20f), 0x3f81);
   EXPECT_EQ(FloatToHalf(1.0f + 0x1p-11f), 0x3c00);
   EXPECT_EQ(FloatToHalf(1.0f + 3 * 0x1p-11f), 0x3c02);

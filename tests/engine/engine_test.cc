@@ -240,8 +240,7 @@ class BadModel : public ::testing::Test {
   }
 
   const fs::path kUnet = "unet/config.json", kScheduler = "scheduler/scheduler_config.json",
-                 kIndex = "model_index.json",
-                 kWeights = "unet/diffusion_pytorch_model.safetensors";
+                 kIndex = "model_index.json", kWeights = "unet/diffusion_pytorch_model.safetensors";
   fs::path root_;
   std::unique_ptr<Engine> engine_;
 };

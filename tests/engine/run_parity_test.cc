@@ -1,5 +1,5 @@
-// Whole sampling runs from given noise through the engine, against diffusers' pipelines. The goldens
-// are made by tests/reference/make_pipeline_goldens.py.
+// Whole sampling runs from given noise through the engine, against diffusers' pipelines. The
+// goldens are made by tests/reference/make_pipeline_goldens.py.
 
 #include <gtest/gtest.h>
 
@@ -23,8 +23,8 @@ struct Target {
   double tolerance;  // of ‖image − reference‖ / ‖reference‖
 };
 
-/// fp32: rounding of one evaluation, up to 2e-6, over ten; bf16 keeps eight bits of each activation,
-/// and the error of one evaluation feeds the next.
+/// fp32: rounding of one evaluation, up to 2e-6, over ten; bf16 keeps eight bits of each
+/// activation, and the error of one evaluation feeds the next.
 std::vector<Target> Targets() {
   std::vector<Target> targets = {{"cpu", {.device = "cpu"}, 1e-4}};
   if (CudaDeviceCount() > 0) {

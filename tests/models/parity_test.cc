@@ -1,5 +1,5 @@
-// UNet2DModel against diffusers, block by block and whole, on every backend there is. The goldens are
-// made by tests/reference/make_model_goldens.py.
+// UNet2DModel against diffusers, block by block and whole, on every backend there is. The goldens
+// are made by tests/reference/make_model_goldens.py.
 
 #include <gtest/gtest.h>
 
@@ -21,8 +21,8 @@ struct Target {
   double tolerance;  // of ‖out − ref‖ / ‖ref‖
 };
 
-/// fp32: PyTorch's own is within 2e-6 of float64 on these models, ours was measured to be too. bf16:
-/// PyTorch's own is up to 1.5e-2 away.
+/// fp32: PyTorch's own is within 2e-6 of float64 on these models, ours was measured to be too.
+/// bf16: PyTorch's own is up to 1.5e-2 away.
 std::vector<Target> Targets() {
   std::vector<Target> targets = {{"cpu", {.device = "cpu"}, 2e-5}};
   if (CudaDeviceCount() > 0) {
@@ -159,8 +159,8 @@ INSTANTIATE_TEST_SUITE_P(Diffusers, Parity,
                          ::testing::Combine(::testing::ValuesIn(GoldensWith("io.safetensors")),
                                             ::testing::ValuesIn(Targets())),
                          [](const auto& info) {
-                           std::string name = std::get<0>(info.param) + "_" +
-                                              std::get<1>(info.param).name;
+                           std::string name =
+                               std::get<0>(info.param) + "_" + std::get<1>(info.param).name;
                            for (char& c : name)
                              if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
                            return name;

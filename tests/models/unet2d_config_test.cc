@@ -32,9 +32,10 @@ struct Size {
 // Both figures were printed by PyTorch 2.11 and diffusers for the same configs: a block too many or
 // too few, or a channel count that is off, changes them.
 const Size kSizes[] = {
-    {"cifar10-32", 35.7, 12.4},      {"adm-64", 295.9, 219.3}, {"celebahq-256", 113.7, 497.0},
-    {"ddpm-cifar10-32", 35.7, 12.4}, {"ldm-celebahq-256", 274.1, 0},
-    {"consistency-imagenet-64", 295.9, 0}, {"consistency-lsun-256", 526.3, 0},
+    {"cifar10-32", 35.7, 12.4},         {"adm-64", 295.9, 219.3},
+    {"celebahq-256", 113.7, 497.0},     {"ddpm-cifar10-32", 35.7, 12.4},
+    {"ldm-celebahq-256", 274.1, 0},     {"consistency-imagenet-64", 295.9, 0},
+    {"consistency-lsun-256", 526.3, 0},
 };
 
 TEST(UNet2D, PublishedConfigsLoadAtTheirKnownSize) {

@@ -134,9 +134,9 @@ cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, in
 
 cudaError_t LoadElementwiseKernels() {
   for (cudaError_t error :
-       {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>), LoadKernel(Upsample2xKernel<8>),
-        LoadKernel(Upsample2xKernel<1>), LoadKernel(AveragePool2xKernel<8>),
-        LoadKernel(AveragePool2xKernel<1>)}) {
+       {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
+        LoadKernel(Upsample2xKernel<8>), LoadKernel(Upsample2xKernel<1>),
+        LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
