@@ -1,0 +1,246 @@
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "denoised/v1/image_generation.pb.h"
+#include "engine/resolve.h"
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "server/status_details.h"
+#include "server/translate.h"
+#include "tests/fuzz/message_mutator.h"
+
+extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
+
+namespace {
+
+using namespace denoised;  // NOLINT: a program of one file
+
+constexpr size_t kMaxTrailer = 8192;  // what gRPC's peers accept by default
+
+void Require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "does not hold: %s\n", what);
+  std::abort();
+}
+
+ModelInfo Model(const char* name, const char* scheduler_config) {
+  auto scheduler = SchedulerConfig::Parse(nlohmann::json::parse(scheduler_config), name);
+  Require(scheduler.ok(), "the model's scheduler is one we can run");
+  ModelInfo model{.name = name, .state = ModelState::kReady};
+  model.height = model.width = 8;
+  model.size_multiple = 4;
+  model.max_edge = 32;
+  model.channels = 1;
+  model.default_sampler = scheduler->default_sampler();
+  model.default_schedule = scheduler->default_schedule();
+  model.samplers = scheduler->samplers();
+  model.schedules = scheduler->schedules(model.default_sampler);
+  model.default_steps = 18;
+  model.max_steps = scheduler->max_steps();
+  model.max_evaluations = 200;
+  model.max_count = 8;
+  model.scheduler = std::make_shared<const SchedulerConfig>(*std::move(scheduler));
+  return model;
+}
+
+/// Labels and guidance on an EDM model; an unconditional RGB model on betas; numbers as condition
+/// and channels that no picture has.
+std::array<ModelInfo, 3> Models() {
+  ModelInfo digits = Model("digits", R"({"_class_name": "EDMEulerScheduler"})");
+  digits.condition = ClassCondition::kLabel;
+  digits.num_classes = 10;
+  digits.guidance = true;
+  digits.default_guidance_scale = 1.5;
+  ModelInfo faces = Model("faces", R"({"_class_name": "DDPMScheduler"})");
+  faces.channels = 3;
+  ModelInfo vectors = Model("vectors", R"({"_class_name": "DPMSolverMultistepScheduler",
+                                           "use_karras_sigmas": true})");
+  vectors.channels = 4;
+  vectors.condition = ClassCondition::kVector;
+  vectors.class_vector_size = 3;
+  return {digits, faces, vectors};
+}
+
+/// In the range of the device's floats.
+bool IsFinite(double value) { return std::isfinite(static_cast<float>(value)); }
+
+void CheckPlan(const StepPlan& plan) {
+  Require(!plan.evaluations.empty(), "a plan has evaluations");
+  Require(plan.step.size() == plan.evaluations.size(), "every evaluation belongs to a step");
+  for (const Evaluation<double>& row : plan.evaluations) {
+    for (const double value : {row.input_scale, row.condition, row.x0_from_x, row.x0_from_model,
+                               row.clip, row.log_variance_min, row.log_variance_max}) {
+      Require(IsFinite(value), "coefficients are finite");
+    }
+    for (const auto& weights : row.weights) {
+      for (const double weight : weights) Require(IsFinite(weight), "weights are finite");
+    }
+  }
+  for (const double scale :
+       {plan.initial_source_scale, plan.initial_noise_scale, plan.initial_churn_scale}) {
+    Require(IsFinite(scale), "initial scales are finite");
+  }
+}
+
+void CheckFinite(const Tensor& tensor) {
+  for (const float value : tensor.span<float>()) Require(std::isfinite(value), "images are finite");
+}
+
+bool AreSame(const StepPlan& a, const StepPlan& b) {
+  if (a.initial_source_scale != b.initial_source_scale ||
+      a.initial_noise_scale != b.initial_noise_scale ||
+      a.initial_churn_scale != b.initial_churn_scale)
+    return false;
+  const auto x = ToDevice(a), y = ToDevice(b);
+  return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size() * sizeof(x[0])) == 0;
+}
+
+/// What the step batcher relies on.
+void CheckJob(const ModelInfo& model, const EffectiveJob& job) {
+  const JobSpec& spec = job.spec;
+  Require(job.plan != nullptr, "an accepted job has a plan");
+  CheckPlan(*job.plan);
+  Require(job.evaluations == static_cast<int>(job.plan->evaluations.size()) &&
+              job.evaluations <= model.max_evaluations,
+          "evaluations are within the limit");
+  Require(job.steps >= 1 && job.steps <= model.max_steps, "steps are within the limit");
+  Require(spec.seed.has_value(), "there is a seed");
+  Require(spec.count >= 1 && spec.count <= model.max_count, "the count is within the limit");
+  for (const int edge : {spec.width, spec.height}) {
+    Require(
+        edge >= model.size_multiple && edge <= model.max_edge && edge % model.size_multiple == 0,
+        "the size is within the limits");
+  }
+  const size_t count = static_cast<size_t>(spec.count);
+  const bool labels = model.condition == ClassCondition::kLabel;
+  Require(spec.class_labels.size() == (labels ? count : 0), "one label for each image");
+  for (const int label : spec.class_labels) {
+    Require(label >= 0 && label < model.num_classes, "labels are in range");
+  }
+  Require(spec.class_values.size() == count * static_cast<size_t>(model.class_vector_size),
+          "one vector for each image");
+  for (const float value : spec.class_values) Require(std::isfinite(value), "vectors are finite");
+  Require(*spec.guidance_scale >= 1 && *spec.guidance_scale <= (model.guidance ? 100 : 1),
+          "guidance is in range");
+  Require(!spec.previews || spec.preview_every >= 1, "previews have an interval");
+  if (spec.initial_noise) {
+    Require(
+        spec.initial_noise.shape() == Shape({spec.count, spec.height, spec.width, model.channels}),
+        "the noise has the shape of the job");
+    CheckFinite(spec.initial_noise);
+  }
+  if (spec.init_image) {
+    Require(spec.init_image.shape() == Shape({spec.height, spec.width, model.channels}),
+            "the init image has the size of the job");
+    CheckFinite(spec.init_image);
+  }
+}
+
+void CheckRendering(const Rendering& rendering, const ModelInfo& model) {
+  Require(rendering.quality >= 1 && rendering.quality <= 100, "the quality is in range");
+  Require(rendering.max_edge >= 0, "the edge is in range");
+  const bool raw = rendering.format == v1::IMAGE_FORMAT_RAW_FLOAT32 ||
+                   rendering.format == v1::IMAGE_FORMAT_RAW_UINT8;
+  Require(v1::ImageFormat_IsValid(rendering.format) && rendering.format != 0 &&
+              (raw || model.channels <= 3),
+          "the format can hold the image");
+}
+
+/// Whether "params.class_labels.labels[2]" is a path of `type`.
+bool IsField(std::string path, const google::protobuf::Descriptor* type) {
+  while (!path.empty()) {
+    const size_t dot = std::min(path.find('.'), path.size());
+    const std::string name = path.substr(0, std::min(dot, path.find('[')));
+    path.erase(0, dot + 1);
+    if (type == nullptr) return false;
+    const google::protobuf::FieldDescriptor* field = type->FindFieldByName(name);
+    if (field == nullptr) return false;
+    type = field->message_type();
+  }
+  return true;
+}
+
+/// A refusal names fields of the contract and reaches the client whole.
+void CheckRefusal(const std::vector<FieldViolation>& violations) {
+  for (const FieldViolation& violation : violations) {
+    Require(IsField(violation.field, v1::StreamGenerateRequest::descriptor()),
+            violation.field.c_str());
+    Require(!violation.description.empty(), "a violation is described");
+  }
+  const grpc::Status status = InvalidFields(violations, "fuzz");
+  google::rpc::Status details;
+  google::rpc::BadRequest bad;
+  Require(status.error_details().size() <= kMaxTrailer, "the details fit into a trailer");
+  Require(details.ParseFromString(status.error_details()), "the details parse");
+  bool named = false;
+  for (const auto& detail : details.details()) {
+    named |= detail.UnpackTo(&bad) && bad.field_violations_size() > 0;
+  }
+  Require(named, "the details name the fields");
+}
+
+void Ask(const ModelInfo& model, const v1::GenerationParams& params,
+         const v1::PreviewOptions* preview, bool together) {
+  RequestLimits limits;
+  limits.max_init_pixels = 4096;
+  limits.max_reply_bytes = 1 << 14;
+  std::vector<FieldViolation> violations, of_engine;
+  const Translation translation =
+      Translate(params, preview, together, "fuzz", model, limits, &violations);
+  EffectiveJob job;
+  ResolveJob(model, translation.spec, &job, &of_engine);
+  for (const FieldViolation& violation : of_engine) {
+    violations.push_back({ProtoField(violation.field), violation.description});
+  }
+  if (!violations.empty()) return CheckRefusal(violations);
+  CheckJob(model, job);
+  CheckRendering(translation.image, model);
+  if (preview != nullptr) CheckRendering(translation.preview, model);
+  Require(IsRequestId(job.spec.request_id), "the request has an id");
+  v1::EffectiveParams effective;
+  Require(effective.ParseFromString(ToProto(job).SerializeAsString()), "the reply parses");
+  // What was run, asked for again, is run again: so the reply tells the truth.
+  EffectiveJob again;
+  ResolveJob(model, job.spec, &again, &violations);
+  Require(violations.empty(), violations.empty() ? "" : violations[0].description.c_str());
+  Require(AreSame(*again.plan, *job.plan), "the same plan again");
+}
+
+}  // namespace
+
+/// Any bytes that are a request are refused with a message, or become a job that can be run.
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static const std::array<ModelInfo, 3> models = Models();
+  v1::GenerateRequest unary;
+  if (unary.ParseFromArray(data, static_cast<int>(size))) {
+    for (const ModelInfo& model : models) Ask(model, unary.params(), nullptr, true);
+  }
+  v1::StreamGenerateRequest stream;
+  if (stream.ParseFromArray(data, static_cast<int>(size))) {
+    const v1::PreviewOptions* preview = stream.has_preview() ? &stream.preview() : nullptr;
+    for (const ModelInfo& model : models) Ask(model, stream.params(), preview, false);
+  }
+  return 0;
+}
+
+extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size,
+                                          unsigned int seed) {
+  std::minstd_rand random(seed);
+  v1::StreamGenerateRequest request;
+  if (random() % 8 == 0 || !request.ParseFromArray(data, static_cast<int>(size))) {
+    return LLVMFuzzerMutate(data, size, max_size);
+  }
+  MutateMessage(&request, &random);
+  const size_t mutated = request.ByteSizeLong();
+  if (mutated > max_size) return LLVMFuzzerMutate(data, size, max_size);
+  request.SerializeToArray(data, static_cast<int>(mutated));
+  return mutated;
+}
