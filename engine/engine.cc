@@ -189,8 +189,9 @@ absl::Status DeviceEngine::Open(const std::string& name, const std::string& dire
   }
   ModelInfo loading{.name = name, .directory = directory};
   Publish(loading);
-  std::promise<absl::Status> done;
-  Post([&] {
+  // Shared: set_value may still be returning when the waiting thread has gone on.
+  const auto done = std::make_shared<std::promise<absl::Status>>();
+  Post([this, done, name, directory, loading] {
     ModelInfo info = loading;
     const Clock::time_point begin = Clock::now();
     const absl::Status status = Load(name, directory, &info);
@@ -198,9 +199,9 @@ absl::Status DeviceEngine::Open(const std::string& name, const std::string& dire
     info.state = status.ok() ? ModelState::kReady : ModelState::kFailed;
     info.error = status;
     Publish(info);
-    done.set_value(status);
+    done->set_value(status);
   });
-  return done.get_future().get();
+  return done->get_future().get();
 }
 
 absl::Status DeviceEngine::Load(const std::string& name, const std::string& path, ModelInfo* info) {
