@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Holds the proto against the rules of `buf lint` (DEFAULT and COMMENTS) that apply to us.
 
-SERVICE_SUFFIX is not among them: the service is called ImageGeneration, without "Service".
+SERVICE_SUFFIX is not among them: the service is called ImageGeneration, without "Service". And
+WatchJob streams the very events of StreamGenerate, so that one handler reads both.
 
   proto_style_test.py --protoc /usr/bin/protoc --root proto
 """
@@ -22,6 +23,7 @@ except ImportError as error:
     sys.exit(77)
 
 PROTOC = ROOT = None
+SHARED_RESPONSES = {"ImageGeneration.WatchJob": "StreamGenerateResponse"}
 SNAKE = re.compile(r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$")
 PASCAL = re.compile(r"^[A-Z][A-Za-z0-9]*$")
 
@@ -97,9 +99,11 @@ def complaints(file):
             package = f".{file.package}."
             check(method.input_type == package + method.name + "Request",
                   f"{name} takes {method.input_type}, not {method.name}Request")
-            check(method.output_type == package + method.name + "Response",
-                  f"{name} returns {method.output_type}, not {method.name}Response")
-            for kind in (method.input_type, method.output_type):
+            response = SHARED_RESPONSES.get(name, method.name + "Response")
+            check(method.output_type == package + response,
+                  f"{name} returns {method.output_type}, not {response}")
+            kinds = (method.input_type, method.output_type)
+            for kind in kinds[:1] if name in SHARED_RESPONSES else kinds:
                 check(kind not in used, f"{name} shares {kind} with {used.get(kind)}")
                 used[kind] = name
     return found
