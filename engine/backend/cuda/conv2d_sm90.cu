@@ -47,9 +47,16 @@ struct Tile {
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
   static constexpr int kReduceBytes = kCluster ? kM * kN * 4 : 0;
+  // Wide tiles leave through shared memory and the copy engine, in boxes of 64 pixels.
+  static constexpr bool kStaged = kN > 64;
+  static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
+  static constexpr int kBoxes = kStaged ? kRows * (kN / kBox) : 0;  // of a consumer
+  static constexpr int kBoxBytes = 64 * kBox * 2;
+  static constexpr int kStagingBytes = kGroups * kBoxes * kBoxBytes;
   static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
-  static constexpr int kBarriers = 2 * kStages + 3;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kReduceBytes + kBarriers * 8;
+  static constexpr int kBarriers = 2 * kStages + 5;
+  static constexpr int kSharedBytes =
+      kStages * kStageBytes + kReduceBytes + kStagingBytes + kBarriers * 8;
   static_assert(kN % (8 * kShared) == 0 && kN % 32 == 0 && (!kCluster || kShared == 1));
   static_assert(kSharedBytes <= 232448);
 };
@@ -57,6 +64,7 @@ struct Tile {
 /// What the kernel knows besides the epilogue's Conv2dLaunch.
 struct Work {
   CUtensorMap x, x2, weight;
+  CUtensorMap residual, out;            // when staged
   int grid_width = 0, grid_pixels = 0;  // output pixels of an image, as the copy engine walks them
   int chunks = 0, chunks2 = 0;          // steps under one tap, of x and of x2
   int taps_x = 0, steps = 0;
@@ -67,9 +75,11 @@ struct Work {
   int splits = 1;
   bool clustered = false;  // one split per block of a cluster
   const float* bias = nullptr;
-  Rows beside;             // the residual, or what is added per image
-  bool per_image = false;  // of `beside`
+  Rows add;                // per image
+  bool add_pairs = false;  // in pairs of bf16
+  int image_pixels = 0;    // of a phase
   bool vectors = false;    // bf16 in vectors of eight throughout, no activation but SiLU
+  bool staged = false;     // vectors, and the tile is a run of pixels of the output
 };
 
 __device__ inline int FirstStep(const Work& work, int split) {
@@ -87,19 +97,56 @@ __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
   return {m_and_phase / groups, (m_and_phase % groups * T::kShared + rank) * T::kM, n * T::kN};
 }
 
-/// Sums begin with the bias of their output, so that it costs nothing at the end.
+__device__ inline void AddPair(uint32_t pair, float& a, float& b) {
+  a += __uint_as_float(pair << 16);
+  b += __uint_as_float(pair & 0xffff0000u);
+}
+
+/// Sums begin with the bias of their output, so that it costs nothing at the end; those of a later
+/// split begin with zero. Without branches: products read the sums later than it seems.
 template <int kSums>
 __device__ inline void BeginSums(const Conv2dLaunch& conv, const float* bias, int n0,
                                  float (&sums)[kSums]) {
-  const int lane = threadIdx.x % 4;
+  const int first = n0 + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j) {
-    const int n = n0 + j * 8 + lane * 2;
-    float2 from = {0, 0};
-    if (bias != nullptr && n < conv.outputs)
-      from = __ldg(reinterpret_cast<const float2*>(bias + n));
-    sums[4 * j] = sums[4 * j + 2] = from.x;
-    sums[4 * j + 1] = sums[4 * j + 3] = from.y;
+    float2 pair = {0, 0};
+    if (bias != nullptr && first + j * 8 < conv.outputs) {
+      pair = __ldg(reinterpret_cast<const float2*>(bias + first + j * 8));
+    }
+    sums[4 * j] = sums[4 * j + 2] = pair.x;
+    sums[4 * j + 1] = sums[4 * j + 3] = pair.y;
+  }
+}
+
+/// The pair of values that is added to a pixel's outputs n and n + 1, per image; in pairs of bf16.
+__device__ inline uint32_t AddedPair(const Conv2dLaunch& conv, const Work& work, int m, int n) {
+  if (n >= conv.outputs) return 0;
+  const int64_t image = min(int64_t{m}, work.pixels - 1) / work.image_pixels;
+  return *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(work.add.data) +
+                                            image * work.add.stride + n);
+}
+/// Adds them to a thread's 64 pixels' sums, whose first is pixel m and whose other is m + 8.
+template <int kSums>
+__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Work& work, int m, int n0,
+                                   float (&sums)[kSums]) {
+  const int first = n0 + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (work.add_pairs) {
+#pragma unroll
+      for (int j = 0; j < kSums / 4; ++j) {
+        AddPair(AddedPair(conv, work, m + 8 * h, first + j * 8), sums[4 * j + 2 * h],
+                sums[4 * j + 2 * h + 1]);
+      }
+    } else if constexpr (kSums <= 32) {
+      const int64_t image = min(int64_t{m} + 8 * h, work.pixels - 1) / work.image_pixels;
+#pragma unroll
+      for (int i = 0; i < kSums / 2; ++i) {
+        const int n = first + i / 2 * 8 + i % 2;
+        if (n < conv.outputs) sums[4 * (i / 2) + 2 * h + i % 2] += Load(work.add, image, n);
+      }
+    }
   }
 }
 
@@ -134,32 +181,64 @@ __device__ inline int64_t OutputPixel(const Conv2dLaunch& conv, const Work& work
          2 * x + phase % 2;
 }
 
-/// Where an output pixel's `beside` begins; null without.
-__device__ inline const __nv_bfloat16* BesideOf(const Conv2dLaunch& conv, const Work& work,
-                                                int64_t pixel) {
-  if (work.beside.data == nullptr) return nullptr;
-  const int64_t row = work.per_image ? pixel / (conv.out_height * conv.out_width) : pixel;
-  return static_cast<const __nv_bfloat16*>(work.beside.data) + row * work.beside.stride;
+__device__ inline float Finished(const Conv2dLaunch& conv, float v) {
+  v *= conv.scale;
+  return conv.activation == Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : v;
+}
+/// Eight outputs from their sums: act((sum + residual) · scale).
+__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, float (&v)[8]) {
+  if (conv.residual.data != nullptr) {
+    AddPair(residual.x, v[0], v[1]);
+    AddPair(residual.y, v[2], v[3]);
+    AddPair(residual.z, v[4], v[5]);
+    AddPair(residual.w, v[6], v[7]);
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = Finished(conv, v[j]);
+  return PackBf16(v);
+}
+__device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, int n) {
+  return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
+                                         pixel * conv.residual.stride + n);
 }
 
-/// Eight outputs from their sums: + beside, · scale, activation.
-__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, uint4 beside,
-                                     float (&v)[8]) {
-  if (has_beside) {
-    const uint32_t words[4] = {beside.x, beside.y, beside.z, beside.w};
+/// A warpgroup's tile through shared memory: the residual, when there is one, lies in `staging`
+/// already, box by box as the copy engine lays them; the outputs take its place.
+template <typename T>
+__device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* staging,
+                                    const float (&sums)[T::kRows][T::kSums]) {
+  constexpr int kLine = T::kBox * 2;  // bytes
+  constexpr int kChunks = T::kBox / 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  // This lane's row of the four matrices: rows 0…7 and 8…15 of eight outputs, then of the next.
+  const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
+  const int swizzle = T::kBox == 64 ? row % 8 : row / 2 % 4;
+  const bool has_residual = conv.residual.data != nullptr;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      v[2 * j] += __uint_as_float(words[j] << 16);
-      v[2 * j + 1] += __uint_as_float(words[j] & 0xffff0000u);
+  for (int i = 0; i < T::kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < T::kN / 8; j += 2) {
+      const int box = i * (T::kN / T::kBox) + j / kChunks;
+      const int chunk = j % kChunks + lane / 16;
+      const uint32_t at =
+          SharedAddress(staging) + box * T::kBoxBytes + row * kLine + (chunk ^ swizzle) * 16;
+      float v[8];
+#pragma unroll
+      for (int c = 0; c < 8; ++c) v[c] = sums[i][4 * j + c];
+      if (has_residual) {
+        uint32_t residual[4];
+        LoadMatrices(at, residual);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) AddPair(residual[c], v[2 * c], v[2 * c + 1]);
+      }
+      uint32_t packed[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        packed[c] = PackBf16(Finished(conv, v[2 * c]), Finished(conv, v[2 * c + 1]));
+      }
+      StoreMatrices(at, packed);
     }
   }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] *= conv.scale;
-  if (conv.activation == Activation::kSilu) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
-  }
-  return PackBf16(v);
 }
 
 /// The tile of a warpgroup: kRows · 64 pixels from m0 on, kN outputs from n0 on. Works in turns of
@@ -173,7 +252,7 @@ struct FinishVectors {
   const Conv2dLaunch& conv;
   const Work& work;
   int phase, m0, n;
-  uint4 beside[2][kAtOnce];
+  uint4 residual[2][kAtOnce];
 
   __device__ FinishVectors(const Conv2dLaunch& conv, const Work& work, int phase, int m0, int n0)
       : conv(conv), work(work), phase(phase), n(n0 + threadIdx.x % 4 * 8) {
@@ -185,19 +264,17 @@ struct FinishVectors {
     return m < work.pixels ? OutputPixel(conv, work, m, phase) : -1;
   }
   __device__ void Load(int turn) {
-    if (work.beside.data == nullptr) return;
+    if (conv.residual.data == nullptr) return;
     const int64_t pixel = Pixel(turn);
     if (pixel < 0) return;
-    const __nv_bfloat16* from = BesideOf(conv, work, pixel);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int at = n + (turn * kAtOnce % kGroups + i) * 32;
-      if (at < conv.outputs) beside[turn % 2][i] = *reinterpret_cast<const uint4*>(from + at);
+      if (at < conv.outputs) residual[turn % 2][i] = LoadResidual(conv, pixel, at);
     }
   }
   /// `loaded` turns have been loaded.
   __device__ void Finish(const float (&sums)[kRows][kN / 2], int loaded) {
-    const bool has_beside = work.beside.data != nullptr;
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       if (turn == 0 && loaded < 1) Load(0);
@@ -214,7 +291,7 @@ struct FinishVectors {
           v[j] = sums[row / 2][4 * (group * 4 + j / 2) + 2 * (row % 2) + j % 2];
         }
         ExchangeInQuad(v);
-        const uint4 packed = FinishVector(conv, has_beside, beside[turn % 2][i], v);
+        const uint4 packed = FinishVector(conv, residual[turn % 2][i], v);
         const int at = n + group * 32;
         if (pixel >= 0 && at < conv.outputs) *reinterpret_cast<uint4*>(to + at) = packed;
       }
@@ -267,15 +344,15 @@ __device__ inline void FinishInCluster(const Conv2dLaunch& conv, const Work& wor
       StoreAt(to + j * 32, barrier, sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
     }
   }
-  const bool has_beside = work.beside.data != nullptr;
+
   for (int i = threadIdx.x; i < rows * kVectors; i += T::kGroups * 128) {
     const int row = i / kVectors, column = i % kVectors * 8;
     const int m = tile.m0 + rank * rows + row, n = tile.n0 + column;
     const bool valid = m < work.pixels && n < conv.outputs;
     const int64_t pixel = valid ? OutputPixel(conv, work, m, tile.phase) : 0;
-    uint4 beside = {};
-    if (work.vectors && valid && has_beside) {
-      beside = *reinterpret_cast<const uint4*>(BesideOf(conv, work, pixel) + n);
+    uint4 residual = {};
+    if (work.vectors && valid && conv.residual.data != nullptr) {
+      residual = LoadResidual(conv, pixel, n);
     }
     WaitForStores(received, 0);
     float v[8];
@@ -289,7 +366,7 @@ __device__ inline void FinishInCluster(const Conv2dLaunch& conv, const Work& wor
     }
     if (!valid) continue;
     if (work.vectors) {
-      const uint4 packed = FinishVector(conv, has_beside, beside, v);
+      const uint4 packed = FinishVector(conv, residual, v);
       *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
                                 pixel * conv.out.stride + n) = packed;
     } else {
@@ -306,11 +383,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char ring[];  // as the swizzle wants it
   float* const sums_received = reinterpret_cast<float*>(ring + T::kStages * T::kStageBytes);
-  uint64_t* const full =
-      reinterpret_cast<uint64_t*>(ring + T::kStages * T::kStageBytes + T::kReduceBytes);
+  unsigned char* const staging = ring + T::kStages * T::kStageBytes + T::kReduceBytes;
+  uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
   uint64_t* const empty = full + T::kStages;
   uint64_t* const received = empty + T::kStages;
   uint64_t* const turn = received + 1;  // [2]: a consumer's turn to multiply
+  uint64_t* const staged = turn + 2;    // [2]: a consumer's staging is free, its residual there
   const auto inputs_of = [&](int stage) { return ring + stage * T::kStageBytes; };
   const auto weights_of = [&](int stage) { return inputs_of(stage) + T::kInputBytes; };
 
@@ -360,7 +438,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       InitBarrier(&empty[stage], (T::kTurns ? 1 : T::kGroups) * T::kShared);
     }
     InitBarrier(received, 1);
-    for (int i = 0; i < 2; ++i) InitBarrier(&turn[i], 4);  // a lane of each warp
+    for (int i = 0; i < 2; ++i) {
+      InitBarrier(&turn[i], 4);  // a lane of each warp
+      InitBarrier(&staged[i], 1);
+    }
     FenceBarrierInit();
     if (T::kCluster) ArriveExpecting(received, clustered ? T::kReduceBytes : 0);
     if constexpr (T::kShared == 1) copy_early();
@@ -415,19 +496,45 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     using Finisher = FinishVectors<T::kRows, T::kN>;
     constexpr int kEarlyTurns = T::kN <= 64 ? Finisher::kTurns : 0;
     static_assert(kEarlyTurns <= 2);
+    unsigned char* const my_staging = staging + group * T::kBoxes * T::kBoxBytes;
+    const auto for_boxes = [&](const TileAt& tile, int m0, const auto& what) {
+      for (int box = 0; box < T::kBoxes; ++box) {
+        constexpr int kAcross = T::kN / T::kBox;
+        const int m = m0 + box / kAcross * 64, n = tile.n0 + box % kAcross * T::kBox;
+        if (m < work.pixels && n < conv.outputs) {
+          what(my_staging + box * T::kBoxBytes, n, m);
+        }
+      }
+    };
 
     constexpr int kTakers = T::kTurns ? T::kGroups : 1;
     const int steps_per_tile = end_step - first_step;
     int position = T::kTurns ? group * steps_per_tile : 0;  // in the sequence of steps
-    bool waited = false;
-    int turns = 0;
+    int tiles_done = 0;
+    const int my_row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+
+    WaitForPredecessor();  // whose output is read and overwritten from here on
     for (int index = first_tile + (T::kTurns ? group * stride : 0); index < tiles;
-         index += kTakers * stride) {
+         index += kTakers * stride, ++tiles_done) {
       const TileAt tile = TileOf<T>(work, index, share);
       const int m0 = tile.m0 + (T::kTurns ? 0 : group * T::kRows * 64);
       int stage = position % T::kStages, round = position / T::kStages;
       position += kTakers * steps_per_tile;
+      if (T::kStaged && work.staged && threadIdx.x % 128 == 0) {
+        WaitUntilStoresRead();  // the tile before
+        uint32_t bytes = 0;
+        if (conv.residual.data != nullptr) {
+          for_boxes(tile, m0, [&](unsigned char*, int, int) { bytes += T::kBoxBytes; });
+        }
+        ArriveExpecting(&staged[group], bytes);
+        if (bytes > 0) {
+          for_boxes(tile, m0, [&](unsigned char* box, int n, int m) {
+            CopyBox(box, &work.residual, &staged[group], n, m);
+          });
+        }
+      }
       Finisher finisher(conv, work, tile.phase, m0, tile.n0);
+
       float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
       for (int split = first_split; split < end_split; ++split) {
 #pragma unroll
@@ -435,8 +542,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           BeginSums(conv, split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
         }
         if (kEarlyTurns > 0 && split == first_split) {
-          if (!waited) WaitForPredecessor();
-          waited = true;
           if (work.vectors && !clustered) {
 #pragma unroll
             for (int turn = 0; turn < kEarlyTurns; ++turn) finisher.Load(turn);
@@ -444,9 +549,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         }
         const int steps = FirstStep(work, split + 1) - FirstStep(work, split);
         int previous = -1;
+#pragma unroll
+        for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
         // Also because a barrier tells two phases apart, not three: nobody may wait for a step that
         // is a whole ring away.
-        if (T::kTurns && split == first_split) Wait(&turn[group], (turns++ + group + 1) & 1);
+        if (T::kTurns && split == first_split) Wait(&turn[group], (tiles_done + group + 1) & 1);
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
           Wait(&full[stage], round & 1);
@@ -469,7 +576,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         }
         if (T::kTurns && split == end_split - 1 && threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
         WaitProducts<0>();
+#pragma unroll
+        for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
         release(previous);
+        if (work.add.data != nullptr && split == 0) {
+#pragma unroll
+          for (int i = 0; i < T::kRows; ++i) {
+            AddPerImage(conv, work, m0 + i * 64 + my_row, tile.n0, sums[i]);
+          }
+        }
         if constexpr (T::kFold) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
@@ -480,8 +595,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           }
         }
       }
-      if (!waited) WaitForPredecessor();  // whose output is read and overwritten from here on
-      waited = true;
 
       if constexpr (T::kCluster) {
         if (clustered) {
@@ -490,7 +603,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         }
       }
       const auto finish = [&](const float(&from)[T::kRows][T::kSums]) {
-        if (T::kN > 64 || work.vectors) {
+        if (T::kStaged && work.staged) {
+          Wait(&staged[group], tiles_done & 1);
+          FinishStaged<T>(conv, my_staging, from);
+          FenceForCopies();
+          SyncWarpgroup(group);
+          if (threadIdx.x % 128 == 0) {
+            for_boxes(tile, m0,
+                      [&](unsigned char* box, int n, int m) { StoreBox(&work.out, box, n, m); });
+            CommitStores();
+          }
+        } else if (T::kN > 64 || work.vectors) {
           finisher.Finish(from, kEarlyTurns);
         } else if constexpr (T::kN <= 64) {
           FinishElements<T::kRows, T::kN>(conv, work, tile.phase, m0, tile.n0, from);
@@ -502,6 +625,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         finish(sums);
       }
     }
+    if (T::kStaged && work.staged && threadIdx.x % 128 == 0) WaitUntilStoresRead();
   }
 
   if constexpr (T::kShared > 1) {
@@ -511,23 +635,25 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #endif
 }
 
-// Shared memory for two blocks of k64x64 on a multiprocessor: the successor's begins early.
-using Tile64x64 = Tile<64, 64, 1, Share::kCluster, 6, 1, true>;
+using Tile64x64 = Tile<64, 64, 1, Share::kCluster, 6, 1, true>;  // two a multiprocessor
+using Tile64x64Deep = Tile<64, 64, 1, Share::kCluster, 12, 1, true>;
 using Tile128x32 = Tile<128, 32, 2, Share::kPixels, 8, 1, false>;
-using Tile128x128 = Tile<128, 128, 2, Share::kCluster, 5, 1, true>;
-using Tile128x128Turns = Tile<128, 128, 2, Share::kTurns, 6, 2, false>;
-using Tile64x192Turns = Tile<64, 192, 2, Share::kTurns, 6, 2, true>;
-using Tile64x256Turns = Tile<64, 256, 2, Share::kTurns, 5, 2, false>;
-using Tile256x128 = Tile<256, 128, 2, Share::kPixels, 4, 2, false>;
-using Tile128x160 = Tile<128, 160, 2, Share::kPixels, 6, 2, true>;
-using Tile128x192 = Tile<128, 192, 2, Share::kPixels, 5, 2, true>;
-using Tile128x256 = Tile<128, 256, 2, Share::kPixels, 4, 2, false>;
+using Tile128x128 = Tile<128, 128, 2, Share::kPixels, 6, 2, true>;
+using Tile128x128Turns = Tile<128, 128, 2, Share::kTurns, 5, 2, false>;
+using Tile64x192Turns = Tile<64, 192, 2, Share::kTurns, 5, 2, true>;
+using Tile64x256Turns = Tile<64, 256, 2, Share::kTurns, 4, 2, false>;
+using Tile256x128 = Tile<256, 128, 2, Share::kPixels, 3, 2, false>;
+using Tile128x160 = Tile<128, 160, 2, Share::kPixels, 5, 2, true>;
+using Tile128x192 = Tile<128, 192, 2, Share::kPixels, 4, 2, true>;
+using Tile128x256 = Tile<128, 256, 2, Share::kPixels, 3, 2, false>;
 
 template <typename Do>
 auto WithTile(HopperTile tile, const Do& what) {
   switch (tile) {
     case HopperTile::k64x64:
       return what(Tile64x64());
+    case HopperTile::k64x64Deep:
+      return what(Tile64x64Deep());
     case HopperTile::k128x32:
       return what(Tile128x32());
     case HopperTile::k128x128:
@@ -569,6 +695,7 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k128x192, 128, 192, false, 2.6, 0.49, 3.3, 0.96},
     {HopperTile::k128x256, 128, 256, false, 2.6, 0.64, 4.2, 0},
 };
+constexpr int kSharedBytesOfTwo = 115 * 1024;  // two blocks fit a multiprocessor's 228 KiB
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
 constexpr int kFilledBlocks = 144;  // a little over the 132 multiprocessors: two halves of a wave
 
@@ -643,14 +770,26 @@ CUresult EncodeWeight(CUtensorMap* map, const Conv2dLaunch& conv, int taps, int 
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-/// Outputs that FinishVectors can make.
+bool InVectors(const Rows& rows) {
+  return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
+}
+/// Outputs that wide tiles can make.
 bool HasVectorOutputs(const Conv2dLaunch& conv) {
-  const auto suits = [](const Rows& rows) {
-    return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
-  };
-  return conv.outputs % 8 == 0 && suits(conv.out) && suits(conv.add) && suits(conv.residual) &&
-         (conv.add.data == nullptr || conv.residual.data == nullptr) &&
+  return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
+         InVectors(conv.residual) &&
          (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
+}
+
+/// Pixels × outputs, kBox outputs of 64 pixels at a time.
+CUresult EncodeOutputs(CUtensorMap* map, const Rows& rows, int outputs, int64_t pixels, int box) {
+  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(outputs), static_cast<cuuint64_t>(pixels)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(rows.stride) * 2};
+  const cuuint32_t boxes[2] = {static_cast<cuuint32_t>(box), 64};
+  const cuuint32_t element_strides[2] = {1, 1};
+  return GetEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows.data, dims, strides,
+                             boxes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                             box == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 template <typename T>
@@ -682,9 +821,11 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   work.clustered = T::kCluster && plan.clustered && plan.splits > 1;
   if (plan.splits > 1 && !T::kFold) return cudaErrorInvalidValue;
   work.bias = conv.bias;
-  work.beside = conv.residual.data != nullptr ? conv.residual : conv.add;
-  work.per_image = conv.residual.data == nullptr;
+  work.add = conv.add;
+  work.add_pairs = InVectors(conv.add);
+  work.image_pixels = conv.out_height * conv.out_width / work.phases;
   work.vectors = HasVectorOutputs(conv);
+  work.staged = T::kStaged && work.vectors && work.phases == 1;
   if (T::kN > 64 && !work.vectors) return cudaErrorInvalidValue;
 
   if (GetEncoders().error != cudaSuccess) return GetEncoders().error;
@@ -697,12 +838,21 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   if (result == CUDA_SUCCESS) {
     result = EncodeWeight(&work.weight, conv, taps, work.phases, T::kN / T::kShared);
   }
+  if (result == CUDA_SUCCESS && work.staged) {
+    result = EncodeOutputs(&work.out, conv.out, conv.outputs, work.pixels, T::kBox);
+  }
+  if (result == CUDA_SUCCESS && work.staged && conv.residual.data != nullptr) {
+    result = EncodeOutputs(&work.residual, conv.residual, conv.outputs, work.pixels, T::kBox);
+  }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const unsigned per_tile = work.clustered ? work.splits : T::kShared;
   const int64_t tiles = int64_t{work.phases} * (work.m_tiles / T::kShared) * work.n_tiles;
-  const int64_t at_once = work.clustered ? tiles : queue.multiprocessors / per_tile;
+  const int per_multiprocessor = T::kSharedBytes <= kSharedBytesOfTwo ? 2 : 1;
+  const int64_t at_once =
+      work.clustered ? tiles : queue.multiprocessors * per_multiprocessor / per_tile;
   conv.bias = nullptr;  // sums begin with it
+  conv.add = {};        // and with this
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

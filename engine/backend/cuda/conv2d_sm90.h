@@ -9,6 +9,7 @@ namespace denoised::cuda {
 /// Pixels × outputs that a block makes at a time. kTurns: its two consumers take tiles in turn.
 enum class HopperTile : uint8_t {
   k64x64,
+  k64x64Deep,
   k128x32,
   k128x128,
   k128x128Turns,
@@ -19,13 +20,13 @@ enum class HopperTile : uint8_t {
   k128x192,
   k128x256,
 };
-constexpr int kHopperTiles = 10;
+constexpr int kHopperTiles = 11;
 
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {
   HopperTile tile = HopperTile::k64x64;
   int splits = 1;          // runs of k that are summed apart
-  bool clustered = false;  // a block for each split; k64x64 and k128x128 alone
+  bool clustered = false;  // a block for each split; k64x64 and k64x64Deep alone
 };
 
 /// Whether the copy engine can read the sources: bf16 in multiples of eight channels, aligned.

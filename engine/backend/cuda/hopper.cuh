@@ -146,6 +146,50 @@ __device__ inline void CopyPixels(void* to, const CUtensorMap* map, uint64_t* ba
       : "memory");
 }
 
+/// The same as CopyBox for rank 2, and back: from shared memory to the tensor's part of the box.
+__device__ inline void CopyBox(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
+                               int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1)
+      : "memory");
+}
+__device__ inline void StoreBox(const CUtensorMap* map, const void* from, int c0, int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(SharedAddress(from)), "r"(c0), "r"(c1)
+      : "memory");
+}
+__device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Until this thread's stores have read shared memory, which may then be written again.
+__device__ inline void WaitUntilStoresRead() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+/// Between ordinary stores to shared memory and copies from it by the engine.
+__device__ inline void FenceForCopies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Matrices of 8 × 8 bf16, four at a time. Lane i names row i%8 of matrix i/8 in shared memory; of
+// each matrix a lane holds row lane/4, columns 2·(lane%4) and the next.
+
+__device__ inline void StoreMatrices(uint32_t address, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+__device__ inline void LoadMatrices(uint32_t address, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+/// The four warps of a warpgroup wait for each other.
+__device__ inline void SyncWarpgroup(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
 // Registers move between warpgroups: producers need few, consumers many.
 
 template <int kRegisters>
@@ -172,6 +216,13 @@ __device__ inline uint64_t MatrixDescriptor(const void* tile) {
 }
 /// Before the first product that reads registers or shared memory written by this thread.
 __device__ inline void FenceProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+/// Keeps what computes the sums on its side of this point: the compiler does not know that products
+/// read and write them later than their instructions stand.
+template <int kCount>
+__device__ inline void PinSums(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
 __device__ inline void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
