@@ -79,6 +79,7 @@ struct Work {
   bool add_pairs = false;  // in pairs of bf16
   int image_pixels = 0;    // of a phase
   bool vectors = false;    // bf16 in vectors of eight throughout, no activation but SiLU
+  bool flat = false;       // one tap, over pixels that follow each other in memory
   bool staged = false;     // vectors, and the tile is a run of pixels of the output
 };
 
@@ -181,10 +182,15 @@ __device__ inline int64_t OutputPixel(const Conv2dLaunch& conv, const Work& work
          2 * x + phase % 2;
 }
 
-__device__ inline float Finished(const Conv2dLaunch& conv, float v) {
-  v *= conv.scale;
-  return conv.activation == Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : v;
+/// act(sum · scale), in place.
+__device__ inline void FinishSums(const Conv2dLaunch& conv, float (&v)[8]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] *= conv.scale;
+  if (conv.activation != Activation::kSilu) return;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
 }
+
 /// Eight outputs from their sums: act((sum + residual) · scale).
 __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, float (&v)[8]) {
   if (conv.residual.data != nullptr) {
@@ -193,8 +199,7 @@ __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, f
     AddPair(residual.z, v[4], v[5]);
     AddPair(residual.w, v[6], v[7]);
   }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] = Finished(conv, v[j]);
+  FinishSums(conv, v);
   return PackBf16(v);
 }
 __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, int n) {
@@ -231,11 +236,10 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* sta
 #pragma unroll
         for (int c = 0; c < 4; ++c) AddPair(residual[c], v[2 * c], v[2 * c + 1]);
       }
+      FinishSums(conv, v);
       uint32_t packed[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        packed[c] = PackBf16(Finished(conv, v[2 * c]), Finished(conv, v[2 * c + 1]));
-      }
+      for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
       StoreMatrices(at, packed);
     }
   }
@@ -471,6 +475,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             copy_weights(tile, tap, chunk, stage);
           }
           const bool from_x = chunk < work.chunks;
+          if (work.flat) {
+            CopyBox(inputs_of(stage), from_x ? &work.x : &work.x2, &full[stage],
+                    (from_x ? chunk : chunk - work.chunks) * kStep, tile.m0);
+            if (++chunk == steps_per_tap) chunk = 0, ++tap;
+            if (++stage == T::kStages) stage = 0, ++round;
+            continue;
+          }
           const int tap_y = tap / work.taps_x, tap_x = tap - tap_y * work.taps_x;
           CopyPixels(inputs_of(stage), from_x ? &work.x : &work.x2, &full[stage],
                      (from_x ? chunk : chunk - work.chunks) * kStep, x, y, image,
@@ -780,15 +791,16 @@ bool HasVectorOutputs(const Conv2dLaunch& conv) {
          (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
 }
 
-/// Pixels × outputs, kBox outputs of 64 pixels at a time.
-CUresult EncodeOutputs(CUtensorMap* map, const Rows& rows, int outputs, int64_t pixels, int box) {
-  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(outputs), static_cast<cuuint64_t>(pixels)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(rows.stride) * 2};
-  const cuuint32_t boxes[2] = {static_cast<cuuint32_t>(box), 64};
+/// [pixels, channels] in boxes of `columns` (32 or 64, swizzled) × `rows`.
+CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels, int64_t pixels,
+                    int columns, int rows) {
+  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(pixels)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(pixels_of.stride) * 2};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows)};
   const cuuint32_t element_strides[2] = {1, 1};
-  return GetEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows.data, dims, strides,
-                             boxes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                             box == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+  return GetEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, pixels_of.data, dims,
+                             strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                             columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -804,8 +816,9 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   int out_height = doubles ? height : conv.out_height, out_width = doubles ? width : conv.out_width;
   if (conv.kernel == 1 && conv.stride == 1 && conv.pad_top == 0 && conv.pad_left == 0 &&
       out_height == height && out_width == width) {
-    width = out_width = images * height * width;  // any run of pixels is a run in memory
+    width = out_width = images * height * width;
     images = height = out_height = 1;
+    work.flat = true;
   }
   work.grid_width = out_width;
   work.grid_pixels = out_height * out_width;
@@ -829,20 +842,23 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   if (T::kN > 64 && !work.vectors) return cudaErrorInvalidValue;
 
   if (GetEncoders().error != cudaSuccess) return GetEncoders().error;
-  CUresult result = EncodePixels(&work.x, conv.x, conv.channels, images, height, width, work,
-                                 out_height, out_width, T::kM);
+  const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels) {
+    return work.flat ? EncodeRows(map, rows, channels, work.pixels, kStep, T::kM)
+                     : EncodePixels(map, rows, channels, images, height, width, work, out_height,
+                                    out_width, T::kM);
+  };
+  CUresult result = encode(&work.x, conv.x, conv.channels);
   if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
-    result = EncodePixels(&work.x2, conv.x2, conv.channels2, images, height, width, work,
-                          out_height, out_width, T::kM);
+    result = encode(&work.x2, conv.x2, conv.channels2);
   }
   if (result == CUDA_SUCCESS) {
     result = EncodeWeight(&work.weight, conv, taps, work.phases, T::kN / T::kShared);
   }
   if (result == CUDA_SUCCESS && work.staged) {
-    result = EncodeOutputs(&work.out, conv.out, conv.outputs, work.pixels, T::kBox);
+    result = EncodeRows(&work.out, conv.out, conv.outputs, work.pixels, T::kBox, 64);
   }
   if (result == CUDA_SUCCESS && work.staged && conv.residual.data != nullptr) {
-    result = EncodeOutputs(&work.residual, conv.residual, conv.outputs, work.pixels, T::kBox);
+    result = EncodeRows(&work.residual, conv.residual, conv.outputs, work.pixels, T::kBox, 64);
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
