@@ -91,7 +91,7 @@ class CudaBackend final : public Backend {
         uploads_(std::move(uploads)),
         downloads_(context_),
         norm_workspace_(std::move(norm_workspace)),
-        queue_{context_->compute(), properties.multiProcessorCount},
+        queue_{context_->compute(), properties.multiProcessorCount, properties.major >= 9},
         fp32_(fp32),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,

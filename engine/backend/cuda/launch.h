@@ -30,6 +30,7 @@ struct Rows {
 struct Queue {
   cudaStream_t stream = nullptr;
   int multiprocessors = 1;
+  bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
