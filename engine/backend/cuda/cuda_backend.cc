@@ -16,13 +16,23 @@ namespace {
 /// Partial moments of group norms: any size works, this one takes 256 images at 32 groups at once.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
 
+Element ElementOf(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return Element::kBf16;
+    case DType::kF16:
+      return Element::kF16;
+    default:
+      return Element::kF32;
+  }
+}
+
 Rows View(const Tensor& tensor) {
   if (!tensor) return {};
-  const bool bf16 = tensor.dtype() == DType::kBF16;
   const size_t stride_bytes = tensor.row_stride() * SizeOf(tensor.dtype());
   const bool aligned =
       reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0 && stride_bytes % 16 == 0;
-  return {tensor.data(), tensor.row_stride(), bf16 ? Element::kBf16 : Element::kF32, aligned};
+  return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()), aligned};
 }
 
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
@@ -151,9 +161,7 @@ class CudaBackend final : public Backend {
     packed->out_channels = Extent(weight_oihw, 0);
     packed->in_channels = Extent(weight_oihw, 1);
     packed->kernel = Extent(weight_oihw, 2);
-    DENOISED_ASSIGN_OR_RETURN(
-        packed->weight,
-        ToDevice(PackConv2dWeight(weight_oihw, activation_dtype()), "a convolution"));
+    DENOISED_ASSIGN_OR_RETURN(packed->weight, PackWeights({weight_oihw}, "a convolution"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias({bias}), "a convolution's bias"));
     return packed;
   }
@@ -164,9 +172,7 @@ class CudaBackend final : public Backend {
     auto packed = std::make_unique<CudaLinear>();
     for (const Tensor& weight : weights_oi) packed->out_features += Extent(weight, 0);
     packed->in_features = Extent(weights_oi.front(), 1);
-    DENOISED_ASSIGN_OR_RETURN(
-        packed->weight,
-        ToDevice(PackLinearWeight(weights_oi, activation_dtype()), "a linear layer"));
+    DENOISED_ASSIGN_OR_RETURN(packed->weight, PackWeights(weights_oi, "a linear layer"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias(biases), "a linear layer's bias"));
     return packed;
   }
@@ -434,6 +440,39 @@ class CudaBackend final : public Backend {
     context_->Record(fp32_ ? LaunchConv2dFp32(conv, queue_) : LaunchConv2d(conv, queue_), op);
   }
 
+  /// Weights [outputs, channels, kernel, kernel] or [outputs, inputs], as they lie in the file, one
+  /// below the other in the form of weights.h.
+  absl::StatusOr<Tensor> PackWeights(const std::vector<Tensor>& weights, std::string_view purpose) {
+    const Shape& shape = weights.front().shape();
+    const int channels = static_cast<int>(shape[1]);
+    const int taps = shape.rank() == 4 ? static_cast<int>(shape[2] * shape[3]) : 1;
+    int64_t outputs = 0;
+    for (const Tensor& weight : weights) outputs += weight.dim(0);
+    DENOISED_ASSIGN_OR_RETURN(const Tensor packed,
+                              Allocate({outputs, RoundUp(int64_t{taps} * channels, kDepthPadding)},
+                                       activation_dtype(), purpose));
+    context_->Record(cudaMemsetAsync(packed.data(), 0, packed.bytes(), queue_.stream), purpose);
+    int64_t first_output = 0;
+    for (const Tensor& weight : weights) {
+      const size_t pair_bytes = taps * SizeOf(weight.dtype());
+      uploads_->UploadThrough(weight.data(), weight.bytes(), pair_bytes,
+                              [&](const void* piece, size_t offset, size_t bytes) {
+                                PackWeightLaunch pack;
+                                pack.from = piece;
+                                pack.from_element = ElementOf(weight.dtype());
+                                pack.first_pair = static_cast<int64_t>(offset / pair_bytes);
+                                pack.pairs = static_cast<int64_t>(bytes / pair_bytes);
+                                pack.channels = channels;
+                                pack.taps = taps;
+                                pack.to = View(packed.Slice(first_output, weight.dim(0)));
+                                return LaunchPackWeight(pack, queue_);
+                              });
+      first_output += weight.dim(0);
+    }
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    return packed;
+  }
+
   /// A host tensor in device memory of its own; undefined stays undefined.
   absl::StatusOr<Tensor> ToDevice(const Tensor& host, std::string_view purpose) {
     if (!host) return Tensor();
@@ -458,7 +497,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties) {
   for (cudaError_t error :
        {LoadConv2dKernels(), LoadConv2dFp32Kernels(), LoadGroupNormKernels(),
         LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
-        LoadElementwiseKernels(), LoadSamplingKernels()}) {
+        LoadElementwiseKernels(), LoadSamplingKernels(), LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(

@@ -17,7 +17,7 @@
 
 namespace denoised::cuda {
 
-enum class Element : uint8_t { kF32, kBf16 };
+enum class Element : uint8_t { kF32, kBf16, kF16 };  // kF16: only in LaunchPackWeight's `from`
 
 /// A device matrix: `stride` elements from one row (a pixel, a token, a sample) to the next.
 struct Rows {
@@ -133,6 +133,18 @@ struct SlotsLaunch {
   float* x0 = nullptr;                      // [slots, elements]
   const DeviceEvaluation* plans = nullptr;  // [slots, max_evaluations]
   int max_evaluations = 0;
+/// Part of a weight [outputs, channels, taps], as it lies in a file, to its place in
+/// [outputs, taps, channels].
+struct PackWeightLaunch {
+  const void* from = nullptr;  // [pairs, taps]
+  Element from_element = Element::kF32;
+  int64_t first_pair = 0;  // (output, channel) that `from` begins with, counted through
+  int64_t pairs = 0;
+  int channels = 0, taps = 0;
+  Rows to;  // [outputs, taps · channels]; what pads the rows is left alone
+};
+cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue);
+
   int64_t plan_bytes = 0;            // from one slot's plan to the next
   int32_t* evaluation = nullptr;     // [slots]
   const int64_t* seed = nullptr;     // [slots]
@@ -165,3 +177,4 @@ cudaError_t LoadElementwiseKernels();
 cudaError_t LoadSamplingKernels();
 
 }  // namespace denoised::cuda
+cudaError_t LoadPackWeightKernels();
