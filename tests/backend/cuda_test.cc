@@ -346,6 +346,33 @@ TEST_P(CudaTest, DownloadsAreSnapshots) {
   }
 }
 
+TEST_P(CudaTest, ReservedDownloadsTakeNoMoreMemory) {
+  constexpr size_t kBytes = size_t{8} << 20;
+  const Tensor device = UploadInts(std::vector<int32_t>(kBytes / 4, 7), {kBytes / 4});
+  ASSERT_TRUE(backend().Synchronize().ok());
+  const size_t before = backend().memory().free;
+  auto reserved = backend().ReserveDownloads(kBytes, 4);
+  ASSERT_TRUE(reserved.ok()) << reserved.status();
+  const size_t after = backend().memory().free;
+  EXPECT_LE(after + 4 * kBytes, before);
+  for (int round = 0; round < 2; ++round) {
+    std::vector<std::unique_ptr<denoised::Download>> downloads;
+    for (int i = 0; i < 4; ++i) downloads.push_back(backend().BeginDownload(device));
+    for (const auto& download : downloads) {
+      const auto copy = download->Wait();
+      ASSERT_TRUE(copy.ok()) << copy.status();
+      EXPECT_EQ(copy->span<int32_t>().back(), 7);
+    }
+  }
+  EXPECT_EQ(backend().memory().free, after);
+  reserved->reset();
+  EXPECT_EQ(backend().memory().free, before);
+
+  const auto refused = backend().ReserveDownloads(backend().memory().total, 2);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(std::string(refused.status().message()).find("2 downloads"), std::string::npos);
+}
+
 TEST_P(CudaTest, MarkersMeasureTheDevice) {
   const Tensor from = Allocate({64 << 20}, DType::kU8), to = Allocate({64 << 20}, DType::kU8);
   const auto begin = backend().Mark();

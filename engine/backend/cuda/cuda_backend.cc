@@ -146,6 +146,11 @@ class CudaBackend final : public Backend {
     return downloads_.Begin(from);
   }
 
+  absl::StatusOr<std::shared_ptr<const void>> ReserveDownloads(size_t bytes, int count) override {
+    BeginTransfer("ReserveDownloads");
+    return downloads_.Reserve(bytes, count);
+  }
+
   void Copy(const Tensor& from, const Tensor& to) override {
     CheckCopy(from, to, rules());
     context_->Use();
