@@ -217,11 +217,15 @@ class CudaBackend final : public Backend {
   void Linear(const LinearArgs& args) override {
     Check(args, rules());
     const auto& weight = static_cast<const CudaLinear&>(*args.weight);
-    Conv2dLaunch conv;  // a 1×1 convolution over images of one pixel
+    Conv2dLaunch conv;  // a 1×1 convolution over images of as many pixels as a row has tokens
     conv.x = View(args.x);
     conv.channels = weight.in_features;
-    conv.images = RowCount(args.x);
-    conv.height = conv.width = conv.out_height = conv.out_width = 1;
+    const RowShape shape = denoised::RowsOf(args.x.shape());
+    DENOISED_CHECK(shape.rows * shape.tokens <= INT32_MAX, "{} rows of {} tokens", shape.rows,
+                   shape.tokens);
+    conv.images = static_cast<int>(shape.rows);
+    conv.height = conv.out_height = 1;
+    conv.width = conv.out_width = static_cast<int>(shape.tokens);
     conv.outputs = weight.out_features;
     conv.input_activation = args.input_activation;
     conv.residual = View(args.residual);
@@ -253,7 +257,9 @@ class CudaBackend final : public Backend {
     norm.workspace = norm_workspace_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
     context_->Use();
-    context_->Record(LaunchGroupNorm(norm, queue_), "GroupNorm");
+    const bool in_one_pass = queue_.dependent_launch && SuitsGroupNormCluster(norm);
+    context_->Record((in_one_pass ? LaunchGroupNormCluster : LaunchGroupNorm)(norm, queue_),
+                     "GroupNorm");
   }
 
   void Attention(const AttentionArgs& args) override {
@@ -500,7 +506,8 @@ class CudaBackend final : public Backend {
 /// Every kernel, now rather than in the middle of a capture.
 absl::Status LoadKernels(const cudaDeviceProp& properties) {
   for (cudaError_t error :
-       {LoadConv2dKernels(), LoadConv2dFp32Kernels(), LoadGroupNormKernels(),
+       {properties.major >= 9 ? LoadGroupNormClusterKernels() : cudaSuccess, LoadConv2dKernels(),
+        LoadConv2dFp32Kernels(), LoadGroupNormKernels(),
         LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
         LoadElementwiseKernels(), LoadSamplingKernels(), LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||

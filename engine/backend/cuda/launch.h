@@ -76,6 +76,10 @@ struct GroupNormLaunch {
 constexpr int kMaxNormChannels = 6144;
 size_t GroupNormWorkspaceBytes(int images, int groups);
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
+/// The same in one pass over memory, without a workspace, from sm_90 on; for what
+/// SuitsGroupNormCluster().
+bool SuitsGroupNormCluster(const GroupNormLaunch& norm);
+cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 
 struct AttentionLaunch {
   Rows q, k, v;  // [images · tokens, heads · dim]; k, v: key_tokens
@@ -126,13 +130,6 @@ cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Ac
 cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
                              const Rows& out, const Queue& queue);
 
-/// Slot state (backend.h's SlotState): `elements` = H · W · channels per image.
-struct SlotsLaunch {
-  float* x = nullptr;                       // [slots, elements]
-  float* registers = nullptr;               // [slots, kRegisters, elements]
-  float* x0 = nullptr;                      // [slots, elements]
-  const DeviceEvaluation* plans = nullptr;  // [slots, max_evaluations]
-  int max_evaluations = 0;
 /// Part of a weight [outputs, channels, taps], as it lies in a file, to its place in
 /// [outputs, taps, channels].
 struct PackWeightLaunch {
@@ -145,6 +142,13 @@ struct PackWeightLaunch {
 };
 cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue);
 
+/// Slot state (backend.h's SlotState): `elements` = H · W · channels per image.
+struct SlotsLaunch {
+  float* x = nullptr;                       // [slots, elements]
+  float* registers = nullptr;               // [slots, kRegisters, elements]
+  float* x0 = nullptr;                      // [slots, elements]
+  const DeviceEvaluation* plans = nullptr;  // [slots, max_evaluations]
+  int max_evaluations = 0;
   int64_t plan_bytes = 0;            // from one slot's plan to the next
   int32_t* evaluation = nullptr;     // [slots]
   const int64_t* seed = nullptr;     // [slots]
@@ -170,11 +174,12 @@ cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int cou
 cudaError_t LoadConv2dKernels();
 cudaError_t LoadConv2dFp32Kernels();
 cudaError_t LoadGroupNormKernels();
+cudaError_t LoadGroupNormClusterKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
 cudaError_t LoadEmbeddingKernels();
 cudaError_t LoadElementwiseKernels();
 cudaError_t LoadSamplingKernels();
+cudaError_t LoadPackWeightKernels();
 
 }  // namespace denoised::cuda
-cudaError_t LoadPackWeightKernels();
