@@ -448,7 +448,10 @@ class CudaBackend final : public Backend {
                    "{} images of {}×{} to {}×{}", images, conv.height, conv.width, conv.out_height,
                    conv.out_width);
     context_->Use();
-    context_->Record(fp32_ ? LaunchConv2dFp32(conv, queue_) : LaunchConv2d(conv, queue_), op);
+    const auto launch = SuitsRowLinear(conv) ? LaunchRowLinear
+                        : fp32_              ? LaunchConv2dFp32
+                                             : LaunchConv2d;
+    context_->Record(launch(conv, queue_), op);
   }
 
   /// Weights [outputs, channels, kernel, kernel] or [outputs, inputs], as they lie in the file, one
@@ -507,7 +510,7 @@ class CudaBackend final : public Backend {
 absl::Status LoadKernels(const cudaDeviceProp& properties) {
   for (cudaError_t error :
        {properties.major >= 9 ? LoadGroupNormClusterKernels() : cudaSuccess, LoadConv2dKernels(),
-        LoadConv2dFp32Kernels(), LoadGroupNormKernels(),
+        LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadGroupNormKernels(),
         LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
         LoadElementwiseKernels(), LoadSamplingKernels(), LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||

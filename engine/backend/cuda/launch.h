@@ -58,6 +58,9 @@ constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 8;
 cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
+/// Linear over images of one pixel, made for few of them; for what SuitsRowLinear().
+bool SuitsRowLinear(const Conv2dLaunch& linear);
+cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue);
 
 struct GroupNormLaunch {
   Rows x, x2;  // [images · pixels, channels] and channels2
@@ -173,6 +176,7 @@ cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int cou
 /// cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.
 cudaError_t LoadConv2dKernels();
 cudaError_t LoadConv2dFp32Kernels();
+cudaError_t LoadRowLinearKernels();
 cudaError_t LoadGroupNormKernels();
 cudaError_t LoadGroupNormClusterKernels();
 cudaError_t LoadAttentionKernels();
