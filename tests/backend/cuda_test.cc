@@ -78,7 +78,7 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     const int64_t size = (c.size * (c.upsample2x ? 2 : 1) - 1) / c.stride + 1;
     const Array residual = Random({c.rows, size, size, c.outputs});
 
-    const auto packed = PackConv2d(weight, bias);
+    const auto packed = PackConv2d(weight, bias, c.upsample2x);
     args.weight = packed.get();
     args.x = Upload(x);
     args.x2 = UploadOptional(x2);
@@ -100,7 +100,8 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     ExpectSameBits(alone.out, out, c.rows - 1);
 
     const auto cpu_weight =
-        cpu_->PackConv2d(ToHost(weight, DType::kF32), ToHost(bias, DType::kF32)).value();
+        cpu_->PackConv2d(ToHost(weight, DType::kF32), ToHost(bias, DType::kF32), c.upsample2x)
+            .value();
     Conv2dArgs expected = args;
     expected.weight = cpu_weight.get();
     expected.x = UploadToCpu(x);
@@ -264,7 +265,7 @@ TEST_P(CudaTest, AWeightLargerThanAPieceOfTheRing) {
   const auto packed = PackConv2d(weight, Array());
   const Tensor out = Output({1, 5, 5, 260});
   run(backend(), *packed, Upload(x), out);
-  const auto cpu_packed = cpu_->PackConv2d(ToHost(weight, DType::kF32), Tensor()).value();
+  const auto cpu_packed = cpu_->PackConv2d(ToHost(weight, DType::kF32), Tensor(), false).value();
   const Tensor expected = cpu_->Allocate({1, 5, 5, 260}, DType::kF32, "a test").value();
   run(*cpu_, *cpu_packed, UploadToCpu(x), expected);
   EXPECT_LT(Error(Read(out), ReadFromCpu(expected)), Tolerance(4e-6));

@@ -280,6 +280,44 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int blocks, int v
   return plan;
 }
 
+/// The fewest channels of whole vectors and groups that cut all of them evenly, from `least` on.
+int SliceChannels(const GroupNormLaunch& norm, int least) {
+  const int channels = norm.channels + norm.channels2;
+  int slice = std::lcm(channels / norm.groups, kVector);
+  const int unit = slice;
+  while (slice < least || channels % slice != 0) slice += unit;
+  return slice;
+}
+
+/// By the shape of an image alone. None (no vectors) where it does not fit or has odd channels.
+///
+/// A piece of a pixel has 64 bytes where it can. A block of 128 to 256 threads that keep four
+/// vectors is done soonest; larger images get clusters, then eight vectors, then larger blocks.
+Plan PlanOf(const GroupNormLaunch& norm) {
+  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const bool vector =
+      norm.x.vector && norm.channels % kVector == 0 && norm.out.vector &&
+      (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % kVector == 0));
+  if (!vector || norm.x.element != Element::kBf16 || norm.out.element != Element::kBf16 ||
+      std::gcd(group_channels, kVector) < 2 ||
+      (norm.activation != Activation::kNone && norm.activation != Activation::kSilu)) {
+    return {};
+  }
+  for (int least_channels : {32, 16}) {
+    const int slice_channels = SliceChannels(norm, std::min(least_channels, channels));
+    const int64_t vectors_of_slice = int64_t{norm.pixels} * (slice_channels / kVector);
+    int vectors = 1, blocks = 1;
+    const auto threads = [&] { return vectors_of_slice / (vectors * blocks); };
+    while (vectors < 4 && threads() > 128) vectors *= 2;
+    while (blocks < 8 && threads() > 256) blocks *= 2;
+    if (threads() > 256) vectors = 8;
+    if (threads() > 512) blocks = 16;
+    const Plan plan = MakePlan(norm, slice_channels, blocks, vectors);
+    if (plan.line_vectors * plan.lines <= kMaxThreads) return plan;
+  }
+  return {};
+}
+
 cudaError_t LaunchPlan(const GroupNormLaunch& norm, const Plan& plan, const Queue& queue) {
   const int run = std::gcd(plan.group_channels, kVector);
   const Layout layout(plan, run);
@@ -292,9 +330,6 @@ cudaError_t LaunchPlan(const GroupNormLaunch& norm, const Plan& plan, const Queu
                           .cluster = blocks},
                          queue, norm, plan);
 }
-
-/// By the shape of an image alone. No vectors: it suits none.
-Plan PlanOf(const GroupNormLaunch& norm) { return {}; }
 
 }  // namespace
 

@@ -30,6 +30,7 @@ struct Rows {
 struct Queue {
   cudaStream_t stream = nullptr;
   int multiprocessors = 1;
+  bool hopper = false;            // compute capability 9.0, and its own kernels are wanted
   bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
@@ -43,7 +44,8 @@ struct Conv2dLaunch {
   int kernel = 1, stride = 1, pad_top = 0, pad_left = 0;
   bool upsample2x = false;
   const void* weight = nullptr;  // [outputs, kernel · kernel · (channels + channels2)], the rows
-  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding
+  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; for
+                          //   LaunchConv2dHopper after upsample2x [4, outputs, 2 · 2 · …]
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;  // [outputs], padded to a multiple of kBiasPadding, or null
   int outputs = 0;
@@ -134,14 +136,16 @@ cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, in
                              const Rows& out, const Queue& queue);
 
 /// Part of a weight [outputs, channels, taps], as it lies in a file, to its place in
-/// [outputs, taps, channels].
+/// [outputs, taps, channels]; or, 3×3, as four 2×2 weights [4, outputs, 2 · 2, channels] for
+/// outputs at (even, even), (even, odd), (odd, even) and (odd, odd) places of a doubled image.
 struct PackWeightLaunch {
   const void* from = nullptr;  // [pairs, taps]
   Element from_element = Element::kF32;
   int64_t first_pair = 0;  // (output, channel) that `from` begins with, counted through
   int64_t pairs = 0;
   int channels = 0, taps = 0;
-  Rows to;  // [outputs, taps · channels]; what pads the rows is left alone
+  int64_t phase_outputs = 0;  // in phases: the weight's outputs
+  Rows to;                    // rows of taps · channels; what pads the rows is left alone
 };
 cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue);
 

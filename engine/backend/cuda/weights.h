@@ -6,13 +6,15 @@
 #include "engine/backend/cuda/launch.h"
 
 /// Weights as the kernels read them: [outputs, k] with k in the order (kh, kw, channel), rows
-/// padded with zeros to kDepthPadding, in the dtype of the arithmetic; biases fp32.
+/// padded with zeros to kDepthPadding, in the dtype of the arithmetic; biases fp32. A 3×3 weight
+/// after nearest-neighbour doubling may come in four phases (conv2d_sm90.cu).
 
 namespace denoised::cuda {
 
 struct CudaConv2d final : PackedConv2d {
-  Tensor weight;  // device [outputs, padded k]
-  Tensor bias;    // device F32, padded to kBiasPadding; or undefined
+  Tensor weight;  // device [phases · outputs, padded k]
+  bool in_phases = false;
+  Tensor bias;  // device F32, padded to kBiasPadding; or undefined
 };
 
 struct CudaLinear final : PackedLinear {
