@@ -1,11 +1,11 @@
 // Linear layers over one vector a sample, as the time embedding has: few rows, so that what counts
 // is how soon the weight arrives.
 //
-// Policy. A block makes kColumns outputs of up to kTiles · 16 rows; its warps share the inputs in
-// chunks of 32, warp w taking chunks w, w + kWarps, …, and their sums are added in order. A lane
+// Policy. A block makes 8 · kGroups outputs of up to 16 · kTiles rows; its warps share the inputs
+// in chunks of 32, warp w taking chunks w, w + kWarps, …, and their sums are added in order. A lane
 // reads eight neighbouring inputs of a weight's row and of x's rows; which of them an mma takes
 // together does not matter as long as both sides agree. The weight is asked for before the
-// predecessor has ended. However many rows there are, each is summed alike.
+// predecessor has ended. However many rows there are, and whatever the block, each is summed alike.
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
@@ -16,9 +16,7 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kColumns = 16;
 constexpr int kChunk = 32;  // inputs: two mma
-constexpr int kAhead = 4;   // chunks of the weight on their way at once
 static_assert(kDepthPadding % kChunk == 0);
 
 /// Inputs k … k + 7 of a row in bf16, zeros beyond the end.
@@ -33,12 +31,13 @@ __device__ uint4 LoadInputs(const Conv2dLaunch& linear, int row, int k) {
   return PackBf16(v);
 }
 
-/// grid (columns / kColumns, rows / (16 · kTiles)).
-template <int kTiles>
+/// grid (columns / (8 · kGroups), rows / (16 · kTiles)). kAhead chunks of the weight are on their
+/// way at once.
+template <int kTiles, int kGroups, int kAhead>
 __global__ void __launch_bounds__(kThreads)
     RowLinearKernel(const __grid_constant__ Conv2dLaunch linear) {
-  constexpr int kRows = 16 * kTiles, kGroups = kColumns / 8;
-  __shared__ float sums[kWarps][kRows][kColumns];
+  constexpr int kRows = 16 * kTiles, kColumns = 8 * kGroups;
+  __shared__ float sums[kWarps][16][kColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = blockIdx.y * kRows, first_column = blockIdx.x * kColumns;
   const int chunks = linear.weight_stride / kChunk;
@@ -85,25 +84,26 @@ __global__ void __launch_bounds__(kThreads)
 
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
+    if (t > 0) __syncthreads();
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int row = 16 * t + lane / 4, column = 8 * g + lane % 4 * 2;
+      const int row = lane / 4, column = 8 * g + lane % 4 * 2;
       sums[warp][row][column] = sum[t][g][0];
       sums[warp][row][column + 1] = sum[t][g][1];
       sums[warp][row + 8][column] = sum[t][g][2];
       sums[warp][row + 8][column + 1] = sum[t][g][3];
     }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
-    const int row = first_row + i / kColumns, column = first_column + i % kColumns;
-    if (row >= linear.images || column >= linear.outputs) continue;
-    float v = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < 16 * kColumns; i += kThreads) {
+      const int row = first_row + 16 * t + i / kColumns, column = first_column + i % kColumns;
+      if (row >= linear.images || column >= linear.outputs) continue;
+      float v = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) v += sums[w][i / kColumns][i % kColumns];
-    if (linear.bias != nullptr) v += linear.bias[column];
-    if (linear.residual.data != nullptr) v += Load(linear.residual, row, column);
-    Store(linear.out, row, column, Activate(linear.activation, v * linear.scale));
+      for (int w = 0; w < kWarps; ++w) v += sums[w][i / kColumns][i % kColumns];
+      if (linear.bias != nullptr) v += linear.bias[column];
+      if (linear.residual.data != nullptr) v += Load(linear.residual, row, column);
+      Store(linear.out, row, column, Activate(linear.activation, v * linear.scale));
+    }
   }
 }
 
@@ -117,17 +117,18 @@ bool SuitsRowLinear(const Conv2dLaunch& linear) {
 }
 
 cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue) {
-  const unsigned columns = (linear.outputs + kColumns - 1) / kColumns;
-  if (linear.images <= 16) {
-    return LaunchDependent(RowLinearKernel<1>, {dim3(columns), kThreads}, queue, linear);
-  }
-  const unsigned rows = (linear.images + 63) / 64;
-  return LaunchDependent(RowLinearKernel<4>, {dim3(columns, rows), kThreads}, queue, linear);
+  const auto launch = [&](auto kernel, int block_rows, int block_columns) {
+    const unsigned columns = (linear.outputs + block_columns - 1) / block_columns;
+    const unsigned rows = (linear.images + block_rows - 1) / block_rows;
+    return LaunchDependent(kernel, {dim3(columns, rows), kThreads}, queue, linear);
+  };
+  return linear.images <= 16 ? launch(RowLinearKernel<1, 2, 4>, 16, 16)
+                             : launch(RowLinearKernel<4, 4, 2>, 64, 32);
 }
 
 cudaError_t LoadRowLinearKernels() {
-  if (cudaError_t error = LoadKernel(RowLinearKernel<1>); error != cudaSuccess) return error;
-  return LoadKernel(RowLinearKernel<4>);
+  if (cudaError_t error = LoadKernel(RowLinearKernel<1, 2, 4>); error != cudaSuccess) return error;
+  return LoadKernel(RowLinearKernel<4, 4, 2>);
 }
 
 }  // namespace denoised::cuda
