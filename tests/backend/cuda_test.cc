@@ -54,7 +54,8 @@ struct ConvCase {
 // Grids large enough for every tile size on any device, with ragged edges.
 const ConvCase kConvCases[] = {
     {6, 61, 64, 0, 136, 3},            // 128 × 128
-    {6, 61, 32, 32, 200, 3, 2, true},  // 128 × 128, two sources
+    {6, 31, 32, 32, 200, 3, 1, true},  // 128 × 128, two sources, doubled
+    {6, 61, 32, 32, 200, 3, 2},        // stride 2
     {6, 61, 64, 0, 48, 3},             // 128 × 64
     {2, 8, 64, 64, 72, 3},             // 64 × 64
     {3, 9, 512, 0, 8, 1},              // 64 × 64, long sums

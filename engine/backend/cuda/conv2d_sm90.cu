@@ -19,6 +19,7 @@
 #include <cmath>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/implicit_gemm.cuh"
 
@@ -433,7 +434,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   };
 
-  LetSuccessorStart();
+  ReleaseDependents();
   const bool producer = group == T::kGroups;
   const bool copies = producer && warp == T::kGroups * 4 && ElectOne();
   if (copies) {
@@ -459,7 +460,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if (copies) {
       if constexpr (T::kShared > 1) copy_early();
       int stage = 0, round = 0;
-      WaitForPredecessor();
+      WaitForPredecessors();
       for (int index = first_tile; index < tiles; index += stride) {
         const TileAt tile = TileOf<T>(work, index, share);
         const int image = tile.m0 / work.grid_pixels, pixel = tile.m0 % work.grid_pixels;
@@ -524,7 +525,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     int tiles_done = 0;
     const int my_row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 
-    WaitForPredecessor();  // whose output is read and overwritten from here on
+    WaitForPredecessors();  // whose output is read and overwritten from here on
     for (int index = first_tile + (T::kTurns ? group * stride : 0); index < tiles;
          index += kTakers * stride, ++tiles_done) {
       const TileAt tile = TileOf<T>(work, index, share);
@@ -651,9 +652,6 @@ using Tile64x64Deep = Tile<64, 64, 1, Share::kCluster, 12, 1, true>;
 using Tile128x32 = Tile<128, 32, 2, Share::kPixels, 8, 1, false>;
 using Tile128x128 = Tile<128, 128, 2, Share::kPixels, 6, 2, true>;
 using Tile128x128Turns = Tile<128, 128, 2, Share::kTurns, 5, 2, false>;
-using Tile64x192Turns = Tile<64, 192, 2, Share::kTurns, 5, 2, true>;
-using Tile64x256Turns = Tile<64, 256, 2, Share::kTurns, 4, 2, false>;
-using Tile256x128 = Tile<256, 128, 2, Share::kPixels, 3, 2, false>;
 using Tile128x160 = Tile<128, 160, 2, Share::kPixels, 5, 2, true>;
 using Tile128x192 = Tile<128, 192, 2, Share::kPixels, 4, 2, true>;
 using Tile128x256 = Tile<128, 256, 2, Share::kPixels, 3, 2, false>;
@@ -671,12 +669,6 @@ auto WithTile(HopperTile tile, const Do& what) {
       return what(Tile128x128());
     case HopperTile::k128x128Turns:
       return what(Tile128x128Turns());
-    case HopperTile::k64x192Turns:
-      return what(Tile64x192Turns());
-    case HopperTile::k64x256Turns:
-      return what(Tile64x256Turns());
-    case HopperTile::k256x128:
-      return what(Tile256x128());
     case HopperTile::k128x160:
       return what(Tile128x160());
     case HopperTile::k128x192:
@@ -691,24 +683,24 @@ auto WithTile(HopperTile tile, const Do& what) {
 struct TileCost {
   HopperTile tile;
   int m, n;
+  int blocks;  // of a multiprocessor
   bool clustered;
   double launch, step, finish, fold;  // a launch; a step along k, an end, an added split of a tile
 };
 constexpr TileCost kTileCosts[] = {
-    {HopperTile::k64x64, 64, 64, false, 0.5, 0.25, 2.0, 0.2},
-    {HopperTile::k64x64, 64, 64, true, 0.8, 0.165, 3.0, 0},
-    {HopperTile::k128x32, 128, 32, false, 1.3, 0.25, 2.0, 0},
-    {HopperTile::k128x128, 128, 128, false, 1.3, 0.39, 2.0, 0.55},
-    {HopperTile::k128x128, 128, 128, true, 1.3, 0.33, 6.3, 0},
-    {HopperTile::k128x128Turns, 128, 128, false, 3.4, 0.38, 1.8, 0},
-    {HopperTile::k256x128, 256, 128, false, 1.4, 0.635, 4.6, 0},
-    {HopperTile::k128x160, 128, 160, false, 1.4, 0.43, 2.3, 0.78},
-    {HopperTile::k128x192, 128, 192, false, 2.6, 0.49, 3.3, 0.96},
-    {HopperTile::k128x256, 128, 256, false, 2.6, 0.64, 4.2, 0},
+    {HopperTile::k64x64, 64, 64, 2, false, 2.4, 0.32, 1.5, 0.2},
+    {HopperTile::k64x64, 64, 64, 1, true, 1.0, 0.25, 2.8, 0},
+    {HopperTile::k64x64Deep, 64, 64, 1, false, 2.4, 0.235, 1.3, 0.2},
+    {HopperTile::k64x64Deep, 64, 64, 1, true, 1.0, 0.23, 2.5, 0},
+    {HopperTile::k128x32, 128, 32, 1, false, 2.0, 0.25, 1.5, 0},
+    {HopperTile::k128x128, 128, 128, 1, false, 1.5, 0.39, 2.2, 0.32},
+    {HopperTile::k128x128Turns, 128, 128, 1, false, 3.0, 0.38, 1.35, 0},
+    {HopperTile::k128x160, 128, 160, 1, false, 1.4, 0.43, 2.6, 0.5},
+    {HopperTile::k128x192, 128, 192, 1, false, 2.0, 0.49, 2.8, 0.5},
+    {HopperTile::k128x256, 128, 256, 1, false, 2.6, 0.64, 4.0, 0},
 };
 constexpr int kSharedBytesOfTwo = 115 * 1024;  // two blocks fit a multiprocessor's 228 KiB
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
-constexpr int kFilledBlocks = 144;  // a little over the 132 multiprocessors: two halves of a wave
 
 int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
@@ -869,19 +861,12 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
       work.clustered ? tiles : queue.multiprocessors * per_multiprocessor / per_tile;
   conv.bias = nullptr;  // sums begin with it
   conv.add = {};        // and with this
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {per_tile, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(std::min(tiles, at_once) * per_tile);
-  config.blockDim = T::kThreads;
-  config.dynamicSmemBytes = T::kSharedBytes;
-  config.stream = queue.stream;
-  config.attrs = attributes;
-  config.numAttrs = per_tile > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, Conv2dHopperKernel<T>, conv, work);
+  return LaunchDependent(Conv2dHopperKernel<T>,
+                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * per_tile),
+                          .block = T::kThreads,
+                          .shared_bytes = T::kSharedBytes,
+                          .cluster = per_tile},
+                         queue, conv, work);
 }
 
 }  // namespace
@@ -900,10 +885,13 @@ HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
     return phases * ((pixels + m - 1) / m) * ((conv.outputs + n - 1) / n);
   };
 
-  // As many splits as let one image fill the device, while each has some steps left.
-  HopperPlan best;
+  // Splits let one image fill more of the device, and cost a large batch the widest tiles unless
+  // one that folds fits the outputs: then only small images get any.
+  const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
+  const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = tiles(image_pixels, 64, 64);
-  while (best.splits < kMaxSplits && of_an_image * best.splits * 2 <= kFilledBlocks &&
+  HopperPlan best;
+  while (of_an_image < few && best.splits < kMaxSplits && of_an_image * best.splits * 2 <= enough &&
          steps >= best.splits * 2 * kMinSplitSteps) {
     best.splits *= 2;
   }
@@ -916,8 +904,8 @@ HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
     if ((!narrow && !vectors) || (cost.n == 32 && conv.outputs > 32)) continue;
     if (best.splits > 1 ? !cost.clustered && cost.fold == 0 : cost.clustered) continue;
     const int64_t blocks = tiles(pixels, cost.m, cost.n) * (cost.clustered ? best.splits : 1);
-    const double waves =
-        std::ceil(static_cast<double>(blocks) / static_cast<double>(queue.multiprocessors));
+    const double waves = std::ceil(static_cast<double>(blocks) /
+                                   static_cast<double>(queue.multiprocessors * cost.blocks));
     const double microseconds =
         cost.launch +
         waves * (static_cast<double>(steps) / (cost.clustered ? best.splits : 1) * cost.step +

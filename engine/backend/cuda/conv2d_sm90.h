@@ -13,14 +13,11 @@ enum class HopperTile : uint8_t {
   k128x32,
   k128x128,
   k128x128Turns,
-  k64x192Turns,
-  k64x256Turns,
-  k256x128,
   k128x160,
   k128x192,
   k128x256,
 };
-constexpr int kHopperTiles = 11;
+constexpr int kHopperTiles = 8;
 
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {

@@ -100,15 +100,6 @@ __device__ inline void WaitForStores(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// Programmatic dependent launch: a kernel that was launched with the attribute may start before its
-// predecessor has ended.
-
-/// Until all that came before in the stream is done and visible. Every kernel calls it before it
-/// touches memory that another kernel writes or reads.
-__device__ inline void WaitForPredecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-/// The successor's blocks may be scheduled as soon as all of this grid's said so or ended.
-__device__ inline void LetSuccessorStart() { asm volatile("griddepcontrol.launch_dependents;"); }
-
 // The copy engine.
 
 __device__ inline void PrefetchMap(const CUtensorMap* map) {
