@@ -72,7 +72,7 @@ struct Work {
   int stride = 1, pad_top = 0, pad_left = 0;
   int phases = 1;
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of kShared
-  int64_t pixels = 0;            // of a phase, all images
+  int pixels = 0;                // of a phase, all images
   int splits = 1;
   bool clustered = false;  // one split per block of a cluster
   const float* bias = nullptr;
@@ -121,34 +121,46 @@ __device__ inline void BeginSums(const Conv2dLaunch& conv, const float* bias, in
   }
 }
 
-/// The pair of values that is added to a pixel's outputs n and n + 1, per image; in pairs of bf16.
-__device__ inline uint32_t AddedPair(const Conv2dLaunch& conv, const Work& work, int m, int n) {
-  if (n >= conv.outputs) return 0;
-  const int64_t image = min(int64_t{m}, work.pixels - 1) / work.image_pixels;
-  return *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(work.add.data) +
-                                            image * work.add.stride + n);
-}
-/// Adds them to a thread's 64 pixels' sums, whose first is pixel m and whose other is m + 8.
+/// What is added per image to a thread's 64 pixels' sums, whose first is pixel m and whose other is
+/// m + 8; n0 is the tile's first output. Pairs of bf16 may be loaded long before they are added.
 template <int kSums>
-__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Work& work, int m, int n0,
-                                   float (&sums)[kSums]) {
-  const int first = n0 + threadIdx.x % 4 * 2;
+struct PerImage {
+  uint32_t pairs[2][kSums / 4];
+
+  __device__ static int Image(const Work& work, int m) {
+    return min(m, work.pixels - 1) / work.image_pixels;
+  }
+  __device__ void Load(const Conv2dLaunch& conv, const Work& work, int m, int n0) {
+    const int first = n0 + threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (work.add_pairs) {
+    for (int h = 0; h < 2; ++h) {
+      const __nv_bfloat16* const from =
+          static_cast<const __nv_bfloat16*>(work.add.data) +
+          static_cast<int64_t>(Image(work, m + 8 * h)) * work.add.stride + first;
 #pragma unroll
       for (int j = 0; j < kSums / 4; ++j) {
-        AddPair(AddedPair(conv, work, m + 8 * h, first + j * 8), sums[4 * j + 2 * h],
-                sums[4 * j + 2 * h + 1]);
-      }
-    } else if constexpr (kSums <= 32) {
-      const int64_t image = min(int64_t{m} + 8 * h, work.pixels - 1) / work.image_pixels;
-#pragma unroll
-      for (int i = 0; i < kSums / 2; ++i) {
-        const int n = first + i / 2 * 8 + i % 2;
-        if (n < conv.outputs) sums[4 * (i / 2) + 2 * h + i % 2] += Load(work.add, image, n);
+        pairs[h][j] =
+            first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
       }
     }
+  }
+  __device__ void AddTo(float (&sums)[kSums]) const {
+#pragma unroll
+    for (int i = 0; i < kSums / 2; ++i) {
+      const int j = i / 2, h = i % 2;
+      AddPair(pairs[h][j], sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+    }
+  }
+};
+/// The same for any dtype and alignment.
+template <int kSums>
+__device__ inline void AddElements(const Conv2dLaunch& conv, const Work& work, int m, int n0,
+                                   float (&sums)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    const int n = n0 + threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2, h = i / 2 % 2;
+    if (n >= conv.outputs) continue;
+    sums[i] += Load(work.add, PerImage<kSums>::Image(work, m + 8 * h), n);
   }
 }
 
@@ -547,13 +559,16 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       Finisher finisher(conv, work, tile.phase, m0, tile.n0);
 
+      PerImage<T::kSums> added;
       float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
       for (int split = first_split; split < end_split; ++split) {
+        const bool adds = split == 0 && work.add.data != nullptr;
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
           BeginSums(conv, split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
         }
         if (kEarlyTurns > 0 && split == first_split) {
+          if (adds && work.add_pairs) added.Load(conv, work, m0 + my_row, tile.n0);
           if (work.vectors && !clustered) {
 #pragma unroll
             for (int turn = 0; turn < kEarlyTurns; ++turn) finisher.Load(turn);
@@ -591,10 +606,16 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
         release(previous);
-        if (work.add.data != nullptr && split == 0) {
+        if (adds) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
-            AddPerImage(conv, work, m0 + i * 64 + my_row, tile.n0, sums[i]);
+            const int m = m0 + i * 64 + my_row;
+            if (kEarlyTurns == 0 && work.add_pairs) added.Load(conv, work, m, tile.n0);
+            if (work.add_pairs) {
+              added.AddTo(sums[i]);
+            } else if constexpr (kEarlyTurns > 0) {
+              AddElements(conv, work, m, tile.n0, sums[i]);
+            }
           }
         }
         if constexpr (T::kFold) {
@@ -648,7 +669,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 }
 
 using Tile64x64 = Tile<64, 64, 1, Share::kCluster, 6, 1, true>;  // two a multiprocessor
-using Tile64x64Deep = Tile<64, 64, 1, Share::kCluster, 12, 1, true>;
 using Tile128x32 = Tile<128, 32, 2, Share::kPixels, 8, 1, false>;
 using Tile128x128 = Tile<128, 128, 2, Share::kPixels, 6, 2, true>;
 using Tile128x128Turns = Tile<128, 128, 2, Share::kTurns, 5, 2, false>;
@@ -661,8 +681,6 @@ auto WithTile(HopperTile tile, const Do& what) {
   switch (tile) {
     case HopperTile::k64x64:
       return what(Tile64x64());
-    case HopperTile::k64x64Deep:
-      return what(Tile64x64Deep());
     case HopperTile::k128x32:
       return what(Tile128x32());
     case HopperTile::k128x128:
@@ -690,8 +708,6 @@ struct TileCost {
 constexpr TileCost kTileCosts[] = {
     {HopperTile::k64x64, 64, 64, 2, false, 2.4, 0.32, 1.5, 0.2},
     {HopperTile::k64x64, 64, 64, 1, true, 1.0, 0.25, 2.8, 0},
-    {HopperTile::k64x64Deep, 64, 64, 1, false, 2.4, 0.235, 1.3, 0.2},
-    {HopperTile::k64x64Deep, 64, 64, 1, true, 1.0, 0.23, 2.5, 0},
     {HopperTile::k128x32, 128, 32, 1, false, 2.0, 0.25, 1.5, 0},
     {HopperTile::k128x128, 128, 128, 1, false, 1.5, 0.39, 2.2, 0.32},
     {HopperTile::k128x128Turns, 128, 128, 1, false, 3.0, 0.38, 1.35, 0},
@@ -814,7 +830,7 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   }
   work.grid_width = out_width;
   work.grid_pixels = out_height * out_width;
-  work.pixels = static_cast<int64_t>(images) * work.grid_pixels;
+  work.pixels = images * work.grid_pixels;  // CudaBackend saw to it that it fits
   work.chunks = ChunksOf(conv.channels);
   work.chunks2 = ChunksOf(conv.channels2);
   const int taps = work.taps_x * work.taps_x;
@@ -888,7 +904,7 @@ HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
   // Splits let one image fill more of the device, and cost a large batch the widest tiles unless
   // one that folds fits the outputs: then only small images get any.
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
-  const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
+  const int64_t few = folds_wide ? 80 : 33, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = tiles(image_pixels, 64, 64);
   HopperPlan best;
   while (of_an_image < few && best.splits < kMaxSplits && of_an_image * best.splits * 2 <= enough &&

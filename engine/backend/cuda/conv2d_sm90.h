@@ -9,7 +9,6 @@ namespace denoised::cuda {
 /// Pixels × outputs that a block makes at a time. kTurns: its two consumers take tiles in turn.
 enum class HopperTile : uint8_t {
   k64x64,
-  k64x64Deep,
   k128x32,
   k128x128,
   k128x128Turns,
@@ -17,13 +16,13 @@ enum class HopperTile : uint8_t {
   k128x192,
   k128x256,
 };
-constexpr int kHopperTiles = 8;
+constexpr int kHopperTiles = 7;
 
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {
   HopperTile tile = HopperTile::k64x64;
   int splits = 1;          // runs of k that are summed apart
-  bool clustered = false;  // a block for each split; k64x64 and k64x64Deep alone
+  bool clustered = false;  // a block for each split; k64x64 alone
 };
 
 /// Whether the copy engine can read the sources: bf16 in multiples of eight channels, aligned.
