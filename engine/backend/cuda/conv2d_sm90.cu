@@ -21,6 +21,7 @@
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/implicit_gemm.cuh"
+#include "engine/backend/cuda/tensor_map.h"
 
 namespace denoised::cuda {
 namespace {
@@ -574,34 +575,6 @@ constexpr int kFilledBlocks = 144;  // a little over the 132 multiprocessors: tw
 
 int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
-struct Encoders {
-  decltype(&cuTensorMapEncodeTiled) tiled = nullptr;
-  decltype(&cuTensorMapEncodeIm2col) im2col = nullptr;
-  cudaError_t error = cudaSuccess;
-};
-/// From the driver that the runtime has loaded anyway: no link to libcuda.
-const Encoders& GetEncoders() {
-  static const Encoders encoders = [] {
-    Encoders found;
-    const auto find = [&](const char* name, auto*& function) {
-      void* pointer = nullptr;
-      cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-      if (found.error == cudaSuccess) {
-        found.error =
-            cudaGetDriverEntryPointByVersion(name, &pointer, 12000, cudaEnableDefault, &result);
-      }
-      if (found.error == cudaSuccess && result != cudaDriverEntryPointSuccess) {
-        found.error = cudaErrorSymbolNotFound;
-      }
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(pointer);
-    };
-    find("cuTensorMapEncodeTiled", found.tiled);
-    find("cuTensorMapEncodeIm2col", found.im2col);
-    return found;
-  }();
-  return encoders;
-}
-
 /// Pixels of [images, height, width, channels] for the outputs of `conv`, `pixels` at a time.
 CUresult EncodePixels(CUtensorMap* map, const Rows& rows, int channels, int images, int height,
                       int width, const Work& work, int out_height, int out_width, int pixels) {
@@ -614,11 +587,11 @@ CUresult EncodePixels(CUtensorMap* map, const Rows& rows, int channels, int imag
                         (out_height - 1) * work.stride - work.pad_top + 1 - height};
   const cuuint32_t stride = static_cast<cuuint32_t>(work.stride);
   const cuuint32_t element_strides[4] = {1, stride, stride, 1};
-  const CUresult result =
-      GetEncoders().im2col(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides,
-                           lower, upper, kStep, static_cast<cuuint32_t>(pixels), element_strides,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = GetTensorMapEncoders().im2col(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, lower, upper, kStep,
+      static_cast<cuuint32_t>(pixels), element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // Drivers up to 13.0 set a bit that is wrong for tensors below 128 KiB (as CUTLASS found).
   constexpr cuuint64_t kSmall = 131072;
   if (result == CUDA_SUCCESS && dims[3] * strides[2] < kSmall) {
@@ -637,10 +610,10 @@ CUresult EncodeWeight(CUtensorMap* map, const Conv2dLaunch& conv, int taps, int 
   const cuuint64_t strides[3] = {channels * 2, row_bytes, row_bytes * outputs};
   const cuuint32_t box[4] = {kStep, 1, static_cast<cuuint32_t>(outputs_at_once), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-                             const_cast<void*>(conv.weight), dims, strides, box, element_strides,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(conv.weight), dims, strides, box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 /// Outputs that FinishVectors can make.
@@ -687,7 +660,7 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   work.vectors = HasVectorOutputs(conv);
   if (T::kN > 64 && !work.vectors) return cudaErrorInvalidValue;
 
-  if (GetEncoders().error != cudaSuccess) return GetEncoders().error;
+  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   CUresult result = EncodePixels(&work.x, conv.x, conv.channels, images, height, width, work,
                                  out_height, out_width, T::kM);
   if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
@@ -780,7 +753,7 @@ cudaError_t LoadConv2dHopperKernels() {
     });
     if (error != cudaSuccess) return error;
   }
-  return GetEncoders().error;
+  return GetTensorMapEncoders().error;
 }
 
 }  // namespace denoised::cuda
