@@ -472,10 +472,12 @@ class CudaBackend final : public Backend {
 
 /// Every kernel, now rather than in the middle of a capture.
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
-  for (cudaError_t error : {hopper ? LoadConv2dHopperKernels() : cudaSuccess, LoadConv2dKernels(),
-                            LoadConv2dFp32Kernels(), LoadGroupNormKernels(), LoadAttentionKernels(),
-                            LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
-                            LoadElementwiseKernels(), LoadSamplingKernels()}) {
+  for (cudaError_t error :
+       {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
+        hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
+        LoadConv2dFp32Kernels(), LoadGroupNormKernels(), LoadAttentionKernels(),
+        LoadAttentionFp32Kernels(), LoadEmbeddingKernels(), LoadElementwiseKernels(),
+        LoadSamplingKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(
