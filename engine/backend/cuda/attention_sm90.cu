@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int key_tiles = (attention.key_tokens + T::kKeys - 1) / T::kKeys;
 
-  LetSuccessorStart();
+  ReleaseDependents();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       PrefetchMap(&work.q);
       PrefetchMap(&work.k);
       PrefetchMap(&work.v);
-      WaitForPredecessor();
+      WaitForPredecessors();  // consumers wait for what the copies bring
       for (int index = blockIdx.x; index < work.steps; index += gridDim.x, ++turn) {
         const Step step = StepAt<T>(attention, work, index);
         const auto copy = [&](unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
@@ -455,17 +456,9 @@ cudaError_t LaunchTile(const AttentionLaunch& attention, const Queue& queue) {
   }
   const int blocks = queue.multiprocessors * T::kBlocks;
   CutIntoSteps(attention.images * attention.heads * T::kParts, T::kGroups, blocks, &work);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(std::min(work.steps, blocks));
-  config.blockDim = T::kThreads;
-  config.dynamicSmemBytes = T::kSharedBytes;
-  config.stream = queue.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, AttentionHopperKernel<T>, attention, work);
+  const unsigned grid = static_cast<unsigned>(std::min(work.steps, blocks));
+  return LaunchDependent(AttentionHopperKernel<T>, {grid, T::kThreads, T::kSharedBytes}, queue,
+                         attention, work);
 }
 
 template <typename... T>
