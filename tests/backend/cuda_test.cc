@@ -147,6 +147,53 @@ TEST_P(CudaTest, EveryHeadDimension) {
   }
 }
 
+TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
+  // Grids of several units a block, whose runs begin and end within heads, against grids of one.
+  struct {
+    int64_t rows, tokens, keys, dim;
+    int heads;
+  } cases[] = {{9, 300, 300, 64, 12}, {8, 900, 77, 40, 4},    {13, 250, 250, 64, 12},
+               {21, 64, 64, 64, 12},  {12, 256, 256, 80, 8},  {9, 200, 333, 128, 8},
+               {9, 256, 256, 160, 9}, {66, 256, 256, 256, 1}, {7, 700, 700, 512, 1}};
+  for (const auto& c : cases) {
+    const Array qkv = Random({c.rows, c.tokens, 3 * c.heads * c.dim}),
+                kv = Random({c.rows, c.keys, 2 * c.heads * c.dim});
+    const int64_t width = c.heads * c.dim;
+    const Tensor queries = Upload(qkv), others = Upload(kv);
+    AttentionArgs args{.q = queries.Columns(width, width),
+                       .k = others.Columns(0, width),
+                       .v = others.Columns(width, width),
+                       .heads = c.heads,
+                       .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.dim)))};
+    args.out = Output({c.rows, c.tokens, width});
+    backend().Attention(args);
+    for (int64_t row : {int64_t{0}, c.rows / 2, c.rows - 1}) {
+      AttentionArgs alone = args;
+      alone.q = args.q.Slice(row, 1);
+      alone.k = args.k.Slice(row, 1);
+      alone.v = args.v.Slice(row, 1);
+      alone.out = Output({1, c.tokens, width});
+      backend().Attention(alone);
+      ExpectSameBits(alone.out, args.out, row);
+    }
+    Array q({1, 3, width}), k({1, c.keys, width}), v({1, c.keys, width}), actual({1, 3, width});
+    const Array out = Read(args.out);
+    const int64_t row = c.rows - 1;
+    for (int64_t i = 0; i < 3 * width; ++i) {  // the first, the middle and the last query
+      const int64_t token = i / width * (c.tokens - 1) / 2, from = row * c.tokens + token;
+      q.at(i) = qkv.at(from * 3 * width + width + i % width);
+      actual.at(i) = out.at(from * width + i % width);
+    }
+    for (int64_t i = 0; i < c.keys * width; ++i) {
+      const int64_t from = (row * c.keys + i / width) * 2 * width + i % width;
+      k.at(i) = kv.at(from);
+      v.at(i) = kv.at(from + width);
+    }
+    EXPECT_LT(Error(actual, reference::Attention(args, q, k, v)), Tolerance(4e-6))
+        << c.rows << " of " << c.tokens << " x " << c.keys << ", " << c.heads << " x " << c.dim;
+  }
+}
+
 TEST_P(CudaTest, LongAttention) {
   const Array q = Random({1, 4096, 64}), k = Random({1, 4096, 64}), v = Random({1, 4096, 64});
   AttentionArgs args{.q = Upload(q), .k = Upload(k), .v = Upload(v), .heads = 1, .scale = 0.125f};

@@ -207,6 +207,7 @@ cudaError_t LoadShapes() {
 }  // namespace
 
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue) {
+  if (queue.hopper && SuitsHopper(attention)) return LaunchAttentionHopper(attention, queue);
   const bool vector = attention.q.vector && attention.k.vector && attention.v.vector &&
                       attention.out.vector && attention.dim % 8 == 0;
   if (attention.fp32 || !vector) return LaunchAttentionFp32(attention, queue);

@@ -22,6 +22,7 @@
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/implicit_gemm.cuh"
+#include "engine/backend/cuda/tensor_map.h"
 
 namespace denoised::cuda {
 namespace {
@@ -125,30 +126,27 @@ __device__ inline void BeginSums(const Conv2dLaunch& conv, const float* bias, in
 /// m + 8; n0 is the tile's first output. Pairs of bf16 may be loaded long before they are added.
 template <int kSums>
 struct PerImage {
-  uint32_t pairs[2][kSums / 4];
+  uint32_t pairs[kSums / 4];  // of one of the two pixels
 
   __device__ static int Image(const Work& work, int m) {
     return min(m, work.pixels - 1) / work.image_pixels;
   }
   __device__ void Load(const Conv2dLaunch& conv, const Work& work, int m, int n0) {
     const int first = n0 + threadIdx.x % 4 * 2;
+    const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(work.add.data) +
+                                      static_cast<int64_t>(Image(work, m)) * work.add.stride +
+                                      first;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const __nv_bfloat16* const from =
-          static_cast<const __nv_bfloat16*>(work.add.data) +
-          static_cast<int64_t>(Image(work, m + 8 * h)) * work.add.stride + first;
-#pragma unroll
-      for (int j = 0; j < kSums / 4; ++j) {
-        pairs[h][j] =
-            first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
-      }
+    for (int j = 0; j < kSums / 4; ++j) {
+      pairs[j] =
+          first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
     }
   }
+  template <int kPixel>
   __device__ void AddTo(float (&sums)[kSums]) const {
 #pragma unroll
-    for (int i = 0; i < kSums / 2; ++i) {
-      const int j = i / 2, h = i % 2;
-      AddPair(pairs[h][j], sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+    for (int j = 0; j < kSums / 4; ++j) {
+      AddPair(pairs[j], sums[4 * j + 2 * kPixel], sums[4 * j + 2 * kPixel + 1]);
     }
   }
 };
@@ -559,7 +557,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       Finisher finisher(conv, work, tile.phase, m0, tile.n0);
 
-      PerImage<T::kSums> added;
+      PerImage<T::kSums> added[2];
       float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
       for (int split = first_split; split < end_split; ++split) {
         const bool adds = split == 0 && work.add.data != nullptr;
@@ -568,7 +566,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           BeginSums(conv, split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
         }
         if (kEarlyTurns > 0 && split == first_split) {
-          if (adds && work.add_pairs) added.Load(conv, work, m0 + my_row, tile.n0);
+          if (adds && work.add_pairs) {
+            added[0].Load(conv, work, m0 + my_row, tile.n0);
+            added[1].Load(conv, work, m0 + my_row + 8, tile.n0);
+          }
           if (work.vectors && !clustered) {
 #pragma unroll
             for (int turn = 0; turn < kEarlyTurns; ++turn) finisher.Load(turn);
@@ -610,9 +611,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
             const int m = m0 + i * 64 + my_row;
-            if (kEarlyTurns == 0 && work.add_pairs) added.Load(conv, work, m, tile.n0);
             if (work.add_pairs) {
-              added.AddTo(sums[i]);
+              if (kEarlyTurns == 0) added[0].Load(conv, work, m, tile.n0);
+              added[0].template AddTo<0>(sums[i]);
+              if (kEarlyTurns == 0) added[1].Load(conv, work, m + 8, tile.n0);
+              added[1].template AddTo<1>(sums[i]);
             } else if constexpr (kEarlyTurns > 0) {
               AddElements(conv, work, m, tile.n0, sums[i]);
             }
@@ -720,34 +723,6 @@ constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
 
 int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
-struct Encoders {
-  decltype(&cuTensorMapEncodeTiled) tiled = nullptr;
-  decltype(&cuTensorMapEncodeIm2col) im2col = nullptr;
-  cudaError_t error = cudaSuccess;
-};
-/// From the driver that the runtime has loaded anyway: no link to libcuda.
-const Encoders& GetEncoders() {
-  static const Encoders encoders = [] {
-    Encoders found;
-    const auto find = [&](const char* name, auto*& function) {
-      void* pointer = nullptr;
-      cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-      if (found.error == cudaSuccess) {
-        found.error =
-            cudaGetDriverEntryPointByVersion(name, &pointer, 12000, cudaEnableDefault, &result);
-      }
-      if (found.error == cudaSuccess && result != cudaDriverEntryPointSuccess) {
-        found.error = cudaErrorSymbolNotFound;
-      }
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(pointer);
-    };
-    find("cuTensorMapEncodeTiled", found.tiled);
-    find("cuTensorMapEncodeIm2col", found.im2col);
-    return found;
-  }();
-  return encoders;
-}
-
 /// Pixels of [images, height, width, channels] for the outputs of `conv`, `pixels` at a time.
 CUresult EncodePixels(CUtensorMap* map, const Rows& rows, int channels, int images, int height,
                       int width, const Work& work, int out_height, int out_width, int pixels) {
@@ -760,11 +735,11 @@ CUresult EncodePixels(CUtensorMap* map, const Rows& rows, int channels, int imag
                         (out_height - 1) * work.stride - work.pad_top + 1 - height};
   const cuuint32_t stride = static_cast<cuuint32_t>(work.stride);
   const cuuint32_t element_strides[4] = {1, stride, stride, 1};
-  const CUresult result =
-      GetEncoders().im2col(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides,
-                           lower, upper, kStep, static_cast<cuuint32_t>(pixels), element_strides,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = GetTensorMapEncoders().im2col(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, lower, upper, kStep,
+      static_cast<cuuint32_t>(pixels), element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // Drivers up to 13.0 set a bit that is wrong for tensors below 128 KiB (as CUTLASS found).
   constexpr cuuint64_t kSmall = 131072;
   if (result == CUDA_SUCCESS && dims[3] * strides[2] < kSmall) {
@@ -783,10 +758,10 @@ CUresult EncodeWeight(CUtensorMap* map, const Conv2dLaunch& conv, int taps, int 
   const cuuint64_t strides[3] = {channels * 2, row_bytes, row_bytes * outputs};
   const cuuint32_t box[4] = {kStep, 1, static_cast<cuuint32_t>(outputs_at_once), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-                             const_cast<void*>(conv.weight), dims, strides, box, element_strides,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(conv.weight), dims, strides, box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 bool InVectors(const Rows& rows) {
@@ -806,10 +781,11 @@ CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels, int64
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(pixels_of.stride) * 2};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows)};
   const cuuint32_t element_strides[2] = {1, 1};
-  return GetEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, pixels_of.data, dims,
-                             strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                             columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, pixels_of.data, dims, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 template <typename T>
@@ -849,7 +825,7 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   work.staged = T::kStaged && work.vectors && work.phases == 1;
   if (T::kN > 64 && !work.vectors) return cudaErrorInvalidValue;
 
-  if (GetEncoders().error != cudaSuccess) return GetEncoders().error;
+  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels) {
     return work.flat ? EncodeRows(map, rows, channels, work.pixels, kStep, T::kM)
                      : EncodePixels(map, rows, channels, images, height, width, work, out_height,
@@ -950,7 +926,7 @@ cudaError_t LoadConv2dHopperKernels() {
     });
     if (error != cudaSuccess) return error;
   }
-  return GetEncoders().error;
+  return GetTensorMapEncoders().error;
 }
 
 }  // namespace denoised::cuda

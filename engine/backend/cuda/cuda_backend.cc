@@ -529,7 +529,8 @@ class CudaBackend final : public Backend {
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
-        hopper ? LoadGroupNormClusterKernels() : cudaSuccess, LoadConv2dKernels(),
+        hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
+        hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadGroupNormKernels(),
         LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
         LoadElementwiseKernels(), LoadSamplingKernels(), LoadPackWeightKernels()}) {

@@ -263,4 +263,64 @@ DENOISED_WGMMA(160, 80, 80, 81)
 DENOISED_WGMMA(192, 96, 96, 97)
 DENOISED_WGMMA(256, 128, 128, 129)
 
+#define DENOISED_LIST_20 DENOISED_LIST_16 ",%16,%17,%18,%19"
+#define DENOISED_LIST_40 DENOISED_LIST_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define DENOISED_LIST_48 DENOISED_LIST_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define DENOISED_SUMS_20(d, i) \
+  DENOISED_SUMS_16(d, i), "+f"(d[i + 16]), "+f"(d[i + 17]), "+f"(d[i + 18]), "+f"(d[i + 19])
+#define DENOISED_SUMS_40(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_8(d, i + 32)
+#define DENOISED_SUMS_48(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_16(d, i + 32)
+
+/// MultiplyAdd(), and without `add` the product alone: the first of a sum needs no zeros. y is
+/// [n, 16], p the number of the operand after x and y.
+#define DENOISED_WGMMA_FROM_ZERO(n, r, a, b, p)                                                 \
+  __device__ inline void Multiply(float(&d)[r], uint64_t x, uint64_t y, bool add) {             \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                                    \
+                 ", 0;\n"                                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
+                 "}, %" #a ", %" #b ", add, 1, 1, 0, 0;\n}"                                     \
+                 : DENOISED_SUMS_##r(d, 0)                                                      \
+                 : "l"(x), "l"(y), "r"(static_cast<int>(add)));                                 \
+  }
+DENOISED_WGMMA_FROM_ZERO(64, 32, 32, 33, 34)
+DENOISED_WGMMA_FROM_ZERO(96, 48, 48, 49, 50)
+DENOISED_WGMMA_FROM_ZERO(128, 64, 64, 65, 66)
+
+/// x from registers, in the order in which the sums of a product lie, two to a word; y [16, n] with
+/// n innermost, by its TransposedDescriptor.
+#define DENOISED_WGMMA_REGISTERS(n, r, x0, x1, x2, x3, y0)                                      \
+  __device__ inline void MultiplyAdd(float(&d)[r], const uint32_t* x, uint64_t y) {             \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
+                 "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #y0 ", 1, 1, 1, 1;"           \
+                 : DENOISED_SUMS_##r(d, 0)                                                      \
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y));                         \
+  }
+DENOISED_WGMMA_REGISTERS(40, 20, 20, 21, 22, 23, 24)
+DENOISED_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36)
+DENOISED_WGMMA_REGISTERS(80, 40, 40, 41, 42, 43, 44)
+DENOISED_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
+DENOISED_WGMMA_REGISTERS(160, 80, 80, 81, 82, 83, 84)
+DENOISED_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132)
+
+/// Of bf16 [16, n] with n innermost: 64 columns are rows of 128 bytes, as the copy engine lays them
+/// with 128-byte swizzle, and the next 64 lie `next_columns` bytes on. A step of 16 rows adds 128.
+__device__ inline uint64_t TransposedDescriptor(const void* tile, uint32_t next_columns) {
+  return MatrixDescriptor(tile) - (uint64_t{1} << 16) + (uint64_t{next_columns >> 4} << 16);
+}
+/// Until here no use of registers that an unfinished product writes is moved up by the compiler.
+template <int kRegisters>
+__device__ inline void HoldRegisters(float (&d)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Barriers among warps of a block, by number; 0 is __syncthreads'. Whole warps arrive or wait.
+
+__device__ inline void SyncNamed(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ inline void ArriveNamed(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 }  // namespace denoised::cuda

@@ -98,6 +98,9 @@ constexpr int kMaxHeadDim = 512;
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue);
 /// fp32 arithmetic on any element, any dim up to kMaxHeadDim.
 cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue);
+/// Of LaunchAttention's kernels the one for Hopper; SuitsHopper: whether it can take the operands.
+bool SuitsHopper(const AttentionLaunch& attention);
+cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue);
 
 struct TimestepEmbeddingLaunch {
   const float* t = nullptr;  // [rows]
@@ -185,6 +188,7 @@ cudaError_t LoadGroupNormKernels();
 cudaError_t LoadGroupNormClusterKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
+cudaError_t LoadAttentionHopperKernels();
 cudaError_t LoadEmbeddingKernels();
 cudaError_t LoadElementwiseKernels();
 cudaError_t LoadSamplingKernels();

@@ -1,0 +1,501 @@
+// Softmax attention for Hopper: attention.cu's algorithm with the copy engine, wgmma and barriers
+// in shared memory, and the softmax of one tile under the products of others (FlashAttention-3,
+// arXiv 2407.08608). See docs/kernels.md for a picture.
+//
+// Policy. A unit of work is 64 queries of one head of one image over all keys, in tiles of kKeys
+// and in order: it belongs to one warpgroup, whose registers hold the scores, the weights and the
+// output. A block takes up to kGroups neighbouring units of a head at a time, and its producer warp
+// asks the copy engine for their queries and for one tile of keys or values after another, through
+// a ring in shared memory that the warpgroups share. A warpgroup starts the scores of tile i, then
+// the output of tile i - 1, and makes the weights of tile i as soon as its scores are there;
+// warpgroups take turns at starting products, so that one's softmax runs under another's products.
+//
+// A row's bits depend on its own query and its image's keys alone: which units share a block is all
+// that the size of the grid decides. Above 256 dimensions a unit makes 256 columns of the output,
+// and scores are made once for each of these parts. Columns beyond a head's dimensions are zeros
+// that the copy engine fills in, as are keys beyond the last.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/hopper.cuh"
+#include "engine/backend/cuda/tensor_map.h"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kUnit = 64;      // queries: what one wgmma multiplies
+constexpr int kLine = 64;      // dimensions: 128 bytes of bf16, the widest swizzle
+constexpr int kMaxPart = 256;  // columns of the output that a warpgroup's registers hold
+
+/// Heads of up to kDim dimensions. kBlocks of a multiprocessor share it.
+template <int kDim_, int kKeys_, int kStages_, int kGroups_, int kBlocks_>
+struct Tile {
+  static constexpr int kDim = kDim_, kKeys = kKeys_, kStages = kStages_;
+  static constexpr int kGroups = kGroups_, kBlocks = kBlocks_;
+  static constexpr int kParts = (kDim + kMaxPart - 1) / kMaxPart, kPart = kDim / kParts;
+  static constexpr int kLines = (kPart + kLine - 1) / kLine;  // beside each other, of a part
+  static constexpr int kStageBytes = kLines * kKeys * kLine * 2;
+  static constexpr int kUnitBytes = kParts * kLines * kUnit * kLine * 2;
+  static constexpr int kBarriers = 2 * kStages + 2;
+  static constexpr int kSharedBytes = kGroups * kUnitBytes + kStages * kStageBytes + kBarriers * 8;
+  // With several consumers a whole warpgroup produces, for its registers to go to them.
+  static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
+  static_assert(kPart % 8 == 0 && kKeys % 16 == 0 && kSharedBytes <= 232448);
+};
+
+/// What the kernel knows besides the AttentionLaunch. A step is what the warpgroups of a block do
+/// at a time: neighbouring units of one head (and part). The first `wide_heads` are cut into steps
+/// of as many units as there are warpgroups, the others into steps of `narrow`.
+struct Work {
+  CUtensorMap q, k, v;
+  int units = 0;  // of a head
+  int wide_heads = 0, narrow = 1, steps = 0;
+};
+
+struct Step {
+  int active = 0;  // units
+  int query = 0, part = 0, head = 0, image = 0;
+};
+template <typename T>
+__device__ inline Step StepAt(const AttentionLaunch& attention, const Work& work, int index) {
+  const int wide_steps = (work.units + T::kGroups - 1) / T::kGroups;
+  const bool wide = index < work.wide_heads * wide_steps;
+  const int width = wide ? T::kGroups : work.narrow;
+  const int of_head = wide ? wide_steps : (work.units + width - 1) / width;
+  if (!wide) index -= work.wide_heads * wide_steps;
+  const int head = index / of_head + (wide ? 0 : work.wide_heads), first = index % of_head * width;
+  Step step;
+  step.active = min(width, work.units - first);
+  step.query = first * kUnit;
+  step.part = head % T::kParts;
+  step.head = head / T::kParts % attention.heads;
+  step.image = head / T::kParts / attention.heads;
+  return step;
+}
+
+__device__ inline float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The softmax of two rows so far: of a thread's sums (hopper.cuh) index 0 and 1 are row 0, 2 and 3
+/// row 1, and so on.
+struct Softmax {
+  float maximum[2];
+  float sum[2];     // of this lane's columns; lanes are added at the end
+  float shrink[2];  // what the output so far is to be multiplied by
+
+  /// Scores to weights; kMasked: of the tile's keys before `valid`. A maximum moves only when it
+  /// grows by more than 2^kSlack, so that the output seldom has to be scaled: weights up to
+  /// 2^kSlack are as precise. It is the row's own affair.
+  ///
+  /// There is no branch in it: the compiler lets no product run on across one.
+  template <bool kMasked, int kScores>
+  __device__ inline void Add(float (&scores)[kScores], bool first, int valid, float scale_log2) {
+    constexpr float kSlack = 8;
+    const int lane = threadIdx.x % 32;
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= valid) scores[i] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float tile_maximum = scores[2 * r];  // finite: every tile has a valid key
+#pragma unroll
+      for (int i = 2 * r; i < kScores; i += 4) {
+        tile_maximum = fmaxf(tile_maximum, fmaxf(scores[i], scores[i + 1]));
+      }
+      tile_maximum = fmaxf(tile_maximum, __shfl_xor_sync(~0u, tile_maximum, 1));
+      tile_maximum = fmaxf(tile_maximum, __shfl_xor_sync(~0u, tile_maximum, 2));
+      const float growth = first ? 0.0f : (tile_maximum - maximum[r]) * scale_log2;
+      const bool moves = growth > kSlack;
+      shrink[r] = Exp2(moves ? -growth : 0.0f);
+      maximum[r] = first || moves ? tile_maximum : maximum[r];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float shift = maximum[r] * scale_log2;
+      float tile_sum = 0;
+#pragma unroll
+      for (int i = 2 * r; i < kScores; i += 4) {
+        scores[i] = Exp2(fmaf(scores[i], scale_log2, -shift));
+        scores[i + 1] = Exp2(fmaf(scores[i + 1], scale_log2, -shift));
+        tile_sum += scores[i];
+        tile_sum += scores[i + 1];
+      }
+      sum[r] = first ? tile_sum : fmaf(sum[r], shrink[r], tile_sum);
+    }
+  }
+};
+
+/// Lane i of four holds word i of each of four vectors; afterwards it holds vector i.
+__device__ inline void ExchangeWords(uint32_t (&v)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool high = (lane & bit) != 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if ((j & bit) != 0) continue;
+      const uint32_t low_vector = v[j], high_vector = v[j + bit];
+      const uint32_t received = __shfl_xor_sync(~0u, high ? low_vector : high_vector, bit);
+      v[j] = high ? received : low_vector;
+      v[j + bit] = high ? high_vector : received;
+    }
+  }
+}
+
+/// A warp's 16 rows from `query` on.
+template <typename T>
+__device__ inline void WriteOutput(const AttentionLaunch& attention, const Step& step, int query,
+                                   const Softmax& softmax, const float (&output)[T::kPart / 2]) {
+  constexpr int kVectors = T::kPart / 8;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = softmax.sum[r];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float inverse = 1.0f / sum;
+    const int row = query + lane / 4 + 8 * r;
+    auto* to = static_cast<__nv_bfloat16*>(attention.out.data) +
+               (static_cast<int64_t>(step.image) * attention.tokens + row) * attention.out.stride +
+               static_cast<int64_t>(step.head) * attention.dim;
+#pragma unroll
+    for (int first = 0; first < kVectors; first += 4) {
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4 && first + i < kVectors; ++i) {
+        const int j = 4 * (first + i) + 2 * r;
+        words[i] = PackBf16(output[j] * inverse, output[j + 1] * inverse);
+      }
+      ExchangeWords(words);
+      const int vector = first + lane % 4, column = step.part * T::kPart + vector * 8;
+      if (row < attention.tokens && vector < kVectors && column < attention.dim) {
+        *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+    AttentionHopperKernel(const __grid_constant__ AttentionLaunch attention,
+                          const __grid_constant__ Work work) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char queries[];  // as the swizzle wants it
+  unsigned char* const ring = queries + T::kGroups * T::kUnitBytes;
+  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + T::kStages * T::kStageBytes);
+  uint64_t* const empty = full + T::kStages;
+  uint64_t* const queries_full = empty + T::kStages;
+  uint64_t* const queries_empty = queries_full + 1;
+
+  // The same in all lanes, and known to be, so that descriptors live in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
+  const int key_tiles = (attention.key_tokens + T::kKeys - 1) / T::kKeys;
+
+  ReleaseDependents();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      InitBarrier(&full[stage], 1);
+      InitBarrier(&empty[stage], T::kGroups);
+    }
+    InitBarrier(queries_full, 1);
+    InitBarrier(queries_empty, T::kGroups);
+    FenceBarrierInit();
+  }
+  __syncthreads();
+
+  int stage = 0, round = 0, turn = 0;
+  const auto advance = [&](int stages) {
+    round += (stage + stages) / T::kStages;
+    stage = (stage + stages) % T::kStages;
+  };
+
+  if (group == T::kGroups) {
+    if constexpr (T::kGroups > 1) KeepRegisters<T::kGroups == 3 ? 32 : 40>();
+    if (warp == T::kGroups * 4 && ElectOne()) {
+      PrefetchMap(&work.q);
+      PrefetchMap(&work.k);
+      PrefetchMap(&work.v);
+      WaitForPredecessors();  // consumers wait for what the copies bring
+      for (int index = blockIdx.x; index < work.steps; index += gridDim.x, ++turn) {
+        const Step step = StepAt<T>(attention, work, index);
+        const auto copy = [&](unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
+                              int rows, int first_line, int token) {
+#pragma unroll
+          for (int line = 0; line < T::kLines; ++line) {
+            CopyBox(to + line * rows * kLine * 2, map, barrier, (first_line + line) * kLine,
+                    step.head, token, step.image);
+          }
+        };
+        const auto load = [&](const CUtensorMap* map, int key_tile, int part) {
+          Wait(&empty[stage], (round & 1) ^ 1);
+          ArriveExpecting(&full[stage], T::kStageBytes);
+          copy(ring + stage * T::kStageBytes, map, &full[stage], T::kKeys, part * T::kLines,
+               key_tile * T::kKeys);
+          advance(1);
+        };
+        const auto load_keys = [&](int key_tile) {
+          for (int part = 0; part < T::kParts; ++part) load(&work.k, key_tile, part);
+        };
+        load_keys(0);
+        Wait(queries_empty, (turn & 1) ^ 1);
+        ArriveExpecting(queries_full, step.active * T::kUnitBytes);
+        for (int i = 0; i < step.active; ++i) {
+          for (int part = 0; part < T::kParts; ++part) {
+            copy(queries + i * T::kUnitBytes + part * T::kUnitBytes / T::kParts, &work.q,
+                 queries_full, kUnit, part * T::kLines, step.query + i * kUnit);
+          }
+        }
+        for (int i = 1; i < key_tiles; ++i) {
+          load_keys(i);
+          load(&work.v, i - 1, step.part);
+        }
+        load(&work.v, key_tiles - 1, step.part);
+      }
+    }
+    return;
+  }
+
+  if constexpr (T::kGroups > 1) TakeRegisters<T::kGroups == 3 ? 160 : 232>();
+  const bool signals = threadIdx.x % 128 == 0;
+  const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
+  float scores[T::kKeys / 2], output[T::kPart / 2];
+  uint32_t weights[T::kKeys / 4];
+  Softmax softmax;
+
+  const auto multiply_keys = [&] {
+#pragma unroll
+    for (int part = 0; part < T::kParts; ++part) {
+      Wait(&full[stage], round & 1);
+      FenceProducts();
+      const uint64_t q =
+          MatrixDescriptor(queries + group * T::kUnitBytes + part * T::kUnitBytes / T::kParts);
+      const uint64_t k = MatrixDescriptor(ring + stage * T::kStageBytes);
+#pragma unroll
+      for (int d = 0; d < T::kPart; d += 16) {
+        Multiply(scores, q + d / kLine * (kUnit * kLine * 2 >> 4) + d % kLine / 8,
+                 k + d / kLine * (T::kKeys * kLine * 2 >> 4) + d % kLine / 8, part + d > 0);
+      }
+      advance(1);
+    }
+    CommitProducts();
+  };
+  const auto multiply_values = [&] {
+    Wait(&full[stage], round & 1);
+    FenceProducts();
+    const uint64_t v = TransposedDescriptor(ring + stage * T::kStageBytes, T::kKeys * kLine * 2);
+#pragma unroll
+    for (int key = 0; key < T::kKeys; key += 16) {
+      MultiplyAdd(output, weights + key / 4, v + key * 8);
+    }
+    CommitProducts();
+    advance(1);
+  };
+  int released = 0;  // stages are given back in the order in which they came
+  const auto release = [&](int stages) {
+    for (int i = 0; i < stages; ++i) {
+      if (signals) Arrive(&empty[released]);
+      released = (released + 1) % T::kStages;
+    }
+  };
+  const int valid = attention.key_tokens - (key_tiles - 1) * T::kKeys;  // of the last tile
+  const auto pack = [&] {
+#pragma unroll
+    for (int i = 0; i < T::kKeys / 4; ++i) {
+      weights[i] = PackBf16(scores[2 * i], scores[2 * i + 1]);
+    }
+  };
+
+  // Named barrier 1 + i is the turn of warpgroup i, passed on by the one before it. Between steps
+  // it is the first one's.
+  const auto await_turn = [&](int active) {
+    if (T::kGroups > 1 && active > 1) SyncNamed(1 + group, 256);
+  };
+  const auto pass_turn = [&](int active) {
+    if (T::kGroups > 1 && active > 1) ArriveNamed(group + 1 == active ? 1 : 2 + group, 256);
+  };
+  if (T::kGroups > 1 && group == 1) ArriveNamed(1, 256);
+
+  for (int index = blockIdx.x; index < work.steps; index += gridDim.x, ++turn) {
+    const Step step = StepAt<T>(attention, work, index);
+    Wait(queries_full, turn & 1);
+    if (group >= step.active) {  // has nothing to do but to give stages back
+      // A warp that came two phases late would wait for a third.
+      SyncNamed(1 + T::kGroups + group, 128);
+      const int stages = key_tiles * (T::kParts + 1);
+      if (warp % 4 == 0) {
+        for (int i = 0; i < stages; ++i) {
+          const int at = (stage + i) % T::kStages;
+          Wait(&full[at], (round + (stage + i) / T::kStages) & 1);
+          if (signals) Arrive(&empty[at]);
+        }
+        if (signals) Arrive(queries_empty);
+        __syncwarp();
+      }
+      advance(stages);
+      released = stage;
+      continue;
+    }
+
+#pragma unroll
+    for (int i = 0; i < T::kPart / 2; ++i) output[i] = 0;
+    multiply_keys();
+    WaitProducts<0>();
+    HoldRegisters(scores);
+    release(T::kParts);
+    if (key_tiles == 1) {
+      if (signals) Arrive(queries_empty);
+      softmax.Add<true>(scores, true, valid, scale_log2);
+    } else {
+      softmax.Add<false>(scores, true, valid, scale_log2);
+    }
+    pack();
+    const auto add_tile = [&](auto last) {
+      constexpr bool kLast = decltype(last)::value;
+      await_turn(step.active);
+      multiply_keys();
+      multiply_values();  // of the tile before
+      pass_turn(step.active);
+      WaitProducts<1>();  // the scores
+      HoldRegisters(scores);
+      release(T::kParts);
+      if (kLast && signals) Arrive(queries_empty);
+      softmax.Add<kLast>(scores, false, valid, scale_log2);
+      HoldRegisters(scores);  // the wait must not move up before the softmax
+      WaitProducts<0>();
+      HoldRegisters(output);
+      release(1);
+      if (__any_sync(~0u, softmax.shrink[0] != 1 || softmax.shrink[1] != 1)) {
+#pragma unroll
+        for (int j = 0; j < T::kPart / 2; ++j) output[j] *= softmax.shrink[j / 2 % 2];
+      }
+      pack();
+    };
+#pragma unroll 1
+    for (int i = 1; i < key_tiles - 1; ++i) add_tile(std::false_type());
+    if (key_tiles > 1) add_tile(std::true_type());
+    multiply_values();
+    WaitProducts<0>();
+    HoldRegisters(output);
+    release(1);
+    WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
+  }
+  if (T::kGroups > 1 && group == 0) SyncNamed(1, 256);  // nobody leaves a turn behind
+#endif
+}
+
+using Dim40 = Tile<40, 128, 4, 3, 1>;
+using Dim64 = Tile<64, 128, 4, 3, 1>;
+using Dim64Short = Tile<64, 64, 4, 1, 3>;
+using Dim80 = Tile<80, 128, 4, 2, 1>;
+using Dim128 = Tile<128, 128, 4, 2, 1>;
+using Dim160 = Tile<160, 64, 4, 2, 1>;
+using Dim256 = Tile<256, 64, 4, 2, 1>;
+using Dim512 = Tile<512, 64, 5, 1, 1>;
+
+/// [images, tokens, heads, dim] in boxes of `tokens_at_once` × kLine of one head, with zeros beyond
+/// each extent.
+CUresult EncodeHeads(CUtensorMap* map, const Rows& rows, const AttentionLaunch& attention,
+                     int tokens, int tokens_at_once) {
+  const cuuint64_t dims[4] = {
+      static_cast<cuuint64_t>(attention.dim), static_cast<cuuint64_t>(attention.heads),
+      static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(attention.images)};
+  const cuuint64_t token_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
+  const cuuint64_t strides[3] = {dims[0] * 2, token_bytes, token_bytes * dims[2]};
+  const cuuint32_t box[4] = {kLine, 1, static_cast<cuuint32_t>(tokens_at_once), 1};
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+/// Wide steps are the quickest a unit, but the last round of blocks may have few of them. So some
+/// heads, or all, are cut into narrower ones, by what the rounds should cost.
+void CutIntoSteps(int heads, int groups, int blocks, Work* work) {
+  const auto rounds = [&](int steps) { return (steps + blocks - 1) / blocks; };
+  const auto cost = [](int width) { return 6 + 5 * width; };  // of a step: measured, on an H200
+  const int wide_steps = (work->units + groups - 1) / groups;
+  const int full_rounds = static_cast<int>(int64_t{heads} * wide_steps / blocks);
+  int64_t least = INT64_MAX;
+  for (int wide_heads : {heads, static_cast<int>(int64_t{full_rounds} * blocks / wide_steps), 0}) {
+    for (int narrow = groups; narrow > 0; --narrow) {
+      const int wide = wide_heads * wide_steps;
+      const int steps = wide + (heads - wide_heads) * ((work->units + narrow - 1) / narrow);
+      const int64_t total = int64_t{rounds(wide)} * cost(groups) +
+                            int64_t{rounds(steps) - rounds(wide)} * cost(narrow);
+      if (total < least) {
+        least = total;
+        work->wide_heads = wide_heads, work->narrow = narrow, work->steps = steps;
+      }
+    }
+  }
+}
+
+template <typename T>
+cudaError_t LaunchTile(const AttentionLaunch& attention, const Queue& queue) {
+  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
+  Work work;
+  for (CUresult result :
+       {EncodeHeads(&work.q, attention.q, attention, attention.tokens, kUnit),
+        EncodeHeads(&work.k, attention.k, attention, attention.key_tokens, T::kKeys),
+        EncodeHeads(&work.v, attention.v, attention, attention.key_tokens, T::kKeys)}) {
+    if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+  }
+  work.units = (attention.tokens + kUnit - 1) / kUnit;
+  if (int64_t{attention.images} * attention.heads * T::kParts * work.units > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
+  const int blocks = queue.multiprocessors * T::kBlocks;
+  CutIntoSteps(attention.images * attention.heads * T::kParts, T::kGroups, blocks, &work);
+  const unsigned grid = static_cast<unsigned>(std::min(work.steps, blocks));
+  return LaunchDependent(AttentionHopperKernel<T>, {grid, T::kThreads, T::kSharedBytes}, queue,
+                         attention, work);
+}
+
+template <typename... T>
+cudaError_t LoadTiles() {
+  cudaError_t result = GetTensorMapEncoders().error;
+  for (cudaError_t error : {LoadKernel(AttentionHopperKernel<T>, T::kSharedBytes)...}) {
+    if (result == cudaSuccess) result = error;
+  }
+  return result;
+}
+
+}  // namespace
+
+bool SuitsHopper(const AttentionLaunch& attention) {
+  // With a scale that is not positive the greatest score would not have the greatest weight.
+  const auto suits = [](const Rows& rows) { return rows.element == Element::kBf16 && rows.vector; };
+  return !attention.fp32 && attention.dim % 8 == 0 && attention.dim <= kMaxHeadDim &&
+         attention.scale > 0 && suits(attention.q) && suits(attention.k) && suits(attention.v) &&
+         suits(attention.out);
+}
+
+cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue) {
+  const int dim = attention.dim;
+  if (dim <= 40) return LaunchTile<Dim40>(attention, queue);
+  // Many short heads are a matter of latency: several small blocks hide each other's. The bits
+  // depend on the tile of keys, hence on the row's shape alone.
+  if (dim <= 64 && attention.tokens <= 256) return LaunchTile<Dim64Short>(attention, queue);
+  if (dim <= 64) return LaunchTile<Dim64>(attention, queue);
+  if (dim <= 80) return LaunchTile<Dim80>(attention, queue);
+  if (dim <= 128) return LaunchTile<Dim128>(attention, queue);
+  if (dim <= 160) return LaunchTile<Dim160>(attention, queue);
+  if (dim <= 256) return LaunchTile<Dim256>(attention, queue);
+  return LaunchTile<Dim512>(attention, queue);
+}
+
+cudaError_t LoadAttentionHopperKernels() {
+  return LoadTiles<Dim40, Dim64, Dim64Short, Dim80, Dim128, Dim160, Dim256, Dim512>();
+}
+
+}  // namespace denoised::cuda
