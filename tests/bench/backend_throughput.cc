@@ -1,7 +1,8 @@
 // Achieved FLOP/s and bytes/s of the backend's large ops, at shapes of the models that the project
 // measures itself with.
 //
-//   backend-throughput [--device=cpu|cuda] [Google Benchmark's flags, e.g. --benchmark_filter=conv]
+//   backend-throughput [--device=cpu|cuda] [--generic] [Google Benchmark's flags, e.g.
+//   --benchmark_filter=conv]
 //
 // Random data. A figure is the median over launches of a graph that holds an op many times. Its
 // activations rotate through more memory than a chip's last cache holds; its weights stay, as those
@@ -123,7 +124,8 @@ absl::Status Conv(Backend& backend, benchmark::State& state, Resampling resampli
   op.RotateFor((x.elements() + y.elements() * (fused ? 2 : 1)) * bytes_per_value);
   const Tensor bias = fused ? Op::Parameters({out}, 1) : Tensor();
   DENOISED_ASSIGN_OR_RETURN(const auto weight,
-                            backend.PackConv2d(Op::Parameters({out, in, 3, 3}, 9 * in), bias));
+                            backend.PackConv2d(Op::Parameters({out, in, 3, 3}, 9 * in), bias,
+                                               resampling == Resampling::kUp));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Tensor residuals;
@@ -333,6 +335,8 @@ int Main(int argc, char** argv) {
     const std::string flag = argv[i];
     if (flag.rfind("--device=", 0) == 0) {
       options.device = flag.substr(std::strlen("--device="));
+    } else if (flag == "--generic") {
+      options.generic_kernels = true;
     } else {
       std::fprintf(stderr, "unknown flag '%s'; see the head of tests/bench/backend_throughput.cc\n",
                    argv[i]);
