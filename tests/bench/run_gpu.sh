@@ -4,6 +4,7 @@
 #   tests/bench/run_gpu.sh [--bin=build/release/tests/bench] [--out=build/bench]
 #                          [--kernels=REGEX] [--models=cifar10-32,adm-64] [--rows=1,16,64]
 #                          [--compile=reduce-overhead,max-autotune] [--earlier-peers=FILE]
+#                          [--generic]
 #
 # --bin            where denoised-bench and backend-throughput are
 # --out            where the raw figures go, as JSON
@@ -14,6 +15,7 @@
 #                  PyTorch eager in a CUDA graph. Default: reduce-overhead.
 # --earlier-peers  a peer_models.json from a GPU of the same kind instead of running PyTorch on the
 #                  models again; the table marks its figures
+# --generic        denoised's kernels for any chip, also on one that has its own
 #
 # Needs python3 (or $PYTHON) with PyTorch for CUDA and, for models, diffusers; PYTHONPATH may name
 # their wheels. Let nothing else use the GPU.
@@ -22,6 +24,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 bin=$root/build/release/tests/bench out=$root/build/bench
 kernels="" models="" rows=1,16,64 compile=reduce-overhead earlier="" python=${PYTHON:-python3}
+device=(--device=cuda)
 for flag in "$@"; do
   case $flag in
     --bin=*) bin=${flag#*=} ;;
@@ -31,6 +34,7 @@ for flag in "$@"; do
     --rows=*) rows=${flag#*=} ;;
     --compile=*) compile=${flag#*=} ;;
     --earlier-peers=*) earlier=${flag#*=} ;;
+    --generic) device+=(--generic) ;;
     *) echo "unknown flag '$flag'; see the head of tests/bench/run_gpu.sh" >&2; exit 2 ;;
   esac
 done
@@ -41,16 +45,16 @@ ours=() peers=()
 if [[ -n "$kernels" ]]; then
   [[ "$kernels" == all ]] && kernels=.
   echo "Ops: denoised, then PyTorch" >&2
-  "$bin/backend-throughput" --device=cuda "--benchmark_filter=$kernels" \
+  "$bin/backend-throughput" "${device[@]}" "--benchmark_filter=$kernels" \
     "--benchmark_out=$out/kernels.json" --benchmark_out_format=json >"$out/kernels.txt"
-  "$bin/backend-throughput" --device=cuda "--benchmark_filter=$kernels" --benchmark_list_tests |
+  "$bin/backend-throughput" "${device[@]}" "--benchmark_filter=$kernels" --benchmark_list_tests |
     "$python" "$here/peer_kernels.py" "--out=$out/peer_kernels.json"
   ours+=("$out/kernels.json") peers+=("$out/peer_kernels.json")
 fi
 
 for model in ${models//,/ }; do
   echo "$model: denoised" >&2
-  "$bin/denoised-bench" --device=cuda "--config=$root/tests/models/configs/$model/config.json" \
+  "$bin/denoised-bench" "${device[@]}" "--config=$root/tests/models/configs/$model/config.json" \
     "--rows=$rows" "--benchmark_out=$out/$model.json" --benchmark_out_format=json \
     >"$out/$model.txt"
   ours+=("$out/$model.json")
