@@ -58,7 +58,7 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
 }
 
 constexpr size_t kLeastSamples = 9, kMostSamples = 99;
-constexpr double kLongestSeconds = 2;
+constexpr double kWarmUpSeconds = 0.1, kLongestSeconds = 2;  // an idle chip clocks down
 
 absl::Status Measure(Backend& backend, size_t free_before, std::shared_ptr<const Denoiser> model,
                      int rows, benchmark::State& state) {
@@ -98,8 +98,9 @@ absl::Status Measure(Backend& backend, size_t free_before, std::shared_ptr<const
       DENOISED_RETURN_IF_ERROR(evaluator->Evaluate(table).status());
       const auto end = backend.Mark();
       DENOISED_RETURN_IF_ERROR(end->Wait());
-      seconds.push_back(end->SecondsSince(*begin));
-      sum += seconds.back();
+      const double elapsed = end->SecondsSince(*begin);
+      if (sum > kWarmUpSeconds) seconds.push_back(elapsed);
+      sum += elapsed;
     }
     const auto median = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
     std::nth_element(seconds.begin(), median, seconds.end());

@@ -8,7 +8,7 @@ import torch
 
 ROTATED_BYTES = 256 << 20
 MOST_COPIES, LEAST_LAUNCHES = 128, 8
-WARM_UPS, SAMPLES = 2, 9
+WARM_UP_MS, SAMPLES = 100, 9
 
 
 def prepare():
@@ -38,16 +38,16 @@ def captured(enqueue, launches):
 
 def median_ms(run, samples=SAMPLES):
     """Median device milliseconds of run()."""
-    for _ in range(WARM_UPS):
-        run()
-    times = []
-    for _ in range(samples):
+    times, warm = [], 0
+    while len(times) < samples:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        if warm > WARM_UP_MS:
+            times.append(begin.elapsed_time(end))
+        warm += begin.elapsed_time(end)
     return statistics.median(times)
 
 
