@@ -152,10 +152,10 @@ absl::Status Conv(Backend& backend, benchmark::State& state, Resampling resampli
   });
 }
 
-/// tokens, in, out
+/// rows, tokens, in, out
 absl::Status Linear(Backend& backend, benchmark::State& state) {
-  const int64_t in = state.range(1), out = state.range(2);
-  const Shape x{state.range(0), in}, y{state.range(0), out};
+  const int64_t in = state.range(2), out = state.range(3);
+  const Shape x{state.range(0), state.range(1), in}, y{state.range(0), state.range(1), out};
   Op op(backend);
   op.RotateFor((x.elements() + y.elements()) *
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
@@ -273,31 +273,33 @@ void RegisterAll(Backend& backend) {
            conv(Resampling::kDown, false));
   Register("conv_up", image, {{64, 16, 256, 256}, {16, 32, 640, 640}, {1, 16, 256, 256}},
            conv(Resampling::kUp, false));
-  Register("linear", {"tokens", "in", "out"},
+  Register("linear", {"rows", "tokens", "in", "out"},
            {// cifar10-32, adm-64
-            {16384, 256, 768},
-            {256, 256, 768},
-            {65536, 384, 1152},
-            {16384, 576, 1728},
-            {4096, 768, 2304},
-            {16, 512, 1024},
+            {64, 256, 256, 768},
+            {1, 256, 256, 768},
+            {64, 1024, 384, 1152},
+            {64, 256, 576, 1728},
+            {64, 64, 768, 2304},
+            // embeddings
+            {16, 1, 512, 1024},
+            {1, 1, 512, 5632},
             // Stable Diffusion 1.5, two rows
-            {8192, 320, 320},
-            {8192, 320, 2560},
-            {8192, 1280, 320},
-            {2048, 640, 5120},
-            {512, 1280, 10240},
+            {2, 4096, 320, 320},
+            {2, 4096, 320, 2560},
+            {2, 4096, 1280, 320},
+            {2, 1024, 640, 5120},
+            {2, 256, 1280, 10240},
             // XL, two rows and sixteen
-            {8192, 640, 640},
-            {8192, 640, 5120},
-            {8192, 2560, 640},
-            {2048, 1280, 1280},
-            {2048, 1280, 10240},
-            {2048, 5120, 1280},
-            {16384, 1280, 1280},
-            {16384, 1280, 10240},
+            {2, 4096, 640, 640},
+            {2, 4096, 640, 5120},
+            {2, 4096, 2560, 640},
+            {2, 1024, 1280, 1280},
+            {2, 1024, 1280, 10240},
+            {2, 1024, 5120, 1280},
+            {16, 1024, 1280, 1280},
+            {16, 1024, 1280, 10240},
             // the ceiling's
-            {8192, 8192, 8192}},
+            {8, 1024, 8192, 8192}},
            [&backend](benchmark::State& state) { return Linear(backend, state); });
   Register("attention", {"rows", "heads", "tokens", "dim"},
            {{64, 1, 256, 256},

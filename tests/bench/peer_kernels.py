@@ -58,10 +58,10 @@ def convolutions(name, rows, size, **channels):
     return {"cuDNN + passes": passes}, copies
 
 
-def linears(name, tokens, **features):
+def linears(name, rows, tokens, **features):
     cin, cout = features["in"], features["out"]
-    copies = peer.copies_for(2 * tokens * (cin + cout))
-    xs = alike(copies, torch.randn(tokens, cin, **BF16))
+    copies = peer.copies_for(2 * rows * tokens * (cin + cout))
+    xs = alike(copies, torch.randn(rows * tokens, cin, **BF16))
     weight = torch.randn(cout, cin, **BF16) / cin**0.5
 
     def through(library):
