@@ -1,11 +1,19 @@
-// Achieved TFLOP/s and GB/s of the backend's large ops, at shapes of the models that the project
-// measures itself with. Usage: backend_throughput [device], as in BackendOptions; random data, one
-// graph of kRepeats ops a sample, median of kSamples.
+// Achieved FLOP/s and bytes/s of the backend's large ops, at shapes of the models that the project
+// measures itself with.
+//
+//   backend-throughput [--device=cpu|cuda] [--generic] [Google Benchmark's flags, e.g.
+//   --benchmark_filter=conv]
+//
+// Random data. A figure is the median over launches of a graph that holds an op many times. Its
+// activations rotate through more memory than a chip's last cache holds; its weights stay, as those
+// of a layer do. tests/bench/peer_kernels.py measures PyTorch in the same way: it takes its shapes
+// from the names below.
+
+#include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 
@@ -14,155 +22,344 @@
 namespace denoised {
 namespace {
 
-constexpr int kRepeats = 10, kSamples = 9;
+constexpr int64_t kRotatedBytes = 256 << 20;
+constexpr int64_t kMostCopies = 128, kLeastLaunches = 8;
+constexpr int kSamples = 9;
+constexpr double kWarmUpSeconds = 0.1;  // a chip that idled, while the host made data, clocks down
 
-class Bench {
+class Op {
  public:
-  explicit Bench(Backend& backend) : backend_(backend) {}
+  explicit Op(Backend& backend) : backend_(backend) {}
 
-  Tensor Random(const Shape& shape, double scale = 1) {
+  /// Called first: `bytes` is what one launch reads and writes of its activations.
+  void RotateFor(int64_t bytes) {
+    copies_ = std::clamp<int64_t>((kRotatedBytes + bytes - 1) / bytes, 1, kMostCopies);
+  }
+
+  /// One activation for every copy, all alike: [copies, shape].
+  absl::StatusOr<Tensor> Activations(const Shape& shape) {
     const DType dtype = backend_.activation_dtype();
-    std::vector<uint32_t> bits(shape.elements());
-    std::normal_distribution<float> normal(0, static_cast<float>(scale));
-    float block[4099];  // a prime, so that the pattern does not repeat along any row
-    for (float& value : block) value = normal(random_);
-    for (size_t i = 0; i < bits.size(); ++i) {
-      const float value = block[i % 4099];
-      if (dtype == DType::kF32) {
-        std::memcpy(&bits[i], &value, 4);
-      } else {
-        reinterpret_cast<uint16_t*>(bits.data())[i] = FloatToBFloat16(value);
+    const Tensor host = Random(shape, dtype, 1);
+    DENOISED_ASSIGN_OR_RETURN(
+        const Tensor all,
+        backend_.Allocate({copies_, shape.elements()}, dtype, "a benchmark's activations"));
+    const Tensor first = all.Slice(0, 1);
+    backend_.Upload(host.data(), host.bytes(), first);
+    for (int64_t i = 1; i < copies_; ++i) backend_.Copy(first, all.Slice(i, 1));
+    return all;
+  }
+
+  /// Parameters on the host, scaled for `fan_in` inputs.
+  static Tensor Parameters(const Shape& shape, int64_t fan_in) {
+    return Random(shape, DType::kF32, 1 / std::sqrt(static_cast<float>(fan_in)));
+  }
+
+  /// `enqueue(i)` enqueues the op on copy i.
+  absl::Status Measure(benchmark::State& state, const std::function<void(int64_t)>& enqueue) {
+    const int64_t launches = std::max(copies_, kLeastLaunches);
+    DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Graph> graph, backend_.Capture([&] {
+      for (int64_t i = 0; i < launches; ++i) enqueue(i % copies_);
+    }));
+    for (auto _ : state) {
+      std::vector<double> seconds;
+      for (double warm = 0; seconds.size() < kSamples;) {
+        const auto begin = backend_.Mark();
+        backend_.Launch(*graph);
+        const auto end = backend_.Mark();
+        DENOISED_RETURN_IF_ERROR(end->Wait());
+        const double elapsed = end->SecondsSince(*begin);
+        if (warm > kWarmUpSeconds) seconds.push_back(elapsed / static_cast<double>(launches));
+        warm += elapsed;
       }
+      std::nth_element(seconds.begin(), seconds.begin() + kSamples / 2, seconds.end());
+      state.SetIterationTime(seconds[kSamples / 2]);
     }
-    const Tensor tensor = backend_.Allocate(shape, dtype, "a benchmark").value();
-    backend_.Upload(bits.data(), tensor.bytes(), tensor);
-    return tensor;
-  }
-
-  Tensor HostWeight(const Shape& shape, int64_t fan_in) {
-    Tensor host = Tensor::Host(shape, DType::kF32);
-    std::normal_distribution<float> normal(0, 1 / std::sqrt(static_cast<float>(fan_in)));
-    for (float& value : host.span<float>()) value = normal(random_);
-    return host;
-  }
-
-  /// Median seconds of one op.
-  double Seconds(const std::function<void()>& op) {
-    auto graph = backend_.Capture([&] {
-      for (int i = 0; i < kRepeats; ++i) op();
-    });
-    if (!graph.ok()) {
-      std::fprintf(stderr, "%s\n", graph.status().ToString().c_str());
-      std::exit(1);
-    }
-    std::vector<double> seconds;
-    for (int i = -2; i < kSamples; ++i) {
-      const auto begin = backend_.Mark();
-      backend_.Launch(**graph);
-      const auto end = backend_.Mark();
-      if (absl::Status status = end->Wait(); !status.ok()) {
-        std::fprintf(stderr, "%s\n", status.ToString().c_str());
-        std::exit(1);
-      }
-      if (i >= 0) seconds.push_back(end->SecondsSince(*begin) / kRepeats);
-    }
-    std::nth_element(seconds.begin(), seconds.begin() + kSamples / 2, seconds.end());
-    return seconds[kSamples / 2];
-  }
-
-  void Conv(int64_t n, int64_t size, int64_t in, int64_t out) {
-    const auto weight = backend_.PackConv2d(HostWeight({out, in, 3, 3}, 9 * in), {}, false).value();
-    Conv2dArgs args{.x = Random({n, size, size, in}), .weight = weight.get()};
-    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
-    args.residual = Random({n, size, size, out});
-    args.out = Random({n, size, size, out});
-    Report(fmt::format("conv 3x3 [{}, {}, {}, {}]", n, size, in, out),
-           2.0 * 9 * static_cast<double>(n * size * size * in * out), 0,
-           Seconds([&] { backend_.Conv2d(args); }));
-  }
-
-  void Linear(int64_t n, int64_t tokens, int64_t in, int64_t out) {
-    const auto weight = backend_.PackLinear({HostWeight({out, in}, in)}, {}).value();
-    LinearArgs args{.x = Random({n, tokens, in}), .weight = weight.get()};
-    args.out = Random({n, tokens, out});
-    Report(fmt::format("linear [{}, {}, {}, {}]", n, tokens, in, out),
-           2.0 * static_cast<double>(n * tokens * in * out), 0,
-           Seconds([&] { backend_.Linear(args); }));
-  }
-
-  void Attention(int64_t n, int heads, int64_t tokens, int64_t dim) {
-    const Tensor qkv = Random({n, tokens, 3 * heads * dim});
-    AttentionArgs args{.heads = heads, .scale = 1 / std::sqrt(static_cast<float>(dim))};
-    args.q = qkv.Columns(0, heads * dim);
-    args.k = qkv.Columns(heads * dim, heads * dim);
-    args.v = qkv.Columns(2 * heads * dim, heads * dim);
-    args.out = Random({n, tokens, heads * dim});
-    Report(fmt::format("attention [{}, {}, {}, {}]", n, heads, tokens, dim),
-           4.0 * static_cast<double>(n * heads * tokens * tokens * dim), 0,
-           Seconds([&] { backend_.Attention(args); }));
-  }
-
-  void Norm(int64_t n, int64_t size, int64_t channels) {
-    GroupNormArgs args{.x = Random({n, size, size, channels}),
-                       .gamma = backend_.PackVector(HostWeight({channels}, 1)).value(),
-                       .beta = backend_.PackVector(HostWeight({channels}, 1)).value(),
-                       .activation = Activation::kSilu};
-    args.out = Random(args.x.shape());
-    Report(fmt::format("group norm [{}, {}, {}]", n, size, channels), 0,
-           2.0 * static_cast<double>(args.x.bytes()), Seconds([&] { backend_.GroupNorm(args); }));
+    return backend_.Synchronize();
   }
 
  private:
-  static void Report(const std::string& name, double flop, double bytes, double seconds) {
-    std::printf("%-36s %9.1f us  %s\n", name.c_str(), seconds * 1e6,
-                flop > 0 ? fmt::format("{:7.1f} TFLOP/s", flop / seconds * 1e-12).c_str()
-                         : fmt::format("{:7.0f} GB/s", bytes / seconds * 1e-9).c_str());
-    std::fflush(stdout);
+  /// Normal values that repeat with a prime period, so that no two rows are alike.
+  static Tensor Random(const Shape& shape, DType dtype, float deviation) {
+    constexpr size_t kPeriod = 65521;
+    std::mt19937 random{7};
+    std::normal_distribution<float> normal(0, deviation);
+    const size_t element = SizeOf(dtype);
+    std::vector<std::byte> period(kPeriod * element);
+    for (size_t i = 0; i < kPeriod; ++i) {
+      const float value = normal(random);
+      const uint16_t bf16 = FloatToBFloat16(value);
+      std::memcpy(&period[i * element],
+                  dtype == DType::kF32 ? static_cast<const void*>(&value) : &bf16, element);
+    }
+    const Tensor tensor = Tensor::Host(shape, dtype);
+    auto* to = static_cast<std::byte*>(tensor.data());
+    for (size_t done = 0; done < tensor.bytes(); done += period.size()) {
+      std::memcpy(to + done, period.data(), std::min(period.size(), tensor.bytes() - done));
+    }
+    return tensor;
   }
 
   Backend& backend_;
-  std::mt19937 random_{7};
+  int64_t copies_ = 1;
 };
 
-int Main(const std::string& device) {
-  auto backend = OpenBackend({.device = device});
+Tensor Copy(const Tensor& all, int64_t i, const Shape& shape) {
+  return all.Slice(i, 1).Reshape(shape);
+}
+
+void CountFlop(benchmark::State& state, int64_t multiplications) {
+  state.counters["FLOP/s"] = benchmark::Counter(2.0 * static_cast<double>(multiplications),
+                                                benchmark::Counter::kIsIterationInvariantRate);
+}
+
+enum class Resampling { kNone, kDown, kUp };
+
+/// rows, size, in, out; `fused`: with bias, residual and SiLU.
+absl::Status Conv(Backend& backend, benchmark::State& state, Resampling resampling, bool fused) {
+  const int64_t rows = state.range(0), size = state.range(1), in = state.range(2),
+                out = state.range(3);
+  const int64_t out_size = resampling == Resampling::kUp     ? size * 2
+                           : resampling == Resampling::kDown ? size / 2
+                                                             : size;
+  const Shape x{rows, size, size, in}, y{rows, out_size, out_size, out};
+  Op op(backend);
+  const int64_t bytes_per_value = static_cast<int64_t>(SizeOf(backend.activation_dtype()));
+  op.RotateFor((x.elements() + y.elements() * (fused ? 2 : 1)) * bytes_per_value);
+  const Tensor bias = fused ? Op::Parameters({out}, 1) : Tensor();
+  DENOISED_ASSIGN_OR_RETURN(const auto weight,
+                            backend.PackConv2d(Op::Parameters({out, in, 3, 3}, 9 * in), bias,
+                                               resampling == Resampling::kUp));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
+  Tensor residuals;
+  if (fused) {
+    DENOISED_ASSIGN_OR_RETURN(residuals, op.Activations(y));
+  }
+  Conv2dArgs args{.weight = weight.get(), .upsample2x = resampling == Resampling::kUp};
+  args.pad_bottom = args.pad_right = 1;
+  if (resampling == Resampling::kDown) {  // diffusers' Downsample2D with padding 0
+    args.stride = 2;
+  } else {
+    args.pad_top = args.pad_left = 1;
+  }
+  if (fused) args.activation = Activation::kSilu;
+  CountFlop(state, y.elements() * in * 9);
+  return op.Measure(state, [&](int64_t i) {
+    args.x = Copy(xs, i, x);
+    args.out = Copy(ys, i, y);
+    if (fused) args.residual = Copy(residuals, i, y);
+    backend.Conv2d(args);
+  });
+}
+
+/// rows, tokens, in, out
+absl::Status Linear(Backend& backend, benchmark::State& state) {
+  const int64_t in = state.range(2), out = state.range(3);
+  const Shape x{state.range(0), state.range(1), in}, y{state.range(0), state.range(1), out};
+  Op op(backend);
+  op.RotateFor((x.elements() + y.elements()) *
+               static_cast<int64_t>(SizeOf(backend.activation_dtype())));
+  DENOISED_ASSIGN_OR_RETURN(const auto weight,
+                            backend.PackLinear({Op::Parameters({out, in}, in)}, {}));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
+  LinearArgs args{.weight = weight.get()};
+  CountFlop(state, y.elements() * in);
+  return op.Measure(state, [&](int64_t i) {
+    args.x = Copy(xs, i, x);
+    args.out = Copy(ys, i, y);
+    backend.Linear(args);
+  });
+}
+
+/// rows, heads, tokens, dim; q, k and v lie side by side, as a fused projection leaves them
+absl::Status Attention(Backend& backend, benchmark::State& state) {
+  const int64_t rows = state.range(0), heads = state.range(1), tokens = state.range(2),
+                dim = state.range(3), width = heads * dim;
+  const Shape qkv{rows, tokens, 3 * width}, y{rows, tokens, width};
+  Op op(backend);
+  op.RotateFor((qkv.elements() + y.elements()) *
+               static_cast<int64_t>(SizeOf(backend.activation_dtype())));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor qkvs, op.Activations(qkv));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
+  AttentionArgs args{.heads = static_cast<int>(heads),
+                     .scale = 1 / std::sqrt(static_cast<float>(dim))};
+  CountFlop(state, 2 * y.elements() * tokens);
+  return op.Measure(state, [&](int64_t i) {
+    const Tensor one = Copy(qkvs, i, qkv);
+    args.q = one.Columns(0, width);
+    args.k = one.Columns(width, width);
+    args.v = one.Columns(2 * width, width);
+    args.out = Copy(ys, i, y);
+    backend.Attention(args);
+  });
+}
+
+/// rows, size, channels; 32 groups, SiLU. Bytes: each value read once and written once.
+absl::Status GroupNorm(Backend& backend, benchmark::State& state) {
+  const int64_t channels = state.range(2);
+  const Shape x{state.range(0), state.range(1), state.range(1), channels};
+  const int64_t bytes = 2 * x.elements() * static_cast<int64_t>(SizeOf(backend.activation_dtype()));
+  Op op(backend);
+  op.RotateFor(bytes);
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(x));
+  GroupNormArgs args{.activation = Activation::kSilu};
+  DENOISED_ASSIGN_OR_RETURN(args.gamma, backend.PackVector(Op::Parameters({channels}, 1)));
+  DENOISED_ASSIGN_OR_RETURN(args.beta, backend.PackVector(Op::Parameters({channels}, 1)));
+  state.counters["B/s"] =
+      benchmark::Counter(static_cast<double>(bytes), benchmark::Counter::kIsIterationInvariantRate);
+  return op.Measure(state, [&](int64_t i) {
+    args.x = Copy(xs, i, x);
+    args.out = Copy(ys, i, x);
+    backend.GroupNorm(args);
+  });
+}
+
+using Shapes = std::vector<std::vector<int64_t>>;
+
+void Register(const char* name, const std::vector<std::string>& arguments, const Shapes& shapes,
+              const std::function<absl::Status(benchmark::State&)>& measure) {
+  auto* registered = benchmark::RegisterBenchmark(name, [measure](benchmark::State& state) {
+                       const absl::Status status = measure(state);
+                       if (!status.ok()) state.SkipWithError(std::string(status.message()).c_str());
+                     })->ArgNames(arguments);
+  for (const std::vector<int64_t>& shape : shapes) registered->Args(shape);
+  registered->Iterations(1)->UseManualTime()->Unit(benchmark::kMicrosecond);
+}
+
+void RegisterAll(Backend& backend) {
+  const Shapes convolutions = {// cifar10-32
+                               {64, 32, 128, 128},
+                               {64, 16, 256, 256},
+                               {64, 8, 256, 256},
+                               {64, 4, 256, 256},
+                               {8, 32, 128, 128},
+                               {1, 32, 128, 128},
+                               {1, 16, 256, 256},
+                               {1, 8, 256, 256},
+                               {1, 4, 256, 256},
+                               // adm-64
+                               {64, 64, 192, 192},
+                               {64, 32, 384, 384},
+                               {64, 16, 576, 576},
+                               {64, 8, 768, 768},
+                               {1, 64, 192, 192},
+                               {1, 8, 768, 768},
+                               // celebahq-256
+                               {8, 256, 128, 128},
+                               // Stable Diffusion 1.5 and XL
+                               {2, 64, 320, 320},
+                               {16, 64, 320, 320},
+                               {16, 32, 640, 640},
+                               {16, 16, 1280, 1280},
+                               {2, 128, 320, 320},
+                               {8, 64, 640, 640},
+                               {8, 32, 1280, 1280},
+                               // its autoencoder
+                               {4, 512, 256, 256},
+                               // first and last layers
+                               {64, 32, 3, 128},
+                               {64, 32, 128, 3}};
+  const auto conv = [&backend](Resampling resampling, bool fused) {
+    return [&backend, resampling, fused](benchmark::State& state) {
+      return Conv(backend, state, resampling, fused);
+    };
+  };
+  const std::vector<std::string> image = {"rows", "size", "in", "out"};
+  Register("conv", image, convolutions, conv(Resampling::kNone, false));
+  Register("conv_bias_residual_silu", image, convolutions, conv(Resampling::kNone, true));
+  Register("conv_down", image, {{64, 32, 128, 128}, {16, 64, 320, 320}, {1, 32, 128, 128}},
+           conv(Resampling::kDown, false));
+  Register("conv_up", image, {{64, 16, 256, 256}, {16, 32, 640, 640}, {1, 16, 256, 256}},
+           conv(Resampling::kUp, false));
+  Register("linear", {"rows", "tokens", "in", "out"},
+           {// cifar10-32, adm-64
+            {64, 256, 256, 768},
+            {1, 256, 256, 768},
+            {64, 1024, 384, 1152},
+            {64, 256, 576, 1728},
+            {64, 64, 768, 2304},
+            // embeddings
+            {16, 1, 512, 1024},
+            {1, 1, 512, 5632},
+            // Stable Diffusion 1.5, two rows
+            {2, 4096, 320, 320},
+            {2, 4096, 320, 2560},
+            {2, 4096, 1280, 320},
+            {2, 1024, 640, 5120},
+            {2, 256, 1280, 10240},
+            // XL, two rows and sixteen
+            {2, 4096, 640, 640},
+            {2, 4096, 640, 5120},
+            {2, 4096, 2560, 640},
+            {2, 1024, 1280, 1280},
+            {2, 1024, 1280, 10240},
+            {2, 1024, 5120, 1280},
+            {16, 1024, 1280, 1280},
+            {16, 1024, 1280, 10240},
+            // the ceiling's
+            {8, 1024, 8192, 8192}},
+           [&backend](benchmark::State& state) { return Linear(backend, state); });
+  Register("attention", {"rows", "heads", "tokens", "dim"},
+           {{64, 1, 256, 256},
+            {1, 1, 256, 256},
+            {64, 6, 1024, 64},
+            {64, 9, 256, 64},
+            {64, 12, 64, 64},
+            {1, 6, 1024, 64},
+            {16, 1, 256, 512},
+            {2, 8, 4096, 40},
+            {16, 8, 4096, 40},
+            {2, 8, 1024, 80},
+            {16, 8, 1024, 80},
+            {16, 8, 256, 160},
+            {2, 10, 4096, 64},
+            {16, 10, 4096, 64},
+            {16, 20, 1024, 64},
+            {1, 1, 4096, 512}},
+           [&backend](benchmark::State& state) { return Attention(backend, state); });
+  Register("group_norm_silu", {"rows", "size", "channels"},
+           {{64, 32, 128},
+            {64, 16, 256},
+            {1, 32, 128},
+            {1, 16, 256},
+            {64, 64, 192},
+            {64, 32, 384},
+            {16, 64, 320},
+            {2, 128, 320},
+            {8, 256, 128},
+            {16, 256, 128}},
+           [&backend](benchmark::State& state) { return GroupNorm(backend, state); });
+}
+
+int Main(int argc, char** argv) {
+  benchmark::Initialize(&argc, argv);
+  BackendOptions options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    if (flag.rfind("--device=", 0) == 0) {
+      options.device = flag.substr(std::strlen("--device="));
+    } else if (flag == "--generic") {
+      options.generic_kernels = true;
+    } else {
+      std::fprintf(stderr, "unknown flag '%s'; see the head of tests/bench/backend_throughput.cc\n",
+                   argv[i]);
+      return 1;
+    }
+  }
+  const auto backend = OpenBackend(options);
   if (!backend.ok()) {
-    std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
+    std::fprintf(stderr, "%s\n", std::string(backend.status().message()).c_str());
     return 1;
   }
-  std::printf("%s: %s\n", std::string((*backend)->name()).c_str(),
-              (*backend)->description().c_str());
-  Bench bench(**backend);
-  bench.Conv(64, 32, 128, 128);
-  bench.Conv(64, 16, 256, 256);
-  bench.Conv(8, 32, 128, 128);
-  bench.Conv(1, 32, 128, 128);
-  bench.Conv(8, 256, 128, 128);
-  bench.Conv(2, 64, 320, 320);
-  bench.Conv(16, 32, 640, 640);
-  bench.Conv(16, 16, 1280, 1280);
-  bench.Conv(64, 8, 768, 768);
-  bench.Conv(16, 32, 3, 128);
-  bench.Conv(16, 32, 128, 3);
-  bench.Linear(8, 1024, 1280, 1280);
-  bench.Linear(4, 4096, 640, 5120);
-  bench.Linear(16, 1, 512, 1024);
-  bench.Linear(1, 1, 512, 5632);
-  bench.Attention(2, 8, 4096, 40);
-  bench.Attention(2, 10, 4096, 64);
-  bench.Attention(16, 20, 1024, 64);
-  bench.Attention(64, 1, 256, 256);
-  bench.Attention(1, 1, 4096, 512);
-  bench.Norm(64, 32, 128);
-  bench.Norm(16, 64, 320);
-  bench.Norm(64, 64, 192);
-  bench.Norm(8, 256, 128);
-  bench.Norm(1, 32, 128);
-  bench.Norm(1, 16, 256);
+  benchmark::AddCustomContext("device", (*backend)->description());
+  RegisterAll(**backend);
+  benchmark::RunSpecifiedBenchmarks();
   return 0;
 }
 
 }  // namespace
 }  // namespace denoised
 
-int main(int argc, char** argv) { return denoised::Main(argc > 1 ? argv[1] : "auto"); }
+int main(int argc, char** argv) { return denoised::Main(argc, argv); }

@@ -1,0 +1,71 @@
+"""What the peers' measurements share: PyTorch on the GPU, timed as denoised times itself."""
+import datetime
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+ROTATED_BYTES = 256 << 20
+MOST_COPIES, LEAST_LAUNCHES = 128, 8
+WARM_UP_MS, SAMPLES = 100, 9
+
+
+def prepare():
+    torch.set_grad_enabled(False)
+    torch.backends.cudnn.benchmark = True
+
+
+def copies_for(bytes_per_launch):
+    """So many copies of an op's activations do not fit into a chip's last cache."""
+    return max(1, min(MOST_COPIES, -(-ROTATED_BYTES // bytes_per_launch)))
+
+
+def captured(enqueue, launches):
+    """A CUDA graph of enqueue(0) … enqueue(launches − 1)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # PyTorch asks for warm-up on a side stream
+        for _ in range(2):
+            enqueue(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            enqueue(i)
+    return graph
+
+
+def median_ms(run, samples=SAMPLES):
+    """Median device milliseconds of run()."""
+    times, warm = [], 0
+    while len(times) < samples:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        if warm > WARM_UP_MS:
+            times.append(begin.elapsed_time(end))
+        warm += begin.elapsed_time(end)
+    return statistics.median(times)
+
+
+def op_us(op, copies):
+    """Median microseconds of op(i), i an index of a copy, within a CUDA graph of many."""
+    launches = max(copies, LEAST_LAUNCHES)
+    graph = captured(lambda i: op(i % copies), launches)
+    return 1e3 * median_ms(graph.replay) / launches
+
+
+def context():
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def write(path, **content):
+    Path(path).write_text(json.dumps({"context": context(), **content}, indent=1) + "\n")

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Measures denoised on this machine's GPU beside PyTorch, in one go, and prints a table.
+#
+#   tests/bench/run_gpu.sh [--bin=build/release/tests/bench] [--out=build/bench]
+#                          [--kernels=REGEX] [--models=cifar10-32,adm-64] [--rows=1,16,64]
+#                          [--compile=reduce-overhead,max-autotune] [--earlier-peers=FILE]
+#                          [--generic]
+#
+# --bin            where denoised-bench and backend-throughput are
+# --out            where the raw figures go, as JSON
+# --kernels        which ops of backend-throughput: a regular expression; "all" are the default when
+#                  no models are named. About a minute for all.
+# --models --rows  whole forwards of these models of tests/models/configs, of so many rows each
+# --compile        modes of torch.compile, 1 to 4 minutes for each model and count of rows; "none":
+#                  PyTorch eager in a CUDA graph. Default: reduce-overhead.
+# --earlier-peers  a peer_models.json from a GPU of the same kind instead of running PyTorch on the
+#                  models again; the table marks its figures
+# --generic        denoised's kernels for any chip, also on one that has its own
+#
+# Needs python3 (or $PYTHON) with PyTorch for CUDA and, for models, diffusers; PYTHONPATH may name
+# their wheels. Let nothing else use the GPU.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+bin=$root/build/release/tests/bench out=$root/build/bench
+kernels="" models="" rows=1,16,64 compile=reduce-overhead earlier="" python=${PYTHON:-python3}
+device=(--device=cuda)
+for flag in "$@"; do
+  case $flag in
+    --bin=*) bin=${flag#*=} ;;
+    --out=*) out=${flag#*=} ;;
+    --kernels=*) kernels=${flag#*=} ;;
+    --models=*) models=${flag#*=} ;;
+    --rows=*) rows=${flag#*=} ;;
+    --compile=*) compile=${flag#*=} ;;
+    --earlier-peers=*) earlier=${flag#*=} ;;
+    --generic) device+=(--generic) ;;
+    *) echo "unknown flag '$flag'; see the head of tests/bench/run_gpu.sh" >&2; exit 2 ;;
+  esac
+done
+[[ -n "$kernels$models" ]] || kernels=all
+mkdir -p "$out"
+ours=() peers=()
+
+if [[ -n "$kernels" ]]; then
+  [[ "$kernels" == all ]] && kernels=.
+  echo "Ops: denoised, then PyTorch" >&2
+  "$bin/backend-throughput" "${device[@]}" "--benchmark_filter=$kernels" \
+    "--benchmark_out=$out/kernels.json" --benchmark_out_format=json >"$out/kernels.txt"
+  "$bin/backend-throughput" "${device[@]}" "--benchmark_filter=$kernels" --benchmark_list_tests |
+    "$python" "$here/peer_kernels.py" "--out=$out/peer_kernels.json"
+  ours+=("$out/kernels.json") peers+=("$out/peer_kernels.json")
+fi
+
+for model in ${models//,/ }; do
+  echo "$model: denoised" >&2
+  "$bin/denoised-bench" "${device[@]}" "--config=$root/tests/models/configs/$model/config.json" \
+    "--rows=$rows" "--benchmark_out=$out/$model.json" --benchmark_out_format=json \
+    >"$out/$model.txt"
+  ours+=("$out/$model.json")
+done
+if [[ -n "$models" && -z "$earlier" ]]; then
+  echo "Models: PyTorch" >&2
+  "$python" "$here/peer_models.py" "--models=$models" "--rows=$rows" "--compile=$compile" \
+    "--out=$out/peer_models.json" >&2
+  peers+=("$out/peer_models.json")
+fi
+
+join() { local IFS=,; echo "$*"; }
+"$python" "$here/compare_peer.py" "--ours=$(join "${ours[@]}")" "--peers=$(join "${peers[@]}")" \
+  "--earlier-peers=$earlier" | tee "$out/table.md"
