@@ -151,7 +151,13 @@ int Main(const std::string& device) {
   bench.Attention(2, 8, 4096, 40);
   bench.Attention(2, 10, 4096, 64);
   bench.Attention(16, 20, 1024, 64);
+  bench.Attention(64, 6, 1024, 64);
+  bench.Attention(64, 9, 256, 64);
+  bench.Attention(64, 12, 64, 64);
+  bench.Attention(2, 8, 1024, 80);
+  bench.Attention(2, 8, 256, 160);
   bench.Attention(64, 1, 256, 256);
+  bench.Attention(1, 1, 256, 256);
   bench.Attention(1, 1, 4096, 512);
   bench.Norm(64, 32, 128);
   bench.Norm(16, 64, 320);
