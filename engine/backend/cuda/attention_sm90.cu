@@ -245,7 +245,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         const auto load_keys = [&](int key_tile) {
           for (int part = 0; part < T::kParts; ++part) load(&work.k, key_tile, part);
         };
-        load_keys(0);
         Wait(queries_empty, (turn & 1) ^ 1);
         ArriveExpecting(queries_full, step.active * T::kUnitBytes);
         for (int i = 0; i < step.active; ++i) {
@@ -254,6 +253,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
                  queries_full, kUnit, part * T::kLines, step.query + i * kUnit);
           }
         }
+        load_keys(0);
         for (int i = 1; i < key_tiles; ++i) {
           load_keys(i);
           load(&work.v, i - 1, step.part);
@@ -352,7 +352,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     HoldRegisters(scores);
     release(T::kParts);
     if (key_tiles == 1) {
-      if (signals) Arrive(queries_empty);
       softmax.Add<true>(scores, true, valid, scale_log2);
     } else {
       softmax.Add<false>(scores, true, valid, scale_log2);
@@ -367,7 +366,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       WaitProducts<1>();  // the scores
       HoldRegisters(scores);
       release(T::kParts);
-      if (kLast && signals) Arrive(queries_empty);
       softmax.Add<kLast>(scores, false, valid, scale_log2);
       HoldRegisters(scores);  // the wait must not move up before the softmax
       WaitProducts<0>();
@@ -386,6 +384,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     WaitProducts<0>();
     HoldRegisters(output);
     release(1);
+    if (signals) Arrive(queries_empty);
     WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
   }
   if (T::kGroups > 1 && group == 0) SyncNamed(1, 256);  // nobody leaves a turn behind

@@ -122,43 +122,31 @@ __device__ inline void BeginSums(const Conv2dLaunch& conv, const float* bias, in
   }
 }
 
-/// What is added per image to a thread's 64 pixels' sums, whose first is pixel m and whose other is
-/// m + 8; n0 is the tile's first output. Pairs of bf16 may be loaded long before they are added.
+/// Adds what is added per image to a thread's 64 pixels' sums, whose first is pixel m and whose
+/// other is m + 8; n0 is the tile's first output.
 template <int kSums>
-struct PerImage {
-  uint32_t pairs[kSums / 4];  // of one of the two pixels
-
-  __device__ static int Image(const Work& work, int m) {
-    return min(m, work.pixels - 1) / work.image_pixels;
-  }
-  __device__ void Load(const Conv2dLaunch& conv, const Work& work, int m, int n0) {
-    const int first = n0 + threadIdx.x % 4 * 2;
-    const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(work.add.data) +
-                                      static_cast<int64_t>(Image(work, m)) * work.add.stride +
-                                      first;
-#pragma unroll
-    for (int j = 0; j < kSums / 4; ++j) {
-      pairs[j] =
-          first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
-    }
-  }
-  template <int kPixel>
-  __device__ void AddTo(float (&sums)[kSums]) const {
-#pragma unroll
-    for (int j = 0; j < kSums / 4; ++j) {
-      AddPair(pairs[j], sums[4 * j + 2 * kPixel], sums[4 * j + 2 * kPixel + 1]);
-    }
-  }
-};
-/// The same for any dtype and alignment.
-template <int kSums>
-__device__ inline void AddElements(const Conv2dLaunch& conv, const Work& work, int m, int n0,
+__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Work& work, int m, int n0,
                                    float (&sums)[kSums]) {
+  const int first = n0 + threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) {
-    const int n = n0 + threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2, h = i / 2 % 2;
-    if (n >= conv.outputs) continue;
-    sums[i] += Load(work.add, PerImage<kSums>::Image(work, m + 8 * h), n);
+  for (int h = 0; h < 2; ++h) {
+    const int image = min(m + 8 * h, work.pixels - 1) / work.image_pixels;
+    if (work.add_pairs) {
+      const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(work.add.data) +
+                                        static_cast<int64_t>(image) * work.add.stride + first;
+#pragma unroll
+      for (int j = 0; j < kSums / 4; ++j) {
+        const uint32_t pair =
+            first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
+        AddPair(pair, sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+      }
+    } else if constexpr (kSums <= 32) {
+#pragma unroll
+      for (int i = 0; i < kSums / 2; ++i) {
+        const int n = first + i / 2 * 8 + i % 2;
+        if (n < conv.outputs) sums[4 * (i / 2) + 2 * h + i % 2] += Load(work.add, image, n);
+      }
+    }
   }
 }
 
@@ -557,19 +545,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       Finisher finisher(conv, work, tile.phase, m0, tile.n0);
 
-      PerImage<T::kSums> added[2];
       float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
       for (int split = first_split; split < end_split; ++split) {
-        const bool adds = split == 0 && work.add.data != nullptr;
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
           BeginSums(conv, split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
         }
         if (kEarlyTurns > 0 && split == first_split) {
-          if (adds && work.add_pairs) {
-            added[0].Load(conv, work, m0 + my_row, tile.n0);
-            added[1].Load(conv, work, m0 + my_row + 8, tile.n0);
-          }
           if (work.vectors && !clustered) {
 #pragma unroll
             for (int turn = 0; turn < kEarlyTurns; ++turn) finisher.Load(turn);
@@ -607,18 +589,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
         release(previous);
-        if (adds) {
+        if (work.add.data != nullptr && split == 0) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
-            const int m = m0 + i * 64 + my_row;
-            if (work.add_pairs) {
-              if (kEarlyTurns == 0) added[0].Load(conv, work, m, tile.n0);
-              added[0].template AddTo<0>(sums[i]);
-              if (kEarlyTurns == 0) added[1].Load(conv, work, m + 8, tile.n0);
-              added[1].template AddTo<1>(sums[i]);
-            } else if constexpr (kEarlyTurns > 0) {
-              AddElements(conv, work, m, tile.n0, sums[i]);
-            }
+            AddPerImage(conv, work, m0 + i * 64 + my_row, tile.n0, sums[i]);
           }
         }
         if constexpr (T::kFold) {
