@@ -77,9 +77,18 @@ std::optional<EffectiveJob> Generation::Prepare(grpc::Status* refusal) {
   *refusal = CheckReady(*model, request_id);
   if (!refusal->ok()) return std::nullopt;
 
+  auto lease = serving_->client_load->Admit(record_->caller(), record_->peer());
+  if (!lease.ok()) {
+    *refusal =
+        ToGrpcStatus(lease.status(), reason::kClientLimit, request_id, serving_->RetryDelay());
+    return std::nullopt;
+  }
+  lease_ = *std::move(lease);
+
   std::vector<FieldViolation> violations;
   Translation translation =
-      Translate(params_, preview_, together_, request_id, *model, serving_->limits, &violations);
+      Translate(params_, preview_, together_, request_id, *model,
+                Within(record_->caller().limits, serving_->limits), &violations);
   translation.spec.deadline = deadline_;
   image_rendering_ = translation.image;
   preview_rendering_ = translation.preview;
@@ -156,6 +165,7 @@ void Generation::OnStarted() {
   const double queued = record_->SecondsSinceArrival();
   serving_->recent_queue_seconds = queued;
   serving_->metrics->JobQueued(job_.spec.model, queued);
+  lease_.Started();
   std::lock_guard lock(mutex_);
   inbox_.started = queued;
   ScheduleDelivery();
@@ -169,9 +179,19 @@ void Generation::OnProgress(int done, int total) {
 
 void Generation::OnPreview(const ImageResult& image, int evaluation) {
   std::lock_guard lock(mutex_);
-  if (cancelled_) return;
+  if (cancelled_ || IsTooSoon(image.index)) return;
   inbox_.previews.insert_or_assign(image.index, Preview{image, evaluation});
   ScheduleDelivery();
+}
+
+bool Generation::IsTooSoon(int image) {
+  const double rate = serving_->limits.max_previews_per_second;
+  const auto now = std::chrono::steady_clock::now();
+  const auto [last, first] = last_preview_.try_emplace(image, now);
+  if (first || rate == 0) return false;
+  if (std::chrono::duration<double>(now - last->second).count() < 1 / rate) return true;
+  last->second = now;
+  return false;
 }
 
 void Generation::OnImage(ImageResult image) {

@@ -13,6 +13,7 @@
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
 #include "server/call_record.h"
+#include "server/client_load.h"
 #include "server/serving.h"
 #include "server/translate.h"
 
@@ -79,6 +80,8 @@ class Generation : public JobListener, public std::enable_shared_from_this<Gener
 
   /// The job that is asked for, or nothing and why.
   std::optional<EffectiveJob> Prepare(grpc::Status* refusal);
+  /// Whether a preview of this image would be more than the limit allows. Under mutex_.
+  bool IsTooSoon(int image);
   void Encode(const ImageResult& image);
   /// Sees to it that a worker delivers the inbox. Under mutex_.
   void ScheduleDelivery();
@@ -94,11 +97,13 @@ class Generation : public JobListener, public std::enable_shared_from_this<Gener
   GenerationSink* const sink_;
 
   // Set by Start before the job is submitted, constant from then on.
+  ClientLoad::Lease lease_;
   Rendering image_rendering_, preview_rendering_;
   EffectiveJob job_;
 
   std::mutex mutex_;
   Inbox inbox_;
+  std::map<int, std::chrono::steady_clock::time_point> last_preview_;  // by image
   int encoding_ = 0;                  // images between OnImage and the inbox
   std::optional<absl::Status> done_;  // what the engine ended with
   absl::Status encode_error_;

@@ -42,7 +42,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationSink {
             const v1::GenerateRequest* request, v1::GenerateResponse* response)
       : context_(context),
         response_(response),
-        record_(active, serving->metrics, "Generate", "unary", context->peer()),
+        record_(*serving, active, "denoised.v1.ImageGeneration.Generate", context),
         generation_(std::make_shared<Generation>(serving, request->params(), nullptr, true,
                                                  Deadline(*context), &record_, this)) {
     serving->workers->Post([generation = generation_] { generation->Start(); });
@@ -90,7 +90,7 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
              const v1::StreamGenerateRequest* request)
       : context_(context),
         watch_(serving->write_watch),
-        record_(active, serving->metrics, "StreamGenerate", "server_stream", context->peer()),
+        record_(*serving, active, "denoised.v1.ImageGeneration.StreamGenerate", context),
         generation_(std::make_shared<Generation>(
             serving, request->params(), request->has_preview() ? &request->preview() : nullptr,
             false, Deadline(*context), &record_, this)) {
@@ -231,9 +231,10 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::St
 grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServerContext* context,
                                                              const v1::ListModelsRequest*,
                                                              v1::ListModelsResponse* response) {
-  CallRecord record(&active_, serving_->metrics, "ListModels", "unary", context->peer());
+  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.ListModels", context);
+  const RequestLimits limits = Within(record.caller().limits, serving_->limits);
   for (const auto& model : serving_->catalog->All()) {
-    *response->add_models() = ToProto(*model, serving_->engine->DeviceName(), serving_->limits);
+    *response->add_models() = ToProto(*model, serving_->engine->DeviceName(), limits);
   }
   return Reply(context, &record, grpc::Status::OK);
 }
@@ -241,11 +242,12 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServe
 grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerContext* context,
                                                            const v1::GetModelRequest* request,
                                                            v1::GetModelResponse* response) {
-  CallRecord record(&active_, serving_->metrics, "GetModel", "unary", context->peer());
+  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.GetModel", context);
   grpc::Status status;
   if (const auto model = serving_->catalog->Select(request->name(), "name", "", &status)) {
     record.model = model->name;
-    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(), serving_->limits);
+    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(),
+                                         Within(record.caller().limits, serving_->limits));
   }
   return Reply(context, &record, status);
 }

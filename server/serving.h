@@ -9,6 +9,8 @@
 namespace denoised {
 
 class Catalog;
+class ClientLoad;
+class Clients;
 class Engine;
 class Metrics;
 class WorkerPool;
@@ -20,6 +22,8 @@ struct Serving {
   const Catalog* catalog = nullptr;
   WorkerPool* workers = nullptr;
   Metrics* metrics = nullptr;
+  const Clients* clients = nullptr;
+  ClientLoad* client_load = nullptr;
   WriteWatch* write_watch = nullptr;
   RequestLimits limits;
   /// New work is refused.

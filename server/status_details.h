@@ -18,6 +18,7 @@ inline constexpr char kInvalidFields[] = "INVALID_FIELDS";
 inline constexpr char kModelNotFound[] = "MODEL_NOT_FOUND";
 inline constexpr char kModelLoading[] = "MODEL_LOADING";
 inline constexpr char kModelFailed[] = "MODEL_FAILED";
+inline constexpr char kClientLimit[] = "CLIENT_LIMIT";
 inline constexpr char kQueueFull[] = "QUEUE_FULL";
 inline constexpr char kDeviceMemory[] = "DEVICE_MEMORY";
 inline constexpr char kDraining[] = "DRAINING";

@@ -12,6 +12,8 @@
 #include <thread>
 
 #include "server/catalog.h"
+#include "server/client_load.h"
+#include "server/clients.h"
 #include "server/metrics.h"
 #include "server/worker_pool.h"
 #include "tests/server/fake_engine.h"
@@ -101,6 +103,8 @@ class GenerationTest : public ::testing::Test {
     serving_.catalog = &catalog_;
     serving_.workers = &workers_;
     serving_.metrics = &metrics_;
+    serving_.clients = clients_.get();
+    serving_.client_load = &client_load_;
   }
   // The engine posts to the workers until its jobs have ended.
   ~GenerationTest() override { engine_.Drain(std::chrono::steady_clock::now()); }
@@ -109,6 +113,7 @@ class GenerationTest : public ::testing::Test {
     v1::GenerationParams params;
     v1::PreviewOptions preview;
     StrictSink sink;
+    grpc::CallbackServerContext context;
     std::optional<CallRecord> record;
     std::shared_ptr<Generation> generation;
   };
@@ -117,7 +122,7 @@ class GenerationTest : public ::testing::Test {
                                 std::optional<std::chrono::milliseconds> limit = {}) {
     auto request = std::make_unique<Request>();
     request->params = params;
-    request->record.emplace(&active_, &metrics_, "Generate", "unary", "test");
+    request->record.emplace(serving_, &active_, kMethod, &request->context);
     std::optional<std::chrono::steady_clock::time_point> deadline;
     if (limit) deadline = std::chrono::steady_clock::now() + *limit;
     request->generation =
@@ -127,7 +132,11 @@ class GenerationTest : public ::testing::Test {
     return request;
   }
 
+  static constexpr char kMethod[] = "denoised.v1.ImageGeneration.StreamGenerate";
+
   Metrics metrics_;
+  const std::unique_ptr<Clients> clients_ = *Clients::Open("", 1s);
+  ClientLoad client_load_{0, 0};
   FakeEngine engine_;
   Catalog catalog_;
   Serving serving_;
@@ -149,7 +158,7 @@ TEST_F(GenerationTest, CancelBeforeStartReachesTheEngine) {
   engine_.Pause(true);
   v1::GenerationParams params;
   Request request;
-  request.record.emplace(&active_, &metrics_, "Generate", "unary", "test");
+  request.record.emplace(serving_, &active_, kMethod, &request.context);
   request.generation = std::make_shared<Generation>(&serving_, request.params, nullptr, false,
                                                     std::nullopt, &*request.record, &request.sink);
   request.generation->Cancel();
