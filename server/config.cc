@@ -1,5 +1,7 @@
 #include "server/config.h"
 
+#include <arpa/inet.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
@@ -207,8 +209,11 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
 }  // namespace
 
 bool IsLoopback(const std::string& address) {
-  return address.rfind("127.", 0) == 0 || address.rfind("localhost:", 0) == 0 ||
-         address.rfind("[::1]", 0) == 0;
+  const std::string host = address.substr(0, address.rfind(':'));
+  in_addr numeric{};
+  // Not every name that begins with "127." is of this machine.
+  if (inet_pton(AF_INET, host.c_str(), &numeric) == 1) return ntohl(numeric.s_addr) >> 24 == 127;
+  return host == "localhost" || host == "[::1]";
 }
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
@@ -405,9 +410,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Logs");
 
   for (CLI::Option* option : app.get_options()) {
-    if (!option->get_lnames().empty()) {
-      option->envname(EnvironmentName(option->get_lnames().front()));
-    }
+    option->envname(EnvironmentName(option->get_lnames().front()));
   }
 
   try {
