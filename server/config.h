@@ -25,6 +25,12 @@ struct RequestLimits {
   int64_t max_reply_bytes = int64_t{1} << 30;  // a protobuf message holds at most 2 GiB
 };
 
+/// How long results of jobs wait for whoever asks for them again.
+struct JobRetention {
+  std::chrono::milliseconds time{600'000};
+  int64_t max_bytes = 256 << 20;  // of all results together; the oldest go first
+};
+
 /// Everything that the command line says.
 struct Config {
   std::string listen = "127.0.0.1:50051";
@@ -32,6 +38,7 @@ struct Config {
   std::vector<ModelSource> models;
   EngineOptions engine;
   RequestLimits limits;
+  JobRetention jobs;
   int worker_threads = 0;  // 0: half of the cores, at least two
   std::chrono::milliseconds write_timeout{30'000};
   std::chrono::milliseconds keepalive{60'000};

@@ -10,6 +10,7 @@ namespace denoised {
 
 class Catalog;
 class Engine;
+class Jobs;
 class Metrics;
 class WorkerPool;
 class WriteWatch;
@@ -18,6 +19,7 @@ class WriteWatch;
 struct Serving {
   Engine* engine = nullptr;
   const Catalog* catalog = nullptr;
+  Jobs* jobs = nullptr;
   WorkerPool* workers = nullptr;
   Metrics* metrics = nullptr;
   WriteWatch* write_watch = nullptr;
