@@ -39,9 +39,10 @@ class DeviceEngine : public Engine {
   std::vector<std::shared_ptr<const ModelInfo>> Models() const override;
   absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
                                        std::vector<FieldViolation>* violations) const override;
-  absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener) override;
+  absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
+                               Estimate* estimate) override;
   int QueuedImages(const std::string& model) const override;
-  void Cancel(JobId id) override;
+  void Cancel(JobId id, EndReason reason) override;
   void Drain(Clock::time_point deadline) override;
   std::vector<EngineStats> Stats() const override;
   void SetObserver(EngineObserver* observer) override;
@@ -325,8 +326,8 @@ absl::StatusOr<EffectiveJob> DeviceEngine::Resolve(const JobSpec& spec,
   return job;
 }
 
-absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job,
-                                           std::shared_ptr<JobListener> listener) {
+absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
+                                           Estimate* estimate) {
   JobId id;
   {
     std::lock_guard lock(mutex_);
@@ -335,6 +336,7 @@ absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job,
     int queued = 0;
     for (const auto& [waiting_id, waiting] : waiting_) queued += waiting.images;
     const int count = job.spec.count;
+    if (estimate) estimate->images_ahead = queued;
     if (queued + count > options_.max_queued_images)
       return ResourceExhausted(
           "{} images are queued, and {} more would exceed the limit of {}; "
@@ -363,7 +365,7 @@ int DeviceEngine::QueuedImages(const std::string& model) const {
   return images;
 }
 
-void DeviceEngine::Cancel(JobId id) {
+void DeviceEngine::Cancel(JobId id, EndReason) {
   {
     std::lock_guard lock(mutex_);
     waiting_.erase(id);  // its place in the queue is free at once, its slots at the next evaluation

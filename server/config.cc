@@ -377,12 +377,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Limits");
   app.add_option(
          "--max-streams-per-client", config.connections.max_streams_per_client,
-         "Requests under way of one client: a name of --clients or --tls-client-ca, else an "
-         "address")
+         "Calls under way of one client, a name of --clients or --tls-client-ca, else a host")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
-  app.add_option("--max-queued-requests-per-client", config.connections.max_queued_per_client,
-                 "Of those, how many may wait for the device; 0: no limit")
+  app.add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
+                 "Requests of one client that may wait for the device; 0: as many as of all")
       ->check(CLI::Range(0, 1 << 20))
       ->group("Limits");
   app.add_option("--max-buffered-bytes", config.connections.max_buffered_bytes,

@@ -48,9 +48,14 @@ struct ConnectionLimits {
   std::chrono::milliseconds handshake{20'000};  // from TCP to HTTP/2, TLS included
   int max_connections = 10'000;
   int max_streams = 1000;                         // calls under way of one connection
-  int max_streams_per_client = 4096;              // requests under way of one client
-  int max_queued_per_client = 0;                  // of those, without a slot; 0: no bound
+  int max_streams_per_client = 4096;              // those that wait for images, of one client
   int64_t max_buffered_bytes = int64_t{1} << 30;  // messages that gRPC holds, of all connections
+};
+
+/// How long results of jobs wait for whoever asks for them again.
+struct JobRetention {
+  std::chrono::milliseconds time{600'000};
+  int64_t max_bytes = 256 << 20;  // of all results together; the oldest go first
 };
 
 /// Everything that the command line says.
@@ -63,7 +68,8 @@ struct Config {
   ConnectionLimits connections;
   SecurityConfig security;
   bool reflection = true, admin = true;  // whether grpc.reflection and ModelAdmin are there
-  int worker_threads = 0;                // 0: half of the cores, at least two
+  JobRetention jobs;
+  int worker_threads = 0;  // 0: half of the cores, at least two
   std::chrono::milliseconds write_timeout{30'000};
   std::chrono::milliseconds grace{30'000};
   log::Format log_format = log::Format::kText;

@@ -65,7 +65,8 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   return exit_code;
 }
 
-/// What gRPC has to say, in our lines. Its errors are mostly of clients, such as a failed handshake.
+/// What gRPC has to say, in our lines. Its errors are mostly of clients, such as a failed
+/// handshake.
 void LogOfGrpc(gpr_log_func_args* args) {
   const log::Fields fields = {{"file", args->file}, {"line", args->line}};
   if (args->severity == GPR_LOG_SEVERITY_ERROR) {

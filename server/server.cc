@@ -18,6 +18,7 @@
 #include "server/clients.h"
 #include "server/credentials.h"
 #include "server/health.h"
+#include "server/jobs.h"
 #include "server/log.h"
 #include "server/metrics.h"
 #include "server/service.h"
@@ -91,16 +92,17 @@ struct Server::State {
   State(const Config& config, std::unique_ptr<Engine> engine_in,
         std::unique_ptr<Clients> clients_in)
       : config(config),
+        clients(std::move(clients_in)),
+        client_load(config.connections.max_streams_per_client),
+        jobs(&serving, config.jobs),
         workers(WorkerThreads(config.worker_threads)),
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),
         engine(std::move(engine_in)),
         catalog(config.models, engine.get()),
-        clients(std::move(clients_in)),
-        client_load(config.connections.max_streams_per_client,
-                    config.connections.max_queued_per_client),
         service(&serving) {
     serving.engine = engine.get();
     serving.catalog = &catalog;
+    serving.jobs = &jobs;
     serving.workers = &workers;
     serving.metrics = &metrics;
     serving.clients = clients.get();
@@ -112,16 +114,18 @@ struct Server::State {
 
   void Announce() const;
   void LoadModels();
+  void KeepHouse();
 
   const Config config;
   Metrics metrics;
+  std::unique_ptr<Clients> clients;
+  ClientLoad client_load;
+  Serving serving;
+  Jobs jobs;
   WorkerPool workers;
   WriteWatch write_watch;
   std::unique_ptr<Engine> engine;
   Catalog catalog;
-  std::unique_ptr<Clients> clients;
-  ClientLoad client_load;
-  Serving serving;
   ImageGenerationService service;
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Health> health;
@@ -130,8 +134,10 @@ struct Server::State {
   std::mutex mutex;
   std::condition_variable loaded_changed;
   std::optional<absl::Status> loaded;  // guarded by mutex
+  bool stopping = false;               // guarded by mutex
+  std::condition_variable stop;
   std::once_flag drained;
-  std::thread loader;
+  std::thread loader, housekeeper;
 };
 
 void Server::State::Announce() const {
@@ -189,6 +195,17 @@ void Server::State::LoadModels() {
   loaded_changed.notify_all();
 }
 
+void Server::State::KeepHouse() {
+  const auto period = std::clamp<std::chrono::milliseconds>(
+      config.jobs.time / 4, std::chrono::milliseconds(10), std::chrono::seconds(1));
+  std::unique_lock lock(mutex);
+  while (!stop.wait_for(lock, period, [this] { return stopping; })) {
+    lock.unlock();
+    jobs.Expire();
+    lock.lock();
+  }
+}
+
 Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
@@ -220,12 +237,19 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   state->Announce();
   State* raw = state.get();
   state->loader = std::thread([raw] { raw->LoadModels(); });
+  state->housekeeper = std::thread([raw] { raw->KeepHouse(); });
   return std::unique_ptr<Server>(new Server(std::move(state)));
 }
 
 Server::~Server() {
   Drain(std::chrono::milliseconds(0));
   state_->loader.join();
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
+  }
+  state_->stop.notify_all();
+  state_->housekeeper.join();
   state_->metrics.Detach();
 }
 

@@ -12,6 +12,7 @@ class Catalog;
 class ClientLoad;
 class Clients;
 class Engine;
+class Jobs;
 class Metrics;
 class WorkerPool;
 class WriteWatch;
@@ -20,6 +21,7 @@ class WriteWatch;
 struct Serving {
   Engine* engine = nullptr;
   const Catalog* catalog = nullptr;
+  Jobs* jobs = nullptr;
   WorkerPool* workers = nullptr;
   Metrics* metrics = nullptr;
   const Clients* clients = nullptr;

@@ -185,45 +185,48 @@ TEST_F(ClientsTest, TokensAreForClientsWithANameAlone) {
 }
 
 TEST(ClientLoadTest, BoundsEachClientByItself) {
-  ClientLoad load(3, 2);
-  Caller studio{.name = "studio"}, small{.name = "small", .limits = {.max_streams = 1}};
+  ClientLoad load(3);
+  const Caller studio{.name = "studio"}, small{.name = "small", .limits = {.max_streams = 1}};
   std::vector<ClientLoad::Lease> leases;
   const auto admit = [&](const Caller& caller, const std::string& peer = "ipv4:10.0.0.1:1") {
-    auto lease = load.Admit(caller, peer);
+    auto lease = load.Admit(ClientLoad::kStream, caller, peer);
     if (lease.ok()) leases.push_back(*std::move(lease));
     return std::string(lease.status().message());
   };
-  EXPECT_EQ(admit(studio), "");
-  EXPECT_EQ(admit(studio), "");
-  EXPECT_THAT(admit(studio), HasSubstr("2 requests in the queue, and may have 2"));
-  leases[0].Started();
-  leases[0].Started();  // counts once
-  EXPECT_EQ(admit(studio), "");
-  leases[1].Started();
-  leases[2].Started();
-  EXPECT_THAT(admit(studio, "ipv4:10.0.0.2:1"), HasSubstr("3 requests under way"));
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(admit(studio), "");
+  EXPECT_THAT(admit(studio, "ipv4:10.0.0.2:1"), HasSubstr("client studio has 3 calls under way"));
   EXPECT_EQ(admit(small), "");
   EXPECT_THAT(admit(small), HasSubstr("may have 1"));
   leases.erase(leases.begin());
   EXPECT_EQ(admit(studio), "");
+  EXPECT_NE(admit(studio), "");
   leases.clear();
   EXPECT_EQ(admit(small), "");
 }
 
-TEST(ClientLoadTest, TellsStrangersApartByTheirHost) {
-  ClientLoad load(1, 0);
-  const auto first = load.Admit({}, "ipv4:10.0.0.1:1000");
-  EXPECT_TRUE(first.ok());
-  EXPECT_THAT(std::string(load.Admit({}, "ipv4:10.0.0.1:2000").status().message()),
-              HasSubstr("ipv4:10.0.0.1"));
-  EXPECT_TRUE(load.Admit({}, "ipv4:10.0.0.2:1000").ok());
-  EXPECT_TRUE(load.Admit({}, "ipv6:%5B2001:db8::1%5D:1000").ok());
+TEST(ClientLoadTest, TheQueueIsCountedByItself) {
+  ClientLoad load(1);
+  const Caller studio{.name = "studio", .limits = {.max_queued_requests = 1}};
+  auto stream = load.Admit(ClientLoad::kStream, studio, "");
+  auto place = load.Admit(ClientLoad::kQueued, studio, "");
+  ASSERT_TRUE(stream.ok() && place.ok());
+  EXPECT_THAT(std::string(load.Admit(ClientLoad::kQueued, studio, "").status().message()),
+              HasSubstr("1 requests in the queue, and may have 1"));
+  *place = {};
+  EXPECT_TRUE(load.Admit(ClientLoad::kQueued, studio, "").ok());
+  EXPECT_FALSE(load.Admit(ClientLoad::kStream, studio, "").ok());
+  EXPECT_TRUE(load.Admit(ClientLoad::kQueued, {}, "ipv4:10.0.0.1:1").ok()) << "no limit of its own";
 }
 
-TEST(ClientLoadTest, ZeroIsNoLimit) {
-  ClientLoad load(0, 0);
-  std::vector<ClientLoad::Lease> leases;
-  for (int i = 0; i < 5000; ++i) leases.push_back(*load.Admit({}, "ipv4:10.0.0.1:1"));
+TEST(ClientLoadTest, TellsStrangersApartByTheirHost) {
+  ClientLoad load(1);
+  const auto admit = [&](const char* peer) { return load.Admit(ClientLoad::kStream, {}, peer); };
+  const auto first = admit("ipv4:10.0.0.1:1000");
+  EXPECT_TRUE(first.ok());
+  EXPECT_THAT(std::string(admit("ipv4:10.0.0.1:2000").status().message()),
+              HasSubstr("ipv4:10.0.0.1"));
+  EXPECT_TRUE(admit("ipv4:10.0.0.2:1000").ok());
+  EXPECT_TRUE(admit("ipv6:%5B2001:db8::1%5D:1000").ok());
 }
 
 }  // namespace

@@ -142,8 +142,10 @@ int FakeEngine::QueuedImages(const std::string& model) const {
   return Queued();
 }
 
-absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobListener> listener) {
+absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
+                                         Estimate* estimate) {
   std::lock_guard lock(mutex_);
+  if (estimate) estimate->images_ahead = Queued();
   if (draining_) return Unavailable("the engine is draining");
   if (const int queued = Queued(); queued + job.spec.count > options_.max_queued_images) {
     return ResourceExhausted("{} images are queued; {} more would exceed {}; try again later",
@@ -160,7 +162,7 @@ absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobLi
   return made->id;
 }
 
-void FakeEngine::Cancel(JobId id) {
+void FakeEngine::Cancel(JobId id, EndReason) {
   std::lock_guard lock(mutex_);
   for (const auto& job : jobs_) {
     if (job->id != id || job->cancelled) continue;
@@ -222,7 +224,7 @@ JobSpec FakeEngine::last_spec() const {
 }
 
 /// OK while the job should go on. Under mutex_.
-absl::Status FakeEngine::EndReason(const Job& job) const {
+absl::Status FakeEngine::ReasonToEnd(const Job& job) const {
   if (job.cancelled) return Cancelled("the request was cancelled");
   if (job.job.spec.deadline && Clock::now() >= *job.job.spec.deadline) {
     return DeadlineExceeded("the deadline passed after {} evaluations; allow more time",
@@ -312,7 +314,7 @@ void FakeEngine::Run() {
     if (stopping_ && jobs_.empty()) return;
     std::vector<std::pair<std::shared_ptr<Job>, absl::Status>> ended;
     for (const auto& job : jobs_) {
-      if (absl::Status reason = EndReason(*job); !reason.ok()) ended.push_back({job, reason});
+      if (absl::Status reason = ReasonToEnd(*job); !reason.ok()) ended.push_back({job, reason});
     }
     for (const auto& [job, reason] : ended) {
       slots_.erase(std::remove_if(slots_.begin(), slots_.end(),

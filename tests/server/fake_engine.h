@@ -42,9 +42,10 @@ class FakeEngine : public Engine {
   std::vector<std::shared_ptr<const ModelInfo>> Models() const override;
   absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
                                        std::vector<FieldViolation>* violations) const override;
-  absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener) override;
+  absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
+                               Estimate* estimate) override;
   int QueuedImages(const std::string& model) const override;
-  void Cancel(JobId id) override;
+  void Cancel(JobId id, EndReason reason) override;
   void Drain(std::chrono::steady_clock::time_point deadline) override;
   std::vector<EngineStats> Stats() const override;
   void SetObserver(EngineObserver* observer) override;
@@ -82,7 +83,7 @@ class FakeEngine : public Engine {
   void Run();
   void Admit(std::vector<std::shared_ptr<Job>>* started);
   void Evaluate(const std::vector<Slot*>& rows);
-  absl::Status EndReason(const Job& job) const;
+  absl::Status ReasonToEnd(const Job& job) const;
   void End(const std::shared_ptr<Job>& job, const absl::Status& status);
   int Queued() const;
   ImageResult Draw(const Job& job, int index, double noise) const;

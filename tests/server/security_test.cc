@@ -316,7 +316,7 @@ TEST_F(SecurityTest, LimitsOfAClientAreItsOwn) {
   const grpc::Status third = Generate(channel, Bearer(small.value));
   EXPECT_EQ(third.error_code(), StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_THAT(third.error_message(),
-              HasSubstr("client small has 2 requests under way, and may have 2"));
+              HasSubstr("client small has 2 calls under way, and may have 2"));
   google::rpc::Status details;
   ASSERT_TRUE(details.ParseFromString(third.error_details()));
   EXPECT_THAT(details.ShortDebugString(), HasSubstr("CLIENT_LIMIT"));
