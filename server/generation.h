@@ -13,6 +13,8 @@
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
 #include "server/call_record.h"
+#include "server/client_load.h"
+#include "server/clients.h"
 #include "server/event_log.h"
 #include "server/serving.h"
 #include "server/timeline.h"
@@ -43,7 +45,9 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   using Clock = std::chrono::steady_clock;
 
   struct Origin {
-    std::string client;      // whose it is: only this client sees it
+    Caller caller;     // whose it is: only this client sees it
+    std::string peer;  // from where it came
+    std::string traceparent;
     std::string request_id;  // unique among the client's
     Clock::time_point arrival = Clock::now();
     std::optional<Clock::time_point> deadline;  // of the call that began it
@@ -57,7 +61,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   /// `params` are not used afterwards. `together`: all images leave in one message.
   void Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview, bool together);
   /// Nobody wants the images any more. The end still follows. Without effect after it.
-  void Cancel();
+  void Cancel(EndReason reason);
 
   /// Whoever watches must leave.
   void Watch(std::shared_ptr<GenerationWatcher> watcher);
@@ -120,8 +124,12 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   std::optional<EffectiveJob> Prepare(const v1::GenerationParams& params,
                                       const v1::PreviewOptions* preview, bool together,
                                       grpc::Status* refusal);
+  /// What the client is told when the engine did not take the job.
+  grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
   /// QueuedEvent, the first of all. Under mutex_.
-  void Accept(int images_ahead);
+  void Accept(const Estimate& estimate);
+  /// Whether a preview of this image would be more than the limit allows. Under mutex_.
+  bool IsTooSoon(int image);
   void Encode(const ImageResult& image);
   /// Sees to it that a worker delivers the inbox. Under mutex_.
   void ScheduleDelivery();
@@ -139,6 +147,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   const std::chrono::system_clock::time_point created_ = std::chrono::system_clock::now();
 
   // Set by Start before the job is submitted, constant from then on.
+  ClientLoad::Lease lease_;
   Rendering image_rendering_, preview_rendering_;
   EffectiveJob job_;
   bool include_timings_ = false;
@@ -150,6 +159,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   EventLog log_;
   Timeline timeline_;
   std::vector<Watching> watchers_;
+  std::map<int, std::chrono::steady_clock::time_point> last_preview_;  // by image
   int encoding_ = 0;                  // images between OnImage and the inbox
   std::optional<absl::Status> done_;  // what the engine ended with
   absl::Status encode_error_;
@@ -159,7 +169,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   double queued_seconds_ = -1;                             // < 0: no image got a slot
   std::chrono::system_clock::time_point started_, ended_;  // epoch: not yet
   std::optional<grpc::Status> end_;
-  bool cancelled_ = false;
+  std::optional<EndReason> cancelled_;
   bool images_dropped_ = false;  // since nobody wanted them
   bool accepted_ = false;        // QueuedEvent is in the log: the rest may follow
   bool delivering_ = false;      // a worker runs Deliver or is going to

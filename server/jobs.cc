@@ -64,7 +64,7 @@ grpc::Status AlreadyExists(const std::string& request_id, const std::string& dif
 }  // namespace
 
 Jobs::Key Jobs::KeyOf(const Generation& generation) {
-  return {generation.origin().client, generation.origin().request_id};
+  return {generation.origin().caller.name, generation.origin().request_id};
 }
 
 std::shared_ptr<Generation> Jobs::Begin(const Request& request,
@@ -76,7 +76,9 @@ std::shared_ptr<Generation> Jobs::Begin(const Request& request,
   if (named) entry.asked = Asked(request);
   const bool survives = params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
   const auto generation = std::make_shared<Generation>(
-      serving_, Generation::Origin{.client = request.client,
+      serving_, Generation::Origin{.caller = request.caller,
+                                   .peer = request.peer,
+                                   .traceparent = request.traceparent,
                                    .request_id = named ? params.request_id() : MakeRequestId(),
                                    .arrival = request.arrival,
                                    .deadline = request.deadline,

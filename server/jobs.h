@@ -30,7 +30,9 @@ class Jobs {
     const v1::GenerationParams& params;
     const v1::PreviewOptions* preview;
     bool together;  // all images leave in one message
-    std::string client;
+    Caller caller;
+    std::string peer;  // where the call came from
+    std::string traceparent;
     Clock::time_point arrival;
     std::optional<Clock::time_point> deadline;
   };

@@ -18,7 +18,9 @@
 namespace denoised {
 namespace {
 
-constexpr char kAnonymous[] = "anonymous";
+constexpr char kGenerate[] = "denoised.v1.ImageGeneration.Generate";
+constexpr char kStreamGenerate[] = "denoised.v1.ImageGeneration.StreamGenerate";
+constexpr char kWatchJob[] = "denoised.v1.ImageGeneration.WatchJob";
 
 /// gRPC's deadline, a point of the wall clock, on the steady clock.
 std::optional<std::chrono::steady_clock::time_point> Deadline(
@@ -49,12 +51,12 @@ class GenerationCall : public GenerationWatcher,
 
   void OnNews() final { Advance(std::unique_lock(mutex_)); }
 
+  const CallRecord& record() const { return record_; }
+
  protected:
-  GenerationCall(Serving* serving, ActiveCalls* active, const char* method, const char* type,
+  GenerationCall(Serving* serving, ActiveCalls* active, const char* method,
                  grpc::CallbackServerContext* context)
-      : serving_(serving),
-        context_(context),
-        record_(active, serving->metrics, method, type, context->peer()) {}
+      : serving_(serving), context_(context), record_(*serving, active, method, context) {}
 
   /// Takes the next step that gRPC allows, if there is one: calls gRPC without the lock.
   virtual void Advance(std::unique_lock<std::mutex> lock) = 0;
@@ -130,9 +132,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
  public:
   UnaryCall(Serving* serving, ActiveCalls* active, grpc::CallbackServerContext* context,
             v1::GenerateResponse* response)
-      : GenerationCall(serving, active, "Generate", "unary", context), response_(response) {}
-
-  CallRecord& record() { return record_; }
+      : GenerationCall(serving, active, kGenerate, context), response_(response) {}
 
   void OnCancel() override { Break(); }
   void OnDone() override { End(); }
@@ -185,9 +185,7 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
   /// `sequence`: events up to it are known.
   StreamCall(Serving* serving, ActiveCalls* active, const char* method,
              grpc::CallbackServerContext* context, uint64_t sequence)
-      : GenerationCall(serving, active, method, "server_stream", context), sequence_(sequence) {}
-
-  CallRecord& record() { return record_; }
+      : GenerationCall(serving, active, method, context), sequence_(sequence) {}
 
   void OnWriteDone(bool ok) override {
     serving_->write_watch->Disarm(context_);
@@ -243,6 +241,19 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
   Timeline sent_;
 };
 
+Jobs::Request Asked(const grpc::CallbackServerContext& context, const CallRecord& record,
+                    const v1::GenerationParams& params, const v1::PreviewOptions* preview,
+                    bool together) {
+  return {.params = params,
+          .preview = preview,
+          .together = together,
+          .caller = record.caller(),
+          .peer = record.peer(),
+          .traceparent = record.trace().traceparent(),
+          .arrival = record.arrival(),
+          .deadline = Deadline(context)};
+}
+
 grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
                                 const grpc::Status& status) {
   record->End(status.error_code(), status.error_message());
@@ -257,13 +268,8 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
                                                            const v1::GenerateRequest* request,
                                                            v1::GenerateResponse* response) {
   const auto call = std::make_shared<UnaryCall>(serving_, &active_, context, response);
-  call->Post([=, this, arrival = call->record().arrival()](const auto& watcher, auto* refusal) {
-    return serving_->jobs->Begin({.params = request->params(),
-                                  .preview = nullptr,
-                                  .together = true,
-                                  .client = kAnonymous,
-                                  .arrival = arrival,
-                                  .deadline = Deadline(*context)},
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    return serving_->jobs->Begin(Asked(*context, *record, request->params(), nullptr, true),
                                  watcher, refusal);
   });
   return call.get();
@@ -271,14 +277,10 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
     grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
-  const auto call = std::make_shared<StreamCall>(serving_, &active_, "StreamGenerate", context, 0);
-  call->Post([=, this, arrival = call->record().arrival()](const auto& watcher, auto* refusal) {
-    return serving_->jobs->Begin({.params = request->params(),
-                                  .preview = request->has_preview() ? &request->preview() : nullptr,
-                                  .together = false,
-                                  .client = kAnonymous,
-                                  .arrival = arrival,
-                                  .deadline = Deadline(*context)},
+  const auto call = std::make_shared<StreamCall>(serving_, &active_, kStreamGenerate, context, 0);
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
+    return serving_->jobs->Begin(Asked(*context, *record, request->params(), preview, false),
                                  watcher, refusal);
   });
   return call.get();
@@ -287,9 +289,10 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::St
 grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerContext* context,
                                                          const v1::GetJobRequest* request,
                                                          v1::GetJobResponse* response) {
-  CallRecord record(&active_, serving_->metrics, "GetJob", "unary", context->peer());
+  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.GetJob", context);
   grpc::Status status;
-  if (const auto generation = serving_->jobs->Find(kAnonymous, request->request_id(), &status)) {
+  if (const auto generation =
+          serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
     generation->Describe(&record);
     *response->mutable_job() = serving_->jobs->Describe(*generation);
   }
@@ -298,10 +301,10 @@ grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerCon
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(
     grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
-  const auto call = std::make_shared<StreamCall>(serving_, &active_, "WatchJob", context,
+  const auto call = std::make_shared<StreamCall>(serving_, &active_, kWatchJob, context,
                                                  request->after_sequence());
-  call->Post([=, this](const auto& watcher, auto* refusal) {
-    auto generation = serving_->jobs->Find(kAnonymous, request->request_id(), refusal);
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    auto generation = serving_->jobs->Find(record->caller().name, request->request_id(), refusal);
     if (generation) generation->Watch(watcher);
     return generation;
   });
@@ -311,12 +314,13 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::Wa
 grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServerContext* context,
                                                             const v1::CancelJobRequest* request,
                                                             v1::CancelJobResponse* response) {
-  CallRecord record(&active_, serving_->metrics, "CancelJob", "unary", context->peer());
+  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.CancelJob", context);
   grpc::Status status;
-  if (const auto generation = serving_->jobs->Find(kAnonymous, request->request_id(), &status)) {
+  if (const auto generation =
+          serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
     generation->Describe(&record);
     *response->mutable_job() = serving_->jobs->Describe(*generation);
-    generation->Cancel();
+    generation->Cancel(EndReason::kCancelled);
   }
   return Reply(context, &record, status);
 }
@@ -324,9 +328,10 @@ grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServer
 grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServerContext* context,
                                                              const v1::ListModelsRequest*,
                                                              v1::ListModelsResponse* response) {
-  CallRecord record(&active_, serving_->metrics, "ListModels", "unary", context->peer());
+  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.ListModels", context);
+  const RequestLimits limits = Within(record.caller().limits, serving_->limits);
   for (const auto& model : serving_->catalog->All()) {
-    *response->add_models() = ToProto(*model, serving_->engine->DeviceName(), serving_->limits);
+    *response->add_models() = ToProto(*model, serving_->engine->DeviceName(), limits);
   }
   return Reply(context, &record, grpc::Status::OK);
 }
@@ -334,11 +339,12 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServe
 grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerContext* context,
                                                            const v1::GetModelRequest* request,
                                                            v1::GetModelResponse* response) {
-  CallRecord record(&active_, serving_->metrics, "GetModel", "unary", context->peer());
+  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.GetModel", context);
   grpc::Status status;
   if (const auto model = serving_->catalog->Select(request->name(), "name", "", &status)) {
     record.model = model->name;
-    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(), serving_->limits);
+    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(),
+                                         Within(record.caller().limits, serving_->limits));
   }
   return Reply(context, &record, status);
 }

@@ -9,6 +9,8 @@
 namespace denoised {
 
 class Catalog;
+class ClientLoad;
+class Clients;
 class Engine;
 class Jobs;
 class Metrics;
@@ -22,6 +24,8 @@ struct Serving {
   Jobs* jobs = nullptr;
   WorkerPool* workers = nullptr;
   Metrics* metrics = nullptr;
+  const Clients* clients = nullptr;
+  ClientLoad* client_load = nullptr;
   WriteWatch* write_watch = nullptr;
   RequestLimits limits;
   /// New work is refused.

@@ -20,6 +20,7 @@ inline constexpr char kModelLoading[] = "MODEL_LOADING";
 inline constexpr char kModelFailed[] = "MODEL_FAILED";
 inline constexpr char kJobNotFound[] = "JOB_NOT_FOUND";
 inline constexpr char kRequestIdTaken[] = "REQUEST_ID_TAKEN";
+inline constexpr char kClientLimit[] = "CLIENT_LIMIT";
 inline constexpr char kQueueFull[] = "QUEUE_FULL";
 inline constexpr char kDeviceMemory[] = "DEVICE_MEMORY";
 inline constexpr char kDraining[] = "DRAINING";

@@ -41,6 +41,7 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->parameters = 1'000'000;
   info->height = info->width = options_.size;
   info->size_multiple = 4;
+  info->max_edge = 4096;
   info->channels = options_.channels;
   info->condition = ClassCondition::kLabel;
   info->num_classes = 10;

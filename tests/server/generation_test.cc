@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "server/catalog.h"
+#include "server/client_load.h"
 #include "server/jobs.h"
 #include "server/metrics.h"
 #include "server/worker_pool.h"
@@ -117,6 +118,7 @@ class GenerationTest : public ::testing::Test {
     serving_.jobs = &jobs_;
     serving_.workers = &workers_;
     serving_.metrics = &metrics_;
+    serving_.client_load = &client_load_;
   }
   // The engine posts to the workers until its jobs have ended.
   ~GenerationTest() override { engine_.Drain(std::chrono::steady_clock::now()); }
@@ -143,7 +145,7 @@ class GenerationTest : public ::testing::Test {
     call->generation = jobs_.Begin({.params = params,
                                     .preview = &preview,
                                     .together = false,
-                                    .client = client,
+                                    .caller = {.name = client},
                                     .arrival = std::chrono::steady_clock::now(),
                                     .deadline = deadline},
                                    call->watcher, &call->refusal);
@@ -178,6 +180,7 @@ class GenerationTest : public ::testing::Test {
   }
 
   Metrics metrics_;
+  ClientLoad client_load_{0, 0};
   FakeEngine engine_;
   Catalog catalog_;
   Serving serving_;
@@ -210,7 +213,7 @@ TEST_F(GenerationTest, ACancelAfterTheDeadlineIsTheDeadline) {
   engine_.Pause(true);
   const auto call = Begin({}, 1ms);
   std::this_thread::sleep_for(2ms);
-  call->generation->Cancel();
+  call->generation->Cancel(EndReason::kCancelled);
   EXPECT_EQ(call->Wait().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
 }
 
@@ -288,7 +291,7 @@ TEST_F(GenerationTest, ClientsDoNotSeeEachOther) {
 TEST_F(GenerationTest, ACancelledJobIsBegunAgain) {
   engine_.Pause(true);
   const auto first = Begin(Params("a"));
-  first->generation->Cancel();
+  first->generation->Cancel(EndReason::kCancelled);
   const auto second = Begin(Params("a"));  // the engine may not even have ended the first
   EXPECT_NE(first->generation, second->generation);
   engine_.Pause(false);
@@ -375,7 +378,7 @@ TEST_F(GenerationTest, ManyAtOnceWithRandomCancels) {
         }
         if (random() % 2 == 0) {
           std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
-          call->generation->Cancel();
+          call->generation->Cancel(EndReason::kCancelled);
         }
         const grpc::Status status = call->Wait();
         if (status.ok()) ++ok;

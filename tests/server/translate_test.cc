@@ -23,6 +23,7 @@ ModelInfo Digits(int channels = 1) {
   model.name = "digits";
   model.state = ModelState::kReady;
   model.height = model.width = 8;
+  model.max_edge = 4096;
   model.channels = channels;
   model.num_classes = 10;
   return model;
@@ -43,7 +44,7 @@ Outcome Translated(const v1::GenerationParams& params, const v1::PreviewOptions*
                    const ModelInfo& model = Digits(), bool together = false) {
   Outcome outcome;
   RequestLimits limits;
-  limits.max_init_pixels = 4096;
+  limits.max_init_pixels = limits.max_image_pixels = 4096;
   limits.max_reply_bytes = 1 << 20;
   outcome.translation =
       Translate(params, preview, together, "made-id", model, limits, &outcome.violations);
