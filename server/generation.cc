@@ -148,6 +148,8 @@ void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOpti
   {
     std::lock_guard lock(mutex_);
     params_ = ToProto(job_);
+    params_.set_disconnect_policy(origin_.survives ? v1::DISCONNECT_POLICY_CONTINUE
+                                                   : v1::DISCONNECT_POLICY_CANCEL);
     if (job_.spec.sampler.sampler) sampler_ = Label(*job_.spec.sampler.sampler);
     if (include_timings_) timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
   }
