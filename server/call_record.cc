@@ -42,28 +42,27 @@ CallRecord::CallRecord(const Serving& serving, ActiveCalls* active, const char* 
     : active_(active),
       metrics_(serving.metrics),
       method_(google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(method)),
-      origin_{.caller = CallerOf(serving, *context),
-              .peer = context->peer(),
-              .trace = TraceContext::Continue(
-                  MetadataValue(context->client_metadata(), "traceparent"))} {
+      peer_(context->peer()),
+      caller_(CallerOf(serving, *context)),
+      trace_(TraceContext::Continue(MetadataValue(context->client_metadata(), "traceparent"))),
+      arrival_(std::chrono::steady_clock::now()) {
   DENOISED_CHECK(method_ != nullptr, "no method {}", method);
-  context->AddInitialMetadata("traceparent", origin_.trace.traceparent());
+  context->AddInitialMetadata("traceparent", trace_.traceparent());
   active_->Enter();
   metrics_->CallStarted(method_);
 }
 
 double CallRecord::SecondsSinceArrival() const {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - origin_.arrival).count();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - arrival_).count();
 }
 
 void CallRecord::End(grpc::StatusCode code, const std::string& message) {
   const double seconds = SecondsSinceArrival();
-  metrics_->CallEnded(method_, CodeName(code), origin_.caller->name, seconds);
-  log::Fields fields = {{"method", method_->name()},          {"code", CodeName(code)},
-                        {"client", origin_.caller->name},     {"peer", origin_.peer},
-                        {"trace_id", origin_.trace.trace_id}, {"span_id", origin_.trace.span_id}};
-  if (!origin_.trace.parent_id.empty())
-    fields.push_back({"parent_span_id", origin_.trace.parent_id});
+  metrics_->CallEnded(method_, CodeName(code), caller_->name, seconds);
+  log::Fields fields = {{"method", method_->name()},   {"code", CodeName(code)},
+                        {"client", caller_->name},     {"peer", peer_},
+                        {"trace_id", trace_.trace_id}, {"span_id", trace_.span_id}};
+  if (!trace_.parent_id.empty()) fields.push_back({"parent_span_id", trace_.parent_id});
   if (!request_id.empty()) fields.push_back({"request_id", request_id});
   if (!model.empty()) fields.push_back({"model", model});
   if (count > 0) {

@@ -31,14 +31,6 @@ class ActiveCalls {
   int count_ = 0;  // guarded by mutex_
 };
 
-/// Where a request comes from: what of its call outlives the call.
-struct CallOrigin {
-  std::shared_ptr<const Caller> caller = std::make_shared<const Caller>();
-  std::string peer;  // as gRPC writes addresses: "ipv4:192.0.2.7:34152"
-  TraceContext trace;
-  std::chrono::steady_clock::time_point arrival = std::chrono::steady_clock::now();
-};
-
 /// One call, from its arrival to its end: becomes one log line and its metrics. The fields belong
 /// to whoever works on the call at the time.
 class CallRecord {
@@ -51,9 +43,12 @@ class CallRecord {
   /// Once, when nothing more will be sent.
   void End(grpc::StatusCode code, const std::string& message);
 
-  const CallOrigin& origin() const { return origin_; }
+  std::chrono::steady_clock::time_point arrival() const { return arrival_; }
   double SecondsSinceArrival() const;
-  const Caller& caller() const { return *origin_.caller; }
+  const Caller& caller() const { return *caller_; }
+  /// As gRPC writes addresses: "ipv4:192.0.2.7:34152".
+  const std::string& peer() const { return peer_; }
+  const TraceContext& trace() const { return trace_; }
 
   std::string request_id, model, sampler;
   int count = 0, steps = 0;
@@ -63,7 +58,10 @@ class CallRecord {
   ActiveCalls* const active_;
   Metrics* const metrics_;
   const google::protobuf::MethodDescriptor* const method_;
-  const CallOrigin origin_;
+  const std::string peer_;
+  const std::shared_ptr<const Caller> caller_;
+  const TraceContext trace_;
+  const std::chrono::steady_clock::time_point arrival_;
 };
 
 /// "OK", "INVALID_ARGUMENT", …

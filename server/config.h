@@ -65,11 +65,11 @@ struct Config {
   std::vector<ModelSource> models;
   EngineOptions engine;
   RequestLimits limits;
+  JobRetention jobs;
   ConnectionLimits connections;
   SecurityConfig security;
   bool reflection = true, admin = true;  // whether grpc.reflection and ModelAdmin are there
-  JobRetention jobs;
-  int worker_threads = 0;  // 0: half of the cores, at least two
+  int worker_threads = 0;                // 0: half of the cores, at least two
   std::chrono::milliseconds write_timeout{30'000};
   std::chrono::milliseconds grace{30'000};
   log::Format log_format = log::Format::kText;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "server/catalog.h"
+#include "server/clients.h"
 #include "server/jobs.h"
 #include "server/metrics.h"
 #include "server/status_details.h"
@@ -59,7 +60,7 @@ Generation::Generation(Serving* serving, Origin origin)
     : serving_(serving), origin_(std::move(origin)), log_(origin_.request_id) {}
 
 double Generation::SecondsSinceArrival() const {
-  return std::chrono::duration<double>(Clock::now() - origin_.call.arrival).count();
+  return std::chrono::duration<double>(Clock::now() - origin_.arrival).count();
 }
 
 std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& params,
@@ -79,8 +80,7 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
   *refusal = CheckReady(*model, request_id);
   if (!refusal->ok()) return std::nullopt;
 
-  auto place =
-      serving_->client_load->Admit(ClientLoad::kQueued, *origin_.call.caller, origin_.call.peer);
+  auto place = serving_->client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
   if (!place.ok()) {
     *refusal =
         ToGrpcStatus(place.status(), reason::kClientLimit, request_id, serving_->RetryDelay());
@@ -92,13 +92,11 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
   }
 
   std::vector<FieldViolation> violations;
-  Translation translation =
-      Translate(params, preview, together, request_id, *model,
-                Within(origin_.call.caller->limits, serving_->limits), &violations);
-  JobSpec& spec = translation.spec;
-  if (!origin_.survives) spec.deadline = origin_.deadline;
-  if (!origin_.call.caller->anonymous()) spec.client = origin_.call.caller->name;
-  spec.client_weight = origin_.call.caller->weight;
+  Translation translation = Translate(params, preview, together, request_id, *model,
+                                      Within(origin_.caller.limits, serving_->limits), &violations);
+  if (!origin_.caller.anonymous()) translation.spec.client = origin_.caller.name;
+  translation.spec.client_weight = origin_.caller.weight;
+  if (!origin_.survives) translation.spec.deadline = origin_.deadline;
   image_rendering_ = translation.image;
   preview_rendering_ = translation.preview;
   std::vector<FieldViolation> engine_violations;
@@ -121,6 +119,25 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
   return std::move(job).value();
 }
 
+grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& estimate) const {
+  std::optional<std::chrono::milliseconds> retry;
+  if (estimate.retry_seconds) {
+    retry = std::chrono::milliseconds(static_cast<int64_t>(*estimate.retry_seconds * 1e3));
+  }
+  switch (status.code()) {
+    case absl::StatusCode::kResourceExhausted:
+      return ToGrpcStatus(status, reason::kQueueFull, origin_.request_id,
+                          retry.value_or(serving_->RetryDelay()));
+    case absl::StatusCode::kDeadlineExceeded:
+      return ToGrpcStatus(status, reason::kDeadlineExceeded, origin_.request_id, retry);
+    case absl::StatusCode::kUnavailable:
+      return serving_->draining ? Draining(origin_.request_id)
+                                : JobStatus(status, origin_.request_id);
+    default:
+      return JobStatus(status, origin_.request_id);
+  }
+}
+
 void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                        bool together) {
   grpc::Status refusal;
@@ -134,43 +151,35 @@ void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOpti
   {
     std::lock_guard lock(mutex_);
     params_ = ToProto(job_);
+    params_.set_disconnect_policy(origin_.survives ? v1::DISCONNECT_POLICY_CONTINUE
+                                                   : v1::DISCONNECT_POLICY_CANCEL);
     if (job_.spec.sampler.sampler) sampler_ = Label(*job_.spec.sampler.sampler);
     if (include_timings_) timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
   }
 
-  const int ahead = serving_->engine->QueuedImages(job_.spec.model);
-  const auto id = serving_->engine->Submit(*std::move(job), shared_from_this());
-  if (!id.ok()) {
-    switch (id.status().code()) {
-      case absl::StatusCode::kResourceExhausted:
-        return End(ToGrpcStatus(id.status(), reason::kQueueFull, origin_.request_id,
-                                serving_->RetryDelay()));
-      case absl::StatusCode::kUnavailable:
-        return End(Draining(origin_.request_id));
-      default:
-        return End(JobStatus(id.status(), origin_.request_id));
-    }
-  }
-  bool cancelled;
+  Estimate estimate;
+  const auto id = serving_->engine->Submit(*std::move(job), shared_from_this(), &estimate);
+  if (!id.ok()) return End(Refusal(id.status(), estimate));
+  std::optional<EndReason> cancelled;
   {
     std::lock_guard lock(mutex_);
     id_ = *id;
     cancelled = cancelled_;
-    Accept(ahead);
+    Accept(estimate);
     ScheduleDelivery();
   }
   TellWatchers();
-  if (cancelled) serving_->engine->Cancel(*id);
+  if (cancelled) serving_->engine->Cancel(*id, *cancelled);
 }
 
-void Generation::Cancel() {
+void Generation::Cancel(EndReason reason) {
   std::optional<JobId> id;
   {
     std::lock_guard lock(mutex_);
-    cancelled_ = true;
+    cancelled_ = reason;
     id = id_;
   }
-  if (id) serving_->engine->Cancel(*id);
+  if (id) serving_->engine->Cancel(*id, reason);
 }
 
 void Generation::Watch(std::shared_ptr<GenerationWatcher> watcher) {
@@ -180,7 +189,7 @@ void Generation::Watch(std::shared_ptr<GenerationWatcher> watcher) {
 
 bool Generation::Join(const std::shared_ptr<GenerationWatcher>& watcher) {
   std::lock_guard lock(mutex_);
-  if (end_ ? !end_->ok() : cancelled_) return false;
+  if (end_ ? !end_->ok() : cancelled_.has_value()) return false;
   watchers_.push_back({watcher});
   return true;
 }
@@ -192,7 +201,7 @@ void Generation::Leave(const GenerationWatcher* watcher) {
     std::erase_if(watchers_, [&](const Watching& each) { return each.watcher.get() == watcher; });
     abandoned = watchers_.empty() && !origin_.survives && !end_;
   }
-  if (abandoned) Cancel();
+  if (abandoned) Cancel(EndReason::kDisconnected);
 }
 
 Generation::News Generation::Next(const GenerationWatcher* watcher, uint64_t sequence) {
@@ -219,7 +228,6 @@ v1::Job Generation::Describe() const {
   std::lock_guard lock(mutex_);
   v1::Job job;
   job.set_request_id(origin_.request_id);
-  job.set_traceparent(origin_.call.trace.traceparent());
   *job.mutable_params() = params_;
   *job.mutable_create_time() = ToTimestamp(created_);
   if (started_ != kNever) *job.mutable_start_time() = ToTimestamp(started_);
@@ -229,6 +237,7 @@ v1::Job Generation::Describe() const {
     job.mutable_progress()->set_evaluations_total(progress_->total);
   }
   job.set_images_done(images_done_);
+  job.set_traceparent(origin_.traceparent);
   job.set_last_sequence(log_.last_sequence());
   if (!end_) {
     job.set_state(started_ == kNever ? v1::JOB_STATE_QUEUED : v1::JOB_STATE_RUNNING);
@@ -262,11 +271,15 @@ size_t Generation::bytes() const {
   return log_.bytes();
 }
 
-void Generation::Accept(int images_ahead) {
+void Generation::Accept(const Estimate& estimate) {
   EventLog::Event event;
-  *event.mutable_queued()->mutable_params() = params_;
-  event.mutable_queued()->set_images_ahead(images_ahead);
-  event.mutable_queued()->set_traceparent(origin_.call.trace.traceparent());
+  v1::QueuedEvent& queued = *event.mutable_queued();
+  *queued.mutable_params() = params_;
+  queued.set_images_ahead(estimate.images_ahead);
+  queued.set_position(estimate.jobs_ahead);
+  if (estimate.start_seconds) queued.set_estimated_start_seconds(*estimate.start_seconds);
+  if (estimate.total_seconds) queued.set_estimated_total_seconds(*estimate.total_seconds);
+  queued.set_traceparent(origin_.traceparent);
   log_.Push(std::move(event));
   accepted_ = true;
 }
@@ -298,7 +311,7 @@ void Generation::OnPreview(const ImageResult& image, int evaluation) {
 
 bool Generation::IsTooSoon(int image) {
   const double rate = serving_->limits.max_previews_per_second;
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Clock::now();
   const auto [last, first] = last_preview_.try_emplace(image, now);
   if (first || rate == 0) return false;
   if (std::chrono::duration<double>(now - last->second).count() < 1 / rate) return true;
@@ -364,7 +377,7 @@ void Generation::Deliver() {
       delivering_ = false;
       return;
     }
-    const bool cancelled = cancelled_;
+    const bool cancelled = cancelled_.has_value();
     lock.unlock();
     std::vector<v1::PreviewEvent> previews;
     for (auto& [index, preview] : inbox.previews) {
@@ -446,9 +459,9 @@ void Generation::End(const grpc::Status& status) {
   {
     std::lock_guard lock(mutex_);
     end_ = status;
-    queue_place_ = {};
     ended_ = std::chrono::system_clock::now();
     job_ = {};
+    queue_place_ = {};
   }
   // Before the watchers hear of it: a client that was told the end finds the job as it ended.
   serving_->jobs->Ended(shared_from_this());

@@ -14,6 +14,7 @@
 #include "engine/engine.h"
 #include "server/call_record.h"
 #include "server/client_load.h"
+#include "server/clients.h"
 #include "server/event_log.h"
 #include "server/serving.h"
 #include "server/timeline.h"
@@ -44,9 +45,12 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   using Clock = std::chrono::steady_clock;
 
   struct Origin {
-    CallOrigin call;         // of the call that began it; only its client sees it
+    Caller caller;     // whose it is: only this client sees it
+    std::string peer;  // from where it came
+    std::string traceparent;
     std::string request_id;  // unique among the client's
-    std::optional<Clock::time_point> deadline;
+    Clock::time_point arrival = Clock::now();
+    std::optional<Clock::time_point> deadline;  // of the call that began it
     bool survives = false;  // goes on when nobody watches it, also beyond the deadline
     bool kept = false;      // may be asked for after its end
   };
@@ -57,7 +61,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   /// `params` are not used afterwards. `together`: all images leave in one message.
   void Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview, bool together);
   /// Nobody wants the images any more. The end still follows. Without effect after it.
-  void Cancel();
+  void Cancel(EndReason reason);
 
   /// Whoever watches must leave.
   void Watch(std::shared_ptr<GenerationWatcher> watcher);
@@ -120,8 +124,10 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   std::optional<EffectiveJob> Prepare(const v1::GenerationParams& params,
                                       const v1::PreviewOptions* preview, bool together,
                                       grpc::Status* refusal);
+  /// What the client is told when the engine did not take the job.
+  grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
   /// QueuedEvent, the first of all. Under mutex_.
-  void Accept(int images_ahead);
+  void Accept(const Estimate& estimate);
   /// Whether a preview of this image would be more than the limit allows. Under mutex_.
   bool IsTooSoon(int image);
   void Encode(const ImageResult& image);
@@ -149,11 +155,11 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   v1::EffectiveParams params_;
   std::string sampler_;  // for the log
   Inbox inbox_;
-  std::map<int, std::chrono::steady_clock::time_point> last_preview_;  // by image
   EventLog log_;
   Timeline timeline_;
   std::vector<Watching> watchers_;
   ClientLoad::Lease queue_place_;
+  std::map<int, std::chrono::steady_clock::time_point> last_preview_;  // by image
   int encoding_ = 0;                  // images between OnImage and the inbox
   std::optional<absl::Status> done_;  // what the engine ended with
   absl::Status encode_error_;
@@ -163,7 +169,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   double queued_seconds_ = -1;                             // < 0: no image got a slot
   std::chrono::system_clock::time_point started_, ended_;  // epoch: not yet
   std::optional<grpc::Status> end_;
-  bool cancelled_ = false;
+  std::optional<EndReason> cancelled_;
   bool images_dropped_ = false;  // since nobody wanted them
   bool accepted_ = false;        // QueuedEvent is in the log: the rest may follow
   bool delivering_ = false;      // a worker runs Deliver or is going to

@@ -8,6 +8,7 @@
 
 #include "server/quote.h"
 #include "server/status_details.h"
+#include "server/trace_context.h"
 
 namespace denoised {
 namespace {
@@ -56,7 +57,7 @@ grpc::Status AlreadyExists(const std::string& request_id, const std::string& dif
 }  // namespace
 
 Jobs::Key Jobs::KeyOf(const Generation& generation) {
-  return {generation.origin().call.caller->name, generation.origin().request_id};
+  return {generation.origin().caller.name, generation.origin().request_id};
 }
 
 std::shared_ptr<Generation> Jobs::Begin(const Request& request,
@@ -68,8 +69,11 @@ std::shared_ptr<Generation> Jobs::Begin(const Request& request,
   if (named) entry.asked = Asked(request);
   const bool survives = params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
   const auto generation = std::make_shared<Generation>(
-      serving_, Generation::Origin{.call = request.call,
+      serving_, Generation::Origin{.caller = request.caller,
+                                   .peer = request.peer,
+                                   .traceparent = request.traceparent,
                                    .request_id = named ? params.request_id() : RandomHex(16),
+                                   .arrival = request.arrival,
                                    .deadline = request.deadline,
                                    .survives = survives,
                                    .kept = named || survives});

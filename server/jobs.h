@@ -30,7 +30,10 @@ class Jobs {
     const v1::GenerationParams& params;
     const v1::PreviewOptions* preview;
     bool together;  // all images leave in one message
-    CallOrigin call;
+    Caller caller;
+    std::string peer;  // where the call came from
+    std::string traceparent;
+    Clock::time_point arrival;
     std::optional<Clock::time_point> deadline;
   };
   /// The generation that the request asks for, watched by `watcher`: a new one, which was started,

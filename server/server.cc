@@ -92,13 +92,13 @@ struct Server::State {
   State(const Config& config, std::unique_ptr<Engine> engine_in,
         std::unique_ptr<Clients> clients_in)
       : config(config),
-        clients(std::move(clients_in)),
         client_load(config.connections.max_streams_per_client),
         jobs(&serving, config.jobs),
         workers(WorkerThreads(config.worker_threads)),
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),
         engine(std::move(engine_in)),
         catalog(config.models, engine.get()),
+        clients(std::move(clients_in)),
         service(&serving) {
     serving.engine = engine.get();
     serving.catalog = &catalog;
@@ -118,14 +118,14 @@ struct Server::State {
 
   const Config config;
   Metrics metrics;
-  std::unique_ptr<Clients> clients;
-  ClientLoad client_load;
   Serving serving;
+  ClientLoad client_load;
   Jobs jobs;
   WorkerPool workers;
   WriteWatch write_watch;
   std::unique_ptr<Engine> engine;
   Catalog catalog;
+  std::unique_ptr<Clients> clients;
   ImageGenerationService service;
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Health> health;

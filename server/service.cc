@@ -19,6 +19,10 @@
 namespace denoised {
 namespace {
 
+constexpr char kGenerate[] = "denoised.v1.ImageGeneration.Generate";
+constexpr char kStreamGenerate[] = "denoised.v1.ImageGeneration.StreamGenerate";
+constexpr char kWatchJob[] = "denoised.v1.ImageGeneration.WatchJob";
+
 /// gRPC's deadline, a point of the wall clock, on the steady clock.
 std::optional<std::chrono::steady_clock::time_point> Deadline(
     const grpc::CallbackServerContext& context) {
@@ -47,6 +51,8 @@ class GenerationCall : public GenerationWatcher,
   }
 
   void OnNews() final { Advance(std::unique_lock(mutex_)); }
+
+  const CallRecord& record() const { return record_; }
 
  protected:
   GenerationCall(Serving* serving, ActiveCalls* active, const char* method,
@@ -108,7 +114,7 @@ class GenerationCall : public GenerationWatcher,
     grpc::Status refusal;
     std::shared_ptr<Generation> generation;
     auto stream =
-        serving_->client_load->Admit(ClientLoad::kStream, record_.caller(), record_.origin().peer);
+        serving_->client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
     if (stream.ok()) {
       stream_ = *std::move(stream);
       generation = begin(shared_from_this(), &refusal);
@@ -136,10 +142,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
  public:
   UnaryCall(Serving* serving, ActiveCalls* active, grpc::CallbackServerContext* context,
             v1::GenerateResponse* response)
-      : GenerationCall(serving, active, "denoised.v1.ImageGeneration.Generate", context),
-        response_(response) {}
-
-  CallRecord& record() { return record_; }
+      : GenerationCall(serving, active, kGenerate, context), response_(response) {}
 
   void OnCancel() override { Break(); }
   void OnDone() override { End(); }
@@ -193,8 +196,6 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
   StreamCall(Serving* serving, ActiveCalls* active, const char* method,
              grpc::CallbackServerContext* context, uint64_t sequence)
       : GenerationCall(serving, active, method, context), sequence_(sequence) {}
-
-  CallRecord& record() { return record_; }
 
   void OnWriteDone(bool ok) override {
     serving_->write_watch->Disarm(context_);
@@ -250,6 +251,19 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
   Timeline sent_;
 };
 
+Jobs::Request Asked(const grpc::CallbackServerContext& context, const CallRecord& record,
+                    const v1::GenerationParams& params, const v1::PreviewOptions* preview,
+                    bool together) {
+  return {.params = params,
+          .preview = preview,
+          .together = together,
+          .caller = record.caller(),
+          .peer = record.peer(),
+          .traceparent = record.trace().traceparent(),
+          .arrival = record.arrival(),
+          .deadline = Deadline(context)};
+}
+
 grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
                                 const grpc::Status& status) {
   record->End(status.error_code(), status.error_message());
@@ -264,12 +278,8 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
                                                            const v1::GenerateRequest* request,
                                                            v1::GenerateResponse* response) {
   const auto call = std::make_shared<UnaryCall>(serving_, &active_, context, response);
-  call->Post([=, this, origin = call->record().origin()](const auto& watcher, auto* refusal) {
-    return serving_->jobs->Begin({.params = request->params(),
-                                  .preview = nullptr,
-                                  .together = true,
-                                  .call = origin,
-                                  .deadline = Deadline(*context)},
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    return serving_->jobs->Begin(Asked(*context, *record, request->params(), nullptr, true),
                                  watcher, refusal);
   });
   return call.get();
@@ -277,14 +287,10 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
     grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
-  const auto call = std::make_shared<StreamCall>(
-      serving_, &active_, "denoised.v1.ImageGeneration.StreamGenerate", context, 0);
-  call->Post([=, this, origin = call->record().origin()](const auto& watcher, auto* refusal) {
-    return serving_->jobs->Begin({.params = request->params(),
-                                  .preview = request->has_preview() ? &request->preview() : nullptr,
-                                  .together = false,
-                                  .call = origin,
-                                  .deadline = Deadline(*context)},
+  const auto call = std::make_shared<StreamCall>(serving_, &active_, kStreamGenerate, context, 0);
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
+    return serving_->jobs->Begin(Asked(*context, *record, request->params(), preview, false),
                                  watcher, refusal);
   });
   return call.get();
@@ -305,11 +311,10 @@ grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerCon
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(
     grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
-  const auto call =
-      std::make_shared<StreamCall>(serving_, &active_, "denoised.v1.ImageGeneration.WatchJob",
-                                   context, request->after_sequence());
-  call->Post([=, this, client = call->record().caller().name](const auto& watcher, auto* refusal) {
-    auto generation = serving_->jobs->Find(client, request->request_id(), refusal);
+  const auto call = std::make_shared<StreamCall>(serving_, &active_, kWatchJob, context,
+                                                 request->after_sequence());
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    auto generation = serving_->jobs->Find(record->caller().name, request->request_id(), refusal);
     if (generation) generation->Watch(watcher);
     return generation;
   });
@@ -325,7 +330,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServer
           serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
     generation->Describe(&record);
     *response->mutable_job() = serving_->jobs->Describe(*generation);
-    generation->Cancel();
+    generation->Cancel(EndReason::kCancelled);
   }
   return Reply(context, &record, status);
 }

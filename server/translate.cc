@@ -44,6 +44,12 @@ constexpr std::array<Pair<NoiseSchedule, v1::NoiseSchedule>, 4> kSchedules = {{
     {NoiseSchedule::kBeta, v1::NOISE_SCHEDULE_BETA},
 }};
 
+constexpr std::array<Pair<Priority, v1::Priority>, 3> kPriorityNames = {{
+    {Priority::kInteractive, v1::PRIORITY_INTERACTIVE},
+    {Priority::kNormal, v1::PRIORITY_NORMAL},
+    {Priority::kBatch, v1::PRIORITY_BATCH},
+}};
+
 template <typename Table, typename Ours>
 auto ToWire(const Table& table, Ours ours) {
   for (const auto& pair : table) {
@@ -99,6 +105,7 @@ class Translator {
     ReadNumber("params.guidance_scale", params_.has_guidance_scale(), params_.guidance_scale(), 0,
                100, &spec.guidance_scale);
     SamplerFields();
+    Handling();
     Size();
     InitialNoise();
     InitImage();
@@ -208,6 +215,20 @@ class Translator {
       } else {
         sampler.solver_order = params_.solver_order();
       }
+    }
+  }
+
+  /// What decides when the images are drawn and not how.
+  void Handling() {
+    std::optional<Priority> priority;
+    ReadEnum("params.priority", kPriorityNames, params_.priority(),
+             "PRIORITY_INTERACTIVE, PRIORITY_NORMAL or PRIORITY_BATCH", &priority);
+    result_.spec.priority = priority.value_or(Priority::kNormal);
+    if (!v1::DisconnectPolicy_IsValid(params_.disconnect_policy())) {
+      Violate("params.disconnect_policy",
+              "is {}, which this server does not know; use DISCONNECT_POLICY_CANCEL or "
+              "DISCONNECT_POLICY_CONTINUE",
+              static_cast<int>(params_.disconnect_policy()));
     }
   }
 
@@ -527,6 +548,7 @@ v1::EffectiveParams ToProto(const EffectiveJob& job) {
   if (sampler.s_tmax) params.set_s_tmax(*sampler.s_tmax);
   if (sampler.s_noise) params.set_s_noise(*sampler.s_noise);
   if (sampler.solver_order) params.set_solver_order(*sampler.solver_order);
+  params.set_priority(ToWire(kPriorityNames, spec.priority));
   return params;
 }
 

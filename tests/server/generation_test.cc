@@ -16,7 +16,6 @@
 
 #include "server/catalog.h"
 #include "server/client_load.h"
-#include "server/clients.h"
 #include "server/jobs.h"
 #include "server/metrics.h"
 #include "server/worker_pool.h"
@@ -119,7 +118,6 @@ class GenerationTest : public ::testing::Test {
     serving_.jobs = &jobs_;
     serving_.workers = &workers_;
     serving_.metrics = &metrics_;
-    serving_.clients = clients_.get();
     serving_.client_load = &client_load_;
   }
   // The engine posts to the workers until its jobs have ended.
@@ -144,13 +142,13 @@ class GenerationTest : public ::testing::Test {
     v1::PreviewOptions preview;
     std::optional<std::chrono::steady_clock::time_point> deadline;
     if (limit) deadline = std::chrono::steady_clock::now() + *limit;
-    call->generation =
-        jobs_.Begin({.params = params,
-                     .preview = &preview,
-                     .together = false,
-                     .call = {.caller = std::make_shared<Caller>(Caller{.name = client})},
-                     .deadline = deadline},
-                    call->watcher, &call->refusal);
+    call->generation = jobs_.Begin({.params = params,
+                                    .preview = &preview,
+                                    .together = false,
+                                    .caller = {.name = client},
+                                    .arrival = std::chrono::steady_clock::now(),
+                                    .deadline = deadline},
+                                   call->watcher, &call->refusal);
     if (call->generation) call->watcher->Follow(call->generation);
     return call;
   }
@@ -182,7 +180,6 @@ class GenerationTest : public ::testing::Test {
   }
 
   Metrics metrics_;
-  const std::unique_ptr<Clients> clients_ = *Clients::Open("", 1s);
   ClientLoad client_load_{0};
   FakeEngine engine_;
   Catalog catalog_;
@@ -216,7 +213,7 @@ TEST_F(GenerationTest, ACancelAfterTheDeadlineIsTheDeadline) {
   engine_.Pause(true);
   const auto call = Begin({}, 1ms);
   std::this_thread::sleep_for(2ms);
-  call->generation->Cancel();
+  call->generation->Cancel(EndReason::kCancelled);
   EXPECT_EQ(call->Wait().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
 }
 
@@ -294,7 +291,7 @@ TEST_F(GenerationTest, ClientsDoNotSeeEachOther) {
 TEST_F(GenerationTest, ACancelledJobIsBegunAgain) {
   engine_.Pause(true);
   const auto first = Begin(Params("a"));
-  first->generation->Cancel();
+  first->generation->Cancel(EndReason::kCancelled);
   const auto second = Begin(Params("a"));  // the engine may not even have ended the first
   EXPECT_NE(first->generation, second->generation);
   engine_.Pause(false);
@@ -381,7 +378,7 @@ TEST_F(GenerationTest, ManyAtOnceWithRandomCancels) {
         }
         if (random() % 2 == 0) {
           std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
-          call->generation->Cancel();
+          call->generation->Cancel(EndReason::kCancelled);
         }
         const grpc::Status status = call->Wait();
         if (status.ok()) ++ok;
