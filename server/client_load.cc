@@ -7,57 +7,43 @@ namespace {
 
 /// A host may use any number of ports.
 std::string KeyOf(const Caller& caller, const std::string& peer) {
-  if (caller.name != Caller{}.name) return caller.name;
+  if (!caller.anonymous()) return caller.name;
   return peer.substr(0, peer.rfind(':'));
 }
 
 }  // namespace
 
+ClientLoad::Lease::~Lease() {
+  if (load_ == nullptr) return;
+  std::lock_guard lock(load_->mutex_);
+  auto& counts = load_->counts_[kind_];
+  const auto it = counts.find(key_);
+  if (--it->second == 0) counts.erase(it);
+}
+
 ClientLoad::Lease& ClientLoad::Lease::operator=(Lease&& other) noexcept {
-  Release();
-  load_ = std::exchange(other.load_, nullptr);
-  key_ = std::move(other.key_);
-  queued_ = other.queued_;
+  std::swap(load_, other.load_);
+  std::swap(kind_, other.kind_);
+  std::swap(key_, other.key_);
+  Lease former(std::exchange(other.load_, nullptr), other.kind_, std::move(other.key_));
   return *this;
 }
 
-void ClientLoad::Lease::Started() {
-  if (load_ == nullptr || !queued_) return;
-  queued_ = false;
-  std::lock_guard lock(load_->mutex_);
-  --load_->loads_[key_].queued;
-}
-
-void ClientLoad::Lease::Release() {
-  if (load_ == nullptr) return;
-  std::lock_guard lock(load_->mutex_);
-  const auto it = load_->loads_.find(key_);
-  if (queued_) --it->second.queued;
-  if (--it->second.streams == 0) load_->loads_.erase(it);
-  load_ = nullptr;
-}
-
-absl::StatusOr<ClientLoad::Lease> ClientLoad::Admit(const Caller& caller, const std::string& peer) {
+absl::StatusOr<ClientLoad::Lease> ClientLoad::Admit(Kind kind, const Caller& caller,
+                                                    const std::string& peer) {
+  const int limit = kind == kStream ? LowerLimit(caller.limits.max_streams, max_streams_)
+                                    : caller.limits.max_queued_requests;
   std::string key = KeyOf(caller, peer);
-  const int max_streams = LowerLimit(caller.limits.max_streams, max_streams_);
-  const int max_queued = LowerLimit(caller.limits.max_queued_requests, max_queued_);
   std::lock_guard lock(mutex_);
-  const auto it = loads_.find(key);
-  const Load load = it == loads_.end() ? Load{} : it->second;
-  if (max_streams > 0 && load.streams >= max_streams) {
-    return ResourceExhausted(
-        "client {} has {} requests under way, and may have {} at a time; wait for one to end", key,
-        load.streams, max_streams);
+  const auto it = counts_[kind].find(key);
+  const int count = it == counts_[kind].end() ? 0 : it->second;
+  if (limit > 0 && count >= limit) {
+    return ResourceExhausted("client {} has {} {}, and may have {}; wait for one to {}", key, count,
+                             kind == kStream ? "calls under way" : "requests in the queue", limit,
+                             kind == kStream ? "end" : "start");
   }
-  if (max_queued > 0 && load.queued >= max_queued) {
-    return ResourceExhausted(
-        "client {} has {} requests in the queue, and may have {}; wait for one to start", key,
-        load.queued, max_queued);
-  }
-  Load& now = loads_[key];
-  ++now.streams;
-  ++now.queued;
-  return Lease(this, std::move(key));
+  ++counts_[kind][key];
+  return Lease(this, kind, std::move(key));
 }
 
 }  // namespace denoised

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <map>
 #include <mutex>
 #include <string>
@@ -10,45 +11,42 @@
 namespace denoised {
 
 /// What each client has under way, so that none takes all places. Callers without a name are told
-/// apart by their address. Thread-safe; must outlive its leases.
+/// apart by their host. Thread-safe; must outlive its leases.
 class ClientLoad {
  public:
-  /// One request under way, counted until destruction.
+  enum Kind {
+    kStream,  // a call that waits for images
+    kQueued,  // a request that waits for the device
+  };
+
+  /// One more of its kind, until destruction or until another is assigned.
   class Lease {
    public:
     Lease() = default;
     Lease(Lease&& other) noexcept { *this = std::move(other); }
     Lease& operator=(Lease&& other) noexcept;
-    ~Lease() { Release(); }
-
-    /// The request has a slot: it no longer waits.
-    void Started();
+    ~Lease();
 
    private:
     friend class ClientLoad;
-    Lease(ClientLoad* load, std::string key) : load_(load), key_(std::move(key)) {}
-    void Release();
+    Lease(ClientLoad* load, Kind kind, std::string key)
+        : load_(load), kind_(kind), key_(std::move(key)) {}
 
     ClientLoad* load_ = nullptr;
+    Kind kind_ = kStream;
     std::string key_;
-    bool queued_ = true;
   };
 
-  /// What holds for every client; its own limits may be lower. 0: no bound.
-  ClientLoad(int max_streams, int max_queued)
-      : max_streams_(max_streams), max_queued_(max_queued) {}
+  /// For every client; its own limits may be lower.
+  explicit ClientLoad(int max_streams) : max_streams_(max_streams) {}
 
   /// `peer` as gRPC writes addresses, "ipv4:192.0.2.7:34152". ResourceExhausted names the limit.
-  absl::StatusOr<Lease> Admit(const Caller& caller, const std::string& peer);
+  absl::StatusOr<Lease> Admit(Kind kind, const Caller& caller, const std::string& peer);
 
  private:
-  struct Load {
-    int streams = 0, queued = 0;
-  };
-
-  const int max_streams_, max_queued_;
+  const int max_streams_;
   std::mutex mutex_;
-  std::map<std::string, Load> loads_;  // guarded by mutex_; those with streams only
+  std::array<std::map<std::string, int>, 2> counts_;  // guarded by mutex_; by kind and client, > 0
 };
 
 }  // namespace denoised

@@ -17,8 +17,8 @@ int LowerLimit(int a, int b);
 
 /// What one client may ask, within what the server allows everybody. 0: no bound of its own.
 struct ClientLimits {
-  int max_streams = 0;          // requests under way
-  int max_queued_requests = 0;  // of those, still without a slot
+  int max_streams = 0;          // calls under way that wait for images
+  int max_queued_requests = 0;  // that wait for the device
   int max_count = 0;            // images of one request
   int max_steps = 0;
 };
@@ -32,6 +32,8 @@ struct Caller {
   bool admin = false;              // may call ModelAdmin
   double weight = 1;               // share of the device beside other clients
   ClientLimits limits;
+
+  bool anonymous() const { return name == "anonymous"; }
 };
 
 /// How a call says who makes it.

@@ -1,5 +1,7 @@
 #include "server/config.h"
 
+#include <arpa/inet.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
@@ -207,8 +209,11 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
 }  // namespace
 
 bool IsLoopback(const std::string& address) {
-  return address.rfind("127.", 0) == 0 || address.rfind("localhost:", 0) == 0 ||
-         address.rfind("[::1]", 0) == 0;
+  const std::string host = address.substr(0, address.rfind(':'));
+  in_addr numeric{};
+  // Not every name that begins with "127." is of this machine.
+  if (inet_pton(AF_INET, host.c_str(), &numeric) == 1) return ntohl(numeric.s_addr) >> 24 == 127;
+  return host == "localhost" || host == "[::1]";
 }
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
@@ -372,12 +377,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Limits");
   app.add_option(
          "--max-streams-per-client", config.connections.max_streams_per_client,
-         "Requests under way of one client: a name of --clients or --tls-client-ca, else an "
-         "address")
+         "Calls under way of one client, a name of --clients or --tls-client-ca, else a host")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
-  app.add_option("--max-queued-requests-per-client", config.connections.max_queued_per_client,
-                 "Of those, how many may wait for the device; 0: no limit")
+  app.add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
+                 "Requests of one client that may wait for the device; 0: as many as of all")
       ->check(CLI::Range(0, 1 << 20))
       ->group("Limits");
   app.add_option("--max-buffered-bytes", config.connections.max_buffered_bytes,
@@ -405,9 +409,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Logs");
 
   for (CLI::Option* option : app.get_options()) {
-    if (!option->get_lnames().empty()) {
-      option->envname(EnvironmentName(option->get_lnames().front()));
-    }
+    option->envname(EnvironmentName(option->get_lnames().front()));
   }
 
   try {

@@ -48,8 +48,7 @@ struct ConnectionLimits {
   std::chrono::milliseconds handshake{20'000};  // from TCP to HTTP/2, TLS included
   int max_connections = 10'000;
   int max_streams = 1000;                         // calls under way of one connection
-  int max_streams_per_client = 4096;              // requests under way of one client
-  int max_queued_per_client = 0;                  // of those, without a slot; 0: no bound
+  int max_streams_per_client = 4096;              // those that wait for images, of one client
   int64_t max_buffered_bytes = int64_t{1} << 30;  // messages that gRPC holds, of all connections
 };
 

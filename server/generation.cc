@@ -80,18 +80,21 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
   *refusal = CheckReady(*model, request_id);
   if (!refusal->ok()) return std::nullopt;
 
-  auto lease = serving_->client_load->Admit(origin_.caller, origin_.peer);
-  if (!lease.ok()) {
+  auto place = serving_->client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
+  if (!place.ok()) {
     *refusal =
-        ToGrpcStatus(lease.status(), reason::kClientLimit, request_id, serving_->RetryDelay());
+        ToGrpcStatus(place.status(), reason::kClientLimit, request_id, serving_->RetryDelay());
     return std::nullopt;
   }
-  lease_ = *std::move(lease);
+  {
+    std::lock_guard lock(mutex_);
+    queue_place_ = *std::move(place);
+  }
 
   std::vector<FieldViolation> violations;
   Translation translation = Translate(params, preview, together, request_id, *model,
                                       Within(origin_.caller.limits, serving_->limits), &violations);
-  translation.spec.client = origin_.caller.name;
+  if (!origin_.caller.anonymous()) translation.spec.client = origin_.caller.name;
   translation.spec.client_weight = origin_.caller.weight;
   if (!origin_.survives) translation.spec.deadline = origin_.deadline;
   image_rendering_ = translation.image;
@@ -285,8 +288,8 @@ void Generation::OnStarted() {
   const double queued = SecondsSinceArrival();
   serving_->recent_queue_seconds = queued;
   serving_->metrics->JobQueued(job_.spec.model, queued);
-  lease_.Started();
   std::lock_guard lock(mutex_);
+  queue_place_ = {};
   inbox_.started = queued;
   if (include_timings_) timeline_.Add(v1::TimelineEntry::MILESTONE_ADMITTED, queued);
   ScheduleDelivery();
@@ -458,7 +461,7 @@ void Generation::End(const grpc::Status& status) {
     end_ = status;
     ended_ = std::chrono::system_clock::now();
     job_ = {};
-    lease_ = {};
+    queue_place_ = {};
   }
   // Before the watchers hear of it: a client that was told the end finds the job as it ended.
   serving_->jobs->Ended(shared_from_this());

@@ -147,7 +147,6 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   const std::chrono::system_clock::time_point created_ = std::chrono::system_clock::now();
 
   // Set by Start before the job is submitted, constant from then on.
-  ClientLoad::Lease lease_;
   Rendering image_rendering_, preview_rendering_;
   EffectiveJob job_;
   bool include_timings_ = false;
@@ -159,6 +158,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   EventLog log_;
   Timeline timeline_;
   std::vector<Watching> watchers_;
+  ClientLoad::Lease queue_place_;
   std::map<int, std::chrono::steady_clock::time_point> last_preview_;  // by image
   int encoding_ = 0;                  // images between OnImage and the inbox
   std::optional<absl::Status> done_;  // what the engine ended with

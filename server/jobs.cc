@@ -5,23 +5,16 @@
 
 #include <algorithm>
 #include <functional>
-#include <random>
 
 #include "server/quote.h"
 #include "server/status_details.h"
+#include "server/trace_context.h"
 
 namespace denoised {
 namespace {
 
 // What a kept job takes beside its events: so that many empty ones are bounded too.
 constexpr size_t kEntryBytes = 2048;
-
-/// 64 random bits: unique enough to find a request in the logs.
-std::string MakeRequestId() {
-  thread_local std::mt19937_64 random{(uint64_t{std::random_device{}()} << 32) ^
-                                      std::random_device{}()};
-  return fmt::format("{:016x}", random());
-}
 
 void Digest(std::string* bytes) {
   if (!bytes->empty()) {
@@ -79,7 +72,7 @@ std::shared_ptr<Generation> Jobs::Begin(const Request& request,
       serving_, Generation::Origin{.caller = request.caller,
                                    .peer = request.peer,
                                    .traceparent = request.traceparent,
-                                   .request_id = named ? params.request_id() : MakeRequestId(),
+                                   .request_id = named ? params.request_id() : RandomHex(16),
                                    .arrival = request.arrival,
                                    .deadline = request.deadline,
                                    .survives = survives,

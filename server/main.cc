@@ -1,6 +1,7 @@
 // The process: flags, signals, exit codes. Everything else is in server.h.
 
 #include <fmt/format.h>
+#include <grpc/support/log.h>
 
 #include <csignal>
 #include <ctime>
@@ -64,6 +65,17 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   return exit_code;
 }
 
+/// What gRPC has to say, in our lines. Its errors are mostly of clients, such as a failed
+/// handshake.
+void LogOfGrpc(gpr_log_func_args* args) {
+  const log::Fields fields = {{"file", args->file}, {"line", args->line}};
+  if (args->severity == GPR_LOG_SEVERITY_ERROR) {
+    log::Warning(std::string("grpc: ") + args->message, fields);
+  } else {
+    log::Debug(std::string("grpc: ") + args->message, fields);
+  }
+}
+
 int Main(int argc, char** argv) {
   // Before any thread exists: all of them inherit the mask, and only Serve takes the signals.
   sigset_t signals;
@@ -84,6 +96,7 @@ int Main(int argc, char** argv) {
   }
   const Config& config = line->config;
   log::Configure(config.log_format, config.log_level);
+  gpr_set_log_function(LogOfGrpc);
   auto engine = Engine::Create(config.engine);
   if (!engine.ok()) {
     log::Error(std::string(engine.status().message()));

@@ -92,8 +92,7 @@ struct Server::State {
   State(const Config& config, std::unique_ptr<Engine> engine_in,
         std::unique_ptr<Clients> clients_in)
       : config(config),
-        client_load(config.connections.max_streams_per_client,
-                    config.connections.max_queued_per_client),
+        client_load(config.connections.max_streams_per_client),
         jobs(&serving, config.jobs),
         workers(WorkerThreads(config.worker_threads)),
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "server/catalog.h"
+#include "server/client_load.h"
 #include "server/generation.h"
 #include "server/jobs.h"
 #include "server/status_details.h"
@@ -111,7 +112,15 @@ class GenerationCall : public GenerationWatcher,
  private:
   void Begin(const Beginning& begin) {
     grpc::Status refusal;
-    std::shared_ptr<Generation> generation = begin(shared_from_this(), &refusal);
+    std::shared_ptr<Generation> generation;
+    auto stream =
+        serving_->client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
+    if (stream.ok()) {
+      stream_ = *std::move(stream);
+      generation = begin(shared_from_this(), &refusal);
+    } else {
+      refusal = ToGrpcStatus(stream.status(), reason::kClientLimit, "", serving_->RetryDelay());
+    }
     bool broken;
     {
       std::lock_guard lock(mutex_);
@@ -124,6 +133,7 @@ class GenerationCall : public GenerationWatcher,
     Advance(std::unique_lock(mutex_));
   }
 
+  ClientLoad::Lease stream_;
   std::shared_ptr<GenerationCall> self_;
 };
 

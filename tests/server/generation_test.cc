@@ -180,7 +180,7 @@ class GenerationTest : public ::testing::Test {
   }
 
   Metrics metrics_;
-  ClientLoad client_load_{0, 0};
+  ClientLoad client_load_{0};
   FakeEngine engine_;
   Catalog catalog_;
   Serving serving_;

@@ -8,9 +8,6 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/support/error_details.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <future>
@@ -24,6 +21,7 @@
 #include "google/rpc/status.pb.h"
 #include "server/encoding/formats.h"
 #include "tests/server/fake_engine.h"
+#include "tests/server/observe.h"
 
 namespace denoised {
 namespace {
@@ -33,17 +31,6 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Event = v1::StreamGenerateResponse;
-
-/// Waits for something that another thread is about to do.
-template <typename Condition>
-bool Eventually(Condition condition, std::chrono::milliseconds limit = 5s) {
-  const auto end = std::chrono::steady_clock::now() + limit;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(2ms);
-  }
-  return true;
-}
 
 template <typename Detail>
 Detail Find(const grpc::Status& status) {
@@ -82,24 +69,6 @@ int CheckHealth(const std::shared_ptr<grpc::Channel>& channel, const std::string
   std::vector<grpc::Slice> slices;
   if (!receive.Dump(&slices).ok() || slices.empty() || slices[0].size() < 2) return 0;
   return slices[0].begin()[1];
-}
-
-/// GET /metrics.
-std::string Scrape(int port) {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  std::string text;
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
-    const std::string get = "GET /metrics HTTP/1.0\r\n\r\n";
-    EXPECT_EQ(write(fd, get.data(), get.size()), ssize_t(get.size()));
-    char buffer[65536];
-    for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) text.append(buffer, n);
-  }
-  close(fd);
-  return text;
 }
 
 class ServerTest : public ::testing::Test {
