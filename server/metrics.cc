@@ -2,6 +2,8 @@
 
 #include <prometheus/exposer.h>
 
+#include <array>
+
 #include "server/catalog.h"
 #include "server/version.h"
 
@@ -86,24 +88,42 @@ class Metrics::EngineGauges : public prometheus::Collectable {
     Add(&build, {{"version", kVersion}, {"device", engine_->DeviceName()}}, 1);
     auto state = GaugeSnapshot("denoised_model_state", "1 for the state that the model is in");
     auto memory = GaugeSnapshot("denoised_model_memory_bytes", "Device memory by purpose");
-    for (const auto& model : catalog_->All()) {
-      Add(&state, {{"model", model->name}, {"state", "loading"}},
-          model->state == ModelState::kLoading);
-      Add(&state, {{"model", model->name}, {"state", "available"}},
-          model->state == ModelState::kReady);
-      Add(&state, {{"model", model->name}, {"state", "failed"}},
-          model->state == ModelState::kFailed);
-      Add(&memory, {{"model", model->name}, {"purpose", "weights"}}, model->weight_bytes);
-      Add(&memory, {{"model", model->name}, {"purpose", "activations"}}, model->activation_bytes);
-      Add(&memory, {{"model", model->name}, {"purpose", "slots"}}, model->slot_bytes);
+    // Versions of a model share its series, so that these go on when it is replaced.
+    std::map<std::string, std::array<size_t, 3>> bytes;
+    for (const CatalogModel& model : catalog_->All()) {
+      const ModelInfo& info = *model.info;
+      std::array<size_t, 3>& sum = bytes[model.name];
+      sum[0] += info.weight_bytes;
+      sum[1] += info.activation_bytes;
+      sum[2] += info.slot_bytes;
+      if (!model.current) continue;
+      const auto add = [&](const char* name, ModelState value) {
+        Add(&state, {{"model", model.name}, {"state", name}}, info.state == value);
+      };
+      add("loading", ModelState::kLoading);
+      add("available", ModelState::kReady);
+      add("failed", ModelState::kFailed);
+      add("unloading", ModelState::kUnloading);
+    }
+    for (const auto& [model, sum] : bytes) {
+      Add(&memory, {{"model", model}, {"purpose", "weights"}}, sum[0]);
+      Add(&memory, {{"model", model}, {"purpose", "activations"}}, sum[1]);
+      Add(&memory, {{"model", model}, {"purpose", "slots"}}, sum[2]);
     }
     auto queued = GaugeSnapshot("denoised_queued_images", "Images that wait for a slot");
     auto active = GaugeSnapshot("denoised_active_images", "Images in flight on the device");
     auto slots = GaugeSnapshot("denoised_slots", "Images that can be in flight");
+    std::map<std::string, EngineStats> sums;
     for (const EngineStats& stats : engine_->Stats()) {
-      Add(&queued, {{"model", stats.model}}, stats.queued_images);
-      Add(&active, {{"model", stats.model}}, stats.active_images);
-      Add(&slots, {{"model", stats.model}}, stats.slots);
+      EngineStats& sum = sums[ModelOf(stats.model)];
+      sum.queued_images += stats.queued_images;
+      sum.active_images += stats.active_images;
+      sum.slots += stats.slots;
+    }
+    for (const auto& [model, sum] : sums) {
+      Add(&queued, {{"model", model}}, sum.queued_images);
+      Add(&active, {{"model", model}}, sum.active_images);
+      Add(&slots, {{"model", model}}, sum.slots);
     }
     return {build, state, memory, queued, active, slots};
   }
@@ -198,14 +218,16 @@ std::string Metrics::ClientLabel(const std::string& client) {
 }
 
 void Metrics::JobQueued(const std::string& model, double seconds) {
-  queue_seconds_.Add({{"model", model}}, LatencyBuckets()).Observe(seconds);
+  queue_seconds_.Add({{"model", ModelOf(model)}}, LatencyBuckets()).Observe(seconds);
 }
 
 void Metrics::FirstPreview(const std::string& model, double seconds) {
-  first_preview_seconds_.Add({{"model", model}}, LatencyBuckets()).Observe(seconds);
+  first_preview_seconds_.Add({{"model", ModelOf(model)}}, LatencyBuckets()).Observe(seconds);
 }
 
-void Metrics::ImageDone(const std::string& model) { images_.Add({{"model", model}}).Increment(); }
+void Metrics::ImageDone(const std::string& model) {
+  images_.Add({{"model", ModelOf(model)}}).Increment();
+}
 
 void Metrics::Encoded(const char* format, double seconds) {
   encoding_seconds_.Add({{"format", format}}, ShortBuckets()).Observe(seconds);
@@ -225,7 +247,7 @@ void Metrics::OnEvaluation(const std::string& model, int rows, int bucket, doubl
     std::lock_guard lock(mutex_);
     auto it = evaluations_.find(model);
     if (it == evaluations_.end()) {
-      const prometheus::Labels labels = {{"model", model}};
+      const prometheus::Labels labels = {{"model", ModelOf(model)}};
       it = evaluations_
                .emplace(model, EvaluationSeries{&evaluation_rows_.Add(labels, RowBuckets()),
                                                 &evaluation_seconds_.Add(labels, ShortBuckets()),

@@ -16,7 +16,10 @@ double SecondsSince(Clock::time_point start) {
 }  // namespace
 
 FakeEngine::FakeEngine(const FakeEngineOptions& options)
-    : options_(options), cost_(options.evaluation_cost.count()), thread_([this] { Run(); }) {}
+    : options_(options),
+      cost_(options.evaluation_cost.count()),
+      broken_(options.broken),
+      thread_([this] { Run(); }) {}
 
 FakeEngine::~FakeEngine() {
   Drain(Clock::now());
@@ -29,8 +32,10 @@ FakeEngine::~FakeEngine() {
 }
 
 absl::Status FakeEngine::Open(const std::string& name, const std::string& directory) {
+  ++opens_;
   std::this_thread::sleep_for(options_.open_cost);
-  if (directory.find(options_.broken) != std::string::npos) {
+  std::unique_lock lock(mutex_);
+  if (directory.find(broken_) != std::string::npos) {
     return NotFound("{}/config.json: no such file; give a model in diffusers layout", directory);
   }
   auto info = std::make_shared<ModelInfo>();
@@ -57,7 +62,6 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->weight_bytes = 4'000'000;
   info->activation_bytes = 2'000'000;
   info->slot_bytes = 1'000'000;
-  std::lock_guard lock(mutex_);
   models_.push_back(std::move(info));
   return absl::OkStatus();
 }
@@ -231,6 +235,11 @@ void FakeEngine::Pause(bool paused) {
   std::lock_guard lock(mutex_);
   paused_ = paused;
   wake_.notify_all();
+}
+
+void FakeEngine::set_broken(const std::string& part) {
+  std::lock_guard lock(mutex_);
+  broken_ = part;
 }
 
 void FakeEngine::BreakDevice(const absl::Status& status) {
