@@ -71,7 +71,9 @@ struct Config {
   bool reflection = true, admin = true;  // whether grpc.reflection and ModelAdmin are there
   int worker_threads = 0;                // 0: half of the cores, at least two
   std::chrono::milliseconds write_timeout{30'000};
+  std::chrono::milliseconds lame_duck{0};  // from NOT_SERVING to the refusal of new work
   std::chrono::milliseconds grace{30'000};
+  std::chrono::milliseconds reload_models{0};  // how often to look for changes; 0: never
   log::Format log_format = log::Format::kText;
   log::Level log_level = log::Level::kInfo;
   bool check = false;

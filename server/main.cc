@@ -60,8 +60,11 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   }
   // From here on a second signal ends the process at once.
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-  log::Info("draining", {{"grace_seconds", config.grace.count() / 1e3}});
-  server.Drain(exit_code == 0 ? config.grace : std::chrono::milliseconds(0));
+  const bool orderly = exit_code == 0;
+  log::Info("draining", {{"lame_duck_seconds", config.lame_duck.count() / 1e3},
+                         {"grace_seconds", config.grace.count() / 1e3}});
+  constexpr std::chrono::milliseconds kNone{0};
+  server.Drain(orderly ? config.grace : kNone, orderly ? config.lame_duck : kNone);
   log::Info("stopped");
   return exit_code;
 }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "denoised/v1/image_generation.grpc.pb.h"
-#include "server/call_record.h"
 #include "server/serving.h"
 
 namespace denoised {
@@ -32,11 +31,8 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
                                      const v1::GetModelRequest* request,
                                      v1::GetModelResponse* response) override;
 
-  ActiveCalls& active() { return active_; }
-
  private:
   Serving* const serving_;
-  ActiveCalls active_;
 };
 
 }  // namespace denoised

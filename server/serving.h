@@ -8,6 +8,7 @@
 
 namespace denoised {
 
+class ActiveCalls;
 class Catalog;
 class ClientLoad;
 class Clients;
@@ -20,8 +21,9 @@ class WriteWatch;
 /// What every call works with. Everything pointed to outlives the calls.
 struct Serving {
   Engine* engine = nullptr;
-  const Catalog* catalog = nullptr;
+  Catalog* catalog = nullptr;
   Jobs* jobs = nullptr;
+  ActiveCalls* active = nullptr;
   WorkerPool* workers = nullptr;
   Metrics* metrics = nullptr;
   const Clients* clients = nullptr;
