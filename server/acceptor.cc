@@ -14,6 +14,8 @@
 #include <cstring>
 #include <utility>
 
+#include "server/metrics.h"
+
 namespace denoised {
 namespace {
 
@@ -65,7 +67,7 @@ int ListenOn(const addrinfo& info, int port) {
 
 }  // namespace
 
-Acceptor::Acceptor(int max_connections) {
+Acceptor::Acceptor(int max_connections, Metrics* metrics) : metrics_(metrics) {
   // The soft limit is 1024 on most systems, for programs that use select(); this is none.
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
@@ -79,7 +81,7 @@ Acceptor::Acceptor(int max_connections) {
 }
 
 absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& address,
-                                                           int max_connections) {
+                                                           int max_connections, Metrics* metrics) {
   std::string host = address.substr(0, address.rfind(':'));
   const std::string port = address.substr(address.rfind(':') + 1);
   if (host.size() >= 2 && host.front() == '[' && host.back() == ']') {
@@ -95,7 +97,7 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& ad
   }
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, freeaddrinfo);
 
-  std::unique_ptr<Acceptor> acceptor(new Acceptor(max_connections));
+  std::unique_ptr<Acceptor> acceptor(new Acceptor(max_connections, metrics));
   acceptor->port_ = std::atoi(port.c_str());
   int error = 0;
   for (const addrinfo* info = found; info != nullptr; info = info->ai_next) {
@@ -165,11 +167,13 @@ void Acceptor::AcceptFrom(int listener) {
     }
     if (fd >= highest_) {
       close(fd);
+      metrics_->ConnectionRefused();
       continue;
     }
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
     connection.listener_fd = listener;
     connection.fd = fd;
+    metrics_->ConnectionAccepted();
     handler_->HandleNewConnection(&connection);
   }
 }

@@ -11,6 +11,8 @@
 
 namespace denoised {
 
+class Metrics;
+
 /// Accepts connections and hands them to gRPC. gRPC's own listener gives up for good when the
 /// process runs out of file descriptors (gRPC 1.51, "Failed accept4: Too many open files"), which
 /// any client can bring about by connecting often enough. This one closes what is too much and goes
@@ -18,10 +20,10 @@ namespace denoised {
 class Acceptor {
  public:
   /// Listens on every address of "host:port"; port 0 picks one that is free. Connections beyond
-  /// `max_connections`, or beyond what the process may open, are closed at once. InvalidArgument
-  /// names --listen and what the system says.
+  /// `max_connections`, or beyond what the process may open, are closed at once. `metrics` counts
+  /// both kinds and outlives the acceptor. InvalidArgument names --listen and what the system says.
   static absl::StatusOr<std::unique_ptr<Acceptor>> Listen(const std::string& address,
-                                                          int max_connections);
+                                                          int max_connections, Metrics* metrics);
   /// Stops.
   ~Acceptor();
 
@@ -36,10 +38,11 @@ class Acceptor {
   void Stop();
 
  private:
-  explicit Acceptor(int max_connections);
+  Acceptor(int max_connections, Metrics* metrics);
   void Run();
   void AcceptFrom(int listener);
 
+  Metrics* const metrics_;
   /// Descriptors are the lowest that are free, so the number of a new one tells how many are taken.
   int highest_ = 0;
   int port_ = 0;

@@ -289,7 +289,7 @@ void Generation::Accept(const Estimate& estimate) {
 void Generation::OnStarted() {
   const double queued = SecondsSinceArrival();
   serving_->recent_queue_seconds = queued;
-  serving_->metrics->JobQueued(job_.spec.model, queued);
+  serving_->metrics->JobStarted(job_.spec.model, job_.spec.priority, queued);
   std::lock_guard lock(mutex_);
   queue_place_ = {};
   inbox_.started = queued;
@@ -322,7 +322,7 @@ bool Generation::IsTooSoon(int image) {
 }
 
 void Generation::OnImage(ImageResult image) {
-  serving_->metrics->ImageDone(job_.spec.model);
+  serving_->metrics->ImageDone(job_.spec.model, origin_.caller.name);
   {
     std::lock_guard lock(mutex_);
     if (cancelled_) {

@@ -2,10 +2,9 @@
 
 #include <prometheus/exposer.h>
 
-#include <array>
-
 #include "server/catalog.h"
-#include "server/version.h"
+#include "server/snapshots.h"
+#include "server/translate.h"
 
 namespace denoised {
 namespace {
@@ -53,86 +52,7 @@ prometheus::Labels CallLabels(const MethodDescriptor* method) {
           {"grpc_method", method->name()}};
 }
 
-prometheus::MetricFamily GaugeSnapshot(const char* name, const char* help) {
-  prometheus::MetricFamily family;
-  family.name = name;
-  family.help = help;
-  family.type = prometheus::MetricType::Gauge;
-  return family;
-}
-
-void Add(prometheus::MetricFamily* family,
-         const std::vector<prometheus::ClientMetric::Label>& labels, double value) {
-  prometheus::ClientMetric metric;
-  metric.label = labels;
-  metric.gauge.value = value;
-  family->metric.push_back(std::move(metric));
-}
-
 }  // namespace
-
-/// What the engine knows itself, read when Prometheus asks.
-class Metrics::EngineGauges : public prometheus::Collectable {
- public:
-  EngineGauges(const Engine* engine, const Catalog* catalog) : engine_(engine), catalog_(catalog) {}
-
-  void Detach() {
-    std::lock_guard lock(mutex_);
-    engine_ = nullptr;
-  }
-
-  std::vector<prometheus::MetricFamily> Collect() const override {
-    std::lock_guard lock(mutex_);
-    if (engine_ == nullptr) return {};
-    auto build = GaugeSnapshot("denoised_build_info", "1, with the version and the device");
-    Add(&build, {{"version", kVersion}, {"device", engine_->DeviceName()}}, 1);
-    auto state = GaugeSnapshot("denoised_model_state", "1 for the state that the model is in");
-    auto memory = GaugeSnapshot("denoised_model_memory_bytes", "Device memory by purpose");
-    // Versions of a model share its series, so that these go on when it is replaced.
-    std::map<std::string, std::array<size_t, 3>> bytes;
-    for (const CatalogModel& model : catalog_->All()) {
-      const ModelInfo& info = *model.info;
-      std::array<size_t, 3>& sum = bytes[model.name];
-      sum[0] += info.weight_bytes;
-      sum[1] += info.activation_bytes;
-      sum[2] += info.slot_bytes;
-      if (!model.current) continue;
-      const auto add = [&](const char* name, ModelState value) {
-        Add(&state, {{"model", model.name}, {"state", name}}, info.state == value);
-      };
-      add("loading", ModelState::kLoading);
-      add("available", ModelState::kReady);
-      add("failed", ModelState::kFailed);
-      add("unloading", ModelState::kUnloading);
-    }
-    for (const auto& [model, sum] : bytes) {
-      Add(&memory, {{"model", model}, {"purpose", "weights"}}, sum[0]);
-      Add(&memory, {{"model", model}, {"purpose", "activations"}}, sum[1]);
-      Add(&memory, {{"model", model}, {"purpose", "slots"}}, sum[2]);
-    }
-    auto queued = GaugeSnapshot("denoised_queued_images", "Images that wait for a slot");
-    auto active = GaugeSnapshot("denoised_active_images", "Images in flight on the device");
-    auto slots = GaugeSnapshot("denoised_slots", "Images that can be in flight");
-    std::map<std::string, EngineStats> sums;
-    for (const EngineStats& stats : engine_->Stats()) {
-      EngineStats& sum = sums[ModelOf(stats.model)];
-      sum.queued_images += stats.queued_images;
-      sum.active_images += stats.active_images;
-      sum.slots += stats.slots;
-    }
-    for (const auto& [model, sum] : sums) {
-      Add(&queued, {{"model", model}}, sum.queued_images);
-      Add(&active, {{"model", model}}, sum.active_images);
-      Add(&slots, {{"model", model}}, sum.slots);
-    }
-    return {build, state, memory, queued, active, slots};
-  }
-
- private:
-  mutable std::mutex mutex_;
-  const Engine* engine_;  // guarded by mutex_
-  const Catalog* catalog_;
-};
 
 Metrics::Metrics()
     : registry_(std::make_shared<prometheus::Registry>()),
@@ -147,6 +67,12 @@ Metrics::Metrics()
       first_preview_seconds_(
           HistogramFamily(*registry_, "denoised_first_preview_seconds",
                           "From the queueing of a request to its first preview")),
+      client_images_(
+          CounterFamily(*registry_, "denoised_client_images_total", "Images drawn, by client")),
+      connections_(CounterFamily(*registry_, "denoised_connections_total",
+                                 "Connections that were accepted")),
+      refused_connections_(CounterFamily(*registry_, "denoised_refused_connections_total",
+                                         "Connections closed since there were too many")),
       images_(CounterFamily(*registry_, "denoised_images_total", "Images drawn")),
       encoding_seconds_(HistogramFamily(*registry_, "denoised_encoding_seconds",
                                         "Time to encode one image or preview, by format")),
@@ -162,14 +88,17 @@ Metrics::Metrics()
                                           "Device time of one model evaluation")),
       padding_rows_(CounterFamily(*registry_, "denoised_padding_rows_total",
                                   "Rows of evaluations that were only padding")) {
-  stalled_readers_.Add({});  // a series that is 0 before the first event can be alerted on
+  // A series that is 0 before the first event can be alerted on.
+  for (Counters* counter : {&connections_, &refused_connections_, &stalled_readers_}) {
+    counter->Add({});
+  }
 }
 
 Metrics::~Metrics() { Detach(); }
 
-absl::Status Metrics::Serve(const std::string& address, const Engine* engine,
-                            const Catalog* catalog) {
-  gauges_ = std::make_shared<EngineGauges>(engine, catalog);
+absl::Status Metrics::Serve(const std::string& address, const Serving* serving) {
+  snapshot_ = std::make_shared<ServingSnapshot>(serving);
+  process_ = std::make_shared<ProcessSnapshot>();
   // civetweb reports a port in use by an exception.
   try {
     exposer_ = std::make_unique<prometheus::Exposer>(address);
@@ -178,12 +107,13 @@ absl::Status Metrics::Serve(const std::string& address, const Engine* engine,
                            error.what());
   }
   exposer_->RegisterCollectable(registry_);
-  exposer_->RegisterCollectable(gauges_);
+  exposer_->RegisterCollectable(snapshot_);
+  exposer_->RegisterCollectable(process_);
   return absl::OkStatus();
 }
 
 void Metrics::Detach() {
-  if (gauges_) gauges_->Detach();
+  if (snapshot_) snapshot_->Detach();
 }
 
 int Metrics::port() const {
@@ -217,17 +147,22 @@ std::string Metrics::ClientLabel(const std::string& client) {
   return clients_.count(client) ? client : "other";
 }
 
-void Metrics::JobQueued(const std::string& model, double seconds) {
-  queue_seconds_.Add({{"model", ModelOf(model)}}, LatencyBuckets()).Observe(seconds);
+void Metrics::JobStarted(const std::string& model, Priority priority, double seconds) {
+  queue_seconds_.Add({{"model", ModelOf(model)}, {"priority", Label(priority)}}, LatencyBuckets())
+      .Observe(seconds);
 }
 
 void Metrics::FirstPreview(const std::string& model, double seconds) {
   first_preview_seconds_.Add({{"model", ModelOf(model)}}, LatencyBuckets()).Observe(seconds);
 }
 
-void Metrics::ImageDone(const std::string& model) {
+void Metrics::ImageDone(const std::string& model, const std::string& client) {
   images_.Add({{"model", ModelOf(model)}}).Increment();
+  client_images_.Add({{"client", ClientLabel(client)}}).Increment();
 }
+
+void Metrics::ConnectionAccepted() { connections_.Add({}).Increment(); }
+void Metrics::ConnectionRefused() { refused_connections_.Add({}).Increment(); }
 
 void Metrics::Encoded(const char* format, double seconds) {
   encoding_seconds_.Add({{"format", format}}, ShortBuckets()).Observe(seconds);
@@ -236,10 +171,10 @@ void Metrics::Encoded(const char* format, double seconds) {
 void Metrics::ReaderStalled() { stalled_readers_.Add({}).Increment(); }
 
 void Metrics::ModelLoaded(const std::string& model, double seconds) {
-  model_load_seconds_.Add({{"model", model}}).Set(seconds);
+  model_load_seconds_.Add({{"model", ModelOf(model)}}).Set(seconds);
 }
 
-void Metrics::Serving(double seconds) { startup_seconds_.Add({}).Set(seconds); }
+void Metrics::FirstServed(double seconds) { startup_seconds_.Add({}).Set(seconds); }
 
 void Metrics::OnEvaluation(const std::string& model, int rows, int bucket, double seconds) {
   EvaluationSeries series;

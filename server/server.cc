@@ -116,6 +116,9 @@ struct Server::State {
     engine->SetObserver(&metrics);
   }
 
+  /// Nobody scrapes what is being destroyed.
+  ~State() { metrics.Detach(); }
+
   void Announce() const;
   void LoadModels();
   /// Runs `task` once every `period` until the server stops.
@@ -185,7 +188,7 @@ void Server::State::LoadModels() {
   }
   if (ready > 0) {
     const double seconds = std::chrono::duration<double>(Clock::now() - process_start).count();
-    metrics.Serving(seconds);
+    metrics.FirstServed(seconds);
     health->Serve();
     log::Info("serving", {{"models", ready}, {"seconds_since_start", seconds}});
   }
@@ -214,24 +217,25 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
       const auto credentials,
       MakeServerCredentials(config.security, state->clients.get(), &state->metrics));
   if (!config.metrics_listen.empty()) {
-    DENOISED_RETURN_IF_ERROR(
-        state->metrics.Serve(config.metrics_listen, state->engine.get(), &state->catalog));
+    DENOISED_RETURN_IF_ERROR(state->metrics.Serve(config.metrics_listen, &state->serving));
   }
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   if (!config.reflection) builder.SetOption(std::make_unique<WithoutReflection>());
   Limits(config, &builder);
-  DENOISED_ASSIGN_OR_RETURN(state->acceptor,
-                            Acceptor::Listen(config.listen, config.connections.max_connections));
+  DENOISED_ASSIGN_OR_RETURN(
+      state->acceptor,
+      Acceptor::Listen(config.listen, config.connections.max_connections, &state->metrics));
   auto handler = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   builder.RegisterService(&state->service);
   if (state->model_admin) builder.RegisterService(state->model_admin.get());
   state->grpc_server = builder.BuildAndStart();
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
-  state->acceptor->Start(std::move(handler));
+  // gRPC's own health service says SERVING until it is told otherwise: before anybody can ask.
   state->health = std::make_unique<Health>(state->grpc_server->GetHealthCheckService());
+  state->acceptor->Start(std::move(handler));
   state->Announce();
   State* raw = state.get();
   state->loader = std::thread([raw] { raw->LoadModels(); });
@@ -257,7 +261,6 @@ Server::~Server() {
   state_->stop.notify_all();
   state_->expirer.join();
   if (state_->reloader.joinable()) state_->reloader.join();
-  state_->metrics.Detach();
 }
 
 int Server::port() const { return state_->acceptor->port(); }

@@ -526,6 +526,10 @@ std::string Label(NoiseSchedule schedule) {
                    sizeof("NOISE_SCHEDULE_") - 1);
 }
 
+std::string Label(Priority priority) {
+  return LowerName(v1::Priority_Name(ToWire(kPriorityNames, priority)), sizeof("PRIORITY_") - 1);
+}
+
 v1::EffectiveParams ToProto(const EffectiveJob& job) {
   const JobSpec& spec = job.spec;
   v1::EffectiveParams params;

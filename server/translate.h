@@ -50,6 +50,7 @@ v1::Model ToProto(const CatalogModel& model, const std::string& device,
 /// "edm_euler": the enum value without its prefix.
 std::string Label(Sampler sampler);
 std::string Label(NoiseSchedule schedule);
+std::string Label(Priority priority);
 
 /// What a PNG says of its making.
 TextEntries Metadata(const EffectiveJob& job, const ImageResult& image);
