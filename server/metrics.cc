@@ -171,7 +171,7 @@ void Metrics::Encoded(const char* format, double seconds) {
 void Metrics::ReaderStalled() { stalled_readers_.Add({}).Increment(); }
 
 void Metrics::ModelLoaded(const std::string& model, double seconds) {
-  model_load_seconds_.Add({{"model", model}}).Set(seconds);
+  model_load_seconds_.Add({{"model", ModelOf(model)}}).Set(seconds);
 }
 
 void Metrics::FirstServed(double seconds) { startup_seconds_.Add({}).Set(seconds); }

@@ -233,8 +233,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   if (state->model_admin) builder.RegisterService(state->model_admin.get());
   state->grpc_server = builder.BuildAndStart();
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
-  state->acceptor->Start(std::move(handler));
+  // gRPC's own health service says SERVING until it is told otherwise: before anybody can ask.
   state->health = std::make_unique<Health>(state->grpc_server->GetHealthCheckService());
+  state->acceptor->Start(std::move(handler));
   state->Announce();
   State* raw = state.get();
   state->loader = std::thread([raw] { raw->LoadModels(); });

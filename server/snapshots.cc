@@ -51,17 +51,35 @@ void Add(MetricFamily* family, Labels labels, double value) {
   family->metric.push_back(std::move(metric));
 }
 
-// Versions of a model share its series, so that these go on when it is replaced.
+/// What the engine says, by model: versions share the series, so that these go on when a model is
+/// replaced.
+std::map<std::string, EngineStats> ByModel(const std::vector<EngineStats>& versions) {
+  std::map<std::string, EngineStats> models;
+  for (const EngineStats& stats : versions) {
+    EngineStats& sum = models[ModelOf(stats.model)];
+    sum.active_images += stats.active_images;
+    sum.slots += stats.slots;
+    sum.oldest_wait_seconds = std::max(sum.oldest_wait_seconds, stats.oldest_wait_seconds);
+    sum.parked_images += stats.parked_images;
+    for (size_t i = 0; i < kPriorities; ++i) {
+      sum.queued_requests[i] += stats.queued_requests[i];
+      sum.queued_images_by_priority[i] += stats.queued_images_by_priority[i];
+    }
+    for (size_t i = 0; i < kEndReasons; ++i) sum.wasted_rows[i] += stats.wasted_rows[i];
+  }
+  return models;
+}
 
 void Collect(const Catalog& catalog, std::vector<MetricFamily>* families) {
   auto state = Gauge("denoised_model_state", "1 for the state that the model is in");
   auto memory = Gauge("denoised_model_memory_bytes", "Device memory by purpose");
-  std::map<std::string, std::map<const char*, size_t>> bytes;
+  std::map<std::string, std::array<size_t, 3>> bytes;
   for (const CatalogModel& model : catalog.All()) {
     const ModelInfo& info = *model.info;
-    bytes[model.name]["weights"] += info.weight_bytes;
-    bytes[model.name]["activations"] += info.activation_bytes;
-    bytes[model.name]["slots"] += info.slot_bytes;
+    std::array<size_t, 3>& sum = bytes[model.name];
+    sum[0] += info.weight_bytes;
+    sum[1] += info.activation_bytes;
+    sum[2] += info.slot_bytes;
     if (!model.current) continue;
     for (const auto& [name, value] : {std::pair{"loading", ModelState::kLoading},
                                       {"available", ModelState::kReady},
@@ -70,9 +88,10 @@ void Collect(const Catalog& catalog, std::vector<MetricFamily>* families) {
       Add(&state, {{"model", model.name}, {"state", name}}, info.state == value);
     }
   }
-  for (const auto& [model, purposes] : bytes) {
-    for (const auto& [purpose, sum] : purposes) {
-      Add(&memory, {{"model", model}, {"purpose", purpose}}, static_cast<double>(sum));
+  for (const auto& [model, sum] : bytes) {
+    for (const auto& [purpose, index] :
+         {std::pair{"weights", 0}, {"activations", 1}, {"slots", 2}}) {
+      Add(&memory, {{"model", model}, {"purpose", purpose}}, static_cast<double>(sum[index]));
     }
   }
   families->push_back(std::move(state));
@@ -80,19 +99,6 @@ void Collect(const Catalog& catalog, std::vector<MetricFamily>* families) {
 }
 
 void Collect(const Engine& engine, std::vector<MetricFamily>* families) {
-  std::map<std::string, EngineStats> sums;
-  for (const EngineStats& stats : engine.Stats()) {
-    EngineStats& sum = sums[ModelOf(stats.model)];
-    for (size_t i = 0; i < kPriorities; ++i) {
-      sum.queued_requests[i] += stats.queued_requests[i];
-      sum.queued_images_by_priority[i] += stats.queued_images_by_priority[i];
-    }
-    for (size_t i = 0; i < kEndReasons; ++i) sum.wasted_rows[i] += stats.wasted_rows[i];
-    sum.oldest_wait_seconds = std::max(sum.oldest_wait_seconds, stats.oldest_wait_seconds);
-    sum.active_images += stats.active_images;
-    sum.slots += stats.slots;
-    sum.parked_images += stats.parked_images;
-  }
   auto requests = Gauge("denoised_queued_requests", "Requests with images that wait for a slot");
   auto images = Gauge("denoised_queued_images", "Images that wait for a slot");
   auto oldest = Gauge("denoised_oldest_wait_seconds", "Age of the oldest request without a slot");
@@ -102,20 +108,20 @@ void Collect(const Engine& engine, std::vector<MetricFamily>* families) {
                         "Images that gave their slot to another before they were done");
   auto wasted = Counter("denoised_wasted_rows_total",
                         "Rows of evaluations spent on requests that ended early");
-  for (const auto& [name, sum] : sums) {
+  for (const auto& [name, stats] : ByModel(engine.Stats())) {
     const Labels::value_type model = {"model", name};
     for (size_t i = 0; i < kPriorities; ++i) {
-      const Labels::value_type priority = {"priority", Label(static_cast<Priority>(i))};
-      Add(&requests, {model, priority}, sum.queued_requests[i]);
-      Add(&images, {model, priority}, sum.queued_images_by_priority[i]);
+      const Labels::value_type priority = {"priority", denoised::Label(static_cast<Priority>(i))};
+      Add(&requests, {model, priority}, stats.queued_requests[i]);
+      Add(&images, {model, priority}, stats.queued_images_by_priority[i]);
     }
-    Add(&oldest, {model}, sum.oldest_wait_seconds);
-    Add(&active, {model}, sum.active_images);
-    Add(&slots, {model}, sum.slots);
-    Add(&parked, {model}, static_cast<double>(sum.parked_images));
+    Add(&oldest, {model}, stats.oldest_wait_seconds);
+    Add(&active, {model}, stats.active_images);
+    Add(&slots, {model}, stats.slots);
+    Add(&parked, {model}, static_cast<double>(stats.parked_images));
     for (size_t i = 0; i < kEndReasons; ++i) {
       Add(&wasted, {model, {"reason", kEndReasonNames[i]}},
-          static_cast<double>(sum.wasted_rows[i]));
+          static_cast<double>(stats.wasted_rows[i]));
     }
   }
   for (MetricFamily* family : {&requests, &images, &oldest, &active, &slots, &parked, &wasted}) {
