@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "denoised/v1/image_generation.grpc.pb.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "server/clients.h"
@@ -330,6 +331,54 @@ TEST_F(SecurityTest, LimitsOfAClientAreItsOwn) {
     EXPECT_TRUE(reader->Finish().ok());
   }
   EXPECT_TRUE(Eventually([&] { return Generate(channel, Bearer(small.value)).ok(); }));
+}
+
+TEST_F(SecurityTest, ModelsAreForAdmins) {
+  const Token ops("ops"), studio("studio");
+  config_.security.clients = directory_.Write(
+      "clients.json", R"({"ops": {"token_sha256": [")" + ops.digest + R"("], "admin": true},
+                          "studio": {"token_sha256": [")" +
+                          studio.digest + "\"]}}");
+  Start();
+  const auto admin = v1::ModelAdmin::NewStub(Connect());
+  const auto unload = [&](const Metadata& metadata) {
+    grpc::ClientContext context;
+    Prepare(&context, metadata);
+    v1::UnloadModelRequest request;
+    request.set_name("digits");
+    v1::UnloadModelResponse response;
+    return admin->UnloadModel(&context, request, &response);
+  };
+  EXPECT_EQ(unload({}).error_code(), StatusCode::UNAUTHENTICATED);
+  const grpc::Status denied = unload(Bearer(studio.value));
+  EXPECT_EQ(denied.error_code(), StatusCode::PERMISSION_DENIED);
+  EXPECT_THAT(denied.error_message(), HasSubstr("studio"));
+  EXPECT_TRUE(Generate(Connect(), Bearer(studio.value)).ok());
+  EXPECT_TRUE(unload(Bearer(ops.value)).ok());
+  EXPECT_EQ(Generate(Connect(), Bearer(studio.value)).error_code(), StatusCode::INVALID_ARGUMENT)
+      << "no model is left";
+}
+
+/// A job is seen by the client that asked for it.
+TEST_F(SecurityTest, JobsOfOthersAreNotThere) {
+  const Token a("a"), b("b");
+  config_.security.clients = directory_.Write("clients.json", R"({"a": {"token_sha256": [")" +
+                                                                  a.digest + R"("]},
+                          "b": {"token_sha256": [")" + b.digest + "\"]}}");
+  Start();
+  v1::GenerateRequest request;
+  request.mutable_params()->set_request_id("mine");
+  ASSERT_TRUE(Generate(Connect(), Bearer(a.value), request).ok());
+  const auto get = [&](const Token& token) {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(token.value));
+    v1::GetJobRequest job;
+    job.set_request_id("mine");
+    v1::GetJobResponse response;
+    return v1::ImageGeneration::NewStub(Connect())->GetJob(&context, job, &response);
+  };
+  EXPECT_TRUE(get(a).ok());
+  EXPECT_EQ(get(b).error_code(), StatusCode::NOT_FOUND);
 }
 
 TEST_F(SecurityTest, ReflectionCanBeOff) {
