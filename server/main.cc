@@ -1,6 +1,7 @@
 // The process: flags, signals, exit codes. Everything else is in server.h.
 
 #include <fmt/format.h>
+#include <google/protobuf/stubs/logging.h>
 #include <grpc/support/log.h>
 
 #include <csignal>
@@ -79,6 +80,12 @@ void LogOfGrpc(gpr_log_func_args* args) {
   }
 }
 
+/// Of messages that clients sent and that it cannot read.
+void LogOfProtobuf(google::protobuf::LogLevel, const char* file, int line,
+                   const std::string& message) {
+  log::Debug("protobuf: " + message, {{"file", file}, {"line", line}});
+}
+
 int Main(int argc, char** argv) {
   // Before any thread exists: all of them inherit the mask, and only Serve takes the signals.
   sigset_t signals;
@@ -100,6 +107,7 @@ int Main(int argc, char** argv) {
   const Config& config = line->config;
   log::Configure(config.log_format, config.log_level);
   gpr_set_log_function(LogOfGrpc);
+  google::protobuf::SetLogHandler(LogOfProtobuf);
   auto engine = Engine::Create(config.engine);
   if (!engine.ok()) {
     log::Error(std::string(engine.status().message()));
