@@ -40,6 +40,9 @@ struct SecurityConfig {
   bool tls() const { return !tls_cert.empty(); }
 };
 
+/// Clients may ping this often, also while nothing moves. A constant, since clients must know it.
+inline constexpr std::chrono::milliseconds kMinPingInterval{10'000};
+
 /// Bounds on connections, so that clients that only hold what they take cost little.
 struct ConnectionLimits {
   std::chrono::milliseconds keepalive{60'000};

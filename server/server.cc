@@ -51,7 +51,8 @@ void Limits(const Config& config, grpc::ServerBuilder* builder) {
   builder->SetMaxSendMessageSize(-1);
   // Queued clients may ping: by default gRPC cuts off whoever pings without data more often than
   // every five minutes.
-  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                              Milliseconds(kMinPingInterval));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(connections.keepalive));
@@ -103,6 +104,7 @@ struct Server::State {
         clients(std::move(clients_in)),
         service(&serving),
         model_admin(config.admin ? std::make_unique<ModelAdminService>(&serving) : nullptr) {
+    serving.config = &this->config;
     serving.engine = engine.get();
     serving.catalog = &catalog;
     serving.jobs = &jobs;

@@ -11,6 +11,7 @@
 #include "server/client_load.h"
 #include "server/generation.h"
 #include "server/jobs.h"
+#include "server/server_info.h"
 #include "server/status_details.h"
 #include "server/translate.h"
 #include "server/worker_pool.h"
@@ -331,6 +332,14 @@ grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServer
     generation->Cancel(EndReason::kCancelled);
   }
   return Reply(context, &record, status);
+}
+
+grpc::ServerUnaryReactor* ImageGenerationService::GetServerInfo(
+    grpc::CallbackServerContext* context, const v1::GetServerInfoRequest*,
+    v1::GetServerInfoResponse* response) {
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetServerInfo", context);
+  *response = DescribeServer(*serving_, record);
+  return Reply(context, &record, grpc::Status::OK);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServerContext* context,

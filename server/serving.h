@@ -20,6 +20,7 @@ class WriteWatch;
 
 /// What every call works with. Everything pointed to outlives the calls.
 struct Serving {
+  const Config* config = nullptr;
   Engine* engine = nullptr;
   Catalog* catalog = nullptr;
   Jobs* jobs = nullptr;
