@@ -67,6 +67,10 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(
       take(&rows_, {options_.max_rows, kRowFields}, DType::kI32, "rows of an evaluation"));
 
+  const size_t image_bytes = image.elements() * sizeof(float);
+  DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, options_.downloads));
+  if (downloads_) slot_bytes_ += image_bytes * options_.downloads;
+
   // Smaller buckets may have holes where the largest has none, so every bucket is measured.
   for (const int bucket : buckets_) {
     CountingBackend counting(backend_.device(), backend_.activation_dtype());

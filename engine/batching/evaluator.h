@@ -22,6 +22,7 @@ class Evaluator {
     int max_rows = 0;
     int slots = 0;
     int max_evaluations = 0;  // longest plan
+    int downloads = 0;        // under way at a time
   };
 
   /// Plans memory by a dry run of the largest bucket, then takes it. ResourceExhausted says what
@@ -72,8 +73,9 @@ class Evaluator {
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
-  Tensor rows_;            // I32 [max_rows, 4]
-  Tensor source_, noise_;  // F32 [H, W, C]: what Begin uploads
+  Tensor rows_;                            // I32 [max_rows, 4]
+  std::shared_ptr<const void> downloads_;  // their memory
+  Tensor source_, noise_;                  // F32 [H, W, C]: what Begin uploads
   std::optional<Arena> arena_;
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;

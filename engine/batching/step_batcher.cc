@@ -9,6 +9,9 @@ namespace {
 // never waits for the host, few enough that a cancellation takes effect at the next.
 constexpr size_t kRunAhead = 1;
 
+// A slot may have one under way for every evaluation that has not been reported.
+constexpr int kDownloadsPerSlot = static_cast<int>(kRunAhead) + 1;
+
 // Sizes other than a model's first, kept at most for the next request of that size.
 constexpr int kExtraSizes = 2;
 
@@ -139,13 +142,14 @@ absl::StatusOr<StepBatcher::Lane*> StepBatcher::LaneFor(const std::string& model
   }
   auto lane = std::make_unique<Lane>();
   lane->model = models_.at(model);
-  DENOISED_ASSIGN_OR_RETURN(lane->evaluator,
-                            Evaluator::Create(backend_, lane->model.denoiser,
-                                              {.height = height,
-                                               .width = width,
-                                               .max_rows = lane->model.max_rows,
-                                               .slots = lane->model.slots,
-                                               .max_evaluations = lane->model.max_evaluations}));
+  DENOISED_ASSIGN_OR_RETURN(
+      lane->evaluator, Evaluator::Create(backend_, lane->model.denoiser,
+                                         {.height = height,
+                                          .width = width,
+                                          .max_rows = lane->model.max_rows,
+                                          .slots = lane->model.slots,
+                                          .max_evaluations = lane->model.max_evaluations,
+                                          .downloads = kDownloadsPerSlot * lane->model.slots}));
   lane->slots.resize(lane->model.slots);
   lanes_.push_back(std::move(lane));
   return lanes_.back().get();
