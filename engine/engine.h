@@ -25,10 +25,6 @@
 
 namespace denoised {
 
-/// When waiting images may join: at any evaluation, or, as the baseline to compare with, only once
-/// every image of the batch before is done.
-enum class Batching { kStep, kRequest };
-
 struct EngineOptions {
   std::string device = "auto";  // as BackendOptions::device
   bool fp32 = false;
