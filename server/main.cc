@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <csignal>
+#include <cstdlib>
 #include <ctime>
 
 #include "server/config.h"
@@ -61,6 +62,8 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   log::Info("draining", {{"grace_seconds", config.grace.count() / 1e3}});
   server.Drain(exit_code == 0 ? config.grace : std::chrono::milliseconds(0));
   log::Info("stopped");
+  // A device that hangs holds its thread for ever, and taking things down would wait for it.
+  if (!server.CheckDevice().ok()) std::_Exit(exit_code);
   return exit_code;
 }
 
