@@ -68,8 +68,9 @@ class SimulatedBackend final : public Backend {
   void Copy(const Tensor& from, const Tensor& to) override { cpu_->Copy(from, to); }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias) override {
-    return cpu_->PackConv2d(weight_oihw, bias);
+                                                           const Tensor& bias,
+                                                           bool upsample2x) override {
+    return cpu_->PackConv2d(weight_oihw, bias, upsample2x);
   }
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
       const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
