@@ -31,7 +31,7 @@ struct StepBatcher::Job {
   std::shared_ptr<JobListener> listener;
   std::shared_ptr<Admission::Ticket> ticket;
   Lane* lane = nullptr;
-  std::vector<DeviceEvaluation> plan;
+  std::vector<DeviceEvaluation> plan;  // made when the first image has a slot
   Clock::time_point submitted;
   JobTiming timing;
   int next_image = 0;  // the first that has not had a slot
@@ -54,7 +54,7 @@ struct StepBatcher::Lane {
     int image = 0;
     int evaluation = 0;  // next in the plan
 
-    int evaluations_left() const { return static_cast<int>(job->plan.size()) - evaluation; }
+    int evaluations_left() const { return job->effective.evaluations - evaluation; }
   };
 
   BatchedModel model;
@@ -194,7 +194,6 @@ void StepBatcher::Submit(JobId id, EffectiveJob effective, std::shared_ptr<JobLi
   job->effective = std::move(effective);
   job->listener = std::move(listener);
   job->ticket = std::move(ticket);
-  job->plan = ToDevice(*job->effective.plan);
   job->submitted = submitted;
   jobs_[id] = job;
   const JobSpec& spec = job->effective.spec;
@@ -347,6 +346,7 @@ absl::Status StepBatcher::Begin(Lane& lane, int slot, const std::shared_ptr<Job>
   lane.Take(slot, job, image, parked ? parked->evaluation : 0);
   admission_.Began(*job->ticket, lane.slots[slot].evaluations_left());
 
+  if (job->plan.empty()) job->plan = ToDevice(plan);
   Evaluator::Start start;
   start.plan = &job->plan;
   start.seed = *spec.seed + static_cast<uint64_t>(image);

@@ -86,7 +86,8 @@ class StepBatcherTest : public ::testing::Test {
     batcher_.reset();
     admission_ = std::make_unique<Admission>(Admission::Limits());
     batcher_ =
-        std::make_unique<StepBatcher>(*backend_, *admission_, &observed_, StepBatcher::Options());
+        std::make_unique<StepBatcher>(*backend_, *admission_, &observed_,
+                                      StepBatcher::Options{.keep_evaluations = keep_evaluations_});
   }
 
   EffectiveJob Job(const SchedulerConfig& scheduler, SamplerParams params, uint64_t seed,
@@ -127,6 +128,7 @@ class StepBatcherTest : public ::testing::Test {
   std::unique_ptr<Admission> admission_;
   std::unique_ptr<StepBatcher> batcher_;
   JobId last_id_ = 0;
+  int keep_evaluations_ = 4;
 };
 
 TEST_F(StepBatcherTest, RunsEveryEvaluationOnceAndReportsInOrder) {
@@ -254,9 +256,10 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
     for (const float value : alone.back()) ASSERT_TRUE(std::isfinite(value));
   }
 
+  keep_evaluations_ = 0;
   std::mt19937 random(7);
   uint64_t parked = 0;
-  for (int round = 0; round < 5; ++round) {
+  for (int round = 0; round < 10; ++round) {
     Restart(2 + static_cast<int>(random() % 8));
     std::vector<std::pair<size_t, std::shared_ptr<Heard>>> running;
     std::vector<JobId> doomed;
@@ -268,10 +271,13 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
           running.emplace_back(which, Submit(Job(chosen.scheduler, chosen.params, 1000 + which, 1,
                                                  chosen.guidance)));
           break;
-        case 1:  // company that will be cancelled
-          Submit(Job(chosen.scheduler, chosen.params, random(), 2, chosen.guidance));
+        case 1: {  // company that takes slots from others, and will be cancelled
+          EffectiveJob company = Job(chosen.scheduler, chosen.params, random(), 2, chosen.guidance);
+          company.spec.priority = Priority::kInteractive;
+          Submit(company);
           doomed.push_back(last_id_);
           break;
+        }
         case 2:
           if (!doomed.empty())
             batcher_->End(doomed[random() % doomed.size()], Cancelled("the request was cancelled"),
@@ -292,7 +298,7 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
           << "case " << which << " in round " << round;
     }
   }
-  EXPECT_GT(parked, 10u) << "images of every sampler lost their slots and got others";
+  EXPECT_GT(parked, 20u) << "images of every sampler lost their slots and got others";
 }
 
 }  // namespace
