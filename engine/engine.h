@@ -21,7 +21,7 @@
 ///   (*engine)->Submit(spec, listener);
 ///
 /// One thread of its own owns each device and all inference state; every method here may be called
-/// from any thread and none waits for the device, but Open, Drain and the destructor.
+/// from any thread and none waits for the device, but Open, Close, Drain and the destructor.
 
 namespace denoised {
 
@@ -45,7 +45,7 @@ struct EngineOptions {
   double watchdog_seconds = 60;  // an evaluation that takes longer is a device error; 0: never
 };
 
-enum class ModelState { kLoading, kReady, kFailed };
+enum class ModelState { kLoading, kReady, kFailed, kUnloading };
 
 /// What a model is, can do, and does by default. Immutable once ready.
 struct ModelInfo {
@@ -99,9 +99,13 @@ class Engine {
 
   /// Loads a diffusers directory, plans memory, captures and warms up every row bucket; blocks
   /// until the model is ready. InvalidArgument or NotFound name the file and field at fault;
-  /// ResourceExhausted says what was needed and what is free. Images in flight of other models wait
-  /// meanwhile.
+  /// ResourceExhausted says what was needed and what is free. Other models go on drawing: the
+  /// calling thread reads and packs the weights, and the device's thread is asked for a part at a
+  /// time. A name may be used again once its model failed or was closed.
   virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;
+  /// Takes a model away: no new jobs from now on; blocks until those it has are done and its memory
+  /// is free. NotFound; FailedPrecondition while it loads or is being closed.
+  virtual absl::Status Close(const std::string& name) = 0;
 
   /// Null when there is none of that name.
   virtual std::shared_ptr<const ModelInfo> Find(const std::string& name) const = 0;
@@ -109,14 +113,15 @@ class Engine {
   virtual std::vector<std::shared_ptr<const ModelInfo>> Models() const = 0;
 
   /// Checks `spec` and fills in its defaults; on return exactly one of the two holds: `violations`
-  /// is empty and the job is set, or it is not. NotFound, FailedPrecondition (loading) as status.
+  /// is empty and the job is set, or it is not. NotFound, FailedPrecondition (not ready) as status.
   virtual absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
                                                std::vector<FieldViolation>* violations) const = 0;
 
-  /// Queues a resolved job. ResourceExhausted when a limit of the queue is reached or memory for
-  /// its size is not there, DeadlineExceeded when its deadline cannot be met, Unavailable while
-  /// draining or after a device error. `estimate` may be null; it is filled in for a job that is
-  /// refused too. The listener may be called before Submit returns.
+  /// Queues a resolved job. NotFound when its model was closed since Resolve. ResourceExhausted
+  /// when a limit of the queue is reached or memory for its size is not there, DeadlineExceeded
+  /// when its deadline cannot be met, Unavailable while draining or after a device error.
+  /// `estimate` may be null; it is filled in for a job that is refused too. The listener may be
+  /// called before Submit returns.
   virtual absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
                                        Estimate* estimate = nullptr) = 0;
   /// Images that wait in front of a job submitted now.
@@ -132,7 +137,9 @@ class Engine {
   virtual std::vector<EngineStats> Stats() const = 0;
   /// Must outlive the engine; set before the first Open.
   virtual void SetObserver(EngineObserver* observer) = 0;
-  /// OK, or the device error that ended all work.
+  /// OK, or the device error that ended all work. A device that hangs is one; as it holds its
+  /// thread then, Open, Close and the destructor may never return, and the process should end
+  /// without them.
   virtual absl::Status Health() const = 0;
   /// "cpu", "cuda:0" and its description for people.
   virtual std::string DeviceName() const = 0;

@@ -36,10 +36,19 @@ prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry&
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
-prometheus::Labels CallLabels(const char* method, const char* type) {
+using google::protobuf::MethodDescriptor;
+
+/// As gRPC's own interceptors name them.
+prometheus::Labels CallLabels(const MethodDescriptor* method) {
+  if (method == nullptr) {
+    return {{"grpc_type", "unknown"}, {"grpc_service", "unknown"}, {"grpc_method", "unknown"}};
+  }
+  const char* type = method->client_streaming()
+                         ? (method->server_streaming() ? "bidi_stream" : "client_stream")
+                         : (method->server_streaming() ? "server_stream" : "unary");
   return {{"grpc_type", type},
-          {"grpc_service", "denoised.v1.ImageGeneration"},
-          {"grpc_method", method}};
+          {"grpc_service", method->service()->full_name()},
+          {"grpc_method", method->name()}};
 }
 
 prometheus::MetricFamily GaugeSnapshot(const char* name, const char* help) {
@@ -109,6 +118,8 @@ Metrics::Metrics()
     : registry_(std::make_shared<prometheus::Registry>()),
       started_(CounterFamily(*registry_, "grpc_server_started_total", "Calls that began")),
       handled_(CounterFamily(*registry_, "grpc_server_handled_total", "Calls that ended, by code")),
+      client_calls_(CounterFamily(*registry_, "denoised_client_calls_total",
+                                  "Calls that ended, by client and code")),
       handling_seconds_(HistogramFamily(*registry_, "grpc_server_handling_seconds",
                                         "From the arrival of a call to its end")),
       queue_seconds_(HistogramFamily(*registry_, "denoised_queue_seconds",
@@ -159,15 +170,31 @@ int Metrics::port() const {
   return exposer_ == nullptr ? 0 : exposer_->GetListeningPorts().front();
 }
 
-void Metrics::CallStarted(const char* method, const char* type) {
-  started_.Add(CallLabels(method, type)).Increment();
+void Metrics::CallStarted(const MethodDescriptor* method) {
+  started_.Add(CallLabels(method)).Increment();
 }
 
-void Metrics::CallEnded(const char* method, const char* type, const char* code, double seconds) {
-  prometheus::Labels labels = CallLabels(method, type);
+void Metrics::CallEnded(const MethodDescriptor* method, const char* code, const std::string& client,
+                        double seconds) {
+  prometheus::Labels labels = CallLabels(method);
   handling_seconds_.Add(labels, LatencyBuckets()).Observe(seconds);
   labels["grpc_code"] = code;
   handled_.Add(labels).Increment();
+  client_calls_.Add({{"client", ClientLabel(client)}, {"grpc_code", code}}).Increment();
+}
+
+void Metrics::CallRefused(const MethodDescriptor* method) {
+  prometheus::Labels labels = CallLabels(method);
+  started_.Add(labels).Increment();
+  labels["grpc_code"] = "UNAUTHENTICATED";
+  handled_.Add(labels).Increment();
+}
+
+std::string Metrics::ClientLabel(const std::string& client) {
+  constexpr size_t kMaxClients = 100;
+  std::lock_guard lock(mutex_);
+  if (clients_.size() < kMaxClients) clients_.insert(client);
+  return clients_.count(client) ? client : "other";
 }
 
 void Metrics::JobQueued(const std::string& model, double seconds) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <google/protobuf/descriptor.h>
 #include <prometheus/counter.h>
 #include <prometheus/family.h>
 #include <prometheus/gauge.h>
@@ -9,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 
 #include "engine/engine.h"
@@ -37,8 +39,12 @@ class Metrics : public EngineObserver {
   /// 0 when there is none.
   int port() const;
 
-  void CallStarted(const char* method, const char* type);
-  void CallEnded(const char* method, const char* type, const char* code, double seconds);
+  void CallStarted(const google::protobuf::MethodDescriptor* method);
+  void CallEnded(const google::protobuf::MethodDescriptor* method, const char* code,
+                 const std::string& client, double seconds);
+  /// A call that ended with UNAUTHENTICATED before it began. `method` is null for those that there
+  /// are not.
+  void CallRefused(const google::protobuf::MethodDescriptor* method);
 
   void JobQueued(const std::string& model, double seconds);
   void FirstPreview(const std::string& model, double seconds);
@@ -60,6 +66,10 @@ class Metrics : public EngineObserver {
   using Counters = prometheus::Family<prometheus::Counter>;
   using Gauges = prometheus::Family<prometheus::Gauge>;
 
+  /// The names of certificates are as many as their authority wants: beyond a hundred clients the
+  /// rest is one, "other".
+  std::string ClientLabel(const std::string& client);
+
   struct EvaluationSeries {
     prometheus::Histogram* rows;
     prometheus::Histogram* seconds;
@@ -69,6 +79,7 @@ class Metrics : public EngineObserver {
   std::shared_ptr<prometheus::Registry> registry_;
   Counters& started_;
   Counters& handled_;
+  Counters& client_calls_;
   Histograms& handling_seconds_;
   Histograms& queue_seconds_;
   Histograms& first_preview_seconds_;
@@ -83,6 +94,7 @@ class Metrics : public EngineObserver {
 
   std::mutex mutex_;
   std::map<std::string, EvaluationSeries> evaluations_;  // guarded by mutex_
+  std::set<std::string> clients_;                        // guarded by mutex_; those with a label
 
   std::shared_ptr<EngineGauges> gauges_;
   std::unique_ptr<prometheus::Exposer> exposer_;  // takes a second or two to stop

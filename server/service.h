@@ -17,6 +17,14 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
                                      v1::GenerateResponse* response) override;
   grpc::ServerWriteReactor<v1::StreamGenerateResponse>* StreamGenerate(
       grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) override;
+  grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext* context,
+                                   const v1::GetJobRequest* request,
+                                   v1::GetJobResponse* response) override;
+  grpc::ServerWriteReactor<v1::StreamGenerateResponse>* WatchJob(
+      grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) override;
+  grpc::ServerUnaryReactor* CancelJob(grpc::CallbackServerContext* context,
+                                      const v1::CancelJobRequest* request,
+                                      v1::CancelJobResponse* response) override;
   grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
                                        const v1::ListModelsRequest* request,
                                        v1::ListModelsResponse* response) override;

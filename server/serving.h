@@ -9,7 +9,10 @@
 namespace denoised {
 
 class Catalog;
+class ClientLoad;
+class Clients;
 class Engine;
+class Jobs;
 class Metrics;
 class WorkerPool;
 class WriteWatch;
@@ -18,8 +21,11 @@ class WriteWatch;
 struct Serving {
   Engine* engine = nullptr;
   const Catalog* catalog = nullptr;
+  Jobs* jobs = nullptr;
   WorkerPool* workers = nullptr;
   Metrics* metrics = nullptr;
+  const Clients* clients = nullptr;
+  ClientLoad* client_load = nullptr;
   WriteWatch* write_watch = nullptr;
   RequestLimits limits;
   /// New work is refused.

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "command/connection_flags.h"
 #include "command/generate.h"
 #include "command/health.h"
 #include "command/interrupt.h"
@@ -31,10 +32,8 @@ int main(int argc, char** argv) {
   app.footer(kFooter);
   app.require_subcommand(1);
   app.fallthrough();  // --server may follow the subcommand
-  std::string server = "127.0.0.1:50051";
-  app.add_option("--server", server, "Address of the server, host:port")
-      ->envname("DENOISE_SERVER")
-      ->capture_default_str();
+  command::ConnectionFlags connection_flags;
+  command::AddConnectionFlags(app, connection_flags);
 
   command::GenerateFlags generate_flags;
   CLI::App* generate = app.add_subcommand("generate", "Draw pictures");
@@ -60,9 +59,9 @@ int main(int argc, char** argv) {
   }
 
   const command::Interrupt interrupt;
-  client::ConnectionOptions options;
+  client::ConnectionOptions options = command::ToOptions(connection_flags);
   if (health->parsed()) options.retry.max_attempts = 1;  // it tells of every answer
-  const auto connection = client::Connect(server, options);
+  const auto connection = client::Connect(connection_flags.server, options);
   if (!connection.ok()) {
     return command::Report(connection.status(), generate_flags.json);
   }

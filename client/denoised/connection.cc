@@ -3,9 +3,13 @@
 #include <fmt/format.h>
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <condition_variable>
+#include <fstream>
+#include <iterator>
 #include <mutex>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "denoised/backoff.h"
@@ -166,7 +170,79 @@ bool IsLoopback(std::string_view target) {
   return false;
 }
 
+absl::StatusOr<std::string> ReadFile(const char* option, const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text(std::istreambuf_iterator<char>(file), {});
+  if (!file || text.empty()) {
+    return absl::NotFoundError(fmt::format("{}: \"{}\" cannot be read or is empty", option, path));
+  }
+  return text;
+}
+
+/// The token alone: editors end a file with a newline.
+absl::StatusOr<std::string> ReadToken(const std::string& path) {
+  auto text = ReadFile("token_file", path);
+  if (!text.ok()) return text;
+  const size_t end = text->find_last_not_of(" \t\r\n");
+  std::string token = text->substr(0, end + 1);
+  const auto printable = [](char c) { return c > 0x20 && c < 0x7f; };
+  if (token.empty() || !std::all_of(token.begin(), token.end(), printable)) {
+    return absl::InvalidArgumentError(
+        fmt::format("token_file: \"{}\" does not hold one token and nothing else", path));
+  }
+  return token;
+}
+
+class TokenFromFile : public grpc::MetadataCredentialsPlugin {
+ public:
+  explicit TokenFromFile(std::string path) : path_(std::move(path)) {}
+
+  grpc::Status GetMetadata(grpc::string_ref, grpc::string_ref, const grpc::AuthContext&,
+                           std::multimap<std::string, std::string>* metadata) override {
+    const auto token = ReadToken(path_);
+    if (!token.ok()) {
+      return {grpc::StatusCode::UNAUTHENTICATED, std::string(token.status().message())};
+    }
+    metadata->emplace("authorization", "Bearer " + *token);
+    return grpc::Status::OK;
+  }
+
+ private:
+  const std::string path_;
+};
+
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
+    const ConnectionOptions& options) {
+  if (!options.tls) return grpc::InsecureChannelCredentials();
+  const TlsOptions& tls = *options.tls;
+  grpc::SslCredentialsOptions files;
+  for (const auto& [option, path, content] :
+       {std::tuple{"tls.ca_file", &tls.ca_file, &files.pem_root_certs},
+        std::tuple{"tls.cert_file", &tls.cert_file, &files.pem_cert_chain},
+        std::tuple{"tls.key_file", &tls.key_file, &files.pem_private_key}}) {
+    if (path->empty()) continue;
+    auto text = ReadFile(option, *path);
+    if (!text.ok()) return text.status();
+    *content = *std::move(text);
+  }
+  auto credentials = grpc::SslCredentials(files);
+  if (options.token_file.empty()) return credentials;
+  if (const auto token = ReadToken(options.token_file); !token.ok()) return token.status();
+  return grpc::CompositeChannelCredentials(
+      credentials,
+      grpc::MetadataCredentialsFromPlugin(std::make_unique<TokenFromFile>(options.token_file)));
+}
+
 absl::Status Validate(const ConnectionOptions& options) {
+  if (!options.tls && !options.token_file.empty()) {
+    return absl::InvalidArgumentError(
+        "token_file needs tls, or anybody on the way could read the token");
+  }
+  if (options.tls && options.tls->cert_file.empty() != options.tls->key_file.empty()) {
+    return absl::InvalidArgumentError(
+        "tls.cert_file and tls.key_file belong together; give both or none");
+  }
+
   if (options.retry.max_attempts < 1) {
     return absl::InvalidArgumentError(fmt::format(
         "retry.max_attempts is {}; use 1 (no retries) or more", options.retry.max_attempts));
@@ -203,6 +279,8 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
     return absl::InvalidArgumentError("the server's address is empty; use host:port");
   }
   if (absl::Status status = Validate(options); !status.ok()) return status;
+  auto credentials = MakeCredentials(options);
+  if (!credentials.ok()) return credentials.status();
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(options.max_message_bytes);
   arguments.SetMaxSendMessageSize(options.max_message_bytes);
@@ -224,9 +302,12 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5'000);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
+  if (options.tls && !options.tls->server_name.empty()) {
+    arguments.SetSslTargetNameOverride(options.tls->server_name);
+  }
   if (IsLoopback(target)) arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetUserAgentPrefix("denoised-client");
-  auto channel = grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
+  auto channel = grpc::CreateCustomChannel(target, *credentials, arguments);
   return std::make_shared<GrpcConnection>(target, std::move(channel), options.retry);
 }
 

@@ -120,20 +120,18 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
   return graph.get();
 }
 
-absl::Status Evaluator::WarmUp(const std::function<void(int bucket, double seconds)>& measured) {
-  const std::vector<EvaluationRow> padding(options_.max_rows, kPadding);
-  for (const int bucket : buckets_) {
-    // On the CPU all buckets run the same primitives row by row: one warms them all.
-    if (backend_.device() == Device::kCpu && bucket != buckets_.front()) continue;
-    const auto rows = std::span(padding).first(bucket);
-    DENOISED_RETURN_IF_ERROR(Evaluate(rows).status());  // not measured: caches are cold
-    const auto begin = backend_.Mark();
-    DENOISED_RETURN_IF_ERROR(Evaluate(rows).status());
-    const auto end = backend_.Mark();
-    DENOISED_RETURN_IF_ERROR(end->Wait());
-    measured(bucket, end->SecondsSince(*begin));
-  }
-  return backend_.Synchronize();
+absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
+  const int bucket = buckets_[warm_buckets_];
+  const std::vector<EvaluationRow> padding(bucket, kPadding);
+  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());  // not measured: caches are cold
+  const auto begin = backend_.Mark();
+  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());
+  const auto end = backend_.Mark();
+  DENOISED_RETURN_IF_ERROR(end->Wait());
+  ++warm_buckets_;
+  // On the CPU all buckets run the same primitives row by row: one warms them all.
+  const bool more = backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
+  return Warmed{.bucket = bucket, .seconds = end->SecondsSince(*begin), .more = more};
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {

@@ -36,9 +36,14 @@ class Evaluator {
                                                            std::shared_ptr<const Denoiser> denoiser,
                                                            const Options& options);
 
-  /// Captures the graphs of all buckets and runs each, so that no request pays for it; says how
-  /// long an evaluation of a bucket takes.
-  absl::Status WarmUp(const std::function<void(int bucket, double seconds)>& measured);
+  struct Warmed {
+    int bucket = 0;
+    double seconds = 0;  // of an evaluation of it
+    bool more = false;   // buckets are left
+  };
+  /// Captures the graph of one bucket more and runs it, so that no request pays for it. One a call,
+  /// since others may be waiting for the device.
+  absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
     const std::vector<DeviceEvaluation>* plan = nullptr;
@@ -97,6 +102,7 @@ class Evaluator {
   std::optional<Arena> arena_;
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
+  size_t warm_buckets_ = 0;
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
   double flops_per_row_ = 0;
 };

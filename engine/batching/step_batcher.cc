@@ -121,6 +121,36 @@ absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int wi
   return absl::OkStatus();
 }
 
+absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
+  const auto lane = std::find_if(lanes_.begin(), lanes_.end(), [&](const auto& each) {
+    return each->model.name == model && each->first_size;
+  });
+  DENOISED_CHECK(lane != lanes_.end(), "model {}", model);
+  return WarmUp(**lane);
+}
+
+absl::StatusOr<bool> StepBatcher::WarmUp(Lane& lane) {
+  DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, lane.evaluator->WarmUp());
+  admission_.Measured(*lane.share, warmed.bucket, warmed.seconds);
+  return warmed.more;
+}
+
+bool StepBatcher::HasJobs(const std::string& model) const {
+  return std::any_of(lanes_.begin(), lanes_.end(),
+                     [&](const auto& lane) { return lane->model.name == model && lane->jobs > 0; });
+}
+
+absl::Status StepBatcher::RemoveModel(const std::string& model) {
+  DENOISED_CHECK(!HasJobs(model), "model {} has jobs", model);
+  // Its last evaluation may be on the device still, though nobody waits for it.
+  const absl::Status status = backend_.Synchronize();
+  std::erase_if(evaluated_, [&](const auto& evaluated) { return evaluated.model == model; });
+  std::erase_if(lanes_, [&](const auto& lane) { return lane->model.name == model; });
+  models_.erase(model);
+  admission_.Close(model);
+  return status;
+}
+
 absl::StatusOr<StepBatcher::Lane*> StepBatcher::LaneFor(const std::string& model, int height,
                                                         int width) {
   int extra = 0;
@@ -136,6 +166,11 @@ absl::StatusOr<StepBatcher::Lane*> StepBatcher::LaneFor(const std::string& model
   while (lane.status().code() == absl::StatusCode::kResourceExhausted && EvictIdleLane(nullptr))
     lane = MakeLane(models_.at(model), height, width);
   if (!lane.ok()) return lane.status();
+  // Captured now: no evaluation of a job takes memory.
+  bool more = true;
+  while (more) {
+    DENOISED_ASSIGN_OR_RETURN(more, WarmUp(**lane));
+  }
   lanes_.push_front(*std::move(lane));
   return lanes_.front().get();
 }
@@ -152,11 +187,7 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const B
                                                .slots = model.slots,
                                                .max_evaluations = model.max_evaluations}));
   lane->slots.resize(model.slots);
-  std::vector<std::pair<int, double>> costs;
-  DENOISED_RETURN_IF_ERROR(lane->evaluator->WarmUp(
-      [&](int bucket, double seconds) { costs.emplace_back(bucket, seconds); }));
   lane->share = admission_.Open(model.name, height, width, model.max_rows);
-  for (const auto& [bucket, seconds] : costs) admission_.Measured(*lane->share, bucket, seconds);
   return lane;
 }
 

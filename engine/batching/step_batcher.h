@@ -54,6 +54,12 @@ class StepBatcher {
 
   /// Takes memory for the model at its native size.
   absl::Status AddModel(const BatchedModel& model, int height, int width);
+  /// One part of what makes its first evaluations as quick as later ones; whether more is to do.
+  absl::StatusOr<bool> WarmUp(const std::string& model);
+  /// Whether any job of the model waits or is in flight.
+  bool HasJobs(const std::string& model) const;
+  /// Gives up a model without jobs and all its memory.
+  absl::Status RemoveModel(const std::string& model);
   /// Bytes taken for a model: activations, and images in flight.
   size_t ActivationBytes(const std::string& model) const;
   size_t SlotBytes(const std::string& model) const;
@@ -80,6 +86,7 @@ class StepBatcher {
 
   absl::StatusOr<Lane*> LaneFor(const std::string& model, int height, int width);
   absl::StatusOr<std::unique_ptr<Lane>> MakeLane(const BatchedModel& model, int height, int width);
+  absl::StatusOr<bool> WarmUp(Lane& lane);
   bool EvictIdleLane(const std::string* model);
   void EndExpired();
   absl::Status Admit(Lane& lane);

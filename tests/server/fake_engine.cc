@@ -41,6 +41,7 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->parameters = 1'000'000;
   info->height = info->width = options_.size;
   info->size_multiple = 4;
+  info->max_edge = 4096;
   info->channels = options_.channels;
   info->condition = ClassCondition::kLabel;
   info->num_classes = 10;
@@ -58,6 +59,22 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->slot_bytes = 1'000'000;
   std::lock_guard lock(mutex_);
   models_.push_back(std::move(info));
+  return absl::OkStatus();
+}
+
+absl::Status FakeEngine::Close(const std::string& name) {
+  std::unique_lock lock(mutex_);
+  const auto model = std::find_if(models_.begin(), models_.end(),
+                                  [&](const auto& each) { return each->name == name; });
+  if (model == models_.end()) return NotFound("there is no model \"{}\"", name);
+  ModelInfo closing = **model;
+  closing.state = ModelState::kUnloading;
+  *model = std::make_shared<const ModelInfo>(std::move(closing));
+  idle_.wait(lock, [&] {
+    return std::none_of(jobs_.begin(), jobs_.end(),
+                        [&](const auto& job) { return job->job.spec.model == name; });
+  });
+  std::erase_if(models_, [&](const auto& each) { return each->name == name; });
   return absl::OkStatus();
 }
 
@@ -146,6 +163,10 @@ absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobLi
   std::lock_guard lock(mutex_);
   if (estimate) estimate->images_ahead = Queued();
   if (draining_) return Unavailable("the engine is draining");
+  const bool ready = std::any_of(models_.begin(), models_.end(), [&](const auto& model) {
+    return model->name == job.spec.model && model->state == ModelState::kReady;
+  });
+  if (!ready) return NotFound("model \"{}\" was unloaded", job.spec.model);
   if (const int queued = Queued(); queued + job.spec.count > options_.max_queued_images) {
     return ResourceExhausted("{} images are queued; {} more would exceed {}; try again later",
                              queued, job.spec.count, options_.max_queued_images);

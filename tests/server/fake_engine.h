@@ -38,6 +38,7 @@ class FakeEngine : public Engine {
   ~FakeEngine() override;
 
   absl::Status Open(const std::string& name, const std::string& directory) override;
+  absl::Status Close(const std::string& name) override;
   std::shared_ptr<const ModelInfo> Find(const std::string& name) const override;
   std::vector<std::shared_ptr<const ModelInfo>> Models() const override;
   absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
