@@ -236,6 +236,70 @@ TEST_P(EngineTest, DrainFinishesWhatItCanAndRefusesTheRest) {
   EXPECT_EQ(endless->Wait().code(), absl::StatusCode::kUnavailable);
 }
 
+TEST_P(EngineTest, AStormOfCancelsLeavesNothingBehind) {
+  const auto engine =
+      Open({.max_rows = 4, .max_queued_requests = 20'000, .max_queued_images = 40'000});
+  std::vector<FieldViolation> violations;
+  const auto resolve = [&](uint64_t seed, int count, int steps, double guidance) {
+    JobSpec spec{.model = "digits", .seed = seed, .count = count, .class_labels = {2}};
+    spec.guidance_scale = guidance;
+    spec.sampler.steps = steps;
+    return *engine->Resolve(spec, &violations);
+  };
+  std::vector<EffectiveJob> kept;
+  std::vector<std::map<int, std::vector<float>>> idle;
+  for (int i = 0; i < 4; ++i) {
+    kept.push_back(resolve(i, 1, 2 + i % 2, i % 2 ? 3 : 1));
+    const auto alone = std::make_shared<Collector>();
+    ASSERT_TRUE(engine->Submit(kept.back(), alone).ok());
+    ASSERT_TRUE(alone->Wait().ok());
+    idle.push_back(alone->images());
+  }
+  const EffectiveJob doomed = resolve(99, 2, 40, 1);
+
+  constexpr int kThreads = 4, kCancels = 2500;
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Collector>> ended;
+  std::vector<std::pair<int, std::shared_ptr<Collector>>> survivors;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t)
+    threads.emplace_back([&, t] {
+      std::mt19937 random(t);
+      std::vector<JobId> open;
+      const auto cancel_one = [&] {
+        std::swap(open[random() % open.size()], open.back());
+        engine->Cancel(open.back());
+        open.pop_back();
+      };
+      for (int i = 0; i < kCancels; ++i) {
+        const auto collector = std::make_shared<Collector>();
+        const auto id = engine->Submit(doomed, collector);
+        ASSERT_TRUE(id.ok()) << id.status();
+        open.push_back(*id);
+        if (open.size() > 16 || random() % 2) cancel_one();
+        std::lock_guard lock(mutex);
+        ended.push_back(collector);
+        if (i % 800 != 0) continue;
+        const int which = static_cast<int>(random() % kept.size());
+        survivors.emplace_back(which, std::make_shared<Collector>());
+        ASSERT_TRUE(engine->Submit(kept[which], survivors.back().second).ok());
+      }
+      while (!open.empty()) cancel_one();
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& collector : ended)
+    EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kCancelled);
+  for (const auto& [which, collector] : survivors) {
+    ASSERT_TRUE(collector->Wait().ok());
+    EXPECT_EQ(collector->images(), idle[which]);
+  }
+  EXPECT_EQ(ended.size(), size_t{kThreads} * kCancels);
+  const EngineStats stats = engine->Stats()[0];
+  EXPECT_EQ(stats.queued_images, 0);
+  EXPECT_EQ(stats.active_images, 0);
+  EXPECT_EQ(stats.queued_requests, (std::array<int, kPriorities>{}));
+}
+
 TEST_P(EngineTest, LoadingAModelDoesNotStopTheOthers) {
   const auto engine = Open();
   JobSpec spec{.model = "digits", .seed = 1, .class_labels = {3}};
