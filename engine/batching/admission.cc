@@ -48,12 +48,12 @@ class Admission::Lane {
  public:
   Lane(Model* model_in, int max_rows_in) : model(model_in), max_rows(max_rows_in) {}
 
-  /// Expected seconds of an evaluation; 0 while nothing was measured.
+  /// Expected seconds of an evaluation; 0 while nothing was measured. Of more rows than were
+  /// measured too few rather than too many: no deadline that can be met is refused.
   double Cost(int rows) const {
     if (seconds.empty()) return 0;
     const auto bucket = seconds.lower_bound(rows);
-    if (bucket != seconds.end()) return bucket->second;
-    return seconds.rbegin()->second * rows / seconds.rbegin()->first;
+    return bucket == seconds.end() ? seconds.rbegin()->second : bucket->second;
   }
 
   Model* const model;
@@ -84,7 +84,7 @@ class Admission::Ticket {
   TimePoint submitted;
   double weight = 1;
   double entered = 0, key = 0;  // virtual times
-  size_t bytes = 0;
+  size_t bytes = 0, parked_bytes = 0;
   int rows = 0, evaluations = 0, count = 0;  // rows and evaluations of one image
   int waiting = 0, active = 0;               // images
   int64_t waiting_work = 0;                  // row evaluations of those that wait
@@ -132,6 +132,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
                                                                     Estimate* estimate) {
   std::lock_guard lock(mutex_);
   const JobSpec& spec = job.spec;
+  DENOISED_CHECK(spec.client_weight > 0, "client {}", spec.client);
   const auto found = models_.find(spec.model);
   if (found == models_.end()) return NotFound("model '{}' is not on this device", spec.model);
   Model& model = *found->second;
@@ -285,8 +286,10 @@ void Admission::Unqueue(Ticket& ticket, int images, int64_t work) {
   if (--own->second == 0) queued_requests_of_.erase(own);
 }
 
-void Admission::Began(Ticket& ticket, int evaluations_left) {
+void Admission::Began(Ticket& ticket, int evaluations_left, size_t parked_bytes) {
   std::lock_guard lock(mutex_);
+  ticket.parked_bytes -= parked_bytes;
+  queued_bytes_ -= parked_bytes;
   ticket.lane->model->unstarted.erase(ticket.id);
   ++ticket.active;
   ++ticket.lane->model->totals.active_images;
@@ -294,8 +297,10 @@ void Admission::Began(Ticket& ticket, int evaluations_left) {
   if (!ticket.withdrawn) Unqueue(ticket, 1, int64_t{1} * ticket.rows * evaluations_left);
 }
 
-void Admission::Parked(Ticket& ticket, int evaluations_left) {
+void Admission::Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes) {
   std::lock_guard lock(mutex_);
+  ticket.parked_bytes += parked_bytes;
+  queued_bytes_ += parked_bytes;
   Totals& totals = ticket.lane->model->totals;
   ++totals.parked_images;
   --ticket.active;
@@ -323,6 +328,11 @@ void Admission::Drawn(Ticket& ticket) {
   ticket.lane->active_rows -= ticket.rows;
 }
 
+size_t Admission::RoomToPark(size_t parked_bytes) const {
+  std::lock_guard lock(mutex_);
+  return queued_bytes_ < limits_.bytes ? (limits_.bytes - queued_bytes_) / parked_bytes : 0;
+}
+
 void Admission::Withdraw(Ticket& ticket) {
   std::lock_guard lock(mutex_);
   if (ticket.over || ticket.withdrawn) return;
@@ -338,6 +348,7 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
   Lane& lane = *ticket.lane;
   lane.model->unstarted.erase(ticket.id);
   Unqueue(ticket, ticket.waiting, ticket.waiting_work);
+  queued_bytes_ -= ticket.parked_bytes;
   lane.model->totals.active_images -= ticket.active;
   lane.active_rows -= ticket.active * ticket.rows;
   if (reason) lane.model->totals.wasted_rows[static_cast<size_t>(*reason)] += rows;

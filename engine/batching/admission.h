@@ -64,10 +64,13 @@ class Admission {
   static std::pair<double, JobId> Key(const Ticket& ticket);
 
   // Of the device's thread, about one image of the job with so many evaluations to go: it took a
-  // slot, lost it to another image, or left it after its last evaluation.
-  void Began(Ticket& ticket, int evaluations_left);
-  void Parked(Ticket& ticket, int evaluations_left);
+  // slot, lost it to another image, or left it after its last evaluation. `parked_bytes` is what
+  // its state takes while it has lost its slot; 0 for one that begins.
+  void Began(Ticket& ticket, int evaluations_left, size_t parked_bytes);
+  void Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes);
   void Drawn(Ticket& ticket);
+  /// How many images of such a state may be parked within the limit of bytes.
+  size_t RoomToPark(size_t parked_bytes) const;
 
   /// Frees the job's place in the queue at once; the rest follows with Left.
   void Withdraw(Ticket& ticket);

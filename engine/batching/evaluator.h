@@ -64,6 +64,7 @@ class Evaluator {
     Tensor x, registers;
     absl::Status Arrive();
   };
+  size_t parked_bytes() const { return (1 + kRegisters) * source_.bytes(); }
   /// At most kParksPerEvaluation between two evaluations; the slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
   /// Puts a parked image, begun by `start` and with so many evaluations done, in `slot`: its bits

@@ -306,14 +306,15 @@ void StepBatcher::EndExpired() {
 absl::Status StepBatcher::Admit(Lane& lane) {
   const bool whole_batches = options_.batching == Batching::kRequest;
   if (whole_batches && lane.active > 0) return absl::OkStatus();
-  int may_park = whole_batches ? 0 : Evaluator::kParksPerEvaluation;
+  size_t may_park = whole_batches ? 0 : Evaluator::kParksPerEvaluation;
   int slot = 0;
   while (!lane.waiting.empty()) {
     const std::shared_ptr<Job> job = lane.waiting.begin()->second;
     if (!lane.HasRoom(*job)) {
       const int before = lane.active;
+      may_park = std::min(may_park, admission_.RoomToPark(lane.evaluator->parked_bytes()));
       if (!MakeRoom(lane, *job, may_park)) break;
-      may_park -= before - lane.active;
+      may_park -= static_cast<size_t>(before - lane.active);
       slot = 0;
     }
     while (lane.slots[slot].job) ++slot;
@@ -325,7 +326,7 @@ absl::Status StepBatcher::Admit(Lane& lane) {
 
 /// Parks at most `most` images that come after `job` in the order, the last first, until it has
 /// room; none when that would not do.
-bool StepBatcher::MakeRoom(Lane& lane, const Job& job, int most) {
+bool StepBatcher::MakeRoom(Lane& lane, const Job& job, size_t most) {
   std::vector<int> victims;
   for (int slot = 0; slot < static_cast<int>(lane.slots.size()); ++slot) {
     const Lane::Slot& taken = lane.slots[slot];
@@ -339,16 +340,18 @@ bool StepBatcher::MakeRoom(Lane& lane, const Job& job, int most) {
     return std::pair(first.job->key(), first.evaluations_left()) >
            std::pair(second.job->key(), second.evaluations_left());
   };
-  most = std::min(most, static_cast<int>(victims.size()));
-  std::partial_sort(victims.begin(), victims.begin() + most, victims.end(), later);
-  int rows = lane.rows, parks = 0;
+  most = std::min(most, victims.size());
+  std::partial_sort(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(most),
+                    victims.end(), later);
+  int rows = lane.rows;
+  size_t parks = 0;
   const auto enough = [&] {
-    return lane.active - parks < static_cast<int>(lane.slots.size()) &&
+    return lane.active - static_cast<int>(parks) < static_cast<int>(lane.slots.size()) &&
            rows + job.rows() <= lane.model.max_rows;
   };
   while (!enough() && parks < most) rows -= lane.slots[victims[parks++]].job->rows();
   if (!enough()) return false;
-  for (int i = 0; i < parks; ++i) Park(lane, victims[i]);
+  for (size_t i = 0; i < parks; ++i) Park(lane, victims[i]);
   return true;
 }
 
@@ -358,7 +361,7 @@ void StepBatcher::Park(Lane& lane, int slot) {
   parked->image = taken.image;
   parked->evaluation = taken.evaluation;
   parked->state = lane.evaluator->Park(slot);
-  admission_.Parked(*taken.job->ticket, taken.evaluations_left());
+  admission_.Parked(*taken.job->ticket, taken.evaluations_left(), lane.evaluator->parked_bytes());
   lane.Free(slot);
   if (taken.job->waiting() == 0) lane.waiting.emplace(taken.job->key(), taken.job);
   taken.job->parked.push_back(parked);
@@ -375,7 +378,8 @@ absl::Status StepBatcher::Begin(Lane& lane, int slot, const std::shared_ptr<Job>
   const StepPlan& plan = *job->effective.plan;
   const int image = parked ? parked->image : job->next_image++;
   lane.Take(slot, job, image, parked ? parked->evaluation : 0);
-  admission_.Began(*job->ticket, lane.slots[slot].evaluations_left());
+  admission_.Began(*job->ticket, lane.slots[slot].evaluations_left(),
+                   parked ? lane.evaluator->parked_bytes() : 0);
 
   if (job->plan.empty()) job->plan = ToDevice(plan);
   Evaluator::Start start;

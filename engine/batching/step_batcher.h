@@ -90,7 +90,7 @@ class StepBatcher {
   bool EvictIdleLane(const std::string* model);
   void EndExpired();
   absl::Status Admit(Lane& lane);
-  bool MakeRoom(Lane& lane, const Job& job, int most);
+  bool MakeRoom(Lane& lane, const Job& job, size_t most);
   void Park(Lane& lane, int slot);
   absl::Status Begin(Lane& lane, int slot, const std::shared_ptr<Job>& job);
   absl::Status Launch(Lane& lane);

@@ -223,6 +223,32 @@ TEST(Limits, EachIsNamedAndSaysWhenToComeBack) {
   }
 }
 
+TEST(Limits, ParkedImagesTakeBytesToo) {
+  constexpr int kEdge = 32;
+  constexpr size_t kParkedBytes = 6 * kEdge * kEdge * sizeof(float);
+  struct Case {
+    size_t bytes;
+    uint64_t parks;
+  };
+  for (const Case& limit : {Case{kParkedBytes, 0}, Case{3 * kParkedBytes, 2}, Case{1 << 30, 4}}) {
+    Simulation simulation({.max_rows = 4, .limits = {.bytes = limit.bytes}});
+    simulation.Add("plain", 0);
+    const auto running =
+        simulation.Submit({.steps = 20, .count = 4, .model = "plain", .size = kEdge});
+    simulation.Step();
+    std::vector<std::shared_ptr<Heard>> quick;
+    for (int i = 0; i < 4; ++i)
+      quick.push_back(simulation.Submit(
+          {.steps = 2, .model = "plain", .size = kEdge, .priority = Priority::kInteractive}));
+    simulation.Step();
+    EXPECT_EQ(simulation.Totals("plain").parked_images, limit.parks) << limit.bytes;
+    simulation.RunAll();
+    EXPECT_TRUE(running->done->ok());
+    for (const auto& heard : quick) EXPECT_TRUE(heard->done->ok());
+    EXPECT_EQ(simulation.admission.RoomToPark(1), limit.bytes) << "all is given back";
+  }
+}
+
 TEST(Limits, BytesOfWhatWaits) {
   Simulation simulation({.max_rows = 2, .limits = {.bytes = 100'000}});
   EffectiveJob job = simulation.Job({.steps = 10, .count = 2});
