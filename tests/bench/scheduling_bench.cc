@@ -65,6 +65,7 @@ struct Outcome {
   double p50 = 0, p99 = 0, throughput = 0;              // seconds, images a second
   double first_preview_p50 = 0, first_preview_p99 = 0;  // evaluations of all rows
   double queue_p99 = 0;                                 // of the interactive ones, as the last
+  double parks = 0;                                     // of an image, on average
 };
 
 Outcome Play(const Options& options, const std::vector<Arrival>& trace, Batching batching) {
@@ -103,7 +104,9 @@ Outcome Play(const Options& options, const std::vector<Arrival>& trace, Batching
           .throughput = static_cast<double>(jobs.size()) / since_start(simulation.clock.now),
           .first_preview_p50 = Quantile(previews, 0.5),
           .first_preview_p99 = Quantile(previews, 0.99),
-          .queue_p99 = Quantile(queues, 0.99)};
+          .queue_p99 = Quantile(queues, 0.99),
+          .parks = static_cast<double>(simulation.Totals().parked_images) /
+                   static_cast<double>(jobs.size())};
 }
 
 /// Images a second when there is always work.
@@ -117,12 +120,12 @@ void Compare(const Options& options, const char* of_whom, double images_per_seco
   const Outcome request = Play(options, trace, Batching::kRequest);
   fmt::print("\n80 % of what {} batching can do: {:.1f} images/s arrive\n", of_whom,
              images_per_second);
-  fmt::print("{:<10}{:>10}{:>10}{:>12}{:>24}{:>14}\n", "batching", "p50 ms", "p99 ms", "images/s",
-             "first preview p50/p99*", "queue p99*");
+  fmt::print("{:<10}{:>10}{:>10}{:>12}{:>24}{:>14}{:>14}\n", "batching", "p50 ms", "p99 ms",
+             "images/s", "first preview p50/p99*", "queue p99*", "parks/image");
   const auto row = [](const char* name, const Outcome& outcome) {
-    fmt::print("{:<10}{:>10.1f}{:>10.1f}{:>12.1f}{:>16.2f} / {:>5.2f}{:>14.0f}\n", name,
+    fmt::print("{:<10}{:>10.1f}{:>10.1f}{:>12.1f}{:>16.2f} / {:>5.2f}{:>14.0f}{:>14.2f}\n", name,
                1e3 * outcome.p50, 1e3 * outcome.p99, outcome.throughput, outcome.first_preview_p50,
-               outcome.first_preview_p99, outcome.queue_p99);
+               outcome.first_preview_p99, outcome.queue_p99, outcome.parks);
   };
   row("step", step);
   row("request", request);

@@ -236,6 +236,30 @@ TEST_P(EngineTest, DrainFinishesWhatItCanAndRefusesTheRest) {
   EXPECT_EQ(endless->Wait().code(), absl::StatusCode::kUnavailable);
 }
 
+TEST_P(EngineTest, ImagesThatLoseTheirSlotsKeepTheirBits) {
+  const auto engine = Open({.max_rows = 2, .keep_evaluations = 0});
+  JobSpec slow{.model = "digits", .seed = 8, .count = 2, .class_labels = {4}};
+  slow.guidance_scale = 1;
+  slow.sampler.steps = 24;
+  slow.sampler.sampler = Sampler::kEdmDpmSolver;  // multistep: it has registers to lose
+  const auto alone = Submit(*engine, slow);
+  ASSERT_TRUE(alone->Wait().ok());
+
+  const auto interrupted = Submit(*engine, slow);
+  JobSpec quick{.model = "digits", .priority = Priority::kInteractive};
+  quick.guidance_scale = 1;
+  quick.sampler.steps = 2;
+  for (const int count : {1, 2, 1, 2, 1, 2}) {
+    const int before = interrupted->progress();
+    while (interrupted->progress() < before + 3) std::this_thread::yield();
+    quick.count = count;
+    EXPECT_TRUE(Submit(*engine, quick)->Wait().ok());
+  }
+  ASSERT_TRUE(interrupted->Wait().ok());
+  EXPECT_GE(engine->Stats()[0].parked_images, 6u);
+  EXPECT_EQ(interrupted->images(), alone->images());
+}
+
 TEST_P(EngineTest, AStormOfCancelsLeavesNothingBehind) {
   const auto engine =
       Open({.max_rows = 4, .max_queued_requests = 20'000, .max_queued_images = 40'000});
