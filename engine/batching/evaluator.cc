@@ -67,6 +67,15 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(
       take(&rows_, {options_.max_rows, kRowFields}, DType::kI32, "rows of an evaluation"));
 
+  const size_t image_bytes = image.elements() * sizeof(float);
+  const int downloads = options_.downloads + options_.parks;
+  DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, downloads));
+  if (downloads_) slot_bytes_ += image_bytes * downloads;
+  const size_t registers_bytes = kRegisters * image_bytes;
+  DENOISED_ASSIGN_OR_RETURN(register_downloads_,
+                            backend_.ReserveDownloads(registers_bytes, options_.parks));
+  if (register_downloads_) slot_bytes_ += registers_bytes * options_.parks;
+
   // Smaller buckets may have holes where the largest has none, so every bucket is measured.
   for (const int bucket : buckets_) {
     CountingBackend counting(backend_.device(), backend_.activation_dtype());
@@ -81,13 +90,6 @@ absl::Status Evaluator::Allocate() {
                         fmt::format("activations of {} rows of {}×{}", options_.max_rows,
                                     options_.width, options_.height)));
   arena_.emplace(std::move(block));
-  // Every image under way may be downloaded once, and every parked one; nothing of it is left to be
-  // allocated while images are drawn.
-  const size_t image_bytes = source_.bytes();
-  DENOISED_RETURN_IF_ERROR(backend_.ReserveDownloads(
-      image_bytes, kEvaluationsUnderWay * (options_.slots + kParksPerEvaluation)));
-  DENOISED_RETURN_IF_ERROR(backend_.ReserveDownloads(kRegisters * image_bytes,
-                                                     kEvaluationsUnderWay * kParksPerEvaluation));
   return backend_.status();
 }
 

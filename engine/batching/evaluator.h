@@ -18,16 +18,13 @@ namespace denoised {
 /// owns the device; calls enqueue.
 class Evaluator {
  public:
-  /// What memory for downloads is planned for: evaluations that are launched and not yet reported,
-  /// and images that lose their slot before each.
-  static constexpr int kEvaluationsUnderWay = 2;
-  static constexpr int kParksPerEvaluation = 4;
-
   struct Options {
     int height = 0, width = 0;
     int max_rows = 0;
     int slots = 0;
     int max_evaluations = 0;  // longest plan
+    int downloads = 0;        // of states and predictions, under way at a time
+    int parks = 0;            // on their way to the host at a time
   };
 
   /// Plans memory by a dry run of the largest bucket, then takes it. ResourceExhausted says what
@@ -65,7 +62,7 @@ class Evaluator {
     absl::Status Arrive();
   };
   size_t parked_bytes() const { return (1 + kRegisters) * source_.bytes(); }
-  /// At most kParksPerEvaluation between two evaluations; the slot may be used again at once.
+  /// The slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
   /// Puts a parked image, begun by `start` and with so many evaluations done, in `slot`: its bits
   /// are those it would have had without a break.
@@ -98,8 +95,9 @@ class Evaluator {
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
-  Tensor rows_;            // I32 [max_rows, 4]
-  Tensor source_, noise_;  // F32 [H, W, C]: what Begin uploads
+  Tensor rows_;                                                 // I32 [max_rows, 4]
+  std::shared_ptr<const void> downloads_, register_downloads_;  // their memory
+  Tensor source_, noise_;                                       // F32 [H, W, C]: what Begin uploads
   std::optional<Arena> arena_;
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;

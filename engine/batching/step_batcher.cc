@@ -7,7 +7,13 @@ namespace {
 
 // Evaluations the device may have queued while the host reports an earlier one: enough that it
 // never waits for the host, few enough that a cancellation takes effect at the next.
-constexpr size_t kRunAhead = Evaluator::kEvaluationsUnderWay - 1;
+constexpr size_t kRunAhead = 1;
+
+// Evaluations that have not been reported; every slot may have a download under way for each.
+constexpr int kUnderWay = static_cast<int>(kRunAhead) + 1;
+
+// Images that lose their slot before an evaluation, at most: their copies take time from it.
+constexpr int kParksPerEvaluation = 4;
 
 // Sizes other than a model's first, kept at most for the next request of that size.
 constexpr int kExtraSizes = 2;
@@ -185,7 +191,9 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const B
                                                .width = width,
                                                .max_rows = model.max_rows,
                                                .slots = model.slots,
-                                               .max_evaluations = model.max_evaluations}));
+                                               .max_evaluations = model.max_evaluations,
+                                               .downloads = kUnderWay * model.slots,
+                                               .parks = kUnderWay * kParksPerEvaluation}));
   lane->slots.resize(model.slots);
   lane->share = admission_.Open(model.name, height, width, model.max_rows);
   return lane;
@@ -306,7 +314,7 @@ void StepBatcher::EndExpired() {
 absl::Status StepBatcher::Admit(Lane& lane) {
   const bool whole_batches = options_.batching == Batching::kRequest;
   if (whole_batches && lane.active > 0) return absl::OkStatus();
-  size_t may_park = whole_batches ? 0 : Evaluator::kParksPerEvaluation;
+  size_t may_park = whole_batches ? 0 : kParksPerEvaluation;
   int slot = 0;
   while (!lane.waiting.empty()) {
     const std::shared_ptr<Job> job = lane.waiting.begin()->second;

@@ -35,8 +35,7 @@ struct BatchedModel {
 ///
 /// Who gets a slot, and which lane the next evaluation, follows from Admission's order. When all
 /// slots are taken, an image that goes first there gets the slot of one that goes last, which is
-/// parked: its state goes to host memory and comes back with its bits unchanged. At most
-/// Evaluator::kParksPerEvaluation are parked before an evaluation.
+/// parked: its state goes to host memory and comes back with its bits unchanged.
 class StepBatcher {
  public:
   using Clock = std::chrono::steady_clock;

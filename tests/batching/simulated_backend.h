@@ -31,7 +31,7 @@ class SimulatedBackend final : public Backend {
 
   /// May block; an error is the device's, and final.
   std::function<absl::Status()> fault;
-  /// Allocate refuses more than this; so do downloads under way beyond what was reserved.
+  /// Allocate refuses more than this.
   size_t memory_limit = ~size_t{0};
   size_t allocated() const { return *allocated_; }
 
@@ -58,9 +58,6 @@ class SimulatedBackend final : public Backend {
   }
   void Upload(const void* from, size_t bytes, const Tensor& to) override {
     cpu_->Upload(from, bytes, to);
-  }
-  absl::Status ReserveDownloads(size_t bytes, int count) override {
-    return cpu_->ReserveDownloads(bytes, count);
   }
   std::unique_ptr<Download> BeginDownload(const Tensor& from) override {
     return cpu_->BeginDownload(from);

@@ -17,13 +17,23 @@ namespace {
 /// Partial moments of group norms: any size works, this one takes 256 images at 32 groups at once.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
 
+Element ElementOf(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return Element::kBf16;
+    case DType::kF16:
+      return Element::kF16;
+    default:
+      return Element::kF32;
+  }
+}
+
 Rows View(const Tensor& tensor) {
   if (!tensor) return {};
-  const bool bf16 = tensor.dtype() == DType::kBF16;
   const size_t stride_bytes = tensor.row_stride() * SizeOf(tensor.dtype());
   const bool aligned =
       reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0 && stride_bytes % 16 == 0;
-  return {tensor.data(), tensor.row_stride(), bf16 ? Element::kBf16 : Element::kF32, aligned};
+  return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()), aligned};
 }
 
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
@@ -93,7 +103,7 @@ class CudaBackend final : public Backend {
         uploads_(std::move(uploads)),
         downloads_(context_),
         norm_workspace_(std::move(norm_workspace)),
-        queue_{context_->compute(), properties.multiProcessorCount, hopper},
+        queue_{context_->compute(), properties.multiProcessorCount, hopper, properties.major >= 9},
         fp32_(fp32),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
@@ -132,16 +142,15 @@ class CudaBackend final : public Backend {
     uploads_->Upload(from, bytes, to.data());
   }
 
-  absl::Status ReserveDownloads(size_t bytes, int count) override {
-    context_->Use();
-    DENOISED_RETURN_IF_ERROR(context_->status());
-    return downloads_.Reserve(bytes, count);
-  }
-
   std::unique_ptr<Download> BeginDownload(const Tensor& from) override {
     CheckDownload(from, rules());
     BeginTransfer("BeginDownload");
     return downloads_.Begin(from);
+  }
+
+  absl::StatusOr<std::shared_ptr<const void>> ReserveDownloads(size_t bytes, int count) override {
+    BeginTransfer("ReserveDownloads");
+    return downloads_.Reserve(bytes, count);
   }
 
   void Copy(const Tensor& from, const Tensor& to) override {
@@ -163,9 +172,8 @@ class CudaBackend final : public Backend {
     packed->upsample2x = upsample2x;
     packed->in_phases =
         queue_.hopper && upsample2x && packed->kernel == 3 && packed->in_channels % 8 == 0;
-    const auto pack = packed->in_phases ? PackConv2dPhases : PackConv2dWeight;
     DENOISED_ASSIGN_OR_RETURN(packed->weight,
-                              ToDevice(pack(weight_oihw, activation_dtype()), "a convolution"));
+                              PackWeights({weight_oihw}, packed->in_phases, "a convolution"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias({bias}), "a convolution's bias"));
     return packed;
   }
@@ -176,9 +184,8 @@ class CudaBackend final : public Backend {
     auto packed = std::make_unique<CudaLinear>();
     for (const Tensor& weight : weights_oi) packed->out_features += Extent(weight, 0);
     packed->in_features = Extent(weights_oi.front(), 1);
-    DENOISED_ASSIGN_OR_RETURN(
-        packed->weight,
-        ToDevice(PackLinearWeight(weights_oi, activation_dtype()), "a linear layer"));
+    DENOISED_ASSIGN_OR_RETURN(packed->weight,
+                              PackWeights(weights_oi, /*in_phases=*/false, "a linear layer"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias(biases), "a linear layer's bias"));
     return packed;
   }
@@ -259,7 +266,9 @@ class CudaBackend final : public Backend {
     norm.workspace = norm_workspace_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
     context_->Use();
-    context_->Record(LaunchGroupNorm(norm, queue_), "GroupNorm");
+    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm);
+    context_->Record((in_one_pass ? LaunchGroupNormCluster : LaunchGroupNorm)(norm, queue_),
+                     "GroupNorm");
   }
 
   void Attention(const AttentionArgs& args) override {
@@ -448,13 +457,53 @@ class CudaBackend final : public Backend {
                    "{} images of {}×{} to {}×{}", images, conv.height, conv.width, conv.out_height,
                    conv.out_width);
     context_->Use();
-    if (fp32_) {
+    if (SuitsRowLinear(conv)) {
+      context_->Record(LaunchRowLinear(conv, queue_), op);
+    } else if (fp32_) {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
     } else if (queue_.hopper && SuitsHopper(conv)) {
       context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), op);
     } else {
       context_->Record(LaunchConv2d(conv, queue_), op);
     }
+  }
+
+  /// Weights [outputs, channels, kernel, kernel] or [outputs, inputs], as they lie in the file, one
+  /// below the other in the form of weights.h; in phases one 3×3 convolution.
+  absl::StatusOr<Tensor> PackWeights(const std::vector<Tensor>& weights, bool in_phases,
+                                     std::string_view purpose) {
+    const Shape& shape = weights.front().shape();
+    const int channels = static_cast<int>(shape[1]);
+    const int taps = shape.rank() == 4 ? static_cast<int>(shape[2] * shape[3]) : 1;
+    int64_t outputs = 0;
+    for (const Tensor& weight : weights) outputs += weight.dim(0);
+    DENOISED_ASSIGN_OR_RETURN(
+        const Tensor packed,
+        Allocate({in_phases ? 4 * outputs : outputs,
+                  RoundUp(int64_t{in_phases ? 4 : taps} * channels, kDepthPadding)},
+                 activation_dtype(), purpose));
+    context_->Record(cudaMemsetAsync(packed.data(), 0, packed.bytes(), queue_.stream), purpose);
+    int64_t first_output = 0;
+    for (const Tensor& weight : weights) {
+      const size_t pair_bytes = taps * SizeOf(weight.dtype());
+      uploads_->UploadThrough(weight.data(), weight.bytes(), pair_bytes,
+                              [&](const void* piece, size_t offset, size_t bytes) {
+                                PackWeightLaunch pack;
+                                pack.from = piece;
+                                pack.from_element = ElementOf(weight.dtype());
+                                pack.first_pair = static_cast<int64_t>(offset / pair_bytes);
+                                pack.pairs = static_cast<int64_t>(bytes / pair_bytes);
+                                pack.channels = channels;
+                                pack.taps = taps;
+                                pack.phase_outputs = in_phases ? outputs : 0;
+                                pack.to =
+                                    View(packed.Slice(first_output, packed.dim(0) - first_output));
+                                return LaunchPackWeight(pack, queue_);
+                              });
+      first_output += weight.dim(0);
+    }
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    return packed;
   }
 
   /// A host tensor in device memory of its own; undefined stays undefined.
@@ -478,10 +527,12 @@ class CudaBackend final : public Backend {
 
 /// Every kernel, now rather than in the middle of a capture.
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
-  for (cudaError_t error : {hopper ? LoadConv2dHopperKernels() : cudaSuccess, LoadConv2dKernels(),
-                            LoadConv2dFp32Kernels(), LoadGroupNormKernels(), LoadAttentionKernels(),
-                            LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
-                            LoadElementwiseKernels(), LoadSamplingKernels()}) {
+  for (cudaError_t error :
+       {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
+        hopper ? LoadGroupNormClusterKernels() : cudaSuccess, LoadConv2dKernels(),
+        LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadGroupNormKernels(),
+        LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
+        LoadElementwiseKernels(), LoadSamplingKernels(), LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(

@@ -21,12 +21,10 @@ struct CudaLinear final : PackedLinear {
   Tensor weight, bias;  // as above
 };
 
-/// The packed forms in host memory, to be uploaded as they are. Arguments were checked.
-Tensor PackConv2dWeight(const Tensor& weight_oihw, DType dtype);
-/// Four 2×2 weights, for outputs at (even, even), (even, odd), (odd, even) and (odd, odd) places.
-Tensor PackConv2dPhases(const Tensor& weight_oihw, DType dtype);
-Tensor PackLinearWeight(const std::vector<Tensor>& weights_oi, DType dtype);
-/// Undefined when the biases are none.
+/// `count` up to a multiple of `multiple`.
+int64_t RoundUp(int64_t count, int64_t multiple);
+
+/// In host memory; undefined when the biases are none. Arguments were checked.
 Tensor PackBias(const std::vector<Tensor>& biases);
 
 }  // namespace denoised::cuda
