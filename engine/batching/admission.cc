@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <deque>
-#include <set>
 
 #include "engine/core/step_plan.h"
 
@@ -204,11 +203,9 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   if (lane.jobs++ == 0) {
     // It is next, but what others had while it was idle is not owed to it.
     std::optional<double> first;
-    for (const auto& [name, other] : models_)
-      for (const auto& [size, busy] : other->lanes)
-        if (busy.get() != &lane && busy->jobs > 0)
-          first = std::min(first.value_or(busy->turn), busy->turn);
+    for (const Lane* other : busy_) first = std::min(first.value_or(other->turn), other->turn);
     lane.turn = std::max(lane.turn, first.value_or(0));
+    busy_.insert(&lane);
   }
   lane.weight += client.jobs++ == 0 ? ticket->weight : ticket->weight - client.weight;
   client.weight = ticket->weight;
@@ -238,9 +235,8 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   const double lane_weight =
       client.jobs == 0 ? lane.weight + ticket.weight : lane.weight - client.weight + ticket.weight;
   double other_weights = 0;
-  for (const auto& [name, model] : models_)
-    for (const auto& [size, other] : model->lanes)
-      if (other.get() != &lane && other->jobs > 0) other_weights += other->weight;
+  for (const Lane* other : busy_)
+    if (other != &lane) other_weights += other->weight;
   const double slowdown = (lane_weight + other_weights) / lane_weight;
 
   const int own_rows = ticket.rows * ticket.count;
@@ -261,10 +257,9 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
 /// Until all that waits now would be gone. Under mutex_.
 double Admission::DrainSeconds() const {
   double seconds = 0;
-  for (const auto& [name, model] : models_)
-    for (const auto& [size, lane] : model->lanes)
-      seconds +=
-          static_cast<double>(lane->waiting_work) / lane->max_rows * lane->Cost(lane->max_rows);
+  for (const Lane* lane : busy_)
+    seconds +=
+        static_cast<double>(lane->waiting_work) / lane->max_rows * lane->Cost(lane->max_rows);
   return seconds;
 }
 
@@ -359,6 +354,7 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
   if (--client.jobs == 0) lane.weight -= client.weight;
   if (--lane.jobs > 0) return;
   // Nobody is owed anything by an idle device, and sums start afresh without rounding errors.
+  busy_.erase(&lane);
   lane.clients.clear();
   lane.weight = lane.virtual_time = lane.waiting_work = 0;
 }

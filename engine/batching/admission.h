@@ -6,6 +6,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -106,6 +108,7 @@ class Admission {
   const Limits limits_;
   mutable std::mutex mutex_;
   std::map<std::string, std::unique_ptr<Model>> models_;
+  std::set<const Lane*> busy_;  // with unfinished jobs: few, whatever the sizes that ever came up
   int queued_requests_ = 0, queued_images_ = 0;
   size_t queued_bytes_ = 0;
   std::map<std::string, int> queued_requests_of_;  // by client; absent: none
