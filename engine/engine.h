@@ -25,10 +25,6 @@
 
 namespace denoised {
 
-/// When waiting images may join: at any evaluation, or, as the baseline to compare with, only once
-/// every image of the batch before is done.
-enum class Batching { kStep, kRequest };
-
 struct EngineOptions {
   std::string device = "auto";  // as BackendOptions::device
   bool fp32 = false;
@@ -141,7 +137,9 @@ class Engine {
   virtual std::vector<EngineStats> Stats() const = 0;
   /// Must outlive the engine; set before the first Open.
   virtual void SetObserver(EngineObserver* observer) = 0;
-  /// OK, or the device error that ended all work.
+  /// OK, or the device error that ended all work. A device that hangs is one; as it holds its
+  /// thread then, Open, Close and the destructor may never return, and the process should end
+  /// without them.
   virtual absl::Status Health() const = 0;
   /// "cpu", "cuda:0" and its description for people.
   virtual std::string DeviceName() const = 0;

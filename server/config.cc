@@ -348,7 +348,35 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Longest plan a request may need, in model evaluations per image")
       ->check(CLI::Range(1, 100000))
       ->group("Engine");
+  app.add_option("--batching", config.engine.batching,
+                 "\"step\": images join at any evaluation; \"request\": only once the batch before "
+                 "is done, as a baseline to compare with")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, Batching>{
+          {"step", Batching::kStep}, {"request", Batching::kRequest}}))
+      ->default_str("step")
+      ->group("Engine");
+  app.add_option("--priority-weights", config.engine.priority_weights,
+                 "Shares of a client with interactive, normal and batch requests, where all wait")
+      ->check(Number(1e-3, 1e3))
+      ->group("Engine");
+  app.add_option("--keep-evaluations", config.engine.keep_evaluations,
+                 "An image with no more evaluations to go does not give its slot to one that goes "
+                 "first")
+      ->check(CLI::Range(0, 100000))
+      ->group("Engine");
+  app.add_option("--watchdog-seconds", config.engine.watchdog_seconds,
+                 "An evaluation that takes longer is a device error and ends the process; 0: never")
+      ->check(Seconds(0.0, 86400.0))
+      ->group("Engine");
 
+  app.add_option("--max-queued-requests", config.engine.max_queued_requests,
+                 "Requests that may wait; beyond it further ones get RESOURCE_EXHAUSTED")
+      ->check(CLI::Range(1, 1 << 24))
+      ->group("Limits");
+  app.add_option("--max-queued-bytes", config.engine.max_queued_bytes,
+                 "Bytes that waiting requests may hold, initial noise and images above all")
+      ->check(CLI::Range(size_t{1} << 20, size_t{1} << 40))
+      ->group("Limits");
   app.add_option("--max-queued-images", config.engine.max_queued_images,
                  "Images that may wait; beyond it requests get RESOURCE_EXHAUSTED")
       ->check(CLI::Range(1, 1 << 24))

@@ -68,8 +68,13 @@ absl::Status Evaluator::Allocate() {
       take(&rows_, {options_.max_rows, kRowFields}, DType::kI32, "rows of an evaluation"));
 
   const size_t image_bytes = image.elements() * sizeof(float);
-  DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, options_.downloads));
-  if (downloads_) slot_bytes_ += image_bytes * options_.downloads;
+  const int downloads = options_.downloads + options_.parks;
+  DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, downloads));
+  if (downloads_) slot_bytes_ += image_bytes * downloads;
+  const size_t registers_bytes = kRegisters * image_bytes;
+  DENOISED_ASSIGN_OR_RETURN(register_downloads_,
+                            backend_.ReserveDownloads(registers_bytes, options_.parks));
+  if (register_downloads_) slot_bytes_ += registers_bytes * options_.parks;
 
   // Smaller buckets may have holes where the largest has none, so every bucket is measured.
   for (const int bucket : buckets_) {
@@ -117,13 +122,18 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
   return graph.get();
 }
 
-absl::StatusOr<bool> Evaluator::WarmUp() {
-  const std::vector<EvaluationRow> padding(buckets_[warm_buckets_], kPadding);
+absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
+  const int bucket = buckets_[warm_buckets_];
+  const std::vector<EvaluationRow> padding(bucket, kPadding);
+  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());  // not measured: caches are cold
+  const auto begin = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());
-  DENOISED_RETURN_IF_ERROR(backend_.Synchronize());
+  const auto end = backend_.Mark();
+  DENOISED_RETURN_IF_ERROR(end->Wait());
   ++warm_buckets_;
   // On the CPU all buckets run the same primitives row by row: one warms them all.
-  return backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
+  const bool more = backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
+  return Warmed{.bucket = bucket, .seconds = end->SecondsSince(*begin), .more = more};
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {
@@ -132,7 +142,7 @@ Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {
   return row.Reshape({row.dim(1), row.dim(2), row.dim(3)});
 }
 
-void Evaluator::Begin(int slot, const Start& start) {
+void Evaluator::UploadStart(int slot, const Start& start) {
   const std::vector<DeviceEvaluation>& plan = *start.plan;
   DENOISED_CHECK(!plan.empty() && static_cast<int>(plan.size()) <= options_.max_evaluations);
   const size_t plan_bytes = plan.size() * sizeof(DeviceEvaluation);
@@ -143,6 +153,10 @@ void Evaluator::Begin(int slot, const Start& start) {
   if (!start.embedding.empty())
     backend_.Upload(start.embedding.data(), start.embedding.size_bytes(),
                     SlotOf(state_.embedding, slot));
+}
+
+void Evaluator::Begin(int slot, const Start& start) {
+  UploadStart(slot, start);
   if (start.source) backend_.Upload(start.source, source_.bytes(), source_);
   if (start.noise) backend_.Upload(start.noise, noise_.bytes(), noise_);
   backend_.BeginSlot({.state = state_,
@@ -152,6 +166,33 @@ void Evaluator::Begin(int slot, const Start& start) {
                       .source_scale = start.source_scale,
                       .noise_scale = start.noise_scale,
                       .churn_scale = start.churn_scale});
+}
+
+std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
+  auto parked = std::make_unique<Parked>();
+  parked->x_download = backend_.BeginDownload(SlotOf(state_.x, slot));
+  parked->registers_download = backend_.BeginDownload(state_.registers.Slice(slot, 1));
+  return parked;
+}
+
+absl::Status Evaluator::Parked::Arrive() {
+  if (!x_download) return absl::OkStatus();
+  DENOISED_ASSIGN_OR_RETURN(x, x_download->Wait());
+  DENOISED_ASSIGN_OR_RETURN(registers, registers_download->Wait());
+  x_download.reset();
+  registers_download.reset();
+  return absl::OkStatus();
+}
+
+absl::Status Evaluator::Resume(int slot, const Start& start, int evaluations_done, Parked* parked) {
+  DENOISED_RETURN_IF_ERROR(parked->Arrive());
+  UploadStart(slot, start);
+  backend_.Upload(parked->x.data(), parked->x.bytes(), SlotOf(state_.x, slot));
+  backend_.Upload(parked->registers.data(), parked->registers.bytes(),
+                  state_.registers.Slice(slot, 1));
+  const int32_t next = evaluations_done;
+  backend_.Upload(&next, sizeof(next), SlotOf(state_.evaluation, slot));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -22,7 +23,8 @@ class Evaluator {
     int max_rows = 0;
     int slots = 0;
     int max_evaluations = 0;  // longest plan
-    int downloads = 0;        // under way at a time
+    int downloads = 0;        // of states and predictions, under way at a time
+    int parks = 0;            // on their way to the host at a time
   };
 
   /// Plans memory by a dry run of the largest bucket, then takes it. ResourceExhausted says what
@@ -31,9 +33,14 @@ class Evaluator {
                                                            std::shared_ptr<const Denoiser> denoiser,
                                                            const Options& options);
 
-  /// Captures the graph of one bucket more and runs it, so that no request pays for it; whether
-  /// there are more to do. One a call, since others may be waiting for the device.
-  absl::StatusOr<bool> WarmUp();
+  struct Warmed {
+    int bucket = 0;
+    double seconds = 0;  // of an evaluation of it
+    bool more = false;   // buckets are left
+  };
+  /// Captures the graph of one bucket more and runs it, so that no request pays for it. One a call,
+  /// since others may be waiting for the device.
+  absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
     const std::vector<DeviceEvaluation>* plan = nullptr;
@@ -46,6 +53,20 @@ class Evaluator {
   };
   /// Puts an image in `slot`, whatever was there before.
   void Begin(int slot, const Start& start);
+
+  /// An image between two evaluations without a slot: all that Begin cannot make anew of it. First
+  /// under way to the host, from Arrive() on there.
+  struct Parked {
+    std::unique_ptr<Download> x_download, registers_download;
+    Tensor x, registers;
+    absl::Status Arrive();
+  };
+  size_t parked_bytes() const { return (1 + kRegisters) * source_.bytes(); }
+  /// The slot may be used again at once.
+  std::unique_ptr<Parked> Park(int slot);
+  /// Puts a parked image, begun by `start` and with so many evaluations done, in `slot`: its bits
+  /// are those it would have had without a break.
+  absl::Status Resume(int slot, const Start& start, int evaluations_done, Parked* parked);
 
   /// One evaluation of these rows (at most max_rows); returns the bucket they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
@@ -65,6 +86,7 @@ class Evaluator {
   Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
   absl::Status Allocate();
   absl::StatusOr<Graph*> GraphFor(int bucket);
+  void UploadStart(int slot, const Start& start);
   void Enqueue(Backend& backend, Arena& arena, int bucket);
   Tensor SlotOf(const Tensor& per_slot, int slot) const;
 
@@ -73,9 +95,9 @@ class Evaluator {
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
-  Tensor rows_;                            // I32 [max_rows, 4]
-  std::shared_ptr<const void> downloads_;  // their memory
-  Tensor source_, noise_;                  // F32 [H, W, C]: what Begin uploads
+  Tensor rows_;                                                 // I32 [max_rows, 4]
+  std::shared_ptr<const void> downloads_, register_downloads_;  // their memory
+  Tensor source_, noise_;                                       // F32 [H, W, C]: what Begin uploads
   std::optional<Arena> arena_;
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;

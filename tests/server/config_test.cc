@@ -59,16 +59,26 @@ TEST_F(ConfigTest, DefaultsAreSafe) {
 }
 
 TEST_F(ConfigTest, ReadsEveryKindOfFlag) {
-  const auto line =
-      Parse({"--model", "x=" + Path("a-model"), "--model", "y=" + Path("b-model"), "--fp32",
-             "--device", "cpu", "--max-rows", "8", "--log-format", "json", "--log-level", "debug",
-             "--grace-seconds", "1.5", "--metrics-listen", "", "--check"});
+  const auto line = Parse({"--model", "x=" + Path("a-model"),
+                           "--model", "y=" + Path("b-model"),
+                           "--fp32",  "--device",
+                           "cpu",     "--max-rows",
+                           "8",       "--batching",
+                           "request", "--priority-weights",
+                           "9",       "3",
+                           "0.5",     "--log-format",
+                           "json",    "--log-level",
+                           "debug",   "--grace-seconds",
+                           "1.5",     "--metrics-listen",
+                           "",        "--check"});
   ASSERT_TRUE(line.ok()) << line.status().message();
   const Config& config = line->config;
   EXPECT_EQ(config.models[1].name, "y");
   EXPECT_TRUE(config.engine.fp32);
   EXPECT_EQ(config.engine.device, "cpu");
   EXPECT_EQ(config.engine.max_rows, 8);
+  EXPECT_EQ(config.engine.batching, Batching::kRequest);
+  EXPECT_EQ(config.engine.priority_weights, (std::array<double, kPriorities>{9, 3, 0.5}));
   EXPECT_EQ(config.log_format, log::Format::kJson);
   EXPECT_EQ(config.log_level, log::Level::kDebug);
   EXPECT_EQ(config.grace.count(), 1500);
@@ -218,6 +228,10 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
   EXPECT_THAT(Error({"--metrics-listen", ":"}), HasSubstr("--metrics-listen"));
   EXPECT_THAT(Error({"--max-rows", "-1"}), HasSubstr("--max-rows"));
   EXPECT_THAT(Error({"--max-rows", "x"}), HasSubstr("--max-rows"));
+  EXPECT_THAT(Error({"--batching", "batch"}), HasSubstr("--batching"));
+  EXPECT_THAT(Error({"--priority-weights", "16", "0", "1"}), HasSubstr("--priority-weights"));
+  EXPECT_THAT(Error({"--priority-weights", "16", "4"}), HasSubstr("--priority-weights"));
+  EXPECT_THAT(Error({"--watchdog-seconds", "-1"}), HasSubstr("--watchdog-seconds"));
   EXPECT_THAT(Error({"--max-request-bytes", "3000000000"}), HasSubstr("--max-request-bytes"));
   EXPECT_THAT(Error({"--grace-seconds", "nan"}), HasSubstr("--grace-seconds"));
   EXPECT_THAT(Error({"--log-format", "xml"}), HasSubstr("--log-format"));
