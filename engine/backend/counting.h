@@ -38,12 +38,14 @@ class CountingBackend final : public Backend {
                                   std::string_view purpose) override;
   BackendMemory memory() const override { return {}; }
   void Upload(const void* from, size_t bytes, const Tensor& to) override;
+  absl::Status ReserveDownloads(size_t bytes, int count) override { return absl::OkStatus(); }
   /// Its Wait() is FailedPrecondition: there is nothing to read.
   std::unique_ptr<Download> BeginDownload(const Tensor& from) override;
   void Copy(const Tensor& from, const Tensor& to) override;
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias) override;
+                                                           const Tensor& bias,
+                                                           bool upsample2x) override;
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
       const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override;
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override;
