@@ -253,6 +253,15 @@ TEST_F(ConnectionTest, StreamRetriesBeforeItsFirstEvent) {
   EXPECT_EQ(server_.requests()[0].seed(), server_.requests()[2].seed());
 }
 
+TEST_F(ConnectionTest, ACancelThatNobodyAskedForIsRetried) {
+  server_.FailNext(1, grpc::Status::CANCELLED);
+  Heard heard;
+  EXPECT_TRUE(client_.StreamGenerate({}, {}, heard.Listener())->Wait().ok());
+  server_.FailNext(1, grpc::Status::CANCELLED);
+  EXPECT_TRUE(client_.Generate({}).ok());
+  EXPECT_EQ(server_.generations(), 4);
+}
+
 TEST_F(ConnectionTest, StreamDoesNotRetryAfterItsFirstEvent) {
   server_.FailAfterFirstEvent(Draining());
   Heard heard;
