@@ -11,6 +11,7 @@ static_assert(v1::Sampler_MAX == v1::SAMPLER_EDM_DPM_SOLVER);
 static_assert(int{v1::NOISE_SCHEDULE_BETA} == static_cast<int>(NoiseSchedule::kBeta));
 static_assert(v1::NoiseSchedule_MAX == v1::NOISE_SCHEDULE_BETA);
 static_assert(int{v1::IMAGE_FORMAT_RAW_UINT8} == static_cast<int>(ImageFormat::kRawUint8));
+static_assert(int{v1::PRIORITY_BATCH} == static_cast<int>(Priority::kBatch));
 static_assert(int{v1::MODEL_STATE_FAILED} == static_cast<int>(ModelState::kFailed));
 static_assert(int{v1::CLASS_CONDITION_KIND_VECTOR} == static_cast<int>(ClassCondition::kVector));
 static_assert(int{v1::DATA_TYPE_UINT8} == static_cast<int>(Tensor::Type::kUint8));
@@ -92,6 +93,7 @@ absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
     }
     if (generation.init_image->strength) init->set_strength(*generation.init_image->strength);
   }
+  if (generation.priority) params.set_priority(Cast<v1::Priority>(*generation.priority));
   return params;
 }
 

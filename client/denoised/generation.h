@@ -47,19 +47,25 @@ enum class PreviewKind { kPredictedX0 = 1, kNoisyState = 2 };
 
 enum class ModelState { kUnknown = 0, kLoading = 1, kAvailable = 2, kFailed = 3 };
 
+/// Who goes first when requests wait.
+enum class Priority { kUnknown = 0, kInteractive = 1, kNormal = 2, kBatch = 3 };
+
 /// How a model takes its class condition.
 enum class ClassCondition { kUnknown = 0, kNone = 1, kLabel = 2, kValue = 3, kVector = 4 };
 
 /// Lower-case names: "dpm_solver", "karras", "available"; "unknown" for what has none.
 std::string_view Name(Sampler sampler);
 std::string_view Name(NoiseSchedule schedule);
+std::string_view Name(Priority priority);
 std::string_view Name(ModelState state);
 std::string_view Name(ClassCondition condition);
 std::optional<Sampler> SamplerFromName(std::string_view name);
 std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name);
+std::optional<Priority> PriorityFromName(std::string_view name);
 /// In the order of the contract, without kUnknown.
 std::vector<Sampler> AllSamplers();
 std::vector<NoiseSchedule> AllNoiseSchedules();
+std::vector<Priority> AllPriorities();
 
 /// An array, row-major, little-endian; `data` holds product(shape) elements.
 struct Tensor {
@@ -97,6 +103,7 @@ struct Generation {
   std::optional<bool> embed_metadata;
   std::optional<Tensor> initial_noise;  // float32 [count, height, width, channels], normal scale
   std::optional<InitImage> init_image;
+  std::optional<Priority> priority;
 };
 
 /// Previews of the denoising, for StreamGenerate.

@@ -425,6 +425,9 @@ TEST(NamesTest, RoundTrip) {
   for (const NoiseSchedule schedule : AllNoiseSchedules()) {
     EXPECT_EQ(NoiseScheduleFromName(Name(schedule)), schedule);
   }
+  for (const Priority priority : AllPriorities()) {
+    EXPECT_EQ(PriorityFromName(Name(priority)), priority);
+  }
   EXPECT_FALSE(SamplerFromName("unknown"));
   EXPECT_FALSE(SamplerFromName("Euler"));
   EXPECT_EQ(Name(static_cast<Sampler>(99)), "unknown");
