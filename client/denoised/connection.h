@@ -77,8 +77,8 @@ struct ConnectionOptions {
 };
 
 /// A connection to "host:port" (any gRPC target) over gRPC without TLS, which connects with the
-/// first call. A loopback target is never reached through a proxy of the environment.
-/// INVALID_ARGUMENT when an option is out of range.
+/// first call and is shared with nobody. A loopback target is never reached through a proxy of the
+/// environment. INVALID_ARGUMENT when an option is out of range.
 absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
                                                     const ConnectionOptions& options = {});
 
