@@ -70,12 +70,6 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
   return noise;
 }
 
-ImageFormat FormatOf(const std::string& name) {
-  if (name == "jpeg") return ImageFormat::kJpeg;
-  if (name == "webp") return ImageFormat::kWebp;
-  return name == "png" ? ImageFormat::kPng : ImageFormat::kRawFloat32;
-}
-
 absl::Status CheckTogether(const GenerateFlags& flags) {
   if (!flags.grid.empty() && flags.format != "png") {
     return absl::InvalidArgumentError("--grid makes one PNG; leave --format out");
@@ -94,6 +88,12 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
 }
 
 }  // namespace
+
+ImageFormat FormatOf(const std::string& name) {
+  if (name == "jpeg") return ImageFormat::kJpeg;
+  if (name == "webp") return ImageFormat::kWebp;
+  return name == "png" ? ImageFormat::kPng : ImageFormat::kRawFloat32;
+}
 
 absl::StatusOr<std::pair<int, int>> ParseExtents(const std::string& flag, const std::string& text) {
   const size_t x = text.find('x');
