@@ -117,7 +117,9 @@ absl::Status DeviceEngine::Start() {
 }
 
 void DeviceEngine::Run(std::promise<absl::Status> started) {
-  auto backend = OpenBackend({.device = options_.device, .fp32 = options_.fp32});
+  auto backend = OpenBackend({.device = options_.device,
+                              .fp32 = options_.fp32,
+                              .generic_kernels = options_.generic_kernels});
   if (!backend.ok()) {
     started.set_value(backend.status());
     return;

@@ -27,6 +27,7 @@ namespace denoised {
 struct EngineOptions {
   std::string device = "auto";  // as BackendOptions::device
   bool fp32 = false;
+  bool generic_kernels = false;  // as BackendOptions::generic_kernels
   int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
   int max_slots = 0;             // images in flight per model; 0: max_rows
   int max_evaluations = 2000;    // longest plan, per image

@@ -228,6 +228,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
 
   app.add_option("--device", config.engine.device, "\"auto\", \"cpu\", \"cuda\" or \"cuda:N\"")
       ->group("Engine");
+  app.add_flag("--generic-kernels", config.engine.generic_kernels,
+               "On a Hopper GPU, compute with the kernels that every chip can run")
+      ->group("Engine");
   app.add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU")
       ->group("Engine");
   app.add_option("--max-rows", config.engine.max_rows,

@@ -78,7 +78,7 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     const int64_t size = (c.size * (c.upsample2x ? 2 : 1) - 1) / c.stride + 1;
     const Array residual = Random({c.rows, size, size, c.outputs});
 
-    const auto packed = PackConv2d(weight, bias);
+    const auto packed = PackConv2d(weight, bias, c.upsample2x);
     args.weight = packed.get();
     args.x = Upload(x);
     args.x2 = UploadOptional(x2);
@@ -100,7 +100,8 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     ExpectSameBits(alone.out, out, c.rows - 1);
 
     const auto cpu_weight =
-        cpu_->PackConv2d(ToHost(weight, DType::kF32), ToHost(bias, DType::kF32)).value();
+        cpu_->PackConv2d(ToHost(weight, DType::kF32), ToHost(bias, DType::kF32), c.upsample2x)
+            .value();
     Conv2dArgs expected = args;
     expected.weight = cpu_weight.get();
     expected.x = UploadToCpu(x);

@@ -71,7 +71,7 @@ class Bench {
   }
 
   void Conv(int64_t n, int64_t size, int64_t in, int64_t out) {
-    const auto weight = backend_.PackConv2d(HostWeight({out, in, 3, 3}, 9 * in), {}).value();
+    const auto weight = backend_.PackConv2d(HostWeight({out, in, 3, 3}, 9 * in), {}, false).value();
     Conv2dArgs args{.x = Random({n, size, size, in}), .weight = weight.get()};
     args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
     args.residual = Random({n, size, size, out});

@@ -1,6 +1,7 @@
 #include "engine/backend/cuda/cuda_backend.h"
 
 #include "engine/backend/check.h"
+#include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/device.h"
 #include "engine/backend/cuda/launch.h"
 #include "engine/backend/cuda/transfer.h"
@@ -86,12 +87,13 @@ struct CudaGraph final : Graph {
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::shared_ptr<Context> context, std::unique_ptr<UploadRing> uploads,
-              DeviceMemory norm_workspace, const cudaDeviceProp& properties, int driver, bool fp32)
+              DeviceMemory norm_workspace, const cudaDeviceProp& properties, int driver, bool fp32,
+              bool hopper)
       : context_(std::move(context)),
         uploads_(std::move(uploads)),
         downloads_(context_),
         norm_workspace_(std::move(norm_workspace)),
-        queue_{context_->compute(), properties.multiProcessorCount},
+        queue_{context_->compute(), properties.multiProcessorCount, hopper},
         fp32_(fp32),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
@@ -145,15 +147,19 @@ class CudaBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias) override {
+                                                           const Tensor& bias,
+                                                           bool upsample2x) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
     auto packed = std::make_unique<CudaConv2d>();
     packed->out_channels = Extent(weight_oihw, 0);
     packed->in_channels = Extent(weight_oihw, 1);
     packed->kernel = Extent(weight_oihw, 2);
-    DENOISED_ASSIGN_OR_RETURN(
-        packed->weight,
-        ToDevice(PackConv2dWeight(weight_oihw, activation_dtype()), "a convolution"));
+    packed->upsample2x = upsample2x;
+    packed->in_phases =
+        queue_.hopper && upsample2x && packed->kernel == 3 && packed->in_channels % 8 == 0;
+    const auto pack = packed->in_phases ? PackConv2dPhases : PackConv2dWeight;
+    DENOISED_ASSIGN_OR_RETURN(packed->weight,
+                              ToDevice(pack(weight_oihw, activation_dtype()), "a convolution"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias({bias}), "a convolution's bias"));
     return packed;
   }
@@ -200,17 +206,22 @@ class CudaBackend final : public Backend {
     conv.scale = args.scale;
     conv.activation = args.activation;
     conv.out = View(args.out);
+    DENOISED_CHECK(!weight.in_phases || SuitsHopper(conv));
     Multiply(conv, weight.weight, weight.bias, "Conv2d");
   }
 
   void Linear(const LinearArgs& args) override {
     Check(args, rules());
     const auto& weight = static_cast<const CudaLinear&>(*args.weight);
-    Conv2dLaunch conv;  // a 1×1 convolution over images of one pixel
+    Conv2dLaunch conv;  // a 1×1 convolution over images of as many pixels as a row has tokens
     conv.x = View(args.x);
     conv.channels = weight.in_features;
-    conv.images = RowCount(args.x);
-    conv.height = conv.width = conv.out_height = conv.out_width = 1;
+    const RowShape shape = denoised::RowsOf(args.x.shape());
+    DENOISED_CHECK(shape.rows * shape.tokens <= INT32_MAX, "{} rows of {} tokens", shape.rows,
+                   shape.tokens);
+    conv.images = static_cast<int>(shape.rows);
+    conv.height = conv.out_height = 1;
+    conv.width = conv.out_width = static_cast<int>(shape.tokens);
     conv.outputs = weight.out_features;
     conv.input_activation = args.input_activation;
     conv.residual = View(args.residual);
@@ -431,7 +442,13 @@ class CudaBackend final : public Backend {
                    "{} images of {}×{} to {}×{}", images, conv.height, conv.width, conv.out_height,
                    conv.out_width);
     context_->Use();
-    context_->Record(fp32_ ? LaunchConv2dFp32(conv, queue_) : LaunchConv2d(conv, queue_), op);
+    if (fp32_) {
+      context_->Record(LaunchConv2dFp32(conv, queue_), op);
+    } else if (queue_.hopper && SuitsHopper(conv)) {
+      context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), op);
+    } else {
+      context_->Record(LaunchConv2d(conv, queue_), op);
+    }
   }
 
   /// A host tensor in device memory of its own; undefined stays undefined.
@@ -454,11 +471,11 @@ class CudaBackend final : public Backend {
 };
 
 /// Every kernel, now rather than in the middle of a capture.
-absl::Status LoadKernels(const cudaDeviceProp& properties) {
-  for (cudaError_t error :
-       {LoadConv2dKernels(), LoadConv2dFp32Kernels(), LoadGroupNormKernels(),
-        LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
-        LoadElementwiseKernels(), LoadSamplingKernels()}) {
+absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
+  for (cudaError_t error : {hopper ? LoadConv2dHopperKernels() : cudaSuccess, LoadConv2dKernels(),
+                            LoadConv2dFp32Kernels(), LoadGroupNormKernels(), LoadAttentionKernels(),
+                            LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
+                            LoadElementwiseKernels(), LoadSamplingKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(
@@ -476,21 +493,29 @@ absl::Status LoadKernels(const cudaDeviceProp& properties) {
 }  // namespace
 }  // namespace cuda
 
-absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device, bool fp32) {
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device,
+                                                         const BackendOptions& options) {
   DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<cuda::Context> context, cuda::Context::Open(device));
   cudaDeviceProp properties;
   DENOISED_RETURN_IF_ERROR(
       cuda::ToStatus(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties"));
   int driver = 0;
   DENOISED_RETURN_IF_ERROR(cuda::ToStatus(cudaDriverGetVersion(&driver), "cudaDriverGetVersion"));
-  DENOISED_RETURN_IF_ERROR(cuda::LoadKernels(properties));
+#ifdef DENOISED_SM90A
+  const bool hopper =
+      properties.major == 9 && properties.minor == 0 && !options.fp32 && !options.generic_kernels;
+#else
+  const bool hopper = false;
+#endif
+  DENOISED_RETURN_IF_ERROR(cuda::LoadKernels(properties, hopper));
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
                             cuda::UploadRing::Open(context));
   DENOISED_ASSIGN_OR_RETURN(
       cuda::DeviceMemory norm_workspace,
       cuda::AllocateDevice(cuda::kNormWorkspaceBytes, "the workspace of group norms"));
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
-                                             std::move(norm_workspace), properties, driver, fp32);
+                                             std::move(norm_workspace), properties, driver,
+                                             options.fp32, hopper);
 }
 
 int CudaDeviceCount() {

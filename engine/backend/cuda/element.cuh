@@ -154,6 +154,12 @@ cudaError_t LoadKernel(Kernel* kernel, int shared_bytes = 0) {
     return error;
   }
   if (shared_bytes == 0) return cudaSuccess;
+  // As much shared memory as there is, so that several blocks fit.
+  if (cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+      error != cudaSuccess) {
+    return error;
+  }
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
 }
 

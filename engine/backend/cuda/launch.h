@@ -30,6 +30,7 @@ struct Rows {
 struct Queue {
   cudaStream_t stream = nullptr;
   int multiprocessors = 1;
+  bool hopper = false;  // compute capability 9.0, and its own kernels are wanted
 };
 
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
@@ -42,7 +43,8 @@ struct Conv2dLaunch {
   int kernel = 1, stride = 1, pad_top = 0, pad_left = 0;
   bool upsample2x = false;
   const void* weight = nullptr;  // [outputs, kernel · kernel · (channels + channels2)], the rows
-  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding
+  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; for
+                          //   LaunchConv2dHopper after upsample2x [4, outputs, 2 · 2 · …]
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;  // [outputs], padded to a multiple of kBiasPadding, or null
   int outputs = 0;

@@ -42,6 +42,33 @@ Tensor PackConv2dWeight(const Tensor& weight_oihw, DType dtype) {
   return packed;
 }
 
+Tensor PackConv2dPhases(const Tensor& weight_oihw, DType dtype) {
+  const int64_t outputs = weight_oihw.dim(0), channels = weight_oihw.dim(1);
+  const std::vector<float> values = weight_oihw.ToFloats();
+  const Tensor packed = Zeros({4 * outputs, Padded(4 * channels, kDepthPadding)}, dtype);
+  // Of the three rows under the window, an even output row sees the first in one input row and the
+  // other two in the next; an odd one the first two and then the last. Columns likewise.
+  constexpr int kTapUnder[2][3] = {{0, 1, 1}, {0, 0, 1}};
+  std::vector<float> sums(4 * channels);
+  for (int phase = 0; phase < 4; ++phase) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (int kh = 0; kh < 3; ++kh) {
+        for (int kw = 0; kw < 3; ++kw) {
+          const int tap = kTapUnder[phase / 2][kh] * 2 + kTapUnder[phase % 2][kw];
+          for (int64_t c = 0; c < channels; ++c) {
+            sums[tap * channels + c] += values[((o * channels + c) * 3 + kh) * 3 + kw];
+          }
+        }
+      }
+      for (int64_t k = 0; k < 4 * channels; ++k) {
+        Put(packed, (phase * outputs + o) * packed.dim(1) + k, sums[k]);
+      }
+    }
+  }
+  return packed;
+}
+
 Tensor PackLinearWeight(const std::vector<Tensor>& weights_oi, DType dtype) {
   int64_t outputs = 0;
   for (const Tensor& weight : weights_oi) outputs += weight.dim(0);
