@@ -4,6 +4,8 @@
   tests/bench/serving.py [options] BENCHMARK...
 
   saturation  images per second of the server, as a share of the bare engine's, taken in turns
+  batching    batching of steps beside batching of requests, on the same trace: requests of 4 to 50
+              steps at 80 % of what the server can do
   overhead    CPU time of server and client for a unary request of the smallest model, beyond the
               time that the engine alone takes
   streams     1,000 streams at any time, without an error
@@ -11,8 +13,8 @@
               images are those of an idle server
   soak        20 minutes at saturation: whether resident memory grows after the warm-up
 
-Prints a line for each figure and exits with 1 when one misses its target. Nothing else should run on
-the machine; the load average at the start is told. Figures go into docs/benchmarks.md by hand.
+Prints a line for each figure and exits with 1 when one misses its target. Nothing else should run
+on the machine; the load average at the start is told. Figures go into docs/benchmarks.md by hand.
 
 Build first: scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise engine-throughput \\
 synthetic-model"""
@@ -76,21 +78,21 @@ class Server:
         return json.loads(result.stdout)
 
     def cpu_seconds(self):
-        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text()
+        fields = stat.rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_kib(self):
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"^VmRSS:\s*(\d+)", status, re.MULTILINE)[1])
 
-    def images_inside(self):
-        """Images that wait or hold a slot."""
+    def metric(self, name):
+        """Sum over its labels; `name` is a regular expression."""
         with urllib.request.urlopen(f"http://{self.metrics}/metrics") as page:
             text = page.read().decode()
-        found = re.findall(r"^denoised_(?:active|queued)_images(?:\{[^}]*\})? (\S+)$", text,
-                           re.MULTILINE)
+        found = re.findall(rf"^(?:{name})(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         if not found:
-            sys.exit("the server's metrics have no denoised_active_images")
+            sys.exit(f"the server has no metric {name}")
         return sum(float(value) for value in found)
 
 
@@ -102,7 +104,7 @@ def engine(options, model, *flags, environment=None):
 
 
 def report(name, value, target, met):
-    print(f"{name:<28}{value:<58}{'met' if met else 'MISSED'} ({target})", flush=True)
+    print(f"{name:<28}{value:<72} {'met' if met else 'MISSED'} ({target})", flush=True)
     return met
 
 
@@ -125,6 +127,34 @@ def saturation(options):
     bare, served = statistics.median(engines), statistics.median(servers)
     return report("saturation", f"{served:.2f} of {bare:.2f} images/s: {served / bare:.1%}",
                   ">= 97 %", served / bare >= 0.97)
+
+
+def batching(options):
+    mix = ("-x", "steps=4..50,previews=1,priority=interactive", "--connections", "4")
+    rows = ("--max-rows", f"{options.batch}")
+    warm_up = ("--warm-up", f"{options.warm_up}", "-d", f"{options.seconds}")
+    with Server(options, options.model, *rows) as server:
+        peak = server.bench("-c", f"{2 * options.batch}", *warm_up, *mix)["images_per_second"]
+    found = {}
+    for mode in ("step", "request"):
+        with Server(options, options.model, *rows, f"--batching={mode}") as server:
+            found[mode] = server.bench("-r", f"{0.8 * peak}", *warm_up, *mix)
+            evaluation = (server.metric("denoised_evaluation_seconds_sum") /
+                          server.metric("denoised_evaluation_seconds_count"))
+            preview = (found[mode]["first_preview_seconds"]["mean"] -
+                       found[mode]["queued_seconds"]["mean"]) / evaluation
+        print(f"  by {mode}: p50 {found[mode]['latency_seconds']['p50']:.3f} s, p99 "
+              f"{found[mode]['latency_seconds']['p99']:.3f} s, "
+              f"{found[mode]['images_per_second']:.2f} images/s; first preview {preview:.1f} "
+              "evaluations after the queue, on average", flush=True)
+        if mode == "step":
+            first = preview
+    p99 = [found[mode]["latency_seconds"]["p99"] for mode in ("step", "request")]
+    rate = [found[mode]["images_per_second"] for mode in ("step", "request")]
+    good = p99[0] <= 0.5 * p99[1] and rate[0] >= rate[1] and first < 3
+    return report("step batching", f"p99 {p99[0] / p99[1]:.2f} x, throughput "
+                  f"{rate[0] / rate[1]:.2f} x, first preview {first:.1f} evaluations",
+                  "<= 0.5, >= 1, < 3", good)
 
 
 def overhead(options):
@@ -164,7 +194,7 @@ def storm(options):
         first.write_text(json.dumps(found))
         inside = -1
         for _ in range(50):  # the last cancels are on their way
-            inside = server.images_inside()
+            inside = server.metric("denoised_(?:active|queued)_images")
             if inside == 0:
                 break
             time.sleep(0.1)
@@ -176,13 +206,13 @@ def storm(options):
     with Server(options, SMALLEST) as server:
         compared = server.bench("--trace", idle, "--compare", first, trusted=False)
     kept = found["kinds"]["survivor"]
+    differ = len(compared["image_differences"])
     good = (found["cancelled"] >= 10_000 and found["failed"] == 0 and inside == 0 and
             compared["failed"] == 0 and compared["images_compared"] == len(survivors[:400]) and
-            not compared["image_differences"])
+            differ == 0)
     return report("cancel storm",
-                  f"{found['cancelled']} cancelled, {kept['succeeded']} survived, {inside:.0f} left "
-                  f"inside, {len(compared['image_differences'])} of {compared['images_compared']} "
-                  "differ", ">= 10,000; 0; 0", good)
+                  f"{found['cancelled']} cancelled, {kept['succeeded']} survived, "
+                  f"{inside:.0f} left inside, {differ} of {compared['images_compared']} differ", ">= 10,000; 0; 0", good)
 
 
 def slope(samples):
@@ -218,12 +248,12 @@ def soak(options):
     # when it is beyond three errors and beyond 1 % of the memory over the whole time.
     flat = abs(rise) <= 3 * error or abs(grown) <= 0.01 * steady[0][1]
     return report(f"soak, {options.minutes:g} minutes",
-                  f"{found['images']} images, {found['failed']} failed; {steady[0][1] / 1024:.1f} MiB, "
-                  f"{rise:+.1f} +- {error:.1f} KiB/min", "flat, no error",
-                  flat and found["failed"] == 0)
+                  f"{found['images']} images, {found['failed']} failed; "
+                  f"{steady[0][1] / 1024:.1f} MiB, {rise:+.1f} +- {error:.1f} KiB/min",
+                  "flat, no error", flat and found["failed"] == 0)
 
 
-BENCHMARKS = {f.__name__: f for f in (saturation, overhead, streams, storm, soak)}
+BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, soak)}
 
 
 def main():
@@ -235,12 +265,11 @@ def main():
     parser.add_argument("--server-flag", action="append", default=[], help="a flag for the server")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", type=pathlib.Path, default=ROOT / "models/mnist-32",
-                        help="of saturation: a model directory, or a config.json, which gets random "
-                        "weights")
+                        help="of the first two: a directory, or a config.json (random weights)")
     parser.add_argument("--steps", type=int, default=18, help="of saturation")
-    parser.add_argument("--batch", type=int, default=64, help="of saturation: rows an evaluation")
-    parser.add_argument("--seconds", type=float, default=20, help="of saturation, a round")
-    parser.add_argument("--warm-up", type=float, default=5, help="of saturation, a round, seconds")
+    parser.add_argument("--batch", type=int, default=64, help="of the first two: rows")
+    parser.add_argument("--seconds", type=float, default=20, help="of the first two, a round")
+    parser.add_argument("--warm-up", type=float, default=5, help="of the first two, seconds")
     parser.add_argument("--rounds", type=int, default=3, help="of saturation")
     parser.add_argument("--minutes", type=float, default=20, help="of soak")
     parser.add_argument("--soak-model", type=pathlib.Path, default=SMALLEST)
@@ -253,8 +282,8 @@ def main():
         options.work = pathlib.Path(work)
         if options.model.is_file():
             directory = options.work / "model"
-            subprocess.run([options.build / "tests/bench/synthetic-model", options.model, directory],
-                           check=True)
+            synthetic_model = options.build / "tests/bench/synthetic-model"
+            subprocess.run([synthetic_model, options.model, directory], check=True)
             options.model = directory
         met = [BENCHMARKS[name](options) for name in options.benchmarks]
     return 0 if all(met) else 1
