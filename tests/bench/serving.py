@@ -212,7 +212,8 @@ def storm(options):
             differ == 0)
     return report("cancel storm",
                   f"{found['cancelled']} cancelled, {kept['succeeded']} survived, "
-                  f"{inside:.0f} left inside, {differ} of {compared['images_compared']} differ", ">= 10,000; 0; 0", good)
+                  f"{inside:.0f} left inside, {differ} of {compared['images_compared']} differ",
+                  ">= 10,000; 0; 0", good)
 
 
 def slope(samples):
