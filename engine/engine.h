@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -20,22 +21,35 @@
 ///   (*engine)->Submit(spec, listener);
 ///
 /// One thread of its own owns each device and all inference state; every method here may be called
-/// from any thread and none waits for the device, but Open, Drain and the destructor.
+/// from any thread and none waits for the device, but Open, Close, Drain and the destructor.
 
 namespace denoised {
+
+/// When waiting images may join: at any evaluation, or, as the baseline to compare with, only once
+/// every image of the batch before is done.
+enum class Batching { kStep, kRequest };
 
 struct EngineOptions {
   std::string device = "auto";  // as BackendOptions::device
   bool fp32 = false;
   bool generic_kernels = false;  // as BackendOptions::generic_kernels
-  int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
-  int max_slots = 0;             // images in flight per model; 0: max_rows
-  int max_evaluations = 2000;    // longest plan, per image
-  int max_count = 256;           // images of one request
-  int max_queued_images = 4096;  // beyond it Submit says ResourceExhausted
+  int max_rows = 0;            // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
+  int max_slots = 0;           // images in flight per model; 0: max_rows
+  int max_evaluations = 2000;  // longest plan, per image
+  int max_count = 256;         // images of one request
+  // What may wait; beyond any of these Submit says ResourceExhausted.
+  int max_queued_requests = 4096;
+  int max_queued_images = 4096;
+  size_t max_queued_bytes = size_t{1} << 30;  // host memory that waiting jobs hold
+  int max_queued_requests_per_client = 0;     // 0: as max_queued_requests
+  Batching batching = Batching::kStep;
+  /// Shares of a client by Priority, where clients of several wait for the same device.
+  std::array<double, kPriorities> priority_weights = {16, 4, 1};
+  int keep_evaluations = 4;      // an image with no more of them to go keeps its slot to the end
+  double watchdog_seconds = 60;  // an evaluation that takes longer is a device error; 0: never
 };
 
-enum class ModelState { kLoading, kReady, kFailed };
+enum class ModelState { kLoading, kReady, kFailed, kUnloading };
 
 /// What a model is, can do, and does by default. Immutable once ready.
 struct ModelInfo {
@@ -68,10 +82,17 @@ struct ModelInfo {
   double load_seconds = 0;
 };
 
-/// Numbers for metrics; totals since Create.
+/// Numbers for metrics, of one model; totals since it was loaded.
 struct EngineStats {
   std::string model;
   int queued_images = 0, active_images = 0, slots = 0;
+  std::array<int, kPriorities> queued_requests{};  // jobs with images that wait, by Priority
+  std::array<int, kPriorities> queued_images_by_priority{};
+  double oldest_wait_seconds = 0;       // of the jobs that have had no slot yet
+  uint64_t evaluations = 0;             // of batches
+  uint64_t rows = 0, padding_rows = 0;  // of those evaluations
+  uint64_t parked_images = 0;           // that gave their slot to another before they were done
+  std::array<uint64_t, kEndReasons> wasted_rows{};  // spent on jobs that ended early, by EndReason
 };
 
 class Engine {
@@ -82,9 +103,13 @@ class Engine {
 
   /// Loads a diffusers directory, plans memory, captures and warms up every row bucket; blocks
   /// until the model is ready. InvalidArgument or NotFound name the file and field at fault;
-  /// ResourceExhausted says what was needed and what is free. Images in flight of other models wait
-  /// meanwhile.
+  /// ResourceExhausted says what was needed and what is free. Other models go on drawing: the
+  /// calling thread reads and packs the weights, and the device's thread is asked for a part at a
+  /// time. A name may be used again once its model failed or was closed.
   virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;
+  /// Takes a model away: no new jobs from now on; blocks until those it has are done and its memory
+  /// is free. NotFound; FailedPrecondition while it loads or is being closed.
+  virtual absl::Status Close(const std::string& name) = 0;
 
   /// Null when there is none of that name.
   virtual std::shared_ptr<const ModelInfo> Find(const std::string& name) const = 0;
@@ -92,18 +117,23 @@ class Engine {
   virtual std::vector<std::shared_ptr<const ModelInfo>> Models() const = 0;
 
   /// Checks `spec` and fills in its defaults; on return exactly one of the two holds: `violations`
-  /// is empty and the job is set, or it is not. NotFound, FailedPrecondition (loading) as status.
+  /// is empty and the job is set, or it is not. NotFound, FailedPrecondition (not ready) as status.
   virtual absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
                                                std::vector<FieldViolation>* violations) const = 0;
 
-  /// Queues a resolved job. ResourceExhausted when the queue is full, Unavailable while draining.
-  /// The listener may be called before Submit returns.
-  virtual absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener) = 0;
+  /// Queues a resolved job. NotFound when its model was closed since Resolve. ResourceExhausted
+  /// when a limit of the queue is reached or memory for its size is not there, DeadlineExceeded
+  /// when its deadline cannot be met, Unavailable while draining or after a device error.
+  /// `estimate` may be null; it is filled in for a job that is refused too. The listener may be
+  /// called before Submit returns.
+  virtual absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
+                                       Estimate* estimate = nullptr) = 0;
   /// Images that wait in front of a job submitted now.
   virtual int QueuedImages(const std::string& model) const = 0;
 
   /// Takes effect before the next evaluation; OnDone(Cancelled) follows. Unknown ids are ignored.
-  virtual void Cancel(JobId id) = 0;
+  /// `reason` is for the count of what was wasted.
+  virtual void Cancel(JobId id, EndReason reason = EndReason::kCancelled) = 0;
 
   /// Refuses new jobs, waits until all are done or `deadline`, then ends the rest with Unavailable.
   virtual void Drain(std::chrono::steady_clock::time_point deadline) = 0;

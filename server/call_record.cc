@@ -2,8 +2,10 @@
 
 #include <utility>
 
+#include "server/credentials.h"
 #include "server/log.h"
 #include "server/metrics.h"
+#include "server/serving.h"
 
 namespace denoised {
 
@@ -23,16 +25,31 @@ bool ActiveCalls::WaitForNone(std::chrono::steady_clock::time_point deadline) {
   return none_.wait_until(lock, deadline, [this] { return count_ == 0; });
 }
 
-CallRecord::CallRecord(ActiveCalls* active, Metrics* metrics, const char* method, const char* type,
-                       std::string peer)
-    : active_(active),
-      metrics_(metrics),
-      method_(method),
-      type_(type),
-      peer_(std::move(peer)),
+namespace {
+
+std::shared_ptr<const Caller> CallerOf(const Serving& serving,
+                                       const grpc::CallbackServerContext& context) {
+  auto caller =
+      IdentifyCaller(*serving.clients, context.client_metadata(), context.auth_context().get());
+  // The port has let nobody in whom it did not know, but a token may have been withdrawn since.
+  return caller.ok() ? *std::move(caller) : std::make_shared<const Caller>();
+}
+
+}  // namespace
+
+CallRecord::CallRecord(const Serving& serving, const char* method,
+                       grpc::CallbackServerContext* context)
+    : active_(serving.active),
+      metrics_(serving.metrics),
+      method_(google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(method)),
+      peer_(context->peer()),
+      caller_(CallerOf(serving, *context)),
+      trace_(TraceContext::Continue(MetadataValue(context->client_metadata(), "traceparent"))),
       arrival_(std::chrono::steady_clock::now()) {
+  DENOISED_CHECK(method_ != nullptr, "no method {}", method);
+  context->AddInitialMetadata("traceparent", trace_.traceparent());
   active_->Enter();
-  metrics_->CallStarted(method_, type_);
+  metrics_->CallStarted(method_);
 }
 
 double CallRecord::SecondsSinceArrival() const {
@@ -41,8 +58,11 @@ double CallRecord::SecondsSinceArrival() const {
 
 void CallRecord::End(grpc::StatusCode code, const std::string& message) {
   const double seconds = SecondsSinceArrival();
-  metrics_->CallEnded(method_, type_, CodeName(code), seconds);
-  log::Fields fields = {{"method", method_}, {"code", CodeName(code)}, {"peer", peer_}};
+  metrics_->CallEnded(method_, CodeName(code), caller_->name, seconds);
+  log::Fields fields = {{"method", method_->name()},   {"code", CodeName(code)},
+                        {"client", caller_->name},     {"peer", peer_},
+                        {"trace_id", trace_.trace_id}, {"span_id", trace_.span_id}};
+  if (!trace_.parent_id.empty()) fields.push_back({"parent_span_id", trace_.parent_id});
   if (!request_id.empty()) fields.push_back({"request_id", request_id});
   if (!model.empty()) fields.push_back({"model", model});
   if (count > 0) {

@@ -1,15 +1,21 @@
 #pragma once
 
-#include <grpcpp/support/status_code_enum.h>
+#include <google/protobuf/descriptor.h>
+#include <grpcpp/server_context.h>
 
 #include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <string>
+
+#include "server/clients.h"
+#include "server/trace_context.h"
 
 namespace denoised {
 
 class Metrics;
+struct Serving;
 
 /// How many calls are running, for the end of a drain. Thread-safe.
 class ActiveCalls {
@@ -29,15 +35,19 @@ class ActiveCalls {
 /// to whoever works on the call at the time.
 class CallRecord {
  public:
-  /// `method` and `type` ("unary", "server_stream") are literals.
-  CallRecord(ActiveCalls* active, Metrics* metrics, const char* method, const char* type,
-             std::string peer);
+  /// `method` is its full name, "denoised.v1.ImageGeneration.Generate". Finds out who calls, and
+  /// tells the caller the trace: `traceparent` in the initial metadata.
+  CallRecord(const Serving& serving, const char* method, grpc::CallbackServerContext* context);
 
   /// Once, when nothing more will be sent.
   void End(grpc::StatusCode code, const std::string& message);
 
   std::chrono::steady_clock::time_point arrival() const { return arrival_; }
   double SecondsSinceArrival() const;
+  const Caller& caller() const { return *caller_; }
+  /// As gRPC writes addresses: "ipv4:192.0.2.7:34152".
+  const std::string& peer() const { return peer_; }
+  const TraceContext& trace() const { return trace_; }
 
   std::string request_id, model, sampler;
   int count = 0, steps = 0;
@@ -46,9 +56,10 @@ class CallRecord {
  private:
   ActiveCalls* const active_;
   Metrics* const metrics_;
-  const char* const method_;
-  const char* const type_;
+  const google::protobuf::MethodDescriptor* const method_;
   const std::string peer_;
+  const std::shared_ptr<const Caller> caller_;
+  const TraceContext trace_;
   const std::chrono::steady_clock::time_point arrival_;
 };
 

@@ -1,17 +1,29 @@
 #include "server/config.h"
 
+#include <arpa/inet.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "server/clients.h"
+#include "server/name.h"
 #include "server/version.h"
 
 namespace denoised {
 namespace {
 
 namespace fs = std::filesystem;
+
+/// "max-rows" is DENOISED_MAX_ROWS.
+std::string EnvironmentName(const std::string& flag) {
+  std::string name = "DENOISED_";
+  for (const char c : flag) name += c == '-' ? '_' : static_cast<char>(std::toupper(c));
+  return name;
+}
 
 /// Teaches CLI11 to read its config file as one JSON object whose keys are the long flags:
 ///   {"listen": "0.0.0.0:50051", "model": {"digits": "models/mnist-32"}, "fp32": true}
@@ -29,6 +41,7 @@ class JsonConfig : public CLI::Config {
     }
     std::vector<CLI::ConfigItem> items;
     for (const auto& [key, value] : json.items()) {
+      if (std::getenv(EnvironmentName(key).c_str()) != nullptr) continue;
       CLI::ConfigItem item;
       item.name = key;
       if (key == "model" && value.is_object()) {
@@ -54,17 +67,9 @@ class JsonConfig : public CLI::Config {
   }
 };
 
-bool IsModelName(const std::string& name) {
-  return !name.empty() && name.size() <= 64 &&
-         std::all_of(name.begin(), name.end(), [](unsigned char c) {
-           return std::isalnum(c) || c == '.' || c == '_' || c == '-';
-         });
-}
-
 absl::Status CheckModelName(const std::string& flag, const std::string& name) {
-  if (IsModelName(name)) return absl::OkStatus();
-  return InvalidArgument(
-      "{}: \"{}\" is not a model name; use 1 to 64 letters, digits, '.', '_' or '-'", flag, name);
+  if (IsName(name)) return absl::OkStatus();
+  return InvalidArgument("{}: \"{}\" is not a model name; {}", flag, name, kNameRule);
 }
 
 bool IsModelDirectory(const fs::path& path) {
@@ -117,17 +122,19 @@ absl::StatusOr<std::vector<ModelSource>> ScanModels(const std::string& directory
 }
 
 /// CLI::Range lets NaN through.
-CLI::Validator Seconds(double low, double high) {
+CLI::Validator Number(double low, double high, const char* unit = "NUMBER") {
   return CLI::Validator(
       [low, high](std::string& text) {
-        double seconds = 0;
-        if (CLI::detail::lexical_cast(text, seconds) && seconds >= low && seconds <= high) {
+        double number = 0;
+        if (CLI::detail::lexical_cast(text, number) && number >= low && number <= high) {
           return std::string();
         }
         return fmt::format("{} is not a number from {} to {}", text, low, high);
       },
-      "SECONDS");
+      unit);
 }
+
+CLI::Validator Seconds(double low, double high) { return Number(low, high, "SECONDS"); }
 
 absl::Status CheckAddress(const std::string& flag, const std::string& address) {
   const size_t colon = address.rfind(':');
@@ -144,9 +151,37 @@ absl::Status CheckAddress(const std::string& flag, const std::string& address) {
   return absl::OkStatus();
 }
 
+/// What must not happen by an oversight: tokens and models of a server that all the world can read
+/// and change.
+absl::Status CheckSecurity(const Config& config) {
+  const SecurityConfig& security = config.security;
+  if (security.tls_cert.empty() != security.tls_key.empty()) {
+    return InvalidArgument("{} is given without {}; TLS needs both",
+                           security.tls_cert.empty() ? "--tls-key" : "--tls-cert",
+                           security.tls_cert.empty() ? "--tls-cert" : "--tls-key");
+  }
+  if (!security.tls_client_ca.empty() && !security.tls()) {
+    return InvalidArgument("--tls-client-ca needs TLS; give --tls-cert and --tls-key too");
+  }
+  if (!security.clients.empty() && !security.tls()) {
+    return InvalidArgument(
+        "--clients needs TLS, since anybody on the way could read the tokens; give --tls-cert and "
+        "--tls-key too");
+  }
+  if (config.admin && security.clients.empty() && !IsLoopback(config.listen)) {
+    return InvalidArgument(
+        "--admin on {} would let everybody change the models; say with --clients who may, or "
+        "listen "
+        "on 127.0.0.1",
+        config.listen);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Finish(const std::vector<std::string>& models, const std::string& models_directory,
                     Config* config) {
   DENOISED_RETURN_IF_ERROR(CheckAddress("--listen", config->listen));
+  DENOISED_RETURN_IF_ERROR(CheckSecurity(*config));
   if (!config->metrics_listen.empty()) {
     DENOISED_RETURN_IF_ERROR(CheckAddress("--metrics-listen", config->metrics_listen));
   }
@@ -173,15 +208,31 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
 
 }  // namespace
 
+bool IsLoopback(const std::string& address) {
+  const std::string host = address.substr(0, address.rfind(':'));
+  in_addr numeric{};
+  // Not every name that begins with "127." is of this machine.
+  if (inet_pton(AF_INET, host.c_str(), &numeric) == 1) return ntohl(numeric.s_addr) >> 24 == 127;
+  return host == "localhost" || host == "[::1]";
+}
+
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
   CommandLine line;
   Config& config = line.config;
   std::vector<std::string> models;
   std::string models_directory;
   double write_timeout = config.write_timeout.count() / 1e3;
-  double keepalive = config.keepalive.count() / 1e3;
-  double max_connection_age = config.max_connection_age.count() / 1e3;
+  double keepalive = config.connections.keepalive.count() / 1e3;
+  double max_connection_age = config.connections.max_age.count() / 1e3;
+  double max_connection_idle = config.connections.max_idle.count() / 1e3;
+  double handshake_timeout = config.connections.handshake.count() / 1e3;
+  double refresh = config.security.refresh.count() / 1e3;
+  std::string token_for;
+  std::string reflection = "auto", admin = "auto";
   double grace = config.grace.count() / 1e3;
+  double lame_duck = config.lame_duck.count() / 1e3;
+  double reload_models = config.reload_models.count() / 1e3;
+  double job_retention = config.jobs.time.count() / 1e3;
 
   CLI::App app{
       "denoised keeps diffusion models on the device and draws images over gRPC.\n"
@@ -190,7 +241,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.option_defaults()->always_capture_default();
   app.set_version_flag("--version", std::string("denoised ") + kVersion);
   app.config_formatter(std::make_shared<JsonConfig>());
-  app.set_config("--config", "", "JSON file with the same names as these flags; flags win");
+  app.set_config("--config", "",
+                 "JSON file with the same names as these flags. Flags win over the environment "
+                 "(DENOISED_MAX_ROWS for --max-rows), that over the file");
   app.allow_config_extras(CLI::config_extras_mode::error);
 
   app.add_option("--model", models, "A model: name=directory in diffusers layout. May be repeated")
@@ -198,12 +251,17 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--models", models_directory,
                  "Load every model folder in this directory, each under its folder's name")
       ->group("Models");
+  app.add_option("--reload-models-seconds", reload_models,
+                 "Look this often whether the files of a model have changed, and load it again; "
+                 "one that cannot be loaded leaves the old one serving. 0: never")
+      ->check(Seconds(0.0, 86400.0))
+      ->group("Models");
   app.add_flag("--check", config.check, "Load the models, say what they are, and exit")
       ->group("Models");
 
   app.add_option("--listen", config.listen,
-                 "Address of the gRPC port; port 0 picks a free one. There is no encryption or "
-                 "login: on other addresses than loopback put a proxy in front")
+                 "Address of the gRPC port; port 0 picks a free one. On other addresses than "
+                 "loopback see Security")
       ->group("Network");
   app.add_option("--metrics-listen", config.metrics_listen,
                  "Address of the HTTP port for Prometheus (GET /metrics); empty disables it")
@@ -217,14 +275,59 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "0: never")
       ->check(Seconds(0.0, 31536000.0))
       ->group("Network");
+  app.add_option("--max-connection-idle-seconds", max_connection_idle,
+                 "Close connections that had no call for so long; 0: never")
+      ->check(Seconds(0.0, 31536000.0))
+      ->group("Network");
+  app.add_option("--handshake-timeout-seconds", handshake_timeout,
+                 "Close connections that take longer to become TLS and HTTP/2")
+      ->check(Seconds(0.1, 3600.0))
+      ->group("Network");
   app.add_option("--write-timeout-seconds", write_timeout,
                  "Cancel a stream whose reader takes nothing for so long")
       ->check(Seconds(0.1, 86400.0))
       ->group("Network");
-  app.add_option("--grace-seconds", grace,
-                 "After SIGTERM or Ctrl-C, give running requests so long to finish")
+  app.add_option("--lame-duck-seconds", lame_duck,
+                 "After SIGTERM or Ctrl-C, say NOT_SERVING to health checks so long before new "
+                 "requests are refused: time for load balancers to look elsewhere")
+      ->check(Seconds(0.0, 3600.0))
+      ->group("Network");
+  app.add_option("--grace-seconds", grace, "Then give running requests so long to finish")
       ->check(Seconds(0.0, 86400.0))
       ->group("Network");
+
+  app.add_option(
+         "--tls-cert", config.security.tls_cert,
+         "Certificate chain of the server, PEM: turns TLS on. Read again when it changes, as "
+         "are all of these files")
+      ->group("Security");
+  app.add_option("--tls-key", config.security.tls_key, "Its private key, PEM, without a passphrase")
+      ->group("Security");
+  app.add_option("--tls-client-ca", config.security.tls_client_ca,
+                 "Clients must show a certificate of this authority (mutual TLS), PEM")
+      ->group("Security");
+  app.add_option(
+         "--clients", config.security.clients,
+         "JSON file of the clients that may call, by token or certificate, with their rights "
+         "and limits; needs TLS")
+      ->group("Security");
+  app.add_option("--make-token", token_for,
+                 "Make a token for the client of this name, print it and its entry for --clients, "
+                 "and exit")
+      ->group("Security");
+  app.add_option("--credentials-refresh-seconds", refresh,
+                 "How often to look for changes of these files")
+      ->check(Seconds(1.0, 86400.0))
+      ->group("Security");
+  app.add_option("--reflection", reflection,
+                 "Offer grpc.reflection: \"on\", \"off\", or \"auto\", on loopback alone")
+      ->check(CLI::IsMember({"auto", "on", "off"}))
+      ->group("Security");
+  app.add_option("--admin", admin,
+                 "Offer ModelAdmin, to load and unload models: \"on\", \"off\", or \"auto\", on "
+                 "loopback and with --clients, for clients with \"admin\"")
+      ->check(CLI::IsMember({"auto", "on", "off"}))
+      ->group("Security");
 
   app.add_option("--device", config.engine.device, "\"auto\", \"cpu\", \"cuda\" or \"cuda:N\"")
       ->group("Engine");
@@ -250,6 +353,15 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Images that may wait; beyond it requests get RESOURCE_EXHAUSTED")
       ->check(CLI::Range(1, 1 << 24))
       ->group("Limits");
+  app.add_option("--job-retention-seconds", job_retention,
+                 "Keep the results of jobs so long for WatchJob and for retries; of those whose "
+                 "request chose its request_id or DISCONNECT_POLICY_CONTINUE")
+      ->check(Seconds(0.0, 31536000.0))
+      ->group("Limits");
+  app.add_option("--max-kept-job-bytes", config.jobs.max_bytes,
+                 "Memory for these results; the oldest go first")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
+      ->group("Limits");
   app.add_option("--max-request-bytes", config.limits.max_request_bytes,
                  "Largest request message; an initial noise or image must fit")
       ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}))
@@ -257,6 +369,49 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--max-init-pixels", config.limits.max_init_pixels,
                  "Largest picture for image to image, in unpacked pixels")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 28))
+      ->group("Limits");
+  app.add_option("--max-image-pixels", config.limits.max_image_pixels,
+                 "Width times height of the largest image to draw")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 28))
+      ->group("Limits");
+  app.add_option("--max-count", config.engine.max_count, "Images of one request")
+      ->check(CLI::Range(1, 1 << 20))
+      ->group("Limits");
+  app.add_option("--max-steps", config.limits.max_steps,
+                 "Denoising steps of one request; 0: as many as the model has")
+      ->check(CLI::Range(0, 100000))
+      ->group("Limits");
+  app.add_option("--max-tensor-bytes", config.limits.max_tensor_bytes,
+                 "All images of one request as float32, as an initial noise or raw output has them")
+      ->check(CLI::Range(int64_t{1024}, int64_t{1} << 40))
+      ->group("Limits");
+  app.add_option("--max-previews-per-second", config.limits.max_previews_per_second,
+                 "Previews of one image; those in between are left out. 0: no limit")
+      ->check(Number(0.0, 1e6))
+      ->group("Limits");
+  app.add_option(
+         "--max-connections", config.connections.max_connections,
+         "Connections at a time, as far as the system's limit of open files allows; further "
+         "ones are closed")
+      ->check(CLI::Range(1, 1 << 20))
+      ->group("Limits");
+  app.add_option("--max-streams-per-connection", config.connections.max_streams,
+                 "Calls under way of one connection; further ones wait in the client")
+      ->check(CLI::Range(1, 1 << 20))
+      ->group("Limits");
+  app.add_option(
+         "--max-streams-per-client", config.connections.max_streams_per_client,
+         "Calls under way of one client, a name of --clients or --tls-client-ca, else a host")
+      ->check(CLI::Range(1, 1 << 20))
+      ->group("Limits");
+  app.add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
+                 "Requests of one client that may wait for the device; 0: as many as of all")
+      ->check(CLI::Range(0, 1 << 20))
+      ->group("Limits");
+  app.add_option("--max-buffered-bytes", config.connections.max_buffered_bytes,
+                 "Messages on their way in or out, of all connections; beyond it gRPC slows down "
+                 "and then refuses")
+      ->check(CLI::Range(int64_t{1} << 24, int64_t{1} << 40))
       ->group("Limits");
   app.add_option("--worker-threads", config.worker_threads,
                  "Threads that check requests and encode images; 0: half of the cores, at least 2")
@@ -277,6 +432,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->default_str("info")
       ->group("Logs");
 
+  for (CLI::Option* option : app.get_options()) {
+    option->envname(EnvironmentName(option->get_lnames().front()));
+  }
+
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
@@ -289,13 +448,27 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
     return InvalidArgument("{}; see denoised --help", error.what());
   }
 
+  if (!token_for.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(line.print, MakeToken(token_for));
+    return line;
+  }
   const auto milliseconds = [](double seconds) {
     return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
   };
   config.write_timeout = milliseconds(write_timeout);
-  config.keepalive = milliseconds(keepalive);
-  config.max_connection_age = milliseconds(max_connection_age);
+  config.connections.keepalive = milliseconds(keepalive);
+  config.connections.max_age = milliseconds(max_connection_age);
+  config.connections.max_idle = milliseconds(max_connection_idle);
+  config.connections.handshake = milliseconds(handshake_timeout);
+  config.security.refresh = milliseconds(refresh);
+  const bool loopback = IsLoopback(config.listen);
+  config.reflection = reflection == "on" || (reflection == "auto" && loopback);
+  config.admin =
+      admin == "on" || (admin == "auto" && (loopback || !config.security.clients.empty()));
   config.grace = milliseconds(grace);
+  config.lame_duck = milliseconds(lame_duck);
+  config.reload_models = milliseconds(reload_models);
+  config.jobs.time = milliseconds(job_retention);
   DENOISED_RETURN_IF_ERROR(Finish(models, models_directory, &config));
   return line;
 }

@@ -1,6 +1,8 @@
 // The process: flags, signals, exit codes. Everything else is in server.h.
 
 #include <fmt/format.h>
+#include <google/protobuf/stubs/logging.h>
+#include <grpc/support/log.h>
 
 #include <csignal>
 #include <ctime>
@@ -58,10 +60,30 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   }
   // From here on a second signal ends the process at once.
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-  log::Info("draining", {{"grace_seconds", config.grace.count() / 1e3}});
-  server.Drain(exit_code == 0 ? config.grace : std::chrono::milliseconds(0));
+  const bool orderly = exit_code == 0;
+  log::Info("draining", {{"lame_duck_seconds", config.lame_duck.count() / 1e3},
+                         {"grace_seconds", config.grace.count() / 1e3}});
+  constexpr std::chrono::milliseconds kNone{0};
+  server.Drain(orderly ? config.grace : kNone, orderly ? config.lame_duck : kNone);
   log::Info("stopped");
   return exit_code;
+}
+
+/// What gRPC has to say, in our lines. Its errors are mostly of clients, such as a failed
+/// handshake.
+void LogOfGrpc(gpr_log_func_args* args) {
+  const log::Fields fields = {{"file", args->file}, {"line", args->line}};
+  if (args->severity == GPR_LOG_SEVERITY_ERROR) {
+    log::Warning(std::string("grpc: ") + args->message, fields);
+  } else {
+    log::Debug(std::string("grpc: ") + args->message, fields);
+  }
+}
+
+/// Of messages that clients sent and that it cannot read.
+void LogOfProtobuf(google::protobuf::LogLevel, const char* file, int line,
+                   const std::string& message) {
+  log::Debug("protobuf: " + message, {{"file", file}, {"line", line}});
 }
 
 int Main(int argc, char** argv) {
@@ -84,6 +106,8 @@ int Main(int argc, char** argv) {
   }
   const Config& config = line->config;
   log::Configure(config.log_format, config.log_level);
+  gpr_set_log_function(LogOfGrpc);
+  google::protobuf::SetLogHandler(LogOfProtobuf);
   auto engine = Engine::Create(config.engine);
   if (!engine.ok()) {
     log::Error(std::string(engine.status().message()));

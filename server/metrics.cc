@@ -3,7 +3,8 @@
 #include <prometheus/exposer.h>
 
 #include "server/catalog.h"
-#include "server/version.h"
+#include "server/snapshots.h"
+#include "server/translate.h"
 
 namespace denoised {
 namespace {
@@ -36,79 +37,29 @@ prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry&
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
-prometheus::Labels CallLabels(const char* method, const char* type) {
+using google::protobuf::MethodDescriptor;
+
+/// As gRPC's own interceptors name them.
+prometheus::Labels CallLabels(const MethodDescriptor* method) {
+  if (method == nullptr) {
+    return {{"grpc_type", "unknown"}, {"grpc_service", "unknown"}, {"grpc_method", "unknown"}};
+  }
+  const char* type = method->client_streaming()
+                         ? (method->server_streaming() ? "bidi_stream" : "client_stream")
+                         : (method->server_streaming() ? "server_stream" : "unary");
   return {{"grpc_type", type},
-          {"grpc_service", "denoised.v1.ImageGeneration"},
-          {"grpc_method", method}};
-}
-
-prometheus::MetricFamily GaugeSnapshot(const char* name, const char* help) {
-  prometheus::MetricFamily family;
-  family.name = name;
-  family.help = help;
-  family.type = prometheus::MetricType::Gauge;
-  return family;
-}
-
-void Add(prometheus::MetricFamily* family,
-         const std::vector<prometheus::ClientMetric::Label>& labels, double value) {
-  prometheus::ClientMetric metric;
-  metric.label = labels;
-  metric.gauge.value = value;
-  family->metric.push_back(std::move(metric));
+          {"grpc_service", method->service()->full_name()},
+          {"grpc_method", method->name()}};
 }
 
 }  // namespace
-
-/// What the engine knows itself, read when Prometheus asks.
-class Metrics::EngineGauges : public prometheus::Collectable {
- public:
-  EngineGauges(const Engine* engine, const Catalog* catalog) : engine_(engine), catalog_(catalog) {}
-
-  void Detach() {
-    std::lock_guard lock(mutex_);
-    engine_ = nullptr;
-  }
-
-  std::vector<prometheus::MetricFamily> Collect() const override {
-    std::lock_guard lock(mutex_);
-    if (engine_ == nullptr) return {};
-    auto build = GaugeSnapshot("denoised_build_info", "1, with the version and the device");
-    Add(&build, {{"version", kVersion}, {"device", engine_->DeviceName()}}, 1);
-    auto state = GaugeSnapshot("denoised_model_state", "1 for the state that the model is in");
-    auto memory = GaugeSnapshot("denoised_model_memory_bytes", "Device memory by purpose");
-    for (const auto& model : catalog_->All()) {
-      Add(&state, {{"model", model->name}, {"state", "loading"}},
-          model->state == ModelState::kLoading);
-      Add(&state, {{"model", model->name}, {"state", "available"}},
-          model->state == ModelState::kReady);
-      Add(&state, {{"model", model->name}, {"state", "failed"}},
-          model->state == ModelState::kFailed);
-      Add(&memory, {{"model", model->name}, {"purpose", "weights"}}, model->weight_bytes);
-      Add(&memory, {{"model", model->name}, {"purpose", "activations"}}, model->activation_bytes);
-      Add(&memory, {{"model", model->name}, {"purpose", "slots"}}, model->slot_bytes);
-    }
-    auto queued = GaugeSnapshot("denoised_queued_images", "Images that wait for a slot");
-    auto active = GaugeSnapshot("denoised_active_images", "Images in flight on the device");
-    auto slots = GaugeSnapshot("denoised_slots", "Images that can be in flight");
-    for (const EngineStats& stats : engine_->Stats()) {
-      Add(&queued, {{"model", stats.model}}, stats.queued_images);
-      Add(&active, {{"model", stats.model}}, stats.active_images);
-      Add(&slots, {{"model", stats.model}}, stats.slots);
-    }
-    return {build, state, memory, queued, active, slots};
-  }
-
- private:
-  mutable std::mutex mutex_;
-  const Engine* engine_;  // guarded by mutex_
-  const Catalog* catalog_;
-};
 
 Metrics::Metrics()
     : registry_(std::make_shared<prometheus::Registry>()),
       started_(CounterFamily(*registry_, "grpc_server_started_total", "Calls that began")),
       handled_(CounterFamily(*registry_, "grpc_server_handled_total", "Calls that ended, by code")),
+      client_calls_(CounterFamily(*registry_, "denoised_client_calls_total",
+                                  "Calls that ended, by client and code")),
       handling_seconds_(HistogramFamily(*registry_, "grpc_server_handling_seconds",
                                         "From the arrival of a call to its end")),
       queue_seconds_(HistogramFamily(*registry_, "denoised_queue_seconds",
@@ -116,6 +67,12 @@ Metrics::Metrics()
       first_preview_seconds_(
           HistogramFamily(*registry_, "denoised_first_preview_seconds",
                           "From the queueing of a request to its first preview")),
+      client_images_(
+          CounterFamily(*registry_, "denoised_client_images_total", "Images drawn, by client")),
+      connections_(CounterFamily(*registry_, "denoised_connections_total",
+                                 "Connections that were accepted")),
+      refused_connections_(CounterFamily(*registry_, "denoised_refused_connections_total",
+                                         "Connections closed since there were too many")),
       images_(CounterFamily(*registry_, "denoised_images_total", "Images drawn")),
       encoding_seconds_(HistogramFamily(*registry_, "denoised_encoding_seconds",
                                         "Time to encode one image or preview, by format")),
@@ -131,14 +88,17 @@ Metrics::Metrics()
                                           "Device time of one model evaluation")),
       padding_rows_(CounterFamily(*registry_, "denoised_padding_rows_total",
                                   "Rows of evaluations that were only padding")) {
-  stalled_readers_.Add({});  // a series that is 0 before the first event can be alerted on
+  // A series that is 0 before the first event can be alerted on.
+  for (Counters* counter : {&connections_, &refused_connections_, &stalled_readers_}) {
+    counter->Add({});
+  }
 }
 
 Metrics::~Metrics() { Detach(); }
 
-absl::Status Metrics::Serve(const std::string& address, const Engine* engine,
-                            const Catalog* catalog) {
-  gauges_ = std::make_shared<EngineGauges>(engine, catalog);
+absl::Status Metrics::Serve(const std::string& address, const Serving* serving) {
+  snapshot_ = std::make_shared<ServingSnapshot>(serving);
+  process_ = std::make_shared<ProcessSnapshot>();
   // civetweb reports a port in use by an exception.
   try {
     exposer_ = std::make_unique<prometheus::Exposer>(address);
@@ -147,38 +107,62 @@ absl::Status Metrics::Serve(const std::string& address, const Engine* engine,
                            error.what());
   }
   exposer_->RegisterCollectable(registry_);
-  exposer_->RegisterCollectable(gauges_);
+  exposer_->RegisterCollectable(snapshot_);
+  exposer_->RegisterCollectable(process_);
   return absl::OkStatus();
 }
 
 void Metrics::Detach() {
-  if (gauges_) gauges_->Detach();
+  if (snapshot_) snapshot_->Detach();
 }
 
 int Metrics::port() const {
   return exposer_ == nullptr ? 0 : exposer_->GetListeningPorts().front();
 }
 
-void Metrics::CallStarted(const char* method, const char* type) {
-  started_.Add(CallLabels(method, type)).Increment();
+void Metrics::CallStarted(const MethodDescriptor* method) {
+  started_.Add(CallLabels(method)).Increment();
 }
 
-void Metrics::CallEnded(const char* method, const char* type, const char* code, double seconds) {
-  prometheus::Labels labels = CallLabels(method, type);
+void Metrics::CallEnded(const MethodDescriptor* method, const char* code, const std::string& client,
+                        double seconds) {
+  prometheus::Labels labels = CallLabels(method);
   handling_seconds_.Add(labels, LatencyBuckets()).Observe(seconds);
   labels["grpc_code"] = code;
   handled_.Add(labels).Increment();
+  client_calls_.Add({{"client", ClientLabel(client)}, {"grpc_code", code}}).Increment();
 }
 
-void Metrics::JobQueued(const std::string& model, double seconds) {
-  queue_seconds_.Add({{"model", model}}, LatencyBuckets()).Observe(seconds);
+void Metrics::CallRefused(const MethodDescriptor* method) {
+  prometheus::Labels labels = CallLabels(method);
+  started_.Add(labels).Increment();
+  labels["grpc_code"] = "UNAUTHENTICATED";
+  handled_.Add(labels).Increment();
+}
+
+std::string Metrics::ClientLabel(const std::string& client) {
+  constexpr size_t kMaxClients = 100;
+  std::lock_guard lock(mutex_);
+  if (clients_.size() < kMaxClients) clients_.insert(client);
+  return clients_.count(client) ? client : "other";
+}
+
+void Metrics::JobStarted(const std::string& model, Priority priority, double seconds) {
+  queue_seconds_.Add({{"model", ModelOf(model)}, {"priority", Label(priority)}}, LatencyBuckets())
+      .Observe(seconds);
 }
 
 void Metrics::FirstPreview(const std::string& model, double seconds) {
-  first_preview_seconds_.Add({{"model", model}}, LatencyBuckets()).Observe(seconds);
+  first_preview_seconds_.Add({{"model", ModelOf(model)}}, LatencyBuckets()).Observe(seconds);
 }
 
-void Metrics::ImageDone(const std::string& model) { images_.Add({{"model", model}}).Increment(); }
+void Metrics::ImageDone(const std::string& model, const std::string& client) {
+  images_.Add({{"model", ModelOf(model)}}).Increment();
+  client_images_.Add({{"client", ClientLabel(client)}}).Increment();
+}
+
+void Metrics::ConnectionAccepted() { connections_.Add({}).Increment(); }
+void Metrics::ConnectionRefused() { refused_connections_.Add({}).Increment(); }
 
 void Metrics::Encoded(const char* format, double seconds) {
   encoding_seconds_.Add({{"format", format}}, ShortBuckets()).Observe(seconds);
@@ -187,10 +171,10 @@ void Metrics::Encoded(const char* format, double seconds) {
 void Metrics::ReaderStalled() { stalled_readers_.Add({}).Increment(); }
 
 void Metrics::ModelLoaded(const std::string& model, double seconds) {
-  model_load_seconds_.Add({{"model", model}}).Set(seconds);
+  model_load_seconds_.Add({{"model", ModelOf(model)}}).Set(seconds);
 }
 
-void Metrics::Serving(double seconds) { startup_seconds_.Add({}).Set(seconds); }
+void Metrics::FirstServed(double seconds) { startup_seconds_.Add({}).Set(seconds); }
 
 void Metrics::OnEvaluation(const std::string& model, int rows, int bucket, double seconds) {
   EvaluationSeries series;
@@ -198,7 +182,7 @@ void Metrics::OnEvaluation(const std::string& model, int rows, int bucket, doubl
     std::lock_guard lock(mutex_);
     auto it = evaluations_.find(model);
     if (it == evaluations_.end()) {
-      const prometheus::Labels labels = {{"model", model}};
+      const prometheus::Labels labels = {{"model", ModelOf(model)}};
       it = evaluations_
                .emplace(model, EvaluationSeries{&evaluation_rows_.Add(labels, RowBuckets()),
                                                 &evaluation_seconds_.Add(labels, ShortBuckets()),

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <google/protobuf/descriptor.h>
 #include <prometheus/counter.h>
 #include <prometheus/family.h>
 #include <prometheus/gauge.h>
@@ -9,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 
 #include "engine/engine.h"
@@ -19,46 +21,57 @@ class Exposer;
 
 namespace denoised {
 
-class Catalog;
+class ProcessSnapshot;
+class ServingSnapshot;
+struct Serving;
 
 /// Counts and times everything for Prometheus. Names are grpc_server_* as gRPC's own interceptors
-/// use them and denoised_<what>_<unit>. Labels hold methods, codes, models and formats only:
-/// nothing that a client can choose freely. Thread-safe.
+/// use them, process_* as Prometheus' clients do, and denoised_<what>_<unit>; docs/metrics.md lists
+/// them. Labels hold nothing that a client can choose freely. Thread-safe.
 class Metrics : public EngineObserver {
  public:
   Metrics();
   ~Metrics() override;
 
-  /// Serves GET /metrics on `address` until destruction; gauges of `engine` and `catalog` are read
-  /// at each scrape until Detach(). InvalidArgument when the address cannot be bound.
-  absl::Status Serve(const std::string& address, const Engine* engine, const Catalog* catalog);
-  /// Ends the reading of the engine and the catalog, which may then be destroyed.
+  /// Serves GET /metrics on `address` until destruction; what `serving` points to is read at each
+  /// scrape until Detach(). InvalidArgument when the address cannot be bound.
+  absl::Status Serve(const std::string& address, const Serving* serving);
+  /// `serving` is not read from now on.
   void Detach();
   /// 0 when there is none.
   int port() const;
 
-  void CallStarted(const char* method, const char* type);
-  void CallEnded(const char* method, const char* type, const char* code, double seconds);
+  void CallStarted(const google::protobuf::MethodDescriptor* method);
+  void CallEnded(const google::protobuf::MethodDescriptor* method, const char* code,
+                 const std::string& client, double seconds);
+  /// A call that ended with UNAUTHENTICATED before it began. `method` is null for those that there
+  /// are not.
+  void CallRefused(const google::protobuf::MethodDescriptor* method);
 
-  void JobQueued(const std::string& model, double seconds);
+  /// Its first image has a slot, so long after the request arrived.
+  void JobStarted(const std::string& model, Priority priority, double seconds);
   void FirstPreview(const std::string& model, double seconds);
-  void ImageDone(const std::string& model);
+  void ImageDone(const std::string& model, const std::string& client);
   void Encoded(const char* format, double seconds);
   void ReaderStalled();
+  void ConnectionAccepted();
+  void ConnectionRefused();
   void ModelLoaded(const std::string& model, double seconds);
   /// From the start of the process until it served its first model.
-  void Serving(double seconds);
+  void FirstServed(double seconds);
 
   void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) override;
 
   prometheus::Registry& registry() { return *registry_; }
 
  private:
-  class EngineGauges;
-
   using Histograms = prometheus::Family<prometheus::Histogram>;
   using Counters = prometheus::Family<prometheus::Counter>;
   using Gauges = prometheus::Family<prometheus::Gauge>;
+
+  /// The names of certificates are as many as their authority wants: beyond a hundred clients the
+  /// rest is one, "other".
+  std::string ClientLabel(const std::string& client);
 
   struct EvaluationSeries {
     prometheus::Histogram* rows;
@@ -69,9 +82,13 @@ class Metrics : public EngineObserver {
   std::shared_ptr<prometheus::Registry> registry_;
   Counters& started_;
   Counters& handled_;
+  Counters& client_calls_;
   Histograms& handling_seconds_;
   Histograms& queue_seconds_;
   Histograms& first_preview_seconds_;
+  Counters& client_images_;
+  Counters& connections_;
+  Counters& refused_connections_;
   Counters& images_;
   Histograms& encoding_seconds_;
   Counters& stalled_readers_;
@@ -83,8 +100,10 @@ class Metrics : public EngineObserver {
 
   std::mutex mutex_;
   std::map<std::string, EvaluationSeries> evaluations_;  // guarded by mutex_
+  std::set<std::string> clients_;                        // guarded by mutex_; those with a label
 
-  std::shared_ptr<EngineGauges> gauges_;
+  std::shared_ptr<ServingSnapshot> snapshot_;
+  std::shared_ptr<ProcessSnapshot> process_;
   std::unique_ptr<prometheus::Exposer> exposer_;  // takes a second or two to stop
 };
 

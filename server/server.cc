@@ -2,17 +2,27 @@
 
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/server_builder_option.h>
+#include <grpcpp/impl/server_builder_plugin.h>
 
 #include <algorithm>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "server/acceptor.h"
 #include "server/catalog.h"
+#include "server/client_load.h"
+#include "server/clients.h"
+#include "server/credentials.h"
 #include "server/health.h"
+#include "server/jobs.h"
 #include "server/log.h"
 #include "server/metrics.h"
+#include "server/model_admin.h"
 #include "server/service.h"
 #include "server/version.h"
 #include "server/worker_pool.h"
@@ -30,33 +40,49 @@ int WorkerThreads(int asked) {
   return asked > 0 ? asked : std::max(2, static_cast<int>(std::thread::hardware_concurrency() / 2));
 }
 
+int Milliseconds(std::chrono::milliseconds duration) {
+  return static_cast<int>(std::min<int64_t>(duration.count(), INT32_MAX));
+}
+
 void Limits(const Config& config, grpc::ServerBuilder* builder) {
+  const ConnectionLimits& connections = config.connections;
   builder->SetMaxReceiveMessageSize(static_cast<int>(config.limits.max_request_bytes));
   // Replies are bounded by RequestLimits::max_reply_bytes, before anything is drawn.
   builder->SetMaxSendMessageSize(-1);
-  // Two servers on one port would share its connections silently.
-  builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   // Queued clients may ping: by default gRPC cuts off whoever pings without data more often than
   // every five minutes.
-  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                              Milliseconds(kMinPingInterval));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS,
-                              static_cast<int>(config.keepalive.count()));
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(connections.keepalive));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
-  if (config.max_connection_age.count() > 0) {
-    builder->AddChannelArgument(
-        GRPC_ARG_MAX_CONNECTION_AGE_MS,
-        static_cast<int>(std::min<int64_t>(config.max_connection_age.count(), INT32_MAX)));
+  builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
+                              Milliseconds(connections.handshake));
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, connections.max_streams);
+  if (connections.max_idle.count() > 0) {
+    builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
+                                Milliseconds(connections.max_idle));
+  }
+  if (connections.max_age.count() > 0) {
+    builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS, Milliseconds(connections.max_age));
     // Streams that run may end: a job is never cut off by the age of its connection.
     builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_GRACE_MS, INT32_MAX);
   }
+  grpc::ResourceQuota quota("denoised");
+  quota.Resize(static_cast<size_t>(connections.max_buffered_bytes));
+  builder->SetResourceQuota(quota);
 }
 
-bool IsLoopback(const std::string& address) {
-  return address.rfind("127.", 0) == 0 || address.rfind("localhost:", 0) == 0 ||
-         address.rfind("[::1]", 0) == 0;
-}
+/// InitProtoReflectionServerBuilderPlugin is for every builder of the process from then on.
+class WithoutReflection final : public grpc::ServerBuilderOption {
+ public:
+  void UpdateArguments(grpc::ChannelArguments*) override {}
+  void UpdatePlugins(std::vector<std::unique_ptr<grpc::ServerBuilderPlugin>>* plugins) override {
+    std::erase_if(*plugins,
+                  [](const auto& plugin) { return plugin->name() == "proto_server_reflection"; });
+  }
+};
 
 std::string WithPort(const std::string& address, int port) {
   return address.substr(0, address.rfind(':') + 1) + std::to_string(port);
@@ -66,47 +92,69 @@ std::string WithPort(const std::string& address, int port) {
 
 /// In the order of construction; what stands later uses what stands earlier.
 struct Server::State {
-  State(const Config& config, std::unique_ptr<Engine> engine_in)
+  State(const Config& config, std::unique_ptr<Engine> engine_in,
+        std::unique_ptr<Clients> clients_in)
       : config(config),
+        client_load(config.connections.max_streams_per_client),
+        jobs(&serving, config.jobs),
         workers(WorkerThreads(config.worker_threads)),
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),
         engine(std::move(engine_in)),
-        catalog(config.models, engine.get()),
-        service(&serving) {
+        catalog(config.models, engine.get(), &metrics),
+        clients(std::move(clients_in)),
+        service(&serving),
+        model_admin(config.admin ? std::make_unique<ModelAdminService>(&serving) : nullptr) {
+    serving.config = &this->config;
     serving.engine = engine.get();
     serving.catalog = &catalog;
+    serving.jobs = &jobs;
+    serving.active = &active;
     serving.workers = &workers;
     serving.metrics = &metrics;
+    serving.clients = clients.get();
+    serving.client_load = &client_load;
     serving.write_watch = &write_watch;
     serving.limits = config.limits;
     engine->SetObserver(&metrics);
   }
 
+  /// Nobody scrapes what is being destroyed.
+  ~State() { metrics.Detach(); }
+
   void Announce() const;
   void LoadModels();
+  /// Runs `task` once every `period` until the server stops.
+  void Repeat(std::chrono::milliseconds period, const std::function<void()>& task);
 
   const Config config;
   Metrics metrics;
+  Serving serving;
+  ActiveCalls active;
+  ClientLoad client_load;
+  Jobs jobs;
   WorkerPool workers;
   WriteWatch write_watch;
   std::unique_ptr<Engine> engine;
   Catalog catalog;
-  Serving serving;
+  std::unique_ptr<Clients> clients;
   ImageGenerationService service;
+  std::unique_ptr<ModelAdminService> model_admin;  // null when it is not wanted
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Health> health;
-  int port = 0;
+  std::unique_ptr<Acceptor> acceptor;
 
   std::mutex mutex;
   std::condition_variable loaded_changed;
   std::optional<absl::Status> loaded;  // guarded by mutex
+  bool stopping = false;               // guarded by mutex
+  std::condition_variable stop;
   std::once_flag drained;
-  std::thread loader;
+  std::thread loader, expirer, reloader;
 };
 
 void Server::State::Announce() const {
   log::Fields fields = {{"version", kVersion},
-                        {"address", WithPort(config.listen, port)},
+                        {"address", WithPort(config.listen, acceptor->port())},
                         {"device", engine->DeviceName()},
                         {"device_description", engine->DeviceDescription()},
                         {"models", static_cast<int>(config.models.size())}};
@@ -115,8 +163,15 @@ void Server::State::Announce() const {
         {"metrics", "http://" + WithPort(config.metrics_listen, metrics.port()) + "/metrics"});
   }
   log::Info("listening", fields);
-  if (!IsLoopback(config.listen)) {
-    log::Warning("the port has neither encryption nor login; keep it behind a proxy",
+  const SecurityConfig& security = config.security;
+  if (IsLoopback(config.listen)) return;
+  if (!security.tls()) {
+    log::Warning(
+        "the port has neither encryption nor login; keep it behind a proxy, or see "
+        "--tls-cert and --clients",
+        {{"address", config.listen}});
+  } else if (security.clients.empty() && security.tls_client_ca.empty()) {
+    log::Warning("the port has no login: everybody may call; see --clients and --tls-client-ca",
                  {{"address", config.listen}});
   }
 }
@@ -124,26 +179,18 @@ void Server::State::Announce() const {
 void Server::State::LoadModels() {
   absl::Status first_error;
   int ready = 0;
-  for (const ModelSource& source : catalog.sources()) {
+  for (const ModelSource& source : config.models) {
     if (serving.draining) break;
-    log::Info("loading model", {{"model", source.name}, {"directory", source.directory}});
-    const Clock::time_point start = Clock::now();
-    const absl::Status status = engine->Open(source.name, source.directory);
-    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    if (!status.ok()) {
-      catalog.Fail(source.name, status);
-      if (first_error.ok()) first_error = Annotate(status, "model " + source.name);
-      log::Error("model failed",
-                 {{"model", source.name}, {"error", std::string(status.message())}});
-      continue;
+    const absl::Status status = catalog.LoadListed(source.name);
+    if (status.ok()) {
+      ++ready;
+    } else if (first_error.ok()) {
+      first_error = Annotate(status, "model " + source.name);
     }
-    ++ready;
-    metrics.ModelLoaded(source.name, seconds);
-    log::Info("model ready", {{"model", source.name}, {"seconds", seconds}});
   }
   if (ready > 0) {
     const double seconds = std::chrono::duration<double>(Clock::now() - process_start).count();
-    metrics.Serving(seconds);
+    metrics.FirstServed(seconds);
     health->Serve();
     log::Info("serving", {{"models", ready}, {"seconds_since_start", seconds}});
   }
@@ -152,43 +199,73 @@ void Server::State::LoadModels() {
   loaded_changed.notify_all();
 }
 
+void Server::State::Repeat(std::chrono::milliseconds period, const std::function<void()>& task) {
+  std::unique_lock lock(mutex);
+  while (!stop.wait_for(lock, period, [this] { return stopping; })) {
+    lock.unlock();
+    task();
+    lock.lock();
+  }
+}
+
 Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
                                                       std::unique_ptr<Engine> engine) {
-  auto state = std::make_unique<State>(config, std::move(engine));
+  DENOISED_ASSIGN_OR_RETURN(auto clients,
+                            Clients::Open(config.security.clients, config.security.refresh));
+  auto state = std::make_unique<State>(config, std::move(engine), std::move(clients));
+  DENOISED_ASSIGN_OR_RETURN(
+      const auto credentials,
+      MakeServerCredentials(config.security, state->clients.get(), &state->metrics));
   if (!config.metrics_listen.empty()) {
-    DENOISED_RETURN_IF_ERROR(
-        state->metrics.Serve(config.metrics_listen, state->engine.get(), &state->catalog));
+    DENOISED_RETURN_IF_ERROR(state->metrics.Serve(config.metrics_listen, &state->serving));
   }
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
+  if (!config.reflection) builder.SetOption(std::make_unique<WithoutReflection>());
   Limits(config, &builder);
-  builder.AddListeningPort(config.listen, grpc::InsecureServerCredentials(), &state->port);
+  DENOISED_ASSIGN_OR_RETURN(
+      state->acceptor,
+      Acceptor::Listen(config.listen, config.connections.max_connections, &state->metrics));
+  auto handler = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   builder.RegisterService(&state->service);
+  if (state->model_admin) builder.RegisterService(state->model_admin.get());
   state->grpc_server = builder.BuildAndStart();
-  if (state->grpc_server == nullptr || state->port == 0) {
-    state->metrics.Detach();
-    return InvalidArgument(
-        "--listen {}: cannot listen there; is the port in use? Choose another, "
-        "or port 0 for a free one",
-        config.listen);
-  }
+  DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
+  // gRPC's own health service says SERVING until it is told otherwise: before anybody can ask.
   state->health = std::make_unique<Health>(state->grpc_server->GetHealthCheckService());
+  state->acceptor->Start(std::move(handler));
   state->Announce();
   State* raw = state.get();
   state->loader = std::thread([raw] { raw->LoadModels(); });
+  state->expirer = std::thread([raw] {
+    const auto period = std::clamp<std::chrono::milliseconds>(
+        raw->config.jobs.time / 4, std::chrono::milliseconds(10), std::chrono::seconds(1));
+    raw->Repeat(period, [raw] { raw->jobs.Expire(); });
+  });
+  if (config.reload_models.count() > 0) {
+    state->reloader = std::thread(
+        [raw] { raw->Repeat(raw->config.reload_models, [raw] { raw->catalog.ReloadChanged(); }); });
+  }
   return std::unique_ptr<Server>(new Server(std::move(state)));
 }
 
 Server::~Server() {
   Drain(std::chrono::milliseconds(0));
   state_->loader.join();
-  state_->metrics.Detach();
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
+  }
+  state_->stop.notify_all();
+  state_->expirer.join();
+  if (state_->reloader.joinable()) state_->reloader.join();
 }
 
-int Server::port() const { return state_->port; }
+int Server::port() const { return state_->acceptor->port(); }
 int Server::metrics_port() const { return state_->metrics.port(); }
 
 std::optional<absl::Status> Server::Loaded(std::chrono::milliseconds timeout) {
@@ -203,17 +280,19 @@ absl::Status Server::CheckDevice() {
   return status;
 }
 
-void Server::Drain(std::chrono::milliseconds grace) {
+void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {
   std::call_once(state_->drained, [&] {
-    const Clock::time_point deadline = Clock::now() + grace;
     state_->health->Stop();
+    std::this_thread::sleep_for(lame_duck);
+    const Clock::time_point deadline = Clock::now() + grace;
     state_->serving.draining = true;
     state_->engine->Drain(deadline);
     // The images of the last jobs are on their way through the workers and to their readers.
     const Clock::time_point flushed = std::max(deadline, Clock::now() + std::chrono::seconds(1));
-    if (!state_->service.active().WaitForNone(flushed)) {
+    if (!state_->active.WaitForNone(flushed)) {
       log::Warning("calls were still being read at the end of the grace period; cancelling them");
     }
+    state_->acceptor->Stop();
     // An open health watch would hold a shutdown without deadline forever.
     state_->grpc_server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(1));
   });

@@ -1,14 +1,17 @@
 #include "server/service.h"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
 
 #include "server/catalog.h"
+#include "server/client_load.h"
 #include "server/generation.h"
-#include "server/outbox.h"
+#include "server/jobs.h"
+#include "server/server_info.h"
 #include "server/status_details.h"
 #include "server/translate.h"
 #include "server/worker_pool.h"
@@ -16,6 +19,10 @@
 
 namespace denoised {
 namespace {
+
+constexpr char kGenerate[] = "denoised.v1.ImageGeneration.Generate";
+constexpr char kStreamGenerate[] = "denoised.v1.ImageGeneration.StreamGenerate";
+constexpr char kWatchJob[] = "denoised.v1.ImageGeneration.WatchJob";
 
 /// gRPC's deadline, a point of the wall clock, on the steady clock.
 std::optional<std::chrono::steady_clock::time_point> Deadline(
@@ -30,182 +37,231 @@ std::optional<std::chrono::steady_clock::time_point> Deadline(
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(left);
 }
 
-/// The call as its client saw it: a reply that could not be delivered was cancelled.
-grpc::StatusCode SeenCode(const grpc::Status& status, const grpc::CallbackServerContext& context) {
-  return status.ok() && context.IsCancelled() ? grpc::StatusCode::CANCELLED : status.error_code();
-}
-
-/// Generate: gathers the images into one reply. gRPC deletes it through OnDone, after Finish.
-class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationSink {
+/// A call that follows a generation. gRPC's reactor and whoever has news for it share it: it keeps
+/// itself alive until OnDone.
+class GenerationCall : public GenerationWatcher,
+                       public std::enable_shared_from_this<GenerationCall> {
  public:
-  UnaryCall(Serving* serving, ActiveCalls* active, grpc::CallbackServerContext* context,
-            const v1::GenerateRequest* request, v1::GenerateResponse* response)
-      : context_(context),
-        response_(response),
-        record_(active, serving->metrics, "Generate", "unary", context->peer()),
-        generation_(std::make_shared<Generation>(serving, request->params(), nullptr, true,
-                                                 Deadline(*context), &record_, this)) {
-    serving->workers->Post([generation = generation_] { generation->Start(); });
+  /// Finds or makes the generation, watched by the call. Null with the reason set.
+  using Beginning = std::function<std::shared_ptr<Generation>(
+      const std::shared_ptr<GenerationWatcher>& watcher, grpc::Status* refusal)>;
+
+  void Post(Beginning begin) {
+    self_ = shared_from_this();
+    serving_->workers->Post([self = self_, begin = std::move(begin)] { self->Begin(begin); });
   }
 
-  void OnQueued(const v1::EffectiveParams& params, int) override {
-    *response_->mutable_params() = params;
-  }
-  void OnStarted(double) override {}
-  void OnProgress(int, int) override {}
-  void OnPreview(int, int, v1::Image) override {}
-  void OnImage(v1::Image image) override { *response_->add_images() = std::move(image); }
+  void OnNews() final { Advance(std::unique_lock(mutex_)); }
 
-  void OnEnd(const grpc::Status& status, const v1::Timing& timing) override {
+  const CallRecord& record() const { return record_; }
+
+ protected:
+  GenerationCall(Serving* serving, const char* method, grpc::CallbackServerContext* context)
+      : serving_(serving), context_(context), record_(*serving, method, context) {}
+
+  /// Takes the next step that gRPC allows, if there is one: calls gRPC without the lock.
+  virtual void Advance(std::unique_lock<std::mutex> lock) = 0;
+
+  /// Nobody reads any more: the call has nothing to wait for, and the generation has one watcher
+  /// less.
+  void Break() {
+    std::shared_ptr<Generation> generation;
+    {
+      std::lock_guard lock(mutex_);
+      broken_ = true;
+      generation = generation_;
+    }
+    if (generation) generation->Leave(this);
+    Advance(std::unique_lock(mutex_));
+  }
+
+  /// What ends the call when no generation does: it was refused, or its client has gone. Under
+  /// mutex_.
+  std::optional<grpc::Status> EndWithoutGeneration() const {
+    if (generation_ == nullptr) return refusal_;
+    if (!broken_) return std::nullopt;
+    const bool late = std::chrono::system_clock::now() >= context_->deadline();
+    return late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "the call's deadline passed")
+                : grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone");
+  }
+
+  /// From OnDone.
+  void End() {
+    if (generation_) {
+      generation_->Leave(this);
+      generation_->Describe(&record_);
+    }
+    // As the client saw it: a reply that could not be delivered was cancelled.
+    const bool lost = status_.ok() && context_->IsCancelled();
+    record_.End(lost ? grpc::StatusCode::CANCELLED : status_.error_code(), status_.error_message());
+    self_.reset();  // the last line of its life
+  }
+
+  Serving* const serving_;
+  grpc::CallbackServerContext* const context_;
+  CallRecord record_;
+  grpc::Status status_;  // what Finish said
+
+  std::mutex mutex_;
+  bool begun_ = false;                      // guarded by mutex_
+  bool broken_ = false;                     // guarded by mutex_; nobody reads any more
+  bool finished_ = false;                   // guarded by mutex_
+  std::shared_ptr<Generation> generation_;  // set with begun_
+  grpc::Status refusal_;                    // set with begun_; why there is no generation
+
+ private:
+  void Begin(const Beginning& begin) {
+    grpc::Status refusal;
+    std::shared_ptr<Generation> generation;
+    auto stream =
+        serving_->client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
+    if (stream.ok()) {
+      stream_ = *std::move(stream);
+      generation = begin(shared_from_this(), &refusal);
+    } else {
+      refusal = ToGrpcStatus(stream.status(), reason::kClientLimit, "", serving_->RetryDelay());
+    }
+    bool broken;
+    {
+      std::lock_guard lock(mutex_);
+      begun_ = true;
+      generation_ = generation;
+      refusal_ = refusal;
+      broken = broken_;
+    }
+    if (broken && generation) generation->Leave(this);
+    Advance(std::unique_lock(mutex_));
+  }
+
+  ClientLoad::Lease stream_;
+  std::shared_ptr<GenerationCall> self_;
+};
+
+/// Generate: gathers the images into one reply.
+class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
+ public:
+  UnaryCall(Serving* serving, grpc::CallbackServerContext* context, v1::GenerateResponse* response)
+      : GenerationCall(serving, kGenerate, context), response_(response) {}
+
+  void OnCancel() override { Break(); }
+  void OnDone() override { End(); }
+
+ private:
+  void Advance(std::unique_lock<std::mutex> lock) override {
+    if (!begun_ || finished_) return;
+    std::optional<grpc::Status> end = EndWithoutGeneration();
+    if (!end) end = generation_->end();
+    if (!end) return;
+    finished_ = true;
+    lock.unlock();
+    if (end->ok()) Collect();
+    status_ = *end;
+    Finish(*end);  // the call may be gone now, but for whoever called
+  }
+
+  void Collect() {
+    uint64_t sequence = 0;
+    while (const auto event = generation_->Next(this, sequence).event) {
+      sequence = event->sequence();
+      if (event->has_queued()) {
+        response_->set_traceparent(event->queued().traceparent());
+      } else if (event->has_image()) {
+        *response_->add_images() = event->image().image();
+      } else if (event->has_completed()) {
+        *response_->mutable_params() = event->completed().params();
+        *response_->mutable_timing() = event->completed().timing();
+        if (event->completed().has_timeline()) {
+          *response_->mutable_timeline() = event->completed().timeline();
+          auto& sent = *response_->mutable_timeline()->add_entries();
+          sent.set_milestone(v1::TimelineEntry::MILESTONE_SENT);
+          sent.set_seconds(generation_->SecondsSinceArrival());
+        }
+      }
+    }
     auto& images = *response_->mutable_images();
     std::sort(images.pointer_begin(), images.pointer_end(),
               [](const v1::Image* a, const v1::Image* b) { return a->index() < b->index(); });
-    *response_->mutable_timing() = timing;
-    status_ = status;
-    Finish(status);
   }
 
-  void OnCancel() override { generation_->Cancel(); }
-
-  void OnDone() override {
-    record_.End(SeenCode(status_, *context_), status_.error_message());
-    delete this;
-  }
-
- private:
-  grpc::CallbackServerContext* const context_;
   v1::GenerateResponse* const response_;
-  CallRecord record_;
-  grpc::Status status_;
-  const std::shared_ptr<Generation> generation_;
 };
 
-/// StreamGenerate: one write in flight, the rest waits in the outbox. Whoever sets writing_ owns
-/// message_ and the right to call gRPC, which is never called with the lock held. gRPC deletes it
-/// through OnDone, after Finish.
+/// StreamGenerate and WatchJob: one write in flight, the rest waits in the generation's log.
+/// Whoever sets writing_ owns message_ and the right to call gRPC.
 class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateResponse>,
-                         public GenerationSink {
+                         public GenerationCall {
  public:
-  StreamCall(Serving* serving, ActiveCalls* active, grpc::CallbackServerContext* context,
-             const v1::StreamGenerateRequest* request)
-      : context_(context),
-        watch_(serving->write_watch),
-        record_(active, serving->metrics, "StreamGenerate", "server_stream", context->peer()),
-        generation_(std::make_shared<Generation>(
-            serving, request->params(), request->has_preview() ? &request->preview() : nullptr,
-            false, Deadline(*context), &record_, this)) {
-    serving->workers->Post([generation = generation_] { generation->Start(); });
-  }
-
-  void OnQueued(const v1::EffectiveParams& params, int images_ahead) override {
-    params_ = params;
-    outbox_.set_request_id(params.request_id());
-    v1::StreamGenerateResponse event;
-    *event.mutable_queued()->mutable_params() = params;
-    event.mutable_queued()->set_images_ahead(images_ahead);
-    Push(std::move(event));
-  }
-
-  void OnStarted(double queued_seconds) override {
-    v1::StreamGenerateResponse event;
-    event.mutable_started()->set_queued_seconds(queued_seconds);
-    Push(std::move(event));
-  }
-
-  void OnProgress(int done, int total) override {
-    v1::StreamGenerateResponse event;
-    event.mutable_progress()->set_evaluations_done(done);
-    event.mutable_progress()->set_evaluations_total(total);
-    Push(std::move(event));
-  }
-
-  void OnPreview(int evaluation, int evaluations, v1::Image image) override {
-    v1::StreamGenerateResponse event;
-    event.mutable_preview()->set_evaluation(evaluation);
-    event.mutable_preview()->set_evaluations(evaluations);
-    *event.mutable_preview()->mutable_image() = std::move(image);
-    Push(std::move(event));
-  }
-
-  void OnImage(v1::Image image) override {
-    v1::StreamGenerateResponse event;
-    *event.mutable_image()->mutable_image() = std::move(image);
-    Push(std::move(event));
-  }
-
-  void OnEnd(const grpc::Status& status, const v1::Timing& timing) override {
-    std::unique_lock lock(mutex_);
-    if (status.ok()) {
-      v1::StreamGenerateResponse event;
-      *event.mutable_completed()->mutable_params() = params_;
-      *event.mutable_completed()->mutable_timing() = timing;
-      outbox_.Push(std::move(event));
-    }
-    status_ = status;
-    Advance(std::move(lock));
-  }
+  /// `sequence`: events up to it are known.
+  StreamCall(Serving* serving, const char* method, grpc::CallbackServerContext* context,
+             uint64_t sequence)
+      : GenerationCall(serving, method, context), sequence_(sequence) {}
 
   void OnWriteDone(bool ok) override {
-    watch_->Disarm(context_);
-    if (!ok) generation_->Cancel();
-    std::unique_lock lock(mutex_);
-    writing_ = false;
-    if (!ok) broken_ = true;
-    Advance(std::move(lock));
+    serving_->write_watch->Disarm(context_);
+    if (ok && message_->has_image() && generation_->include_timings()) {
+      sent_.AddImage(v1::TimelineEntry::MILESTONE_SENT, generation_->SecondsSinceArrival(),
+                     message_->image().image().index());
+    }
+    {
+      std::lock_guard lock(mutex_);
+      writing_ = false;
+    }
+    if (!ok) return Break();
+    Advance(std::unique_lock(mutex_));
   }
 
-  void OnCancel() override {
-    generation_->Cancel();
-    std::unique_lock lock(mutex_);
-    broken_ = true;
-    Advance(std::move(lock));
-  }
-
-  void OnDone() override {
-    record_.End(SeenCode(*status_, *context_), status_->error_message());
-    delete this;
-  }
+  void OnCancel() override { Break(); }
+  void OnDone() override { End(); }
 
  private:
-  void Push(v1::StreamGenerateResponse event) {
-    std::unique_lock lock(mutex_);
-    outbox_.Push(std::move(event));
-    Advance(std::move(lock));
-  }
-
-  /// Takes the next step that gRPC allows: a write, or, when all is said, Finish.
-  void Advance(std::unique_lock<std::mutex> lock) {
-    if (writing_ || finished_) return;
-    if (broken_) outbox_.Clear();
-    if (auto event = outbox_.Pop()) {
-      message_ = *std::move(event);
-      writing_ = true;
-      lock.unlock();
-      watch_->Arm(context_);
-      StartWrite(&message_);
-    } else if (status_) {
-      finished_ = true;
-      const grpc::Status status = *status_;
-      lock.unlock();
-      Finish(status);  // the call may be gone now
+  void Advance(std::unique_lock<std::mutex> lock) override {
+    if (!begun_ || writing_ || finished_) return;
+    std::optional<grpc::Status> end = EndWithoutGeneration();
+    if (!end) {
+      Generation::News news = generation_->Next(this, sequence_);
+      if (news.event != nullptr) {
+        writing_ = true;
+        sequence_ = news.event->sequence();
+        message_ = Completed(std::move(news.event));
+        lock.unlock();
+        serving_->write_watch->Arm(context_);
+        return StartWrite(message_.get());
+      }
+      end = std::move(news.end);
     }
+    if (!end) return;
+    finished_ = true;
+    lock.unlock();
+    status_ = *end;
+    Finish(*end);  // the call may be gone now, but for whoever called
   }
 
-  grpc::CallbackServerContext* const context_;
-  WriteWatch* const watch_;
-  CallRecord record_;
-  v1::EffectiveParams params_;
+  /// `event`; a timeline in it gets what was sent on this stream.
+  std::shared_ptr<const EventLog::Event> Completed(std::shared_ptr<const EventLog::Event> event) {
+    if (!event->completed().has_timeline()) return event;
+    auto completed = std::make_shared<EventLog::Event>(*event);
+    completed->mutable_completed()->mutable_timeline()->MergeFrom(sent_.ToProto());
+    return completed;
+  }
 
-  std::mutex mutex_;
-  Outbox outbox_;                       // guarded by mutex_
-  bool writing_ = false;                // guarded by mutex_
-  bool broken_ = false;                 // guarded by mutex_; nobody reads any more
-  bool finished_ = false;               // guarded by mutex_
-  std::optional<grpc::Status> status_;  // guarded by mutex_; how the generation ended
-  v1::StreamGenerateResponse message_;  // the write in flight
-
-  const std::shared_ptr<Generation> generation_;
+  bool writing_ = false;                            // guarded by mutex_
+  uint64_t sequence_;                               // guarded by mutex_; of the last event taken
+  std::shared_ptr<const EventLog::Event> message_;  // the write in flight
+  Timeline sent_;
 };
+
+Jobs::Request Asked(const grpc::CallbackServerContext& context, const CallRecord& record,
+                    const v1::GenerationParams& params, const v1::PreviewOptions* preview,
+                    bool together) {
+  return {.params = params,
+          .preview = preview,
+          .together = together,
+          .caller = record.caller(),
+          .peer = record.peer(),
+          .traceparent = record.trace().traceparent(),
+          .arrival = record.arrival(),
+          .deadline = Deadline(context)};
+}
 
 grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
                                 const grpc::Status& status) {
@@ -220,20 +276,79 @@ grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord
 grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerContext* context,
                                                            const v1::GenerateRequest* request,
                                                            v1::GenerateResponse* response) {
-  return new UnaryCall(serving_, &active_, context, request, response);
+  const auto call = std::make_shared<UnaryCall>(serving_, context, response);
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    return serving_->jobs->Begin(Asked(*context, *record, request->params(), nullptr, true),
+                                 watcher, refusal);
+  });
+  return call.get();
 }
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
     grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
-  return new StreamCall(serving_, &active_, context, request);
+  const auto call = std::make_shared<StreamCall>(serving_, kStreamGenerate, context, 0);
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
+    return serving_->jobs->Begin(Asked(*context, *record, request->params(), preview, false),
+                                 watcher, refusal);
+  });
+  return call.get();
+}
+
+grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerContext* context,
+                                                         const v1::GetJobRequest* request,
+                                                         v1::GetJobResponse* response) {
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetJob", context);
+  grpc::Status status;
+  if (const auto generation =
+          serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
+    generation->Describe(&record);
+    *response->mutable_job() = serving_->jobs->Describe(*generation);
+  }
+  return Reply(context, &record, status);
+}
+
+grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(
+    grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
+  const auto call =
+      std::make_shared<StreamCall>(serving_, kWatchJob, context, request->after_sequence());
+  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    auto generation = serving_->jobs->Find(record->caller().name, request->request_id(), refusal);
+    if (generation) generation->Watch(watcher);
+    return generation;
+  });
+  return call.get();
+}
+
+grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServerContext* context,
+                                                            const v1::CancelJobRequest* request,
+                                                            v1::CancelJobResponse* response) {
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.CancelJob", context);
+  grpc::Status status;
+  if (const auto generation =
+          serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
+    generation->Describe(&record);
+    *response->mutable_job() = serving_->jobs->Describe(*generation);
+    generation->Cancel(EndReason::kCancelled);
+  }
+  return Reply(context, &record, status);
+}
+
+grpc::ServerUnaryReactor* ImageGenerationService::GetServerInfo(
+    grpc::CallbackServerContext* context, const v1::GetServerInfoRequest*,
+    v1::GetServerInfoResponse* response) {
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetServerInfo", context);
+  *response = DescribeServer(*serving_, record);
+  return Reply(context, &record, grpc::Status::OK);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServerContext* context,
                                                              const v1::ListModelsRequest*,
                                                              v1::ListModelsResponse* response) {
-  CallRecord record(&active_, serving_->metrics, "ListModels", "unary", context->peer());
-  for (const auto& model : serving_->catalog->All()) {
-    *response->add_models() = ToProto(*model, serving_->engine->DeviceName(), serving_->limits);
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.ListModels", context);
+  const RequestLimits limits = Within(record.caller().limits, serving_->limits);
+  for (const CatalogModel& model : serving_->catalog->All()) {
+    *response->add_models() = ToProto(model, serving_->engine->DeviceName(), limits);
   }
   return Reply(context, &record, grpc::Status::OK);
 }
@@ -241,11 +356,12 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServe
 grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerContext* context,
                                                            const v1::GetModelRequest* request,
                                                            v1::GetModelResponse* response) {
-  CallRecord record(&active_, serving_->metrics, "GetModel", "unary", context->peer());
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetModel", context);
   grpc::Status status;
   if (const auto model = serving_->catalog->Select(request->name(), "name", "", &status)) {
-    record.model = model->name;
-    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(), serving_->limits);
+    record.model = EngineName(model->name, model->version);
+    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(),
+                                         Within(record.caller().limits, serving_->limits));
   }
   return Reply(context, &record, status);
 }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "denoised/v1/image_generation.grpc.pb.h"
-#include "server/call_record.h"
 #include "server/serving.h"
 
 namespace denoised {
@@ -17,6 +16,17 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
                                      v1::GenerateResponse* response) override;
   grpc::ServerWriteReactor<v1::StreamGenerateResponse>* StreamGenerate(
       grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) override;
+  grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext* context,
+                                   const v1::GetJobRequest* request,
+                                   v1::GetJobResponse* response) override;
+  grpc::ServerWriteReactor<v1::StreamGenerateResponse>* WatchJob(
+      grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) override;
+  grpc::ServerUnaryReactor* CancelJob(grpc::CallbackServerContext* context,
+                                      const v1::CancelJobRequest* request,
+                                      v1::CancelJobResponse* response) override;
+  grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
+                                          const v1::GetServerInfoRequest* request,
+                                          v1::GetServerInfoResponse* response) override;
   grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
                                        const v1::ListModelsRequest* request,
                                        v1::ListModelsResponse* response) override;
@@ -24,11 +34,8 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
                                      const v1::GetModelRequest* request,
                                      v1::GetModelResponse* response) override;
 
-  ActiveCalls& active() { return active_; }
-
  private:
   Serving* const serving_;
-  ActiveCalls active_;
 };
 
 }  // namespace denoised

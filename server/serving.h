@@ -8,18 +8,27 @@
 
 namespace denoised {
 
+class ActiveCalls;
 class Catalog;
+class ClientLoad;
+class Clients;
 class Engine;
+class Jobs;
 class Metrics;
 class WorkerPool;
 class WriteWatch;
 
 /// What every call works with. Everything pointed to outlives the calls.
 struct Serving {
+  const Config* config = nullptr;
   Engine* engine = nullptr;
-  const Catalog* catalog = nullptr;
+  Catalog* catalog = nullptr;
+  Jobs* jobs = nullptr;
+  ActiveCalls* active = nullptr;
   WorkerPool* workers = nullptr;
   Metrics* metrics = nullptr;
+  const Clients* clients = nullptr;
+  ClientLoad* client_load = nullptr;
   WriteWatch* write_watch = nullptr;
   RequestLimits limits;
   /// New work is refused.

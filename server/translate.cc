@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "server/clients.h"
 #include "server/encoding/formats.h"
 #include "server/encoding/webp.h"
 #include "server/quote.h"
@@ -41,6 +42,12 @@ constexpr std::array<Pair<NoiseSchedule, v1::NoiseSchedule>, 4> kSchedules = {{
     {NoiseSchedule::kKarras, v1::NOISE_SCHEDULE_KARRAS},
     {NoiseSchedule::kExponential, v1::NOISE_SCHEDULE_EXPONENTIAL},
     {NoiseSchedule::kBeta, v1::NOISE_SCHEDULE_BETA},
+}};
+
+constexpr std::array<Pair<Priority, v1::Priority>, 3> kPriorityNames = {{
+    {Priority::kInteractive, v1::PRIORITY_INTERACTIVE},
+    {Priority::kNormal, v1::PRIORITY_NORMAL},
+    {Priority::kBatch, v1::PRIORITY_BATCH},
 }};
 
 template <typename Table, typename Ours>
@@ -92,12 +99,13 @@ class Translator {
     }
     if (params_.has_seed()) spec.seed = params_.seed();
     if (params_.has_count()) {
-      count_ok_ = AtLeastOne("params.count", params_.count(), &spec.count);
+      count_ok_ = OneTo(limits_.max_count, "params.count", params_.count(), &spec.count);
     }
     Condition();
     ReadNumber("params.guidance_scale", params_.has_guidance_scale(), params_.guidance_scale(), 0,
                100, &spec.guidance_scale);
     SamplerFields();
+    Handling();
     Size();
     InitialNoise();
     InitImage();
@@ -113,13 +121,20 @@ class Translator {
     violations_.push_back({std::move(field), fmt::format(format, std::forward<Args>(args)...)});
   }
 
-  bool AtLeastOne(const char* field, int value, int* out) {
-    if (value < 1) {
-      Violate(field, "is {}; use at least 1", value);
-      return false;
+  bool AtLeastOne(const char* field, int value, int* out) { return OneTo(0, field, value, out); }
+
+  /// `limit` 0: none.
+  bool OneTo(int limit, const char* field, int value, int* out) {
+    if (value >= 1 && (limit == 0 || value <= limit)) {
+      *out = value;
+      return true;
     }
-    *out = value;
-    return true;
+    if (limit == 0) {
+      Violate(field, "is {}; use at least 1", value);
+    } else {
+      Violate(field, "is {}; use 1 to {}", value, limit);
+    }
+    return false;
   }
 
   void ReadNumber(const char* field, bool present, double value, double low, double high,
@@ -177,7 +192,12 @@ class Translator {
              &sampler.sampler);
     ReadEnum("params.noise_schedule", kSchedules, params_.noise_schedule(),
              "one of GetModel's noise schedules", &sampler.schedule);
-    if (params_.has_steps()) AtLeastOne("params.steps", params_.steps(), &sampler.steps);
+    if (params_.has_steps()) {
+      OneTo(limits_.max_steps, "params.steps", params_.steps(), &sampler.steps);
+    } else if (limits_.max_steps > 0 && model_.default_steps > limits_.max_steps) {
+      Violate("params.steps", "is not set, and the model's own is {}; use 1 to {}",
+              model_.default_steps, limits_.max_steps);
+    }
     // Proto: s_tmax defaults to infinity, so infinity may be said; the others are finite.
     constexpr double kLarge = std::numeric_limits<float>::max();
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -198,6 +218,20 @@ class Translator {
     }
   }
 
+  /// What decides when the images are drawn and not how.
+  void Handling() {
+    std::optional<Priority> priority;
+    ReadEnum("params.priority", kPriorityNames, params_.priority(),
+             "PRIORITY_INTERACTIVE, PRIORITY_NORMAL or PRIORITY_BATCH", &priority);
+    result_.spec.priority = priority.value_or(Priority::kNormal);
+    if (!v1::DisconnectPolicy_IsValid(params_.disconnect_policy())) {
+      Violate("params.disconnect_policy",
+              "is {}, which this server does not know; use DISCONNECT_POLICY_CANCEL or "
+              "DISCONNECT_POLICY_CONTINUE",
+              static_cast<int>(params_.disconnect_policy()));
+    }
+  }
+
   void Size() {
     JobSpec& spec = result_.spec;
     if (params_.has_width()) size_ok_ &= AtLeastOne("params.width", params_.width(), &spec.width);
@@ -206,13 +240,15 @@ class Translator {
     }
     width_ = spec.width > 0 ? spec.width : model_.width;
     height_ = spec.height > 0 ? spec.height : model_.height;
-    if (size_ok_ && int64_t{width_} * height_ > limits_.max_init_pixels) {
+    if (size_ok_ && int64_t{width_} * height_ > limits_.max_image_pixels) {
       Violate(params_.has_width() ? "params.width" : "params.height",
               "asks for {}×{} pixels; use at most {} in all", width_, height_,
-              limits_.max_init_pixels);
+              limits_.max_image_pixels);
       spec.width = spec.height = 0;
       size_ok_ = false;
     }
+    // The engine says so; nothing is to be scaled to such a size before it does.
+    if (std::max(width_, height_) > model_.max_edge) size_ok_ = false;
   }
 
   static std::string ShapeText(const v1::Tensor& tensor) {
@@ -366,6 +402,12 @@ class Translator {
 
   void CheckReplySize(bool together) {
     if (!size_ok_ || !count_ok_) return;
+    const int64_t floats = int64_t{width_} * height_ * std::max(model_.channels, 1) * 4;
+    if (floats > limits_.max_tensor_bytes / result_.spec.count) {
+      Violate("params.count", "asks for {} images of {} bytes as float32; use at most {} bytes",
+              result_.spec.count, floats, limits_.max_tensor_bytes);
+      return;
+    }
     const int64_t sample = result_.image.format == v1::IMAGE_FORMAT_RAW_FLOAT32 ? 4 : 1;
     const int64_t image = int64_t{width_} * height_ * std::max(model_.channels, 1) * sample;
     const int64_t count = together ? result_.spec.count : 1;
@@ -419,6 +461,8 @@ v1::ModelState ToWire(ModelState state) {
       return v1::MODEL_STATE_LOADING;
     case ModelState::kReady:
       return v1::MODEL_STATE_AVAILABLE;
+    case ModelState::kUnloading:
+      return v1::MODEL_STATE_UNLOADING;
     case ModelState::kFailed:
       return v1::MODEL_STATE_FAILED;
   }
@@ -482,10 +526,15 @@ std::string Label(NoiseSchedule schedule) {
                    sizeof("NOISE_SCHEDULE_") - 1);
 }
 
+std::string Label(Priority priority) {
+  return LowerName(v1::Priority_Name(ToWire(kPriorityNames, priority)), sizeof("PRIORITY_") - 1);
+}
+
 v1::EffectiveParams ToProto(const EffectiveJob& job) {
   const JobSpec& spec = job.spec;
   v1::EffectiveParams params;
-  params.set_model(job.spec.model);
+  params.set_model(ModelOf(spec.model));
+  params.set_model_version(VersionOf(spec.model));
   params.set_request_id(spec.request_id);
   params.set_seed(spec.seed.value_or(0));
   params.set_count(spec.count);
@@ -506,12 +555,18 @@ v1::EffectiveParams ToProto(const EffectiveJob& job) {
   if (sampler.s_tmax) params.set_s_tmax(*sampler.s_tmax);
   if (sampler.s_noise) params.set_s_noise(*sampler.s_noise);
   if (sampler.solver_order) params.set_solver_order(*sampler.solver_order);
+  params.set_priority(ToWire(kPriorityNames, spec.priority));
   return params;
 }
 
-v1::Model ToProto(const ModelInfo& info, const std::string& device, const RequestLimits& limits) {
+v1::Model ToProto(const CatalogModel& listed, const std::string& device,
+                  const RequestLimits& limits) {
+  const ModelInfo& info = *listed.info;
   v1::Model model;
-  model.set_name(info.name);
+  model.set_name(listed.name);
+  model.set_version(listed.version);
+  model.set_current(listed.current);
+  model.mutable_aliases()->Add(listed.aliases.begin(), listed.aliases.end());
   model.set_state(ToWire(info.state));
   model.set_device(device);
   if (info.state == ModelState::kFailed) model.set_error(std::string(info.error.message()));
@@ -528,8 +583,15 @@ v1::Model ToProto(const ModelInfo& info, const std::string& device, const Reques
   defaults.set_width(info.width);
   defaults.set_height(info.height);
   v1::ModelLimits& bounds = *model.mutable_limits();
-  bounds.set_max_steps(info.max_steps);
-  bounds.set_max_count(info.max_count);
+  bounds.set_max_steps(LowerLimit(info.max_steps, limits.max_steps));
+  bounds.set_max_count(LowerLimit(info.max_count, limits.max_count));
+  bounds.set_max_evaluations(info.max_evaluations);
+  bounds.set_max_edge(info.max_edge);
+  bounds.set_max_pixels(limits.max_image_pixels);
+  bounds.set_max_tensor_bytes(limits.max_tensor_bytes);
+  if (limits.max_previews_per_second > 0) {
+    bounds.set_max_previews_per_second(limits.max_previews_per_second);
+  }
   bounds.set_num_classes(info.num_classes);
   bounds.set_class_vector_size(info.class_vector_size);
   bounds.set_guidance(info.guidance);
@@ -545,12 +607,13 @@ v1::Model ToProto(const ModelInfo& info, const std::string& device, const Reques
   return model;
 }
 
-/// What decides the picture, and nothing else: the same request gives the same file, whatever its id.
+/// What decides the picture, and nothing else: the same request gives the same file, whatever its
+/// id.
 TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
   const SamplerParams& sampler = job.spec.sampler;
   TextEntries texts = {
       {"Software", std::string("denoised ") + kVersion},
-      {"model", job.spec.model},
+      {"model", ModelOf(job.spec.model)},
       {"seed", fmt::format("{}", image.seed)},
       {"steps", fmt::format("{}", job.steps)},
       {"evaluations", fmt::format("{}", job.evaluations)},

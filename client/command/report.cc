@@ -92,6 +92,8 @@ std::string Describe(const absl::Status& status) {
     text = "error: the time of --timeout is over; give more, or ask for less\n";
   } else if (absl::IsCancelled(status)) {
     text = "cancelled\n";
+  } else if (absl::IsUnauthenticated(status)) {
+    text += "  give a token with --token-file FILE or DENOISE_TOKEN_FILE\n";
   } else if (absl::IsUnavailable(status) && details.domain.empty()) {
     text += "  is it running? name another one with --server HOST:PORT or DENOISE_SERVER\n";
   }

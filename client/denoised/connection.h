@@ -58,14 +58,40 @@ class Connection {
                                                      const std::optional<PreviewOptions>& preview,
                                                      StreamListener listener,
                                                      const CallOptions& options) = 0;
+  /// The events of a job after `after_sequence` that the server keeps, then as they happen. Never
+  /// null.
+  virtual std::unique_ptr<StreamCall> WatchJob(const std::string& request_id,
+                                               uint64_t after_sequence, StreamListener listener,
+                                               const CallOptions& options) = 0;
+  virtual absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) = 0;
+  virtual absl::StatusOr<Job> CancelJob(const std::string& request_id,
+                                        const CallOptions& options) = 0;
+  virtual absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options) = 0;
+  virtual absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options) = 0;
+  virtual absl::Status UnloadModel(const std::string& name, const CallOptions& options) = 0;
+  virtual absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
+                                         const CallOptions& options) = 0;
+  virtual absl::Status DeleteAlias(const std::string& alias, const CallOptions& options) = 0;
   virtual absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options) = 0;
   virtual absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options) = 0;
   virtual absl::StatusOr<ServingStatus> CheckHealth(const std::string& service,
                                                     const CallOptions& options) = 0;
 };
 
+/// Files in PEM, read by Connect.
+struct TlsOptions {
+  std::string ca_file;              // whom to trust; empty: the system's authorities
+  std::string cert_file, key_file;  // of this client, where the server asks for them; both or none
+  std::string server_name;          // in the server's certificate; empty: the host of the target
+};
+
 struct ConnectionOptions {
   RetryPolicy retry;
+  /// Unset: the connection is not encrypted.
+  std::optional<TlsOptions> tls;
+  /// A file with a bearer token, sent with every call; it is read for each, so that it may be
+  /// replaced. Empty: none. Needs TLS.
+  std::string token_file;
   /// Largest message either way. gRPC's own 4 MB is less than one raw 1024 x 1024 image (12 MB); a
   /// unary reply carries all images of a request.
   int max_message_bytes = 256 << 20;
@@ -76,9 +102,9 @@ struct ConnectionOptions {
   std::chrono::milliseconds keepalive_timeout{10'000};
 };
 
-/// A connection to "host:port" (any gRPC target) over gRPC without TLS, which connects with the
-/// first call and is shared with nobody. A loopback target is never reached through a proxy of the
-/// environment. INVALID_ARGUMENT when an option is out of range.
+/// A connection to "host:port" (any gRPC target) over gRPC, which connects with the first call and
+/// is shared with nobody. A loopback target is never reached through a proxy of the environment.
+/// INVALID_ARGUMENT when an option is out of range, NOT_FOUND when a file cannot be read.
 absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
                                                     const ConnectionOptions& options = {});
 

@@ -113,14 +113,13 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
   return graph.get();
 }
 
-absl::Status Evaluator::WarmUp() {
-  const std::vector<EvaluationRow> padding(options_.max_rows, kPadding);
-  for (const int bucket : buckets_) {
-    // On the CPU all buckets run the same primitives row by row: one warms them all.
-    if (backend_.device() == Device::kCpu && bucket != buckets_.front()) continue;
-    DENOISED_RETURN_IF_ERROR(Evaluate(std::span(padding).first(bucket)).status());
-  }
-  return backend_.Synchronize();
+absl::StatusOr<bool> Evaluator::WarmUp() {
+  const std::vector<EvaluationRow> padding(buckets_[warm_buckets_], kPadding);
+  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());
+  DENOISED_RETURN_IF_ERROR(backend_.Synchronize());
+  ++warm_buckets_;
+  // On the CPU all buckets run the same primitives row by row: one warms them all.
+  return backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {

@@ -30,8 +30,9 @@ class Evaluator {
                                                            std::shared_ptr<const Denoiser> denoiser,
                                                            const Options& options);
 
-  /// Captures the graphs of all buckets and runs each once, so that no request pays for it.
-  absl::Status WarmUp();
+  /// Captures the graph of one bucket more and runs it, so that no request pays for it; whether
+  /// there are more to do. One a call, since others may be waiting for the device.
+  absl::StatusOr<bool> WarmUp();
 
   struct Start {
     const std::vector<DeviceEvaluation>* plan = nullptr;
@@ -76,6 +77,7 @@ class Evaluator {
   std::optional<Arena> arena_;
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
+  size_t warm_buckets_ = 0;
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
   double flops_per_row_ = 0;
 };

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -14,6 +15,14 @@
 namespace denoised {
 
 enum class PreviewKind { kPredictedX0, kNoisyState };
+
+/// Who goes first when jobs wait: each level has a share of the device, so none starves.
+enum class Priority { kInteractive, kNormal, kBatch };
+constexpr size_t kPriorities = 3;
+
+/// Why a job ended before its images were done.
+enum class EndReason { kCancelled, kDisconnected, kDeadline, kDrained, kFailed };
+constexpr size_t kEndReasons = 5;
 
 /// An image in flight or done: F32 host tensor [H, W, C], values nominally in [−1, 1].
 struct ImageResult {
@@ -40,6 +49,9 @@ struct JobSpec {
   Tensor initial_noise;   // optional F32 [count, H, W, C], standard normal scale
   Tensor init_image;      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
   std::optional<std::chrono::steady_clock::time_point> deadline;
+  Priority priority = Priority::kNormal;
+  std::string client;        // whose it is: clients share the device; empty: all who have no name
+  double client_weight = 1;  // of the client's share beside others' of its priority; > 0
 };
 
 /// A JobSpec with every default filled in: what will be run, and what the reply says was run.
@@ -54,6 +66,16 @@ struct EffectiveJob {
 struct FieldViolation {
   std::string field;
   std::string description;  // what it is, what would be accepted
+};
+
+/// What a job has to expect, by the measured cost of an evaluation and the work that is there now.
+struct Estimate {
+  int jobs_ahead = 0, images_ahead = 0;  // that wait, of its model and at its priority or above
+  // From now; unset while nothing has been measured.
+  std::optional<double> start_seconds;  // until its first image has a slot
+  std::optional<double> total_seconds;  // until all its images are done
+  /// Of a refusal: the time after which trying again makes sense; unset when it never does.
+  std::optional<double> retry_seconds;
 };
 
 struct JobTiming {

@@ -89,15 +89,34 @@ StepBatcher::~StepBatcher() = default;
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
   models_[model.name] = model;
   const auto lane = LaneFor(model.name, height, width);
-  absl::Status status = lane.status();
-  if (status.ok()) {
+  if (lane.ok()) {
     (*lane)->first_size = true;
-    status = (*lane)->evaluator->WarmUp();
-  }
-  if (!status.ok()) {
+  } else {
     models_.erase(model.name);
-    std::erase_if(lanes_, [&](const auto& each) { return each->model.name == model.name; });
   }
+  return lane.status();
+}
+
+absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
+  const auto lane = std::find_if(lanes_.begin(), lanes_.end(), [&](const auto& each) {
+    return each->model.name == model && each->first_size;
+  });
+  DENOISED_CHECK(lane != lanes_.end(), "model {}", model);
+  return (*lane)->evaluator->WarmUp();
+}
+
+bool StepBatcher::HasJobs(const std::string& model) const {
+  return std::any_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
+    return entry.second->effective.spec.model == model;
+  });
+}
+
+absl::Status StepBatcher::RemoveModel(const std::string& model) {
+  DENOISED_CHECK(!HasJobs(model), "model {} has jobs", model);
+  // Its last evaluation may be on the device still, though nobody waits for it.
+  const absl::Status status = backend_.Synchronize();
+  std::erase_if(lanes_, [&](const auto& lane) { return lane->model.name == model; });
+  models_.erase(model);
   return status;
 }
 

@@ -97,8 +97,15 @@ Tensor Resize(const Tensor& image, int height, int width) {
   const int from_width = static_cast<int>(image.dim(1));
   if (from_height == height && from_width == width) return image;
   const int64_t channels = image.dim(2);
-  const Tensor wide = FilterMiddle(image, from_height, from_width, width, channels);
-  return FilterMiddle(wide, 1, from_height, height, width * channels)
+  // What lies between the two passes must not be large when neither image is: a line of 2^24 pixels
+  // made as wide as it is long would be.
+  if (int64_t{from_height} * width <= int64_t{height} * from_width) {
+    const Tensor wide = FilterMiddle(image, from_height, from_width, width, channels);
+    return FilterMiddle(wide, 1, from_height, height, width * channels)
+        .Reshape({height, width, channels});
+  }
+  const Tensor high = FilterMiddle(image, 1, from_height, height, from_width * channels);
+  return FilterMiddle(high, height, from_width, width, channels)
       .Reshape({height, width, channels});
 }
 

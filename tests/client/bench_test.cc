@@ -15,6 +15,7 @@
 #include "command/image_hashes.h"
 #include "command/load_generator.h"
 #include "command/workload.h"
+#include "tests/client/mock_connection.h"
 
 namespace denoised::command {
 namespace {
@@ -190,7 +191,7 @@ TEST_F(TraceTest, RefusesByLine) {
 // --- how it is recorded
 
 /// Answers every request after a time, with an image of one byte: its seed's lowest.
-class FakeConnection : public client::Connection {
+class FakeConnection : public client::MockConnection {
  public:
   explicit FakeConnection(milliseconds latency) : latency_(latency) {}
 
@@ -226,13 +227,6 @@ class FakeConnection : public client::Connection {
     client::Model model = {.name = name};
     model.limits.num_classes = classes;
     return model;
-  }
-  absl::StatusOr<std::vector<client::Model>> ListModels(const client::CallOptions&) override {
-    return std::vector<client::Model>();
-  }
-  absl::StatusOr<client::ServingStatus> CheckHealth(const std::string&,
-                                                    const client::CallOptions&) override {
-    return client::ServingStatus::kServing;
   }
 
  private:

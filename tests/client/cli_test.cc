@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <thread>
@@ -14,6 +15,7 @@
 #include "command/npy.h"
 #include "tests/client/fake_service.h"
 #include "tests/client/process.h"
+#include "tests/tls/certificates.h"
 
 namespace denoised::command {
 namespace {
@@ -69,6 +71,31 @@ TEST_F(CliTest, DrawsFiles) {
   ASSERT_TRUE(pixels.ok()) << pixels.status();
   EXPECT_EQ(pixels->width, 16);
   EXPECT_EQ(*pixels->at(0, 0), 100);  // the fake draws class 4 so
+}
+
+TEST_F(CliTest, SpeaksTls) {
+  const TestAuthority authority;
+  const KeyPair pair = authority.Issue("server", "IP:127.0.0.1");
+  grpc::SslServerCredentialsOptions options;
+  options.pem_key_cert_pairs = {{pair.key, pair.certificate}};
+  FakeServer server(grpc::SslServerCredentials(options));
+  std::ofstream(Path("ca")) << authority.certificate();
+  std::ofstream(Path("token")) << "open-sesame\n";
+  const auto run = [&](const std::vector<std::string>& flags,
+                       const std::vector<std::string>& environment = {}) {
+    std::vector<std::string> command = {DENOISE_BINARY, "--server", server.address(), "models"};
+    command.insert(command.end(), flags.begin(), flags.end());
+    return RunProcess(command, environment);
+  };
+  EXPECT_EQ(run({"--tls-ca", Path("ca"), "--token-file", Path("token")}).exit_code, 0);
+  EXPECT_EQ(server.authorization(), "Bearer open-sesame");
+  EXPECT_EQ(run({}, {"DENOISE_TLS_CA=" + Path("ca")}).exit_code, 0);
+  EXPECT_EQ(run({}).exit_code, 3);
+  EXPECT_EQ(run({"--tls"}).exit_code, 3) << "the system's authorities know nothing of ours";
+  const auto bare = run({"--token-file", Path("token")});
+  EXPECT_EQ(bare.exit_code, 2);
+  EXPECT_THAT(bare.err, HasSubstr("tls"));
+  EXPECT_THAT(run({"--tls-ca", Path("absent")}).err, HasSubstr("absent"));
 }
 
 TEST_F(CliTest, EndsCleanlyEveryTime) {

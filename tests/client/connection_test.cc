@@ -9,6 +9,7 @@
 
 #include "denoised/client.h"
 #include "tests/client/fake_service.h"
+#include "tests/client/mock_connection.h"
 
 namespace denoised::client {
 namespace {
@@ -389,21 +390,6 @@ TEST(ConnectTest, RefusesOptionsOutOfRange) {
   EXPECT_TRUE(refused({.retry = {.multiplier = 0.5}}));
   EXPECT_FALSE(Connect("").ok());
 }
-
-class MockConnection : public Connection {
- public:
-  MOCK_METHOD(absl::StatusOr<GenerationResult>, Generate, (const Generation&, const CallOptions&),
-              (override));
-  MOCK_METHOD(std::unique_ptr<StreamCall>, StreamGenerate,
-              (const Generation&, const std::optional<PreviewOptions>&, StreamListener,
-               const CallOptions&),
-              (override));
-  MOCK_METHOD(absl::StatusOr<std::vector<Model>>, ListModels, (const CallOptions&), (override));
-  MOCK_METHOD(absl::StatusOr<Model>, GetModel, (const std::string&, const CallOptions&),
-              (override));
-  MOCK_METHOD(absl::StatusOr<ServingStatus>, CheckHealth, (const std::string&, const CallOptions&),
-              (override));
-};
 
 TEST(ClientTest, WorksOnAnyConnection) {
   auto connection = std::make_shared<MockConnection>();

@@ -1,3 +1,5 @@
+#include <google/protobuf/stubs/logging.h>
+
 #include <array>
 #include <cmath>
 #include <cstddef>
@@ -144,6 +146,15 @@ void CheckJob(const ModelInfo& model, const EffectiveJob& job) {
   }
 }
 
+void CheckLimits(const RequestLimits& limits, const ModelInfo& model, const EffectiveJob& job) {
+  Require(job.spec.count <= limits.max_count, "the count is within the server's limit");
+  Require(job.steps <= limits.max_steps, "steps are within the server's limit");
+  const int64_t pixels = int64_t{job.spec.width} * job.spec.height;
+  Require(pixels <= limits.max_image_pixels, "the size is within the server's limit");
+  Require(pixels * model.channels * 4 * job.spec.count <= limits.max_tensor_bytes,
+          "all images are within the server's limit");
+}
+
 void CheckRendering(const Rendering& rendering, const ModelInfo& model) {
   Require(rendering.quality >= 1 && rendering.quality <= 100, "the quality is in range");
   Require(rendering.max_edge >= 0, "the edge is in range");
@@ -191,7 +202,11 @@ void Ask(const ModelInfo& model, const v1::GenerationParams& params,
          const v1::PreviewOptions* preview, bool together) {
   RequestLimits limits;
   limits.max_init_pixels = 4096;
-  limits.max_reply_bytes = 1 << 14;
+  limits.max_image_pixels = 24 * 24;
+  limits.max_tensor_bytes = 1 << 14;
+  limits.max_reply_bytes = 1 << 13;
+  limits.max_count = 6;
+  limits.max_steps = 80;
   std::vector<FieldViolation> violations, of_engine;
   const Translation translation =
       Translate(params, preview, together, "fuzz", model, limits, &violations);
@@ -202,6 +217,7 @@ void Ask(const ModelInfo& model, const v1::GenerationParams& params,
   }
   if (!violations.empty()) return CheckRefusal(violations);
   CheckJob(model, job);
+  CheckLimits(limits, model, job);
   CheckRendering(translation.image, model);
   if (preview != nullptr) CheckRendering(translation.preview, model);
   Require(IsRequestId(job.spec.request_id), "the request has an id");
@@ -219,6 +235,7 @@ void Ask(const ModelInfo& model, const v1::GenerationParams& params,
 /// Any bytes that are a request are refused with a message, or become a job that can be run.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const std::array<ModelInfo, 3> models = Models();
+  google::protobuf::SetLogHandler(nullptr);  // it would tell of every message that does not parse
   v1::GenerateRequest unary;
   if (unary.ParseFromArray(data, static_cast<int>(size))) {
     for (const ModelInfo& model : models) Ask(model, unary.params(), nullptr, true);

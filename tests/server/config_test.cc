@@ -98,6 +98,111 @@ TEST_F(ConfigTest, ReadsJsonAndFlagsWin) {
   EXPECT_EQ(line->config.models[0].name, "digits");
 }
 
+/// A variable of the environment for one test.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) { setenv(name, value, 1); }
+  ~Variable() { unsetenv(name_); }
+
+ private:
+  const char* const name_;
+};
+
+TEST_F(ConfigTest, FlagsWinOverTheEnvironmentAndThatOverTheFile) {
+  const std::string file = Write("{\"max-rows\": 4, \"max-count\": 5, \"max-slots\": 6}");
+  const Variable rows("DENOISED_MAX_ROWS", "8"), count("DENOISED_MAX_COUNT", "9");
+  const auto line = Parse({"--model", "m=" + Path("a-model"), "--config", file, "--max-rows", "2"});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.engine.max_rows, 2);
+  EXPECT_EQ(line->config.engine.max_count, 9);
+  EXPECT_EQ(line->config.engine.max_slots, 6);
+  const Variable wrong("DENOISED_MAX_STEPS", "many");
+  EXPECT_THAT(Error({}), HasSubstr("many"));
+}
+
+TEST_F(ConfigTest, ReadsLimits) {
+  const auto line = Parse({"--model",
+                           "m=" + Path("a-model"),
+                           "--max-steps",
+                           "50",
+                           "--max-image-pixels",
+                           "65536",
+                           "--max-tensor-bytes",
+                           "1048576",
+                           "--max-previews-per-second",
+                           "2.5",
+                           "--max-connections",
+                           "7",
+                           "--max-streams-per-connection",
+                           "8",
+                           "--max-streams-per-client",
+                           "9",
+                           "--max-queued-requests-per-client",
+                           "10",
+                           "--max-buffered-bytes",
+                           "33554432",
+                           "--max-connection-idle-seconds",
+                           "1.5",
+                           "--handshake-timeout-seconds",
+                           "2.5"});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  const Config& config = line->config;
+  EXPECT_EQ(config.limits.max_steps, 50);
+  EXPECT_EQ(config.limits.max_image_pixels, 65536);
+  EXPECT_EQ(config.limits.max_tensor_bytes, 1048576);
+  EXPECT_EQ(config.limits.max_previews_per_second, 2.5);
+  EXPECT_EQ(config.connections.max_connections, 7);
+  EXPECT_EQ(config.connections.max_streams, 8);
+  EXPECT_EQ(config.connections.max_streams_per_client, 9);
+  EXPECT_EQ(config.engine.max_queued_requests_per_client, 10);
+  EXPECT_EQ(config.connections.max_buffered_bytes, 33554432);
+  EXPECT_EQ(config.connections.max_idle.count(), 1500);
+  EXPECT_EQ(config.connections.handshake.count(), 2500);
+}
+
+TEST_F(ConfigTest, OffersTheWorldNothingByOversight) {
+  const auto parse = [&](std::vector<std::string> flags) {
+    flags.insert(flags.begin(), {"--model", "m=" + Path("a-model")});
+    auto line = Parse(flags);
+    EXPECT_TRUE(line.ok()) << line.status().message();
+    return line.ok() ? line->config : Config{};
+  };
+  const std::vector<std::string> tls = {"--tls-cert", "c", "--tls-key", "k", "--clients", "f"};
+  EXPECT_TRUE(parse({}).admin);
+  EXPECT_TRUE(parse({}).reflection);
+  for (const char* loopback : {"127.0.0.1:0", "127.1.2.3:0", "localhost:0", "[::1]:0"}) {
+    EXPECT_TRUE(parse({"--listen", loopback}).admin) << loopback;
+  }
+  for (const char* open :
+       {"0.0.0.0:0", "[::]:0", "10.0.0.1:0", "example.org:0", "127.0.0.1.org:0"}) {
+    EXPECT_FALSE(parse({"--listen", open}).admin) << open;
+    EXPECT_FALSE(parse({"--listen", open}).reflection) << open;
+    EXPECT_THAT(Error({"--listen", open, "--admin", "on"}), HasSubstr("--clients")) << open;
+  }
+  EXPECT_FALSE(parse({"--admin", "off"}).admin);
+  EXPECT_FALSE(parse({"--reflection", "off"}).reflection);
+  EXPECT_TRUE(parse({"--listen", "0.0.0.0:0", "--reflection", "on"}).reflection);
+  std::vector<std::string> flags = {"--listen", "0.0.0.0:0"};
+  flags.insert(flags.end(), tls.begin(), tls.end());
+  EXPECT_TRUE(parse(flags).admin);
+  EXPECT_FALSE(parse(flags).reflection);
+}
+
+TEST_F(ConfigTest, LoginNeedsEncryption) {
+  EXPECT_THAT(Error({"--clients", "f"}), HasSubstr("--clients needs TLS"));
+  EXPECT_THAT(Error({"--tls-client-ca", "f"}), HasSubstr("--tls-client-ca needs TLS"));
+  EXPECT_THAT(Error({"--tls-cert", "f"}), HasSubstr("--tls-cert is given without --tls-key"));
+  EXPECT_THAT(Error({"--tls-key", "f"}), HasSubstr("--tls-key is given without --tls-cert"));
+  EXPECT_THAT(Error({"--admin", "yes"}), HasSubstr("--admin"));
+}
+
+TEST_F(ConfigTest, MakesTokens) {
+  const auto line = Parse({"--make-token", "studio"});
+  ASSERT_TRUE(line.ok() && line->print);
+  EXPECT_THAT(*line->print, HasSubstr("\"studio\": {\"token_sha256\": [\""));
+  EXPECT_THAT(Error({"--make-token", "a b"}), HasSubstr("--make-token"));
+}
+
 TEST_F(ConfigTest, RefusesBadJson) {
   EXPECT_THAT(Error({"--config", Write("{\"listen\": ")}), HasSubstr("JSON object"));
   EXPECT_THAT(Error({"--config", Write("[1]")}), HasSubstr("JSON object"));

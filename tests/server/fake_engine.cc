@@ -16,7 +16,10 @@ double SecondsSince(Clock::time_point start) {
 }  // namespace
 
 FakeEngine::FakeEngine(const FakeEngineOptions& options)
-    : options_(options), cost_(options.evaluation_cost.count()), thread_([this] { Run(); }) {}
+    : options_(options),
+      cost_(options.evaluation_cost.count()),
+      broken_(options.broken),
+      thread_([this] { Run(); }) {}
 
 FakeEngine::~FakeEngine() {
   Drain(Clock::now());
@@ -29,8 +32,10 @@ FakeEngine::~FakeEngine() {
 }
 
 absl::Status FakeEngine::Open(const std::string& name, const std::string& directory) {
+  ++opens_;
   std::this_thread::sleep_for(options_.open_cost);
-  if (directory.find(options_.broken) != std::string::npos) {
+  std::unique_lock lock(mutex_);
+  if (directory.find(broken_) != std::string::npos) {
     return NotFound("{}/config.json: no such file; give a model in diffusers layout", directory);
   }
   auto info = std::make_shared<ModelInfo>();
@@ -41,6 +46,7 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->parameters = 1'000'000;
   info->height = info->width = options_.size;
   info->size_multiple = 4;
+  info->max_edge = 4096;
   info->channels = options_.channels;
   info->condition = ClassCondition::kLabel;
   info->num_classes = 10;
@@ -56,8 +62,23 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->weight_bytes = 4'000'000;
   info->activation_bytes = 2'000'000;
   info->slot_bytes = 1'000'000;
-  std::lock_guard lock(mutex_);
   models_.push_back(std::move(info));
+  return absl::OkStatus();
+}
+
+absl::Status FakeEngine::Close(const std::string& name) {
+  std::unique_lock lock(mutex_);
+  const auto model = std::find_if(models_.begin(), models_.end(),
+                                  [&](const auto& each) { return each->name == name; });
+  if (model == models_.end()) return NotFound("there is no model \"{}\"", name);
+  ModelInfo closing = **model;
+  closing.state = ModelState::kUnloading;
+  *model = std::make_shared<const ModelInfo>(std::move(closing));
+  idle_.wait(lock, [&] {
+    return std::none_of(jobs_.begin(), jobs_.end(),
+                        [&](const auto& job) { return job->job.spec.model == name; });
+  });
+  std::erase_if(models_, [&](const auto& each) { return each->name == name; });
   return absl::OkStatus();
 }
 
@@ -141,9 +162,15 @@ int FakeEngine::QueuedImages(const std::string& model) const {
   return Queued();
 }
 
-absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobListener> listener) {
+absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
+                                         Estimate* estimate) {
   std::lock_guard lock(mutex_);
+  if (estimate) estimate->images_ahead = Queued();
   if (draining_) return Unavailable("the engine is draining");
+  const bool ready = std::any_of(models_.begin(), models_.end(), [&](const auto& model) {
+    return model->name == job.spec.model && model->state == ModelState::kReady;
+  });
+  if (!ready) return NotFound("model \"{}\" was unloaded", job.spec.model);
   if (const int queued = Queued(); queued + job.spec.count > options_.max_queued_images) {
     return ResourceExhausted("{} images are queued; {} more would exceed {}; try again later",
                              queued, job.spec.count, options_.max_queued_images);
@@ -159,7 +186,7 @@ absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobLi
   return made->id;
 }
 
-void FakeEngine::Cancel(JobId id) {
+void FakeEngine::Cancel(JobId id, EndReason) {
   std::lock_guard lock(mutex_);
   for (const auto& job : jobs_) {
     if (job->id != id || job->cancelled) continue;
@@ -210,6 +237,11 @@ void FakeEngine::Pause(bool paused) {
   wake_.notify_all();
 }
 
+void FakeEngine::set_broken(const std::string& part) {
+  std::lock_guard lock(mutex_);
+  broken_ = part;
+}
+
 void FakeEngine::BreakDevice(const absl::Status& status) {
   std::lock_guard lock(mutex_);
   health_ = status;
@@ -221,7 +253,7 @@ JobSpec FakeEngine::last_spec() const {
 }
 
 /// OK while the job should go on. Under mutex_.
-absl::Status FakeEngine::EndReason(const Job& job) const {
+absl::Status FakeEngine::ReasonToEnd(const Job& job) const {
   if (job.cancelled) return Cancelled("the request was cancelled");
   if (job.job.spec.deadline && Clock::now() >= *job.job.spec.deadline) {
     return DeadlineExceeded("the deadline passed after {} evaluations; allow more time",
@@ -311,7 +343,7 @@ void FakeEngine::Run() {
     if (stopping_ && jobs_.empty()) return;
     std::vector<std::pair<std::shared_ptr<Job>, absl::Status>> ended;
     for (const auto& job : jobs_) {
-      if (absl::Status reason = EndReason(*job); !reason.ok()) ended.push_back({job, reason});
+      if (absl::Status reason = ReasonToEnd(*job); !reason.ok()) ended.push_back({job, reason});
     }
     for (const auto& [job, reason] : ended) {
       slots_.erase(std::remove_if(slots_.begin(), slots_.end(),

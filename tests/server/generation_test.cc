@@ -6,12 +6,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <functional>
+#include <map>
 #include <random>
 #include <thread>
 
 #include "server/catalog.h"
+#include "server/client_load.h"
+#include "server/jobs.h"
 #include "server/metrics.h"
 #include "server/worker_pool.h"
 #include "tests/server/fake_engine.h"
@@ -20,54 +25,30 @@ namespace denoised {
 namespace {
 
 using namespace std::chrono_literals;
+using ::testing::HasSubstr;
 
-/// Holds the contract of GenerationSink against what it hears.
-class StrictSink : public GenerationSink {
+/// Reads a generation as a stream does and holds what it is told against the contract.
+class StrictWatcher : public GenerationWatcher {
  public:
-  void OnQueued(const v1::EffectiveParams& params, int) override {
-    Enter();
-    EXPECT_EQ(state_, State::kNew);
-    state_ = State::kQueued;
-    count_ = params.count();
-    Leave();
-  }
-  void OnStarted(double) override {
-    Enter();
-    EXPECT_EQ(state_, State::kQueued);
-    state_ = State::kStarted;
-    Leave();
-  }
-  void OnProgress(int done, int total) override {
-    Enter();
-    EXPECT_EQ(state_, State::kStarted);
-    EXPECT_GT(done, progress_);
-    EXPECT_LE(done, total);
-    progress_ = done;
-    Leave();
-  }
-  void OnPreview(int, int, v1::Image image) override {
-    Enter();
-    EXPECT_EQ(state_, State::kStarted);
-    EXPECT_EQ(images_.count(image.index()), 0u) << "a preview after its image";
-    ++previews_;
-    Leave();
-  }
-  void OnImage(v1::Image image) override {
-    Enter();
-    EXPECT_EQ(state_, State::kStarted);
-    EXPECT_TRUE(images_.insert(image.index()).second);
-    Leave();
-  }
-  void OnEnd(const grpc::Status& status, const v1::Timing&) override {
-    Enter();
-    if (status.ok()) {
-      EXPECT_EQ(images_.size(), size_t(count_));
+  void Follow(std::shared_ptr<Generation> generation) {
+    {
+      std::lock_guard lock(mutex_);
+      generation_ = std::move(generation);
     }
-    // Notified under the lock: whoever waits destroys this.
+    OnNews();
+  }
+
+  void OnNews() override {
     std::lock_guard lock(mutex_);
-    EXPECT_FALSE(status_);
-    status_ = status;
-    ended_.notify_all();
+    if (!generation_ || status_) return;
+    while (true) {
+      Generation::News news = generation_->Next(this, sequence_);
+      if (news.event == nullptr) {
+        if (news.end) End(*news.end);
+        return;
+      }
+      Check(*news.event);
+    }
   }
 
   grpc::Status Wait() {
@@ -76,100 +57,311 @@ class StrictSink : public GenerationSink {
     return status_.value_or(grpc::Status::CANCELLED);
   }
   int previews() const { return previews_; }
+  const std::map<int, std::string>& images() const { return images_; }
+  const v1::CompletedEvent& completed() const { return completed_; }
 
  private:
-  enum class State { kNew, kQueued, kStarted };
+  void Check(const EventLog::Event& event) {
+    EXPECT_GT(event.sequence(), sequence_);
+    EXPECT_EQ(sequence_ == 0, event.has_queued());
+    sequence_ = event.sequence();
+    if (event.has_queued()) {
+      count_ = event.queued().params().count();
+      return;
+    }
+    EXPECT_EQ(!started_, event.has_started());
+    started_ = true;
+    EXPECT_FALSE(completed_.has_params()) << "an event after the last";
+    if (event.has_progress()) {
+      EXPECT_GT(event.progress().evaluations_done(), progress_);
+      EXPECT_LE(event.progress().evaluations_done(), event.progress().evaluations_total());
+      progress_ = event.progress().evaluations_done();
+    } else if (event.has_preview()) {
+      EXPECT_EQ(images_.count(event.preview().image().index()), 0u) << "a preview after its image";
+      ++previews_;
+    } else if (event.has_image()) {
+      const v1::Image& image = event.image().image();
+      EXPECT_TRUE(images_.emplace(image.index(), image.encoded()).second);
+    } else if (event.has_completed()) {
+      completed_ = event.completed();
+    }
+  }
 
-  void Enter() { EXPECT_FALSE(inside_.exchange(true)) << "two calls at a time"; }
-  void Leave() { inside_ = false; }
+  void End(const grpc::Status& status) {
+    EXPECT_EQ(status.ok(), completed_.has_params());
+    if (status.ok()) {
+      EXPECT_EQ(images_.size(), size_t(count_));
+    }
+    status_ = status;
+    ended_.notify_all();
+  }
 
-  std::atomic<bool> inside_{false};
-  State state_ = State::kNew;
-  int count_ = 0, progress_ = 0, previews_ = 0;
-  std::set<int> images_;
   std::mutex mutex_;
   std::condition_variable ended_;
+  std::shared_ptr<Generation> generation_;
+  uint64_t sequence_ = 0;
+  bool started_ = false;
+  int count_ = 0, progress_ = 0, previews_ = 0;
+  std::map<int, std::string> images_;
+  v1::CompletedEvent completed_;
   std::optional<grpc::Status> status_;
 };
 
 class GenerationTest : public ::testing::Test {
  protected:
-  GenerationTest() : catalog_({{"digits", "models/digits"}}, &engine_), workers_(4) {
-    EXPECT_TRUE(engine_.Open("digits", "models/digits").ok());
+  explicit GenerationTest(const JobRetention& retention = {})
+      : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_), jobs_(&serving_, retention) {
+    EXPECT_TRUE(catalog_.LoadListed("digits").ok());
     engine_.SetObserver(&metrics_);
     serving_.engine = &engine_;
     serving_.catalog = &catalog_;
+    serving_.jobs = &jobs_;
     serving_.workers = &workers_;
     serving_.metrics = &metrics_;
+    serving_.client_load = &client_load_;
   }
   // The engine posts to the workers until its jobs have ended.
   ~GenerationTest() override { engine_.Drain(std::chrono::steady_clock::now()); }
 
-  struct Request {
-    v1::GenerationParams params;
-    v1::PreviewOptions preview;
-    StrictSink sink;
-    std::optional<CallRecord> record;
+  struct Call {
+    std::shared_ptr<StrictWatcher> watcher = std::make_shared<StrictWatcher>();
     std::shared_ptr<Generation> generation;
+    grpc::Status refusal;
+
+    ~Call() { Leave(); }
+    void Leave() {
+      if (generation) generation->Leave(watcher.get());
+    }
+    grpc::Status Wait() { return generation ? watcher->Wait() : refusal; }
   };
 
-  std::unique_ptr<Request> Post(const v1::GenerationParams& params,
-                                std::optional<std::chrono::milliseconds> limit = {}) {
-    auto request = std::make_unique<Request>();
-    request->params = params;
-    request->record.emplace(&active_, &metrics_, "Generate", "unary", "test");
+  std::unique_ptr<Call> Begin(const v1::GenerationParams& params,
+                              std::optional<std::chrono::milliseconds> limit = {},
+                              const std::string& client = "anonymous") {
+    auto call = std::make_unique<Call>();
+    v1::PreviewOptions preview;
     std::optional<std::chrono::steady_clock::time_point> deadline;
     if (limit) deadline = std::chrono::steady_clock::now() + *limit;
-    request->generation =
-        std::make_shared<Generation>(&serving_, request->params, &request->preview, false, deadline,
-                                     &*request->record, &request->sink);
-    workers_.Post([generation = request->generation] { generation->Start(); });
-    return request;
+    call->generation = jobs_.Begin({.params = params,
+                                    .preview = &preview,
+                                    .together = false,
+                                    .caller = {.name = client},
+                                    .arrival = std::chrono::steady_clock::now(),
+                                    .deadline = deadline},
+                                   call->watcher, &call->refusal);
+    if (call->generation) call->watcher->Follow(call->generation);
+    return call;
+  }
+
+  static v1::GenerationParams Params(const std::string& request_id, uint64_t seed = 1) {
+    v1::GenerationParams params;
+    params.set_request_id(request_id);
+    params.set_seed(seed);
+    params.mutable_class_labels()->add_labels(3);
+    return params;
+  }
+  static v1::GenerationParams Surviving(const std::string& request_id) {
+    v1::GenerationParams params = Params(request_id);
+    params.set_disconnect_policy(v1::DISCONNECT_POLICY_CONTINUE);
+    return params;
+  }
+  v1::JobState StateOf(const std::string& request_id, const std::string& client = "anonymous") {
+    grpc::Status refusal;
+    const auto generation = jobs_.Find(client, request_id, &refusal);
+    return generation ? jobs_.Describe(*generation).state() : v1::JOB_STATE_UNSPECIFIED;
+  }
+  bool Eventually(const std::function<bool()>& condition) {
+    const auto end = std::chrono::steady_clock::now() + 20s;
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > end) return false;
+      std::this_thread::sleep_for(1ms);
+    }
+    return true;
   }
 
   Metrics metrics_;
+  ClientLoad client_load_{0};
   FakeEngine engine_;
   Catalog catalog_;
   Serving serving_;
-  ActiveCalls active_;
-  WorkerPool workers_;
+  Jobs jobs_;
+  WorkerPool workers_{4};
 };
 
 TEST_F(GenerationTest, DeliversInOrder) {
   engine_.set_evaluation_cost(2ms);
   v1::GenerationParams params;
   params.set_count(5);
-  auto request = Post(params);
-  const grpc::Status status = request->sink.Wait();
+  const auto call = Begin(params);
+  const grpc::Status status = call->Wait();
   EXPECT_TRUE(status.ok()) << status.error_message();
-  EXPECT_GT(request->sink.previews(), 0);
+  EXPECT_GT(call->watcher->previews(), 0);
 }
 
-TEST_F(GenerationTest, CancelBeforeStartReachesTheEngine) {
+TEST_F(GenerationTest, TheLastWatcherThatLeavesCancels) {
   engine_.Pause(true);
-  v1::GenerationParams params;
-  Request request;
-  request.record.emplace(&active_, &metrics_, "Generate", "unary", "test");
-  request.generation = std::make_shared<Generation>(&serving_, request.params, nullptr, false,
-                                                    std::nullopt, &*request.record, &request.sink);
-  request.generation->Cancel();
-  request.generation->Start();
-  EXPECT_EQ(request.sink.Wait().error_code(), grpc::StatusCode::CANCELLED);
+  const auto first = Begin(Params("a")), second = Begin(Params("a"));
+  ASSERT_EQ(first->generation, second->generation);
+  first->Leave();
+  EXPECT_EQ(engine_.cancels(), 0);
+  second->Leave();
   EXPECT_EQ(engine_.cancels(), 1);
+  EXPECT_TRUE(Eventually([&] { return StateOf("a") == v1::JOB_STATE_CANCELLED; }));
 }
 
 TEST_F(GenerationTest, ACancelAfterTheDeadlineIsTheDeadline) {
   engine_.Pause(true);
-  auto request = Post({}, 1ms);
+  const auto call = Begin({}, 1ms);
   std::this_thread::sleep_for(2ms);
-  request->generation->Cancel();
-  EXPECT_EQ(request->sink.Wait().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  call->generation->Cancel(EndReason::kCancelled);
+  EXPECT_EQ(call->Wait().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+}
+
+TEST_F(GenerationTest, WhatSurvivesIsDrawnWithoutWatchersAndBeyondTheDeadline) {
+  engine_.Pause(true);
+  auto call = Begin(Surviving("a"), 1ms);
+  call.reset();
+  std::this_thread::sleep_for(5ms);
+  engine_.Pause(false);
+  ASSERT_TRUE(Eventually([&] { return StateOf("a") == v1::JOB_STATE_SUCCEEDED; }));
+  EXPECT_EQ(engine_.cancels(), 0);
+  const auto again = Begin(Surviving("a"));
+  EXPECT_TRUE(again->Wait().ok());
+  EXPECT_EQ(again->watcher->images().size(), 1u);
+}
+
+TEST_F(GenerationTest, TheSameRequestIsDrawnOnce) {
+  engine_.Pause(true);
+  const auto first = Begin(Params("a")), second = Begin(Params("a"));
+  engine_.Pause(false);
+  EXPECT_TRUE(first->Wait().ok());
+  EXPECT_TRUE(second->Wait().ok());
+  const int evaluations = engine_.evaluations();
+  const auto late = Begin(Params("a"));
+  EXPECT_TRUE(late->Wait().ok());
+  EXPECT_EQ(engine_.evaluations(), evaluations);
+  EXPECT_EQ(first->watcher->images(), second->watcher->images());
+  EXPECT_EQ(first->watcher->images(), late->watcher->images());
+}
+
+TEST_F(GenerationTest, AnotherRequestOfTheSameIdIsRefused) {
+  const auto first = Begin(Params("a", 1));
+  const auto second = Begin(Params("a", 2));
+  EXPECT_EQ(second->generation, nullptr);
+  EXPECT_EQ(second->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+  EXPECT_THAT(second->refusal.error_message(), HasSubstr("params.seed: 1 -> 2"));
+  EXPECT_TRUE(first->Wait().ok());
+
+  v1::GenerationParams with_noise = Params("b");
+  with_noise.mutable_init_image()->set_encoded(std::string(1 << 20, 'a'));
+  const auto third = Begin(with_noise);
+  with_noise.mutable_init_image()->set_encoded(std::string(1 << 20, 'b'));
+  engine_.Pause(true);
+  const auto bad_image = third->Wait();  // not a picture: refused, so the id is free
+  EXPECT_EQ(bad_image.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(StateOf("b"), v1::JOB_STATE_UNSPECIFIED);
+}
+
+TEST_F(GenerationTest, UploadsAreComparedToo) {
+  engine_.Pause(true);
+  v1::GenerationParams params = Params("a");
+  v1::Tensor& noise = *params.mutable_initial_noise();
+  noise.set_data_type(v1::DATA_TYPE_FLOAT32);
+  for (const int extent : {32, 32, 1}) noise.add_shape(extent);
+  noise.set_data(std::string(32 * 32 * 4, '\0'));
+  const auto first = Begin(params), same = Begin(params);
+  EXPECT_EQ(first->generation, same->generation);
+  (*noise.mutable_data())[5] = 1;
+  const auto other = Begin(params);
+  EXPECT_EQ(other->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+  EXPECT_THAT(other->refusal.error_message(), HasSubstr("initial_noise"));
+}
+
+TEST_F(GenerationTest, ClientsDoNotSeeEachOther) {
+  engine_.Pause(true);
+  const auto mine = Begin(Params("a", 1), {}, "me"), yours = Begin(Params("a", 2), {}, "you");
+  ASSERT_NE(mine->generation, nullptr);
+  ASSERT_NE(yours->generation, nullptr);
+  EXPECT_NE(mine->generation, yours->generation);
+  grpc::Status refusal;
+  EXPECT_EQ(jobs_.Find("someone", "a", &refusal), nullptr);
+  EXPECT_EQ(refusal.error_code(), grpc::StatusCode::NOT_FOUND);
+}
+
+TEST_F(GenerationTest, ACancelledJobIsBegunAgain) {
+  engine_.Pause(true);
+  const auto first = Begin(Params("a"));
+  first->generation->Cancel(EndReason::kCancelled);
+  const auto second = Begin(Params("a"));  // the engine may not even have ended the first
+  EXPECT_NE(first->generation, second->generation);
+  engine_.Pause(false);
+  EXPECT_EQ(first->Wait().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(second->Wait().ok());
+  EXPECT_EQ(StateOf("a"), v1::JOB_STATE_SUCCEEDED);
+}
+
+TEST_F(GenerationTest, NothingIsKeptOfWhatNobodyCanAskFor) {
+  const auto call = Begin({});
+  EXPECT_EQ(jobs_.size(), 1u);
+  EXPECT_TRUE(call->Wait().ok());
+  EXPECT_EQ(jobs_.size(), 0u);
+  EXPECT_EQ(jobs_.kept_bytes(), 0u);
+  EXPECT_TRUE(Eventually([&] { return call->generation->bytes() == 0; })) << "read and still held";
+}
+
+TEST_F(GenerationTest, TheTimelineHasEveryMilestoneInOrder) {
+  v1::GenerationParams params = Params("a");
+  params.set_count(2);
+  params.set_steps(25);
+  params.set_include_timings(true);
+  const auto call = Begin(params);
+  ASSERT_TRUE(call->Wait().ok());
+  std::string story;
+  double last = 0;
+  for (const v1::TimelineEntry& entry : call->watcher->completed().timeline().entries()) {
+    EXPECT_GE(entry.seconds(), last);
+    last = entry.seconds();
+    story += v1::TimelineEntry::Milestone_Name(entry.milestone()).substr(10, 1);
+  }
+  EXPECT_EQ(story.substr(0, 2), "QA");
+  EXPECT_EQ(std::count(story.begin(), story.end(), 'E'), 5);  // evaluations 10, 20, 30, 40, 50
+  EXPECT_EQ(std::count(story.begin(), story.end(), 'D'), 2);
+  EXPECT_EQ(story.size(), 9u);
+  EXPECT_LE(last, call->watcher->completed().timing().total_seconds());
+}
+
+class RetentionTest : public GenerationTest {
+ protected:
+  RetentionTest() : GenerationTest({.time = 300ms, .max_bytes = 40'000}) {}
+};
+
+TEST_F(RetentionTest, ResultsGoWhenTheirTimeIsOver) {
+  ASSERT_TRUE(Begin(Params("a"))->Wait().ok());
+  jobs_.Expire();
+  EXPECT_EQ(StateOf("a"), v1::JOB_STATE_SUCCEEDED);
+  std::this_thread::sleep_for(310ms);
+  jobs_.Expire();
+  EXPECT_EQ(StateOf("a"), v1::JOB_STATE_UNSPECIFIED);
+  EXPECT_EQ(jobs_.kept_bytes(), 0u);
+}
+
+TEST_F(RetentionTest, TheOldestGoWhenTheyTakeTooMuch) {
+  for (int i = 0; i < 40; ++i) {
+    ASSERT_TRUE(Begin(Params("job" + std::to_string(i)))->Wait().ok());
+    EXPECT_LE(jobs_.kept_bytes(), 40'000u);
+  }
+  EXPECT_GT(jobs_.kept_bytes(), 20'000u);
+  EXPECT_EQ(StateOf("job0"), v1::JOB_STATE_UNSPECIFIED);
+  EXPECT_EQ(StateOf("job39"), v1::JOB_STATE_SUCCEEDED);
+  grpc::Status refusal;
+  EXPECT_EQ(jobs_.Find("anonymous", "job0", &refusal), nullptr);
+  EXPECT_THAT(refusal.error_message(), HasSubstr("no longer kept"));
 }
 
 TEST_F(GenerationTest, ManyAtOnceWithRandomCancels) {
   engine_.set_evaluation_cost(100us);
   std::vector<std::thread> clients;
-  std::atomic<int> ok{0}, cancelled{0};
+  std::atomic<int> ok{0}, cancelled{0}, taken{0};
   for (int client = 0; client < 4; ++client) {
     clients.emplace_back([&, client] {
       std::mt19937 random(client);
@@ -177,19 +369,25 @@ TEST_F(GenerationTest, ManyAtOnceWithRandomCancels) {
         v1::GenerationParams params;
         params.set_count(1 + random() % 4);
         params.set_steps(1 + random() % 20);
-        auto request = Post(params);
+        if (random() % 3 == 0) params.set_request_id("shared");
+        const auto call = Begin(params);
+        if (call->generation == nullptr) {
+          EXPECT_EQ(call->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+          ++taken;
+          continue;
+        }
         if (random() % 2 == 0) {
           std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
-          request->generation->Cancel();
+          call->generation->Cancel(EndReason::kCancelled);
         }
-        const grpc::Status status = request->sink.Wait();
+        const grpc::Status status = call->Wait();
         if (status.ok()) ++ok;
         if (status.error_code() == grpc::StatusCode::CANCELLED) ++cancelled;
       }
     });
   }
   for (std::thread& client : clients) client.join();
-  EXPECT_EQ(ok + cancelled, 160);
+  EXPECT_EQ(ok + cancelled + taken, 160);
   EXPECT_GT(ok, 0);
   EXPECT_GT(cancelled, 0);
 }

@@ -8,20 +8,22 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/support/error_details.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <future>
 #include <limits>
+#include <map>
 #include <thread>
+#include <utility>
 
 #include "denoised/v1/image_generation.grpc.pb.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "server/encoding/formats.h"
 #include "tests/server/fake_engine.h"
+#include "tests/server/observe.h"
 
 namespace denoised {
 namespace {
@@ -31,17 +33,6 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Event = v1::StreamGenerateResponse;
-
-/// Waits for something that another thread is about to do.
-template <typename Condition>
-bool Eventually(Condition condition, std::chrono::milliseconds limit = 5s) {
-  const auto end = std::chrono::steady_clock::now() + limit;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(2ms);
-  }
-  return true;
-}
 
 template <typename Detail>
 Detail Find(const grpc::Status& status) {
@@ -80,24 +71,6 @@ int CheckHealth(const std::shared_ptr<grpc::Channel>& channel, const std::string
   std::vector<grpc::Slice> slices;
   if (!receive.Dump(&slices).ok() || slices.empty() || slices[0].size() < 2) return 0;
   return slices[0].begin()[1];
-}
-
-/// GET /metrics.
-std::string Scrape(int port) {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  std::string text;
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
-    const std::string get = "GET /metrics HTTP/1.0\r\n\r\n";
-    EXPECT_EQ(write(fd, get.data(), get.size()), ssize_t(get.size()));
-    char buffer[65536];
-    for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) text.append(buffer, n);
-  }
-  close(fd);
-  return text;
 }
 
 class ServerTest : public ::testing::Test {
@@ -218,7 +191,9 @@ TEST_F(ServerTest, StreamTellsTheStoryInOrder) {
   ASSERT_GE(events.size(), 6u);
   int images = 0, previews = 0, progress = 0;
   for (size_t i = 0; i < events.size(); ++i) {
-    EXPECT_EQ(events[i].sequence(), i + 1);
+    if (i > 0) {
+      EXPECT_GT(events[i].sequence(), events[i - 1].sequence());
+    }
     EXPECT_EQ(events[i].request_id(), "story");
     if (events[i].has_progress()) {
       EXPECT_GT(events[i].progress().evaluations_done(), progress);
@@ -328,6 +303,162 @@ TEST_F(ServerTest, CancelOfAQueuedUnaryCall) {
   EXPECT_TRUE(Eventually([&] { return engine_->QueuedImages("digits") == 0; }));
 }
 
+TEST_F(ServerTest, AJobSurvivesItsStreamAndIsWatchedFromWhereItWasLost) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 2ms;
+  options.max_rows = 1;
+  Start(options);
+  v1::StreamGenerateRequest request;
+  request.mutable_params()->set_request_id("mine");
+  request.mutable_params()->set_seed(5);
+  request.mutable_params()->set_count(4);
+  request.mutable_params()->set_disconnect_policy(v1::DISCONNECT_POLICY_CONTINUE);
+  std::map<int, std::string> images;
+  uint64_t sequence = 0;
+  {
+    grpc::ClientContext context;
+    auto reader = stub_->StreamGenerate(&context, request);
+    Event event;
+    while (images.size() < 2 && reader->Read(&event)) {
+      sequence = event.sequence();
+      if (event.has_image())
+        images[event.image().image().index()] = event.image().image().encoded();
+    }
+    context.TryCancel();
+    reader->Finish();
+  }
+  grpc::ClientContext context;
+  v1::WatchJobRequest watch;
+  watch.set_request_id("mine");
+  watch.set_after_sequence(sequence);
+  auto reader = stub_->WatchJob(&context, watch);
+  Event event;
+  bool completed = false;
+  while (reader->Read(&event)) {
+    EXPECT_GT(event.sequence(), sequence);
+    EXPECT_EQ(event.request_id(), "mine");
+    sequence = event.sequence();
+    completed |= event.has_completed();
+    if (!event.has_image()) continue;
+    const v1::Image& image = event.image().image();
+    EXPECT_TRUE(images.emplace(image.index(), image.encoded()).second) << image.index();
+  }
+  EXPECT_TRUE(reader->Finish().ok());
+  EXPECT_TRUE(completed);
+  EXPECT_EQ(images.size(), 4u);
+  EXPECT_EQ(engine_->cancels(), 0);
+
+  // The same request again, in one reply: nothing is drawn, and the bytes are the same.
+  const int evaluations = engine_->evaluations();
+  v1::GenerateRequest unary;
+  *unary.mutable_params() = request.params();
+  v1::GenerateResponse response;
+  ASSERT_TRUE(Generate(unary, &response).ok());
+  EXPECT_EQ(engine_->evaluations(), evaluations);
+  for (const v1::Image& image : response.images()) {
+    EXPECT_EQ(image.encoded(), images[image.index()]);
+  }
+  unary.mutable_params()->set_steps(3);
+  const grpc::Status taken = Generate(unary);
+  EXPECT_EQ(taken.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+  EXPECT_EQ(Reason(taken), "REQUEST_ID_TAKEN");
+  EXPECT_THAT(taken.error_message(), HasSubstr("params.steps: 3"));
+
+  grpc::ClientContext get_context;
+  v1::GetJobRequest get;
+  get.set_request_id("mine");
+  v1::GetJobResponse got;
+  ASSERT_TRUE(stub_->GetJob(&get_context, get, &got).ok());
+  EXPECT_EQ(got.job().state(), v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(got.job().images_done(), 4);
+  EXPECT_EQ(got.job().last_sequence(), sequence);
+  EXPECT_EQ(got.job().params().seed(), 5u);
+  EXPECT_GE(got.job().end_time().seconds(), got.job().create_time().seconds());
+  EXPECT_GT(got.job().expire_time().seconds(), got.job().end_time().seconds());
+}
+
+TEST_F(ServerTest, CancelJobEndsItForEverybodyWhoWatches) {
+  Start();
+  engine_->Pause(true);
+  v1::StreamGenerateRequest request;
+  request.mutable_params()->set_disconnect_policy(v1::DISCONNECT_POLICY_CONTINUE);
+  grpc::ClientContext context, watch_context, get_context, cancel_context, late_context;
+  auto stream = stub_->StreamGenerate(&context, request);
+  Event event;
+  ASSERT_TRUE(stream->Read(&event));
+  const std::string id = event.request_id();  // made by the server
+  v1::WatchJobRequest watch;
+  watch.set_request_id(id);
+  auto watching = stub_->WatchJob(&watch_context, watch);
+  ASSERT_TRUE(watching->Read(&event) && event.has_queued());
+
+  v1::GetJobRequest get;
+  get.set_request_id(id);
+  v1::GetJobResponse got;
+  ASSERT_TRUE(stub_->GetJob(&get_context, get, &got).ok());
+  EXPECT_EQ(got.job().state(), v1::JOB_STATE_QUEUED);
+
+  v1::CancelJobRequest cancel;
+  cancel.set_request_id(id);
+  v1::CancelJobResponse cancelled;
+  ASSERT_TRUE(stub_->CancelJob(&cancel_context, cancel, &cancelled).ok());
+  EXPECT_EQ(cancelled.job().state(), v1::JOB_STATE_QUEUED);
+  EXPECT_FALSE(stream->Read(&event));
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_FALSE(watching->Read(&event));
+  EXPECT_EQ(watching->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  ASSERT_TRUE(stub_->GetJob(&late_context, get, &got).ok());
+  EXPECT_EQ(got.job().state(), v1::JOB_STATE_CANCELLED);
+  EXPECT_EQ(got.job().error().code(), int(grpc::StatusCode::CANCELLED));
+}
+
+TEST_F(ServerTest, UnknownJobsAreNotFound) {
+  Start();
+  v1::GetJobRequest get;
+  v1::GetJobResponse got;
+  grpc::ClientContext none, unknown, watch_context, cancel_context;
+  grpc::Status status = stub_->GetJob(&none, get, &got);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(Find<google::rpc::BadRequest>(status).field_violations(0).field(), "request_id");
+  get.set_request_id("nobody's");
+  status = stub_->GetJob(&unknown, get, &got);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(Reason(status), "JOB_NOT_FOUND");
+  v1::WatchJobRequest watch;
+  watch.set_request_id("nobody's");
+  Event event;
+  auto reader = stub_->WatchJob(&watch_context, watch);
+  EXPECT_FALSE(reader->Read(&event));
+  EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::NOT_FOUND);
+  v1::CancelJobRequest cancel;
+  cancel.set_request_id("nobody's");
+  v1::CancelJobResponse cancelled;
+  EXPECT_EQ(stub_->CancelJob(&cancel_context, cancel, &cancelled).error_code(),
+            grpc::StatusCode::NOT_FOUND);
+}
+
+TEST_F(ServerTest, IncludeTimingsTellsWhatWasSentToo) {
+  Start();
+  v1::StreamGenerateRequest stream;
+  stream.mutable_params()->set_count(2);
+  stream.mutable_params()->set_include_timings(true);
+  std::vector<Event> events;
+  ASSERT_TRUE(Stream(stream, &events).ok());
+  int sent = 0;
+  for (const v1::TimelineEntry& entry : events.back().completed().timeline().entries()) {
+    sent += entry.milestone() == v1::TimelineEntry::MILESTONE_SENT;
+  }
+  EXPECT_EQ(sent, 2);
+  v1::GenerateRequest unary;
+  unary.mutable_params()->set_include_timings(true);
+  v1::GenerateResponse response;
+  ASSERT_TRUE(Generate(unary, &response).ok());
+  EXPECT_EQ(response.timeline().entries().rbegin()->milestone(), v1::TimelineEntry::MILESTONE_SENT);
+  unary.mutable_params()->set_include_timings(false);
+  ASSERT_TRUE(Generate(unary, &response).ok());
+  EXPECT_FALSE(response.has_timeline());
+}
+
 TEST_F(ServerTest, DeadlineEndsTheJob) {
   Start();
   engine_->Pause(true);
@@ -409,7 +540,7 @@ TEST_F(ServerTest, TwoHundredStreamsAtOnce) {
     int images = 0;
     bool completed = false;
     while (readers[i]->Read(&event)) {
-      EXPECT_EQ(event.sequence(), ++sequence);
+      EXPECT_GT(event.sequence(), std::exchange(sequence, event.sequence()));
       if (event.has_image()) {
         EXPECT_EQ(event.image().image().seed(), uint64_t(i) + event.image().image().index());
         ++images;
@@ -525,6 +656,202 @@ TEST_F(ServerTest, TheEndOfTheGracePeriodEndsJobs) {
   EXPECT_EQ(Reason(status), "DRAINING");
 }
 
+/// Clients that begin requests until they are refused, and a server that drains meanwhile: every
+/// request that was accepted is answered in full.
+TEST_F(ServerTest, NoAcceptedRequestIsLostInADrain) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 1ms;
+  Start(options);
+  std::atomic<int> accepted{0}, completed{0}, refused{0}, lost{0};
+  std::vector<std::thread> clients;
+  for (int client = 0; client < 16; ++client) {
+    clients.emplace_back([&, client] {
+      for (int round = 0;; ++round) {
+        v1::StreamGenerateRequest request;
+        request.mutable_params()->set_steps(1 + (client + round) % 30);
+        request.mutable_params()->set_count(1 + round % 3);
+        grpc::ClientContext context;
+        auto reader = stub_->StreamGenerate(&context, request);
+        Event event;
+        bool queued = false, done = false;
+        while (reader->Read(&event)) {
+          queued |= event.has_queued();
+          done |= event.has_completed();
+        }
+        const grpc::Status status = reader->Finish();
+        accepted += queued;
+        completed += done && status.ok();
+        lost += queued && !(done && status.ok());
+        if (!status.ok()) {
+          refused += !queued && status.error_code() == grpc::StatusCode::UNAVAILABLE;
+          return;
+        }
+      }
+    });
+  }
+  std::this_thread::sleep_for(300ms);
+  server_->Drain(30s, /*lame_duck=*/100ms);
+  for (std::thread& client : clients) client.join();
+  EXPECT_GT(accepted, 100);
+  EXPECT_EQ(completed, accepted);
+  EXPECT_EQ(lost, 0);
+  EXPECT_EQ(refused, 16) << "each ends with a refusal";
+}
+
+TEST_F(ServerTest, ALameDuckStillTakesRequests) {
+  Start();
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(10s, /*lame_duck=*/400ms); });
+  ASSERT_TRUE(Eventually([&] { return CheckHealth(channel_, "") == 2; }));
+  EXPECT_TRUE(Generate({}).ok());
+  drain.get();
+  EXPECT_EQ(Generate({}).error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
+  Start();
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  v1::LoadModelRequest load;
+  load.set_name("faces");
+  load.set_directory(testing::TempDir());
+  v1::LoadModelResponse loaded;
+  grpc::ClientContext load_context, again_context, alias_context, unload_context, delete_context;
+  ASSERT_TRUE(admin->LoadModel(&load_context, load, &loaded).ok());
+  EXPECT_EQ(loaded.model().state(), v1::MODEL_STATE_AVAILABLE);
+  EXPECT_EQ(loaded.model().version(), "1");
+  EXPECT_TRUE(loaded.model().current());
+  v1::LoadModelRequest again;
+  again.set_name("faces");
+  again.set_keep_current(true);
+  ASSERT_TRUE(admin->LoadModel(&again_context, again, &loaded).ok());
+  EXPECT_EQ(loaded.model().version(), "2");
+  EXPECT_FALSE(loaded.model().current());
+  v1::SetAliasRequest alias;
+  alias.set_alias("canary");
+  alias.set_target("faces@2");
+  v1::SetAliasResponse aliased;
+  ASSERT_TRUE(admin->SetAlias(&alias_context, alias, &aliased).ok());
+  EXPECT_THAT(aliased.model().aliases(), ElementsAre("canary"));
+
+  for (const auto& [asked, version] :
+       {std::pair{"faces", "1"}, {"faces@2", "2"}, {"canary", "2"}}) {
+    v1::GenerateRequest request;
+    request.mutable_params()->set_model(asked);
+    v1::GenerateResponse response;
+    ASSERT_TRUE(Generate(request, &response).ok()) << asked;
+    EXPECT_EQ(response.params().model(), "faces");
+    EXPECT_EQ(response.params().model_version(), version);
+  }
+
+  v1::DeleteAliasRequest remove;
+  remove.set_alias("canary");
+  v1::DeleteAliasResponse removed;
+  EXPECT_TRUE(admin->DeleteAlias(&delete_context, remove, &removed).ok());
+  v1::UnloadModelRequest unload;
+  unload.set_name("faces");
+  v1::UnloadModelResponse unloaded;
+  ASSERT_TRUE(admin->UnloadModel(&unload_context, unload, &unloaded).ok());
+  v1::GenerateRequest request;
+  request.mutable_params()->set_model("faces");
+  EXPECT_EQ(Generate(request).error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(engine_->Models().size(), 1u);
+}
+
+TEST_F(ServerTest, BadAdminRequestsNameTheField) {
+  Start();
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  const auto load = [&](const char* name, const char* version, const std::string& directory) {
+    v1::LoadModelRequest request;
+    request.set_name(name);
+    request.set_version(version);
+    request.set_directory(directory);
+    v1::LoadModelResponse response;
+    grpc::ClientContext context;
+    return admin->LoadModel(&context, request, &response);
+  };
+  grpc::Status status = load("../etc", "a b", "/no/such/place");
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  std::vector<std::string> fields;
+  const auto bad = Find<google::rpc::BadRequest>(status);
+  for (const auto& violation : bad.field_violations()) fields.push_back(violation.field());
+  EXPECT_THAT(fields, ElementsAre("name", "version", "directory"));
+  status = load("nothing", "", "");
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(Reason(status), "MODEL_NOT_FOUND");
+  status = load("digits", "1", "");
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+  EXPECT_EQ(Reason(status), "MODEL_EXISTS");
+  engine_->set_broken(testing::TempDir());
+  status = load("digits", "", testing::TempDir());
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(Reason(status), "MODEL_FAILED");
+  EXPECT_TRUE(Generate({}).ok()) << "the old version serves on";
+  v1::UnloadModelRequest unload;
+  unload.set_name("digits/1");
+  v1::UnloadModelResponse unloaded;
+  grpc::ClientContext context;
+  EXPECT_EQ(admin->UnloadModel(&context, unload, &unloaded).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+}
+
+/// Requests that arrive while their model is replaced over and over all get images.
+TEST_F(ServerTest, ReplacingAModelLosesNoRequest) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 200us;
+  Start(options);
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  std::atomic<bool> stop{false};
+  std::atomic<int> drawn{0};
+  std::vector<std::thread> clients;
+  for (int client = 0; client < 6; ++client) {
+    clients.emplace_back([&] {
+      while (!stop) {
+        const grpc::Status status = Generate({});
+        EXPECT_TRUE(status.ok()) << status.error_message();
+        ++drawn;
+      }
+    });
+  }
+  for (int round = 0; round < 40; ++round) {
+    v1::LoadModelRequest load;
+    load.set_name("digits");
+    load.set_unload_previous(true);
+    v1::LoadModelResponse loaded;
+    grpc::ClientContext context;
+    const grpc::Status status = admin->LoadModel(&context, load, &loaded);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+  }
+  stop = true;
+  for (std::thread& client : clients) client.join();
+  EXPECT_GT(drawn, 40);
+  EXPECT_EQ(engine_->Models().size(), 1u);
+  EXPECT_EQ(engine_->Models()[0]->name, "digits@41");
+}
+
+TEST_F(ServerTest, ServerInfoTellsLimitsAndFeatures) {
+  config_.admin = false;
+  config_.limits.max_steps = 77;
+  config_.grace = 1500ms;
+  Start();
+  grpc::ClientContext context, admin_context;
+  v1::GetServerInfoResponse info;
+  ASSERT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
+  EXPECT_EQ(info.state(), v1::SERVER_STATE_SERVING);
+  EXPECT_EQ(info.device(), "fake");
+  EXPECT_EQ(info.client(), "anonymous");
+  EXPECT_EQ(info.batching(), "step");
+  EXPECT_EQ(info.limits().max_steps(), 77);
+  EXPECT_EQ(info.limits().drain_grace_seconds(), 1.5);
+  EXPECT_EQ(info.limits().min_ping_interval_seconds(), 10);
+  EXPECT_FALSE(info.limits().has_max_connection_age_seconds());
+  EXPECT_THAT(info.features(), ElementsAre(v1::SERVER_FEATURE_REFLECTION));
+  EXPECT_GT(info.uptime_seconds(), 0);
+  EXPECT_NE(info.version(), "");
+  v1::LoadModelResponse loaded;
+  EXPECT_EQ(v1::ModelAdmin::NewStub(channel_)->LoadModel(&admin_context, {}, &loaded).error_code(),
+            grpc::StatusCode::UNIMPLEMENTED)
+      << "without --admin there is no such service";
+}
+
 TEST_F(ServerTest, ABrokenModelLeavesTheOthers) {
   config_.models = {{"bad", "broken"}, {"digits", "models/digits"}};
   Start();
@@ -591,10 +918,11 @@ TEST_F(ServerTest, MetricsTellWhatHappened) {
         "denoised_evaluation_rows_sum{model=\"digits\"} 30",
         "denoised_evaluation_seconds_count{model=\"digits\"} 10",
         "denoised_padding_rows_total{model=\"digits\"} 130",
-        "denoised_queue_seconds_count{model=\"digits\"} 1",
+        "denoised_queue_seconds_count{model=\"digits\",priority=\"normal\"} 1",
         "denoised_first_preview_seconds_count{model=\"digits\"} 1",
         "denoised_encoding_seconds_count{format=\"png\"} 3",
-        "denoised_queued_images{model=\"digits\"} 0", "denoised_active_images{model=\"digits\"} 0",
+        "denoised_queued_images{model=\"digits\",priority=\"normal\"} 0",
+        "denoised_active_images{model=\"digits\"} 0",
         "denoised_model_state{model=\"digits\",state=\"available\"} 1",
         "denoised_model_memory_bytes{model=\"digits\",purpose=\"weights\"} 4000000",
         "denoised_build_info{version=\"", "denoised_startup_seconds ",

@@ -23,6 +23,7 @@ ModelInfo Digits(int channels = 1) {
   model.name = "digits";
   model.state = ModelState::kReady;
   model.height = model.width = 8;
+  model.max_edge = 4096;
   model.channels = channels;
   model.num_classes = 10;
   return model;
@@ -43,7 +44,7 @@ Outcome Translated(const v1::GenerationParams& params, const v1::PreviewOptions*
                    const ModelInfo& model = Digits(), bool together = false) {
   Outcome outcome;
   RequestLimits limits;
-  limits.max_init_pixels = 4096;
+  limits.max_init_pixels = limits.max_image_pixels = 4096;
   limits.max_reply_bytes = 1 << 20;
   outcome.translation =
       Translate(params, preview, together, "made-id", model, limits, &outcome.violations);
@@ -90,6 +91,7 @@ TEST(TranslateTest, EveryFieldArrives) {
   params.set_solver_order(3);
   params.set_width(4);
   params.set_height(16);
+  params.set_priority(v1::PRIORITY_BATCH);
   params.mutable_output()->set_format(v1::IMAGE_FORMAT_WEBP);
   params.mutable_output()->set_quality(1);
   params.mutable_output()->set_embed_metadata(false);
@@ -117,6 +119,7 @@ TEST(TranslateTest, EveryFieldArrives) {
   EXPECT_EQ(spec.sampler.solver_order, 3);
   EXPECT_EQ(spec.width, 4);
   EXPECT_EQ(spec.height, 16);
+  EXPECT_EQ(spec.priority, Priority::kBatch);
   EXPECT_EQ(outcome.translation.image.format, v1::IMAGE_FORMAT_WEBP);
   EXPECT_EQ(outcome.translation.image.quality, 1);
   EXPECT_FALSE(outcome.translation.image.metadata);
@@ -157,6 +160,9 @@ TEST(TranslateTest, EachBadFieldIsNamedAlone) {
       {"params.sampler", [](P p, V) { p->set_sampler(static_cast<v1::Sampler>(-1)); }},
       {"params.noise_schedule",
        [](P p, V) { p->set_noise_schedule(static_cast<v1::NoiseSchedule>(99)); }},
+      {"params.priority", [](P p, V) { p->set_priority(static_cast<v1::Priority>(4)); }},
+      {"params.disconnect_policy",
+       [](P p, V) { p->set_disconnect_policy(static_cast<v1::DisconnectPolicy>(-1)); }},
       {"params.eta", [](P p, V) { p->set_eta(1.01); }},
       {"params.eta", [](P p, V) { p->set_eta(kNan); }},
       {"params.s_churn", [](P p, V) { p->set_s_churn(-1); }},

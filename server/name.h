@@ -1,0 +1,20 @@
+#pragma once
+
+#include <string_view>
+
+namespace denoised {
+
+/// What names of models and clients are made of: they stand in logs, metrics and paths of no file.
+inline constexpr char kNameRule[] = "use 1 to 64 letters, digits, '.', '_' or '-'";
+
+inline bool IsName(std::string_view name) {
+  if (name.empty() || name.size() > 64) return false;
+  for (const char c : name) {
+    const bool good = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+                      c == '.' || c == '_' || c == '-';
+    if (!good) return false;
+  }
+  return true;
+}
+
+}  // namespace denoised

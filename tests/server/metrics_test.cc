@@ -1,0 +1,135 @@
+// docs/metrics.md against a server that was given something to count.
+
+#include "server/metrics.h"
+
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <map>
+#include <regex>
+#include <set>
+
+#include "denoised/v1/image_generation.grpc.pb.h"
+#include "server/server.h"
+#include "tests/server/fake_engine.h"
+#include "tests/server/observe.h"
+
+namespace denoised {
+namespace {
+
+using namespace std::chrono_literals;
+
+/// Type and labels of each metric by name, as text that a failing test can show.
+using Families = std::map<std::string, std::string>;
+
+std::string Describe(const std::string& type, const std::set<std::string>& labels) {
+  std::string text = type + ":";
+  for (const std::string& label : labels) text += " " + label;
+  return text;
+}
+
+std::set<std::string> Matches(const std::string& text, const char* pattern) {
+  std::set<std::string> found;
+  const std::regex regex(pattern);
+  for (std::sregex_iterator it(text.begin(), text.end(), regex), end; it != end; ++it) {
+    found.insert((*it)[1]);
+  }
+  return found;
+}
+
+Families Documented() {
+  std::ifstream file(std::string(DENOISED_SOURCE_DIR) + "/docs/metrics.md");
+  const std::regex row(R"(\| `(\w+)` \| (\w+) \| ([\w, ]*)\| .+ \|)");
+  Families families;
+  std::smatch match;
+  for (std::string line; std::getline(file, line);) {
+    if (!std::regex_match(line, match, row)) continue;
+    families[match[1]] = Describe(match[2], Matches(match[3], "(\\w+)"));
+  }
+  return families;
+}
+
+Families Scraped(const std::string& text) {
+  Families families;
+  const std::regex type(R"(# TYPE (\w+) (\w+))");
+  for (std::sregex_iterator it(text.begin(), text.end(), type), end; it != end; ++it) {
+    const std::string name = (*it)[1];
+    std::set<std::string> labels;
+    const std::regex series("\n" + name + "(?:_bucket)?\\{([^}]*)\\}");
+    for (std::sregex_iterator s(text.begin(), text.end(), series); s != end; ++s) {
+      labels.merge(Matches((*s)[1], "(\\w+)=\""));
+    }
+    labels.erase("le");
+    families[name] = Describe((*it)[2], labels);
+  }
+  return families;
+}
+
+double ValueOf(const std::string& text, const std::string& series) {
+  const size_t at = text.find("\n" + series + " ");
+  return at == std::string::npos ? -1 : std::stod(text.substr(at + series.size() + 2));
+}
+
+TEST(MetricsTest, TheDocumentListsWhatThereIs) {
+  log::Configure(log::Format::kText, log::Level::kError);
+  Config config;
+  config.listen = config.metrics_listen = "127.0.0.1:0";
+  config.models = {{"digits", "models/digits"}};
+  auto server = Server::Start(config, std::make_unique<FakeEngine>());
+  ASSERT_TRUE(server.ok()) << server.status().message();
+  ASSERT_TRUE((*server)->Loaded(10s));
+  const auto stub = v1::ImageGeneration::NewStub(grpc::CreateChannel(
+      "127.0.0.1:" + std::to_string((*server)->port()), grpc::InsecureChannelCredentials()));
+  v1::StreamGenerateRequest request;
+  request.mutable_params()->set_count(3);
+  request.mutable_params()->set_priority(v1::PRIORITY_INTERACTIVE);
+  request.mutable_preview();
+  grpc::ClientContext context;
+  auto reader = stub->StreamGenerate(&context, request);
+  v1::StreamGenerateResponse event;
+  while (reader->Read(&event)) {
+  }
+  ASSERT_TRUE(reader->Finish().ok());
+
+  std::string text;
+  ASSERT_TRUE(Eventually([&] {
+    text = Scrape((*server)->metrics_port());
+    return text.find("denoised_client_calls_total") != std::string::npos;
+  }));
+  text = Scrape((*server)->metrics_port());  // the exposer counts a scrape when it is over
+  EXPECT_EQ(Scraped(text), Documented());
+
+  EXPECT_EQ(ValueOf(text, "denoised_client_images_total{client=\"anonymous\"}"), 3);
+  EXPECT_EQ(
+      ValueOf(text, "denoised_queue_seconds_count{model=\"digits\",priority=\"interactive\"}"), 1);
+  EXPECT_GE(ValueOf(text, "denoised_connections_total"), 1);
+  EXPECT_EQ(ValueOf(text, "denoised_refused_connections_total"), 0);
+  EXPECT_EQ(ValueOf(text, "denoised_wasted_rows_total{model=\"digits\",reason=\"deadline\"}"), 0);
+  EXPECT_GT(ValueOf(text, "process_resident_memory_bytes"), 1e6);
+  EXPECT_GT(ValueOf(text, "process_open_fds"), 5);
+  EXPECT_GT(ValueOf(text, "process_cpu_seconds_total"), 0);
+  const double now = static_cast<double>(std::time(nullptr));
+  EXPECT_NEAR(ValueOf(text, "process_start_time_seconds"), now, 600);
+}
+
+TEST(MetricsTest, BeyondAHundredClientsTheRestIsOne) {
+  Metrics metrics;
+  for (int i = 0; i < 150; ++i) metrics.ImageDone("digits", "client " + std::to_string(i));
+  metrics.ImageDone("digits", "client 0");
+  int series = 0;
+  double others = 0;
+  for (const auto& family : metrics.registry().Collect()) {
+    if (family.name != "denoised_client_images_total") continue;
+    series = static_cast<int>(family.metric.size());
+    for (const auto& metric : family.metric) {
+      if (metric.label[0].value == "other") others = metric.counter.value;
+    }
+  }
+  EXPECT_EQ(series, 101);
+  EXPECT_EQ(others, 50);
+}
+
+}  // namespace
+}  // namespace denoised

@@ -1,0 +1,417 @@
+// Who may call, over TLS on loopback, with a FakeEngine behind.
+
+#include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+
+#include <regex>
+#include <thread>
+
+#include "denoised/v1/image_generation.grpc.pb.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "server/clients.h"
+#include "server/server.h"
+#include "tests/io/temporary_directory.h"
+#include "tests/server/fake_engine.h"
+#include "tests/server/observe.h"
+#include "tests/tls/certificates.h"
+
+namespace denoised {
+namespace {
+
+using namespace std::chrono_literals;
+using grpc::StatusCode;
+using ::testing::HasSubstr;
+
+constexpr char kLocal[] = "DNS:localhost,IP:127.0.0.1";
+
+/// Token and digest of a new client.
+struct Token {
+  explicit Token(const std::string& name) {
+    const std::string text = *MakeToken(name);
+    std::smatch match;
+    if (std::regex_search(text, match, std::regex("(denoised_\\w+)\n"))) value = match[1];
+    if (std::regex_search(text, match, std::regex("\"(\\w{64})\""))) digest = match[1];
+  }
+  std::string value, digest;
+};
+
+class SecurityTest : public ::testing::Test {
+ protected:
+  SecurityTest() {
+    config_.listen = "127.0.0.1:0";
+    config_.metrics_listen = "";
+    config_.models = {{"digits", "models/digits"}};
+    config_.security.refresh = 1s;
+    log::Configure(log::Format::kText, log::Level::kError);
+  }
+
+  void WriteKeyPair(const KeyPair& pair) {
+    config_.security.tls_cert = directory_.Write("server.crt", pair.certificate);
+    config_.security.tls_key = directory_.Write("server.key", pair.key);
+  }
+
+  void Start() {
+    if (!config_.security.tls()) WriteKeyPair(authority_.Issue("server", kLocal));
+    auto engine = std::make_unique<FakeEngine>(FakeEngineOptions{});
+    engine_ = engine.get();
+    auto server = Server::Start(config_, std::move(engine));
+    ASSERT_TRUE(server.ok()) << server.status().message();
+    server_ = *std::move(server);
+    const auto loaded = server_->Loaded(10s);
+    ASSERT_TRUE(loaded && loaded->ok());
+  }
+
+  std::string StartError() {
+    const auto server = Server::Start(config_, std::make_unique<FakeEngine>());
+    return server.ok() ? "started" : std::string(server.status().message());
+  }
+
+  /// A connection that trusts `ca` and shows `own`.
+  std::shared_ptr<grpc::Channel> Connect(const std::string& ca, const KeyPair& own = {}) const {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+    return grpc::CreateCustomChannel(
+        "127.0.0.1:" + std::to_string(server_->port()),
+        grpc::SslCredentials(
+            {.pem_root_certs = ca, .pem_private_key = own.key, .pem_cert_chain = own.certificate}),
+        arguments);
+  }
+  std::shared_ptr<grpc::Channel> Connect() const { return Connect(authority_.certificate()); }
+
+  using Metadata = std::vector<std::pair<std::string, std::string>>;
+  static void Prepare(grpc::ClientContext* context, const Metadata& metadata) {
+    for (const auto& [key, value] : metadata) context->AddMetadata(key, value);
+    context->set_deadline(std::chrono::system_clock::now() + 10s);
+  }
+  static Metadata Bearer(const std::string& token) {
+    return {{"authorization", "Bearer " + token}};
+  }
+
+  static grpc::Status Generate(const std::shared_ptr<grpc::Channel>& channel,
+                               const Metadata& metadata = {},
+                               const v1::GenerateRequest& request = {}) {
+    grpc::ClientContext context;
+    Prepare(&context, metadata);
+    v1::GenerateResponse response;
+    return v1::ImageGeneration::NewStub(channel)->Generate(&context, request, &response);
+  }
+
+  /// A unary call without message fields, of any service.
+  static grpc::Status CallByName(const std::shared_ptr<grpc::Channel>& channel,
+                                 const std::string& path, const Metadata& metadata = {}) {
+    grpc::ClientContext context;
+    Prepare(&context, metadata);
+    grpc::ByteBuffer send, receive;
+    grpc::Slice empty("");
+    send = grpc::ByteBuffer(&empty, 1);
+    grpc::GenericStub stub(channel);
+    grpc::CompletionQueue queue;
+    auto call = stub.PrepareUnaryCall(&context, path, send, &queue);
+    call->StartCall();
+    grpc::Status status;
+    call->Finish(&receive, &status, nullptr);
+    void* tag;
+    bool ok;
+    queue.Next(&tag, &ok);
+    return status;
+  }
+
+  std::string Scraped() const { return Scrape(server_->metrics_port()); }
+
+  TestAuthority authority_;
+  TemporaryDirectory directory_;
+  Config config_;
+  FakeEngine* engine_ = nullptr;
+  std::unique_ptr<Server> server_;
+};
+
+TEST_F(SecurityTest, TlsIsSpokenAndNothingElse) {
+  Start();
+  EXPECT_TRUE(Generate(Connect()).ok());
+  const TestAuthority stranger;
+  EXPECT_EQ(Generate(Connect(stranger.certificate())).error_code(), StatusCode::UNAVAILABLE);
+  const auto plain = grpc::CreateChannel("127.0.0.1:" + std::to_string(server_->port()),
+                                         grpc::InsecureChannelCredentials());
+  EXPECT_EQ(Generate(plain).error_code(), StatusCode::UNAVAILABLE);
+  EXPECT_TRUE(Generate(Connect()).ok());
+}
+
+TEST_F(SecurityTest, AnotherCertificateIsUsedWithoutARestart) {
+  Start();
+  const auto open_before = Connect();
+  ASSERT_TRUE(Generate(open_before).ok());
+  const TestAuthority next;
+  WriteKeyPair(next.Issue("server", kLocal));
+  const auto end = std::chrono::steady_clock::now() + 15s;
+  while (!Generate(Connect(next.certificate())).ok()) {
+    ASSERT_LT(std::chrono::steady_clock::now(), end) << "the new certificate was not taken";
+    std::this_thread::sleep_for(100ms);
+  }
+  EXPECT_EQ(Generate(Connect()).error_code(), StatusCode::UNAVAILABLE);
+  EXPECT_TRUE(Generate(open_before).ok()) << "connections that were there live on";
+}
+
+TEST_F(SecurityTest, BadFilesAreNamedAtStart) {
+  const KeyPair pair = authority_.Issue("server", kLocal);
+  const std::string cert = directory_.Write("cert", pair.certificate),
+                    key = directory_.Write("key", pair.key),
+                    other_key = directory_.Write("other", authority_.Issue("b", "").key),
+                    text = directory_.Write("text", "no PEM at all\n");
+  SecurityConfig& security = config_.security;
+  for (const auto& [certificate, private_key, ca, clients, expected] :
+       std::vector<std::array<std::string, 5>>{
+           {"/absent", key, "", "", "--tls-cert: \"/absent\""},
+           {text, key, "", "", "BEGIN CERTIFICATE"},
+           {cert, "/absent", "", "", "--tls-key: \"/absent\""},
+           {cert, text, "", "", "--tls-key"},
+           {cert, other_key, "", "", "is not the key"},
+           {cert, key, "/absent", "", "--tls-client-ca: \"/absent\""},
+           {cert, key, text, "", "--tls-client-ca"},
+           {cert, key, "", "/absent", "/absent"},
+           {cert, key, "", text, "text"},
+       }) {
+    security.tls_cert = certificate;
+    security.tls_key = private_key;
+    security.tls_client_ca = ca;
+    security.clients = clients;
+    EXPECT_THAT(StartError(), HasSubstr(expected));
+  }
+}
+
+TEST_F(SecurityTest, MutualTlsAsksForACertificateAndNamesItsOwner) {
+  config_.metrics_listen = "127.0.0.1:0";
+  config_.security.tls_client_ca = directory_.Write("ca", authority_.certificate());
+  Start();
+  EXPECT_EQ(Generate(Connect()).error_code(), StatusCode::UNAVAILABLE);
+  const TestAuthority stranger;
+  EXPECT_EQ(Generate(Connect(authority_.certificate(), stranger.Issue("eve", ""))).error_code(),
+            StatusCode::UNAVAILABLE);
+  EXPECT_TRUE(Generate(Connect(authority_.certificate(), authority_.Issue("alice", ""))).ok());
+  EXPECT_TRUE(
+      Generate(Connect(authority_.certificate(), authority_.Issue("x", "DNS:studio.example.org")))
+          .ok());
+  ASSERT_TRUE(Eventually([&] {
+    const std::string text = Scraped();
+    return text.find("denoised_client_calls_total{client=\"alice\",grpc_code=\"OK\"} 1") !=
+               std::string::npos &&
+           text.find("denoised_client_calls_total{client=\"studio.example.org\"") !=
+               std::string::npos;
+  })) << Scraped();
+}
+
+TEST_F(SecurityTest, ATokenIsAskedForEachCallButHealth) {
+  config_.metrics_listen = "127.0.0.1:0";
+  const Token studio("studio"), unknown("studio");
+  config_.security.clients = directory_.Write(
+      "clients.json", R"({"studio": {"token_sha256": [")" + studio.digest + "\"]}}");
+  Start();
+  const auto channel = Connect();
+  for (const Metadata& metadata :
+       {Metadata{}, Bearer(unknown.value), Bearer(""), Bearer(studio.digest),
+        Metadata{{"authorization", studio.value}}, Metadata{{"authorization", "Basic c3R1ZGlv"}},
+        Metadata{{"token", studio.value}}}) {
+    const grpc::Status status = Generate(channel, metadata);
+    EXPECT_EQ(status.error_code(), StatusCode::UNAUTHENTICATED);
+    EXPECT_THAT(status.error_message(), HasSubstr("token"));
+    EXPECT_THAT(status.error_message(), Not(HasSubstr(studio.value)));
+  }
+  EXPECT_TRUE(Generate(channel, Bearer(studio.value)).ok());
+  EXPECT_EQ(engine_->evaluations(), 10) << "only the last one reached the engine";
+
+  EXPECT_TRUE(CallByName(channel, "/grpc.health.v1.Health/Check").ok());
+  const std::string reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
+  for (const std::string& path :
+       {reflection, std::string("/denoised.v1.ImageGeneration/ListModels"),
+        std::string("/denoised.v1.ImageGeneration/NoSuchMethod"), std::string("/x/y"),
+        std::string("/grpc.health.v1.Health")}) {
+    EXPECT_EQ(CallByName(channel, path).error_code(), StatusCode::UNAUTHENTICATED) << path;
+  }
+  EXPECT_EQ(CallByName(channel, "/x/y", Bearer(studio.value)).error_code(),
+            StatusCode::UNIMPLEMENTED);
+  ASSERT_TRUE(Eventually([&] {
+    return Scraped().find("denoised_client_calls_total{client=\"studio\",grpc_code=\"OK\"} 1") !=
+           std::string::npos;
+  }));
+  const std::string text = Scraped();
+  EXPECT_THAT(text, HasSubstr("grpc_server_handled_total{grpc_code=\"UNAUTHENTICATED\","
+                              "grpc_method=\"Generate\",grpc_service=\"denoised.v1.ImageGeneration"
+                              "\",grpc_type=\"unary\"} 7"));
+  EXPECT_THAT(text, HasSubstr("grpc_method=\"ListModels\""));
+  EXPECT_THAT(text, Not(HasSubstr("NoSuchMethod"))) << "clients must not make up labels";
+}
+
+/// A proxy sends the calls of many over one connection.
+TEST_F(SecurityTest, CallsOfOneConnectionAreToldApart) {
+  const Token a("a"), b("b");
+  config_.security.clients = directory_.Write("clients.json", R"({"a": {"token_sha256": [")" +
+                                                                  a.digest + R"("], "max_count": 2},
+                          "b": {"token_sha256": [")" + b.digest + "\"]}}");
+  Start();
+  const auto channel = Connect();
+  v1::GenerateRequest request;
+  request.mutable_params()->set_count(3);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(Generate(channel, Bearer(b.value), request).ok());
+    EXPECT_EQ(Generate(channel, Bearer(a.value), request).error_code(),
+              StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(Generate(channel, {}, request).error_code(), StatusCode::UNAUTHENTICATED);
+  }
+}
+
+TEST_F(SecurityTest, AWithdrawnTokenEndsAtOnce) {
+  const Token first("first"), second("second");
+  const auto write = [&](const std::string& digest, const char* padding) {
+    return directory_.Write("clients.json",
+                            R"({"studio": {"token_sha256": [")" + digest + "\"]}}" + padding);
+  };
+  config_.security.clients = write(first.digest, "");
+  Start();
+  const auto channel = Connect();
+  ASSERT_TRUE(Generate(channel, Bearer(first.value)).ok());
+  write(second.digest, "\n");
+  EXPECT_TRUE(Eventually([&] { return Generate(channel, Bearer(second.value)).ok(); }));
+  EXPECT_EQ(Generate(channel, Bearer(first.value)).error_code(), StatusCode::UNAUTHENTICATED);
+}
+
+TEST_F(SecurityTest, LimitsOfAClientAreItsOwn) {
+  const Token small("small"), large("large");
+  config_.security.clients = directory_.Write(
+      "clients.json", R"({"small": {"token_sha256": [")" + small.digest +
+                          R"("], "max_streams": 2, "max_count": 3, "max_steps": 20},
+                          "large": {"token_sha256": [")" +
+                          large.digest + "\"]}}");
+  Start();
+  const auto channel = Connect();
+  const auto stub = v1::ImageGeneration::NewStub(channel);
+  {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(small.value));
+    v1::GetModelResponse response;
+    ASSERT_TRUE(stub->GetModel(&context, {}, &response).ok());
+    EXPECT_EQ(response.model().limits().max_count(), 3);
+    EXPECT_EQ(response.model().limits().max_steps(), 20);
+  }
+  v1::GenerateRequest many;
+  many.mutable_params()->set_count(4);
+  many.mutable_params()->set_steps(21);
+  const grpc::Status refused = Generate(channel, Bearer(small.value), many);
+  EXPECT_EQ(refused.error_code(), StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(refused.error_message(), HasSubstr("params.count: is 4; use 1 to 3"));
+  EXPECT_THAT(refused.error_message(), HasSubstr("params.steps: is 21; use 1 to 20"));
+  EXPECT_TRUE(Generate(channel, Bearer(large.value), many).ok());
+
+  engine_->Pause(true);
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
+  std::vector<std::unique_ptr<grpc::ClientReader<v1::StreamGenerateResponse>>> readers;
+  for (int i = 0; i < 2; ++i) {
+    contexts.push_back(std::make_unique<grpc::ClientContext>());
+    Prepare(contexts.back().get(), Bearer(small.value));
+    readers.push_back(stub->StreamGenerate(contexts.back().get(), {}));
+    v1::StreamGenerateResponse event;
+    ASSERT_TRUE(readers.back()->Read(&event));
+  }
+  const grpc::Status third = Generate(channel, Bearer(small.value));
+  EXPECT_EQ(third.error_code(), StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(third.error_message(),
+              HasSubstr("client small has 2 calls under way, and may have 2"));
+  google::rpc::Status details;
+  ASSERT_TRUE(details.ParseFromString(third.error_details()));
+  EXPECT_THAT(details.ShortDebugString(), HasSubstr("CLIENT_LIMIT"));
+  EXPECT_THAT(details.ShortDebugString(), HasSubstr("RetryInfo"));
+  engine_->Pause(false);
+  EXPECT_TRUE(Generate(channel, Bearer(large.value)).ok());
+  for (auto& reader : readers) {
+    v1::StreamGenerateResponse event;
+    while (reader->Read(&event)) {
+    }
+    EXPECT_TRUE(reader->Finish().ok());
+  }
+  EXPECT_TRUE(Eventually([&] { return Generate(channel, Bearer(small.value)).ok(); }));
+}
+
+TEST_F(SecurityTest, ModelsAreChangedByAdminsAlone) {
+  const Token ops("ops"), studio("studio");
+  config_.security.clients = directory_.Write(
+      "clients.json", R"({"ops": {"token_sha256": [")" + ops.digest + R"("], "admin": true},
+                          "studio": {"token_sha256": [")" +
+                          studio.digest + "\"]}}");
+  Start();
+  const auto stub = v1::ModelAdmin::NewStub(Connect());
+  const auto alias = [&](const std::string& token) {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(token));
+    v1::SetAliasRequest request;
+    request.set_alias("numbers");
+    request.set_target("digits");
+    v1::SetAliasResponse response;
+    return stub->SetAlias(&context, request, &response);
+  };
+  const grpc::Status refused = alias(studio.value);
+  EXPECT_EQ(refused.error_code(), StatusCode::PERMISSION_DENIED);
+  EXPECT_THAT(refused.error_message(), HasSubstr("studio"));
+  EXPECT_EQ(alias("nobody").error_code(), StatusCode::UNAUTHENTICATED);
+  const grpc::Status done = alias(ops.value);
+  EXPECT_TRUE(done.ok()) << done.error_message();
+}
+
+TEST_F(SecurityTest, JobsAreSeenByTheirClientAlone) {
+  const Token a("a"), b("b");
+  config_.security.clients = directory_.Write("clients.json", R"({"a": {"token_sha256": [")" +
+                                                                  a.digest + R"("], "weight": 3},
+                          "b": {"token_sha256": [")" + b.digest + "\"]}}");
+  Start();
+  const auto channel = Connect();
+  v1::GenerateRequest request;
+  request.mutable_params()->set_request_id("mine");
+  ASSERT_TRUE(Generate(channel, Bearer(a.value), request).ok());
+  EXPECT_EQ(engine_->last_spec().client, "a");
+  EXPECT_EQ(engine_->last_spec().client_weight, 3);
+  const auto find = [&](const std::string& token) {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(token));
+    v1::GetJobRequest get;
+    get.set_request_id("mine");
+    v1::GetJobResponse response;
+    return v1::ImageGeneration::NewStub(channel)->GetJob(&context, get, &response).error_code();
+  };
+  EXPECT_EQ(find(a.value), StatusCode::OK);
+  EXPECT_EQ(find(b.value), StatusCode::NOT_FOUND);
+}
+
+TEST_F(SecurityTest, ReflectionCanBeOff) {
+  const std::string path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
+  config_.reflection = false;
+  Start();
+  EXPECT_EQ(CallByName(Connect(), path).error_code(), StatusCode::UNIMPLEMENTED);
+}
+
+TEST_F(SecurityTest, TheTraceIsContinuedAndReturned) {
+  Start();
+  const auto stub = v1::ImageGeneration::NewStub(Connect());
+  const std::string trace = "4bf92f3577b34da6a3ce929d0e0e4736";
+  const auto returned = [&](const Metadata& metadata, int steps) {
+    grpc::ClientContext context;
+    Prepare(&context, metadata);
+    v1::GenerateRequest request;
+    request.mutable_params()->set_steps(steps);
+    v1::GenerateResponse response;
+    EXPECT_EQ(stub->Generate(&context, request, &response).ok(), steps > 0);
+    const auto& headers = context.GetServerInitialMetadata();
+    const auto it = headers.find("traceparent");
+    return it == headers.end() ? "none" : std::string(it->second.data(), it->second.size());
+  };
+  const Metadata mine = {{"traceparent", "00-" + trace + "-00f067aa0ba902b7-01"}};
+  for (const int steps : {4, 0}) {  // also when the request is refused
+    EXPECT_THAT(returned(mine, steps), ::testing::MatchesRegex("00-" + trace + "-[0-9a-f]{16}-01"));
+    EXPECT_THAT(returned({}, steps), ::testing::MatchesRegex("00-[0-9a-f]{32}-[0-9a-f]{16}-00"));
+    EXPECT_THAT(returned({{"traceparent", "nonsense"}}, steps),
+                ::testing::MatchesRegex("00-[0-9a-f]{32}-[0-9a-f]{16}-00"));
+  }
+}
+
+}  // namespace
+}  // namespace denoised
