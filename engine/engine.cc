@@ -1,5 +1,3 @@
-#include "engine/engine.h"
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -9,10 +7,12 @@
 #include <list>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "engine/backend/backend.h"
 #include "engine/batching/step_batcher.h"
+#include "engine/device_engine.h"
 #include "engine/io/model_directory.h"
 #include "engine/io/weights.h"
 #include "engine/models/unet2d.h"
@@ -26,11 +26,55 @@ using Clock = std::chrono::steady_clock;
 constexpr int kFallbackSteps = 50;  // what diffusers' pipelines run when told nothing
 constexpr int kMaxEdgeOverNative = 4;
 
+/// Stands between a job and its listener, so that the watchdog can end a job whose evaluation does
+/// not return: after OnDone nothing passes, whatever the device's thread does later.
+class Gate : public JobListener {
+ public:
+  Gate(std::shared_ptr<JobListener> listener, std::function<void()> done)
+      : listener_(std::move(listener)), done_(std::move(done)) {}
+
+  void OnStarted() override {
+    std::lock_guard lock(mutex_);
+    if (listener_) listener_->OnStarted();
+  }
+  void OnProgress(int done, int total) override {
+    std::lock_guard lock(mutex_);
+    if (listener_) listener_->OnProgress(done, total);
+  }
+  void OnPreview(const ImageResult& image, int evaluation) override {
+    std::lock_guard lock(mutex_);
+    if (listener_) listener_->OnPreview(image, evaluation);
+  }
+  void OnImage(ImageResult image) override {
+    std::lock_guard lock(mutex_);
+    if (listener_) listener_->OnImage(std::move(image));
+  }
+  void OnDone(const absl::Status& status, const JobTiming& timing) override {
+    std::lock_guard lock(mutex_);
+    if (!listener_) return;
+    done_();
+    listener_->OnDone(status, timing);
+    listener_.reset();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<JobListener> listener_;  // null: the job is over
+  const std::function<void()> done_;
+};
+
 /// The engine over one device. Public methods put commands into a queue; the device's thread takes
 /// them between evaluations, so nothing of the backend or the batcher is ever shared.
 class DeviceEngine : public Engine {
  public:
-  explicit DeviceEngine(const EngineOptions& options) : options_(options) {}
+  DeviceEngine(const EngineOptions& options, BackendOpener open)
+      : options_(options),
+        open_backend_(std::move(open)),
+        admission_({.requests = options.max_queued_requests,
+                    .images = options.max_queued_images,
+                    .bytes = options.max_queued_bytes,
+                    .requests_per_client = options.max_queued_requests_per_client,
+                    .weights = options.priority_weights}) {}
   ~DeviceEngine() override;
 
   absl::Status Start();
@@ -75,8 +119,9 @@ class DeviceEngine : public Engine {
   template <typename Part>
   auto OnDevice(Part part) -> decltype(part());
   void RemoveClosed();
-  void PublishStats();
   void Fail(const absl::Status& status);
+  void Watch();
+  void SetStepBegan(std::optional<Clock::time_point> time);
   absl::Status Load(const std::string& directory, ModelInfo* info);
   absl::StatusOr<BatchedModel> ReadModel(const std::string& directory, ModelInfo* info) const;
   absl::Status AddToBatcher(const BatchedModel& model, ModelInfo* info);
@@ -84,7 +129,9 @@ class DeviceEngine : public Engine {
   std::shared_ptr<const ModelInfo>* FindLocked(const std::string& name);
 
   const EngineOptions options_;
-  std::thread thread_;
+  const BackendOpener open_backend_;
+  Admission admission_;
+  std::thread thread_, watchdog_;
   std::string device_name_, device_description_;
   std::atomic<EngineObserver*> observer_{nullptr};
 
@@ -99,19 +146,20 @@ class DeviceEngine : public Engine {
   std::list<Closing> closing_;  // models whose last jobs are still to end
 
   mutable std::mutex mutex_;
-  std::condition_variable wake_, idle_;
+  std::condition_variable wake_, idle_, watch_;
   std::deque<Command> commands_;
   bool stop_ = false, draining_ = false, busy_ = false;
   JobId next_id_ = 1;
   absl::Status health_;
   std::vector<std::shared_ptr<const ModelInfo>> models_;
-  struct Waiting {
-    std::string model;
-    int images = 0;
+  struct Live {
+    std::shared_ptr<Gate> gate;
+    std::shared_ptr<Admission::Ticket> ticket;
+    Clock::time_point submitted;
   };
-  std::map<JobId, Waiting> waiting_;  // jobs with images that have no slot, cancelled ones excepted
-  JobId last_submitted_ = 0;          // later ids are in commands that the batcher has not seen
-  std::map<std::string, int> active_images_;
+  std::map<JobId, Live> live_;  // jobs that are not over
+  bool lost_ = false;           // the watchdog gave the device's thread up
+  std::optional<Clock::time_point> step_began_;
 };
 
 DeviceEngine::~DeviceEngine() {
@@ -121,6 +169,8 @@ DeviceEngine::~DeviceEngine() {
     stop_ = true;
   }
   wake_.notify_all();
+  watch_.notify_all();
+  if (watchdog_.joinable()) watchdog_.join();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -128,13 +178,15 @@ absl::Status DeviceEngine::Start() {
   std::promise<absl::Status> started;
   std::future<absl::Status> result = started.get_future();
   thread_ = std::thread(&DeviceEngine::Run, this, std::move(started));
-  return result.get();
+  DENOISED_RETURN_IF_ERROR(result.get());
+  if (options_.watchdog_seconds > 0) watchdog_ = std::thread(&DeviceEngine::Watch, this);
+  return absl::OkStatus();
 }
 
 void DeviceEngine::Run(std::promise<absl::Status> started) {
-  auto backend = OpenBackend({.device = options_.device,
-                              .fp32 = options_.fp32,
-                              .generic_kernels = options_.generic_kernels});
+  auto backend = open_backend_({.device = options_.device,
+                                .fp32 = options_.fp32,
+                                .generic_kernels = options_.generic_kernels});
   if (!backend.ok()) {
     started.set_value(backend.status());
     return;
@@ -142,7 +194,10 @@ void DeviceEngine::Run(std::promise<absl::Status> started) {
   backend_ = *std::move(backend);
   device_name_ = std::string(backend_->name());
   device_description_ = backend_->description();
-  batcher_ = std::make_unique<StepBatcher>(*backend_, &batcher_observer_);
+  batcher_ = std::make_unique<StepBatcher>(
+      *backend_, admission_, &batcher_observer_,
+      StepBatcher::Options{.batching = options_.batching,
+                           .keep_evaluations = options_.keep_evaluations});
   started.set_value(absl::OkStatus());
   Loop();
   batcher_.reset();
@@ -162,10 +217,34 @@ void DeviceEngine::Loop() {
       busy_ = true;  // until the commands have run, nobody may take us for idle
     }
     for (const Command& command : commands) command();
-    if (batcher_->busy())
-      if (const absl::Status status = batcher_->Step(); !status.ok()) Fail(status);
+    if (batcher_->busy()) {
+      SetStepBegan(Clock::now());
+      const absl::Status status = batcher_->Step();
+      SetStepBegan(std::nullopt);
+      if (!status.ok()) Fail(status);
+    }
     if (!closing_.empty()) RemoveClosed();
-    PublishStats();
+  }
+}
+
+void DeviceEngine::SetStepBegan(std::optional<Clock::time_point> time) {
+  std::lock_guard lock(mutex_);
+  step_began_ = time;
+}
+
+/// The watchdog's thread. A device that hangs makes the thread that owns it hang too, so what the
+/// clients must hear they hear from here.
+void DeviceEngine::Watch() {
+  const std::chrono::duration<double> limit(options_.watchdog_seconds);
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    watch_.wait_for(lock, limit / 4);
+    if (lost_ || !step_began_ || Clock::now() - *step_began_ < limit) continue;
+    lost_ = true;
+    lock.unlock();
+    Fail(DeadlineExceeded("an evaluation did not return within {} s", options_.watchdog_seconds));
+    lock.lock();
+    idle_.notify_all();
   }
 }
 
@@ -177,23 +256,21 @@ void DeviceEngine::Post(Command command) {
   wake_.notify_all();
 }
 
+/// Ends all work for good.
 void DeviceEngine::Fail(const absl::Status& status) {
   const absl::Status cause = Unavailable("device {} failed and needs a restart of the server: {}",
                                          device_name_, std::string(status.message()));
+  std::map<JobId, Live> ended;
   {
     std::lock_guard lock(mutex_);
     if (health_.ok()) health_ = cause;
+    ended = live_;
   }
-  batcher_->EndAll(cause);
-}
-
-void DeviceEngine::PublishStats() {
-  std::lock_guard lock(mutex_);
-  for (auto& [id, waiting] : waiting_)
-    if (id <= last_submitted_) waiting.images = batcher_->waiting_images(id);
-  std::erase_if(waiting_, [](const auto& entry) { return entry.second.images == 0; });
-  for (const auto& model : models_)
-    active_images_[model->name] = batcher_->active_images(model->name);
+  Post([this, cause] { batcher_->EndAll(cause, EndReason::kFailed); });
+  for (const auto& [id, live] : ended)
+    live.gate->OnDone(
+        cause,
+        {.total_seconds = std::chrono::duration<double>(Clock::now() - live.submitted).count()});
 }
 
 template <typename Part>
@@ -287,7 +364,6 @@ void DeviceEngine::RemoveClosed() {
     {
       std::lock_guard lock(mutex_);
       std::erase(models_, *FindLocked(closing->model));
-      active_images_.erase(closing->model);
     }
     closing->done->set_value(status);
     closing = closing_.erase(closing);
@@ -331,7 +407,9 @@ absl::StatusOr<BatchedModel> DeviceEngine::ReadModel(const std::string& path,
   // A second backend on the same device, since the first is the device thread's alone. What it
   // packs outlives it.
   DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
-                            OpenBackend({.device = device_name_, .fp32 = options_.fp32}));
+                            open_backend_({.device = device_name_,
+                                           .fp32 = options_.fp32,
+                                           .generic_kernels = options_.generic_kernels}));
   DENOISED_ASSIGN_OR_RETURN(model.denoiser, LoadUNet2D(*backend, config, weights));
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
   const DenoiserTraits& traits = model.denoiser->traits();
@@ -430,24 +508,17 @@ absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job, std::shared_ptr<Job
     const std::shared_ptr<const ModelInfo>* model = FindLocked(job.spec.model);
     if (model == nullptr || (*model)->state != ModelState::kReady)
       return NotFound("model '{}' was unloaded", job.spec.model);
-    int queued = 0;
-    for (const auto& [waiting_id, waiting] : waiting_) queued += waiting.images;
-    const int count = job.spec.count;
-    if (estimate) estimate->images_ahead = queued;
-    if (queued + count > options_.max_queued_images)
-      return ResourceExhausted(
-          "{} images are queued, and {} more would exceed the limit of {}; "
-          "retry later",
-          queued, count, options_.max_queued_images);
     id = next_id_++;
-    waiting_[id] = {job.spec.model, count};
-    commands_.push_back([this, id, job = std::move(job), listener = std::move(listener),
-                         submitted = Clock::now()]() mutable {
-      {
-        std::lock_guard lock(mutex_);
-        last_submitted_ = id;
-      }
-      batcher_->Submit(id, std::move(job), std::move(listener), submitted);
+    const Clock::time_point now = Clock::now();
+    DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Admission::Ticket> ticket,
+                              admission_.Enter(id, job, now, estimate));
+    auto gate = std::make_shared<Gate>(std::move(listener), [this, id] {
+      std::lock_guard lock(mutex_);
+      live_.erase(id);
+    });
+    live_[id] = {gate, ticket, now};
+    commands_.push_back([this, id, job = std::move(job), gate, ticket, now]() mutable {
+      batcher_->Submit(id, std::move(job), std::move(gate), now, std::move(ticket));
     });
   }
   wake_.notify_all();
@@ -455,48 +526,57 @@ absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job, std::shared_ptr<Job
 }
 
 int DeviceEngine::QueuedImages(const std::string& model) const {
-  std::lock_guard lock(mutex_);
-  int images = 0;
-  for (const auto& [id, waiting] : waiting_)
-    if (waiting.model == model) images += waiting.images;
-  return images;
+  const auto queued = admission_.Read(model, Clock::now()).queued_images;
+  return std::accumulate(queued.begin(), queued.end(), 0);
 }
 
-void DeviceEngine::Cancel(JobId id, EndReason) {
+void DeviceEngine::Cancel(JobId id, EndReason reason) {
   {
     std::lock_guard lock(mutex_);
-    waiting_.erase(id);  // its place in the queue is free at once, its slots at the next evaluation
+    const auto live = live_.find(id);
+    if (live == live_.end()) return;
+    // Its place in the queue is free at once, its slots at the next evaluation.
+    admission_.Withdraw(*live->second.ticket);
   }
-  Post([this, id] { batcher_->End(id, Cancelled("the request was cancelled")); });
+  Post([this, id, reason] { batcher_->End(id, Cancelled("the request was cancelled"), reason); });
 }
 
 void DeviceEngine::Drain(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   draining_ = true;
   if (!thread_.joinable()) return;
-  const auto idle = [&] { return !busy_ && commands_.empty(); };
+  const auto idle = [&] { return lost_ || (!busy_ && commands_.empty()); };
   wake_.notify_all();
   if (idle_.wait_until(lock, deadline, idle)) return;
   commands_.push_back([this] {
-    batcher_->EndAll(
-        Unavailable("the server shut down before the images were done; retry with the "
-                    "same seed on another replica"));
+    batcher_->EndAll(Unavailable("the server shut down before the images were done; retry with the "
+                                 "same seed on another replica"),
+                     EndReason::kDrained);
   });
   wake_.notify_all();
   idle_.wait(lock, idle);
 }
 
 std::vector<EngineStats> DeviceEngine::Stats() const {
+  const Clock::time_point now = Clock::now();
   std::lock_guard lock(mutex_);
   std::vector<EngineStats> all;
   for (const auto& model : models_) {
     if (model->state != ModelState::kReady) continue;
-    EngineStats stats{.model = model->name, .slots = model->slots};
-    for (const auto& [id, waiting] : waiting_)
-      if (waiting.model == model->name) stats.queued_images += waiting.images;
-    if (const auto active = active_images_.find(model->name); active != active_images_.end())
-      stats.active_images = active->second;
-    all.push_back(stats);
+    const Admission::Totals totals = admission_.Read(model->name, now);
+    all.push_back({.model = model->name,
+                   .queued_images =
+                       std::accumulate(totals.queued_images.begin(), totals.queued_images.end(), 0),
+                   .active_images = totals.active_images,
+                   .slots = model->slots,
+                   .queued_requests = totals.queued_requests,
+                   .queued_images_by_priority = totals.queued_images,
+                   .oldest_wait_seconds = totals.oldest_wait_seconds,
+                   .evaluations = totals.evaluations,
+                   .rows = totals.rows,
+                   .padding_rows = totals.padding_rows,
+                   .parked_images = totals.parked_images,
+                   .wasted_rows = totals.wasted_rows});
   }
   return all;
 }
@@ -511,6 +591,11 @@ absl::Status DeviceEngine::Health() const {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
+  return CreateEngine(options, OpenBackend);
+}
+
+absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options,
+                                                     BackendOpener open) {
   const auto within = [](const char* field, int value, int low, int high) -> absl::Status {
     if (value >= low && value <= high) return absl::OkStatus();
     return InvalidArgument("{} is {}; use {} to {}", field, value, low, high);
@@ -521,8 +606,18 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& opti
     DENOISED_RETURN_IF_ERROR(within("max_slots", options.max_slots, 1, 4096));
   DENOISED_RETURN_IF_ERROR(within("max_evaluations", options.max_evaluations, 1, 100000));
   DENOISED_RETURN_IF_ERROR(within("max_count", options.max_count, 1, 65536));
+  DENOISED_RETURN_IF_ERROR(within("max_queued_requests", options.max_queued_requests, 1, 1 << 24));
   DENOISED_RETURN_IF_ERROR(within("max_queued_images", options.max_queued_images, 1, 1 << 24));
-  auto engine = std::make_unique<DeviceEngine>(options);
+  DENOISED_RETURN_IF_ERROR(
+      within("max_queued_requests_per_client", options.max_queued_requests_per_client, 0, 1 << 24));
+  DENOISED_RETURN_IF_ERROR(within("keep_evaluations", options.keep_evaluations, 0, 100000));
+  for (const double weight : options.priority_weights)
+    if (!(weight >= 1e-3 && weight <= 1e3))
+      return InvalidArgument("priority_weights holds {}; use 0.001 to 1000", weight);
+  if (!(options.watchdog_seconds >= 0))
+    return InvalidArgument("watchdog_seconds is {}; use a number of seconds, or 0 for none",
+                           options.watchdog_seconds);
+  auto engine = std::make_unique<DeviceEngine>(options, std::move(open));
   DENOISED_RETURN_IF_ERROR(engine->Start());
   return engine;
 }

@@ -25,18 +25,14 @@
 
 namespace denoised {
 
-/// When waiting images may join: at any evaluation, or, as the baseline to compare with, only once
-/// every image of the batch before is done.
-enum class Batching { kStep, kRequest };
-
 struct EngineOptions {
   std::string device = "auto";  // as BackendOptions::device
   bool fp32 = false;
   bool generic_kernels = false;  // as BackendOptions::generic_kernels
-  int max_rows = 0;            // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
-  int max_slots = 0;           // images in flight per model; 0: max_rows
-  int max_evaluations = 2000;  // longest plan, per image
-  int max_count = 256;         // images of one request
+  int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
+  int max_slots = 0;             // images in flight per model; 0: max_rows
+  int max_evaluations = 2000;    // longest plan, per image
+  int max_count = 256;           // images of one request
   // What may wait; beyond any of these Submit says ResourceExhausted.
   int max_queued_requests = 4096;
   int max_queued_images = 4096;
@@ -141,7 +137,9 @@ class Engine {
   virtual std::vector<EngineStats> Stats() const = 0;
   /// Must outlive the engine; set before the first Open.
   virtual void SetObserver(EngineObserver* observer) = 0;
-  /// OK, or the device error that ended all work.
+  /// OK, or the device error that ended all work. A device that hangs is one; as it holds its
+  /// thread then, Open, Close and the destructor may never return, and the process should end
+  /// without them.
   virtual absl::Status Health() const = 0;
   /// "cpu", "cuda:0" and its description for people.
   virtual std::string DeviceName() const = 0;

@@ -5,6 +5,7 @@
 #include <grpc/support/log.h>
 
 #include <csignal>
+#include <cstdlib>
 #include <ctime>
 
 #include "server/config.h"
@@ -66,6 +67,8 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   constexpr std::chrono::milliseconds kNone{0};
   server.Drain(orderly ? config.grace : kNone, orderly ? config.lame_duck : kNone);
   log::Info("stopped");
+  // A device that hangs holds its thread for ever, and taking things down would wait for it.
+  if (!server.CheckDevice().ok()) std::_Exit(exit_code);
   return exit_code;
 }
 

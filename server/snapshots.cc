@@ -16,6 +16,7 @@
 
 #include "engine/engine.h"
 #include "server/catalog.h"
+#include "server/credentials.h"
 #include "server/jobs.h"
 #include "server/translate.h"
 #include "server/version.h"
@@ -169,6 +170,11 @@ std::vector<MetricFamily> ServingSnapshot::Collect() const {
   families.push_back(std::move(build));
   denoised::Collect(*serving_->catalog, &families);
   denoised::Collect(*serving_->engine, &families);
+  if (const auto expiry = CertificateExpiry(serving_->config->security)) {
+    families.push_back(Single(MetricType::Gauge, "denoised_certificate_expiry_time_seconds",
+                              "When the certificate expires, in seconds since 1970",
+                              std::chrono::duration<double>(expiry->time_since_epoch()).count()));
+  }
   families.push_back(Single(MetricType::Gauge, "denoised_jobs",
                             "Requests that run or whose results are kept",
                             static_cast<double>(serving_->jobs->size())));

@@ -249,6 +249,7 @@ class GrpcConnection : public Connection {
         std::stop_callback cancel(options.stop, [&context] { context.TryCancel(); });
         status = ToStatus(attempt(&context), target_);
       }
+      if (!options.stop.stop_requested()) status = WithoutStrangeCancel(std::move(status));
       if (status.ok()) return status;
       const auto delay = retry.NextDelay(status, attempts, RandomFraction(), Remaining(deadline));
       if (!delay) return status;

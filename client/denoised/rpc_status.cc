@@ -50,4 +50,9 @@ ErrorDetails Details(const absl::Status& status) {
   return details;
 }
 
+absl::Status WithoutStrangeCancel(absl::Status status) {
+  if (!absl::IsCancelled(status) || !Details(status).domain.empty()) return status;
+  return absl::UnavailableError("the server shut down before it took the call");
+}
+
 }  // namespace denoised::client

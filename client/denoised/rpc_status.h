@@ -10,4 +10,8 @@ namespace denoised::client {
 /// URLs, which Details() decodes. Details that cannot be parsed are dropped.
 absl::Status FromGrpc(const grpc::Status& status);
 
+/// For a call that nobody here cancelled: CANCELLED becomes UNAVAILABLE when it is not the server's
+/// word on a job. gRPC says it for calls that reach a server which has just shut down.
+absl::Status WithoutStrangeCancel(absl::Status status);
+
 }  // namespace denoised::client

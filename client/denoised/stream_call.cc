@@ -11,6 +11,7 @@
 #include "denoised/backoff.h"
 #include "denoised/conversion.h"
 #include "denoised/error.h"
+#include "denoised/rpc_status.h"
 
 namespace denoised::client {
 namespace {
@@ -148,6 +149,10 @@ void Operation::Deliver(v1::StreamGenerateResponse&& response) {
 
 void Operation::AttemptDone(const grpc::Status& grpc_status) {
   absl::Status status = setup_.to_status(grpc_status);
+  {
+    std::lock_guard lock(mutex_);
+    if (!received_ && !cancelled_) status = WithoutStrangeCancel(std::move(status));
+  }
   if (status.ok() && !completed_) {
     status = absl::DataLossError("the stream ended without its last event; ask the server's log");
   }

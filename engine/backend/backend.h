@@ -202,6 +202,9 @@ class Backend {
   virtual BackendMemory memory() const = 0;
   /// Copies `bytes` of host memory into `to` in stream order; `from` may be reused on return.
   virtual void Upload(const void* from, size_t bytes, const Tensor& to) = 0;
+  /// Takes what `count` downloads of `bytes` each, under way at one time, will need, so that none
+  /// takes memory later. Calls for the same size do not add up.
+  virtual absl::Status ReserveDownloads(size_t bytes, int count) = 0;
   /// Snapshots `from` (contiguous) at this point of the queue and returns at once.
   virtual std::unique_ptr<Download> BeginDownload(const Tensor& from) = 0;
   virtual void Copy(const Tensor& from, const Tensor& to) = 0;

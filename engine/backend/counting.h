@@ -38,6 +38,7 @@ class CountingBackend final : public Backend {
                                   std::string_view purpose) override;
   BackendMemory memory() const override { return {}; }
   void Upload(const void* from, size_t bytes, const Tensor& to) override;
+  absl::Status ReserveDownloads(size_t bytes, int count) override { return absl::OkStatus(); }
   /// Its Wait() is FailedPrecondition: there is nothing to read.
   std::unique_ptr<Download> BeginDownload(const Tensor& from) override;
   void Copy(const Tensor& from, const Tensor& to) override;

@@ -81,6 +81,13 @@ absl::Status Evaluator::Allocate() {
                         fmt::format("activations of {} rows of {}×{}", options_.max_rows,
                                     options_.width, options_.height)));
   arena_.emplace(std::move(block));
+  // Every image under way may be downloaded once, and every parked one; nothing of it is left to be
+  // allocated while images are drawn.
+  const size_t image_bytes = source_.bytes();
+  DENOISED_RETURN_IF_ERROR(backend_.ReserveDownloads(
+      image_bytes, kEvaluationsUnderWay * (options_.slots + kParksPerEvaluation)));
+  DENOISED_RETURN_IF_ERROR(backend_.ReserveDownloads(kRegisters * image_bytes,
+                                                     kEvaluationsUnderWay * kParksPerEvaluation));
   return backend_.status();
 }
 
@@ -113,13 +120,18 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
   return graph.get();
 }
 
-absl::StatusOr<bool> Evaluator::WarmUp() {
-  const std::vector<EvaluationRow> padding(buckets_[warm_buckets_], kPadding);
+absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
+  const int bucket = buckets_[warm_buckets_];
+  const std::vector<EvaluationRow> padding(bucket, kPadding);
+  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());  // not measured: caches are cold
+  const auto begin = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());
-  DENOISED_RETURN_IF_ERROR(backend_.Synchronize());
+  const auto end = backend_.Mark();
+  DENOISED_RETURN_IF_ERROR(end->Wait());
   ++warm_buckets_;
   // On the CPU all buckets run the same primitives row by row: one warms them all.
-  return backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
+  const bool more = backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
+  return Warmed{.bucket = bucket, .seconds = end->SecondsSince(*begin), .more = more};
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {
@@ -128,7 +140,7 @@ Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {
   return row.Reshape({row.dim(1), row.dim(2), row.dim(3)});
 }
 
-void Evaluator::Begin(int slot, const Start& start) {
+void Evaluator::UploadStart(int slot, const Start& start) {
   const std::vector<DeviceEvaluation>& plan = *start.plan;
   DENOISED_CHECK(!plan.empty() && static_cast<int>(plan.size()) <= options_.max_evaluations);
   const size_t plan_bytes = plan.size() * sizeof(DeviceEvaluation);
@@ -139,6 +151,10 @@ void Evaluator::Begin(int slot, const Start& start) {
   if (!start.embedding.empty())
     backend_.Upload(start.embedding.data(), start.embedding.size_bytes(),
                     SlotOf(state_.embedding, slot));
+}
+
+void Evaluator::Begin(int slot, const Start& start) {
+  UploadStart(slot, start);
   if (start.source) backend_.Upload(start.source, source_.bytes(), source_);
   if (start.noise) backend_.Upload(start.noise, noise_.bytes(), noise_);
   backend_.BeginSlot({.state = state_,
@@ -148,6 +164,33 @@ void Evaluator::Begin(int slot, const Start& start) {
                       .source_scale = start.source_scale,
                       .noise_scale = start.noise_scale,
                       .churn_scale = start.churn_scale});
+}
+
+std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
+  auto parked = std::make_unique<Parked>();
+  parked->x_download = backend_.BeginDownload(SlotOf(state_.x, slot));
+  parked->registers_download = backend_.BeginDownload(state_.registers.Slice(slot, 1));
+  return parked;
+}
+
+absl::Status Evaluator::Parked::Arrive() {
+  if (!x_download) return absl::OkStatus();
+  DENOISED_ASSIGN_OR_RETURN(x, x_download->Wait());
+  DENOISED_ASSIGN_OR_RETURN(registers, registers_download->Wait());
+  x_download.reset();
+  registers_download.reset();
+  return absl::OkStatus();
+}
+
+absl::Status Evaluator::Resume(int slot, const Start& start, int evaluations_done, Parked* parked) {
+  DENOISED_RETURN_IF_ERROR(parked->Arrive());
+  UploadStart(slot, start);
+  backend_.Upload(parked->x.data(), parked->x.bytes(), SlotOf(state_.x, slot));
+  backend_.Upload(parked->registers.data(), parked->registers.bytes(),
+                  state_.registers.Slice(slot, 1));
+  const int32_t next = evaluations_done;
+  backend_.Upload(&next, sizeof(next), SlotOf(state_.evaluation, slot));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,6 +18,11 @@ namespace denoised {
 /// owns the device; calls enqueue.
 class Evaluator {
  public:
+  /// What memory for downloads is planned for: evaluations that are launched and not yet reported,
+  /// and images that lose their slot before each.
+  static constexpr int kEvaluationsUnderWay = 2;
+  static constexpr int kParksPerEvaluation = 4;
+
   struct Options {
     int height = 0, width = 0;
     int max_rows = 0;
@@ -30,9 +36,14 @@ class Evaluator {
                                                            std::shared_ptr<const Denoiser> denoiser,
                                                            const Options& options);
 
-  /// Captures the graph of one bucket more and runs it, so that no request pays for it; whether
-  /// there are more to do. One a call, since others may be waiting for the device.
-  absl::StatusOr<bool> WarmUp();
+  struct Warmed {
+    int bucket = 0;
+    double seconds = 0;  // of an evaluation of it
+    bool more = false;   // buckets are left
+  };
+  /// Captures the graph of one bucket more and runs it, so that no request pays for it. One a call,
+  /// since others may be waiting for the device.
+  absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
     const std::vector<DeviceEvaluation>* plan = nullptr;
@@ -45,6 +56,19 @@ class Evaluator {
   };
   /// Puts an image in `slot`, whatever was there before.
   void Begin(int slot, const Start& start);
+
+  /// An image between two evaluations without a slot: all that Begin cannot make anew of it. First
+  /// under way to the host, from Arrive() on there.
+  struct Parked {
+    std::unique_ptr<Download> x_download, registers_download;
+    Tensor x, registers;
+    absl::Status Arrive();
+  };
+  /// At most kParksPerEvaluation between two evaluations; the slot may be used again at once.
+  std::unique_ptr<Parked> Park(int slot);
+  /// Puts a parked image, begun by `start` and with so many evaluations done, in `slot`: its bits
+  /// are those it would have had without a break.
+  absl::Status Resume(int slot, const Start& start, int evaluations_done, Parked* parked);
 
   /// One evaluation of these rows (at most max_rows); returns the bucket they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
@@ -64,6 +88,7 @@ class Evaluator {
   Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
   absl::Status Allocate();
   absl::StatusOr<Graph*> GraphFor(int bucket);
+  void UploadStart(int slot, const Start& start);
   void Enqueue(Backend& backend, Arena& arena, int bucket);
   Tensor SlotOf(const Tensor& per_slot, int slot) const;
 

@@ -20,6 +20,10 @@ enum class PreviewKind { kPredictedX0, kNoisyState };
 enum class Priority { kInteractive, kNormal, kBatch };
 constexpr size_t kPriorities = 3;
 
+/// When waiting images may join: at any evaluation, or, as the baseline to compare with, only once
+/// every image of the batch before is done.
+enum class Batching { kStep, kRequest };
+
 /// Why a job ended before its images were done.
 enum class EndReason { kCancelled, kDisconnected, kDeadline, kDrained, kFailed };
 constexpr size_t kEndReasons = 5;

@@ -7,7 +7,7 @@ namespace {
 
 // Evaluations the device may have queued while the host reports an earlier one: enough that it
 // never waits for the host, few enough that a cancellation takes effect at the next.
-constexpr size_t kRunAhead = 1;
+constexpr size_t kRunAhead = Evaluator::kEvaluationsUnderWay - 1;
 
 // Sizes other than a model's first, kept at most for the next request of that size.
 constexpr int kExtraSizes = 2;
@@ -18,22 +18,34 @@ double Seconds(StepBatcher::Clock::duration duration) {
 
 }  // namespace
 
+/// An image that lost its slot before it was done.
+struct StepBatcher::ParkedImage {
+  int image = 0;
+  int evaluation = 0;  // next in the plan
+  std::unique_ptr<Evaluator::Parked> state;
+};
+
 struct StepBatcher::Job {
   JobId id = 0;
   EffectiveJob effective;
   std::shared_ptr<JobListener> listener;
-  std::vector<DeviceEvaluation> plan;
+  std::shared_ptr<Admission::Ticket> ticket;
+  Lane* lane = nullptr;
+  std::vector<DeviceEvaluation> plan;  // made when the first image has a slot
   Clock::time_point submitted;
   JobTiming timing;
-  int next_image = 0;        // the first that has not had a slot
+  int next_image = 0;  // the first that has not had a slot
+  std::deque<std::shared_ptr<ParkedImage>> parked;
   int evaluations_done = 0;  // over all images, as reported
+  int64_t rows_launched = 0;
   int images_done = 0;
   bool started = false, over = false;
 
   int count() const { return effective.spec.count; }
-  int waiting() const { return over ? 0 : count() - next_image; }
+  int waiting() const { return count() - next_image + static_cast<int>(parked.size()); }
   bool guided() const { return *effective.spec.guidance_scale > 1; }
   int rows() const { return guided() ? 2 : 1; }
+  std::pair<double, JobId> key() const { return Admission::Key(*ticket); }
 };
 
 struct StepBatcher::Lane {
@@ -41,27 +53,38 @@ struct StepBatcher::Lane {
     std::shared_ptr<Job> job;  // null: free
     int image = 0;
     int evaluation = 0;  // next in the plan
+
+    int evaluations_left() const { return job->effective.evaluations - evaluation; }
   };
 
   BatchedModel model;
   bool first_size = false;  // never evicted
   std::unique_ptr<Evaluator> evaluator;
+  Admission::Lane* share = nullptr;
   std::vector<Slot> slots;
-  std::deque<std::shared_ptr<Job>> waiting;  // jobs with images that had no slot, in turn
+  int jobs = 0;              // unfinished
+  int active = 0, rows = 0;  // images in slots, and their rows
+  std::map<std::pair<double, JobId>, std::shared_ptr<Job>> waiting;  // jobs with images, in order
 
-  int active() const {
-    return static_cast<int>(std::count_if(slots.begin(), slots.end(),
-                                          [](const Slot& slot) { return slot.job != nullptr; }));
+  bool ready() const { return active > 0 || !waiting.empty(); }
+  bool HasRoom(const Job& job) const {
+    return active < static_cast<int>(slots.size()) && rows + job.rows() <= model.max_rows;
   }
-  int rows() const {
-    int rows = 0;
-    for (const Slot& slot : slots) rows += slot.job ? slot.job->rows() : 0;
-    return rows;
+  void Take(int slot, const std::shared_ptr<Job>& job, int image, int evaluation) {
+    slots[slot] = {.job = job, .image = image, .evaluation = evaluation};
+    ++active;
+    rows += job->rows();
+  }
+  void Free(int slot) {
+    --active;
+    rows -= slots[slot].job->rows();
+    slots[slot] = Slot();
   }
   void Forget(const Job& job) {
-    for (Slot& slot : slots)
-      if (slot.job.get() == &job) slot = Slot();
-    std::erase_if(waiting, [&](const auto& waiting_job) { return waiting_job.get() == &job; });
+    for (int slot = 0; slot < static_cast<int>(slots.size()); ++slot)
+      if (slots[slot].job.get() == &job) Free(slot);
+    waiting.erase(job.key());
+    --jobs;
   }
 };
 
@@ -76,25 +99,26 @@ struct StepBatcher::Evaluated {
   };
 
   std::string model;
+  Admission::Lane* share = nullptr;
   int rows = 0, bucket = 0;
   std::unique_ptr<Marker> begin, end;
   std::vector<Image> images;
+  std::vector<std::shared_ptr<ParkedImage>> parked;  // before it
 };
 
-StepBatcher::StepBatcher(Backend& backend, EngineObserver* observer)
-    : backend_(backend), observer_(observer) {}
+StepBatcher::StepBatcher(Backend& backend, Admission& admission, EngineObserver* observer,
+                         const Options& options)
+    : backend_(backend), admission_(admission), observer_(observer), options_(options) {}
 
 StepBatcher::~StepBatcher() = default;
 
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
+  auto lane = MakeLane(model, height, width);
+  if (!lane.ok()) return lane.status();
+  (*lane)->first_size = true;
+  lanes_.push_front(*std::move(lane));
   models_[model.name] = model;
-  const auto lane = LaneFor(model.name, height, width);
-  if (lane.ok()) {
-    (*lane)->first_size = true;
-  } else {
-    models_.erase(model.name);
-  }
-  return lane.status();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
@@ -102,53 +126,82 @@ absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
     return each->model.name == model && each->first_size;
   });
   DENOISED_CHECK(lane != lanes_.end(), "model {}", model);
-  return (*lane)->evaluator->WarmUp();
+  return WarmUp(**lane);
+}
+
+absl::StatusOr<bool> StepBatcher::WarmUp(Lane& lane) {
+  DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, lane.evaluator->WarmUp());
+  admission_.Measured(*lane.share, warmed.bucket, warmed.seconds);
+  return warmed.more;
 }
 
 bool StepBatcher::HasJobs(const std::string& model) const {
-  return std::any_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
-    return entry.second->effective.spec.model == model;
-  });
+  return std::any_of(lanes_.begin(), lanes_.end(),
+                     [&](const auto& lane) { return lane->model.name == model && lane->jobs > 0; });
 }
 
 absl::Status StepBatcher::RemoveModel(const std::string& model) {
   DENOISED_CHECK(!HasJobs(model), "model {} has jobs", model);
   // Its last evaluation may be on the device still, though nobody waits for it.
   const absl::Status status = backend_.Synchronize();
+  std::erase_if(evaluated_, [&](const auto& evaluated) { return evaluated.model == model; });
   std::erase_if(lanes_, [&](const auto& lane) { return lane->model.name == model; });
   models_.erase(model);
+  admission_.Close(model);
   return status;
 }
 
 absl::StatusOr<StepBatcher::Lane*> StepBatcher::LaneFor(const std::string& model, int height,
                                                         int width) {
-  std::vector<Lane*> extra;
+  int extra = 0;
   for (const auto& lane : lanes_) {
     if (lane->model.name != model) continue;
     const Evaluator::Options& options = lane->evaluator->options();
     if (options.height == height && options.width == width) return lane.get();
-    if (!lane->first_size) extra.push_back(lane.get());
+    if (!lane->first_size) ++extra;
   }
-  if (extra.size() >= kExtraSizes) {
-    for (Lane* idle : extra) {
-      if (idle->active() > 0 || !idle->waiting.empty()) continue;
-      DENOISED_RETURN_IF_ERROR(backend_.Synchronize());
-      std::erase_if(lanes_, [&](const auto& lane) { return lane.get() == idle; });
-      break;
-    }
+  if (extra >= kExtraSizes) EvictIdleLane(&model);
+  auto lane = MakeLane(models_.at(model), height, width);
+  // Sizes that nobody draws now make room, of any model.
+  while (lane.status().code() == absl::StatusCode::kResourceExhausted && EvictIdleLane(nullptr))
+    lane = MakeLane(models_.at(model), height, width);
+  if (!lane.ok()) return lane.status();
+  // Captured now: no evaluation of a job takes memory.
+  bool more = true;
+  while (more) {
+    DENOISED_ASSIGN_OR_RETURN(more, WarmUp(**lane));
   }
+  lanes_.push_front(*std::move(lane));
+  return lanes_.front().get();
+}
+
+absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const BatchedModel& model,
+                                                                         int height, int width) {
   auto lane = std::make_unique<Lane>();
-  lane->model = models_.at(model);
+  lane->model = model;
   DENOISED_ASSIGN_OR_RETURN(lane->evaluator,
-                            Evaluator::Create(backend_, lane->model.denoiser,
+                            Evaluator::Create(backend_, model.denoiser,
                                               {.height = height,
                                                .width = width,
-                                               .max_rows = lane->model.max_rows,
-                                               .slots = lane->model.slots,
-                                               .max_evaluations = lane->model.max_evaluations}));
-  lane->slots.resize(lane->model.slots);
-  lanes_.push_back(std::move(lane));
-  return lanes_.back().get();
+                                               .max_rows = model.max_rows,
+                                               .slots = model.slots,
+                                               .max_evaluations = model.max_evaluations}));
+  lane->slots.resize(model.slots);
+  lane->share = admission_.Open(model.name, height, width, model.max_rows);
+  return lane;
+}
+
+/// Gives up the longest unused lane of a size that is not its model's first; of any model when
+/// `model` is null. False when there is none.
+bool StepBatcher::EvictIdleLane(const std::string* model) {
+  for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
+    if ((*lane)->first_size || (*lane)->jobs > 0 || (model && (*lane)->model.name != *model))
+      continue;
+    if (!backend_.Synchronize().ok()) return false;  // the next Step reports it
+    lanes_.erase(lane);
+    return true;
+  }
+  return false;
 }
 
 size_t StepBatcher::ActivationBytes(const std::string& model) const {
@@ -166,42 +219,48 @@ size_t StepBatcher::SlotBytes(const std::string& model) const {
 }
 
 void StepBatcher::Submit(JobId id, EffectiveJob effective, std::shared_ptr<JobListener> listener,
-                         Clock::time_point submitted) {
+                         Clock::time_point submitted, std::shared_ptr<Admission::Ticket> ticket) {
   auto job = std::make_shared<Job>();
   job->id = id;
   job->effective = std::move(effective);
   job->listener = std::move(listener);
-  job->plan = ToDevice(*job->effective.plan);
+  job->ticket = std::move(ticket);
   job->submitted = submitted;
   jobs_[id] = job;
   const JobSpec& spec = job->effective.spec;
+  if (spec.deadline) deadlines_.emplace(*spec.deadline, id);
   if (!models_.count(spec.model)) {
-    Finish(*job, NotFound("model '{}' is not on this device", spec.model));
+    Finish(*job, NotFound("model '{}' is not on this device", spec.model), EndReason::kFailed);
     return;
   }
   const auto lane = LaneFor(spec.model, spec.height, spec.width);
   if (!lane.ok()) {
-    Finish(*job, lane.status());
+    Finish(*job, lane.status(), EndReason::kFailed);
     return;
   }
-  (*lane)->waiting.push_back(job);
+  job->lane = *lane;
+  ++job->lane->jobs;
+  job->lane->waiting.emplace(job->key(), job);
 }
 
-void StepBatcher::End(JobId id, const absl::Status& status) {
+void StepBatcher::End(JobId id, const absl::Status& status, EndReason reason) {
   const auto found = jobs_.find(id);
   if (found == jobs_.end()) return;
   const std::shared_ptr<Job> job = found->second;
-  Finish(*job, status);
+  Finish(*job, status, reason);
 }
 
-void StepBatcher::EndAll(const absl::Status& status) {
-  while (!jobs_.empty()) End(jobs_.begin()->first, status);
+void StepBatcher::EndAll(const absl::Status& status, EndReason reason) {
+  while (!jobs_.empty()) End(jobs_.begin()->first, status, reason);
 }
 
-void StepBatcher::Finish(Job& job, const absl::Status& status) {
+void StepBatcher::Finish(Job& job, const absl::Status& status, std::optional<EndReason> reason) {
   job.over = true;
-  for (const auto& lane : lanes_) lane->Forget(job);
-  job.timing.total_seconds = Seconds(Clock::now() - job.submitted);
+  if (job.lane) job.lane->Forget(job);
+  job.parked.clear();
+  if (job.effective.spec.deadline) deadlines_.erase({*job.effective.spec.deadline, job.id});
+  admission_.Left(*job.ticket, job.rows_launched, reason);
+  job.timing.total_seconds = Seconds(options_.now() - job.submitted);
   const std::shared_ptr<JobListener> listener = std::move(job.listener);
   listener->OnDone(status, job.timing);
   jobs_.erase(job.id);
@@ -211,14 +270,20 @@ bool StepBatcher::busy() const { return !jobs_.empty() || !evaluated_.empty(); }
 
 absl::Status StepBatcher::Step() {
   EndExpired();
-  for (const auto& lane : lanes_) Admit(*lane);
-  bool launched = false;
-  for (auto lane = lanes_.begin(); lane != lanes_.end() && !launched; ++lane) {
-    if ((*lane)->active() == 0) continue;
-    DENOISED_RETURN_IF_ERROR(Launch(**lane));
-    launched = true;
-    lanes_.splice(lanes_.end(), lanes_, lane);  // its next turn comes after everyone else's
-    break;
+  auto next = lanes_.end();
+  double first_turn = 0;
+  for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
+    if (!(*lane)->ready()) continue;
+    const double turn = admission_.Turn(*(*lane)->share);
+    if (next != lanes_.end() && turn >= first_turn) continue;
+    next = lane;
+    first_turn = turn;
+  }
+  const bool launched = next != lanes_.end();
+  if (launched) {
+    DENOISED_RETURN_IF_ERROR(Admit(**next));
+    DENOISED_RETURN_IF_ERROR(Launch(**next));
+    lanes_.splice(lanes_.end(), lanes_, next);
   }
   // The CPU has computed when Launch returns: nothing to run ahead of.
   const size_t ahead = launched && backend_.device() != Device::kCpu ? kRunAhead : 0;
@@ -227,36 +292,92 @@ absl::Status StepBatcher::Step() {
 }
 
 void StepBatcher::EndExpired() {
-  const Clock::time_point now = Clock::now();
-  std::vector<JobId> expired;
-  for (const auto& [id, job] : jobs_)
-    if (job->effective.spec.deadline && *job->effective.spec.deadline <= now) expired.push_back(id);
-  for (const JobId id : expired)
-    End(id, DeadlineExceeded("the deadline passed after {} of {} evaluations; allow more time, or "
-                             "ask for fewer steps or images",
-                             jobs_.at(id)->evaluations_done,
-                             jobs_.at(id)->count() * jobs_.at(id)->effective.evaluations));
-}
-
-void StepBatcher::Admit(Lane& lane) {
-  int rows = lane.rows();
-  for (int slot = 0; slot < static_cast<int>(lane.slots.size()) && !lane.waiting.empty(); ++slot) {
-    if (lane.slots[slot].job) continue;
-    const std::shared_ptr<Job> job = lane.waiting.front();
-    if (rows + job->rows() > lane.model.max_rows) return;
-    lane.waiting.pop_front();
-    rows += job->rows();
-    Begin(lane, slot, job);
-    if (job->waiting() > 0) lane.waiting.push_back(job);
+  const Clock::time_point now = options_.now();
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    const std::shared_ptr<Job> job = jobs_.at(deadlines_.begin()->second);
+    Finish(*job,
+           DeadlineExceeded("the deadline passed after {} of {} evaluations; allow more time, or "
+                            "ask for fewer steps or images",
+                            job->evaluations_done, job->count() * job->effective.evaluations),
+           EndReason::kDeadline);
   }
 }
 
-void StepBatcher::Begin(Lane& lane, int slot, const std::shared_ptr<Job>& job) {
+absl::Status StepBatcher::Admit(Lane& lane) {
+  const bool whole_batches = options_.batching == Batching::kRequest;
+  if (whole_batches && lane.active > 0) return absl::OkStatus();
+  int may_park = whole_batches ? 0 : Evaluator::kParksPerEvaluation;
+  int slot = 0;
+  while (!lane.waiting.empty()) {
+    const std::shared_ptr<Job> job = lane.waiting.begin()->second;
+    if (!lane.HasRoom(*job)) {
+      const int before = lane.active;
+      if (!MakeRoom(lane, *job, may_park)) break;
+      may_park -= before - lane.active;
+      slot = 0;
+    }
+    while (lane.slots[slot].job) ++slot;
+    DENOISED_RETURN_IF_ERROR(Begin(lane, slot, job));
+    if (job->waiting() == 0) lane.waiting.erase(lane.waiting.begin());
+  }
+  return absl::OkStatus();
+}
+
+/// Parks at most `most` images that come after `job` in the order, the last first, until it has
+/// room; none when that would not do.
+bool StepBatcher::MakeRoom(Lane& lane, const Job& job, int most) {
+  std::vector<int> victims;
+  for (int slot = 0; slot < static_cast<int>(lane.slots.size()); ++slot) {
+    const Lane::Slot& taken = lane.slots[slot];
+    if (taken.job && taken.job->key() > job.key() &&
+        taken.evaluations_left() > options_.keep_evaluations)
+      victims.push_back(slot);
+  }
+  // Of one job, those that have the longest way to go.
+  const auto later = [&](int a, int b) {
+    const Lane::Slot &first = lane.slots[a], &second = lane.slots[b];
+    return std::pair(first.job->key(), first.evaluations_left()) >
+           std::pair(second.job->key(), second.evaluations_left());
+  };
+  most = std::min(most, static_cast<int>(victims.size()));
+  std::partial_sort(victims.begin(), victims.begin() + most, victims.end(), later);
+  int rows = lane.rows, parks = 0;
+  const auto enough = [&] {
+    return lane.active - parks < static_cast<int>(lane.slots.size()) &&
+           rows + job.rows() <= lane.model.max_rows;
+  };
+  while (!enough() && parks < most) rows -= lane.slots[victims[parks++]].job->rows();
+  if (!enough()) return false;
+  for (int i = 0; i < parks; ++i) Park(lane, victims[i]);
+  return true;
+}
+
+void StepBatcher::Park(Lane& lane, int slot) {
+  const Lane::Slot taken = lane.slots[slot];
+  auto parked = std::make_shared<ParkedImage>();
+  parked->image = taken.image;
+  parked->evaluation = taken.evaluation;
+  parked->state = lane.evaluator->Park(slot);
+  admission_.Parked(*taken.job->ticket, taken.evaluations_left());
+  lane.Free(slot);
+  if (taken.job->waiting() == 0) lane.waiting.emplace(taken.job->key(), taken.job);
+  taken.job->parked.push_back(parked);
+  parked_.push_back(std::move(parked));
+}
+
+absl::Status StepBatcher::Begin(Lane& lane, int slot, const std::shared_ptr<Job>& job) {
+  std::shared_ptr<ParkedImage> parked;
+  if (!job->parked.empty()) {
+    parked = job->parked.front();
+    job->parked.pop_front();
+  }
   const JobSpec& spec = job->effective.spec;
   const StepPlan& plan = *job->effective.plan;
-  const int image = job->next_image++;
-  lane.slots[slot] = {.job = job, .image = image};
+  const int image = parked ? parked->image : job->next_image++;
+  lane.Take(slot, job, image, parked ? parked->evaluation : 0);
+  admission_.Began(*job->ticket, lane.slots[slot].evaluations_left());
 
+  if (job->plan.empty()) job->plan = ToDevice(plan);
   Evaluator::Start start;
   start.plan = &job->plan;
   start.seed = *spec.seed + static_cast<uint64_t>(image);
@@ -270,13 +391,15 @@ void StepBatcher::Begin(Lane& lane, int slot, const std::shared_ptr<Job>& job) {
   start.source_scale = static_cast<float>(plan.initial_source_scale);
   start.noise_scale = static_cast<float>(plan.initial_noise_scale);
   start.churn_scale = static_cast<float>(plan.initial_churn_scale);
+  if (parked) return lane.evaluator->Resume(slot, start, parked->evaluation, parked->state.get());
   lane.evaluator->Begin(slot, start);
 
   if (!job->started) {
     job->started = true;
-    job->timing.queued_seconds = Seconds(Clock::now() - job->submitted);
+    job->timing.queued_seconds = Seconds(options_.now() - job->submitted);
     job->listener->OnStarted();
   }
+  return absl::OkStatus();
 }
 
 absl::Status StepBatcher::Launch(Lane& lane) {
@@ -295,16 +418,20 @@ absl::Status StepBatcher::Launch(Lane& lane) {
           {.slot = s, .label = lane.model.null_label, .unconditional_row = -1, .advances = 0});
   }
 
-  Evaluated evaluated{.model = lane.model.name, .rows = static_cast<int>(rows.size())};
+  Evaluated evaluated{
+      .model = lane.model.name, .share = lane.share, .rows = static_cast<int>(rows.size())};
+  evaluated.parked.swap(parked_);
   evaluated.begin = backend_.Mark();
   DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, lane.evaluator->Evaluate(rows));
   evaluated.end = backend_.Mark();
+  admission_.Launched(*lane.share, evaluated.rows, evaluated.bucket);
 
   for (int s = 0; s < static_cast<int>(lane.slots.size()); ++s) {
     Lane::Slot& slot = lane.slots[s];
     if (!slot.job) continue;
     const JobSpec& spec = slot.job->effective.spec;
     const std::vector<DeviceEvaluation>& plan = slot.job->plan;
+    slot.job->rows_launched += slot.job->rows();
     const int done = ++slot.evaluation;
     const bool last = done == static_cast<int>(plan.size());
     Evaluated::Image image{.job = slot.job, .image = slot.image, .evaluation = done};
@@ -319,7 +446,9 @@ absl::Status StepBatcher::Launch(Lane& lane) {
       }
     }
     evaluated.images.push_back(std::move(image));
-    if (last) slot = Lane::Slot();
+    if (!last) continue;
+    admission_.Drawn(*slot.job->ticket);
+    lane.Free(s);
   }
   evaluated_.push_back(std::move(evaluated));
   return absl::OkStatus();
@@ -329,9 +458,11 @@ absl::Status StepBatcher::Report() {
   Evaluated evaluated = std::move(evaluated_.front());
   evaluated_.pop_front();
   DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
+  const double seconds = evaluated.end->SecondsSince(*evaluated.begin);
+  admission_.Measured(*evaluated.share, evaluated.bucket, seconds);
   if (observer_)
-    observer_->OnEvaluation(evaluated.model, evaluated.rows, evaluated.bucket,
-                            evaluated.end->SecondsSince(*evaluated.begin));
+    observer_->OnEvaluation(evaluated.model, evaluated.rows, evaluated.bucket, seconds);
+  for (const auto& parked : evaluated.parked) DENOISED_RETURN_IF_ERROR(parked->state->Arrive());
 
   std::vector<Job*> progressed;
   for (Evaluated::Image& image : evaluated.images) {
@@ -356,26 +487,14 @@ absl::Status StepBatcher::Report() {
     if (image.preview) {
       for (float& value : result.pixels.span<float>()) value *= image.preview_scale;
       if (job.timing.first_preview_seconds < 0)
-        job.timing.first_preview_seconds = Seconds(Clock::now() - job.submitted);
+        job.timing.first_preview_seconds = Seconds(options_.now() - job.submitted);
       job.listener->OnPreview(result, image.evaluation);
       continue;
     }
     job.listener->OnImage(std::move(result));
-    if (++job.images_done == job.count()) Finish(job, absl::OkStatus());
+    if (++job.images_done == job.count()) Finish(job, absl::OkStatus(), std::nullopt);
   }
   return absl::OkStatus();
-}
-
-int StepBatcher::waiting_images(JobId id) const {
-  const auto found = jobs_.find(id);
-  return found == jobs_.end() ? 0 : found->second->waiting();
-}
-
-int StepBatcher::active_images(const std::string& model) const {
-  int images = 0;
-  for (const auto& lane : lanes_)
-    if (lane->model.name == model) images += lane->active();
-  return images;
 }
 
 }  // namespace denoised

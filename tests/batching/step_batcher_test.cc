@@ -71,7 +71,7 @@ class StepBatcherTest : public ::testing::Test {
   }
 
   void Restart(int max_rows = 6) {
-    batcher_ = std::make_unique<StepBatcher>(*backend_, &observed_);
+    MakeBatcher();
     BatchedModel model{.name = "fake",
                        .denoiser = std::make_shared<FakeDenoiser>(6, 3, 5),
                        .null_label = 4,
@@ -80,6 +80,14 @@ class StepBatcherTest : public ::testing::Test {
                        .max_evaluations = 100};
     EXPECT_TRUE(batcher_->AddModel(model, 6, 6).ok());
     observed_.evaluated.clear();
+  }
+
+  void MakeBatcher() {
+    batcher_.reset();
+    admission_ = std::make_unique<Admission>(Admission::Limits());
+    batcher_ =
+        std::make_unique<StepBatcher>(*backend_, *admission_, &observed_,
+                                      StepBatcher::Options{.keep_evaluations = keep_evaluations_});
   }
 
   EffectiveJob Job(const SchedulerConfig& scheduler, SamplerParams params, uint64_t seed,
@@ -99,7 +107,10 @@ class StepBatcherTest : public ::testing::Test {
 
   std::shared_ptr<Heard> Submit(const EffectiveJob& job) {
     auto heard = std::make_shared<Heard>();
-    batcher_->Submit(++last_id_, job, std::make_shared<Recorder>(heard), Clock::now());
+    const Clock::time_point now = Clock::now();
+    auto ticket = admission_->Enter(++last_id_, job, now, nullptr);
+    EXPECT_TRUE(ticket.ok()) << ticket.status();
+    batcher_->Submit(last_id_, job, std::make_shared<Recorder>(heard), now, *ticket);
     return heard;
   }
 
@@ -114,8 +125,10 @@ class StepBatcherTest : public ::testing::Test {
   SchedulerConfig edm_ = Scheduler(R"({"_class_name": "EDMEulerScheduler"})");
   std::unique_ptr<Backend> backend_;
   Observed observed_;
+  std::unique_ptr<Admission> admission_;
   std::unique_ptr<StepBatcher> batcher_;
   JobId last_id_ = 0;
+  int keep_evaluations_ = 4;
 };
 
 TEST_F(StepBatcherTest, RunsEveryEvaluationOnceAndReportsInOrder) {
@@ -168,21 +181,26 @@ TEST_F(StepBatcherTest, CancelFreesTheSlotAtTheNextEvaluation) {
   const auto first = Submit(Job(edm_, params, 1, 2));
   const auto second = Submit(Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 2}, 5));
   ASSERT_TRUE(batcher_->Step().ok());
-  EXPECT_EQ(batcher_->active_images("fake"), 2);
-  batcher_->End(1, Cancelled("the request was cancelled"));
+  EXPECT_EQ(admission_->Read("fake", Clock::now()).active_images, 2);
+  batcher_->End(1, Cancelled("the request was cancelled"), EndReason::kCancelled);
   ASSERT_TRUE(first->done.has_value());
   EXPECT_EQ(first->done->code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(batcher_->active_images("fake") + batcher_->waiting_images(last_id_), 1);
+  const Admission::Totals totals = admission_->Read("fake", Clock::now());
+  EXPECT_EQ(totals.active_images + totals.queued_images[static_cast<size_t>(Priority::kNormal)], 1);
   RunAll();
   EXPECT_TRUE(second->done->ok());
   EXPECT_TRUE(first->images.empty());
-  batcher_->End(1, Cancelled("again"));  // ids that are over are ignored
+  batcher_->End(1, Cancelled("again"), EndReason::kCancelled);  // ids that are over are ignored
 }
 
 TEST_F(StepBatcherTest, DeadlineEndsTheJobWithWhatItReached) {
   EffectiveJob job = Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 50}, 1);
-  job.spec.deadline = Clock::now();
-  const auto late = Submit(job);
+  job.spec.deadline = Clock::now() + std::chrono::hours(1);
+  auto ticket = admission_->Enter(++last_id_, job, Clock::now(), nullptr);
+  ASSERT_TRUE(ticket.ok());
+  job.spec.deadline = Clock::now();  // as time would have it
+  const auto late = std::make_shared<Heard>();
+  batcher_->Submit(last_id_, job, std::make_shared<Recorder>(late), Clock::now(), *ticket);
   const auto other = Submit(Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 3}, 2));
   RunAll();
   EXPECT_EQ(late->done->code(), absl::StatusCode::kDeadlineExceeded);
@@ -190,7 +208,7 @@ TEST_F(StepBatcherTest, DeadlineEndsTheJobWithWhatItReached) {
 }
 
 TEST_F(StepBatcherTest, EverySizeRunsAndTheOldestIdleOneMakesRoom) {
-  batcher_ = std::make_unique<StepBatcher>(*backend_, nullptr);
+  MakeBatcher();
   BatchedModel model{.name = "fake",
                      .denoiser = std::make_shared<FakeDenoiser>(6, 3, 0),
                      .max_rows = 4,
@@ -272,8 +290,10 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
     for (const float value : alone.back()) ASSERT_TRUE(std::isfinite(value));
   }
 
+  keep_evaluations_ = 0;
   std::mt19937 random(7);
-  for (int round = 0; round < 5; ++round) {
+  uint64_t parked = 0;
+  for (int round = 0; round < 10; ++round) {
     Restart(2 + static_cast<int>(random() % 8));
     std::vector<std::pair<size_t, std::shared_ptr<Heard>>> running;
     std::vector<JobId> doomed;
@@ -285,19 +305,24 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
           running.emplace_back(which, Submit(Job(chosen.scheduler, chosen.params, 1000 + which, 1,
                                                  chosen.guidance)));
           break;
-        case 1:  // company that will be cancelled
-          Submit(Job(chosen.scheduler, chosen.params, random(), 2, chosen.guidance));
+        case 1: {  // company that takes slots from others, and will be cancelled
+          EffectiveJob company = Job(chosen.scheduler, chosen.params, random(), 2, chosen.guidance);
+          company.spec.priority = Priority::kInteractive;
+          Submit(company);
           doomed.push_back(last_id_);
           break;
+        }
         case 2:
           if (!doomed.empty())
-            batcher_->End(doomed[random() % doomed.size()], Cancelled("the request was cancelled"));
+            batcher_->End(doomed[random() % doomed.size()], Cancelled("the request was cancelled"),
+                          EndReason::kCancelled);
           break;
         default:
           ASSERT_TRUE(batcher_->Step().ok());
       }
     }
     RunAll();
+    parked += admission_->Read("fake", Clock::now()).parked_images;
     ASSERT_FALSE(running.empty());
     for (const auto& [which, heard] : running) {
       ASSERT_TRUE(heard->done->ok());
@@ -307,6 +332,7 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
           << "case " << which << " in round " << round;
     }
   }
+  EXPECT_GT(parked, 20u) << "images of every sampler lost their slots and got others";
 }
 
 }  // namespace

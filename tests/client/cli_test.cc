@@ -356,9 +356,10 @@ TEST_F(CliTest, PreviewsWithoutATerminalAreNotAsked) {
 TEST_F(CliTest, ListsModels) {
   const auto table = Run({"models"});
   EXPECT_EQ(table.exit_code, 0);
-  EXPECT_EQ(table.out,
-            "NAME    STATE      SIZE     CLASSES  WEIGHTS  SAMPLER    STEPS  DEVICE\n"
-            "digits  available  16x16x1  10       1.23 M   edm_euler  4      cpu\n");
+  EXPECT_EQ(
+      table.out,
+      "NAME    VERSION  STATE      ALIASES  SIZE     CLASSES  WEIGHTS  SAMPLER    STEPS  DEVICE\n"
+      "digits           available           16x16x1  10       1.23 M   edm_euler  4      cpu\n");
   EXPECT_THAT(Run({"models", "digits"}).out, HasSubstr("edm_euler (of edm_euler, heun)"));
   EXPECT_EQ(nlohmann::json::parse(Run({"models", "--json"}).out)[0]["labels"][9], "nine");
   EXPECT_EQ(Run({"models", "cats"}).exit_code, 1);

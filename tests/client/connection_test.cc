@@ -254,6 +254,15 @@ TEST_F(ConnectionTest, StreamRetriesBeforeItsFirstEvent) {
   EXPECT_EQ(server_.requests()[0].seed(), server_.requests()[2].seed());
 }
 
+TEST_F(ConnectionTest, ACancelThatNobodyAskedForIsRetried) {
+  server_.FailNext(1, grpc::Status::CANCELLED);
+  Heard heard;
+  EXPECT_TRUE(client_.StreamGenerate({}, {}, heard.Listener())->Wait().ok());
+  server_.FailNext(1, grpc::Status::CANCELLED);
+  EXPECT_TRUE(client_.Generate({}).ok());
+  EXPECT_EQ(server_.generations(), 4);
+}
+
 TEST_F(ConnectionTest, StreamDoesNotRetryAfterItsFirstEvent) {
   server_.FailAfterFirstEvent(Draining());
   Heard heard;
@@ -261,6 +270,26 @@ TEST_F(ConnectionTest, StreamDoesNotRetryAfterItsFirstEvent) {
             absl::StatusCode::kUnavailable);
   EXPECT_EQ(server_.generations(), 1);
   EXPECT_THAT(heard.events, ElementsAre("queued"));
+}
+
+TEST_F(ConnectionTest, AStreamThatSurvivesResumesWhereItWasLost) {
+  server_.FailAfterFirstEvent({grpc::StatusCode::UNAVAILABLE, "connection reset"});
+  Heard heard;
+  EXPECT_TRUE(client_.StreamGenerate({.survives = true}, {}, heard.Listener())->Wait().ok());
+  EXPECT_EQ(server_.generations(), 1) << "it was asked for once";
+  EXPECT_NE(server_.requests()[0].request_id(), "") << "or it could not be found again";
+  EXPECT_EQ(server_.requests()[0].disconnect_policy(), v1::DISCONNECT_POLICY_CONTINUE);
+  EXPECT_EQ(server_.watched().request_id(), server_.requests()[0].request_id());
+  EXPECT_EQ(server_.watched().after_sequence(), 1u);
+  EXPECT_THAT(heard.events, ElementsAre("queued", "completed"));
+}
+
+TEST_F(ConnectionTest, WhatTheServerSaysOfAJobIsNotRetried) {
+  server_.FailAfterFirstEvent(Draining());
+  Heard heard;
+  EXPECT_EQ(client_.StreamGenerate({.survives = true}, {}, heard.Listener())->Wait().code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(server_.watched().request_id(), "");
 }
 
 TEST_F(ConnectionTest, CancelEndsAStream) {

@@ -291,6 +291,25 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   return grpc::Status::OK;
 }
 
+grpc::Status FakeServer::WatchJob(grpc::ServerContext*, const v1::WatchJobRequest* request,
+                                  grpc::ServerWriter<v1::StreamGenerateResponse>* writer) {
+  {
+    std::lock_guard lock(mutex_);
+    watched_ = *request;
+  }
+  v1::StreamGenerateResponse event;
+  event.set_sequence(request->after_sequence() + 1);
+  event.set_request_id(request->request_id());
+  event.mutable_completed()->mutable_params()->set_request_id(request->request_id());
+  writer->Write(event);
+  return grpc::Status::OK;
+}
+
+v1::WatchJobRequest FakeServer::watched() const {
+  std::lock_guard lock(mutex_);
+  return watched_;
+}
+
 grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
                                     const v1::ListModelsRequest* request,
                                     v1::ListModelsResponse* response) {

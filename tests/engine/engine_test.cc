@@ -1,7 +1,5 @@
 // The engine through its public door, on the model that ships with the project.
 
-#include "engine/engine.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -16,6 +14,8 @@
 
 #include "engine/backend/cuda/cuda_backend.h"
 #include "engine/core/config_reader.h"
+#include "engine/device_engine.h"
+#include "tests/batching/simulated_backend.h"
 
 namespace denoised {
 namespace {
@@ -38,6 +38,7 @@ class Collector : public JobListener {
   }
   void OnDone(const absl::Status& status, const JobTiming& timing) override {
     std::lock_guard lock(mutex_);
+    EXPECT_FALSE(status_.has_value()) << "OnDone comes once";
     status_ = status;
     timing_ = timing;
     done_.notify_all();
@@ -186,7 +187,33 @@ TEST_P(EngineTest, CancelDeadlineAndQueueLimit) {
   EXPECT_EQ(cancelled->Wait().code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(engine->QueuedImages("digits"), 0) << "its place in the queue is free at once";
   slow.deadline = Clock::now() + std::chrono::milliseconds(50);
-  EXPECT_EQ(Submit(*engine, slow)->Wait().code(), absl::StatusCode::kDeadlineExceeded);
+  Estimate estimate;
+  const absl::Status refused =
+      engine->Submit(*engine->Resolve(slow, &violations), std::make_shared<Collector>(), &estimate)
+          .status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kDeadlineExceeded) << refused;
+  EXPECT_GT(estimate.total_seconds.value(), 0.05) << "as measured at warm-up";
+}
+
+TEST_P(EngineTest, StatsTellWhatIsThere) {
+  const auto engine = Open({.max_rows = 2});
+  JobSpec spec{.model = "digits", .count = 3, .guidance_scale = 1};
+  spec.sampler.steps = 100;
+  spec.priority = Priority::kBatch;
+  JobId id = 0;
+  const auto job = Submit(*engine, spec, &id);
+  while (engine->Stats()[0].evaluations < 2) std::this_thread::yield();
+  EngineStats stats = engine->Stats()[0];
+  EXPECT_EQ(stats.active_images, 2);
+  EXPECT_EQ(stats.queued_requests[static_cast<size_t>(Priority::kBatch)], 1);
+  EXPECT_EQ(stats.queued_images_by_priority[static_cast<size_t>(Priority::kBatch)], 1);
+  EXPECT_EQ(stats.oldest_wait_seconds, 0) << "it has started";
+  EXPECT_EQ(stats.rows, 2 * stats.evaluations);
+  engine->Cancel(id, EndReason::kDisconnected);
+  EXPECT_EQ(job->Wait().code(), absl::StatusCode::kCancelled);
+  stats = engine->Stats()[0];
+  EXPECT_EQ(stats.active_images + stats.queued_images, 0);
+  EXPECT_EQ(stats.wasted_rows[static_cast<size_t>(EndReason::kDisconnected)], stats.rows);
 }
 
 TEST_P(EngineTest, DrainFinishesWhatItCanAndRefusesTheRest) {
@@ -207,6 +234,70 @@ TEST_P(EngineTest, DrainFinishesWhatItCanAndRefusesTheRest) {
   const auto endless = Submit(*engine, spec);
   engine->Drain(Clock::now() + std::chrono::milliseconds(100));
   EXPECT_EQ(endless->Wait().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST_P(EngineTest, AStormOfCancelsLeavesNothingBehind) {
+  const auto engine =
+      Open({.max_rows = 4, .max_queued_requests = 20'000, .max_queued_images = 40'000});
+  std::vector<FieldViolation> violations;
+  const auto resolve = [&](uint64_t seed, int count, int steps, double guidance) {
+    JobSpec spec{.model = "digits", .seed = seed, .count = count, .class_labels = {2}};
+    spec.guidance_scale = guidance;
+    spec.sampler.steps = steps;
+    return *engine->Resolve(spec, &violations);
+  };
+  std::vector<EffectiveJob> kept;
+  std::vector<std::map<int, std::vector<float>>> idle;
+  for (int i = 0; i < 4; ++i) {
+    kept.push_back(resolve(i, 1, 2 + i % 2, i % 2 ? 3 : 1));
+    const auto alone = std::make_shared<Collector>();
+    ASSERT_TRUE(engine->Submit(kept.back(), alone).ok());
+    ASSERT_TRUE(alone->Wait().ok());
+    idle.push_back(alone->images());
+  }
+  const EffectiveJob doomed = resolve(99, 2, 40, 1);
+
+  constexpr int kThreads = 4, kCancels = 2500;
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Collector>> ended;
+  std::vector<std::pair<int, std::shared_ptr<Collector>>> survivors;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t)
+    threads.emplace_back([&, t] {
+      std::mt19937 random(t);
+      std::vector<JobId> open;
+      const auto cancel_one = [&] {
+        std::swap(open[random() % open.size()], open.back());
+        engine->Cancel(open.back());
+        open.pop_back();
+      };
+      for (int i = 0; i < kCancels; ++i) {
+        const auto collector = std::make_shared<Collector>();
+        const auto id = engine->Submit(doomed, collector);
+        ASSERT_TRUE(id.ok()) << id.status();
+        open.push_back(*id);
+        if (open.size() > 16 || random() % 2) cancel_one();
+        std::lock_guard lock(mutex);
+        ended.push_back(collector);
+        if (i % 800 != 0) continue;
+        const int which = static_cast<int>(random() % kept.size());
+        survivors.emplace_back(which, std::make_shared<Collector>());
+        ASSERT_TRUE(engine->Submit(kept[which], survivors.back().second).ok());
+      }
+      while (!open.empty()) cancel_one();
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& collector : ended)
+    EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kCancelled);
+  for (const auto& [which, collector] : survivors) {
+    ASSERT_TRUE(collector->Wait().ok());
+    EXPECT_EQ(collector->images(), idle[which]);
+  }
+  EXPECT_EQ(ended.size(), size_t{kThreads} * kCancels);
+  const EngineStats stats = engine->Stats()[0];
+  EXPECT_EQ(stats.queued_images, 0);
+  EXPECT_EQ(stats.active_images, 0);
+  EXPECT_EQ(stats.queued_requests, (std::array<int, kPriorities>{}));
 }
 
 TEST_P(EngineTest, LoadingAModelDoesNotStopTheOthers) {
@@ -245,6 +336,103 @@ TEST_P(EngineTest, AModelThatIsClosedFinishesWhatItHas) {
   const auto again = Submit(*engine, spec);
   ASSERT_TRUE(again->Wait().ok());
   EXPECT_EQ(again->images(), reference->images());
+}
+
+/// The shipped model on a device that fails when told to.
+class FailingDevice : public ::testing::Test {
+ protected:
+  void Open(double watchdog_seconds) {
+    auto engine =
+        CreateEngine({.max_rows = 2, .watchdog_seconds = watchdog_seconds},
+                     [this](const BackendOptions&) -> absl::StatusOr<std::unique_ptr<Backend>> {
+                       DENOISED_ASSIGN_OR_RETURN(auto cpu, OpenBackend({.device = "cpu"}));
+                       auto backend = std::make_unique<SimulatedBackend>(std::move(cpu), &clock_,
+                                                                         [](int) { return 0.001; });
+                       backend->fault = [this] { return Fault(); };
+                       return backend;
+                     });
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+    const absl::Status opened = engine_->Open("digits", kDigits);
+    EXPECT_TRUE(opened.ok()) << opened;
+    std::vector<FieldViolation> violations;
+    JobSpec spec{.model = "digits", .count = 2};
+    spec.sampler.steps = 900;
+    long_job_ = *engine_->Resolve(spec, &violations);
+  }
+  ~FailingDevice() override { Release(); }
+
+  absl::Status Fault() {
+    std::unique_lock lock(mutex_);
+    released_.wait(lock, [this] { return !hang_; });
+    return error_;
+  }
+  void Release() {
+    std::lock_guard lock(mutex_);
+    hang_ = false;
+    released_.notify_all();
+  }
+  std::shared_ptr<Collector> Submit() {
+    auto collector = std::make_shared<Collector>();
+    EXPECT_TRUE(engine_->Submit(long_job_, collector).ok());
+    return collector;
+  }
+  /// Every job hears of it, new ones are refused, and the engine can be drained.
+  void ExpectAllTold(const std::vector<std::shared_ptr<Collector>>& jobs, const char* why) {
+    for (const auto& job : jobs) {
+      const absl::Status status = job->Wait();
+      EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+      EXPECT_THAT(std::string(status.message()), HasSubstr(why));
+    }
+    EXPECT_THAT(std::string(engine_->Health().message()), HasSubstr(why));
+    EXPECT_EQ(engine_->Submit(long_job_, std::make_shared<Collector>()).status().code(),
+              absl::StatusCode::kUnavailable);
+    engine_->Drain(Clock::now());
+  }
+
+  FakeClock clock_;
+  std::mutex mutex_;
+  std::condition_variable released_;
+  bool hang_ = false;
+  absl::Status error_;
+  std::unique_ptr<Engine> engine_;
+  EffectiveJob long_job_;
+};
+
+TEST_F(FailingDevice, AnErrorIsFinalAndEveryClientIsTold) {
+  Open(/*watchdog_seconds=*/60);
+  const auto first = Submit(), second = Submit(), third = Submit();
+  {
+    std::lock_guard lock(mutex_);
+    error_ = Internal("an illegal memory access was encountered");
+  }
+  ExpectAllTold({first, second, third}, "illegal memory access");
+}
+
+TEST_F(FailingDevice, AnEvaluationThatDoesNotReturnIsAnError) {
+  Open(/*watchdog_seconds=*/1);
+  const auto first = Submit(), second = Submit(), third = Submit();
+  {
+    std::lock_guard lock(mutex_);
+    hang_ = true;
+  }
+  ExpectAllTold({first, second, third}, "did not return within 1 s");
+  Release();  // what the device does later, nobody hears: OnDone came already, and once
+}
+
+TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {
+  Open(/*watchdog_seconds=*/2);
+  const auto job = Submit();
+  for (int i = 0; i < 4; ++i) {
+    {
+      std::lock_guard lock(mutex_);
+      hang_ = true;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(600));
+    Release();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  EXPECT_TRUE(engine_->Health().ok()) << engine_->Health();
 }
 
 INSTANTIATE_TEST_SUITE_P(Device, EngineTest, ::testing::ValuesIn(Devices()),

@@ -198,6 +198,21 @@ TEST_F(GenerationTest, DeliversInOrder) {
   EXPECT_GT(call->watcher->previews(), 0);
 }
 
+TEST_F(GenerationTest, PreviewsComeNoFasterThanTheLimit) {
+  engine_.set_evaluation_cost(1ms);
+  v1::GenerationParams params;
+  params.set_count(2);
+  params.set_steps(100);
+  serving_.limits.max_previews_per_second = 1e-3;  // the first of each image
+  const auto few = Begin(params);
+  EXPECT_TRUE(few->Wait().ok());
+  EXPECT_EQ(few->watcher->previews(), 2);
+  serving_.limits.max_previews_per_second = 0;
+  const auto many = Begin(params);
+  EXPECT_TRUE(many->Wait().ok());
+  EXPECT_GT(many->watcher->previews(), 10);
+}
+
 TEST_F(GenerationTest, TheLastWatcherThatLeavesCancels) {
   engine_.Pause(true);
   const auto first = Begin(Params("a")), second = Begin(Params("a"));

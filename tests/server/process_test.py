@@ -132,13 +132,37 @@ class ProcessTest(unittest.TestCase):
                         return error.code().name
             with concurrent.futures.ThreadPoolExecutor(12) as pool:
                 codes = set(pool.map(call, [upload] * 12))
-            self.assertLessEqual(codes, {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"})
+            # UNAVAILABLE: gRPC gave up a whole connection.
+            self.assertLessEqual(codes, {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE"})
             self.assertIn("RESOURCE_EXHAUSTED", codes)
             with open(f"/proc/{server.process.pid}/status") as file:
                 peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
             # The bound, one message that is being parsed, and the program.
             self.assertLess(peak << 10, 320 << 20)
-            self.assertEqual(call(b""), "OK")
+            end = time.monotonic() + 10
+            while call(b"") != "OK":
+                self.assertLess(time.monotonic(), end, "it did not recover")
+
+    def test_a_request_is_one_line_of_the_log(self):
+        try:
+            import grpc
+        except ImportError:
+            self.skipTest("there is no python3-grpcio")
+        trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+        with Running("--model", f"digits={self.model}") as server:
+            address = server.wait_for("listening")["address"]
+            server.wait_for("serving")
+            with grpc.insecure_channel(address) as channel:
+                channel.unary_unary("/denoised.v1.ImageGeneration/Generate")(
+                    b"", timeout=20, metadata=[("traceparent", f"00-{trace}-00f067aa0ba902b7-01")])
+            line = server.wait_for("request")
+            self.assertEqual((line["method"], line["code"], line["client"], line["trace_id"],
+                              line["parent_span_id"], line["model"], line["count"]),
+                             ("Generate", "OK", "anonymous", trace, "00f067aa0ba902b7", "digits", 1))
+            self.assertRegex(line["span_id"], "^[0-9a-f]{16}$")
+            self.assertRegex(line["peer"], "^ipv4:127")
+            self.assertLessEqual(line["queued_seconds"], line["seconds"])
+            self.assertTrue(line["request_id"])
 
     def test_every_line_of_the_log_is_json(self):
         with Running("--model", f"digits={self.model}", "--log-level", "debug") as server:

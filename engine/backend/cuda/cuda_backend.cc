@@ -132,6 +132,12 @@ class CudaBackend final : public Backend {
     uploads_->Upload(from, bytes, to.data());
   }
 
+  absl::Status ReserveDownloads(size_t bytes, int count) override {
+    context_->Use();
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    return downloads_.Reserve(bytes, count);
+  }
+
   std::unique_ptr<Download> BeginDownload(const Tensor& from) override {
     CheckDownload(from, rules());
     BeginTransfer("BeginDownload");

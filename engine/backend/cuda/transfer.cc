@@ -12,6 +12,8 @@ constexpr size_t kPieceBytes = size_t{4} << 20;  // several fit, so packing and 
 constexpr size_t kAlignment = 256;
 constexpr size_t kSmallestStaging = 4096;
 
+size_t Rounded(size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallestStaging)); }
+
 class StagedDownload final : public Download {
  public:
   StagedDownload(std::shared_ptr<Context> context, std::shared_ptr<DownloadPool::Staging> staging,
@@ -97,13 +99,17 @@ void UploadRing::Upload(const void* from, size_t bytes, void* to) {
 }
 
 absl::StatusOr<std::shared_ptr<DownloadPool::Staging>> DownloadPool::Take(size_t bytes) {
-  const size_t rounded = std::bit_ceil(std::max(bytes, kSmallestStaging));
+  const size_t rounded = Rounded(bytes);
   for (const std::shared_ptr<Staging>& staging : stagings_) {
     if (staging->bytes == rounded && staging.use_count() == 1 &&
         context_->Reached(staging->copied.get(), "download")) {
       return staging;
     }
   }
+  return Allocate(rounded);
+}
+
+absl::StatusOr<std::shared_ptr<DownloadPool::Staging>> DownloadPool::Allocate(size_t rounded) {
   auto staging = std::make_shared<Staging>();
   staging->bytes = rounded;
   DENOISED_ASSIGN_OR_RETURN(staging->device, AllocateDevice(rounded, "a download"));
@@ -112,6 +118,14 @@ absl::StatusOr<std::shared_ptr<DownloadPool::Staging>> DownloadPool::Take(size_t
   DENOISED_ASSIGN_OR_RETURN(staging->copied, NewEvent(/*timing=*/false));
   stagings_.push_back(staging);
   return staging;
+}
+
+absl::Status DownloadPool::Reserve(size_t bytes, int count) {
+  const size_t rounded = Rounded(bytes);
+  const auto fits = [&](const auto& staging) { return staging->bytes == rounded; };
+  for (auto have = std::count_if(stagings_.begin(), stagings_.end(), fits); have < count; ++have)
+    DENOISED_RETURN_IF_ERROR(Allocate(rounded).status());
+  return absl::OkStatus();
 }
 
 std::unique_ptr<Download> DownloadPool::Begin(const Tensor& from) {

@@ -42,6 +42,8 @@ class DownloadPool {
  public:
   explicit DownloadPool(std::shared_ptr<Context> context) : context_(std::move(context)) {}
 
+  /// Allocates until `count` downloads of `bytes` can be under way at one time.
+  absl::Status Reserve(size_t bytes, int count);
   std::unique_ptr<Download> Begin(const Tensor& from);
 
   /// A snapshot's memory on both sides; used again when its download has been let go and the copy
@@ -54,6 +56,7 @@ class DownloadPool {
   };
 
  private:
+  absl::StatusOr<std::shared_ptr<Staging>> Allocate(size_t rounded_bytes);
   absl::StatusOr<std::shared_ptr<Staging>> Take(size_t bytes);
 
   const std::shared_ptr<Context> context_;

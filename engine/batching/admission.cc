@@ -1,0 +1,395 @@
+#include "engine/batching/admission.h"
+
+#include <algorithm>
+#include <deque>
+#include <set>
+
+#include "engine/core/step_plan.h"
+
+namespace denoised {
+namespace {
+
+// Weight of the newest measurement: quick enough to follow a device that slows down as it warms up.
+constexpr double kNewest = 0.2;
+// Clients that have no job are looked through when so many are known.
+constexpr size_t kClientsBeforeSweep = 64;
+// A refused client comes back when at least this part of the queue is gone, within these seconds.
+constexpr double kRetryShare = 0.1, kShortestRetry = 0.25, kLongestRetry = 60;
+
+double Seconds(Admission::TimePoint::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+size_t HostBytes(const EffectiveJob& job) {
+  const JobSpec& spec = job.spec;
+  return sizeof(EffectiveJob) + job.plan->evaluations.size() * sizeof(Evaluation<double>) +
+         spec.class_labels.size() * sizeof(int) + spec.class_values.size() * sizeof(float) +
+         (spec.initial_noise ? spec.initial_noise.bytes() : 0) +
+         (spec.init_image ? spec.init_image.bytes() : 0);
+}
+
+}  // namespace
+
+/// One client at one priority in one lane.
+struct Admission::Client {
+  double weight = 0;
+  double served = 0;  // the virtual time until which it has had its share
+  int jobs = 0;       // unfinished
+};
+
+struct Admission::Model {
+  int max_rows = 0;
+  std::map<std::pair<int, int>, std::unique_ptr<Lane>> lanes;  // by height, width
+  std::map<JobId, TimePoint> unstarted;                        // jobs that never had a slot
+  Totals totals;
+};
+
+class Admission::Lane {
+ public:
+  Lane(Model* model_in, int max_rows_in) : model(model_in), max_rows(max_rows_in) {}
+
+  /// Expected seconds of an evaluation; 0 while nothing was measured.
+  double Cost(int rows) const {
+    if (seconds.empty()) return 0;
+    const auto bucket = seconds.lower_bound(rows);
+    if (bucket != seconds.end()) return bucket->second;
+    return seconds.rbegin()->second * rows / seconds.rbegin()->first;
+  }
+
+  Model* const model;
+  const int max_rows;
+  std::map<int, double> seconds;  // of an evaluation, by bucket
+  std::map<std::pair<Priority, std::string>, Client> clients;
+  size_t sweep_at = kClientsBeforeSweep;
+  int jobs = 0;             // unfinished
+  double weight = 0;        // of the clients that have one
+  double virtual_time = 0;  // V
+  double turn = 0;          // seconds had, each divided by the weight at its time
+  struct Charge {
+    double seconds, weight;
+  };
+  std::deque<Charge> charged;  // evaluations launched but not measured
+  int waiting_rows = 0;        // of images without a slot
+  int64_t waiting_work = 0;    // their row evaluations
+  int active_rows = 0;         // of images with one
+};
+
+class Admission::Ticket {
+ public:
+  JobId id = 0;
+  Lane* lane = nullptr;
+  Client* client = nullptr;
+  std::string client_name;
+  Priority priority = Priority::kNormal;
+  TimePoint submitted;
+  double weight = 1;
+  double entered = 0, key = 0;  // virtual times
+  size_t bytes = 0;
+  int rows = 0, evaluations = 0, count = 0;  // rows and evaluations of one image
+  int waiting = 0, active = 0;               // images
+  int64_t waiting_work = 0;                  // row evaluations of those that wait
+  bool withdrawn = false, over = false;
+
+  int64_t work() const { return int64_t{1} * rows * evaluations * count; }
+};
+
+Admission::Admission(const Limits& limits) : limits_(limits) {}
+Admission::~Admission() = default;
+
+Admission::Lane* Admission::Open(const std::string& name, int height, int width, int max_rows) {
+  std::lock_guard lock(mutex_);
+  std::unique_ptr<Model>& model = models_[name];
+  if (!model) model = std::make_unique<Model>();
+  model->max_rows = max_rows;
+  return &LaneOf(*model, height, width);
+}
+
+/// Under mutex_.
+Admission::Lane& Admission::LaneOf(Model& model, int height, int width) {
+  std::unique_ptr<Lane>& lane = model.lanes[{height, width}];
+  if (!lane) lane = std::make_unique<Lane>(&model, model.max_rows);
+  return *lane;
+}
+
+void Admission::Close(const std::string& model) {
+  std::lock_guard lock(mutex_);
+  models_.erase(model);
+}
+
+Admission::Client& Admission::ClientOf(Lane& lane, const JobSpec& spec) {
+  if (lane.clients.size() >= lane.sweep_at) {
+    std::erase_if(lane.clients, [&](const auto& entry) {
+      return entry.second.jobs == 0 && entry.second.served <= lane.virtual_time;
+    });
+    lane.sweep_at = std::max(kClientsBeforeSweep, 2 * lane.clients.size());
+  }
+  return lane.clients[{spec.priority, spec.client}];
+}
+
+absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
+                                                                    const EffectiveJob& job,
+                                                                    TimePoint now,
+                                                                    Estimate* estimate) {
+  std::lock_guard lock(mutex_);
+  const JobSpec& spec = job.spec;
+  const auto found = models_.find(spec.model);
+  if (found == models_.end()) return NotFound("model '{}' is not on this device", spec.model);
+  Model& model = *found->second;
+  Lane& lane = LaneOf(model, spec.height, spec.width);
+  Client& client = ClientOf(lane, spec);
+  auto ticket = std::make_shared<Ticket>();
+  ticket->id = id;
+  ticket->lane = &lane;
+  ticket->client = &client;
+  ticket->client_name = spec.client;
+  ticket->priority = spec.priority;
+  ticket->submitted = now;
+  ticket->bytes = HostBytes(job);
+  ticket->rows = *spec.guidance_scale > 1 ? 2 : 1;
+  ticket->evaluations = job.evaluations;
+  ticket->count = ticket->waiting = spec.count;
+  ticket->waiting_work = ticket->work();
+  ticket->weight = limits_.weights[static_cast<size_t>(spec.priority)] * spec.client_weight;
+  ticket->entered = lane.virtual_time;
+  ticket->key = std::max(lane.virtual_time, client.served) +
+                static_cast<double>((client.jobs + 1) * ticket->work()) / ticket->weight;
+
+  Estimate told = Predict(lane, *ticket);
+  // So much of the queue must go before there is room; the rest of what is said to a refused job.
+  const auto retry = [&](double share) {
+    told.retry_seconds =
+        std::clamp(DrainSeconds() * std::max(share, kRetryShare), kShortestRetry, kLongestRetry);
+  };
+  absl::Status refusal;
+  if (const auto own = queued_requests_of_.find(spec.client);
+      limits_.requests_per_client > 0 && own != queued_requests_of_.end() &&
+      own->second >= limits_.requests_per_client) {
+    retry(1.0 / limits_.requests_per_client);
+    refusal = ResourceExhausted(
+        "{} requests of client '{}' are queued, the limit for one client is {}; retry later",
+        own->second, spec.client, limits_.requests_per_client);
+  } else if (queued_requests_ >= limits_.requests) {
+    retry(1.0 / limits_.requests);
+    refusal = ResourceExhausted("{} requests are queued, the limit is {}; retry later",
+                                queued_requests_, limits_.requests);
+  } else if (queued_images_ + spec.count > limits_.images) {
+    if (spec.count <= limits_.images) retry(double{1} * spec.count / limits_.images);
+    refusal =
+        ResourceExhausted("{} images are queued, and {} more would exceed the limit of {}; {}",
+                          queued_images_, spec.count, limits_.images,
+                          spec.count <= limits_.images ? "retry later" : "ask for fewer images");
+  } else if (queued_bytes_ + ticket->bytes > limits_.bytes) {
+    if (ticket->bytes <= limits_.bytes) retry(double{1} * ticket->bytes / limits_.bytes);
+    refusal = ResourceExhausted(
+        "queued requests hold {} bytes, and {} more would exceed the limit of {}; {}",
+        queued_bytes_, ticket->bytes, limits_.bytes,
+        ticket->bytes <= limits_.bytes ? "retry later" : "ask for fewer images at a time");
+  } else if (spec.deadline && now >= *spec.deadline) {
+    refusal = DeadlineExceeded("the deadline had passed before the request was queued");
+  } else if (spec.deadline && told.total_seconds &&
+             *told.total_seconds > Seconds(*spec.deadline - now)) {
+    const double allowed = Seconds(*spec.deadline - now);
+    const double alone = *told.total_seconds - *told.start_seconds;
+    if (alone <= allowed)
+      told.retry_seconds = std::clamp(*told.total_seconds - allowed, kShortestRetry, kLongestRetry);
+    refusal = DeadlineExceeded(
+        "the deadline is in {:.3g} s, but {} evaluations of {} images would take {:.3g} s, after "
+        "{:.3g} s in the queue; allow more time, or ask for fewer steps or images",
+        allowed, job.evaluations, spec.count, alone, *told.start_seconds);
+  }
+  if (estimate) *estimate = told;
+  if (!refusal.ok()) return refusal;
+
+  if (lane.jobs++ == 0) {
+    // It is next, but what others had while it was idle is not owed to it.
+    std::optional<double> first;
+    for (const auto& [name, other] : models_)
+      for (const auto& [size, busy] : other->lanes)
+        if (busy.get() != &lane && busy->jobs > 0)
+          first = std::min(first.value_or(busy->turn), busy->turn);
+    lane.turn = std::max(lane.turn, first.value_or(0));
+  }
+  lane.weight += client.jobs++ == 0 ? ticket->weight : ticket->weight - client.weight;
+  client.weight = ticket->weight;
+  lane.waiting_rows += ticket->rows * ticket->count;
+  lane.waiting_work += ticket->waiting_work;
+  model.unstarted.emplace(id, now);
+  ++model.totals.queued_requests[static_cast<size_t>(spec.priority)];
+  model.totals.queued_images[static_cast<size_t>(spec.priority)] += spec.count;
+  ++queued_requests_;
+  queued_images_ += spec.count;
+  queued_bytes_ += ticket->bytes;
+  ++queued_requests_of_[spec.client];
+  return ticket;
+}
+
+std::pair<double, JobId> Admission::Key(const Ticket& ticket) { return {ticket.key, ticket.id}; }
+
+/// Under mutex_.
+Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
+  Estimate estimate;
+  for (size_t level = 0; level <= static_cast<size_t>(ticket.priority); ++level) {
+    estimate.jobs_ahead += lane.model->totals.queued_requests[level];
+    estimate.images_ahead += lane.model->totals.queued_images[level];
+  }
+  if (lane.seconds.empty()) return estimate;
+  const Client& client = *ticket.client;
+  const double lane_weight =
+      client.jobs == 0 ? lane.weight + ticket.weight : lane.weight - client.weight + ticket.weight;
+  double other_weights = 0;
+  for (const auto& [name, model] : models_)
+    for (const auto& [size, other] : model->lanes)
+      if (other.get() != &lane && other->jobs > 0) other_weights += other->weight;
+  const double slowdown = (lane_weight + other_weights) / lane_weight;
+
+  const int own_rows = ticket.rows * ticket.count;
+  const int demand = lane.active_rows + lane.waiting_rows + own_rows;
+  const double evaluation = lane.Cost(std::min(lane.max_rows, demand)) * slowdown;
+  const int images_at_once = lane.max_rows / ticket.rows;
+  const int rounds = (ticket.count + images_at_once - 1) / images_at_once;
+  double ahead = 0;  // row evaluations
+  if (demand > lane.max_rows)
+    ahead = std::clamp((ticket.key - lane.virtual_time) * lane_weight - ticket.work(), 0.0,
+                       static_cast<double>(lane.waiting_work));
+  estimate.start_seconds = ahead / lane.max_rows * evaluation;
+  estimate.total_seconds =
+      *estimate.start_seconds + double{1} * rounds * ticket.evaluations * evaluation;
+  return estimate;
+}
+
+/// Until all that waits now would be gone. Under mutex_.
+double Admission::DrainSeconds() const {
+  double seconds = 0;
+  for (const auto& [name, model] : models_)
+    for (const auto& [size, lane] : model->lanes)
+      seconds +=
+          static_cast<double>(lane->waiting_work) / lane->max_rows * lane->Cost(lane->max_rows);
+  return seconds;
+}
+
+/// `images` of the job stop waiting. Under mutex_.
+void Admission::Unqueue(Ticket& ticket, int images, int64_t work) {
+  if (images == 0) return;
+  Totals& totals = ticket.lane->model->totals;
+  ticket.waiting -= images;
+  ticket.waiting_work -= work;
+  ticket.lane->waiting_rows -= images * ticket.rows;
+  ticket.lane->waiting_work -= work;
+  totals.queued_images[static_cast<size_t>(ticket.priority)] -= images;
+  queued_images_ -= images;
+  if (ticket.waiting > 0) return;
+  --totals.queued_requests[static_cast<size_t>(ticket.priority)];
+  --queued_requests_;
+  queued_bytes_ -= ticket.bytes;
+  const auto own = queued_requests_of_.find(ticket.client_name);
+  if (--own->second == 0) queued_requests_of_.erase(own);
+}
+
+void Admission::Began(Ticket& ticket, int evaluations_left) {
+  std::lock_guard lock(mutex_);
+  ticket.lane->model->unstarted.erase(ticket.id);
+  ++ticket.active;
+  ++ticket.lane->model->totals.active_images;
+  ticket.lane->active_rows += ticket.rows;
+  if (!ticket.withdrawn) Unqueue(ticket, 1, int64_t{1} * ticket.rows * evaluations_left);
+}
+
+void Admission::Parked(Ticket& ticket, int evaluations_left) {
+  std::lock_guard lock(mutex_);
+  Totals& totals = ticket.lane->model->totals;
+  ++totals.parked_images;
+  --ticket.active;
+  --totals.active_images;
+  ticket.lane->active_rows -= ticket.rows;
+  if (ticket.withdrawn) return;
+  const int64_t work = int64_t{1} * ticket.rows * evaluations_left;
+  if (ticket.waiting++ == 0) {
+    ++totals.queued_requests[static_cast<size_t>(ticket.priority)];
+    ++queued_requests_;
+    queued_bytes_ += ticket.bytes;
+    ++queued_requests_of_[ticket.client_name];
+  }
+  ticket.waiting_work += work;
+  ticket.lane->waiting_rows += ticket.rows;
+  ticket.lane->waiting_work += work;
+  ++totals.queued_images[static_cast<size_t>(ticket.priority)];
+  ++queued_images_;
+}
+
+void Admission::Drawn(Ticket& ticket) {
+  std::lock_guard lock(mutex_);
+  --ticket.active;
+  --ticket.lane->model->totals.active_images;
+  ticket.lane->active_rows -= ticket.rows;
+}
+
+void Admission::Withdraw(Ticket& ticket) {
+  std::lock_guard lock(mutex_);
+  if (ticket.over || ticket.withdrawn) return;
+  ticket.withdrawn = true;
+  ticket.lane->model->unstarted.erase(ticket.id);
+  Unqueue(ticket, ticket.waiting, ticket.waiting_work);
+}
+
+void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reason) {
+  std::lock_guard lock(mutex_);
+  if (ticket.over) return;
+  ticket.over = true;
+  Lane& lane = *ticket.lane;
+  lane.model->unstarted.erase(ticket.id);
+  Unqueue(ticket, ticket.waiting, ticket.waiting_work);
+  lane.model->totals.active_images -= ticket.active;
+  lane.active_rows -= ticket.active * ticket.rows;
+  if (reason) lane.model->totals.wasted_rows[static_cast<size_t>(*reason)] += rows;
+
+  Client& client = *ticket.client;
+  client.served =
+      std::max(client.served, ticket.entered) + static_cast<double>(rows) / ticket.weight;
+  if (--client.jobs == 0) lane.weight -= client.weight;
+  if (--lane.jobs > 0) return;
+  // Nobody is owed anything by an idle device, and sums start afresh without rounding errors.
+  lane.clients.clear();
+  lane.weight = lane.virtual_time = lane.waiting_work = 0;
+}
+
+void Admission::Launched(Lane& lane, int rows, int bucket) {
+  std::lock_guard lock(mutex_);
+  Totals& totals = lane.model->totals;
+  ++totals.evaluations;
+  totals.rows += rows;
+  totals.padding_rows += bucket - rows;
+  lane.virtual_time += rows / lane.weight;
+  const double seconds = lane.Cost(bucket);
+  lane.turn += seconds / lane.weight;
+  lane.charged.push_back({seconds, lane.weight});
+}
+
+void Admission::Measured(Lane& lane, int bucket, double seconds) {
+  std::lock_guard lock(mutex_);
+  Lane::Charge charge{seconds, 1};
+  if (!lane.charged.empty()) {
+    charge = lane.charged.front();
+    lane.charged.pop_front();
+  }
+  if (seconds < 0) return;
+  lane.turn += (seconds - charge.seconds) / charge.weight;
+  const auto [known, first] = lane.seconds.emplace(bucket, seconds);
+  if (!first) known->second += kNewest * (seconds - known->second);
+}
+
+double Admission::Turn(const Lane& lane) const {
+  std::lock_guard lock(mutex_);
+  return lane.turn;
+}
+
+Admission::Totals Admission::Read(const std::string& name, TimePoint now) const {
+  std::lock_guard lock(mutex_);
+  const auto model = models_.find(name);
+  if (model == models_.end()) return {};
+  Totals totals = model->second->totals;
+  const std::map<JobId, TimePoint>& unstarted = model->second->unstarted;
+  if (!unstarted.empty()) totals.oldest_wait_seconds = Seconds(now - unstarted.begin()->second);
+  return totals;
+}
+
+}  // namespace denoised

@@ -1,0 +1,400 @@
+// Who is served when, on a simulated device: bounds, shares, limits and estimates.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "tests/batching/simulation.h"
+
+namespace denoised {
+namespace {
+
+using ::testing::HasSubstr;
+using Request = Simulation::Request;
+
+int64_t Done(const std::vector<std::shared_ptr<Heard>>& jobs) {
+  int64_t evaluations = 0;
+  for (const auto& heard : jobs)
+    evaluations += heard->progress.empty() ? 0 : heard->progress.back();
+  return evaluations;
+}
+
+/// Rows all taken by images that need many evaluations, in several ways.
+struct Crowd {
+  const char* name;
+  std::function<void(Simulation&)> fill;
+};
+const Crowd kCrowds[] = {
+    {"one job", [](Simulation& s) { s.Submit({.steps = 400, .count = 16}); }},
+    {"many jobs of one client",
+     [](Simulation& s) {
+       for (int i = 0; i < 40; ++i) s.Submit({.steps = 400});
+     }},
+    {"many clients",
+     [](Simulation& s) {
+       for (int i = 0; i < 40; ++i) s.Submit({.steps = 400, .client = std::to_string(i)});
+     }},
+    {"guided", [](Simulation& s) { s.Submit({.steps = 400, .count = 20, .guidance = 3}); }},
+};
+
+TEST(Scheduling, AShortJobNeverWaitsForLongOnes) {
+  for (const Crowd& crowd : kCrowds) {
+    for (const int age : {1, 60, 300}) {
+      for (const double guidance : {1.0, 3.0}) {
+        for (const Priority priority : {Priority::kInteractive, Priority::kNormal}) {
+          SCOPED_TRACE(
+              fmt::format("{}, {} evaluations old, guidance {}", crowd.name, age, guidance));
+          Simulation simulation({});
+          crowd.fill(simulation);
+          for (int i = 0; i < age; ++i) simulation.Step();
+          EXPECT_EQ(simulation.widest, 16);
+          const auto quick =
+              simulation.Submit({.steps = 4, .guidance = guidance, .priority = priority});
+          while (!quick->done) {
+            simulation.Step();
+            ASSERT_LE(simulation.evaluations - quick->submitted_at, 6);
+          }
+          EXPECT_EQ(*quick->started_at, quick->submitted_at) << "it was in the next evaluation";
+          EXPECT_EQ(*quick->ended_at - quick->submitted_at, 4);
+        }
+      }
+    }
+  }
+}
+
+TEST(Scheduling, AnImageThatIsNearlyDoneKeepsItsSlot) {
+  Simulation simulation({.max_rows = 2, .keep_evaluations = 4});
+  const auto longer = simulation.Submit({.steps = 20, .count = 2});
+  while (longer->progress.empty() || longer->progress.back() < 2 * 16) simulation.Step();
+  const auto quick = simulation.Submit({.steps = 2, .priority = Priority::kInteractive});
+  simulation.RunAll();
+  EXPECT_EQ(*quick->started_at - quick->submitted_at, 4);
+  EXPECT_EQ(simulation.Totals().parked_images, 0u);
+}
+
+TEST(Scheduling, ParkedImagesKeepTheirBits) {
+  std::vector<std::vector<float>> alone;
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    Simulation simulation({.max_rows = 4});
+    const auto heard = simulation.Submit({.steps = 60, .seed = seed, .guidance = 1.0 + seed % 2});
+    simulation.RunAll();
+    alone.push_back(heard->images.at(0));
+  }
+  Simulation simulation({.max_rows = 4});
+  std::vector<std::shared_ptr<Heard>> jobs;
+  for (uint64_t seed = 0; seed < 8; ++seed)
+    jobs.push_back(simulation.Submit({.steps = 60, .seed = seed, .guidance = 1.0 + seed % 2}));
+  for (int i = 0; simulation.batcher->busy(); ++i) {
+    if (i % 7 == 0 && i < 300)
+      simulation.Submit({.steps = 3, .count = 1 + i % 3, .priority = Priority::kInteractive});
+    simulation.Step();
+  }
+  EXPECT_GT(simulation.Totals().parked_images, 20u) << "else this tests nothing";
+  for (uint64_t seed = 0; seed < 8; ++seed) EXPECT_EQ(jobs[seed]->images.at(0), alone[seed]);
+}
+
+TEST(Scheduling, ClientsHaveEqualSharesOfEvaluationsNotOfRequests) {
+  Simulation simulation({});
+  std::vector<std::shared_ptr<Heard>> few_long, many_short, heavier;
+  for (int i = 0; i < 40; ++i) few_long.push_back(simulation.Submit({.steps = 50, .client = "a"}));
+  for (int i = 0; i < 400; ++i)
+    many_short.push_back(simulation.Submit({.steps = 5, .client = "b"}));
+  for (int i = 0; i < 200; ++i)
+    heavier.push_back(simulation.Submit({.steps = 20, .client = "c", .client_weight = 2}));
+  for (int i = 0; i < 200; ++i) simulation.Step();
+  const double all = static_cast<double>(simulation.row_evaluations);
+  EXPECT_NEAR(Done(few_long) / all, 0.25, 0.04);
+  EXPECT_NEAR(Done(many_short) / all, 0.25, 0.04);
+  EXPECT_NEAR(Done(heavier) / all, 0.5, 0.04);
+}
+
+TEST(Scheduling, WhatAClientHasHadCountsAgainstIt) {
+  // "a" always has one job, "b" a long queue: one after the other is no way to get more.
+  Simulation simulation({.max_rows = 2});
+  std::vector<std::shared_ptr<Heard>> queued, in_turn;
+  for (int i = 0; i < 200; ++i) queued.push_back(simulation.Submit({.steps = 20, .client = "b"}));
+  for (int i = 0; i < 1000; ++i) {
+    if (in_turn.empty() || in_turn.back()->done)
+      in_turn.push_back(simulation.Submit({.steps = 5, .count = 2, .client = "a"}));
+    simulation.Step();
+  }
+  EXPECT_NEAR(Done(in_turn) / static_cast<double>(simulation.row_evaluations), 0.5, 0.05);
+}
+
+TEST(Scheduling, PrioritiesHaveSharesAndNoneStarves) {
+  Simulation simulation({});
+  std::map<Priority, std::vector<std::shared_ptr<Heard>>> jobs;
+  const Priority all[] = {Priority::kBatch, Priority::kNormal, Priority::kInteractive};
+  std::mt19937 random(5);
+  for (int i = 0; i < 900; ++i)
+    jobs[all[i % 3]].push_back(
+        simulation.Submit({.steps = 4 + static_cast<int>(random() % 40), .priority = all[i % 3]}));
+  for (int i = 0; i < 300; ++i) simulation.Step();
+  const double rows = static_cast<double>(simulation.row_evaluations);
+  EXPECT_NEAR(Done(jobs[Priority::kInteractive]) / rows, 16.0 / 21, 0.05);
+  EXPECT_NEAR(Done(jobs[Priority::kNormal]) / rows, 4.0 / 21, 0.05);
+  EXPECT_NEAR(Done(jobs[Priority::kBatch]) / rows, 1.0 / 21, 0.03);
+
+  // However much interactive work there is, a batch job is done when its share has paid for it.
+  Simulation flooded({});
+  const auto batch = flooded.Submit({.steps = 50, .priority = Priority::kBatch});
+  while (!batch->done) {
+    while (flooded.Totals().queued_images[0] < 64)
+      flooded.Submit({.steps = 30, .priority = Priority::kInteractive});
+    flooded.Step();
+    ASSERT_LE(flooded.row_evaluations, 50 * 17 + 16 * 50);
+  }
+  EXPECT_GT(flooded.row_evaluations, 50 * 17 / 2) << "it was not served first either";
+}
+
+TEST(Scheduling, LanesShareTheDeviceBySeconds) {
+  // Evaluations of "slow" carry 8 rows, of "fast" 1: several times the seconds.
+  Simulation simulation({.cost = [](int rows) { return 0.001 * rows; }});
+  simulation.Add("slow");
+  simulation.Submit({.steps = 1000, .count = 8, .model = "slow", .client = "a"});
+  simulation.Submit({.steps = 1000, .count = 1, .model = "fake", .client = "b"});
+  for (int i = 0; i < 900; ++i) simulation.Step();
+  EXPECT_NEAR(simulation.seconds_of["slow"] / simulation.seconds_of["fake"], 1, 0.05);
+  EXPECT_NEAR(simulation.evaluations_of["fake"] / double(simulation.evaluations_of["slow"]), 8,
+              0.5);
+
+  // Who comes to an idle lane is served next, and is not owed the time it was not there.
+  simulation.Add("idle");
+  const auto quick = simulation.Submit({.steps = 3, .model = "idle", .client = "c"});
+  int between = 0;
+  while (!quick->done) {
+    simulation.Step();
+    ASSERT_LE(++between, 3 * 4);
+  }
+  EXPECT_LE(*quick->started_at - quick->submitted_at, 1);
+}
+
+TEST(Scheduling, LanesWeighAsTheirClients) {
+  Simulation simulation({.cost = [](int) { return 0.001; }});
+  simulation.Add("other");
+  simulation.Submit({.steps = 1000, .priority = Priority::kBatch});
+  simulation.Submit({.steps = 1000, .model = "other", .priority = Priority::kInteractive});
+  for (int i = 0; i < 850; ++i) simulation.Step();
+  EXPECT_NEAR(simulation.seconds_of["other"] / simulation.seconds_of["fake"], 16, 1);
+}
+
+TEST(Scheduling, WholeBatchesLetNobodyJoin) {
+  Simulation simulation({.max_rows = 4, .batching = Batching::kRequest});
+  const auto longest = simulation.Submit({.steps = 10, .count = 2});
+  const auto shorter = simulation.Submit({.steps = 4, .count = 2});
+  simulation.Step();
+  const auto late = simulation.Submit({.steps = 1, .priority = Priority::kInteractive});
+  simulation.RunAll();
+  EXPECT_EQ(*shorter->ended_at, 4) << "an image is delivered when it is done";
+  EXPECT_EQ(*longest->ended_at, 10);
+  EXPECT_EQ(*late->started_at, 10);
+  EXPECT_EQ(simulation.Totals().parked_images, 0u);
+}
+
+TEST(Limits, EachIsNamedAndSaysWhenToComeBack) {
+  struct Case {
+    Admission::Limits limits;
+    const char* says;
+  };
+  const Case cases[] = {{{.requests = 3}, "3 requests are queued"},
+                        {{.images = 7}, "limit of 7"},
+                        {{.requests_per_client = 2}, "client 'me'"}};
+  for (const Case& limited : cases) {
+    Simulation simulation({.max_rows = 2, .limits = limited.limits});
+    Estimate estimate;
+    absl::Status refused;
+    int accepted = 0;
+    for (; accepted < 10; ++accepted) {
+      const auto heard = simulation.TrySubmit({.steps = 50, .count = 2, .client = "me"}, &estimate);
+      refused = heard.status();
+      if (!refused.ok()) break;
+    }
+    EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_THAT(std::string(refused.message()), HasSubstr(limited.says));
+    EXPECT_GT(estimate.retry_seconds.value(), 0);
+    EXPECT_EQ(accepted, limited.limits.images == 7 ? 3 : limited.limits.requests == 3 ? 3 : 2);
+    // Room again once images have slots.
+    while (simulation.Totals().queued_requests[1] == accepted) simulation.Step();
+    EXPECT_TRUE(simulation.TrySubmit({.steps = 1, .client = "me"}).ok());
+    simulation.RunAll();
+  }
+}
+
+TEST(Limits, BytesOfWhatWaits) {
+  Simulation simulation({.max_rows = 2, .limits = {.bytes = 100'000}});
+  EffectiveJob job = simulation.Job({.steps = 10, .count = 2});
+  job.spec.initial_noise = Tensor::Host({2, 4, 4, 500}, DType::kF32);  // 64 kB
+  Estimate estimate;
+  EXPECT_TRUE(simulation.admission.Enter(1, job, simulation.clock.now, &estimate).ok());
+  const auto refused = simulation.admission.Enter(2, job, simulation.clock.now, &estimate).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("limit of 100000"));
+  EXPECT_TRUE(estimate.retry_seconds.has_value());
+  job.spec.initial_noise = Tensor::Host({2, 4, 4, 5000}, DType::kF32);
+  EXPECT_FALSE(simulation.admission.Enter(3, job, simulation.clock.now, &estimate).ok());
+  EXPECT_FALSE(estimate.retry_seconds.has_value()) << "it will never fit";
+}
+
+TEST(Estimates, AreWhatHappens) {
+  Simulation simulation({});
+  std::mt19937 random(11);
+  std::vector<std::pair<Estimate, std::shared_ptr<Heard>>> jobs;
+  for (int i = 0; i < 200; ++i) {
+    Estimate estimate;
+    const auto heard = simulation.TrySubmit({.steps = 20}, &estimate);
+    EXPECT_EQ(estimate.jobs_ahead, i) << "none has had a slot yet";
+    jobs.emplace_back(estimate, *heard);
+  }
+  simulation.RunAll();
+  for (const auto& [estimate, heard] : jobs) {
+    const double evaluation = 0.0026;
+    EXPECT_NEAR(heard->seconds(), *estimate.total_seconds, 20 * evaluation)
+        << "within the length of one job";
+    EXPECT_LT(*estimate.start_seconds, *estimate.total_seconds);
+  }
+  // Alone, it is exact.
+  Estimate alone;
+  const auto heard = simulation.TrySubmit({.steps = 30, .count = 4}, &alone);
+  simulation.RunAll();
+  EXPECT_NEAR((*heard)->seconds(), *alone.total_seconds, 1e-6);
+  EXPECT_EQ(*alone.start_seconds, 0);
+}
+
+TEST(Estimates, ADeadlineThatCannotBeMetIsRefusedAtOnce) {
+  Simulation simulation({});
+  Estimate estimate;
+  // 100 evaluations take 110 ms.
+  EXPECT_TRUE(simulation.TrySubmit({.steps = 100, .deadline_seconds = 0.12}, &estimate).ok());
+  auto refused = simulation.TrySubmit({.steps = 100, .deadline_seconds = 0.1}, &estimate).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("100 evaluations"));
+  EXPECT_FALSE(estimate.retry_seconds.has_value()) << "it would never be met";
+  simulation.RunAll();
+  for (int i = 0; i < 64; ++i) simulation.Submit({.steps = 100});
+  simulation.Step();
+  refused = simulation.TrySubmit({.steps = 100, .deadline_seconds = 0.3}, &estimate).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_GT(estimate.retry_seconds.value(), 0) << "the queue is to blame";
+  const auto quick = simulation.TrySubmit({.steps = 4, .deadline_seconds = 0.3}, &estimate);
+  ASSERT_TRUE(quick.ok()) << "a short job goes first: " << quick.status();
+  simulation.RunAll();
+  EXPECT_TRUE((*quick)->done->ok());
+}
+
+TEST(Faults, WhatIsWastedIsCountedByReason) {
+  Simulation simulation({});
+  const auto end_after = [&](int evaluations, EndReason reason) {
+    simulation.Submit({.steps = 50, .guidance = 2});
+    for (int i = 0; i < evaluations; ++i) simulation.Step();
+    simulation.batcher->End(simulation.last_id, Cancelled("gone"), reason);
+  };
+  end_after(3, EndReason::kCancelled);
+  end_after(5, EndReason::kDisconnected);
+  end_after(7, EndReason::kDrained);
+  simulation.Submit({.steps = 50, .deadline_seconds = 0.06});
+  simulation.clock.Advance(0.05);  // the device was busy with something else
+  simulation.RunAll();
+  const auto wasted = simulation.Totals().wasted_rows;
+  EXPECT_EQ(wasted[static_cast<size_t>(EndReason::kCancelled)], 6u);
+  EXPECT_EQ(wasted[static_cast<size_t>(EndReason::kDisconnected)], 10u);
+  EXPECT_EQ(wasted[static_cast<size_t>(EndReason::kDrained)], 14u);
+  EXPECT_EQ(wasted[static_cast<size_t>(EndReason::kDeadline)], 10u);
+}
+
+TEST(Faults, MemoryForASizeIsRefusedWhenItComesAndNeverLater) {
+  Simulation simulation({});
+  simulation.Add("plain", 0);
+  const size_t lane = simulation.backend->allocated() / 2;
+  simulation.backend->memory_limit = 7 * lane / 2;  // room for one more
+  const auto running = simulation.Submit({.steps = 300, .count = 3});
+  simulation.Step();
+  for (const int size : {5, 3, 5, 6, 3}) {
+    const auto heard = simulation.Submit({.steps = 3, .model = "plain", .size = size});
+    const size_t taken = simulation.backend->allocated();
+    const auto refused = simulation.Submit({.steps = 3, .model = "plain", .size = 8});
+    ASSERT_TRUE(refused->done.has_value()) << "at once";
+    EXPECT_EQ(refused->done->code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(simulation.backend->allocated(), taken) << "nothing of it is left";
+    while (!heard->done) simulation.Step();
+    EXPECT_TRUE(heard->done->ok()) << "the size before was idle and made room: " << *heard->done;
+    EXPECT_EQ(simulation.backend->allocated(), taken) << "drawing takes no memory";
+  }
+  simulation.RunAll();
+  EXPECT_TRUE(running->done->ok());
+}
+
+TEST(Faults, TenThousandCancelsLeakNoSlotAndChangeNoBit) {
+  constexpr int kShapes = 12;
+  const auto request = [](int shape) {
+    return Request{.steps = 1 + 2 * shape,
+                   .seed = static_cast<uint64_t>(shape),
+                   .count = 1 + shape % 3,
+                   .guidance = shape % 2 ? 2.0 : 1.0,
+                   .priority = static_cast<Priority>(shape % 3),
+                   .client = std::to_string(shape % 5)};
+  };
+  std::vector<std::map<int, std::vector<float>>> idle;
+  for (int shape = 0; shape < kShapes; ++shape) {
+    Simulation simulation({.max_rows = 8});
+    const auto heard = simulation.Submit(request(shape));
+    simulation.RunAll();
+    idle.push_back(heard->images);
+  }
+
+  Simulation simulation({.max_rows = 8, .limits = {.requests = 20'000, .images = 40'000}});
+  std::mt19937 random(2);
+  std::vector<JobId> doomed;
+  std::vector<std::pair<int, std::shared_ptr<Heard>>> survivors;
+  int cancelled = 0;
+  while (cancelled < 10'000) {
+    const int shape = static_cast<int>(random() % kShapes);
+    switch (random() % 11) {
+      case 0:
+        if (survivors.size() < 500)
+          survivors.emplace_back(shape, simulation.Submit(request(shape)));
+        break;
+      case 1:
+      case 2:
+      case 3:
+        simulation.Submit(request(shape));
+        doomed.push_back(simulation.last_id);
+        break;
+      case 4:
+      case 5:
+      case 6: {
+        if (doomed.empty()) break;
+        const size_t which = random() % doomed.size();
+        simulation.batcher->End(doomed[which], Cancelled("the request was cancelled"),
+                                EndReason::kCancelled);
+        doomed.erase(doomed.begin() + static_cast<std::ptrdiff_t>(which));
+        ++cancelled;
+        break;
+      }
+      default:
+        simulation.Step();
+    }
+  }
+  simulation.RunAll();
+  const Admission::Totals totals = simulation.Totals();
+  EXPECT_GT(totals.wasted_rows[static_cast<size_t>(EndReason::kCancelled)], 1'000u)
+      << "many had begun";
+  EXPECT_EQ(totals.active_images, 0);
+  EXPECT_EQ(std::accumulate(totals.queued_images.begin(), totals.queued_images.end(), 0), 0);
+  EXPECT_EQ(std::accumulate(totals.queued_requests.begin(), totals.queued_requests.end(), 0), 0);
+  ASSERT_GT(survivors.size(), 100u);
+  for (const auto& [shape, heard] : survivors) {
+    ASSERT_TRUE(heard->done->ok()) << *heard->done;
+    EXPECT_EQ(heard->images, idle[shape]);
+  }
+  // All slots are there to be had.
+  simulation.Submit({.steps = 1, .count = 8});
+  simulation.widest = 0;
+  simulation.Step();
+  EXPECT_EQ(simulation.widest, 8);
+}
+
+}  // namespace
+}  // namespace denoised

@@ -1,0 +1,151 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/backend/backend.h"
+
+namespace denoised {
+
+/// Time that passes only when something takes it.
+struct FakeClock {
+  using TimePoint = std::chrono::steady_clock::time_point;
+  TimePoint now{std::chrono::hours(1)};
+
+  void Advance(double seconds) {
+    now += std::chrono::duration_cast<TimePoint::duration>(std::chrono::duration<double>(seconds));
+  }
+};
+
+/// The CPU's results, and whatever times and faults a test asks for: an evaluation of `rows` takes
+/// cost(rows) of the clock, and `fault`, when set, is asked before every launch.
+class SimulatedBackend final : public Backend {
+ public:
+  SimulatedBackend(std::unique_ptr<Backend> cpu, FakeClock* clock,
+                   std::function<double(int rows)> cost)
+      : cpu_(std::move(cpu)), clock_(clock), cost_(std::move(cost)) {}
+
+  /// May block; an error is the device's, and final.
+  std::function<absl::Status()> fault;
+  /// Allocate refuses more than this; so do downloads under way beyond what was reserved.
+  size_t memory_limit = ~size_t{0};
+  size_t allocated() const { return *allocated_; }
+
+  std::string_view name() const override { return "simulated"; }
+  std::string description() const override { return "a device that is made up"; }
+  Device device() const override { return cpu_->device(); }
+  DType activation_dtype() const override { return cpu_->activation_dtype(); }
+
+  absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
+                                  std::string_view purpose) override {
+    const size_t bytes = shape.elements() * SizeOf(dtype);
+    if (*allocated_ + bytes > memory_limit)
+      return ResourceExhausted("{} needs {} bytes, {} are free", purpose, bytes,
+                               memory_limit - *allocated_);
+    DENOISED_ASSIGN_OR_RETURN(const Tensor tensor, cpu_->Allocate(shape, dtype, purpose));
+    *allocated_ += bytes;
+    // Counted back when the last view of it goes.
+    return Tensor(const_cast<Tensor&>(tensor).data(), shape, dtype, device(),
+                  std::shared_ptr<const void>(tensor.data(), [tensor, bytes, all = allocated_](
+                                                                 const void*) { *all -= bytes; }));
+  }
+  BackendMemory memory() const override {
+    return {.total = memory_limit, .free = memory_limit - *allocated_};
+  }
+  void Upload(const void* from, size_t bytes, const Tensor& to) override {
+    cpu_->Upload(from, bytes, to);
+  }
+  absl::Status ReserveDownloads(size_t bytes, int count) override {
+    return cpu_->ReserveDownloads(bytes, count);
+  }
+  std::unique_ptr<Download> BeginDownload(const Tensor& from) override {
+    return cpu_->BeginDownload(from);
+  }
+  void Copy(const Tensor& from, const Tensor& to) override { cpu_->Copy(from, to); }
+
+  absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
+                                                           const Tensor& bias,
+                                                           bool upsample2x) override {
+    return cpu_->PackConv2d(weight_oihw, bias, upsample2x);
+  }
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
+      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
+    return cpu_->PackLinear(weights_oi, biases);
+  }
+  absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
+    return cpu_->PackVector(values);
+  }
+
+  void Conv2d(const Conv2dArgs& args) override { cpu_->Conv2d(args); }
+  void Linear(const LinearArgs& args) override { cpu_->Linear(args); }
+  void GroupNorm(const GroupNormArgs& args) override { cpu_->GroupNorm(args); }
+  void Attention(const AttentionArgs& args) override { cpu_->Attention(args); }
+  void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
+    cpu_->TimestepEmbedding(args);
+  }
+  void FourierEmbedding(const FourierEmbeddingArgs& args) override { cpu_->FourierEmbedding(args); }
+  void Embedding(const EmbeddingArgs& args) override { cpu_->Embedding(args); }
+  void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
+    cpu_->Resample2x(kind, x, out);
+  }
+  void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
+           const Tensor& out) override {
+    cpu_->Add(a, scale, b, shift, activation, out);
+  }
+  void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override {
+    cpu_->DivideRows(x, divisor, out);
+  }
+  void BeginSlot(const BeginSlotArgs& args) override { cpu_->BeginSlot(args); }
+  void Gather(const GatherArgs& args) override { cpu_->Gather(args); }
+  void Advance(const AdvanceArgs& args) override {
+    cpu_->Advance(args);
+    if (launching_) clock_->Advance(cost_(static_cast<int>(args.rows.dim(0))));
+  }
+
+  absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
+    return cpu_->Capture(body);
+  }
+  void Launch(Graph& graph) override {
+    if (fault && status_.ok()) status_ = fault();
+    if (!status_.ok()) return;
+    launching_ = true;
+    cpu_->Launch(graph);
+    launching_ = false;
+  }
+  std::unique_ptr<Marker> Mark() override {
+    return std::make_unique<SimulatedMarker>(clock_->now, status());
+  }
+  absl::Status Synchronize() override { return status(); }
+  absl::Status status() const override { return status_.ok() ? cpu_->status() : status_; }
+
+ private:
+  class SimulatedMarker final : public Marker {
+   public:
+    SimulatedMarker(FakeClock::TimePoint time, absl::Status status)
+        : time_(time), status_(std::move(status)) {}
+    bool reached() override { return true; }
+    absl::Status Wait() override { return status_; }
+    double SecondsSince(const Marker& earlier) override {
+      return std::chrono::duration<double>(time_ -
+                                           static_cast<const SimulatedMarker&>(earlier).time_)
+          .count();
+    }
+
+   private:
+    const FakeClock::TimePoint time_;
+    const absl::Status status_;
+  };
+
+  const std::unique_ptr<Backend> cpu_;
+  FakeClock* const clock_;
+  const std::function<double(int)> cost_;
+  const std::shared_ptr<size_t> allocated_ = std::make_shared<size_t>(0);
+  absl::Status status_;
+  bool launching_ = false;
+};
+
+}  // namespace denoised

@@ -1,0 +1,204 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/batching/step_batcher.h"
+#include "tests/batching/fake_denoiser.h"
+#include "tests/batching/simulated_backend.h"
+
+namespace denoised {
+
+/// What a job told, and when by the simulation's clock.
+struct Heard {
+  FakeClock::TimePoint submitted;
+  std::optional<FakeClock::TimePoint> first_preview, ended;
+  int submitted_at = 0;  // evaluations launched before
+  std::optional<int> started_at, ended_at;
+  std::vector<int> progress;
+  std::vector<std::pair<int, int>> previews;  // image, evaluation
+  std::map<int, std::vector<float>> images;
+  std::optional<absl::Status> done;
+
+  double seconds() const {
+    return std::chrono::duration<double>(ended.value() - submitted).count();
+  }
+};
+
+/// A step batcher on a simulated device: what happens depends on what is asked alone, and an
+/// evaluation of `rows` rows takes cost(rows) seconds of a clock that nobody waits for.
+class Simulation : public EngineObserver {
+ public:
+  struct Options {
+    int max_rows = 16;
+    std::function<double(int rows)> cost = [](int rows) { return 0.001 + 0.0001 * rows; };
+    Admission::Limits limits;
+    Batching batching = Batching::kStep;
+    int keep_evaluations = 4;
+  };
+  struct Request {
+    int steps = 4;  // an evaluation each
+    uint64_t seed = 0;
+    int count = 1;
+    double guidance = 1;
+    std::string model = "fake";
+    int size = kSize;
+    bool previews = false;
+    Priority priority = Priority::kNormal;
+    std::string client;
+    double client_weight = 1;
+    std::optional<double> deadline_seconds;  // from now
+  };
+  static constexpr int kSize = 4;
+
+  explicit Simulation(const Options& options) : options_(options), admission(options.limits) {
+    auto cpu = OpenBackend({.device = "cpu"});
+    DENOISED_CHECK(cpu.ok(), "{}", cpu.status().ToString());
+    backend = std::make_unique<SimulatedBackend>(*std::move(cpu), &clock, options.cost);
+    batcher = std::make_unique<StepBatcher>(
+        *backend, admission, this,
+        StepBatcher::Options{.batching = options.batching,
+                             .keep_evaluations = options.keep_evaluations,
+                             .now = [this] { return clock.now; }});
+    Add("fake");
+    auto scheduler = SchedulerConfig::Parse({{"_class_name", "EDMEulerScheduler"}}, "scheduler");
+    DENOISED_CHECK(scheduler.ok(), "{}", scheduler.status().ToString());
+    scheduler_ = std::make_unique<SchedulerConfig>(*std::move(scheduler));
+  }
+
+  /// A model of kSize; of any size when it has no classes.
+  void Add(const std::string& model, int classes = 5) {
+    const absl::Status added =
+        batcher->AddModel({.name = model,
+                           .denoiser = std::make_shared<FakeDenoiser>(kSize, 1, classes),
+                           .null_label = classes - 1,
+                           .max_rows = options_.max_rows,
+                           .slots = options_.max_rows,
+                           .max_evaluations = 2000},
+                          kSize, kSize);
+    DENOISED_CHECK(added.ok(), "{}", added.ToString());
+    // The CPU warms up its smallest bucket alone, as rows cost it their full time; this one is
+    // told.
+    Admission::Lane* lane = admission.Open(model, kSize, kSize, options_.max_rows);
+    for (int rows = 1; rows <= options_.max_rows; ++rows)
+      admission.Measured(*lane, rows, options_.cost(rows));
+  }
+
+  EffectiveJob Job(const Request& request) {
+    std::shared_ptr<const StepPlan>& plan = plans_[request.steps];
+    if (!plan) {
+      auto compiled = scheduler_->Compile({.sampler = Sampler::kEdmEuler, .steps = request.steps});
+      DENOISED_CHECK(compiled.ok(), "{}", compiled.status().ToString());
+      plan = std::make_shared<const StepPlan>(*std::move(compiled));
+    }
+    EffectiveJob job{.steps = request.steps, .evaluations = request.steps, .plan = plan};
+    job.spec = {.model = request.model,
+                .seed = request.seed,
+                .count = request.count,
+                .guidance_scale = request.guidance};
+    job.spec.height = job.spec.width = request.size;
+    job.spec.class_labels.assign(request.count, static_cast<int>(request.seed % 4));
+    job.spec.previews = request.previews;
+    job.spec.priority = request.priority;
+    job.spec.client = request.client;
+    job.spec.client_weight = request.client_weight;
+    if (request.deadline_seconds) {
+      FakeClock deadline = clock;
+      deadline.Advance(*request.deadline_seconds);
+      job.spec.deadline = deadline.now;
+    }
+    return job;
+  }
+
+  absl::StatusOr<std::shared_ptr<Heard>> TrySubmit(const Request& request,
+                                                   Estimate* estimate = nullptr) {
+    EffectiveJob job = Job(request);
+    const JobId id = last_id + 1;
+    DENOISED_ASSIGN_OR_RETURN(auto ticket, admission.Enter(id, job, clock.now, estimate));
+    last_id = id;
+    auto heard = std::make_shared<Heard>();
+    heard->submitted = clock.now;
+    heard->submitted_at = evaluations;
+    batcher->Submit(id, std::move(job), std::make_shared<Recorder>(this, heard), clock.now,
+                    std::move(ticket));
+    return heard;
+  }
+  std::shared_ptr<Heard> Submit(const Request& request) {
+    auto heard = TrySubmit(request);
+    DENOISED_CHECK(heard.ok(), "{}", heard.status().ToString());
+    return *heard;
+  }
+
+  void Step() {
+    const absl::Status status = batcher->Step();
+    DENOISED_CHECK(status.ok(), "{}", status.ToString());
+  }
+  void RunAll() {
+    while (batcher->busy()) Step();
+  }
+  Admission::Totals Totals(const std::string& model = "fake") {
+    return admission.Read(model, clock.now);
+  }
+
+  void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) override {
+    ++evaluations;
+    row_evaluations += rows;
+    evaluations_of[model] += 1;
+    seconds_of[model] += seconds;
+    widest = std::max(widest, rows);
+  }
+
+ private:
+  class Recorder : public JobListener {
+   public:
+    Recorder(Simulation* simulation, std::shared_ptr<Heard> heard)
+        : simulation_(simulation), heard_(std::move(heard)) {}
+    void OnStarted() override { heard_->started_at = simulation_->evaluations; }
+    void OnProgress(int done, int total) override {
+      DENOISED_CHECK(done <= total);
+      heard_->progress.push_back(done);
+    }
+    void OnPreview(const ImageResult& image, int evaluation) override {
+      if (!heard_->first_preview) heard_->first_preview = simulation_->clock.now;
+      heard_->previews.emplace_back(image.index, evaluation);
+    }
+    void OnImage(ImageResult image) override {
+      DENOISED_CHECK(!heard_->done);
+      heard_->images[image.index] = image.pixels.ToFloats();
+    }
+    void OnDone(const absl::Status& status, const JobTiming&) override {
+      DENOISED_CHECK(!heard_->done, "OnDone comes once");
+      heard_->done = status;
+      heard_->ended = simulation_->clock.now;
+      heard_->ended_at = simulation_->evaluations;
+    }
+
+   private:
+    Simulation* simulation_;
+    const std::shared_ptr<Heard> heard_;
+  };
+
+  const Options options_;
+
+ public:
+  FakeClock clock;
+  Admission admission;
+  std::unique_ptr<SimulatedBackend> backend;
+  std::unique_ptr<StepBatcher> batcher;
+  JobId last_id = 0;
+  int evaluations = 0;
+  int64_t row_evaluations = 0;
+  int widest = 0;
+  std::map<std::string, int> evaluations_of;
+  std::map<std::string, double> seconds_of;
+
+ private:
+  std::unique_ptr<SchedulerConfig> scheduler_;
+  std::map<int, std::shared_ptr<const StepPlan>> plans_;
+};
+
+}  // namespace denoised
