@@ -135,11 +135,11 @@ v1::Job Jobs::Describe(const Generation& generation) const {
 
 void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
   const bool keep = generation->origin().kept && generation->accepted();
-  const size_t bytes = kEntryBytes + generation->bytes();
   std::lock_guard lock(mutex_);
   const auto entry = entries_.find(KeyOf(*generation));
   // A retry may have taken its place.
   if (entry == entries_.end() || entry->second.generation != generation) return;
+  const size_t bytes = kEntryBytes + entry->second.asked.ByteSizeLong() + generation->bytes();
   if (!keep || bytes > static_cast<size_t>(retention_.max_bytes)) {
     entries_.erase(entry);
     return;
