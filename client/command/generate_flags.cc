@@ -118,7 +118,7 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option("--priority", flags.priority,
                   "interactive goes before normal, normal before batch")
-      ->check(CLI::IsMember({"interactive", "normal", "batch"}))
+      ->check(CLI::IsMember(Names(client::AllPriorities())))
       ->group(kOutput);
   command
       .add_flag("--detach", flags.detach,

@@ -70,12 +70,6 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
   return noise;
 }
 
-ImageFormat FormatOf(const std::string& name) {
-  if (name == "jpeg") return ImageFormat::kJpeg;
-  if (name == "webp") return ImageFormat::kWebp;
-  return name == "png" ? ImageFormat::kPng : ImageFormat::kRawFloat32;
-}
-
 absl::Status CheckTogether(const GenerateFlags& flags) {
   if (!flags.grid.empty() && flags.format != "png") {
     return absl::InvalidArgumentError("--grid makes one PNG; leave --format out");
@@ -98,6 +92,12 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
 }
 
 }  // namespace
+
+ImageFormat FormatOf(const std::string& name) {
+  if (name == "jpeg") return ImageFormat::kJpeg;
+  if (name == "webp") return ImageFormat::kWebp;
+  return name == "png" ? ImageFormat::kPng : ImageFormat::kRawFloat32;
+}
 
 absl::StatusOr<std::pair<int, int>> ParseExtents(const std::string& flag, const std::string& text) {
   const size_t x = text.find('x');
@@ -164,9 +164,7 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
   generation.s_noise = flags.churn_noise;
   generation.solver_order = flags.order;
   generation.quality = flags.quality;
-  if (flags.priority == "interactive") generation.priority = client::Priority::kInteractive;
-  if (flags.priority == "normal") generation.priority = client::Priority::kNormal;
-  if (flags.priority == "batch") generation.priority = client::Priority::kBatch;
+  generation.priority = client::PriorityFromName(flags.priority);
   generation.survives = flags.detach;
   generation.include_timings = flags.timings;
   // A contact sheet is made of pixels.

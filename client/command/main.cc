@@ -4,7 +4,9 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "command/bench.h"
 #include "command/connection_flags.h"
 #include "command/generate.h"
 #include "command/health.h"
@@ -24,6 +26,7 @@ constexpr char kFooter[] = R"(Examples:
   id=$(denoise generate -n 64 --detach)     begin, and let it go on by itself
   denoise jobs watch $id -o "{index}.png"   fetch what it drew
   denoise generate --help                   every knob
+  denoise bench -c 16                       how many pictures a second the server can draw
 
 Exit codes: 0 done; 1 error; 2 the command line or a value in it is wrong; 3 the server cannot be
 reached, is not ready or is full; 4 --timeout passed; 130 interrupted.)";
@@ -94,6 +97,10 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(0.0, 1e6));
   health->add_flag("--json", health_flags.json, "As JSON");
 
+  command::BenchFlags bench_flags;
+  CLI::App* bench = app.add_subcommand("bench", "Load the server and measure how it bears it");
+  command::AddBenchFlags(*bench, bench_flags);
+
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -102,12 +109,15 @@ int main(int argc, char** argv) {
 
   const command::Interrupt interrupt;
   client::ConnectionOptions options = command::ToOptions(connection_flags);
-  if (health->parsed()) options.retry.max_attempts = 1;  // it tells of every answer
-  const auto connection = client::Connect(connection_flags.server, options);
-  if (!connection.ok()) {
-    return command::Report(connection.status(), generate_flags.json);
+  // health tells of every answer, and to bench an error is a result.
+  if (health->parsed() || bench->parsed()) options.retry.max_attempts = 1;
+  std::vector<client::Client> clients;
+  for (int i = 0; i < bench_flags.connections; ++i) {
+    auto connection = client::Connect(connection_flags.server, options);
+    if (!connection.ok()) return command::Report(connection.status(), generate_flags.json);
+    clients.emplace_back(*std::move(connection));
   }
-  const client::Client client(*connection);
+  const client::Client& client = clients.front();
   if (generate->parsed()) return command::Generate(client, generate_flags, interrupt.token());
   if (load->parsed()) return command::LoadModel(client, change, interrupt.token());
   if (unload->parsed()) return command::UnloadModel(client, change, interrupt.token());
@@ -117,5 +127,6 @@ int main(int argc, char** argv) {
   if (cancel_job->parsed()) return command::CancelJob(client, jobs_flags, interrupt.token());
   if (server_info->parsed()) return command::ServerInfo(client, info_json, interrupt.token());
   if (models->parsed()) return command::Models(client, models_flags, interrupt.token());
+  if (bench->parsed()) return command::Bench(clients, bench_flags, interrupt.token());
   return command::Health(client, health_flags, interrupt.token());
 }

@@ -395,6 +395,8 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   // window update of a message of several MB until its next probe, 10 s later.
   arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
+  // gRPC lets all channels of equal arguments share one connection; ours are what they say.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // RetryPolicy decides about retries, so that they are the same for unary and streaming calls.
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   // Reconnect as quickly as the retries come; gRPC's own pause starts at a second and grows to two

@@ -102,9 +102,9 @@ struct ConnectionOptions {
   std::chrono::milliseconds keepalive_timeout{10'000};
 };
 
-/// A connection to "host:port" (any gRPC target) over gRPC, which connects with the first call. A
-/// loopback target is never reached through a proxy of the environment. INVALID_ARGUMENT when an
-/// option is out of range, NOT_FOUND when a file cannot be read.
+/// A connection to "host:port" (any gRPC target) over gRPC, which connects with the first call and
+/// is shared with nobody. A loopback target is never reached through a proxy of the environment.
+/// INVALID_ARGUMENT when an option is out of range, NOT_FOUND when a file cannot be read.
 absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
                                                     const ConnectionOptions& options = {});
 

@@ -12,6 +12,7 @@ constexpr std::string_view kSamplers[] = {
     kUnknown,     "ddpm",           "ddim",   "pndm", "euler",     "euler_ancestral", "lms", "heun",
     "dpm_solver", "dpm_solver_sde", "uni_pc", "lcm",  "edm_euler", "edm_dpm_solver"};
 constexpr std::string_view kSchedules[] = {kUnknown, "native", "karras", "exponential", "beta"};
+constexpr std::string_view kPriorities[] = {kUnknown, "interactive", "normal", "batch"};
 constexpr std::string_view kStates[] = {kUnknown, "loading", "available", "failed", "unloading"};
 constexpr std::string_view kJobStates[] = {kUnknown,    "queued", "running",
                                            "succeeded", "failed", "cancelled"};
@@ -43,6 +44,7 @@ std::vector<Enum> All(const std::string_view (&)[N]) {
 
 std::string_view Name(Sampler sampler) { return NameIn(kSamplers, sampler); }
 std::string_view Name(NoiseSchedule schedule) { return NameIn(kSchedules, schedule); }
+std::string_view Name(Priority priority) { return NameIn(kPriorities, priority); }
 std::string_view Name(ModelState state) { return NameIn(kStates, state); }
 std::string_view Name(ClassCondition condition) { return NameIn(kConditions, condition); }
 std::string_view Name(JobState state) { return NameIn(kJobStates, state); }
@@ -54,7 +56,11 @@ std::optional<Sampler> SamplerFromName(std::string_view name) {
 std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name) {
   return FromName<NoiseSchedule>(kSchedules, name);
 }
+std::optional<Priority> PriorityFromName(std::string_view name) {
+  return FromName<Priority>(kPriorities, name);
+}
 std::vector<Sampler> AllSamplers() { return All<Sampler>(kSamplers); }
 std::vector<NoiseSchedule> AllNoiseSchedules() { return All<NoiseSchedule>(kSchedules); }
+std::vector<Priority> AllPriorities() { return All<Priority>(kPriorities); }
 
 }  // namespace denoised::client

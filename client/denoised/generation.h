@@ -67,14 +67,17 @@ enum class ClassCondition { kUnknown = 0, kNone = 1, kLabel = 2, kValue = 3, kVe
 /// Lower-case names: "dpm_solver", "karras", "available"; "unknown" for what has none.
 std::string_view Name(Sampler sampler);
 std::string_view Name(NoiseSchedule schedule);
+std::string_view Name(Priority priority);
 std::string_view Name(ModelState state);
 std::string_view Name(ClassCondition condition);
 std::string_view Name(JobState state);
 std::optional<Sampler> SamplerFromName(std::string_view name);
 std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name);
+std::optional<Priority> PriorityFromName(std::string_view name);
 /// In the order of the contract, without kUnknown.
 std::vector<Sampler> AllSamplers();
 std::vector<NoiseSchedule> AllNoiseSchedules();
+std::vector<Priority> AllPriorities();
 
 /// An array, row-major, little-endian; `data` holds product(shape) elements.
 struct Tensor {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -15,7 +16,7 @@ struct Weights::State {
   std::string file;
   std::set<std::string> used;
   std::optional<uint64_t> synthetic_seed;
-  int64_t synthetic_parameters = 0;
+  std::map<std::string, Shape> synthetic;  // what was asked for
 };
 
 namespace {
@@ -101,7 +102,7 @@ absl::StatusOr<Tensor> Weights::Get(std::string_view name, const Shape& shape) c
 
 absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& shape) const {
   if (state_->synthetic_seed) {
-    state_->synthetic_parameters += shape.elements();
+    state_->synthetic.insert_or_assign(Full(name), shape);
     return SyntheticTensor(*state_->synthetic_seed, Full(name), shape);
   }
   const auto& tensors = state_->tensors.tensors();
@@ -118,6 +119,13 @@ absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& 
                            Name(tensor.dtype()));
   state_->used.insert(found->first);
   return tensor;
+}
+
+absl::Status Weights::WriteSynthetic(const std::string& path) const {
+  std::map<std::string, Tensor> tensors;
+  for (const auto& [name, shape] : state_->synthetic)
+    tensors.emplace(name, SyntheticTensor(*state_->synthetic_seed, name, shape));
+  return WriteSafetensors(path, tensors, {});
 }
 
 absl::Status Weights::CheckAllUsed() const {
@@ -138,7 +146,8 @@ absl::Status Weights::CheckAllUsed() const {
 }
 
 int64_t Weights::parameters() const {
-  int64_t count = state_->synthetic_parameters;
+  int64_t count = 0;
+  for (const auto& [name, shape] : state_->synthetic) count += shape.elements();
   for (const auto& [name, tensor] : state_->tensors.tensors())
     if (IsFloat(tensor.dtype())) count += tensor.elements();
   return count;

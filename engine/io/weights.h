@@ -41,6 +41,10 @@ class Weights {
   const std::string& prefix() const { return prefix_; }
   const std::string& file() const;
 
+  /// Writes what was asked of synthetic weights as a file that others can load. Internal when the
+  /// disk refuses.
+  absl::Status WriteSynthetic(const std::string& path) const;
+
   /// InvalidArgument naming tensors that nobody read: the config and the weights do not belong
   /// together. Call once on the root after the model was built.
   absl::Status CheckAllUsed() const;

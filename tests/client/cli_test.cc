@@ -388,6 +388,103 @@ TEST_F(CliTest, HealthWaitsAndTellsForWhat) {
   EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
 }
 
+TEST_F(CliTest, BenchTellsWhatItMeasured) {
+  const auto result = Run({"bench", "-c", "4", "-n", "20", "--warm-up", "0", "--connections", "2",
+                           "-x", "steps=3..5,priority=interactive,previews=1", "-x", "count=2",
+                           "--json", Path("bench.json"), "--save-trace", Path("trace.jsonl")});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.err, "");
+  EXPECT_THAT(result.out, StartsWith("20 requests: 20 succeeded, 0 failed in "));
+  EXPECT_THAT(result.out, HasSubstr("first preview"));
+  EXPECT_EQ(server_.generations(), 20);
+  const auto json = nlohmann::json::parse(Read("bench.json"));
+  EXPECT_EQ(json["succeeded"], 20);
+  EXPECT_EQ(json["queued_seconds"]["p99"], 0.25);
+  EXPECT_EQ(json["image_hashes"].size(), json["images"]);
+  EXPECT_EQ(json["kinds"].size(), 2);
+  EXPECT_GT(json["images_per_second"], 0);
+  bool ranged = false;
+  for (const v1::GenerationParams& params : server_.requests()) {
+    EXPECT_EQ(params.class_labels().labels(0), params.seed() % 10);
+    if (params.has_count()) continue;
+    EXPECT_EQ(params.priority(), v1::PRIORITY_INTERACTIVE);
+    EXPECT_GE(params.steps(), 3);
+    EXPECT_LE(params.steps(), 5);
+    ranged = true;
+  }
+  EXPECT_TRUE(ranged);
+
+  // The trace asks for the same again.
+  const auto again = Run({"bench", "--trace", Path("trace.jsonl"), "--speed", "10", "--compare",
+                          Path("bench.json"), "--json", "-"});
+  ASSERT_EQ(again.exit_code, 0) << again.err;
+  EXPECT_EQ(nlohmann::json::parse(again.out)["images_compared"], json["images"]);
+}
+
+TEST_F(CliTest, BenchFindsImagesThatDiffer) {
+  const std::vector<std::string> bench = {"bench", "-n", "5", "--warm-up", "0", "--unary"};
+  const auto with = [&bench](std::vector<std::string> more) {
+    more.insert(more.begin(), bench.begin(), bench.end());
+    return more;
+  };
+  ASSERT_EQ(Run(with({"--json", Path("before.json")})).exit_code, 0);
+  EXPECT_EQ(Run(with({"--compare", Path("before.json")})).exit_code, 0);
+  const auto others = Run(with({"--compare", Path("before.json"), "--seed", "2"}));
+  EXPECT_EQ(others.exit_code, 1);
+  EXPECT_THAT(others.err, HasSubstr("no image is also in the earlier run"));
+  server_.SetImageBytes(100);
+  const auto changed = Run(with({"--compare", Path("before.json")}));
+  EXPECT_EQ(changed.exit_code, 1);
+  EXPECT_THAT(changed.out, HasSubstr("5 compared with the earlier run, 5 differ"));
+  EXPECT_THAT(changed.out, HasSubstr("differs: digits seed="));
+}
+
+TEST_F(CliTest, BenchCountsErrorsWithoutRetrying) {
+  server_.FailNext(3, client::QueueFull(milliseconds(10)));
+  const auto result = Run({"bench", "-r", "200", "-n", "10", "--warm-up", "0"});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_THAT(result.out, StartsWith("10 requests: 7 succeeded, 3 failed"));
+  EXPECT_THAT(result.out, HasSubstr("3 x RESOURCE_EXHAUSTED QUEUE_FULL: the queue is full"));
+  server_.SetEvaluationTime(milliseconds(200));
+  const auto late = Run({"bench", "-n", "2", "--warm-up", "0", "-x", "deadline=0.1"});
+  EXPECT_EQ(late.exit_code, 1) << "nothing succeeded";
+  EXPECT_THAT(late.out, HasSubstr("2 x DEADLINE_EXCEEDED"));
+}
+
+TEST_F(CliTest, BenchRefusesWhatDoesNotFitTogether) {
+  for (const std::vector<std::string>& flags :
+       std::vector<std::vector<std::string>>{{"-r", "1", "-c", "1"},
+                                             {"-r", "nan"},
+                                             {"-c", "0"},
+                                             {"--speed", "2"},
+                                             {"--trace", Path("none.jsonl"), "-x", "steps=4"}}) {
+    std::vector<std::string> arguments = {"bench"};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    EXPECT_EQ(Run(arguments).exit_code, 2) << flags[0] << " " << flags[1];
+  }
+  const auto mix = Run({"bench", "-x", "priority=urgent"});
+  EXPECT_EQ(mix.exit_code, 2);
+  EXPECT_THAT(mix.err, HasSubstr("--mix: priority is \"urgent\"; use one of interactive"));
+  EXPECT_EQ(server_.generations(), 0);
+}
+
+TEST_F(CliTest, BenchShowsProgressOnATerminal) {
+  const auto result = RunOnTerminal(Command({"bench", "-n", "5", "--warm-up", "0"}));
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(result.out, HasSubstr(" under way, "));
+  EXPECT_THAT(result.out, HasSubstr("5 requests: 5 succeeded"));
+}
+
+TEST_F(CliTest, BenchTellsWhenInterrupted) {
+  server_.SetEvaluationTime(milliseconds(5));
+  Process process(Command({"bench", "-d", "600", "--warm-up", "0"}), {}, /*on_terminal=*/false);
+  while (server_.generations() < 3) std::this_thread::sleep_for(milliseconds(5));
+  process.Signal(SIGINT);
+  const ProcessResult result = process.Wait();
+  EXPECT_EQ(result.exit_code, 130);
+  EXPECT_THAT(result.out, HasSubstr("succeeded, 0 failed, 1 cancelled"));
+}
+
 TEST(CliWithoutServerTest, SaysSo) {
   const std::vector<std::string> environment = {"DENOISE_SERVER=127.0.0.1:1"};
   const auto health = RunProcess({DENOISE_BINARY, "health", "--wait", "0.5"}, environment);

@@ -9,6 +9,7 @@
 
 #include "denoised/client.h"
 #include "tests/client/fake_service.h"
+#include "tests/client/mock_connection.h"
 
 namespace denoised::client {
 namespace {
@@ -419,31 +420,6 @@ TEST(ConnectTest, RefusesOptionsOutOfRange) {
   EXPECT_FALSE(Connect("").ok());
 }
 
-class MockConnection : public Connection {
- public:
-  MOCK_METHOD(absl::StatusOr<GenerationResult>, Generate, (const Generation&, const CallOptions&),
-              (override));
-  MOCK_METHOD(std::unique_ptr<StreamCall>, StreamGenerate,
-              (const Generation&, const std::optional<PreviewOptions>&, StreamListener,
-               const CallOptions&),
-              (override));
-  MOCK_METHOD(std::unique_ptr<StreamCall>, WatchJob,
-              (const std::string&, uint64_t, StreamListener, const CallOptions&), (override));
-  MOCK_METHOD(absl::StatusOr<Job>, GetJob, (const std::string&, const CallOptions&), (override));
-  MOCK_METHOD(absl::StatusOr<Job>, CancelJob, (const std::string&, const CallOptions&), (override));
-  MOCK_METHOD(absl::StatusOr<ServerInfo>, GetServerInfo, (const CallOptions&), (override));
-  MOCK_METHOD(absl::StatusOr<Model>, LoadModel, (const ModelLoad&, const CallOptions&), (override));
-  MOCK_METHOD(absl::Status, UnloadModel, (const std::string&, const CallOptions&), (override));
-  MOCK_METHOD(absl::StatusOr<Model>, SetAlias,
-              (const std::string&, const std::string&, const CallOptions&), (override));
-  MOCK_METHOD(absl::Status, DeleteAlias, (const std::string&, const CallOptions&), (override));
-  MOCK_METHOD(absl::StatusOr<std::vector<Model>>, ListModels, (const CallOptions&), (override));
-  MOCK_METHOD(absl::StatusOr<Model>, GetModel, (const std::string&, const CallOptions&),
-              (override));
-  MOCK_METHOD(absl::StatusOr<ServingStatus>, CheckHealth, (const std::string&, const CallOptions&),
-              (override));
-};
-
 TEST(ClientTest, WorksOnAnyConnection) {
   auto connection = std::make_shared<MockConnection>();
   EXPECT_CALL(*connection, Generate).WillOnce([](const Generation& generation, const CallOptions&) {
@@ -463,6 +439,9 @@ TEST(NamesTest, RoundTrip) {
   for (const Sampler sampler : AllSamplers()) EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
   for (const NoiseSchedule schedule : AllNoiseSchedules()) {
     EXPECT_EQ(NoiseScheduleFromName(Name(schedule)), schedule);
+  }
+  for (const Priority priority : AllPriorities()) {
+    EXPECT_EQ(PriorityFromName(Name(priority)), priority);
   }
   EXPECT_FALSE(SamplerFromName("unknown"));
   EXPECT_FALSE(SamplerFromName("Euler"));

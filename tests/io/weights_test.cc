@@ -87,6 +87,23 @@ TEST_F(WeightsTest, ReportsWhatNobodyRead) {
   EXPECT_THAT(std::string(root.CheckAllUsed().message()), HasSubstr("conv1.bias"));
 }
 
+TEST(Weights, SyntheticOnesAreWrittenAsTheyWere) {
+  TemporaryDirectory directory;
+  const std::string path = directory / "w.safetensors";
+  const Weights synthetic = Weights::Synthetic(1);
+  const Tensor weight = (synthetic / "conv").Get("weight", {4, 3, 3, 3}).value();
+  const Tensor bias = (synthetic / "conv").Get("bias", {4}).value();
+  EXPECT_EQ(synthetic.parameters(), 112);
+  ASSERT_TRUE(synthetic.WriteSynthetic(path).ok());
+  auto opened = Safetensors::Open(path);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  const Weights written(*std::move(opened), path);
+  EXPECT_EQ(written.parameters(), 112);
+  EXPECT_EQ((written / "conv").Get("weight", {4, 3, 3, 3})->ToFloats(), weight.ToFloats());
+  EXPECT_EQ((written / "conv").Get("bias", {4})->ToFloats(), bias.ToFloats());
+  EXPECT_TRUE(written.CheckAllUsed().ok());
+}
+
 TEST(Weights, AllUsedIsOk) {
   TemporaryDirectory directory;
   const float one[] = {1};

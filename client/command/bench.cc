@@ -1,0 +1,260 @@
+#include "command/bench.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "command/bench_report.h"
+#include "command/files.h"
+#include "command/generate_request.h"
+#include "command/live_view.h"
+#include "command/load_generator.h"
+#include "command/progress.h"
+#include "command/workload.h"
+
+namespace denoised::command {
+namespace {
+
+constexpr auto kCallTimeout = std::chrono::seconds(10);  // of a question about a model
+constexpr double kDefaultSeconds = 10;
+
+/// CLI::Range and CLI::PositiveNumber let NaN through.
+CLI::Validator Number(double low, double high) {
+  return CLI::Validator(
+      [low, high](std::string& text) {
+        double number = 0;
+        if (CLI::detail::lexical_cast(text, number) && number >= low && number <= high) {
+          return std::string();
+        }
+        return fmt::format("{} is not a number from {} to {}", text, low, high);
+      },
+      "");
+}
+
+absl::StatusOr<ImageHashes> ReadHashes(const std::string& path) {
+  const auto file = ReadFile(path);
+  if (!file.ok()) return file.status();
+  const auto json = nlohmann::json::parse(*file, nullptr, /*allow_exceptions=*/false);
+  auto hashes = ImageHashes::FromJson(
+      json.is_object() ? json.value("image_hashes", nlohmann::json()) : nlohmann::json());
+  if (hashes.ok()) return hashes;
+  return absl::InvalidArgumentError(
+      fmt::format("--compare {}: {}", path, std::string(hashes.status().message())));
+}
+
+LoadOptions ToOptions(const BenchFlags& flags) {
+  LoadOptions options = {
+      .duration_seconds = flags.duration_seconds, .requests = flags.requests, .unary = flags.unary};
+  const bool traced = !flags.trace.empty();
+  if (!flags.rate && !traced) options.concurrency = flags.concurrency.value_or(1);
+  if (!traced && !flags.duration_seconds && !flags.requests) {
+    options.duration_seconds = kDefaultSeconds;
+  }
+  options.warm_up_seconds = flags.warm_up_seconds.value_or(traced ? 0 : 1);
+  return options;
+}
+
+std::string ProgressLine(const LoadProgress& progress, double images_per_second) {
+  return fmt::format("{}  {} sent, {} under way, {} succeeded, {} failed  {:.1f} images/s",
+                     HumanDuration(std::chrono::duration<double>(progress.elapsed_seconds)),
+                     progress.sent, progress.under_way, progress.succeeded, progress.failed,
+                     images_per_second);
+}
+
+/// The load's progress in a line of the terminal.
+class ProgressView {
+ public:
+  explicit ProgressView(std::FILE* terminal) : view_(terminal, TerminalColours::kGreys) {}
+  ~ProgressView() { view_.Finish(nullptr); }
+
+  void Show(const LoadProgress& progress) {
+    constexpr double kSmoothing = 0.1;  // of four looks a second: an average over some seconds
+    const double seconds = progress.elapsed_seconds - last_.elapsed_seconds;
+    if (seconds > 0) {
+      const double now = static_cast<double>(progress.images - last_.images) / seconds;
+      images_per_second_ += (last_.images > 0 ? kSmoothing : 1) * (now - images_per_second_);
+    }
+    last_ = progress;
+    view_.Draw(nullptr, ProgressLine(progress, images_per_second_).substr(0, view_.columns()));
+  }
+
+ private:
+  LiveView view_;
+  LoadProgress last_;
+  double images_per_second_ = 0;
+};
+
+ExitCode ExitCodeOf(const BenchReport& report, const std::stop_token& stop) {
+  if (stop.stop_requested()) return kInterrupted;
+  if (report.images_compared == 0) {
+    std::fputs("error: no image is also in the earlier run; ask for the same: --seed, --mix\n",
+               stderr);
+    return kError;
+  }
+  return report.all.succeeded > 0 && report.load.hashes.differences().empty() ? kOk : kError;
+}
+
+}  // namespace
+
+void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
+  constexpr char kWhen[] = "When requests are sent";
+  auto* rate = command
+                   .add_option("-r,--rate", flags.rate,
+                               "So many requests a second, at random moments (Poisson), whether or "
+                               "not the server keeps up: an open loop")
+                   ->check(Number(1e-3, 1e6))
+                   ->group(kWhen);
+  auto* trace = command
+                    .add_option("--trace", flags.trace,
+                                "At the moments that this file says: a JSON object a line")
+                    ->group(kWhen);
+  auto* concurrency = command
+                          .add_option("-c,--concurrency", flags.concurrency,
+                                      "So many requests at any time, each sent when another ends: "
+                                      "a closed loop, to find the throughput. Default: 1")
+                          ->check(CLI::Range(1, 1'000'000))
+                          ->group(kWhen);
+  rate->excludes(trace)->excludes(concurrency);
+  trace->excludes(concurrency);
+  command.add_option("--speed", flags.speed, "Run the trace so many times as fast")
+      ->check(Number(1e-3, 1e6))
+      ->needs(trace)
+      ->group(kWhen);
+  command.add_option("-d,--duration", flags.duration_seconds, "Measure for so many seconds")
+      ->check(Number(1e-3, 1e7))
+      ->group(kWhen);
+  command
+      .add_option("-n,--requests", flags.requests,
+                  "Measure so many requests. Default: 10 seconds, or the whole trace")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
+      ->group(kWhen);
+  command
+      .add_option(
+          "--warm-up", flags.warm_up_seconds,
+          "Load the server for so many seconds before; in a closed loop the places open one "
+          "by one meanwhile. Default: 1, with --trace 0")
+      ->check(Number(0, 1e6))
+      ->group(kWhen);
+
+  constexpr char kWhat[] = "What they ask";
+  command
+      .add_option("-x,--mix", flags.mix,
+                  "A kind of request, keys and values: steps=4..50,weight=2. Repeat it for a mix. "
+                  "Default: what the model prefers")
+      ->excludes(trace)
+      ->take_all()
+      ->group(kWhat);
+  command
+      .add_option("-s,--seed", flags.seed,
+                  "Of the moments, the draws and the images: request i of two runs is the same")
+      ->capture_default_str()
+      ->group(kWhat);
+  command.add_option("--format", flags.format, "Of the images; raw: float32")
+      ->check(CLI::IsMember({"png", "jpeg", "webp", "raw"}))
+      ->capture_default_str()
+      ->group(kWhat);
+  command
+      .add_flag("--unary", flags.unary, "Call Generate, with a thread for each, instead of streams")
+      ->group(kWhat);
+  command
+      .add_option("--connections", flags.connections,
+                  "Spread the requests over so many connections")
+      ->check(CLI::Range(1, 10'000))
+      ->capture_default_str()
+      ->group(kWhat);
+
+  constexpr char kResults[] = "What is told";
+  command.add_option("--json", flags.json, "Write the results here as JSON; - is stdout")
+      ->group(kResults);
+  command
+      .add_option("--compare", flags.compare,
+                  "Compare the images with those of an earlier run's --json: equal requests must "
+                  "have got equal bytes")
+      ->check(CLI::ExistingFile)
+      ->group(kResults);
+  command
+      .add_option("--save-trace", flags.save_trace,
+                  "Write what was sent, and when, as a file for --trace")
+      ->group(kResults);
+
+  command.footer(R"(Keys of --mix, and of a line of --trace beside "at_seconds" and "seed":
+  weight     its share of the mix, 1 by default        name      in the report
+  model      needed when the server holds several      steps     a number, or a range: 4..50
+  count      images, a number or a range               size      64 or 64x48, pixels
+  sampler    as denoise generate names it              guidance  a number
+  priority   interactive, normal or batch              previews  one every so many evaluations
+  deadline   seconds; then the call ends, and what comes later is not in time
+  cancel     seconds, or a range: 0..1.5; then this program cancels it
+
+Latencies count from the moment at which a request was to be sent, and every request that was sent is
+followed to its end. Those of failed and cancelled requests are left out.
+
+Examples:
+  denoise bench                                      one after another, ten seconds
+  denoise bench -c 64 -d 30 --warm-up 5              the most that the server can do
+  denoise bench -r 20 -d 60 -x steps=4..50,previews=4,priority=interactive,deadline=2 \
+                            -x steps=50,count=4,priority=batch,weight=0.2
+  denoise bench -n 100 --json before.json            then, with another build of the server:
+  denoise bench -n 100 --compare before.json
+  denoise bench --trace day.jsonl --speed 10)");
+}
+
+ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& flags,
+               std::stop_token stop) {
+  std::optional<ImageHashes> earlier;
+  if (!flags.compare.empty()) {
+    auto hashes = ReadHashes(flags.compare);
+    if (!hashes.ok()) return Report(hashes.status(), false);
+    earlier = *std::move(hashes);
+  }
+  for (const std::string& path : {flags.json, flags.save_trace}) {
+    if (path.empty()) continue;
+    if (absl::Status status = CheckWritable(path); !status.ok()) return Report(status, false);
+  }
+  auto workload = flags.trace.empty()
+                      ? Workload::FromMix(flags.mix, flags.rate.value_or(0), flags.seed)
+                      : Workload::FromTrace(flags.trace, flags.speed, flags.seed);
+  if (!workload.ok()) return Report(workload.status(), false);
+  workload->set_format(FormatOf(flags.format));
+  // On every connection, so that none is yet to be made when the load begins.
+  for (const client::Client& client : clients) {
+    const absl::Status status = workload->Learn(client, {.timeout = kCallTimeout, .stop = stop});
+    if (!status.ok()) return Report(status, false);
+  }
+
+  std::string trace;
+  std::function<void(const Arrival&)> on_sent;
+  if (!flags.save_trace.empty()) {
+    on_sent = [&trace](const Arrival& arrival) { trace += ToTrace(arrival).dump() + "\n"; };
+  }
+  std::optional<ProgressView> view;
+  if (IsTerminal(STDERR_FILENO)) view.emplace(stderr);
+  BenchReport report = MakeReport(RunLoad(
+      clients, *std::move(workload), ToOptions(flags), on_sent,
+      [&view](const LoadProgress& progress) {
+        if (view) view->Show(progress);
+      },
+      stop));
+  view.reset();
+
+  if (earlier) report.images_compared = report.load.hashes.CompareWith(*earlier);
+  if (flags.json != "-") std::fputs(Describe(report).c_str(), stdout);
+  if (!flags.json.empty()) {
+    // A message may quote bytes that are not UTF-8.
+    const std::string text =
+        ToJson(report).dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+    if (absl::Status status = WriteFile(flags.json, text); !status.ok()) {
+      return Report(status, false);
+    }
+  }
+  if (!flags.save_trace.empty()) {
+    if (absl::Status status = WriteFile(flags.save_trace, trace); !status.ok()) {
+      return Report(status, false);
+    }
+  }
+  return ExitCodeOf(report, stop);
+}
+
+}  // namespace denoised::command

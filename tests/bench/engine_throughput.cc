@@ -1,0 +1,171 @@
+// Images per second of the bare engine, without a server: what denoise bench is compared with.
+//
+//   engine-throughput --model=DIR [--device=auto|cpu|cuda] [--fp32] [--max-rows=N] [--steps=N]
+//                     [--in-flight=N] [--warm-up=SECONDS] [--seconds=SECONDS]
+//
+// Keeps N jobs of one image in the engine, as denoise bench -c N does, and prints a JSON object:
+// images per second in the window after the warm-up, and this process's CPU seconds per image.
+
+#include <sys/resource.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "engine/engine.h"
+
+namespace denoised {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Options {
+  EngineOptions engine;
+  std::string model;
+  int steps = 0;  // 0: the model's own
+  int in_flight = 1;
+  double warm_up = 2, seconds = 10;
+};
+
+absl::Status ParseFlags(int argc, char** argv, Options* options) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    const auto value = [&](const char* name) -> const char* {
+      const size_t length = std::strlen(name);
+      return flag.compare(0, length, name) == 0 ? argv[i] + length : nullptr;
+    };
+    if (const char* model = value("--model=")) {
+      options->model = model;
+    } else if (const char* device = value("--device=")) {
+      options->engine.device = device;
+    } else if (flag == "--fp32") {
+      options->engine.fp32 = true;
+    } else if (const char* rows = value("--max-rows=")) {
+      options->engine.max_rows = std::atoi(rows);
+    } else if (const char* steps = value("--steps=")) {
+      options->steps = std::atoi(steps);
+    } else if (const char* in_flight = value("--in-flight=")) {
+      options->in_flight = std::atoi(in_flight);
+    } else if (const char* warm_up = value("--warm-up=")) {
+      options->warm_up = std::atof(warm_up);
+    } else if (const char* seconds = value("--seconds=")) {
+      options->seconds = std::atof(seconds);
+    } else {
+      return InvalidArgument("unknown flag '{}'; see the head of tests/bench/engine_throughput.cc",
+                             flag);
+    }
+  }
+  if (options->model.empty()) return InvalidArgument("--model=DIR is missing");
+  if (options->in_flight < 1) return InvalidArgument("--in-flight is below 1");
+  if (!(options->seconds > 0)) return InvalidArgument("--seconds is not above 0");
+  return absl::OkStatus();
+}
+
+double CpuSeconds() {
+  rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+/// Counts the images, and the places of jobs that have ended.
+class Places : public JobListener {
+ public:
+  void OnImage(ImageResult) override { ++images_; }
+  void OnDone(const absl::Status& status, const JobTiming&) override {
+    std::lock_guard lock(mutex_);
+    ++free_;
+    if (status_.ok()) status_ = status;
+    wake_.notify_one();
+  }
+
+  int64_t images() const { return images_; }
+  absl::Status status() {
+    std::lock_guard lock(mutex_);
+    return status_;
+  }
+  /// Takes a place; false when none is free until `until`.
+  bool Take(Clock::time_point until) {
+    std::unique_lock lock(mutex_);
+    if (!wake_.wait_until(lock, until, [this] { return free_ > 0; })) return false;
+    --free_;
+    return true;
+  }
+
+ private:
+  std::atomic<int64_t> images_{0};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  int free_ = 0;
+  absl::Status status_;
+};
+
+absl::Status Run(const Options& options) {
+  EngineOptions engine_options = options.engine;
+  engine_options.max_queued_images = std::max(engine_options.max_queued_images, options.in_flight);
+  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine, Engine::Create(engine_options));
+  DENOISED_RETURN_IF_ERROR(engine->Open("model", options.model));
+  JobSpec spec = {.model = "model", .seed = 0};
+  spec.sampler.steps = options.steps;
+  std::vector<FieldViolation> violations;
+  DENOISED_ASSIGN_OR_RETURN(EffectiveJob job, engine->Resolve(spec, &violations));
+  if (!violations.empty()) {
+    return InvalidArgument("{} {}", violations[0].field, violations[0].description);
+  }
+
+  const auto places = std::make_shared<Places>();
+  const auto submit = [&] {
+    ++*job.spec.seed;
+    return engine->Submit(job, places).status();
+  };
+  const auto after = [start = Clock::now()](double seconds) {
+    return start +
+           std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  };
+  // Places open one after another, so that images are not all at the same step of their plans.
+  for (int opened = 0; opened < options.in_flight;) {
+    if (places->Take(after(options.warm_up * opened / options.in_flight))) {
+      DENOISED_RETURN_IF_ERROR(submit());
+    } else {
+      ++opened;
+      DENOISED_RETURN_IF_ERROR(submit());
+    }
+  }
+  while (places->Take(after(options.warm_up))) DENOISED_RETURN_IF_ERROR(submit());
+  const int64_t images = places->images();
+  const double cpu = CpuSeconds();
+  const auto begin = Clock::now();
+  const auto end = begin + std::chrono::duration<double>(options.seconds);
+  while (places->Take(std::chrono::time_point_cast<Clock::duration>(end))) {
+    DENOISED_RETURN_IF_ERROR(submit());
+  }
+  const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  const auto drawn = static_cast<double>(places->images() - images);
+  const double cpu_per_image = drawn > 0 ? (CpuSeconds() - cpu) / drawn : 0;
+  DENOISED_RETURN_IF_ERROR(places->status());
+  engine->Drain(Clock::now());
+  fmt::print(
+      "{{\"images_per_second\": {:.4f}, \"cpu_seconds_per_image\": {:.6f}, \"images\": {}}}\n",
+      drawn / seconds, cpu_per_image, drawn);
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace denoised
+
+int main(int argc, char** argv) {
+  denoised::Options options;
+  absl::Status status = denoised::ParseFlags(argc, argv, &options);
+  if (status.ok()) status = denoised::Run(options);
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
+  return 1;
+}

@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+"""What serving costs and bears: the server on loopback, beside the bare engine.
+
+  tests/bench/serving.py [options] BENCHMARK...
+
+  saturation  images per second of the server, as a share of the bare engine's, taken in turns
+  batching    batching of steps beside batching of requests, on the same trace: requests of 4 to 50
+              steps at 80 % of what the server can do
+  overhead    CPU time of server and client for a unary request of the smallest model, beyond the
+              time that the engine alone takes
+  streams     1,000 streams at any time, without an error
+  storm       10,000 requests cancelled at random moments: nothing stays behind, and the survivors'
+              images are those of an idle server
+  soak        20 minutes at saturation: whether resident memory grows after the warm-up
+
+Prints a line for each figure and exits with 1 when one misses its target. Nothing else should run
+on the machine; the load average at the start is told. Figures go into docs/benchmarks.md by hand.
+
+Build first: scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise engine-throughput \\
+synthetic-model"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SMALLEST = ROOT / "tests/models/goldens/run_edm_euler"  # 8 x 8 pixels, 18,521 weights
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """denoised with one model, ready to serve; stopped with SIGTERM at the end."""
+
+    def __init__(self, options, model, *flags, environment=None):
+        self.address = f"127.0.0.1:{free_port()}"
+        self.metrics = f"127.0.0.1:{free_port()}"
+        self.options = options
+        self.log = open(options.work / "denoised.log", "ab")
+        command = [options.denoised, "--model", f"model={model}", "--listen", self.address]
+        command += ["--metrics-listen", self.metrics, "--device", options.device]
+        command += ["--max-queued-images", "100000", *flags, *options.server_flag]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log,
+                                        env=os.environ | (environment or {}))
+        health = [options.denoise, "health", "--wait", "120", "--server", self.address]
+        if subprocess.run(health, stdout=self.log, stderr=self.log, check=False).returncode != 0:
+            self.process.kill()
+            sys.exit(f"the server is not ready; see {self.log.name}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(timeout=120)
+        self.log.close()
+
+    def bench(self, *flags, environment=None, trusted=True):
+        """What `denoise bench` with these flags found; `trusted`: it must end well."""
+        result = subprocess.run(
+            [self.options.denoise, "bench", "--server", self.address, "--json", "-", *flags],
+            stdout=subprocess.PIPE, env=os.environ | (environment or {}), check=trusted, text=True)
+        return json.loads(result.stdout)
+
+    def cpu_seconds(self):
+        stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text()
+        fields = stat.rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident_kib(self):
+        status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"^VmRSS:\s*(\d+)", status, re.MULTILINE)[1])
+
+    def metric(self, name):
+        """Sum over its labels; `name` is a regular expression."""
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics") as page:
+            text = page.read().decode()
+        found = re.findall(rf"^(?:{name})(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        if not found:
+            sys.exit(f"the server has no metric {name}")
+        return sum(float(value) for value in found)
+
+
+def engine(options, model, *flags, environment=None):
+    result = subprocess.run(
+        [options.engine_throughput, f"--model={model}", f"--device={options.device}", *flags],
+        stdout=subprocess.PIPE, env=os.environ | (environment or {}), check=True, text=True)
+    return json.loads(result.stdout)
+
+
+def report(name, value, target, met):
+    print(f"{name:<28}{value:<72} {'met' if met else 'MISSED'} ({target})", flush=True)
+    return met
+
+
+def saturation(options):
+    in_flight = 2 * options.batch
+    rows = f"{options.batch}"
+    engines, servers = [], []
+    for _ in range(options.rounds):
+        engines.append(engine(
+            options, options.model, f"--steps={options.steps}", f"--in-flight={in_flight}",
+            f"--max-rows={rows}", f"--seconds={options.seconds}", f"--warm-up={options.warm_up}",
+        )["images_per_second"])
+        with Server(options, options.model, "--max-rows", rows) as server:
+            found = server.bench("-c", f"{in_flight}", "-d", f"{options.seconds}", "--warm-up",
+                                 f"{options.warm_up}", "-x", f"steps={options.steps}",
+                                 "--connections", "4")
+        assert found["failed"] == 0, found["errors"]
+        servers.append(found["images_per_second"])
+        print(f"  engine {engines[-1]:.2f}, server {servers[-1]:.2f} images/s", flush=True)
+    bare, served = statistics.median(engines), statistics.median(servers)
+    return report("saturation", f"{served:.2f} of {bare:.2f} images/s: {served / bare:.1%}",
+                  ">= 97 %", served / bare >= 0.97)
+
+
+def batching(options):
+    mix = ("-x", "steps=4..50,previews=1,priority=interactive", "--connections", "4")
+    rows = ("--max-rows", f"{options.batch}")
+    warm_up = ("--warm-up", f"{options.warm_up}", "-d", f"{options.seconds}")
+    with Server(options, options.model, *rows) as server:
+        peak = server.bench("-c", f"{2 * options.batch}", *warm_up, *mix)["images_per_second"]
+    found = {}
+    for mode in ("step", "request"):
+        with Server(options, options.model, *rows, f"--batching={mode}") as server:
+            found[mode] = server.bench("-r", f"{0.8 * peak}", *warm_up, *mix)
+            evaluation = (server.metric("denoised_evaluation_seconds_sum") /
+                          server.metric("denoised_evaluation_seconds_count"))
+            preview = (found[mode]["first_preview_seconds"]["mean"] -
+                       found[mode]["queued_seconds"]["mean"]) / evaluation
+        print(f"  by {mode}: p50 {found[mode]['latency_seconds']['p50']:.3f} s, p99 "
+              f"{found[mode]['latency_seconds']['p99']:.3f} s, "
+              f"{found[mode]['images_per_second']:.2f} images/s; first preview {preview:.1f} "
+              "evaluations after the queue, on average", flush=True)
+        if mode == "step":
+            first = preview
+    p99 = [found[mode]["latency_seconds"]["p99"] for mode in ("step", "request")]
+    rate = [found[mode]["images_per_second"] for mode in ("step", "request")]
+    good = p99[0] <= 0.5 * p99[1] and rate[0] >= rate[1] and first < 3
+    return report("step batching", f"p99 {p99[0] / p99[1]:.2f} x, throughput "
+                  f"{rate[0] / rate[1]:.2f} x, first preview {first:.1f} evaluations",
+                  "<= 0.5, >= 1, < 3", good)
+
+
+def overhead(options):
+    # Threads that wait for each other by spinning would count as work.
+    alone = {"OMP_NUM_THREADS": "1"}
+    bare = engine(options, SMALLEST, "--steps=1", "--in-flight=1", "--seconds=5",
+                  environment=alone)["cpu_seconds_per_image"]
+    requests = 5000
+    with Server(options, SMALLEST, environment=alone) as server:
+        flags = ("--unary", "-c", "1", "-x", "steps=1", "--warm-up", "0")
+        server.bench(*flags, "-n", "500")
+        before = server.cpu_seconds()
+        found = server.bench(*flags, "-n", f"{requests}")
+        spent = (server.cpu_seconds() - before) / requests
+    client = found["client_cpu_seconds"] / requests
+    extra = spent + client - bare
+    return report("CPU time a unary request",
+                  f"{1e3 * extra:.3f} ms = server {1e3 * spent:.3f} + client {1e3 * client:.3f} - "
+                  f"engine {1e3 * bare:.3f}", "<= 0.5 ms", extra <= 0.5e-3)
+
+
+def streams(options):
+    with Server(options, SMALLEST) as server:
+        found = server.bench("-c", "1000", "-n", "5000", "-x", "steps=10,previews=2",
+                             "--connections", "10", "--warm-up", "2", trusted=False)
+    return report("1,000 streams", f"{found['succeeded']} succeeded, {found['failed']} failed, p99 "
+                  f"{found['latency_seconds']['p99']:.2f} s", "no error", found["failed"] == 0)
+
+
+def storm(options):
+    trace, first = options.work / "storm.jsonl", options.work / "storm.json"
+    with Server(options, SMALLEST) as server:
+        places = ("-c", "200", "--warm-up", "0", "--connections", "10")
+        usual = server.bench(*places, "-n", "600", "-x", "steps=4..50")["latency_seconds"]["p50"]
+        found = server.bench(*places, "-n", "16000", "-x",
+                             f"name=cancelled,weight=11,steps=4..50,cancel=0..{usual / 2:.4f}",
+                             "-x", "name=survivor,steps=4..50", "--save-trace", trace,
+                             trusted=False)
+        first.write_text(json.dumps(found))
+        inside = -1
+        for _ in range(50):  # the last cancels are on their way
+            inside = server.metric("denoised_(?:active|queued)_images")
+            if inside == 0:
+                break
+            time.sleep(0.1)
+    survivors = [json.loads(line) for line in trace.read_text().splitlines()]
+    survivors = [line for line in survivors if line["name"] == "survivor"]
+    idle = options.work / "idle.jsonl"
+    idle.write_text("".join(json.dumps(line | {"at_seconds": 0.05 * i}) + "\n"
+                            for i, line in enumerate(survivors[:400])))
+    with Server(options, SMALLEST) as server:
+        compared = server.bench("--trace", idle, "--compare", first, trusted=False)
+    kept = found["kinds"]["survivor"]
+    differ = len(compared["image_differences"])
+    good = (found["cancelled"] >= 10_000 and found["failed"] == 0 and inside == 0 and
+            compared["failed"] == 0 and compared["images_compared"] == len(survivors[:400]) and
+            differ == 0)
+    return report("cancel storm",
+                  f"{found['cancelled']} cancelled, {kept['succeeded']} survived, "
+                  f"{inside:.0f} left inside, {differ} of {compared['images_compared']} differ",
+                  ">= 10,000; 0; 0", good)
+
+
+def slope(samples):
+    """KiB per minute and its standard error, by least squares over (seconds, KiB)."""
+    xs, ys = [x / 60 for x, _ in samples], [y for _, y in samples]
+    x_mean, y_mean = statistics.fmean(xs), statistics.fmean(ys)
+    spread = sum((x - x_mean) ** 2 for x in xs)
+    rise = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys)) / spread
+    residue = sum((y - y_mean - rise * (x - x_mean)) ** 2 for x, y in zip(xs, ys))
+    return rise, (residue / (len(xs) - 2) / spread) ** 0.5
+
+
+def soak(options):
+    seconds = 60 * options.minutes
+    samples = []
+    with Server(options, options.soak_model) as server:
+        bench = subprocess.Popen(
+            [options.denoise, "bench", "--server", server.address, "--json",
+             options.work / "soak.json", "-c", "64", "-d", f"{seconds}", "--connections", "4",
+             "-x", "steps=4..50,previews=4", "-x", "steps=10,weight=0.2,cancel=0..1",
+             "-x", "steps=10,count=4,weight=0.2"], stdout=subprocess.DEVNULL)
+        begin = time.monotonic()
+        while bench.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                bench.wait(timeout=min(5, seconds / 60))
+            samples.append((time.monotonic() - begin, server.resident_kib()))
+    found = json.loads((options.work / "soak.json").read_text())
+    quarters = [[kib for at, kib in samples if i <= 4 * at / seconds < i + 1] for i in range(4)]
+    medians = ", ".join(f"{statistics.median(quarter):.0f}" for quarter in quarters)
+    print(f"  resident, median of each quarter: {medians} KiB", flush=True)
+    steady = [sample for sample in samples if sample[0] >= seconds / 4]
+    rise, error = slope(steady)
+    grown = rise * (steady[-1][0] - steady[0][0]) / 60
+    # Pages come and go in the allocator, so the samples are no independent draws: a trend counts
+    # when it is beyond three errors and beyond 1 % of the memory over the whole time.
+    flat = abs(rise) <= 3 * error or abs(grown) <= 0.01 * steady[0][1]
+    return report(f"soak, {options.minutes:g} minutes",
+                  f"{found['images']} images, {found['failed']} failed; "
+                  f"{steady[0][1] / 1024:.1f} MiB, {rise:+.1f} +- {error:.1f} KiB/min",
+                  "3 errors or 1 % in all, no error", flat and found["failed"] == 0)
+
+
+BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, soak)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("benchmarks", nargs="+", choices=BENCHMARKS, metavar="BENCHMARK")
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build/release")
+    parser.add_argument("--denoised", help="another server than the build's")
+    parser.add_argument("--server-flag", action="append", default=[], help="a flag for the server")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "models/mnist-32",
+                        help="of the first two: a directory, or a config.json (random weights)")
+    parser.add_argument("--steps", type=int, default=18, help="of saturation")
+    parser.add_argument("--batch", type=int, default=64, help="of the first two: rows")
+    parser.add_argument("--seconds", type=float, default=20, help="of the first two, a round")
+    parser.add_argument("--warm-up", type=float, default=5, help="of the first two, seconds")
+    parser.add_argument("--rounds", type=int, default=3, help="of saturation")
+    parser.add_argument("--minutes", type=float, default=20, help="of soak")
+    parser.add_argument("--soak-model", type=pathlib.Path, default=SMALLEST)
+    options = parser.parse_args()
+    options.denoised = options.denoised or options.build / "server/denoised"
+    options.denoise = options.build / "client/denoise"
+    options.engine_throughput = options.build / "tests/bench/engine-throughput"
+    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="denoised-serving-") as work:
+        options.work = pathlib.Path(work)
+        if options.model.is_file():
+            directory = options.work / "model"
+            synthetic_model = options.build / "tests/bench/synthetic-model"
+            subprocess.run([synthetic_model, options.model, directory], check=True)
+            options.model = directory
+        met = [BENCHMARKS[name](options) for name in options.benchmarks]
+    return 0 if all(met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
