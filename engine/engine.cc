@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <future>
+#include <list>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -35,6 +36,7 @@ class DeviceEngine : public Engine {
   absl::Status Start();
 
   absl::Status Open(const std::string& name, const std::string& directory) override;
+  absl::Status Close(const std::string& name) override;
   std::shared_ptr<const ModelInfo> Find(const std::string& name) const override;
   std::vector<std::shared_ptr<const ModelInfo>> Models() const override;
   absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
@@ -69,10 +71,17 @@ class DeviceEngine : public Engine {
   void Run(std::promise<absl::Status> started);
   void Loop();
   void Post(Command command);
+  /// Runs `part` on the device's thread, between two evaluations, and waits for what it returns.
+  template <typename Part>
+  auto OnDevice(Part part) -> decltype(part());
+  void RemoveClosed();
   void PublishStats();
   void Fail(const absl::Status& status);
-  absl::Status Load(const std::string& name, const std::string& directory, ModelInfo* info);
+  absl::Status Load(const std::string& directory, ModelInfo* info);
+  absl::StatusOr<BatchedModel> ReadModel(const std::string& directory, ModelInfo* info) const;
+  absl::Status AddToBatcher(const BatchedModel& model, ModelInfo* info);
   void Publish(const ModelInfo& info);
+  std::shared_ptr<const ModelInfo>* FindLocked(const std::string& name);
 
   const EngineOptions options_;
   std::thread thread_;
@@ -83,6 +92,11 @@ class DeviceEngine : public Engine {
   std::unique_ptr<Backend> backend_;
   Observer batcher_observer_{this};
   std::unique_ptr<StepBatcher> batcher_;
+  struct Closing {
+    std::string model;
+    std::shared_ptr<std::promise<absl::Status>> done;
+  };
+  std::list<Closing> closing_;  // models whose last jobs are still to end
 
   mutable std::mutex mutex_;
   std::condition_variable wake_, idle_;
@@ -118,7 +132,9 @@ absl::Status DeviceEngine::Start() {
 }
 
 void DeviceEngine::Run(std::promise<absl::Status> started) {
-  auto backend = OpenBackend({.device = options_.device, .fp32 = options_.fp32});
+  auto backend = OpenBackend({.device = options_.device,
+                              .fp32 = options_.fp32,
+                              .generic_kernels = options_.generic_kernels});
   if (!backend.ok()) {
     started.set_value(backend.status());
     return;
@@ -148,6 +164,7 @@ void DeviceEngine::Loop() {
     for (const Command& command : commands) command();
     if (batcher_->busy())
       if (const absl::Status status = batcher_->Step(); !status.ok()) Fail(status);
+    if (!closing_.empty()) RemoveClosed();
     PublishStats();
   }
 }
@@ -179,33 +196,106 @@ void DeviceEngine::PublishStats() {
     active_images_[model->name] = batcher_->active_images(model->name);
 }
 
-absl::Status DeviceEngine::Open(const std::string& name, const std::string& directory) {
-  {
-    std::lock_guard lock(mutex_);
-    if (name.empty()) return InvalidArgument("a model needs a name; give it as name=directory");
-    for (const auto& model : models_)
-      if (model->name == name && model->state != ModelState::kFailed)
-        return InvalidArgument("model name '{}' is taken by {}; choose another", name,
-                               model->directory);
-  }
-  ModelInfo loading{.name = name, .directory = directory};
-  Publish(loading);
+template <typename Part>
+auto DeviceEngine::OnDevice(Part part) -> decltype(part()) {
   // Shared: set_value may still be returning when the waiting thread has gone on.
-  const auto done = std::make_shared<std::promise<absl::Status>>();
-  Post([this, done, name, directory, loading] {
-    ModelInfo info = loading;
-    const Clock::time_point begin = Clock::now();
-    const absl::Status status = Load(name, directory, &info);
-    info.load_seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-    info.state = status.ok() ? ModelState::kReady : ModelState::kFailed;
-    info.error = status;
-    Publish(info);
-    done->set_value(status);
-  });
+  const auto done = std::make_shared<std::promise<decltype(part())>>();
+  Post([done, part = std::move(part)] { done->set_value(part()); });
   return done->get_future().get();
 }
 
-absl::Status DeviceEngine::Load(const std::string& name, const std::string& path, ModelInfo* info) {
+absl::Status DeviceEngine::Open(const std::string& name, const std::string& directory) {
+  ModelInfo info{.name = name, .directory = directory};
+  {
+    std::lock_guard lock(mutex_);
+    if (name.empty()) return InvalidArgument("a model needs a name; give it as name=directory");
+    std::shared_ptr<const ModelInfo>* known = FindLocked(name);
+    if (known != nullptr && (*known)->state != ModelState::kFailed)
+      return InvalidArgument("model name '{}' is taken by {}; choose another", name,
+                             (*known)->directory);
+    auto loading = std::make_shared<const ModelInfo>(info);
+    if (known != nullptr)
+      *known = std::move(loading);
+    else
+      models_.push_back(std::move(loading));
+  }
+  const Clock::time_point begin = Clock::now();
+  info.error = Load(directory, &info);
+  info.load_seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  info.state = info.error.ok() ? ModelState::kReady : ModelState::kFailed;
+  Publish(info);
+  return info.error;
+}
+
+absl::Status DeviceEngine::Load(const std::string& directory, ModelInfo* info) {
+  DENOISED_ASSIGN_OR_RETURN(const BatchedModel model, ReadModel(directory, info));
+  const absl::Status status = AddToBatcher(model, info);
+  if (!status.ok()) {
+    // The weights go where they came from: on this thread.
+    OnDevice([this, &model] { return batcher_->RemoveModel(model.name); }).IgnoreError();
+  }
+  return status;
+}
+
+absl::Status DeviceEngine::AddToBatcher(const BatchedModel& model, ModelInfo* info) {
+  DENOISED_RETURN_IF_ERROR(
+      OnDevice([&] { return batcher_->AddModel(model, info->height, info->width); }));
+  bool more = true;
+  while (more) {
+    DENOISED_ASSIGN_OR_RETURN(more, OnDevice([&] { return batcher_->WarmUp(model.name); }));
+  }
+  return OnDevice([&] {
+    info->activation_bytes = batcher_->ActivationBytes(model.name);
+    info->slot_bytes = batcher_->SlotBytes(model.name);
+    return absl::OkStatus();
+  });
+}
+
+absl::Status DeviceEngine::Close(const std::string& name) {
+  {
+    std::lock_guard lock(mutex_);
+    std::shared_ptr<const ModelInfo>* known = FindLocked(name);
+    if (known == nullptr) return NotFound("there is no model '{}'", name);
+    switch ((*known)->state) {
+      case ModelState::kLoading:
+        return FailedPrecondition("model '{}' is still loading; try again when it is ready", name);
+      case ModelState::kUnloading:
+        return FailedPrecondition("model '{}' is being unloaded already", name);
+      case ModelState::kFailed:
+        std::erase(models_, *known);
+        return absl::OkStatus();
+      case ModelState::kReady:
+        break;
+    }
+    ModelInfo closing = **known;
+    closing.state = ModelState::kUnloading;
+    *known = std::make_shared<const ModelInfo>(std::move(closing));
+  }
+  const auto done = std::make_shared<std::promise<absl::Status>>();
+  Post([this, name, done] { closing_.push_back({name, done}); });
+  return done->get_future().get();
+}
+
+void DeviceEngine::RemoveClosed() {
+  for (auto closing = closing_.begin(); closing != closing_.end();) {
+    if (batcher_->HasJobs(closing->model)) {
+      ++closing;
+      continue;
+    }
+    const absl::Status status = batcher_->RemoveModel(closing->model);
+    if (!status.ok()) Fail(status);
+    {
+      std::lock_guard lock(mutex_);
+      std::erase(models_, *FindLocked(closing->model));
+      active_images_.erase(closing->model);
+    }
+    closing->done->set_value(status);
+    closing = closing_.erase(closing);
+  }
+}
+
+absl::StatusOr<BatchedModel> DeviceEngine::ReadModel(const std::string& path,
+                                                     ModelInfo* info) const {
   DENOISED_RETURN_IF_ERROR(Health());
   DENOISED_ASSIGN_OR_RETURN(const ModelDirectory directory, ModelDirectory::Read(path));
   if (!directory.scheduler_config)
@@ -237,8 +327,13 @@ absl::Status DeviceEngine::Load(const std::string& name, const std::string& path
         2 * config.in_channels);
 
   DENOISED_ASSIGN_OR_RETURN(const Weights weights, directory.OpenWeights());
-  BatchedModel model{.name = name};
-  DENOISED_ASSIGN_OR_RETURN(model.denoiser, LoadUNet2D(*backend_, config, weights));
+  BatchedModel model{.name = info->name};
+  // A second backend on the same device, since the first is the device thread's alone. What it
+  // packs outlives it.
+  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
+                            OpenBackend({.device = device_name_, .fp32 = options_.fp32}));
+  DENOISED_ASSIGN_OR_RETURN(model.denoiser, LoadUNet2D(*backend, config, weights));
+  DENOISED_RETURN_IF_ERROR(backend->Synchronize());
   const DenoiserTraits& traits = model.denoiser->traits();
   if (traits.condition == ClassCondition::kLabel) {
     if (directory.null_class >= traits.class_embeddings)
@@ -246,11 +341,10 @@ absl::Status DeviceEngine::Load(const std::string& name, const std::string& path
                              directory.null_class, traits.class_embeddings);
     model.null_label = directory.null_class;
   }
-  const bool cpu = backend_->device() == Device::kCpu;
+  const bool cpu = backend->device() == Device::kCpu;
   model.max_rows = options_.max_rows ? options_.max_rows : cpu ? 16 : 64;
   model.slots = options_.max_slots ? options_.max_slots : model.max_rows;
   model.max_evaluations = options_.max_evaluations;
-  DENOISED_RETURN_IF_ERROR(batcher_->AddModel(model, traits.height, traits.width));
 
   info->architecture = "UNet2DModel";
   info->parameters = traits.parameters;
@@ -282,21 +376,19 @@ absl::Status DeviceEngine::Load(const std::string& name, const std::string& path
   info->max_count = options_.max_count;
   info->scheduler = std::make_shared<const SchedulerConfig>(std::move(scheduler));
   info->slots = model.slots;
-  info->weight_bytes = traits.parameters * SizeOf(backend_->activation_dtype());
-  info->activation_bytes = batcher_->ActivationBytes(name);
-  info->slot_bytes = batcher_->SlotBytes(name);
-  return absl::OkStatus();
+  info->weight_bytes = traits.parameters * SizeOf(backend->activation_dtype());
+  return model;
 }
 
 void DeviceEngine::Publish(const ModelInfo& info) {
   std::lock_guard lock(mutex_);
-  auto published = std::make_shared<const ModelInfo>(info);
+  *FindLocked(info.name) = std::make_shared<const ModelInfo>(info);
+}
+
+std::shared_ptr<const ModelInfo>* DeviceEngine::FindLocked(const std::string& name) {
   for (auto& model : models_)
-    if (model->name == info.name) {
-      model = std::move(published);
-      return;
-    }
-  models_.push_back(std::move(published));
+    if (model->name == name) return &model;
+  return nullptr;
 }
 
 std::shared_ptr<const ModelInfo> DeviceEngine::Find(const std::string& name) const {
@@ -321,6 +413,8 @@ absl::StatusOr<EffectiveJob> DeviceEngine::Resolve(const JobSpec& spec,
   if (model->state == ModelState::kFailed)
     return FailedPrecondition("model '{}' could not be loaded: {}", spec.model,
                               std::string(model->error.message()));
+  if (model->state == ModelState::kUnloading)
+    return FailedPrecondition("model '{}' is being unloaded; choose another", spec.model);
   EffectiveJob job;
   ResolveJob(*model, spec, &job, violations);
   return job;
@@ -333,6 +427,9 @@ absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job, std::shared_ptr<Job
     std::lock_guard lock(mutex_);
     DENOISED_RETURN_IF_ERROR(health_);
     if (draining_) return Unavailable("the server is draining; retry on another replica");
+    const std::shared_ptr<const ModelInfo>* model = FindLocked(job.spec.model);
+    if (model == nullptr || (*model)->state != ModelState::kReady)
+      return NotFound("model '{}' was unloaded", job.spec.model);
     int queued = 0;
     for (const auto& [waiting_id, waiting] : waiting_) queued += waiting.images;
     const int count = job.spec.count;

@@ -21,7 +21,7 @@
 ///   (*engine)->Submit(spec, listener);
 ///
 /// One thread of its own owns each device and all inference state; every method here may be called
-/// from any thread and none waits for the device, but Open, Drain and the destructor.
+/// from any thread and none waits for the device, but Open, Close, Drain and the destructor.
 
 namespace denoised {
 
@@ -32,10 +32,11 @@ enum class Batching { kStep, kRequest };
 struct EngineOptions {
   std::string device = "auto";  // as BackendOptions::device
   bool fp32 = false;
-  int max_rows = 0;            // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
-  int max_slots = 0;           // images in flight per model; 0: max_rows
-  int max_evaluations = 2000;  // longest plan, per image
-  int max_count = 256;         // images of one request
+  bool generic_kernels = false;  // as BackendOptions::generic_kernels
+  int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
+  int max_slots = 0;             // images in flight per model; 0: max_rows
+  int max_evaluations = 2000;    // longest plan, per image
+  int max_count = 256;           // images of one request
   // What may wait; beyond any of these Submit says ResourceExhausted.
   int max_queued_requests = 4096;
   int max_queued_images = 4096;
@@ -48,7 +49,7 @@ struct EngineOptions {
   double watchdog_seconds = 60;  // an evaluation that takes longer is a device error; 0: never
 };
 
-enum class ModelState { kLoading, kReady, kFailed };
+enum class ModelState { kLoading, kReady, kFailed, kUnloading };
 
 /// What a model is, can do, and does by default. Immutable once ready.
 struct ModelInfo {
@@ -102,9 +103,13 @@ class Engine {
 
   /// Loads a diffusers directory, plans memory, captures and warms up every row bucket; blocks
   /// until the model is ready. InvalidArgument or NotFound name the file and field at fault;
-  /// ResourceExhausted says what was needed and what is free. Images in flight of other models wait
-  /// meanwhile.
+  /// ResourceExhausted says what was needed and what is free. Other models go on drawing: the
+  /// calling thread reads and packs the weights, and the device's thread is asked for a part at a
+  /// time. A name may be used again once its model failed or was closed.
   virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;
+  /// Takes a model away: no new jobs from now on; blocks until those it has are done and its memory
+  /// is free. NotFound; FailedPrecondition while it loads or is being closed.
+  virtual absl::Status Close(const std::string& name) = 0;
 
   /// Null when there is none of that name.
   virtual std::shared_ptr<const ModelInfo> Find(const std::string& name) const = 0;
@@ -112,14 +117,15 @@ class Engine {
   virtual std::vector<std::shared_ptr<const ModelInfo>> Models() const = 0;
 
   /// Checks `spec` and fills in its defaults; on return exactly one of the two holds: `violations`
-  /// is empty and the job is set, or it is not. NotFound, FailedPrecondition (loading) as status.
+  /// is empty and the job is set, or it is not. NotFound, FailedPrecondition (not ready) as status.
   virtual absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
                                                std::vector<FieldViolation>* violations) const = 0;
 
-  /// Queues a resolved job. ResourceExhausted when a limit of the queue is reached or memory for
-  /// its size is not there, DeadlineExceeded when its deadline cannot be met, Unavailable while
-  /// draining or after a device error. `estimate` may be null; it is filled in for a job that is
-  /// refused too. The listener may be called before Submit returns.
+  /// Queues a resolved job. NotFound when its model was closed since Resolve. ResourceExhausted
+  /// when a limit of the queue is reached or memory for its size is not there, DeadlineExceeded
+  /// when its deadline cannot be met, Unavailable while draining or after a device error.
+  /// `estimate` may be null; it is filled in for a job that is refused too. The listener may be
+  /// called before Submit returns.
   virtual absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
                                        Estimate* estimate = nullptr) = 0;
   /// Images that wait in front of a job submitted now.

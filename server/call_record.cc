@@ -37,9 +37,9 @@ std::shared_ptr<const Caller> CallerOf(const Serving& serving,
 
 }  // namespace
 
-CallRecord::CallRecord(const Serving& serving, ActiveCalls* active, const char* method,
+CallRecord::CallRecord(const Serving& serving, const char* method,
                        grpc::CallbackServerContext* context)
-    : active_(active),
+    : active_(serving.active),
       metrics_(serving.metrics),
       method_(google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(method)),
       peer_(context->peer()),

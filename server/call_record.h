@@ -37,8 +37,7 @@ class CallRecord {
  public:
   /// `method` is its full name, "denoised.v1.ImageGeneration.Generate". Finds out who calls, and
   /// tells the caller the trace: `traceparent` in the initial metadata.
-  CallRecord(const Serving& serving, ActiveCalls* active, const char* method,
-             grpc::CallbackServerContext* context);
+  CallRecord(const Serving& serving, const char* method, grpc::CallbackServerContext* context);
 
   /// Once, when nothing more will be sent.
   void End(grpc::StatusCode code, const std::string& message);

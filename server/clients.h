@@ -57,6 +57,9 @@ class Clients {
   static absl::StatusOr<std::unique_ptr<Clients>> Open(const std::string& path,
                                                        std::chrono::milliseconds refresh);
 
+  /// Whether clients are told apart: there is a file.
+  bool known() const { return !path_.empty(); }
+
   /// Never null. Unauthenticated says what would be needed, and repeats nothing of what was sent.
   absl::StatusOr<std::shared_ptr<const Caller>> Identify(const Credentials& credentials) const;
 

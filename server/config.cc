@@ -230,6 +230,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   std::string token_for;
   std::string reflection = "auto", admin = "auto";
   double grace = config.grace.count() / 1e3;
+  double lame_duck = config.lame_duck.count() / 1e3;
+  double reload_models = config.reload_models.count() / 1e3;
+  double job_retention = config.jobs.time.count() / 1e3;
 
   CLI::App app{
       "denoised keeps diffusion models on the device and draws images over gRPC.\n"
@@ -247,6 +250,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Models");
   app.add_option("--models", models_directory,
                  "Load every model folder in this directory, each under its folder's name")
+      ->group("Models");
+  app.add_option("--reload-models-seconds", reload_models,
+                 "Look this often whether the files of a model have changed, and load it again; "
+                 "one that cannot be loaded leaves the old one serving. 0: never")
+      ->check(Seconds(0.0, 86400.0))
       ->group("Models");
   app.add_flag("--check", config.check, "Load the models, say what they are, and exit")
       ->group("Models");
@@ -279,8 +287,12 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Cancel a stream whose reader takes nothing for so long")
       ->check(Seconds(0.1, 86400.0))
       ->group("Network");
-  app.add_option("--grace-seconds", grace,
-                 "After SIGTERM or Ctrl-C, give running requests so long to finish")
+  app.add_option("--lame-duck-seconds", lame_duck,
+                 "After SIGTERM or Ctrl-C, say NOT_SERVING to health checks so long before new "
+                 "requests are refused: time for load balancers to look elsewhere")
+      ->check(Seconds(0.0, 3600.0))
+      ->group("Network");
+  app.add_option("--grace-seconds", grace, "Then give running requests so long to finish")
       ->check(Seconds(0.0, 86400.0))
       ->group("Network");
 
@@ -319,6 +331,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
 
   app.add_option("--device", config.engine.device, "\"auto\", \"cpu\", \"cuda\" or \"cuda:N\"")
       ->group("Engine");
+  app.add_flag("--generic-kernels", config.engine.generic_kernels,
+               "On a Hopper GPU, compute with the kernels that every chip can run")
+      ->group("Engine");
   app.add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU")
       ->group("Engine");
   app.add_option("--max-rows", config.engine.max_rows,
@@ -337,6 +352,15 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--max-queued-images", config.engine.max_queued_images,
                  "Images that may wait; beyond it requests get RESOURCE_EXHAUSTED")
       ->check(CLI::Range(1, 1 << 24))
+      ->group("Limits");
+  app.add_option("--job-retention-seconds", job_retention,
+                 "Keep the results of jobs so long for WatchJob and for retries; of those whose "
+                 "request chose its request_id or DISCONNECT_POLICY_CONTINUE")
+      ->check(Seconds(0.0, 31536000.0))
+      ->group("Limits");
+  app.add_option("--max-kept-job-bytes", config.jobs.max_bytes,
+                 "Memory for these results; the oldest go first")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
       ->group("Limits");
   app.add_option("--max-request-bytes", config.limits.max_request_bytes,
                  "Largest request message; an initial noise or image must fit")
@@ -442,6 +466,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   config.admin =
       admin == "on" || (admin == "auto" && (loopback || !config.security.clients.empty()));
   config.grace = milliseconds(grace);
+  config.lame_duck = milliseconds(lame_duck);
+  config.reload_models = milliseconds(reload_models);
+  config.jobs.time = milliseconds(job_retention);
   DENOISED_RETURN_IF_ERROR(Finish(models, models_directory, &config));
   return line;
 }

@@ -40,6 +40,9 @@ struct SecurityConfig {
   bool tls() const { return !tls_cert.empty(); }
 };
 
+/// Clients may ping this often, also while nothing moves. A constant, since clients must know it.
+inline constexpr std::chrono::milliseconds kMinPingInterval{10'000};
+
 /// Bounds on connections, so that clients that only hold what they take cost little.
 struct ConnectionLimits {
   std::chrono::milliseconds keepalive{60'000};
@@ -71,7 +74,9 @@ struct Config {
   bool reflection = true, admin = true;  // whether grpc.reflection and ModelAdmin are there
   int worker_threads = 0;                // 0: half of the cores, at least two
   std::chrono::milliseconds write_timeout{30'000};
+  std::chrono::milliseconds lame_duck{0};  // from NOT_SERVING to the refusal of new work
   std::chrono::milliseconds grace{30'000};
+  std::chrono::milliseconds reload_models{0};  // how often to look for changes; 0: never
   log::Format log_format = log::Format::kText;
   log::Level log_level = log::Level::kInfo;
   bool check = false;

@@ -4,6 +4,7 @@
 #include <openssl/x509.h>
 
 #include <algorithm>
+#include <ctime>
 #include <vector>
 
 #include "server/clients.h"
@@ -94,7 +95,11 @@ class Gate final : public grpc::AuthMetadataProcessor {
     if (path.substr(0, kOpenService.size()) == kOpenService) return grpc::Status::OK;
     const auto caller = IdentifyCaller(*clients_, metadata, connection);
     if (caller.ok()) return grpc::Status::OK;
-    metrics_->CallRefused(FindMethod(path));
+    const auto* method = FindMethod(path);
+    metrics_->CallRefused(method);
+    log::Info("request", {{"method", method == nullptr ? "unknown" : method->name()},
+                          {"code", "UNAUTHENTICATED"},
+                          {"error", std::string(caller.status().message())}});
     return {grpc::StatusCode::UNAUTHENTICATED, std::string(caller.status().message())};
   }
 
@@ -104,6 +109,17 @@ class Gate final : public grpc::AuthMetadataProcessor {
 };
 
 }  // namespace
+
+std::optional<std::chrono::system_clock::time_point> CertificateExpiry(
+    const SecurityConfig& config) {
+  if (!config.tls()) return std::nullopt;
+  const auto certificate = ReadCertificate("--tls-cert", config.tls_cert);
+  std::tm time{};
+  if (!certificate.ok() || ASN1_TIME_to_tm(X509_get0_notAfter(certificate->get()), &time) != 1) {
+    return std::nullopt;
+  }
+  return std::chrono::system_clock::from_time_t(timegm(&time));
+}
 
 std::string_view MetadataValue(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
                                const char* key) {

@@ -5,8 +5,10 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/support/string_ref.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -27,6 +29,10 @@ struct Caller;
 /// the server.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(
     const SecurityConfig& config, const Clients* clients, Metrics* metrics);
+
+/// When the certificate that is on disk now expires; nothing without TLS or when it cannot be read.
+std::optional<std::chrono::system_clock::time_point> CertificateExpiry(
+    const SecurityConfig& config);
 
 /// Who makes a call with this metadata on a connection of these properties, null when it has none.
 absl::StatusOr<std::shared_ptr<const Caller>> IdentifyCaller(

@@ -54,6 +54,8 @@ google::protobuf::Timestamp ToTimestamp(std::chrono::system_clock::time_point ti
 
 constexpr std::chrono::system_clock::time_point kNever{};
 
+constexpr int kAttempts = 3;  // to find a model that is not just being replaced
+
 }  // namespace
 
 Generation::Generation(Serving* serving, Origin origin)
@@ -65,34 +67,20 @@ double Generation::SecondsSinceArrival() const {
 
 std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& params,
                                                 const v1::PreviewOptions* preview, bool together,
-                                                grpc::Status* refusal) {
+                                                grpc::Status* refusal, bool* replaced) {
   const std::string& request_id = origin_.request_id;
-  if (serving_->draining) {
-    *refusal = Draining(request_id);
-    return std::nullopt;
-  }
   const auto model = serving_->catalog->Select(params.model(), "params.model", request_id, refusal);
-  if (model == nullptr) return std::nullopt;
+  if (!model) return std::nullopt;
   {
     std::lock_guard lock(mutex_);
     params_.set_model(model->name);
+    params_.set_model_version(model->version);
   }
   *refusal = CheckReady(*model, request_id);
   if (!refusal->ok()) return std::nullopt;
 
-  auto place = serving_->client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
-  if (!place.ok()) {
-    *refusal =
-        ToGrpcStatus(place.status(), reason::kClientLimit, request_id, serving_->RetryDelay());
-    return std::nullopt;
-  }
-  {
-    std::lock_guard lock(mutex_);
-    queue_place_ = *std::move(place);
-  }
-
   std::vector<FieldViolation> violations;
-  Translation translation = Translate(params, preview, together, request_id, *model,
+  Translation translation = Translate(params, preview, together, request_id, *model->info,
                                       Within(origin_.caller.limits, serving_->limits), &violations);
   if (!origin_.caller.anonymous()) translation.spec.client = origin_.caller.name;
   translation.spec.client_weight = origin_.caller.weight;
@@ -107,13 +95,8 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
     return std::nullopt;
   }
   if (!job.ok()) {
-    const bool gone = job.status().code() == absl::StatusCode::kNotFound;
-    const bool loading = job.status().code() == absl::StatusCode::kFailedPrecondition;
-    *refusal = ToGrpcStatus(job.status(),
-                            gone      ? reason::kModelNotFound
-                            : loading ? reason::kModelLoading
-                                      : reason::kServerError,
-                            request_id);
+    *replaced = true;  // it was there and ready a moment ago
+    *refusal = ToGrpcStatus(job.status(), reason::kModelUnloading, request_id);
     return std::nullopt;
   }
   return std::move(job).value();
@@ -140,25 +123,44 @@ grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& est
 
 void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                        bool together) {
-  grpc::Status refusal;
-  std::optional<EffectiveJob> job = Prepare(params, preview, together, &refusal);
-  if (!job) return End(refusal);
-  job_ = *job;
-  // What is only needed to start need not be kept until the end.
-  job_.spec.initial_noise = Tensor();
-  job_.spec.init_image = Tensor();
-  include_timings_ = params.include_timings();
+  if (serving_->draining) return End(Draining(origin_.request_id));
+  auto place = serving_->client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
+  if (!place.ok()) {
+    return End(ToGrpcStatus(place.status(), reason::kClientLimit, origin_.request_id,
+                            serving_->RetryDelay()));
+  }
   {
     std::lock_guard lock(mutex_);
-    params_ = ToProto(job_);
-    params_.set_disconnect_policy(origin_.survives ? v1::DISCONNECT_POLICY_CONTINUE
-                                                   : v1::DISCONNECT_POLICY_CANCEL);
-    if (job_.spec.sampler.sampler) sampler_ = Label(*job_.spec.sampler.sampler);
-    if (include_timings_) timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
+    queue_place_ = *std::move(place);
   }
+  include_timings_ = params.include_timings();
 
   Estimate estimate;
-  const auto id = serving_->engine->Submit(*std::move(job), shared_from_this(), &estimate);
+  absl::StatusOr<JobId> id;
+  // The model may be replaced meanwhile: then its successor is there.
+  for (int attempt = 1;; ++attempt) {
+    grpc::Status refusal;
+    bool replaced = false;
+    std::optional<EffectiveJob> job = Prepare(params, preview, together, &refusal, &replaced);
+    if (!job && replaced && attempt < kAttempts) continue;
+    if (!job) return End(refusal);
+    job_ = *job;
+    // What is only needed to start need not be kept until the end.
+    job_.spec.initial_noise = Tensor();
+    job_.spec.init_image = Tensor();
+    {
+      std::lock_guard lock(mutex_);
+      params_ = ToProto(job_);
+      params_.set_disconnect_policy(origin_.survives ? v1::DISCONNECT_POLICY_CONTINUE
+                                                     : v1::DISCONNECT_POLICY_CANCEL);
+      if (job_.spec.sampler.sampler) sampler_ = Label(*job_.spec.sampler.sampler);
+      if (include_timings_ && attempt == 1) {
+        timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
+      }
+    }
+    id = serving_->engine->Submit(*std::move(job), shared_from_this(), &estimate);
+    if (!absl::IsNotFound(id.status()) || attempt == kAttempts) break;
+  }
   if (!id.ok()) return End(Refusal(id.status(), estimate));
   std::optional<EndReason> cancelled;
   {

@@ -120,10 +120,10 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     uint64_t sequence = 0;  // it knows events up to here
   };
 
-  /// The job that is asked for, or nothing and why.
+  /// The job that is asked for, or nothing and why. `replaced`: the model left meanwhile.
   std::optional<EffectiveJob> Prepare(const v1::GenerationParams& params,
                                       const v1::PreviewOptions* preview, bool together,
-                                      grpc::Status* refusal);
+                                      grpc::Status* refusal, bool* replaced);
   /// What the client is told when the engine did not take the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
   /// QueuedEvent, the first of all. Under mutex_.

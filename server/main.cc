@@ -1,6 +1,7 @@
 // The process: flags, signals, exit codes. Everything else is in server.h.
 
 #include <fmt/format.h>
+#include <google/protobuf/stubs/logging.h>
 #include <grpc/support/log.h>
 
 #include <csignal>
@@ -59,8 +60,11 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   }
   // From here on a second signal ends the process at once.
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-  log::Info("draining", {{"grace_seconds", config.grace.count() / 1e3}});
-  server.Drain(exit_code == 0 ? config.grace : std::chrono::milliseconds(0));
+  const bool orderly = exit_code == 0;
+  log::Info("draining", {{"lame_duck_seconds", config.lame_duck.count() / 1e3},
+                         {"grace_seconds", config.grace.count() / 1e3}});
+  constexpr std::chrono::milliseconds kNone{0};
+  server.Drain(orderly ? config.grace : kNone, orderly ? config.lame_duck : kNone);
   log::Info("stopped");
   return exit_code;
 }
@@ -74,6 +78,12 @@ void LogOfGrpc(gpr_log_func_args* args) {
   } else {
     log::Debug(std::string("grpc: ") + args->message, fields);
   }
+}
+
+/// Of messages that clients sent and that it cannot read.
+void LogOfProtobuf(google::protobuf::LogLevel, const char* file, int line,
+                   const std::string& message) {
+  log::Debug("protobuf: " + message, {{"file", file}, {"line", line}});
 }
 
 int Main(int argc, char** argv) {
@@ -97,6 +107,7 @@ int Main(int argc, char** argv) {
   const Config& config = line->config;
   log::Configure(config.log_format, config.log_level);
   gpr_set_log_function(LogOfGrpc);
+  google::protobuf::SetLogHandler(LogOfProtobuf);
   auto engine = Engine::Create(config.engine);
   if (!engine.ok()) {
     log::Error(std::string(engine.status().message()));

@@ -2,6 +2,7 @@
 
 #include <prometheus/exposer.h>
 
+#include "server/catalog.h"
 #include "server/snapshots.h"
 #include "server/translate.h"
 
@@ -147,16 +148,16 @@ std::string Metrics::ClientLabel(const std::string& client) {
 }
 
 void Metrics::JobStarted(const std::string& model, Priority priority, double seconds) {
-  queue_seconds_.Add({{"model", model}, {"priority", Label(priority)}}, LatencyBuckets())
+  queue_seconds_.Add({{"model", ModelOf(model)}, {"priority", Label(priority)}}, LatencyBuckets())
       .Observe(seconds);
 }
 
 void Metrics::FirstPreview(const std::string& model, double seconds) {
-  first_preview_seconds_.Add({{"model", model}}, LatencyBuckets()).Observe(seconds);
+  first_preview_seconds_.Add({{"model", ModelOf(model)}}, LatencyBuckets()).Observe(seconds);
 }
 
 void Metrics::ImageDone(const std::string& model, const std::string& client) {
-  images_.Add({{"model", model}}).Increment();
+  images_.Add({{"model", ModelOf(model)}}).Increment();
   client_images_.Add({{"client", ClientLabel(client)}}).Increment();
 }
 
@@ -170,7 +171,7 @@ void Metrics::Encoded(const char* format, double seconds) {
 void Metrics::ReaderStalled() { stalled_readers_.Add({}).Increment(); }
 
 void Metrics::ModelLoaded(const std::string& model, double seconds) {
-  model_load_seconds_.Add({{"model", model}}).Set(seconds);
+  model_load_seconds_.Add({{"model", ModelOf(model)}}).Set(seconds);
 }
 
 void Metrics::FirstServed(double seconds) { startup_seconds_.Add({}).Set(seconds); }
@@ -181,7 +182,7 @@ void Metrics::OnEvaluation(const std::string& model, int rows, int bucket, doubl
     std::lock_guard lock(mutex_);
     auto it = evaluations_.find(model);
     if (it == evaluations_.end()) {
-      const prometheus::Labels labels = {{"model", model}};
+      const prometheus::Labels labels = {{"model", ModelOf(model)}};
       it = evaluations_
                .emplace(model, EvaluationSeries{&evaluation_rows_.Add(labels, RowBuckets()),
                                                 &evaluation_seconds_.Add(labels, ShortBuckets()),

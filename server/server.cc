@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -21,6 +22,7 @@
 #include "server/jobs.h"
 #include "server/log.h"
 #include "server/metrics.h"
+#include "server/model_admin.h"
 #include "server/service.h"
 #include "server/version.h"
 #include "server/worker_pool.h"
@@ -49,7 +51,8 @@ void Limits(const Config& config, grpc::ServerBuilder* builder) {
   builder->SetMaxSendMessageSize(-1);
   // Queued clients may ping: by default gRPC cuts off whoever pings without data more often than
   // every five minutes.
-  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                              Milliseconds(kMinPingInterval));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(connections.keepalive));
@@ -97,12 +100,15 @@ struct Server::State {
         workers(WorkerThreads(config.worker_threads)),
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),
         engine(std::move(engine_in)),
-        catalog(config.models, engine.get()),
+        catalog(config.models, engine.get(), &metrics),
         clients(std::move(clients_in)),
-        service(&serving) {
+        service(&serving),
+        model_admin(config.admin ? std::make_unique<ModelAdminService>(&serving) : nullptr) {
+    serving.config = &this->config;
     serving.engine = engine.get();
     serving.catalog = &catalog;
     serving.jobs = &jobs;
+    serving.active = &active;
     serving.workers = &workers;
     serving.metrics = &metrics;
     serving.clients = clients.get();
@@ -117,11 +123,13 @@ struct Server::State {
 
   void Announce() const;
   void LoadModels();
-  void KeepHouse();
+  /// Runs `task` once every `period` until the server stops.
+  void Repeat(std::chrono::milliseconds period, const std::function<void()>& task);
 
   const Config config;
   Metrics metrics;
   Serving serving;
+  ActiveCalls active;
   ClientLoad client_load;
   Jobs jobs;
   WorkerPool workers;
@@ -130,6 +138,7 @@ struct Server::State {
   Catalog catalog;
   std::unique_ptr<Clients> clients;
   ImageGenerationService service;
+  std::unique_ptr<ModelAdminService> model_admin;  // null when it is not wanted
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Health> health;
   std::unique_ptr<Acceptor> acceptor;
@@ -140,7 +149,7 @@ struct Server::State {
   bool stopping = false;               // guarded by mutex
   std::condition_variable stop;
   std::once_flag drained;
-  std::thread loader, housekeeper;
+  std::thread loader, expirer, reloader;
 };
 
 void Server::State::Announce() const {
@@ -170,22 +179,14 @@ void Server::State::Announce() const {
 void Server::State::LoadModels() {
   absl::Status first_error;
   int ready = 0;
-  for (const ModelSource& source : catalog.sources()) {
+  for (const ModelSource& source : config.models) {
     if (serving.draining) break;
-    log::Info("loading model", {{"model", source.name}, {"directory", source.directory}});
-    const Clock::time_point start = Clock::now();
-    const absl::Status status = engine->Open(source.name, source.directory);
-    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    if (!status.ok()) {
-      catalog.Fail(source.name, status);
-      if (first_error.ok()) first_error = Annotate(status, "model " + source.name);
-      log::Error("model failed",
-                 {{"model", source.name}, {"error", std::string(status.message())}});
-      continue;
+    const absl::Status status = catalog.LoadListed(source.name);
+    if (status.ok()) {
+      ++ready;
+    } else if (first_error.ok()) {
+      first_error = Annotate(status, "model " + source.name);
     }
-    ++ready;
-    metrics.ModelLoaded(source.name, seconds);
-    log::Info("model ready", {{"model", source.name}, {"seconds", seconds}});
   }
   if (ready > 0) {
     const double seconds = std::chrono::duration<double>(Clock::now() - process_start).count();
@@ -198,13 +199,11 @@ void Server::State::LoadModels() {
   loaded_changed.notify_all();
 }
 
-void Server::State::KeepHouse() {
-  const auto period = std::clamp<std::chrono::milliseconds>(
-      config.jobs.time / 4, std::chrono::milliseconds(10), std::chrono::seconds(1));
+void Server::State::Repeat(std::chrono::milliseconds period, const std::function<void()>& task) {
   std::unique_lock lock(mutex);
   while (!stop.wait_for(lock, period, [this] { return stopping; })) {
     lock.unlock();
-    jobs.Expire();
+    task();
     lock.lock();
   }
 }
@@ -233,14 +232,24 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   auto handler = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   builder.RegisterService(&state->service);
+  if (state->model_admin) builder.RegisterService(state->model_admin.get());
   state->grpc_server = builder.BuildAndStart();
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
-  state->acceptor->Start(std::move(handler));
+  // gRPC's own health service says SERVING until it is told otherwise: before anybody can ask.
   state->health = std::make_unique<Health>(state->grpc_server->GetHealthCheckService());
+  state->acceptor->Start(std::move(handler));
   state->Announce();
   State* raw = state.get();
   state->loader = std::thread([raw] { raw->LoadModels(); });
-  state->housekeeper = std::thread([raw] { raw->KeepHouse(); });
+  state->expirer = std::thread([raw] {
+    const auto period = std::clamp<std::chrono::milliseconds>(
+        raw->config.jobs.time / 4, std::chrono::milliseconds(10), std::chrono::seconds(1));
+    raw->Repeat(period, [raw] { raw->jobs.Expire(); });
+  });
+  if (config.reload_models.count() > 0) {
+    state->reloader = std::thread(
+        [raw] { raw->Repeat(raw->config.reload_models, [raw] { raw->catalog.ReloadChanged(); }); });
+  }
   return std::unique_ptr<Server>(new Server(std::move(state)));
 }
 
@@ -252,7 +261,8 @@ Server::~Server() {
     state_->stopping = true;
   }
   state_->stop.notify_all();
-  state_->housekeeper.join();
+  state_->expirer.join();
+  if (state_->reloader.joinable()) state_->reloader.join();
 }
 
 int Server::port() const { return state_->acceptor->port(); }
@@ -270,15 +280,16 @@ absl::Status Server::CheckDevice() {
   return status;
 }
 
-void Server::Drain(std::chrono::milliseconds grace) {
+void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {
   std::call_once(state_->drained, [&] {
-    const Clock::time_point deadline = Clock::now() + grace;
     state_->health->Stop();
+    std::this_thread::sleep_for(lame_duck);
+    const Clock::time_point deadline = Clock::now() + grace;
     state_->serving.draining = true;
     state_->engine->Drain(deadline);
     // The images of the last jobs are on their way through the workers and to their readers.
     const Clock::time_point flushed = std::max(deadline, Clock::now() + std::chrono::seconds(1));
-    if (!state_->service.active().WaitForNone(flushed)) {
+    if (!state_->active.WaitForNone(flushed)) {
       log::Warning("calls were still being read at the end of the grace period; cancelling them");
     }
     state_->acceptor->Stop();

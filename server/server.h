@@ -39,9 +39,9 @@ class Server {
   /// The engine's health. An error is final: health becomes NOT_SERVING and the process should end.
   absl::Status CheckDevice();
 
-  /// NOT_SERVING, no new work, `grace` for what runs, then ends the rest and closes the port. The
-  /// second call has nothing to do.
-  void Drain(std::chrono::milliseconds grace);
+  /// Says NOT_SERVING; after `lame_duck` takes no new work; gives what runs `grace` from then, ends
+  /// the rest with UNAVAILABLE and closes the port. The second call has nothing to do.
+  void Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck = {});
 
  private:
   struct State;

@@ -11,6 +11,7 @@
 #include "server/client_load.h"
 #include "server/generation.h"
 #include "server/jobs.h"
+#include "server/server_info.h"
 #include "server/status_details.h"
 #include "server/translate.h"
 #include "server/worker_pool.h"
@@ -55,9 +56,8 @@ class GenerationCall : public GenerationWatcher,
   const CallRecord& record() const { return record_; }
 
  protected:
-  GenerationCall(Serving* serving, ActiveCalls* active, const char* method,
-                 grpc::CallbackServerContext* context)
-      : serving_(serving), context_(context), record_(*serving, active, method, context) {}
+  GenerationCall(Serving* serving, const char* method, grpc::CallbackServerContext* context)
+      : serving_(serving), context_(context), record_(*serving, method, context) {}
 
   /// Takes the next step that gRPC allows, if there is one: calls gRPC without the lock.
   virtual void Advance(std::unique_lock<std::mutex> lock) = 0;
@@ -140,9 +140,8 @@ class GenerationCall : public GenerationWatcher,
 /// Generate: gathers the images into one reply.
 class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
  public:
-  UnaryCall(Serving* serving, ActiveCalls* active, grpc::CallbackServerContext* context,
-            v1::GenerateResponse* response)
-      : GenerationCall(serving, active, kGenerate, context), response_(response) {}
+  UnaryCall(Serving* serving, grpc::CallbackServerContext* context, v1::GenerateResponse* response)
+      : GenerationCall(serving, kGenerate, context), response_(response) {}
 
   void OnCancel() override { Break(); }
   void OnDone() override { End(); }
@@ -193,9 +192,9 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
                          public GenerationCall {
  public:
   /// `sequence`: events up to it are known.
-  StreamCall(Serving* serving, ActiveCalls* active, const char* method,
-             grpc::CallbackServerContext* context, uint64_t sequence)
-      : GenerationCall(serving, active, method, context), sequence_(sequence) {}
+  StreamCall(Serving* serving, const char* method, grpc::CallbackServerContext* context,
+             uint64_t sequence)
+      : GenerationCall(serving, method, context), sequence_(sequence) {}
 
   void OnWriteDone(bool ok) override {
     serving_->write_watch->Disarm(context_);
@@ -277,7 +276,7 @@ grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord
 grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerContext* context,
                                                            const v1::GenerateRequest* request,
                                                            v1::GenerateResponse* response) {
-  const auto call = std::make_shared<UnaryCall>(serving_, &active_, context, response);
+  const auto call = std::make_shared<UnaryCall>(serving_, context, response);
   call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     return serving_->jobs->Begin(Asked(*context, *record, request->params(), nullptr, true),
                                  watcher, refusal);
@@ -287,7 +286,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
     grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
-  const auto call = std::make_shared<StreamCall>(serving_, &active_, kStreamGenerate, context, 0);
+  const auto call = std::make_shared<StreamCall>(serving_, kStreamGenerate, context, 0);
   call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
     return serving_->jobs->Begin(Asked(*context, *record, request->params(), preview, false),
@@ -299,7 +298,7 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::St
 grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerContext* context,
                                                          const v1::GetJobRequest* request,
                                                          v1::GetJobResponse* response) {
-  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.GetJob", context);
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetJob", context);
   grpc::Status status;
   if (const auto generation =
           serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
@@ -311,8 +310,8 @@ grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerCon
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(
     grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
-  const auto call = std::make_shared<StreamCall>(serving_, &active_, kWatchJob, context,
-                                                 request->after_sequence());
+  const auto call =
+      std::make_shared<StreamCall>(serving_, kWatchJob, context, request->after_sequence());
   call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     auto generation = serving_->jobs->Find(record->caller().name, request->request_id(), refusal);
     if (generation) generation->Watch(watcher);
@@ -324,7 +323,7 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::Wa
 grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServerContext* context,
                                                             const v1::CancelJobRequest* request,
                                                             v1::CancelJobResponse* response) {
-  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.CancelJob", context);
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.CancelJob", context);
   grpc::Status status;
   if (const auto generation =
           serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
@@ -335,13 +334,21 @@ grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServer
   return Reply(context, &record, status);
 }
 
+grpc::ServerUnaryReactor* ImageGenerationService::GetServerInfo(
+    grpc::CallbackServerContext* context, const v1::GetServerInfoRequest*,
+    v1::GetServerInfoResponse* response) {
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetServerInfo", context);
+  *response = DescribeServer(*serving_, record);
+  return Reply(context, &record, grpc::Status::OK);
+}
+
 grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServerContext* context,
                                                              const v1::ListModelsRequest*,
                                                              v1::ListModelsResponse* response) {
-  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.ListModels", context);
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.ListModels", context);
   const RequestLimits limits = Within(record.caller().limits, serving_->limits);
-  for (const auto& model : serving_->catalog->All()) {
-    *response->add_models() = ToProto(*model, serving_->engine->DeviceName(), limits);
+  for (const CatalogModel& model : serving_->catalog->All()) {
+    *response->add_models() = ToProto(model, serving_->engine->DeviceName(), limits);
   }
   return Reply(context, &record, grpc::Status::OK);
 }
@@ -349,10 +356,10 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServe
 grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerContext* context,
                                                            const v1::GetModelRequest* request,
                                                            v1::GetModelResponse* response) {
-  CallRecord record(*serving_, &active_, "denoised.v1.ImageGeneration.GetModel", context);
+  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetModel", context);
   grpc::Status status;
   if (const auto model = serving_->catalog->Select(request->name(), "name", "", &status)) {
-    record.model = model->name;
+    record.model = EngineName(model->name, model->version);
     *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(),
                                          Within(record.caller().limits, serving_->limits));
   }

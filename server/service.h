@@ -1,7 +1,6 @@
 #pragma once
 
 #include "denoised/v1/image_generation.grpc.pb.h"
-#include "server/call_record.h"
 #include "server/serving.h"
 
 namespace denoised {
@@ -25,6 +24,9 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
   grpc::ServerUnaryReactor* CancelJob(grpc::CallbackServerContext* context,
                                       const v1::CancelJobRequest* request,
                                       v1::CancelJobResponse* response) override;
+  grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
+                                          const v1::GetServerInfoRequest* request,
+                                          v1::GetServerInfoResponse* response) override;
   grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
                                        const v1::ListModelsRequest* request,
                                        v1::ListModelsResponse* response) override;
@@ -32,11 +34,8 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
                                      const v1::GetModelRequest* request,
                                      v1::GetModelResponse* response) override;
 
-  ActiveCalls& active() { return active_; }
-
  private:
   Serving* const serving_;
-  ActiveCalls active_;
 };
 
 }  // namespace denoised

@@ -8,6 +8,7 @@
 
 namespace denoised {
 
+class ActiveCalls;
 class Catalog;
 class ClientLoad;
 class Clients;
@@ -19,9 +20,11 @@ class WriteWatch;
 
 /// What every call works with. Everything pointed to outlives the calls.
 struct Serving {
+  const Config* config = nullptr;
   Engine* engine = nullptr;
-  const Catalog* catalog = nullptr;
+  Catalog* catalog = nullptr;
   Jobs* jobs = nullptr;
+  ActiveCalls* active = nullptr;
   WorkerPool* workers = nullptr;
   Metrics* metrics = nullptr;
   const Clients* clients = nullptr;

@@ -9,12 +9,14 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <sstream>
 #include <string>
 #include <utility>
 
 #include "engine/engine.h"
 #include "server/catalog.h"
+#include "server/credentials.h"
 #include "server/jobs.h"
 #include "server/translate.h"
 #include "server/version.h"
@@ -50,19 +52,47 @@ void Add(MetricFamily* family, Labels labels, double value) {
   family->metric.push_back(std::move(metric));
 }
 
+/// What the engine says, by model: versions share the series, so that these go on when a model is
+/// replaced.
+std::map<std::string, EngineStats> ByModel(const std::vector<EngineStats>& versions) {
+  std::map<std::string, EngineStats> models;
+  for (const EngineStats& stats : versions) {
+    EngineStats& sum = models[ModelOf(stats.model)];
+    sum.active_images += stats.active_images;
+    sum.slots += stats.slots;
+    sum.oldest_wait_seconds = std::max(sum.oldest_wait_seconds, stats.oldest_wait_seconds);
+    sum.parked_images += stats.parked_images;
+    for (size_t i = 0; i < kPriorities; ++i) {
+      sum.queued_requests[i] += stats.queued_requests[i];
+      sum.queued_images_by_priority[i] += stats.queued_images_by_priority[i];
+    }
+    for (size_t i = 0; i < kEndReasons; ++i) sum.wasted_rows[i] += stats.wasted_rows[i];
+  }
+  return models;
+}
+
 void Collect(const Catalog& catalog, std::vector<MetricFamily>* families) {
   auto state = Gauge("denoised_model_state", "1 for the state that the model is in");
   auto memory = Gauge("denoised_model_memory_bytes", "Device memory by purpose");
-  for (const auto& model : catalog.All()) {
+  std::map<std::string, std::array<size_t, 3>> bytes;
+  for (const CatalogModel& model : catalog.All()) {
+    const ModelInfo& info = *model.info;
+    std::array<size_t, 3>& sum = bytes[model.name];
+    sum[0] += info.weight_bytes;
+    sum[1] += info.activation_bytes;
+    sum[2] += info.slot_bytes;
+    if (!model.current) continue;
     for (const auto& [name, value] : {std::pair{"loading", ModelState::kLoading},
                                       {"available", ModelState::kReady},
-                                      {"failed", ModelState::kFailed}}) {
-      Add(&state, {{"model", model->name}, {"state", name}}, model->state == value);
+                                      {"failed", ModelState::kFailed},
+                                      {"unloading", ModelState::kUnloading}}) {
+      Add(&state, {{"model", model.name}, {"state", name}}, info.state == value);
     }
-    for (const auto& [purpose, bytes] : {std::pair{"weights", model->weight_bytes},
-                                         {"activations", model->activation_bytes},
-                                         {"slots", model->slot_bytes}}) {
-      Add(&memory, {{"model", model->name}, {"purpose", purpose}}, static_cast<double>(bytes));
+  }
+  for (const auto& [model, sum] : bytes) {
+    for (const auto& [purpose, index] :
+         {std::pair{"weights", 0}, {"activations", 1}, {"slots", 2}}) {
+      Add(&memory, {{"model", model}, {"purpose", purpose}}, static_cast<double>(sum[index]));
     }
   }
   families->push_back(std::move(state));
@@ -79,8 +109,8 @@ void Collect(const Engine& engine, std::vector<MetricFamily>* families) {
                         "Images that gave their slot to another before they were done");
   auto wasted = Counter("denoised_wasted_rows_total",
                         "Rows of evaluations spent on requests that ended early");
-  for (const EngineStats& stats : engine.Stats()) {
-    const Labels::value_type model = {"model", stats.model};
+  for (const auto& [name, stats] : ByModel(engine.Stats())) {
+    const Labels::value_type model = {"model", name};
     for (size_t i = 0; i < kPriorities; ++i) {
       const Labels::value_type priority = {"priority", denoised::Label(static_cast<Priority>(i))};
       Add(&requests, {model, priority}, stats.queued_requests[i]);
@@ -140,6 +170,11 @@ std::vector<MetricFamily> ServingSnapshot::Collect() const {
   families.push_back(std::move(build));
   denoised::Collect(*serving_->catalog, &families);
   denoised::Collect(*serving_->engine, &families);
+  if (const auto expiry = CertificateExpiry(serving_->config->security)) {
+    families.push_back(Single(MetricType::Gauge, "denoised_certificate_expiry_time_seconds",
+                              "When the certificate expires, in seconds since 1970",
+                              std::chrono::duration<double>(expiry->time_since_epoch()).count()));
+  }
   families.push_back(Single(MetricType::Gauge, "denoised_jobs",
                             "Requests that run or whose results are kept",
                             static_cast<double>(serving_->jobs->size())));

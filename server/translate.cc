@@ -461,6 +461,8 @@ v1::ModelState ToWire(ModelState state) {
       return v1::MODEL_STATE_LOADING;
     case ModelState::kReady:
       return v1::MODEL_STATE_AVAILABLE;
+    case ModelState::kUnloading:
+      return v1::MODEL_STATE_UNLOADING;
     case ModelState::kFailed:
       return v1::MODEL_STATE_FAILED;
   }
@@ -531,7 +533,8 @@ std::string Label(Priority priority) {
 v1::EffectiveParams ToProto(const EffectiveJob& job) {
   const JobSpec& spec = job.spec;
   v1::EffectiveParams params;
-  params.set_model(job.spec.model);
+  params.set_model(ModelOf(spec.model));
+  params.set_model_version(VersionOf(spec.model));
   params.set_request_id(spec.request_id);
   params.set_seed(spec.seed.value_or(0));
   params.set_count(spec.count);
@@ -556,9 +559,14 @@ v1::EffectiveParams ToProto(const EffectiveJob& job) {
   return params;
 }
 
-v1::Model ToProto(const ModelInfo& info, const std::string& device, const RequestLimits& limits) {
+v1::Model ToProto(const CatalogModel& listed, const std::string& device,
+                  const RequestLimits& limits) {
+  const ModelInfo& info = *listed.info;
   v1::Model model;
-  model.set_name(info.name);
+  model.set_name(listed.name);
+  model.set_version(listed.version);
+  model.set_current(listed.current);
+  model.mutable_aliases()->Add(listed.aliases.begin(), listed.aliases.end());
   model.set_state(ToWire(info.state));
   model.set_device(device);
   if (info.state == ModelState::kFailed) model.set_error(std::string(info.error.message()));
@@ -605,7 +613,7 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
   const SamplerParams& sampler = job.spec.sampler;
   TextEntries texts = {
       {"Software", std::string("denoised ") + kVersion},
-      {"model", job.spec.model},
+      {"model", ModelOf(job.spec.model)},
       {"seed", fmt::format("{}", image.seed)},
       {"steps", fmt::format("{}", job.steps)},
       {"evaluations", fmt::format("{}", job.evaluations)},

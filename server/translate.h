@@ -5,6 +5,7 @@
 
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
+#include "server/catalog.h"
 #include "server/config.h"
 #include "server/encoding/png.h"
 
@@ -43,7 +44,8 @@ bool IsRequestId(const std::string& id);
 std::string ProtoField(const std::string& job_field);
 
 v1::EffectiveParams ToProto(const EffectiveJob& job);
-v1::Model ToProto(const ModelInfo& model, const std::string& device, const RequestLimits& limits);
+v1::Model ToProto(const CatalogModel& model, const std::string& device,
+                  const RequestLimits& limits);
 
 /// "edm_euler": the enum value without its prefix.
 std::string Label(Sampler sampler);

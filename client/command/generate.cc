@@ -4,9 +4,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstdio>
 #include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string_view>
 
 #include "command/codec.h"
 #include "command/drawing.h"
@@ -99,10 +103,11 @@ class Saver {
     const client::EffectiveParams& params = drawing_.params();
     const client::Timing& timing = drawing_.completed()->timing;
     if (flags_.json) {
-      std::puts(nlohmann::json(
-                    {{"type", "completed"}, {"params", ToJson(params)}, {"timing", ToJson(timing)}})
-                    .dump()
-                    .c_str());
+      nlohmann::json json = {
+          {"type", "completed"}, {"params", ToJson(params)}, {"timing", ToJson(timing)}};
+      const auto& timeline = drawing_.completed()->timeline;
+      if (!timeline.empty()) json["timeline"] = ToJson(timeline);
+      std::puts(json.dump().c_str());
     } else if (!to_stdout()) {
       fmt::print("{} {} in {}: {}, {} on {} noise levels, {} steps\n", params.count,
                  params.count == 1 ? "image" : "images",
@@ -156,15 +161,66 @@ absl::Status CheckOutputs(const GenerateFlags& flags, const GenerateRequest& req
   return flags.animate.empty() ? absl::OkStatus() : CheckWritable(flags.animate);
 }
 
-absl::Status Save(const GenerateFlags& flags, const GenerateRequest& request,
-                  const Drawing& drawing) {
+absl::Status Save(const GenerateFlags& flags, int grid_columns, const Drawing& drawing) {
   if (drawing.images().empty()) return absl::OkStatus();
   Saver saver(flags, drawing);
-  absl::Status status =
-      request.grid_columns > 0 ? saver.SaveGrid(request.grid_columns) : saver.SaveImages();
+  absl::Status status = grid_columns > 0 ? saver.SaveGrid(grid_columns) : saver.SaveImages();
   if (status.ok() && !flags.animate.empty()) status = saver.SaveAnimation();
   if (status.ok() && drawing.completed()) saver.TellCompleted();
   return status;
+}
+
+/// The --format that a picture was made with; arrays become .npy files.
+std::string FormatOf(const client::Image& image) {
+  constexpr std::string_view kFiles = "image/";
+  if (std::holds_alternative<client::Tensor>(image.content)) return "npy";
+  return image.mime_type.substr(std::min(kFiles.size(), image.mime_type.size()));
+}
+
+/// Leaves once the request is queued; it goes on without us.
+ExitCode Detach(const client::Client& client, const GenerateRequest& request, bool json,
+                const client::CallOptions& options) {
+  std::mutex mutex;
+  std::optional<client::Queued> queued;
+  std::unique_ptr<client::StreamCall> call;
+  std::condition_variable changed;
+  bool done = false;
+  call = client.StreamGenerate(request.generation, std::nullopt,
+                               {.on_event =
+                                    [&](const client::Event& event) {
+                                      std::lock_guard lock(mutex);
+                                      if (const auto* first = std::get_if<client::Queued>(&event)) {
+                                        queued = *first;
+                                      }
+                                      changed.notify_all();
+                                    },
+                                .on_done =
+                                    [&](const absl::Status&) {
+                                      std::lock_guard lock(mutex);
+                                      done = true;
+                                      changed.notify_all();
+                                    }},
+                               options);
+  {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return queued || done; });
+  }
+  call->Cancel();
+  const absl::Status status = call->Wait();
+  if (!queued) return Report(status, json);
+  if (json) {
+    nlohmann::json line = {{"type", "queued"},
+                           {"request_id", queued->params.request_id},
+                           {"images_ahead", queued->images_ahead},
+                           {"params", ToJson(queued->params)}};
+    if (queued->estimated_total_seconds) {
+      line["estimated_total_seconds"] = *queued->estimated_total_seconds;
+    }
+    std::puts(line.dump().c_str());
+  } else {
+    std::puts(queued->params.request_id.c_str());
+  }
+  return kOk;
 }
 
 }  // namespace
@@ -182,6 +238,7 @@ ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std:
   }
   const auto request = MakeRequest(flags, live, client, options);
   if (!request.ok()) return Report(request.status(), flags.json);
+  if (flags.detach) return Detach(client, *request, flags.json, options);
   if (absl::Status status = CheckOutputs(flags, *request); !status.ok()) {
     return Report(status, flags.json);
   }
@@ -200,8 +257,26 @@ ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std:
   drawing.Finish();
   view.reset();
 
-  const absl::Status saved = Save(flags, *request, drawing);
+  const absl::Status saved = Save(flags, request->grid_columns, drawing);
   const ExitCode save_code = Report(saved, flags.json);
+  return drawn.ok() ? save_code : Report(drawn, flags.json);
+}
+
+ExitCode Watch(const client::Client& client, const std::string& request_id, uint64_t after_sequence,
+               GenerateFlags flags, std::stop_token stop) {
+  const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
+  std::unique_ptr<LiveView> view;
+  if (terminal) view = std::make_unique<LiveView>(stdout, TerminalColoursOfEnvironment());
+  Drawing drawing({}, view.get());
+  const auto call = client.WatchJob(
+      request_id, after_sequence,
+      {.on_event = [&drawing](const client::Event& event) { drawing.OnEvent(event); }},
+      {.stop = stop});
+  const absl::Status drawn = call->Wait();
+  drawing.Finish();
+  view.reset();
+  if (!drawing.images().empty()) flags.format = FormatOf(drawing.images().front());
+  const ExitCode save_code = Report(Save(flags, /*grid_columns=*/0, drawing), flags.json);
   return drawn.ok() ? save_code : Report(drawn, flags.json);
 }
 

@@ -12,4 +12,9 @@ namespace denoised::command {
 /// before is saved.
 ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std::stop_token stop);
 
+/// Follows a job from after an event that is known and saves its pictures: `denoise jobs watch`. Of
+/// the flags it takes `out` and `json`.
+ExitCode Watch(const client::Client& client, const std::string& request_id, uint64_t after_sequence,
+               GenerateFlags flags, std::stop_token stop);
+
 }  // namespace denoised::command

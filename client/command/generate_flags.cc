@@ -110,7 +110,23 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command.add_option("--timeout", flags.timeout_seconds, "Give up after so many seconds")
       ->check(CLI::Range(0.001, 1e6))
       ->group(kOutput);
-  command.add_option("--request-id", flags.request_id, "Name of the request in the server's log")
+  command
+      .add_option("--request-id", flags.request_id,
+                  "Name of the request in the server's log; the same request again gets the same "
+                  "images without drawing them twice")
+      ->group(kOutput);
+  command
+      .add_option("--priority", flags.priority,
+                  "interactive goes before normal, normal before batch")
+      ->check(CLI::IsMember({"interactive", "normal", "batch"}))
+      ->group(kOutput);
+  command
+      .add_flag("--detach", flags.detach,
+                "Return once the request is queued and print its id, for denoise jobs")
+      ->group(kOutput);
+  command
+      .add_flag("--timings", flags.timings, "With --json: when what happened, under \"timeline\"")
+      ->needs("--json")
       ->group(kOutput);
 
   command.footer(R"(Examples:

@@ -12,6 +12,9 @@ namespace denoised::command {
 struct GenerateFlags {
   std::string model;
   std::string request_id;
+  std::string priority;  // empty: the server's default
+  bool detach = false;
+  bool timings = false;
   std::vector<std::string> labels;  // indices or names
   std::vector<float> class_vectors;
   std::optional<int> count;

@@ -87,6 +87,10 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
   if (flags.strength && flags.init_image.empty()) {
     return absl::InvalidArgumentError("--strength is for --init-image FILE; give both");
   }
+  if (flags.detach && (!flags.grid.empty() || !flags.animate.empty() || flags.previews)) {
+    return absl::InvalidArgumentError(
+        "--detach waits for no pictures; leave --grid, --animate and --previews out");
+  }
   if (flags.json && flags.out == "-") {
     return absl::InvalidArgumentError("--json and --out - both want stdout; give --out a file");
   }
@@ -160,6 +164,11 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
   generation.s_noise = flags.churn_noise;
   generation.solver_order = flags.order;
   generation.quality = flags.quality;
+  if (flags.priority == "interactive") generation.priority = client::Priority::kInteractive;
+  if (flags.priority == "normal") generation.priority = client::Priority::kNormal;
+  if (flags.priority == "batch") generation.priority = client::Priority::kBatch;
+  generation.survives = flags.detach;
+  generation.include_timings = flags.timings;
   // A contact sheet is made of pixels.
   generation.format = flags.grid.empty() ? FormatOf(flags.format) : ImageFormat::kRawUint8;
 

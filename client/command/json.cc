@@ -21,6 +21,7 @@ std::vector<std::string> NamesOf(const std::vector<Enum>& values) {
 
 nlohmann::json ToJson(const client::EffectiveParams& params) {
   nlohmann::json json = {{"model", params.model},
+                         {"model_version", params.model_version},
                          {"request_id", params.request_id},
                          {"seed", params.seed},
                          {"count", params.count},
@@ -60,6 +61,9 @@ nlohmann::json ToJson(const client::Image& image) {
 
 nlohmann::json ToJson(const client::Model& model) {
   return {{"name", model.name},
+          {"version", model.version},
+          {"current", model.current},
+          {"aliases", model.aliases},
           {"state", NameOf(model.state)},
           {"error", model.error},
           {"architecture", model.architecture},
@@ -86,6 +90,49 @@ nlohmann::json ToJson(const client::Model& model) {
           {"noise_schedules", NamesOf(model.noise_schedules)},
           {"memory_bytes", model.memory_bytes},
           {"device", model.device}};
+}
+
+nlohmann::json ToJson(const client::Job& job) {
+  nlohmann::json json = {{"request_id", job.request_id},
+                         {"state", client::Name(job.state)},
+                         {"params", ToJson(job.params)},
+                         {"create_time", job.create_time},
+                         {"evaluations_done", job.progress.evaluations_done},
+                         {"evaluations_total", job.progress.evaluations_total},
+                         {"images_done", job.images_done},
+                         {"last_sequence", job.last_sequence}};
+  if (job.start_time) json["start_time"] = *job.start_time;
+  if (job.end_time) json["end_time"] = *job.end_time;
+  if (job.expire_time) json["expire_time"] = *job.expire_time;
+  if (!job.error.empty()) json["error"] = job.error;
+  return json;
+}
+
+nlohmann::json ToJson(const client::ServerInfo& info) {
+  nlohmann::json limits = nlohmann::json::object();
+  for (const auto& [name, value] : info.limits) limits[name] = value;
+  return {{"version", info.version},
+          {"build", info.build},
+          {"state", info.state},
+          {"device", info.device},
+          {"device_description", info.device_description},
+          {"uptime_seconds", info.uptime_seconds},
+          {"batching", info.batching},
+          {"client", info.client},
+          {"features", info.features},
+          {"limits", limits}};
+}
+
+nlohmann::json ToJson(const std::vector<client::TimelineEntry>& timeline) {
+  nlohmann::json json = nlohmann::json::array();
+  for (const client::TimelineEntry& entry : timeline) {
+    nlohmann::json item = {{"milestone", client::Name(entry.milestone)},
+                           {"seconds", entry.seconds}};
+    if (entry.evaluations) item["evaluations"] = *entry.evaluations;
+    if (entry.image_index) item["image_index"] = *entry.image_index;
+    json.push_back(std::move(item));
+  }
+  return json;
 }
 
 }  // namespace denoised::command

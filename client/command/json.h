@@ -1,6 +1,7 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <vector>
 
 #include "denoised/generation.h"
 
@@ -13,5 +14,8 @@ nlohmann::json ToJson(const client::Timing& timing);
 /// Without its content.
 nlohmann::json ToJson(const client::Image& image);
 nlohmann::json ToJson(const client::Model& model);
+nlohmann::json ToJson(const client::Job& job);
+nlohmann::json ToJson(const client::ServerInfo& info);
+nlohmann::json ToJson(const std::vector<client::TimelineEntry>& timeline);
 
 }  // namespace denoised::command

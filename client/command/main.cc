@@ -9,7 +9,9 @@
 #include "command/generate.h"
 #include "command/health.h"
 #include "command/interrupt.h"
+#include "command/jobs.h"
 #include "command/models.h"
+#include "command/server_info.h"
 
 using namespace denoised;  // NOLINT: the program itself
 
@@ -19,6 +21,8 @@ constexpr char kFooter[] = R"(Examples:
   denoise models                            what the server can draw
   denoise generate --grid 4x4 --previews    sixteen pictures, watched as they come
   denoise health --wait 60                  return when the server is ready
+  id=$(denoise generate -n 64 --detach)     begin, and let it go on by itself
+  denoise jobs watch $id -o "{index}.png"   fetch what it drew
   denoise generate --help                   every knob
 
 Exit codes: 0 done; 1 error; 2 the command line or a value in it is wrong; 3 the server cannot be
@@ -43,6 +47,44 @@ int main(int argc, char** argv) {
   CLI::App* models = app.add_subcommand("models", "List the models, or tell all about one");
   models->add_option("name", models_flags.name, "A model");
   models->add_flag("--json", models_flags.json, "As JSON");
+  command::ModelChangeFlags change;
+  CLI::App* load = models->add_subcommand("load", "Load a model or a version of one (admins)");
+  load->add_option("name", change.load.name, "Its name")->required();
+  load->add_option("directory", change.load.directory,
+                   "Directory on the server; default: the model's own, to load it again");
+  load->add_option("--version", change.load.version, "Default: the number after the highest");
+  load->add_flag("--keep-current", change.load.keep_current,
+                 "Ask for the new version as name@version; requests without one get the old");
+  load->add_flag("--unload-previous", change.load.unload_previous,
+                 "Unload the version that was current once its requests are done");
+  CLI::App* unload = models->add_subcommand("unload", "Unload a model or a version (admins)");
+  unload->add_option("name", change.unload, "name or name@version")->required();
+  CLI::App* alias = models->add_subcommand("alias", "Give a model another name (admins)");
+  alias->add_option("alias", change.alias, "The other name; a model's own to choose its version")
+      ->required();
+  CLI::Option* target = alias->add_option("target", change.target, "name or name@version");
+  alias->add_flag("--delete", change.delete_alias, "Remove the alias")->excludes(target);
+
+  command::JobsFlags jobs_flags;
+  CLI::App* jobs =
+      app.add_subcommand("jobs", "Requests that run without a connection, by their id");
+  jobs->require_subcommand(1);
+  CLI::App* get_job = jobs->add_subcommand("get", "How far a job is");
+  CLI::App* watch_job = jobs->add_subcommand("watch", "Follow a job and save its pictures");
+  CLI::App* cancel_job = jobs->add_subcommand("cancel", "End a job");
+  for (CLI::App* job : {get_job, watch_job, cancel_job}) {
+    job->add_option("id", jobs_flags.request_id, "The id that generate --detach printed")
+        ->required();
+    job->add_flag("--json", jobs_flags.json, "As JSON");
+  }
+  watch_job->add_option("--after", jobs_flags.after_sequence, "Events up to this number are known");
+  watch_job->add_option("-o,--out", jobs_flags.out, "File; as for generate");
+
+  CLI::App* server = app.add_subcommand("server", "About the server");
+  server->require_subcommand(1);
+  bool info_json = false;
+  CLI::App* server_info = server->add_subcommand("info", "What it is, can do and allows");
+  server_info->add_flag("--json", info_json, "As JSON");
 
   command::HealthFlags health_flags;
   CLI::App* health = app.add_subcommand(
@@ -67,6 +109,13 @@ int main(int argc, char** argv) {
   }
   const client::Client client(*connection);
   if (generate->parsed()) return command::Generate(client, generate_flags, interrupt.token());
+  if (load->parsed()) return command::LoadModel(client, change, interrupt.token());
+  if (unload->parsed()) return command::UnloadModel(client, change, interrupt.token());
+  if (alias->parsed()) return command::SetAlias(client, change, interrupt.token());
+  if (get_job->parsed()) return command::GetJob(client, jobs_flags, interrupt.token());
+  if (watch_job->parsed()) return command::WatchJob(client, jobs_flags, interrupt.token());
+  if (cancel_job->parsed()) return command::CancelJob(client, jobs_flags, interrupt.token());
+  if (server_info->parsed()) return command::ServerInfo(client, info_json, interrupt.token());
   if (models->parsed()) return command::Models(client, models_flags, interrupt.token());
   return command::Health(client, health_flags, interrupt.token());
 }

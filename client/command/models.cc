@@ -27,11 +27,14 @@ std::string SizeOf(const client::Model& model) {
 }
 
 void PrintTable(const std::vector<client::Model>& models) {
-  constexpr size_t kColumns = 8;
-  std::vector<std::array<std::string, kColumns>> rows = {
-      {"NAME", "STATE", "SIZE", "CLASSES", "WEIGHTS", "SAMPLER", "STEPS", "DEVICE"}};
+  constexpr size_t kColumns = 10;
+  std::vector<std::array<std::string, kColumns>> rows = {{"NAME", "VERSION", "STATE", "ALIASES",
+                                                          "SIZE", "CLASSES", "WEIGHTS", "SAMPLER",
+                                                          "STEPS", "DEVICE"}};
   for (const client::Model& model : models) {
-    rows.push_back({model.name, std::string(client::Name(model.state)), SizeOf(model),
+    rows.push_back({model.name, model.version + (model.current ? "*" : ""),
+                    std::string(client::Name(model.state)),
+                    fmt::format("{}", fmt::join(model.aliases, ",")), SizeOf(model),
                     std::to_string(model.limits.num_classes), HumanCount(model.parameters),
                     std::string(client::Name(model.defaults.sampler)),
                     std::to_string(model.defaults.steps), model.device});
@@ -63,6 +66,8 @@ void PrintModel(const client::Model& model) {
     std::puts(fmt::format("{:<14}{}", key, value).c_str());
   };
   line("name", model.name);
+  line("version", model.version + (model.current ? ", current" : ""));
+  if (!model.aliases.empty()) line("aliases", fmt::format("{}", fmt::join(model.aliases, ", ")));
   line("state", std::string(client::Name(model.state)));
   if (!model.error.empty()) line("error", model.error);
   line("architecture",
@@ -107,6 +112,38 @@ ExitCode Models(const client::Client& client, const ModelsFlags& flags, std::sto
   for (const client::Model& model : *models) json.push_back(ToJson(model));
   std::puts(json.dump().c_str());
   return kOk;
+}
+
+namespace {
+
+ExitCode TellModel(const absl::StatusOr<client::Model>& model, bool json) {
+  if (!model.ok()) return Report(model.status(), json);
+  if (json) {
+    std::puts(ToJson(*model).dump().c_str());
+  } else {
+    PrintTable({*model});
+  }
+  return kOk;
+}
+
+}  // namespace
+
+// Without a timeout: large models take their time, and so do the requests that are to end.
+ExitCode LoadModel(const client::Client& client, const ModelChangeFlags& flags,
+                   std::stop_token stop) {
+  return TellModel(client.LoadModel(flags.load, {.stop = stop}), flags.json);
+}
+
+ExitCode UnloadModel(const client::Client& client, const ModelChangeFlags& flags,
+                     std::stop_token stop) {
+  return Report(client.UnloadModel(flags.unload, {.stop = stop}), flags.json);
+}
+
+ExitCode SetAlias(const client::Client& client, const ModelChangeFlags& flags,
+                  std::stop_token stop) {
+  const client::CallOptions options = {.timeout = kCallTimeout, .stop = stop};
+  if (flags.delete_alias) return Report(client.DeleteAlias(flags.alias, options), flags.json);
+  return TellModel(client.SetAlias(flags.alias, flags.target, options), flags.json);
 }
 
 }  // namespace denoised::command

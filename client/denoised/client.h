@@ -39,6 +39,52 @@ class Client {
     return connection_->StreamGenerate(generation, preview, std::move(listener), options);
   }
 
+  /// Follows a job that `request_id` began, from after an event that is known (0: from the first
+  /// that is kept). NOT_FOUND when it never was or is no longer kept.
+  [[nodiscard]] std::unique_ptr<StreamCall> WatchJob(const std::string& request_id,
+                                                     uint64_t after_sequence,
+                                                     StreamListener listener,
+                                                     const CallOptions& options = {}) const {
+    return connection_->WatchJob(request_id, after_sequence, std::move(listener), options);
+  }
+
+  absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options = {}) const {
+    return connection_->GetJob(request_id, options);
+  }
+
+  /// Ends a job; returns it as it was just before.
+  absl::StatusOr<Job> CancelJob(const std::string& request_id,
+                                const CallOptions& options = {}) const {
+    return connection_->CancelJob(request_id, options);
+  }
+
+  /// What the server is and allows.
+  absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options = {}) const {
+    return connection_->GetServerInfo(options);
+  }
+
+  /// For admins: loads a version of a model and waits until it is ready. Not retried.
+  absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options = {}) const {
+    return connection_->LoadModel(load, options);
+  }
+
+  /// For admins: takes "name" or "name@version" away and waits for the requests it has.
+  absl::Status UnloadModel(const std::string& name, const CallOptions& options = {}) const {
+    return connection_->UnloadModel(name, options);
+  }
+
+  /// For admins: `alias` means `target`, "name" or "name@version", from now on. With a model's own
+  /// name as the alias, the version becomes its current one.
+  absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
+                                 const CallOptions& options = {}) const {
+    return connection_->SetAlias(alias, target, options);
+  }
+
+  /// For admins.
+  absl::Status DeleteAlias(const std::string& alias, const CallOptions& options = {}) const {
+    return connection_->DeleteAlias(alias, options);
+  }
+
   /// All models, in the order the server loaded them.
   absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options = {}) const {
     return connection_->ListModels(options);

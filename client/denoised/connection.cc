@@ -18,6 +18,7 @@
 #include "denoised/rpc_status.h"
 #include "denoised/stream_call.h"
 #include "denoised/v1/image_generation.grpc.pb.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 
 namespace denoised::client {
@@ -43,6 +44,7 @@ class GrpcConnection : public Connection {
       : target_(std::move(target)),
         retry_(retry),
         stub_(v1::ImageGeneration::NewStub(channel)),
+        admin_(v1::ModelAdmin::NewStub(channel)),
         health_(grpc::health::v1::Health::NewStub(channel)) {}
 
   absl::StatusOr<GenerationResult> Generate(const Generation& generation,
@@ -68,15 +70,96 @@ class GrpcConnection : public Connection {
       return FailedStreamCall(std::move(status), listener);
     }
     if (preview) *request.mutable_preview() = ToProto(*preview);
-    auto to_status = [target = target_](const grpc::Status& status) {
-      return ToStatus(status, target);
-    };
-    return StartStreamCall(stub_,
-                           {.request = std::move(request),
-                            .retry = retry_,
-                            .deadline = Deadline(options),
-                            .to_status = std::move(to_status)},
-                           std::move(listener), options.stop);
+    StreamCallSetup setup = Setup(options);
+    setup.generate = std::move(request);
+    setup.resumes = generation.survives;
+    return StartStreamCall(stub_, std::move(setup), std::move(listener), options.stop);
+  }
+
+  std::unique_ptr<StreamCall> WatchJob(const std::string& request_id, uint64_t after_sequence,
+                                       StreamListener listener,
+                                       const CallOptions& options) override {
+    StreamCallSetup setup = Setup(options);
+    setup.watch.set_request_id(request_id);
+    setup.watch.set_after_sequence(after_sequence);
+    setup.resumes = true;
+    return StartStreamCall(stub_, std::move(setup), std::move(listener), options.stop);
+  }
+
+  absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) override {
+    v1::GetJobRequest request;
+    request.set_request_id(request_id);
+    v1::GetJobResponse response;
+    const absl::Status status = Call(options, [&](grpc::ClientContext* context) {
+      return stub_->GetJob(context, request, &response);
+    });
+    if (!status.ok()) return status;
+    return FromProto(response.job());
+  }
+
+  absl::StatusOr<Job> CancelJob(const std::string& request_id,
+                                const CallOptions& options) override {
+    v1::CancelJobRequest request;
+    request.set_request_id(request_id);
+    v1::CancelJobResponse response;
+    const absl::Status status = Call(options, [&](grpc::ClientContext* context) {
+      return stub_->CancelJob(context, request, &response);
+    });
+    if (!status.ok()) return status;
+    return FromProto(response.job());
+  }
+
+  absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options) override {
+    v1::GetServerInfoResponse response;
+    const absl::Status status = Call(options, [&](grpc::ClientContext* context) {
+      return stub_->GetServerInfo(context, v1::GetServerInfoRequest(), &response);
+    });
+    if (!status.ok()) return status;
+    return FromProto(response);
+  }
+
+  absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options) override {
+    const v1::LoadModelRequest request = ToProto(load);
+    v1::LoadModelResponse response;
+    // Made once: a second time would load a second version.
+    const absl::Status status = Call(options,
+                                     [&](grpc::ClientContext* context) {
+                                       return admin_->LoadModel(context, request, &response);
+                                     },
+                                     {.max_attempts = 1});
+    if (!status.ok()) return status;
+    return FromProto(response.model());
+  }
+
+  absl::Status UnloadModel(const std::string& name, const CallOptions& options) override {
+    v1::UnloadModelRequest request;
+    request.set_name(name);
+    v1::UnloadModelResponse response;
+    return Call(options, [&](grpc::ClientContext* context) {
+      return admin_->UnloadModel(context, request, &response);
+    });
+  }
+
+  absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
+                                 const CallOptions& options) override {
+    v1::SetAliasRequest request;
+    request.set_alias(alias);
+    request.set_target(target);
+    v1::SetAliasResponse response;
+    const absl::Status status = Call(options, [&](grpc::ClientContext* context) {
+      return admin_->SetAlias(context, request, &response);
+    });
+    if (!status.ok()) return status;
+    return FromProto(response.model());
+  }
+
+  absl::Status DeleteAlias(const std::string& alias, const CallOptions& options) override {
+    v1::DeleteAliasRequest request;
+    request.set_alias(alias);
+    v1::DeleteAliasResponse response;
+    return Call(options, [&](grpc::ClientContext* context) {
+      return admin_->DeleteAlias(context, request, &response);
+    });
   }
 
   absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options) override {
@@ -121,12 +204,24 @@ class GrpcConnection : public Connection {
   }
 
  private:
-  /// Fixes the seed if the caller did not, so that every attempt draws the same images.
+  StreamCallSetup Setup(const CallOptions& options) const {
+    return {.retry = retry_,
+            .deadline = Deadline(options),
+            .to_status = [target = target_](const grpc::Status& status) {
+              return ToStatus(status, target);
+            }};
+  }
+
+  /// Fixes the seed if the caller did not, so that every attempt draws the same images, and the id
+  /// of what survives, so that a second attempt finds the first.
   static absl::Status SetParams(const Generation& generation, v1::GenerationParams* params) {
     auto converted = ToProto(generation);
     if (!converted.ok()) return converted.status();
     *params = *std::move(converted);
     if (!params->has_seed()) params->set_seed(RandomBits());
+    if (generation.survives && generation.request_id.empty()) {
+      params->set_request_id(fmt::format("{:016x}", RandomBits()));
+    }
     return absl::OkStatus();
   }
 
@@ -141,6 +236,10 @@ class GrpcConnection : public Connection {
   /// Makes a unary call until it succeeds or must not be made again.
   template <typename Attempt>
   absl::Status Call(const CallOptions& options, const Attempt& attempt) {
+    return Call(options, attempt, retry_);
+  }
+  template <typename Attempt>
+  absl::Status Call(const CallOptions& options, const Attempt& attempt, const RetryPolicy& retry) {
     const auto deadline = Deadline(options);
     for (int attempts = 1;; ++attempts) {
       grpc::ClientContext context;
@@ -151,7 +250,7 @@ class GrpcConnection : public Connection {
         status = ToStatus(attempt(&context), target_);
       }
       if (status.ok()) return status;
-      const auto delay = retry_.NextDelay(status, attempts, RandomFraction(), Remaining(deadline));
+      const auto delay = retry.NextDelay(status, attempts, RandomFraction(), Remaining(deadline));
       if (!delay) return status;
       if (!Sleep(*delay, options.stop)) return absl::CancelledError("cancelled by the caller");
     }
@@ -160,6 +259,7 @@ class GrpcConnection : public Connection {
   const std::string target_;
   const RetryPolicy retry_;
   const std::shared_ptr<v1::ImageGeneration::Stub> stub_;
+  const std::unique_ptr<v1::ModelAdmin::Stub> admin_;
   const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
 };
 

@@ -58,6 +58,20 @@ class Connection {
                                                      const std::optional<PreviewOptions>& preview,
                                                      StreamListener listener,
                                                      const CallOptions& options) = 0;
+  /// The events of a job after `after_sequence` that the server keeps, then as they happen. Never
+  /// null.
+  virtual std::unique_ptr<StreamCall> WatchJob(const std::string& request_id,
+                                               uint64_t after_sequence, StreamListener listener,
+                                               const CallOptions& options) = 0;
+  virtual absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) = 0;
+  virtual absl::StatusOr<Job> CancelJob(const std::string& request_id,
+                                        const CallOptions& options) = 0;
+  virtual absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options) = 0;
+  virtual absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options) = 0;
+  virtual absl::Status UnloadModel(const std::string& name, const CallOptions& options) = 0;
+  virtual absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
+                                         const CallOptions& options) = 0;
+  virtual absl::Status DeleteAlias(const std::string& alias, const CallOptions& options) = 0;
   virtual absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options) = 0;
   virtual absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options) = 0;
   virtual absl::StatusOr<ServingStatus> CheckHealth(const std::string& service,

@@ -1,5 +1,7 @@
 #include "denoised/conversion.h"
 
+#include <algorithm>
+#include <cctype>
 #include <utility>
 
 namespace denoised::client {
@@ -11,7 +13,11 @@ static_assert(v1::Sampler_MAX == v1::SAMPLER_EDM_DPM_SOLVER);
 static_assert(int{v1::NOISE_SCHEDULE_BETA} == static_cast<int>(NoiseSchedule::kBeta));
 static_assert(v1::NoiseSchedule_MAX == v1::NOISE_SCHEDULE_BETA);
 static_assert(int{v1::IMAGE_FORMAT_RAW_UINT8} == static_cast<int>(ImageFormat::kRawUint8));
-static_assert(int{v1::MODEL_STATE_FAILED} == static_cast<int>(ModelState::kFailed));
+static_assert(int{v1::MODEL_STATE_UNLOADING} == static_cast<int>(ModelState::kUnloading));
+static_assert(int{v1::PRIORITY_BATCH} == static_cast<int>(Priority::kBatch));
+static_assert(int{v1::JOB_STATE_CANCELLED} == static_cast<int>(JobState::kCancelled));
+static_assert(int{v1::TimelineEntry::MILESTONE_SENT} ==
+              static_cast<int>(TimelineEntry::Milestone::kSent));
 static_assert(int{v1::CLASS_CONDITION_KIND_VECTOR} == static_cast<int>(ClassCondition::kVector));
 static_assert(int{v1::DATA_TYPE_UINT8} == static_cast<int>(Tensor::Type::kUint8));
 
@@ -42,6 +48,30 @@ Tensor FromProto(v1::Tensor&& proto) {
 
 Timing FromProto(const v1::Timing& timing) {
   return {.queued_seconds = timing.queued_seconds(), .total_seconds = timing.total_seconds()};
+}
+
+std::vector<TimelineEntry> FromProto(const v1::Timeline& timeline) {
+  std::vector<TimelineEntry> entries;
+  for (const v1::TimelineEntry& proto : timeline.entries()) {
+    TimelineEntry& entry = entries.emplace_back();
+    entry.milestone =
+        KnownOr0<TimelineEntry::Milestone>(proto.milestone(), v1::TimelineEntry::Milestone_MAX);
+    entry.seconds = proto.seconds();
+    if (proto.has_evaluations()) entry.evaluations = proto.evaluations();
+    if (proto.has_image_index()) entry.image_index = proto.image_index();
+  }
+  return entries;
+}
+
+double FromProto(const google::protobuf::Timestamp& time) {
+  return static_cast<double>(time.seconds()) + time.nanos() * 1e-9;
+}
+
+/// "SERVER_FEATURE_TLS" without its prefix, in lower case.
+std::string LowerName(std::string name, size_t prefix) {
+  name.erase(0, std::min(prefix, name.size()));
+  for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return name;
 }
 
 }  // namespace
@@ -92,6 +122,9 @@ absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
     }
     if (generation.init_image->strength) init->set_strength(*generation.init_image->strength);
   }
+  if (generation.priority) params.set_priority(Cast<v1::Priority>(*generation.priority));
+  if (generation.survives) params.set_disconnect_policy(v1::DISCONNECT_POLICY_CONTINUE);
+  if (generation.include_timings) params.set_include_timings(true);
   return params;
 }
 
@@ -107,6 +140,7 @@ v1::PreviewOptions ToProto(const PreviewOptions& preview) {
 EffectiveParams FromProto(const v1::EffectiveParams& proto) {
   EffectiveParams params;
   params.model = proto.model();
+  params.model_version = proto.model_version();
   params.request_id = proto.request_id();
   params.seed = proto.seed();
   params.count = proto.count();
@@ -152,13 +186,23 @@ GenerationResult FromProto(v1::GenerateResponse&& response) {
     result.images.push_back(FromProto(std::move(image)));
   }
   result.timing = FromProto(response.timing());
+  result.timeline = FromProto(response.timeline());
   return result;
 }
 
 std::optional<Event> FromProto(v1::StreamGenerateResponse&& response) {
   switch (response.event_case()) {
-    case v1::StreamGenerateResponse::kQueued:
-      return Queued{FromProto(response.queued().params()), response.queued().images_ahead()};
+    case v1::StreamGenerateResponse::kQueued: {
+      const v1::QueuedEvent& proto = response.queued();
+      Queued queued{FromProto(proto.params()), proto.images_ahead(), proto.position(), {}, {}};
+      if (proto.has_estimated_start_seconds()) {
+        queued.estimated_start_seconds = proto.estimated_start_seconds();
+      }
+      if (proto.has_estimated_total_seconds()) {
+        queued.estimated_total_seconds = proto.estimated_total_seconds();
+      }
+      return queued;
+    }
     case v1::StreamGenerateResponse::kStarted:
       return Started{response.started().queued_seconds()};
     case v1::StreamGenerateResponse::kProgress:
@@ -171,16 +215,78 @@ std::optional<Event> FromProto(v1::StreamGenerateResponse&& response) {
       return FromProto(std::move(*response.mutable_image()->mutable_image()));
     case v1::StreamGenerateResponse::kCompleted:
       return Completed{FromProto(response.completed().params()),
-                       FromProto(response.completed().timing())};
+                       FromProto(response.completed().timing()),
+                       FromProto(response.completed().timeline())};
     case v1::StreamGenerateResponse::EVENT_NOT_SET:
       return std::nullopt;
   }
   return std::nullopt;
 }
 
+Job FromProto(const v1::Job& proto) {
+  Job job;
+  job.request_id = proto.request_id();
+  job.state = KnownOr0<JobState>(proto.state(), v1::JobState_MAX);
+  job.params = FromProto(proto.params());
+  job.create_time = FromProto(proto.create_time());
+  if (proto.has_start_time()) job.start_time = FromProto(proto.start_time());
+  if (proto.has_end_time()) job.end_time = FromProto(proto.end_time());
+  if (proto.has_expire_time()) job.expire_time = FromProto(proto.expire_time());
+  job.progress = {proto.progress().evaluations_done(), proto.progress().evaluations_total()};
+  job.images_done = proto.images_done();
+  job.last_sequence = proto.last_sequence();
+  job.error = proto.error().message();
+  return job;
+}
+
+ServerInfo FromProto(const v1::GetServerInfoResponse& proto) {
+  ServerInfo info;
+  info.version = proto.version();
+  info.build = proto.build();
+  info.state = LowerName(v1::ServerState_Name(proto.state()), sizeof("SERVER_STATE_") - 1);
+  info.device = proto.device();
+  info.device_description = proto.device_description();
+  info.uptime_seconds = proto.uptime_seconds();
+  info.batching = proto.batching();
+  info.client = proto.client();
+  for (const int feature : proto.features()) {
+    info.features.push_back(
+        LowerName(v1::ServerFeature_Name(static_cast<v1::ServerFeature>(feature)),
+                  sizeof("SERVER_FEATURE_") - 1));
+  }
+  // All limits are numbers, so that new ones need no code here.
+  const google::protobuf::Reflection& reflection = *proto.limits().GetReflection();
+  std::vector<const google::protobuf::FieldDescriptor*> fields;
+  reflection.ListFields(proto.limits(), &fields);
+  for (const google::protobuf::FieldDescriptor* field : fields) {
+    using Field = google::protobuf::FieldDescriptor;
+    const v1::ServerLimits& limits = proto.limits();
+    const double value = field->cpp_type() == Field::CPPTYPE_INT32
+                             ? reflection.GetInt32(limits, field)
+                         : field->cpp_type() == Field::CPPTYPE_INT64
+                             ? static_cast<double>(reflection.GetInt64(limits, field))
+                             : reflection.GetDouble(limits, field);
+    info.limits.emplace_back(field->name(), value);
+  }
+  return info;
+}
+
+v1::LoadModelRequest ToProto(const ModelLoad& load) {
+  v1::LoadModelRequest request;
+  request.set_name(load.name);
+  request.set_directory(load.directory);
+  request.set_version(load.version);
+  request.set_keep_current(load.keep_current);
+  request.set_unload_previous(load.unload_previous);
+  return request;
+}
+
 Model FromProto(const v1::Model& proto) {
   Model model;
   model.name = proto.name();
+  model.version = proto.version();
+  model.current = proto.current();
+  model.aliases.assign(proto.aliases().begin(), proto.aliases().end());
   model.state = KnownOr0<ModelState>(proto.state(), v1::ModelState_MAX);
   model.error = proto.error();
   model.architecture = proto.architecture();

@@ -5,6 +5,7 @@
 #include "absl/status/statusor.h"
 #include "denoised/generation.h"
 #include "denoised/v1/image_generation.pb.h"
+#include "denoised/v1/model_admin.pb.h"
 
 /// Between the plain types and the wire contract.
 
@@ -20,6 +21,9 @@ Image FromProto(v1::Image&& image);
 GenerationResult FromProto(v1::GenerateResponse&& response);
 /// nullopt for an event that this version does not know.
 std::optional<Event> FromProto(v1::StreamGenerateResponse&& response);
+Job FromProto(const v1::Job& proto);
+ServerInfo FromProto(const v1::GetServerInfoResponse& proto);
+v1::LoadModelRequest ToProto(const ModelLoad& load);
 Model FromProto(const v1::Model& model);
 
 }  // namespace denoised::client

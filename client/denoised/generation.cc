@@ -12,7 +12,11 @@ constexpr std::string_view kSamplers[] = {
     kUnknown,     "ddpm",           "ddim",   "pndm", "euler",     "euler_ancestral", "lms", "heun",
     "dpm_solver", "dpm_solver_sde", "uni_pc", "lcm",  "edm_euler", "edm_dpm_solver"};
 constexpr std::string_view kSchedules[] = {kUnknown, "native", "karras", "exponential", "beta"};
-constexpr std::string_view kStates[] = {kUnknown, "loading", "available", "failed"};
+constexpr std::string_view kStates[] = {kUnknown, "loading", "available", "failed", "unloading"};
+constexpr std::string_view kJobStates[] = {kUnknown,    "queued", "running",
+                                           "succeeded", "failed", "cancelled"};
+constexpr std::string_view kMilestones[] = {kUnknown,     "queued",  "admitted",
+                                            "evaluation", "decoded", "sent"};
 constexpr std::string_view kConditions[] = {kUnknown, "none", "label", "value", "vector"};
 
 template <typename Enum, size_t N>
@@ -41,6 +45,8 @@ std::string_view Name(Sampler sampler) { return NameIn(kSamplers, sampler); }
 std::string_view Name(NoiseSchedule schedule) { return NameIn(kSchedules, schedule); }
 std::string_view Name(ModelState state) { return NameIn(kStates, state); }
 std::string_view Name(ClassCondition condition) { return NameIn(kConditions, condition); }
+std::string_view Name(JobState state) { return NameIn(kJobStates, state); }
+std::string_view Name(TimelineEntry::Milestone milestone) { return NameIn(kMilestones, milestone); }
 
 std::optional<Sampler> SamplerFromName(std::string_view name) {
   return FromName<Sampler>(kSamplers, name);

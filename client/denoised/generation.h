@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -45,7 +46,20 @@ enum class ImageFormat {
 
 enum class PreviewKind { kPredictedX0 = 1, kNoisyState = 2 };
 
-enum class ModelState { kUnknown = 0, kLoading = 1, kAvailable = 2, kFailed = 3 };
+enum class ModelState { kUnknown = 0, kLoading = 1, kAvailable = 2, kFailed = 3, kUnloading = 4 };
+
+/// Who goes first when requests wait.
+enum class Priority { kInteractive = 1, kNormal = 2, kBatch = 3 };
+
+/// Life of a job.
+enum class JobState {
+  kUnknown = 0,
+  kQueued = 1,
+  kRunning = 2,
+  kSucceeded = 3,
+  kFailed = 4,
+  kCancelled = 5
+};
 
 /// How a model takes its class condition.
 enum class ClassCondition { kUnknown = 0, kNone = 1, kLabel = 2, kValue = 3, kVector = 4 };
@@ -55,6 +69,7 @@ std::string_view Name(Sampler sampler);
 std::string_view Name(NoiseSchedule schedule);
 std::string_view Name(ModelState state);
 std::string_view Name(ClassCondition condition);
+std::string_view Name(JobState state);
 std::optional<Sampler> SamplerFromName(std::string_view name);
 std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name);
 /// In the order of the contract, without kUnknown.
@@ -78,8 +93,9 @@ struct InitImage {
 
 /// What to draw.
 struct Generation {
-  std::string model;       // may be empty when the server holds a single one
-  std::string request_id;  // at most 128 printable ASCII characters; empty: the server makes one
+  std::string model;       // name, name@version or alias; may be empty when there is a single one
+  std::string request_id;  // at most 128 printable ASCII characters: the same request of the same
+                           // id is drawn once; empty: one is made
   std::optional<uint64_t> seed;  // image i has seed + i; unset: the connection draws one
   std::optional<int> count;
   std::vector<int> class_labels;     // one for all images, or one for each
@@ -97,6 +113,9 @@ struct Generation {
   std::optional<bool> embed_metadata;
   std::optional<Tensor> initial_noise;  // float32 [count, height, width, channels], normal scale
   std::optional<InitImage> init_image;
+  std::optional<Priority> priority;
+  bool survives = false;  // goes on as a job when nobody is connected; see WatchJob, CancelJob
+  bool include_timings = false;  // return a timeline
 };
 
 /// Previews of the denoising, for StreamGenerate.
@@ -109,7 +128,7 @@ struct PreviewOptions {
 
 /// What was run, every default filled in.
 struct EffectiveParams {
-  std::string model;
+  std::string model, model_version;
   std::string request_id;
   uint64_t seed = 0;
   int count = 0;
@@ -144,17 +163,37 @@ struct Timing {
   double total_seconds = 0;
 };
 
+/// One moment of a request's life.
+struct TimelineEntry {
+  enum class Milestone {
+    kUnknown = 0,
+    kQueued = 1,
+    kAdmitted = 2,
+    kEvaluation = 3,
+    kDecoded = 4,
+    kSent = 5
+  };
+  Milestone milestone = Milestone::kUnknown;
+  double seconds = 0;              // since the request arrived
+  std::optional<int> evaluations;  // kEvaluation: done, over all images
+  std::optional<int> image_index;  // kDecoded, kSent
+};
+std::string_view Name(TimelineEntry::Milestone milestone);
+
 /// The answer of Generate; images by index.
 struct GenerationResult {
   EffectiveParams params;
   std::vector<Image> images;
   Timing timing;
+  std::vector<TimelineEntry> timeline;  // when include_timings asked for it
 };
 
 /// The events of StreamGenerate.
 struct Queued {
   EffectiveParams params;
   int images_ahead = 0;
+  int position = 0;  // requests that wait in front of it
+  std::optional<double> estimated_start_seconds, estimated_total_seconds;  // from now
 };
 struct Started {
   double queued_seconds = 0;
@@ -171,13 +210,51 @@ struct Preview {
 struct Completed {
   EffectiveParams params;
   Timing timing;
+  std::vector<TimelineEntry> timeline;  // when include_timings asked for it
 };
 /// Queued, Started, then Progress and Preview in any number, each Image once, and Completed last.
 using Event = std::variant<Queued, Started, Progress, Preview, Image, Completed>;
 
+/// A request's life on the server.
+struct Job {
+  std::string request_id;
+  JobState state = JobState::kUnknown;
+  EffectiveParams params;
+  // Seconds since 1970.
+  double create_time = 0;
+  std::optional<double> start_time, end_time, expire_time;
+  Progress progress;
+  int images_done = 0;
+  uint64_t last_sequence = 0;  // of its latest event
+  std::string error;           // why it failed or was cancelled
+};
+
+/// What the server is and allows.
+struct ServerInfo {
+  std::string version, build;
+  std::string state;  // "starting", "serving", "draining"
+  std::string device, device_description;
+  double uptime_seconds = 0;
+  std::string batching;                                // "step" or "request"
+  std::string client;                                  // who the server takes the caller for
+  std::vector<std::string> features;                   // "tls", "model_admin", ...
+  std::vector<std::pair<std::string, double>> limits;  // by their names in the wire contract
+};
+
+/// A version of a model to load; see proto/denoised/v1/model_admin.proto.
+struct ModelLoad {
+  std::string name;
+  std::string directory;  // on the server's disk; empty: where the current version came from
+  std::string version;    // empty: the number after the highest
+  bool keep_current = false;
+  bool unload_previous = false;
+};
+
 /// A model on the server.
 struct Model {
-  std::string name;
+  std::string name, version;
+  bool current = false;              // `name` alone means this version
+  std::vector<std::string> aliases;  // other names for it
   ModelState state = ModelState::kUnknown;
   std::string error;         // why it is kFailed
   std::string architecture;  // diffusers' class

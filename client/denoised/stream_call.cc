@@ -10,6 +10,7 @@
 
 #include "denoised/backoff.h"
 #include "denoised/conversion.h"
+#include "denoised/error.h"
 
 namespace denoised::client {
 namespace {
@@ -22,7 +23,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
  public:
   /// `stub` is used until the listener was told for the last time.
   Operation(v1::ImageGeneration::Stub* stub, StreamCallSetup setup, StreamListener listener)
-      : stub_(stub), setup_(std::move(setup)), listener_(std::move(listener)) {}
+      : stub_(stub),
+        setup_(std::move(setup)),
+        listener_(std::move(listener)),
+        watch_(setup_.watch) {}
 
   void StartAttempt();
   void Cancel();
@@ -43,7 +47,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   // Touched by one callback at a time.
   int attempts_ = 0;
-  bool received_ = false;
+  bool received_ = false;      // in any attempt
+  v1::WatchJobRequest watch_;  // up to what was received
   bool completed_ = false;
 
   std::atomic<std::thread::id> listening_;  // the thread that is in the listener, if any
@@ -64,7 +69,12 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
   void Start() {
     const StreamCallSetup& setup = operation_->setup_;
     if (setup.deadline) context_.set_deadline(*setup.deadline);
-    operation_->stub_->async()->StreamGenerate(&context_, &setup.request, this);
+    if (setup.generate && !(setup.resumes && operation_->received_)) {
+      operation_->stub_->async()->StreamGenerate(&context_, &*setup.generate, this);
+    } else {
+      watch_ = operation_->watch_;
+      operation_->stub_->async()->WatchJob(&context_, &watch_, this);
+    }
     StartRead(&response_);
     StartCall();
   }
@@ -89,6 +99,7 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
  private:
   std::shared_ptr<Operation> operation_;
   grpc::ClientContext context_;
+  v1::WatchJobRequest watch_;
   v1::StreamGenerateResponse response_;
 };
 
@@ -123,6 +134,9 @@ absl::Status Operation::Wait() {
 
 void Operation::Deliver(v1::StreamGenerateResponse&& response) {
   received_ = true;
+  attempts_ = 1;  // the connection is good: failures before this count no more
+  watch_.set_request_id(response.request_id());
+  watch_.set_after_sequence(response.sequence());
   const std::optional<Event> event = FromProto(std::move(response));
   if (!event) return;
   completed_ = completed_ || std::holds_alternative<Completed>(*event);
@@ -137,7 +151,9 @@ void Operation::AttemptDone(const grpc::Status& grpc_status) {
   if (status.ok() && !completed_) {
     status = absl::DataLossError("the stream ended without its last event; ask the server's log");
   }
-  if (!received_) {
+  // What has details was said by the server, of the job; what has none became of the connection.
+  const bool lost = absl::IsUnavailable(status) && Details(status).domain.empty();
+  if (!received_ || (setup_.resumes && lost)) {
     const auto delay =
         setup_.retry.NextDelay(status, attempts_, RandomFraction(), Remaining(setup_.deadline));
     std::lock_guard lock(mutex_);

@@ -12,7 +12,9 @@ namespace denoised::client {
 
 /// What a streaming call needs of the connection that makes it.
 struct StreamCallSetup {
-  v1::StreamGenerateRequest request;
+  std::optional<v1::StreamGenerateRequest> generate;  // unset: the job of `watch` is there already
+  v1::WatchJobRequest watch;
+  bool resumes = false;  // the job survives a lost connection: watch it from where it was lost
   RetryPolicy retry;
   std::optional<std::chrono::system_clock::time_point> deadline;
   std::function<absl::Status(const grpc::Status&)> to_status;

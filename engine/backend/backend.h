@@ -33,6 +33,7 @@ class PackedConv2d {
  public:
   virtual ~PackedConv2d() = default;
   int in_channels = 0, out_channels = 0, kernel = 0;
+  bool upsample2x = false;
 };
 class PackedLinear {
  public:
@@ -44,7 +45,8 @@ struct Conv2dArgs {
   Tensor x;   // [N, H, W, C]
   Tensor x2;  // optional [N, H, W, C2]: the input is concat(x, x2) along channels
   const PackedConv2d* weight = nullptr;  // [Cout, k, k, C + C2] and optional bias
-  bool upsample2x = false;               // nearest-neighbour doubling of the input first
+  bool upsample2x = false;  // nearest-neighbour doubling of the input first, as packed; then the
+                            // kernel is 3 × 3, the stride 1 and the padding 1 on all sides
   int stride = 1;
   int pad_top = 0, pad_left = 0, pad_bottom = 0, pad_right = 0;
   Tensor add;          // optional [N, Cout], rows may be a Columns() view: added to every pixel
@@ -202,12 +204,21 @@ class Backend {
   virtual void Upload(const void* from, size_t bytes, const Tensor& to) = 0;
   /// Snapshots `from` (contiguous) at this point of the queue and returns at once.
   virtual std::unique_ptr<Download> BeginDownload(const Tensor& from) = 0;
+  /// Takes the memory that `count` downloads of up to `bytes` need at a time, for as long as the
+  /// result lives; without it, or beyond it, a download that cannot have memory fails.
+  /// ResourceExhausted as Allocate(). Where downloads need none there is nothing to take.
+  virtual absl::StatusOr<std::shared_ptr<const void>> ReserveDownloads(size_t /*bytes*/,
+                                                                       int /*count*/) {
+    return nullptr;
+  }
   virtual void Copy(const Tensor& from, const Tensor& to) = 0;
 
   // Weights: host tensors as they lie in the file, any float dtype. Several linears become one with
   // their outputs side by side (fused QKV); biases are all there or none.
+  /// `upsample2x`: that of every Conv2dArgs it will be used with.
   virtual absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                                   const Tensor& bias) = 0;
+                                                                   const Tensor& bias,
+                                                                   bool upsample2x) = 0;
   virtual absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
       const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) = 0;
   /// A parameter of any other kind, on the device in fp32.
@@ -247,6 +258,8 @@ class Backend {
 struct BackendOptions {
   std::string device = "auto";  // "auto" (CUDA when there is one), "cpu", "cuda", "cuda:N"
   bool fp32 = false;            // CUDA: activations and arithmetic in fp32, for debugging
+  /// CUDA: the kernels for any chip from compute capability 8.0 on, also where there are better.
+  bool generic_kernels = false;
 };
 
 /// InvalidArgument for an unknown name; FailedPrecondition, with the remedy, when the device is not

@@ -98,6 +98,12 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
     DENOISED_CHECK(pad >= 0 && pad < weight.kernel, "padding {} for a kernel of {}", pad,
                    weight.kernel);
   }
+  DENOISED_CHECK(args.upsample2x == weight.upsample2x, "upsample2x is {}, but was packed as {}",
+                 args.upsample2x, weight.upsample2x);
+  DENOISED_CHECK(
+      !args.upsample2x || (weight.kernel == 3 && args.stride == 1 && args.pad_top == 1 &&
+                           args.pad_left == 1 && args.pad_bottom == 1 && args.pad_right == 1),
+      "upsample2x with a kernel of {} and stride {}", weight.kernel, args.stride);
   const int64_t up = args.upsample2x ? 2 : 1;
   DENOISED_CHECK(x[1] * up + args.pad_top + args.pad_bottom >= weight.kernel &&
                      x[2] * up + args.pad_left + args.pad_right >= weight.kernel,

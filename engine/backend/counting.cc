@@ -74,12 +74,14 @@ void CountingBackend::Copy(const Tensor& from, const Tensor& to) {
 }
 
 absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const Tensor& weight_oihw,
-                                                                          const Tensor& bias) {
+                                                                          const Tensor& bias,
+                                                                          bool upsample2x) {
   DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
   auto packed = std::make_unique<PackedConv2d>();
   packed->out_channels = static_cast<int>(weight_oihw.dim(0));
   packed->in_channels = static_cast<int>(weight_oihw.dim(1));
   packed->kernel = static_cast<int>(weight_oihw.dim(2));
+  packed->upsample2x = upsample2x;
   weight_bytes_ += weight_oihw.elements() * SizeOf(rules_.activation);
   if (bias) weight_bytes_ += bias.elements() * sizeof(float);
   return packed;

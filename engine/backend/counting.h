@@ -43,7 +43,8 @@ class CountingBackend final : public Backend {
   void Copy(const Tensor& from, const Tensor& to) override;
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias) override;
+                                                           const Tensor& bias,
+                                                           bool upsample2x) override;
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
       const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override;
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override;

@@ -9,14 +9,14 @@ namespace denoised {
 absl::StatusOr<std::unique_ptr<Backend>> OpenBackend(const BackendOptions& options) {
   const std::string& device = options.device;
   if (device == "cpu" || (device == "auto" && CudaDeviceCount() == 0)) return OpenCpuBackend();
-  if (device == "cuda" || device == "auto") return OpenCudaBackend(0, options.fp32);
+  if (device == "cuda" || device == "auto") return OpenCudaBackend(0, options);
   constexpr std::string_view kPrefix = "cuda:";
   if (device.starts_with(kPrefix)) {
     int index = 0;
     const char* end = device.data() + device.size();
     const auto [rest, error] = std::from_chars(device.data() + kPrefix.size(), end, index);
     if (error == std::errc() && rest == end && index >= 0) {
-      return OpenCudaBackend(index, options.fp32);
+      return OpenCudaBackend(index, options);
     }
   }
   return InvalidArgument(

@@ -67,6 +67,10 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(
       take(&rows_, {options_.max_rows, kRowFields}, DType::kI32, "rows of an evaluation"));
 
+  const size_t image_bytes = image.elements() * sizeof(float);
+  DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, options_.downloads));
+  if (downloads_) slot_bytes_ += image_bytes * options_.downloads;
+
   // Smaller buckets may have holes where the largest has none, so every bucket is measured.
   for (const int bucket : buckets_) {
     CountingBackend counting(backend_.device(), backend_.activation_dtype());
@@ -113,14 +117,13 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
   return graph.get();
 }
 
-absl::Status Evaluator::WarmUp() {
-  const std::vector<EvaluationRow> padding(options_.max_rows, kPadding);
-  for (const int bucket : buckets_) {
-    // On the CPU all buckets run the same primitives row by row: one warms them all.
-    if (backend_.device() == Device::kCpu && bucket != buckets_.front()) continue;
-    DENOISED_RETURN_IF_ERROR(Evaluate(std::span(padding).first(bucket)).status());
-  }
-  return backend_.Synchronize();
+absl::StatusOr<bool> Evaluator::WarmUp() {
+  const std::vector<EvaluationRow> padding(buckets_[warm_buckets_], kPadding);
+  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());
+  DENOISED_RETURN_IF_ERROR(backend_.Synchronize());
+  ++warm_buckets_;
+  // On the CPU all buckets run the same primitives row by row: one warms them all.
+  return backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {

@@ -22,6 +22,7 @@ class Evaluator {
     int max_rows = 0;
     int slots = 0;
     int max_evaluations = 0;  // longest plan
+    int downloads = 0;        // under way at a time
   };
 
   /// Plans memory by a dry run of the largest bucket, then takes it. ResourceExhausted says what
@@ -30,8 +31,9 @@ class Evaluator {
                                                            std::shared_ptr<const Denoiser> denoiser,
                                                            const Options& options);
 
-  /// Captures the graphs of all buckets and runs each once, so that no request pays for it.
-  absl::Status WarmUp();
+  /// Captures the graph of one bucket more and runs it, so that no request pays for it; whether
+  /// there are more to do. One a call, since others may be waiting for the device.
+  absl::StatusOr<bool> WarmUp();
 
   struct Start {
     const std::vector<DeviceEvaluation>* plan = nullptr;
@@ -71,11 +73,13 @@ class Evaluator {
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
-  Tensor rows_;            // I32 [max_rows, 4]
-  Tensor source_, noise_;  // F32 [H, W, C]: what Begin uploads
+  Tensor rows_;                            // I32 [max_rows, 4]
+  std::shared_ptr<const void> downloads_;  // their memory
+  Tensor source_, noise_;                  // F32 [H, W, C]: what Begin uploads
   std::optional<Arena> arena_;
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
+  size_t warm_buckets_ = 0;
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
   double flops_per_row_ = 0;
 };

@@ -9,6 +9,9 @@ namespace {
 // never waits for the host, few enough that a cancellation takes effect at the next.
 constexpr size_t kRunAhead = 1;
 
+// A slot may have one under way for every evaluation that has not been reported.
+constexpr int kDownloadsPerSlot = static_cast<int>(kRunAhead) + 1;
+
 // Sizes other than a model's first, kept at most for the next request of that size.
 constexpr int kExtraSizes = 2;
 
@@ -89,15 +92,34 @@ StepBatcher::~StepBatcher() = default;
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
   models_[model.name] = model;
   const auto lane = LaneFor(model.name, height, width);
-  absl::Status status = lane.status();
-  if (status.ok()) {
+  if (lane.ok()) {
     (*lane)->first_size = true;
-    status = (*lane)->evaluator->WarmUp();
-  }
-  if (!status.ok()) {
+  } else {
     models_.erase(model.name);
-    std::erase_if(lanes_, [&](const auto& each) { return each->model.name == model.name; });
   }
+  return lane.status();
+}
+
+absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
+  const auto lane = std::find_if(lanes_.begin(), lanes_.end(), [&](const auto& each) {
+    return each->model.name == model && each->first_size;
+  });
+  DENOISED_CHECK(lane != lanes_.end(), "model {}", model);
+  return (*lane)->evaluator->WarmUp();
+}
+
+bool StepBatcher::HasJobs(const std::string& model) const {
+  return std::any_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
+    return entry.second->effective.spec.model == model;
+  });
+}
+
+absl::Status StepBatcher::RemoveModel(const std::string& model) {
+  DENOISED_CHECK(!HasJobs(model), "model {} has jobs", model);
+  // Its last evaluation may be on the device still, though nobody waits for it.
+  const absl::Status status = backend_.Synchronize();
+  std::erase_if(lanes_, [&](const auto& lane) { return lane->model.name == model; });
+  models_.erase(model);
   return status;
 }
 
@@ -120,13 +142,14 @@ absl::StatusOr<StepBatcher::Lane*> StepBatcher::LaneFor(const std::string& model
   }
   auto lane = std::make_unique<Lane>();
   lane->model = models_.at(model);
-  DENOISED_ASSIGN_OR_RETURN(lane->evaluator,
-                            Evaluator::Create(backend_, lane->model.denoiser,
-                                              {.height = height,
-                                               .width = width,
-                                               .max_rows = lane->model.max_rows,
-                                               .slots = lane->model.slots,
-                                               .max_evaluations = lane->model.max_evaluations}));
+  DENOISED_ASSIGN_OR_RETURN(
+      lane->evaluator, Evaluator::Create(backend_, lane->model.denoiser,
+                                         {.height = height,
+                                          .width = width,
+                                          .max_rows = lane->model.max_rows,
+                                          .slots = lane->model.slots,
+                                          .max_evaluations = lane->model.max_evaluations,
+                                          .downloads = kDownloadsPerSlot * lane->model.slots}));
   lane->slots.resize(lane->model.slots);
   lanes_.push_back(std::move(lane));
   return lanes_.back().get();

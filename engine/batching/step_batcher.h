@@ -40,6 +40,12 @@ class StepBatcher {
 
   /// Takes memory for the model at its native size, or at `height` × `width` when it names none.
   absl::Status AddModel(const BatchedModel& model, int height, int width);
+  /// One part of what makes its first evaluations as quick as later ones; whether more is to do.
+  absl::StatusOr<bool> WarmUp(const std::string& model);
+  /// Whether any job of the model waits or is in flight.
+  bool HasJobs(const std::string& model) const;
+  /// Gives up a model without jobs and all its memory.
+  absl::Status RemoveModel(const std::string& model);
   /// Bytes taken for a model: activations, and images in flight.
   size_t ActivationBytes(const std::string& model) const;
   size_t SlotBytes(const std::string& model) const;

@@ -367,7 +367,8 @@ absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const B
                               ResnetBlock::Load(backend, resampler, options, resnet_projections_));
   } else {
     DENOISED_ASSIGN_OR_RETURN(level->resample_conv, Conv2d::Load(backend, resampler / "conv",
-                                                                 out_channels, out_channels, 3));
+                                                                 out_channels, out_channels, 3,
+                                                                 /*upsample2x=*/!down));
   }
   return absl::OkStatus();
 }
@@ -480,7 +481,7 @@ Tensor UNet2D::Up(Context& context, const Level& level, Tensor x, std::vector<Te
     x = level.resnets[layer](context, x, skip, time);
     if (!level.attentions.empty()) x = level.attentions[layer](context, x);
   }
-  if (level.resample_conv) return (*level.resample_conv)(context, {.x = x, .upsample2x = true});
+  if (level.resample_conv) return (*level.resample_conv)(context, {.x = x});
   if (level.resample_resnet) return (*level.resample_resnet)(context, x, Tensor(), time);
   return x;
 }

@@ -3,12 +3,12 @@
 namespace denoised::nn {
 
 absl::StatusOr<Conv2d> Conv2d::Load(Backend& backend, const Weights& weights, int in_channels,
-                                    int out_channels, int kernel) {
+                                    int out_channels, int kernel, bool upsample2x) {
   DENOISED_ASSIGN_OR_RETURN(Tensor weight,
                             weights.Get("weight", {out_channels, in_channels, kernel, kernel}));
   DENOISED_ASSIGN_OR_RETURN(Tensor bias, weights.GetOptional("bias", {out_channels}));
   Conv2d conv;
-  DENOISED_ASSIGN_OR_RETURN(conv.weight_, backend.PackConv2d(weight, bias));
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_, backend.PackConv2d(weight, bias, upsample2x));
   return conv;
 }
 
@@ -26,6 +26,7 @@ Tensor Conv2d::Downsample(Context& context, const Tensor& x, int padding) const 
 
 Tensor Conv2d::Run(Context& context, Conv2dArgs args) const {
   args.weight = weight_.get();
+  args.upsample2x = weight_->upsample2x;
   if (!args.out) {
     const int up = args.upsample2x ? 2 : 1, kernel = weight_->kernel;
     const int64_t height =

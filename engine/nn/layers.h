@@ -31,8 +31,9 @@ struct Context {
 /// torch.nn.Conv2d with a square kernel and "same" padding unless told otherwise.
 class Conv2d {
  public:
+  /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call.
   static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
-                                     int out_channels, int kernel);
+                                     int out_channels, int kernel, bool upsample2x = false);
 
   /// Convolves args.x (and args.x2) with whatever fusions `args` names; fills in weight, padding
   /// (kernel / 2 all around) and, when undefined, a new output in activation dtype.

@@ -21,7 +21,9 @@ absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& w
   block.options_ = options;
   DENOISED_ASSIGN_OR_RETURN(
       block.norm1_, GroupNorm::Load(backend, weights / "norm1", in, options.groups, options.eps));
-  DENOISED_ASSIGN_OR_RETURN(block.conv1_, Conv2d::Load(backend, weights / "conv1", in, out, 3));
+  DENOISED_ASSIGN_OR_RETURN(block.conv1_,
+                            Conv2d::Load(backend, weights / "conv1", in, out, 3,
+                                         options.resample == ResnetOptions::Resample::kUp));
   DENOISED_ASSIGN_OR_RETURN(block.time_column_,
                             projections.Add(weights / "time_emb_proj", options.time_channels,
                                             options.scale_shift ? 2 * out : out));
@@ -52,8 +54,7 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
     input = Resampled(context, Resample::kAveragePoolDown, input);
     hidden = Resampled(context, Resample::kAveragePoolDown, hidden);
   }
-  hidden = conv1_(
-      context, {.x = hidden, .upsample2x = up, .add = options_.scale_shift ? none : time_columns});
+  hidden = conv1_(context, {.x = hidden, .add = options_.scale_shift ? none : time_columns});
   hidden = norm2_(context, {.x = hidden,
                             .scale_shift = options_.scale_shift ? time_columns : none,
                             .activation = options_.activation});

@@ -22,7 +22,7 @@ absl::StatusOr<TimestepProjection> TimestepProjection::Fourier(Backend& backend,
 }
 
 Tensor TimestepProjection::operator()(Context& context, const Tensor& t) const {
-  Tensor out = context.NewF32({t.dim(0), out_features_});
+  const Tensor out = context.New({t.dim(0), out_features_});
   if (fourier_weight_) {
     context.backend.FourierEmbedding({.t = t, .weight = fourier_weight_, .out = out});
   } else {
@@ -68,7 +68,9 @@ absl::Status TimeProjections::Pack(Backend& backend) {
 
 Tensor TimeProjections::operator()(Context& context, const Tensor& embedding,
                                    Activation activation) const {
-  return linear_(context, {.x = embedding, .input_activation = activation});
+  const Tensor activated = context.New(embedding.shape());
+  context.backend.Add(embedding, 1.0f, Tensor(), 0.0f, activation, activated);
+  return linear_(context, {.x = activated});
 }
 
 }  // namespace denoised::nn

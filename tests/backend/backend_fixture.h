@@ -24,7 +24,9 @@ inline void PrintTo(const BackendUnderTest& backend, std::ostream* out) { *out <
 
 inline std::vector<BackendUnderTest> CudaBackends() {
   if (CudaDeviceCount() == 0) return {};
-  return {{"Bf16", {.device = "cuda", .fp32 = false}}, {"Fp32", {.device = "cuda", .fp32 = true}}};
+  return {{"Bf16", {.device = "cuda"}},
+          {"Bf16Generic", {.device = "cuda", .generic_kernels = true}},
+          {"Fp32", {.device = "cuda", .fp32 = true}}};
 }
 
 inline std::string BackendName(const testing::TestParamInfo<BackendUnderTest>& info) {
@@ -44,7 +46,10 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
     // Opening a CUDA device takes a while; the tests of one binary share it.
     static std::map<std::string, std::unique_ptr<Backend>> opened;
     const BackendOptions& options = GetParam().options;
-    std::unique_ptr<Backend>& backend = opened[options.device + (options.fp32 ? "/fp32" : "")];
+    std::unique_ptr<Backend>& backend =
+        opened[options.device + (options.fp32              ? "/fp32"
+                                 : options.generic_kernels ? "/generic"
+                                                           : "")];
     if (backend == nullptr) {
       auto result = OpenBackend(options);
       ASSERT_TRUE(result.ok()) << result.status();
@@ -155,8 +160,9 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
     return array;
   }
 
-  std::unique_ptr<PackedConv2d> PackConv2d(const Array& weight, const Array& bias) {
-    auto packed = backend_->PackConv2d(ToHost(weight, DType::kF32), HostOptional(bias));
+  std::unique_ptr<PackedConv2d> PackConv2d(const Array& weight, const Array& bias,
+                                           bool upsample2x = false) {
+    auto packed = backend_->PackConv2d(ToHost(weight, DType::kF32), HostOptional(bias), upsample2x);
     EXPECT_TRUE(packed.ok()) << packed.status();
     return std::move(packed).value();
   }

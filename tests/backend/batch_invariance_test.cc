@@ -93,7 +93,7 @@ TEST_P(BatchInvarianceTest, Conv2d) {
   };
   for (const auto& s : shapes) {
     const Array weight = Random({s.out, s.c1 + s.c2, s.kernel, s.kernel}, activation(), 0.05);
-    const auto packed = PackConv2d(weight, Random({s.out}, DType::kF32));
+    const auto packed = PackConv2d(weight, Random({s.out}, DType::kF32), s.upsample);
     const int pad = static_cast<int>(s.kernel / 2), up = s.upsample ? 2 : 1;
     const int64_t out_height = (s.height * up + 2 * pad - s.kernel) / s.stride + 1;
     const int64_t out_width = (s.width * up + 2 * pad - s.kernel) / s.stride + 1;

@@ -17,7 +17,7 @@ class CountingTest : public testing::Test {
 };
 
 TEST_F(CountingTest, ConvolutionsAndTheirBytes) {
-  auto packed = backend_.PackConv2d(Host({64, 48, 3, 3}), Host({64}));
+  auto packed = backend_.PackConv2d(Host({64, 48, 3, 3}), Host({64}), true);
   ASSERT_TRUE(packed.ok()) << packed.status();
   EXPECT_EQ(backend_.weight_bytes(), 64u * 48 * 9 * 2 + 64 * 4);
   const Tensor x = New({2, 8, 8, 32}), x2 = New({2, 8, 8, 16}), out = New({2, 16, 16, 64});
@@ -71,7 +71,7 @@ TEST_F(CountingTest, AllocatesNothingAndSaysHowMuch) {
 }
 
 TEST_F(CountingTest, RefusesTheWeightsThatBackendsRefuse) {
-  EXPECT_EQ(backend_.PackConv2d(Host({4, 3, 3, 1}), {}).status().code(),
+  EXPECT_EQ(backend_.PackConv2d(Host({4, 3, 3, 1}), {}, false).status().code(),
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(backend_.PackLinear({Host({4, 3}), Host({4, 2})}, {}).status().code(),
             absl::StatusCode::kInvalidArgument);
@@ -80,7 +80,7 @@ TEST_F(CountingTest, RefusesTheWeightsThatBackendsRefuse) {
 using CountingDeathTest = CountingTest;
 
 TEST_F(CountingDeathTest, ChecksWhatBackendsCheck) {
-  auto packed = backend_.PackConv2d(Host({64, 48, 3, 3}), {});
+  auto packed = backend_.PackConv2d(Host({64, 48, 3, 3}), {}, false);
   const Tensor x = New({2, 8, 8, 48});
   EXPECT_DEATH(backend_.Conv2d({.x = x, .weight = packed->get(), .out = New({2, 8, 8, 64})}),
                "out is \\[2, 8, 8, 64\\], must be \\[2, 6, 6, 64\\]");

@@ -78,7 +78,7 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     const int64_t size = (c.size * (c.upsample2x ? 2 : 1) - 1) / c.stride + 1;
     const Array residual = Random({c.rows, size, size, c.outputs});
 
-    const auto packed = PackConv2d(weight, bias);
+    const auto packed = PackConv2d(weight, bias, c.upsample2x);
     args.weight = packed.get();
     args.x = Upload(x);
     args.x2 = UploadOptional(x2);
@@ -100,7 +100,8 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     ExpectSameBits(alone.out, out, c.rows - 1);
 
     const auto cpu_weight =
-        cpu_->PackConv2d(ToHost(weight, DType::kF32), ToHost(bias, DType::kF32)).value();
+        cpu_->PackConv2d(ToHost(weight, DType::kF32), ToHost(bias, DType::kF32), c.upsample2x)
+            .value();
     Conv2dArgs expected = args;
     expected.weight = cpu_weight.get();
     expected.x = UploadToCpu(x);
@@ -190,6 +191,86 @@ TEST_P(CudaTest, GroupNormOfManyChunksAndSources) {
   }
 }
 
+// Runs of two, four and eight channels of a group; clusters of one block to sixteen; slices across
+// both sources; pixels that blocks and lines do not divide.
+TEST_P(CudaTest, GroupNormOfEveryPlan) {
+  struct {
+    int64_t rows, height, width, channels, channels2;
+    int groups;
+  } cases[] = {{5, 4, 4, 256, 0, 32},     {3, 8, 8, 512, 0, 32},   {3, 16, 16, 256, 256, 32},
+               {3, 7, 9, 64, 32, 16},     {9, 1, 1, 64, 0, 8},     {2, 32, 32, 128, 0, 32},
+               {2, 31, 33, 256, 128, 32}, {2, 64, 64, 192, 0, 32}, {2, 37, 41, 320, 0, 32},
+               {2, 16, 16, 640, 320, 32}, {3, 1, 3, 1152, 0, 32},  {2, 127, 129, 32, 0, 8},
+               {2, 256, 256, 8, 8, 4},    {2, 50, 50, 24, 16, 4},  {2, 8, 8, 2560, 0, 32}};
+  for (const auto& c : cases) {
+    const int64_t channels = c.channels + c.channels2;
+    for (const bool scale_shift : {false, true}) {
+      const Array x = Random({c.rows, c.height, c.width, c.channels}, activation(), 1, 3);
+      const Array x2 = c.channels2 > 0
+                           ? Random({c.rows, c.height, c.width, c.channels2}, activation(), 2, -1)
+                           : Array();
+      const Array gamma = Random({channels}, DType::kF32, 0.3, 1),
+                  beta = Random({channels}, DType::kF32);
+      const Array scales =
+          scale_shift ? Random({c.rows, 2 * channels}, activation(), 0.5) : Array();
+      GroupNormArgs args{.x = Upload(x),
+                         .x2 = UploadOptional(x2),
+                         .gamma = Upload(gamma, DType::kF32),
+                         .beta = Upload(beta, DType::kF32),
+                         .groups = c.groups,
+                         .activation = scale_shift ? Activation::kNone : Activation::kSilu};
+      if (scale_shift) args.scale_shift = UploadAsColumns(scales, channels, 3);
+      args.out = Output({c.rows, c.height, c.width, channels});
+      backend().GroupNorm(args);
+      EXPECT_LT(Error(Read(args.out), reference::GroupNorm(args, x, x2, gamma, beta, scales)),
+                Tolerance(1e-6))
+          << x.shape.ToString() << " + " << c.channels2;
+      const Tensor out = args.out;
+      args.x = args.x.Slice(c.rows - 1, 1);
+      if (args.x2) args.x2 = args.x2.Slice(c.rows - 1, 1);
+      if (args.scale_shift) args.scale_shift = args.scale_shift.Slice(c.rows - 1, 1);
+      args.out = Output({1, c.height, c.width, channels});
+      backend().GroupNorm(args);
+      ExpectSameBits(args.out, out, c.rows - 1);
+    }
+  }
+}
+
+TEST_P(CudaTest, WeightsOfEveryDtypeArePackedAlike) {
+  Array weight({72, 136});
+  for (double& value : weight.values) value = static_cast<double>(RandomInt(-64, 64)) / 64;
+  const Tensor x = Upload(Random({3, 7, 136}));
+  std::vector<std::vector<std::byte>> results;
+  for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    const Tensor host = ToHost(weight, dtype);
+    const auto packed = backend().PackLinear({host, host}, {}).value();
+    const Tensor out = Output({3, 7, 144});
+    backend().Linear({.x = x, .weight = packed.get(), .out = out});
+    results.push_back(Bytes(out));
+  }
+  EXPECT_TRUE(results[1] == results[0]) << "F16";
+  EXPECT_TRUE(results[2] == results[0]) << "BF16";
+}
+
+TEST_P(CudaTest, AWeightLargerThanAPieceOfTheRing) {
+  const Array weight = Random({260, 520, 3, 3}, activation(), 1.0 / 68);  // 4.9 MB in fp32
+  const Array x = Random({1, 5, 5, 520});
+  const auto run = [&](Backend& backend, const PackedConv2d& packed, const Tensor& input,
+                       const Tensor& out) {
+    Conv2dArgs args{.x = input, .weight = &packed};
+    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+    args.out = out;
+    backend.Conv2d(args);
+  };
+  const auto packed = PackConv2d(weight, Array());
+  const Tensor out = Output({1, 5, 5, 260});
+  run(backend(), *packed, Upload(x), out);
+  const auto cpu_packed = cpu_->PackConv2d(ToHost(weight, DType::kF32), Tensor(), false).value();
+  const Tensor expected = cpu_->Allocate({1, 5, 5, 260}, DType::kF32, "a test").value();
+  run(*cpu_, *cpu_packed, UploadToCpu(x), expected);
+  EXPECT_LT(Error(Read(out), ReadFromCpu(expected)), Tolerance(4e-6));
+}
+
 TEST_P(CudaTest, LinearRowsDoNotDependOnTheirCompany) {
   const Array weight = Random({320, 256}, activation(), 1.0 / 16),
               bias = Random({320}, DType::kF32);
@@ -264,6 +345,33 @@ TEST_P(CudaTest, DownloadsAreSnapshots) {
     EXPECT_TRUE(downloads[i]->ready());
     for (int32_t value : copy->span<int32_t>()) ASSERT_EQ(value, i);
   }
+}
+
+TEST_P(CudaTest, ReservedDownloadsTakeNoMoreMemory) {
+  constexpr size_t kBytes = size_t{8} << 20;
+  const Tensor device = UploadInts(std::vector<int32_t>(kBytes / 4, 7), {kBytes / 4});
+  ASSERT_TRUE(backend().Synchronize().ok());
+  const size_t before = backend().memory().free;
+  auto reserved = backend().ReserveDownloads(kBytes, 4);
+  ASSERT_TRUE(reserved.ok()) << reserved.status();
+  const size_t after = backend().memory().free;
+  EXPECT_LE(after + 4 * kBytes, before);
+  for (int round = 0; round < 2; ++round) {
+    std::vector<std::unique_ptr<denoised::Download>> downloads;
+    for (int i = 0; i < 4; ++i) downloads.push_back(backend().BeginDownload(device));
+    for (const auto& download : downloads) {
+      const auto copy = download->Wait();
+      ASSERT_TRUE(copy.ok()) << copy.status();
+      EXPECT_EQ(copy->span<int32_t>().back(), 7);
+    }
+  }
+  EXPECT_EQ(backend().memory().free, after);
+  reserved->reset();
+  EXPECT_EQ(backend().memory().free, before);
+
+  const auto refused = backend().ReserveDownloads(backend().memory().total, 2);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(std::string(refused.status().message()).find("2 downloads"), std::string::npos);
 }
 
 TEST_P(CudaTest, MarkersMeasureTheDevice) {

@@ -32,7 +32,7 @@ class Conv2dTest : public OnBackend {
     c.weight = Random({out, c1 + c2, kernel, kernel}, activation(), 1 / std::sqrt(fan_in));
     if (bias) c.bias = Random({out}, DType::kF32);
     if (add) c.add = Random({rows, out});
-    c.packed = PackConv2d(c.weight, c.bias);
+    c.packed = PackConv2d(c.weight, c.bias, geometry.upsample2x);
     c.args.weight = c.packed.get();
     const int64_t up = geometry.upsample2x ? 2 : 1;
     const int64_t out_height =
@@ -87,20 +87,25 @@ TEST_P(Conv2dTest, ModelShapes) {
 
 TEST_P(Conv2dTest, AnyShapeAndFusion) {
   for (int i = 0; i < 60; ++i) {
-    const int64_t kernel = RandomInt(0, 2) * 2 + 1;
-    const auto pad = [&] { return static_cast<int>(RandomInt(0, kernel / 2)); };
     Conv2dArgs geometry;
     geometry.upsample2x = RandomInt(0, 3) == 0;
-    geometry.stride = static_cast<int>(RandomInt(1, 2));
+    const int64_t kernel = geometry.upsample2x ? 3 : RandomInt(0, 2) * 2 + 1;
+    const auto pad = [&] {
+      return geometry.upsample2x ? 1 : static_cast<int>(RandomInt(0, kernel / 2));
+    };
+    geometry.stride = geometry.upsample2x ? 1 : static_cast<int>(RandomInt(1, 2));
     geometry.pad_top = pad();
     geometry.pad_left = pad();
     geometry.pad_bottom = pad();
     geometry.pad_right = pad();
     geometry.scale = Coin() ? 1.0f : 0.7071f;
     geometry.activation = kActivations[RandomInt(0, 4)];
-    const Case c = Make(geometry, RandomInt(1, 3), RandomInt(kernel, 13), RandomInt(kernel, 13),
-                        RandomInt(1, 70), Coin() ? RandomInt(1, 40) : 0, RandomInt(1, 70), kernel,
-                        Coin(), Coin(), Coin());
+    // Half of them in eights, which is what fast kernels are for.
+    const bool eights = Coin();
+    const auto channels = [&] { return eights ? 8 * RandomInt(1, 25) : RandomInt(1, 70); };
+    const Case c =
+        Make(geometry, RandomInt(1, 3), RandomInt(kernel, 13), RandomInt(kernel, 13), channels(),
+             Coin() ? channels() : 0, channels(), kernel, Coin(), Coin(), Coin());
     EXPECT_LT(ErrorOf(c), Tolerance(kTolerance))
         << i << ": " << c.x.shape.ToString() << " -> " << c.args.out.shape().ToString()
         << " kernel " << kernel << " stride " << geometry.stride;
@@ -166,14 +171,15 @@ TEST_P(Conv2dTest, TheTestCanFail) {
 TEST_P(Conv2dTest, RefusesWeightsOfWrongShape) {
   const auto refusal = [&](const Shape& weight, const Shape& bias) {
     return backend()
-        .PackConv2d(Tensor::Host(weight, DType::kF32), Tensor::Host(bias, DType::kF32))
+        .PackConv2d(Tensor::Host(weight, DType::kF32), Tensor::Host(bias, DType::kF32), false)
         .status();
   };
   EXPECT_EQ(refusal({4, 3, 3, 1}, {4}).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(refusal({4, 3, 3}, {4}).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(refusal({4, 3, 3, 3}, {3}).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(backend().PackConv2d(Tensor::Host({4, 3, 3, 3}, DType::kI32), {}).status().code(),
-            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(
+      backend().PackConv2d(Tensor::Host({4, 3, 3, 3}, DType::kI32), {}, false).status().code(),
+      absl::StatusCode::kInvalidArgument);
 }
 
 DENOISED_ON_EACH_BACKEND(Conv2dTest);

@@ -211,6 +211,40 @@ TEST_F(StepBatcherTest, EverySizeRunsAndTheOldestIdleOneMakesRoom) {
   EXPECT_GT(batcher_->ActivationBytes("fake"), 0u);
 }
 
+TEST_F(StepBatcherTest, ARemovedModelLeavesNothingBehind) {
+  auto denoiser = std::make_shared<FakeDenoiser>(6, 3, 0);
+  const std::weak_ptr<FakeDenoiser> weights = denoiser;
+  ASSERT_TRUE(batcher_
+                  ->AddModel({.name = "other",
+                              .denoiser = std::move(denoiser),
+                              .max_rows = 4,
+                              .slots = 4,
+                              .max_evaluations = 100},
+                             6, 6)
+                  .ok());
+  for (bool more = true; more;) {
+    const auto warm = batcher_->WarmUp("other");
+    ASSERT_TRUE(warm.ok()) << warm.status();
+    more = *warm;
+  }
+  EffectiveJob job = Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 3}, 1);
+  job.spec.class_labels.clear();
+  job.spec.model = "other";
+  const auto heard = Submit(job);
+  EXPECT_TRUE(batcher_->HasJobs("other"));
+  EXPECT_FALSE(batcher_->HasJobs("fake"));
+  RunAll();
+  ASSERT_TRUE(heard->done->ok()) << *heard->done;
+  EXPECT_FALSE(batcher_->HasJobs("other"));
+  EXPECT_FALSE(weights.expired());
+  EXPECT_TRUE(batcher_->RemoveModel("other").ok());
+  EXPECT_TRUE(weights.expired());
+  EXPECT_EQ(batcher_->SlotBytes("other"), 0u);
+  const auto kept = Submit(Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 3}, 2));
+  RunAll();
+  EXPECT_TRUE(kept->done->ok());
+}
+
 /// The point of it all: a request's bytes do not depend on its company.
 TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
   struct Case {

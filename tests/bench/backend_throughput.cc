@@ -71,7 +71,7 @@ class Bench {
   }
 
   void Conv(int64_t n, int64_t size, int64_t in, int64_t out) {
-    const auto weight = backend_.PackConv2d(HostWeight({out, in, 3, 3}, 9 * in), {}).value();
+    const auto weight = backend_.PackConv2d(HostWeight({out, in, 3, 3}, 9 * in), {}, false).value();
     Conv2dArgs args{.x = Random({n, size, size, in}), .weight = weight.get()};
     args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
     args.residual = Random({n, size, size, out});
@@ -81,12 +81,13 @@ class Bench {
            Seconds([&] { backend_.Conv2d(args); }));
   }
 
-  void Linear(int64_t m, int64_t in, int64_t out) {
+  void Linear(int64_t n, int64_t tokens, int64_t in, int64_t out) {
     const auto weight = backend_.PackLinear({HostWeight({out, in}, in)}, {}).value();
-    LinearArgs args{.x = Random({m, in}), .weight = weight.get()};
-    args.out = Random({m, out});
-    Report(fmt::format("linear [{}, {}, {}]", m, in, out), 2.0 * static_cast<double>(m * in * out),
-           0, Seconds([&] { backend_.Linear(args); }));
+    LinearArgs args{.x = Random({n, tokens, in}), .weight = weight.get()};
+    args.out = Random({n, tokens, out});
+    Report(fmt::format("linear [{}, {}, {}, {}]", n, tokens, in, out),
+           2.0 * static_cast<double>(n * tokens * in * out), 0,
+           Seconds([&] { backend_.Linear(args); }));
   }
 
   void Attention(int64_t n, int heads, int64_t tokens, int64_t dim) {
@@ -108,7 +109,7 @@ class Bench {
                        .activation = Activation::kSilu};
     args.out = Random(args.x.shape());
     Report(fmt::format("group norm [{}, {}, {}]", n, size, channels), 0,
-           3.0 * static_cast<double>(args.x.bytes()), Seconds([&] { backend_.GroupNorm(args); }));
+           2.0 * static_cast<double>(args.x.bytes()), Seconds([&] { backend_.GroupNorm(args); }));
   }
 
  private:
@@ -143,9 +144,10 @@ int Main(const std::string& device) {
   bench.Conv(64, 8, 768, 768);
   bench.Conv(16, 32, 3, 128);
   bench.Conv(16, 32, 128, 3);
-  bench.Linear(8192, 1280, 1280);
-  bench.Linear(16384, 640, 5120);
-  bench.Linear(16, 512, 1024);
+  bench.Linear(8, 1024, 1280, 1280);
+  bench.Linear(4, 4096, 640, 5120);
+  bench.Linear(16, 1, 512, 1024);
+  bench.Linear(1, 1, 512, 5632);
   bench.Attention(2, 8, 4096, 40);
   bench.Attention(2, 10, 4096, 64);
   bench.Attention(16, 20, 1024, 64);
@@ -153,7 +155,9 @@ int Main(const std::string& device) {
   bench.Attention(1, 1, 4096, 512);
   bench.Norm(64, 32, 128);
   bench.Norm(16, 64, 320);
+  bench.Norm(64, 64, 192);
   bench.Norm(8, 256, 128);
+  bench.Norm(1, 32, 128);
   bench.Norm(1, 16, 256);
   return 0;
 }

@@ -34,7 +34,8 @@ double Least(const std::vector<double>& times) {
 void BM_Conv2d(benchmark::State& state) {
   const int64_t rows = state.range(0), height = state.range(1), in = state.range(2),
                 out = state.range(3), kernel = state.range(4);
-  const auto packed = Cpu().PackConv2d(Random({out, in, kernel, kernel}), Random({out})).value();
+  const auto packed =
+      Cpu().PackConv2d(Random({out, in, kernel, kernel}), Random({out}), false).value();
   const int pad = static_cast<int>(kernel / 2);
   Conv2dArgs args{.x = Random({rows, height, height, in}),
                   .weight = packed.get(),

@@ -1,6 +1,6 @@
 // One evaluation of a UNet2DModel, sampler step included, by rows: milliseconds and FLOP/s.
 //
-//   denoised-bench [--device=cpu|cuda] [--fp32] --config=DIR/config.json --rows=1,16,64
+//   denoised-bench [--device=cpu|cuda] [--fp32] [--generic] --config=DIR/config.json --rows=1,16,64
 //                  [Google Benchmark's flags, e.g. --benchmark_out=FILE]
 //
 // Weights are synthetic: speed does not depend on them. Times are the device's own, between markers
@@ -36,6 +36,8 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->backend.device = device;
     } else if (flag == "--fp32") {
       options->backend.fp32 = true;
+    } else if (flag == "--generic") {
+      options->backend.generic_kernels = true;
     } else if (const char* config = value("--config=")) {
       options->config = config;
     } else if (const char* rows = value("--rows=")) {

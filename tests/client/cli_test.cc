@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <thread>
@@ -14,6 +15,7 @@
 #include "command/npy.h"
 #include "tests/client/fake_service.h"
 #include "tests/client/process.h"
+#include "tests/tls/certificates.h"
 
 namespace denoised::command {
 namespace {
@@ -69,6 +71,31 @@ TEST_F(CliTest, DrawsFiles) {
   ASSERT_TRUE(pixels.ok()) << pixels.status();
   EXPECT_EQ(pixels->width, 16);
   EXPECT_EQ(*pixels->at(0, 0), 100);  // the fake draws class 4 so
+}
+
+TEST_F(CliTest, SpeaksTls) {
+  const TestAuthority authority;
+  const KeyPair pair = authority.Issue("server", "IP:127.0.0.1");
+  grpc::SslServerCredentialsOptions options;
+  options.pem_key_cert_pairs = {{pair.key, pair.certificate}};
+  FakeServer server(grpc::SslServerCredentials(options));
+  std::ofstream(Path("ca")) << authority.certificate();
+  std::ofstream(Path("token")) << "open-sesame\n";
+  const auto run = [&](const std::vector<std::string>& flags,
+                       const std::vector<std::string>& environment = {}) {
+    std::vector<std::string> command = {DENOISE_BINARY, "--server", server.address(), "models"};
+    command.insert(command.end(), flags.begin(), flags.end());
+    return RunProcess(command, environment);
+  };
+  EXPECT_EQ(run({"--tls-ca", Path("ca"), "--token-file", Path("token")}).exit_code, 0);
+  EXPECT_EQ(server.authorization(), "Bearer open-sesame");
+  EXPECT_EQ(run({}, {"DENOISE_TLS_CA=" + Path("ca")}).exit_code, 0);
+  EXPECT_EQ(run({}).exit_code, 3);
+  EXPECT_EQ(run({"--tls"}).exit_code, 3) << "the system's authorities know nothing of ours";
+  const auto bare = run({"--token-file", Path("token")});
+  EXPECT_EQ(bare.exit_code, 2);
+  EXPECT_THAT(bare.err, HasSubstr("tls"));
+  EXPECT_THAT(run({"--tls-ca", Path("absent")}).err, HasSubstr("absent"));
 }
 
 TEST_F(CliTest, EndsCleanlyEveryTime) {
@@ -329,9 +356,10 @@ TEST_F(CliTest, PreviewsWithoutATerminalAreNotAsked) {
 TEST_F(CliTest, ListsModels) {
   const auto table = Run({"models"});
   EXPECT_EQ(table.exit_code, 0);
-  EXPECT_EQ(table.out,
-            "NAME    STATE      SIZE     CLASSES  WEIGHTS  SAMPLER    STEPS  DEVICE\n"
-            "digits  available  16x16x1  10       1.23 M   edm_euler  4      cpu\n");
+  EXPECT_EQ(
+      table.out,
+      "NAME    VERSION  STATE      ALIASES  SIZE     CLASSES  WEIGHTS  SAMPLER    STEPS  DEVICE\n"
+      "digits           available           16x16x1  10       1.23 M   edm_euler  4      cpu\n");
   EXPECT_THAT(Run({"models", "digits"}).out, HasSubstr("edm_euler (of edm_euler, heun)"));
   EXPECT_EQ(nlohmann::json::parse(Run({"models", "--json"}).out)[0]["labels"][9], "nine");
   EXPECT_EQ(Run({"models", "cats"}).exit_code, 1);

@@ -262,6 +262,26 @@ TEST_F(ConnectionTest, StreamDoesNotRetryAfterItsFirstEvent) {
   EXPECT_THAT(heard.events, ElementsAre("queued"));
 }
 
+TEST_F(ConnectionTest, AStreamThatSurvivesResumesWhereItWasLost) {
+  server_.FailAfterFirstEvent({grpc::StatusCode::UNAVAILABLE, "connection reset"});
+  Heard heard;
+  EXPECT_TRUE(client_.StreamGenerate({.survives = true}, {}, heard.Listener())->Wait().ok());
+  EXPECT_EQ(server_.generations(), 1) << "it was asked for once";
+  EXPECT_NE(server_.requests()[0].request_id(), "") << "or it could not be found again";
+  EXPECT_EQ(server_.requests()[0].disconnect_policy(), v1::DISCONNECT_POLICY_CONTINUE);
+  EXPECT_EQ(server_.watched().request_id(), server_.requests()[0].request_id());
+  EXPECT_EQ(server_.watched().after_sequence(), 1u);
+  EXPECT_THAT(heard.events, ElementsAre("queued", "completed"));
+}
+
+TEST_F(ConnectionTest, WhatTheServerSaysOfAJobIsNotRetried) {
+  server_.FailAfterFirstEvent(Draining());
+  Heard heard;
+  EXPECT_EQ(client_.StreamGenerate({.survives = true}, {}, heard.Listener())->Wait().code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(server_.watched().request_id(), "");
+}
+
 TEST_F(ConnectionTest, CancelEndsAStream) {
   server_.SetEvaluationTime(seconds(5));
   Heard heard;
@@ -398,6 +418,16 @@ class MockConnection : public Connection {
               (const Generation&, const std::optional<PreviewOptions>&, StreamListener,
                const CallOptions&),
               (override));
+  MOCK_METHOD(std::unique_ptr<StreamCall>, WatchJob,
+              (const std::string&, uint64_t, StreamListener, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Job>, GetJob, (const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Job>, CancelJob, (const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<ServerInfo>, GetServerInfo, (const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Model>, LoadModel, (const ModelLoad&, const CallOptions&), (override));
+  MOCK_METHOD(absl::Status, UnloadModel, (const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Model>, SetAlias,
+              (const std::string&, const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::Status, DeleteAlias, (const std::string&, const CallOptions&), (override));
   MOCK_METHOD(absl::StatusOr<std::vector<Model>>, ListModels, (const CallOptions&), (override));
   MOCK_METHOD(absl::StatusOr<Model>, GetModel, (const std::string&, const CallOptions&),
               (override));

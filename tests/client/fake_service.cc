@@ -143,10 +143,10 @@ grpc::Status Draining() {
   return WithDetails(grpc::StatusCode::UNAVAILABLE, "the server is draining", Info("DRAINING"));
 }
 
-FakeServer::FakeServer() {
+FakeServer::FakeServer(std::shared_ptr<grpc::ServerCredentials> credentials) {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
-  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+  builder.AddListeningPort("127.0.0.1:0", credentials, &port_);
   builder.SetMaxReceiveMessageSize(64 << 20);
   builder.RegisterService(this);
   server_ = builder.BuildAndStart();
@@ -177,6 +177,11 @@ void FakeServer::FailAfterFirstEvent(const grpc::Status& status) {
 std::vector<v1::GenerationParams> FakeServer::requests() const {
   std::lock_guard lock(mutex_);
   return requests_;
+}
+
+std::string FakeServer::authorization() const {
+  std::lock_guard lock(mutex_);
+  return authorization_;
 }
 
 grpc::Status FakeServer::Admit(const v1::GenerationParams& params) {
@@ -286,9 +291,33 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   return grpc::Status::OK;
 }
 
+grpc::Status FakeServer::WatchJob(grpc::ServerContext*, const v1::WatchJobRequest* request,
+                                  grpc::ServerWriter<v1::StreamGenerateResponse>* writer) {
+  {
+    std::lock_guard lock(mutex_);
+    watched_ = *request;
+  }
+  v1::StreamGenerateResponse event;
+  event.set_sequence(request->after_sequence() + 1);
+  event.set_request_id(request->request_id());
+  event.mutable_completed()->mutable_params()->set_request_id(request->request_id());
+  writer->Write(event);
+  return grpc::Status::OK;
+}
+
+v1::WatchJobRequest FakeServer::watched() const {
+  std::lock_guard lock(mutex_);
+  return watched_;
+}
+
 grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
                                     const v1::ListModelsRequest* request,
                                     v1::ListModelsResponse* response) {
+  const auto header = context->client_metadata().find("authorization");
+  if (header != context->client_metadata().end()) {
+    std::lock_guard lock(mutex_);
+    authorization_.assign(header->second.data(), header->second.size());
+  }
   v1::Model* model = response->add_models();
   model->set_name("digits");
   model->set_state(v1::MODEL_STATE_AVAILABLE);

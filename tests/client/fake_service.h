@@ -18,7 +18,8 @@ namespace denoised::client {
 /// without an engine. It holds one model, "digits": 16 x 16 grey, ten classes named zero to nine.
 class FakeServer : public v1::ImageGeneration::Service {
  public:
-  FakeServer();
+  explicit FakeServer(
+      std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials());
   ~FakeServer() override;
 
   std::string address() const;
@@ -38,12 +39,17 @@ class FakeServer : public v1::ImageGeneration::Service {
   int generations() const { return generations_; }     // attempts that arrived
   int cancelled() const { return cancelled_; }         // streams that ended because of a cancel
   std::vector<v1::GenerationParams> requests() const;  // of all attempts
+  std::string authorization() const;                   // header of the latest ListModels
+  v1::WatchJobRequest watched() const;                 // the latest
 
   grpc::Status Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
                         v1::GenerateResponse* response) override;
   grpc::Status StreamGenerate(grpc::ServerContext* context,
                               const v1::StreamGenerateRequest* request,
                               grpc::ServerWriter<v1::StreamGenerateResponse>* writer) override;
+  /// The last event of the job.
+  grpc::Status WatchJob(grpc::ServerContext* context, const v1::WatchJobRequest* request,
+                        grpc::ServerWriter<v1::StreamGenerateResponse>* writer) override;
   grpc::Status ListModels(grpc::ServerContext* context, const v1::ListModelsRequest* request,
                           v1::ListModelsResponse* response) override;
   grpc::Status GetModel(grpc::ServerContext* context, const v1::GetModelRequest* request,
@@ -62,6 +68,8 @@ class FakeServer : public v1::ImageGeneration::Service {
   grpc::Status failure_;
   grpc::Status failure_after_event_;
   std::vector<v1::GenerationParams> requests_;
+  std::string authorization_;
+  v1::WatchJobRequest watched_;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;  // last: it stops before what its handlers use
 };

@@ -29,6 +29,7 @@ const fs::path kDigits = DENOISED_SOURCE_DIR "/models/mnist-32";
 /// Collects what a job tells, for a test that waits on another thread.
 class Collector : public JobListener {
  public:
+  void OnProgress(int done, int) override { progress_ = done; }
   void OnPreview(const ImageResult&, int) override { ++previews_; }
   void OnImage(ImageResult image) override {
     std::lock_guard lock(mutex_);
@@ -59,6 +60,7 @@ class Collector : public JobListener {
     std::lock_guard lock(mutex_);
     return timing_;
   }
+  int progress() const { return progress_; }
   int previews() const { return previews_; }
 
  private:
@@ -68,7 +70,7 @@ class Collector : public JobListener {
   std::map<int, int> labels_;
   std::optional<absl::Status> status_;
   JobTiming timing_;
-  std::atomic<int> previews_{0};
+  std::atomic<int> progress_{0}, previews_{0};
 };
 
 /// The CPU everywhere; CUDA too where there is a GPU.
@@ -205,6 +207,44 @@ TEST_P(EngineTest, DrainFinishesWhatItCanAndRefusesTheRest) {
   const auto endless = Submit(*engine, spec);
   engine->Drain(Clock::now() + std::chrono::milliseconds(100));
   EXPECT_EQ(endless->Wait().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST_P(EngineTest, LoadingAModelDoesNotStopTheOthers) {
+  const auto engine = Open();
+  JobSpec spec{.model = "digits", .seed = 1, .class_labels = {3}};
+  spec.sampler.steps = 1000;
+  JobId id;
+  const auto job = Submit(*engine, spec, &id);
+  while (job->progress() == 0) std::this_thread::yield();
+  const int before = job->progress();
+  ASSERT_TRUE(engine->Open("second", kDigits).ok());
+  // Taking memory and warming up are parts between which the others have their turns.
+  EXPECT_GT(job->progress(), before + 1);
+  engine->Cancel(id);
+}
+
+TEST_P(EngineTest, AModelThatIsClosedFinishesWhatItHas) {
+  const auto engine = Open();
+  JobSpec spec{.model = "digits", .seed = 7, .count = 3, .class_labels = {5}};
+  const auto reference = Submit(*engine, spec);
+  ASSERT_TRUE(reference->Wait().ok());
+
+  const auto running = Submit(*engine, spec);
+  std::vector<FieldViolation> violations;
+  const auto late = engine->Resolve(spec, &violations);
+  ASSERT_TRUE(late.ok());
+  EXPECT_TRUE(engine->Close("digits").ok());
+  ASSERT_TRUE(running->Wait().ok());
+  EXPECT_EQ(running->images(), reference->images());
+  EXPECT_EQ(engine->Find("digits"), nullptr);
+  EXPECT_EQ(engine->Submit(*late, running).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(engine->Close("digits").code(), absl::StatusCode::kNotFound);
+
+  // What a backend of its own packs computes the same bits.
+  ASSERT_TRUE(engine->Open("digits", kDigits).ok());
+  const auto again = Submit(*engine, spec);
+  ASSERT_TRUE(again->Wait().ok());
+  EXPECT_EQ(again->images(), reference->images());
 }
 
 INSTANTIATE_TEST_SUITE_P(Device, EngineTest, ::testing::ValuesIn(Devices()),

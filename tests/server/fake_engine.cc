@@ -16,7 +16,10 @@ double SecondsSince(Clock::time_point start) {
 }  // namespace
 
 FakeEngine::FakeEngine(const FakeEngineOptions& options)
-    : options_(options), cost_(options.evaluation_cost.count()), thread_([this] { Run(); }) {}
+    : options_(options),
+      cost_(options.evaluation_cost.count()),
+      broken_(options.broken),
+      thread_([this] { Run(); }) {}
 
 FakeEngine::~FakeEngine() {
   Drain(Clock::now());
@@ -29,8 +32,10 @@ FakeEngine::~FakeEngine() {
 }
 
 absl::Status FakeEngine::Open(const std::string& name, const std::string& directory) {
+  ++opens_;
   std::this_thread::sleep_for(options_.open_cost);
-  if (directory.find(options_.broken) != std::string::npos) {
+  std::unique_lock lock(mutex_);
+  if (directory.find(broken_) != std::string::npos) {
     return NotFound("{}/config.json: no such file; give a model in diffusers layout", directory);
   }
   auto info = std::make_shared<ModelInfo>();
@@ -57,8 +62,23 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->weight_bytes = 4'000'000;
   info->activation_bytes = 2'000'000;
   info->slot_bytes = 1'000'000;
-  std::lock_guard lock(mutex_);
   models_.push_back(std::move(info));
+  return absl::OkStatus();
+}
+
+absl::Status FakeEngine::Close(const std::string& name) {
+  std::unique_lock lock(mutex_);
+  const auto model = std::find_if(models_.begin(), models_.end(),
+                                  [&](const auto& each) { return each->name == name; });
+  if (model == models_.end()) return NotFound("there is no model \"{}\"", name);
+  ModelInfo closing = **model;
+  closing.state = ModelState::kUnloading;
+  *model = std::make_shared<const ModelInfo>(std::move(closing));
+  idle_.wait(lock, [&] {
+    return std::none_of(jobs_.begin(), jobs_.end(),
+                        [&](const auto& job) { return job->job.spec.model == name; });
+  });
+  std::erase_if(models_, [&](const auto& each) { return each->name == name; });
   return absl::OkStatus();
 }
 
@@ -147,6 +167,10 @@ absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobLi
   std::lock_guard lock(mutex_);
   if (estimate) estimate->images_ahead = Queued();
   if (draining_) return Unavailable("the engine is draining");
+  const bool ready = std::any_of(models_.begin(), models_.end(), [&](const auto& model) {
+    return model->name == job.spec.model && model->state == ModelState::kReady;
+  });
+  if (!ready) return NotFound("model \"{}\" was unloaded", job.spec.model);
   if (const int queued = Queued(); queued + job.spec.count > options_.max_queued_images) {
     return ResourceExhausted("{} images are queued; {} more would exceed {}; try again later",
                              queued, job.spec.count, options_.max_queued_images);
@@ -211,6 +235,11 @@ void FakeEngine::Pause(bool paused) {
   std::lock_guard lock(mutex_);
   paused_ = paused;
   wake_.notify_all();
+}
+
+void FakeEngine::set_broken(const std::string& part) {
+  std::lock_guard lock(mutex_);
+  broken_ = part;
 }
 
 void FakeEngine::BreakDevice(const absl::Status& status) {

@@ -38,6 +38,7 @@ class FakeEngine : public Engine {
   ~FakeEngine() override;
 
   absl::Status Open(const std::string& name, const std::string& directory) override;
+  absl::Status Close(const std::string& name) override;
   std::shared_ptr<const ModelInfo> Find(const std::string& name) const override;
   std::vector<std::shared_ptr<const ModelInfo>> Models() const override;
   absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
@@ -56,6 +57,10 @@ class FakeEngine : public Engine {
   void set_evaluation_cost(std::chrono::microseconds cost) { cost_ = cost.count(); }
   /// While paused nothing is admitted or evaluated.
   void Pause(bool paused);
+  /// As FakeEngineOptions::broken, from now on.
+  void set_broken(const std::string& part);
+  /// Calls of Open.
+  int opens() const { return opens_; }
   /// What Health says from now on.
   void BreakDevice(const absl::Status& status);
   /// Calls of Cancel for jobs that were running.
@@ -90,13 +95,14 @@ class FakeEngine : public Engine {
 
   const FakeEngineOptions options_;
   std::atomic<int64_t> cost_;  // microseconds
-  std::atomic<int> cancels_{0}, evaluations_{0};
+  std::atomic<int> cancels_{0}, evaluations_{0}, opens_{0};
 
   mutable std::mutex mutex_;
   std::condition_variable wake_, idle_;
   std::vector<std::shared_ptr<const ModelInfo>> models_;
   std::deque<std::shared_ptr<Job>> jobs_;  // in the order of Submit, until they end
   std::deque<Slot> slots_;                 // touched by the engine's thread, sized under mutex_
+  std::string broken_;
   EngineObserver* observer_ = nullptr;
   absl::Status health_;
   JobSpec last_spec_;

@@ -110,8 +110,8 @@ class StrictWatcher : public GenerationWatcher {
 class GenerationTest : public ::testing::Test {
  protected:
   explicit GenerationTest(const JobRetention& retention = {})
-      : catalog_({{"digits", "models/digits"}}, &engine_), jobs_(&serving_, retention) {
-    EXPECT_TRUE(engine_.Open("digits", "models/digits").ok());
+      : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_), jobs_(&serving_, retention) {
+    EXPECT_TRUE(catalog_.LoadListed("digits").ok());
     engine_.SetObserver(&metrics_);
     serving_.engine = &engine_;
     serving_.catalog = &catalog_;
@@ -196,6 +196,21 @@ TEST_F(GenerationTest, DeliversInOrder) {
   const grpc::Status status = call->Wait();
   EXPECT_TRUE(status.ok()) << status.error_message();
   EXPECT_GT(call->watcher->previews(), 0);
+}
+
+TEST_F(GenerationTest, PreviewsComeNoFasterThanTheLimit) {
+  engine_.set_evaluation_cost(1ms);
+  v1::GenerationParams params;
+  params.set_count(2);
+  params.set_steps(100);
+  serving_.limits.max_previews_per_second = 1e-3;  // the first of each image
+  const auto few = Begin(params);
+  EXPECT_TRUE(few->Wait().ok());
+  EXPECT_EQ(few->watcher->previews(), 2);
+  serving_.limits.max_previews_per_second = 0;
+  const auto many = Begin(params);
+  EXPECT_TRUE(many->Wait().ok());
+  EXPECT_GT(many->watcher->previews(), 10);
 }
 
 TEST_F(GenerationTest, TheLastWatcherThatLeavesCancels) {

@@ -13,8 +13,10 @@
 
 #include "denoised/v1/image_generation.grpc.pb.h"
 #include "server/server.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/server/fake_engine.h"
 #include "tests/server/observe.h"
+#include "tests/tls/certificates.h"
 
 namespace denoised {
 namespace {
@@ -77,11 +79,17 @@ TEST(MetricsTest, TheDocumentListsWhatThereIs) {
   Config config;
   config.listen = config.metrics_listen = "127.0.0.1:0";
   config.models = {{"digits", "models/digits"}};
+  const TestAuthority authority;
+  const KeyPair pair = authority.Issue("server", "IP:127.0.0.1");
+  const TemporaryDirectory directory;
+  config.security.tls_cert = directory.Write("crt", pair.certificate);
+  config.security.tls_key = directory.Write("key", pair.key);
   auto server = Server::Start(config, std::make_unique<FakeEngine>());
   ASSERT_TRUE(server.ok()) << server.status().message();
   ASSERT_TRUE((*server)->Loaded(10s));
-  const auto stub = v1::ImageGeneration::NewStub(grpc::CreateChannel(
-      "127.0.0.1:" + std::to_string((*server)->port()), grpc::InsecureChannelCredentials()));
+  const auto stub = v1::ImageGeneration::NewStub(
+      grpc::CreateChannel("127.0.0.1:" + std::to_string((*server)->port()),
+                          grpc::SslCredentials({.pem_root_certs = authority.certificate()})));
   v1::StreamGenerateRequest request;
   request.mutable_params()->set_count(3);
   request.mutable_params()->set_priority(v1::PRIORITY_INTERACTIVE);
@@ -112,6 +120,7 @@ TEST(MetricsTest, TheDocumentListsWhatThereIs) {
   EXPECT_GT(ValueOf(text, "process_cpu_seconds_total"), 0);
   const double now = static_cast<double>(std::time(nullptr));
   EXPECT_NEAR(ValueOf(text, "process_start_time_seconds"), now, 600);
+  EXPECT_NEAR(ValueOf(text, "denoised_certificate_expiry_time_seconds"), now + 3600, 60);
 }
 
 TEST(MetricsTest, BeyondAHundredClientsTheRestIsOne) {

@@ -5,10 +5,12 @@
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -100,6 +102,78 @@ class ProcessTest(unittest.TestCase):
                 server.process.send_signal(number)
                 server.wait_for("stopped")
                 self.assertEqual(server.process.wait(20), 0)
+
+    def test_uploads_hold_no_more_than_the_bound(self):
+        try:
+            import grpc
+        except ImportError:
+            self.skipTest("there is no python3-grpcio")
+        # GenerateRequest{params{init_image{encoded}}}, 40 MB of it, that is no picture.
+        def field(tag, content):
+            length, size = len(content), b""
+            while length > 127:
+                size, length = size + bytes([length & 127 | 128]), length >> 7
+            return tag + size + bytes([length]) + content
+        upload = field(b"\x0a", field(b"\xaa\x01", field(b"\x0a", bytes(40 << 20))))
+        with Running("--model", f"digits={self.model}", "--max-buffered-bytes",
+                     str(64 << 20)) as server:
+            address = server.wait_for("listening")["address"]
+            server.wait_for("serving")
+
+            def call(message):
+                options = [("grpc.use_local_subchannel_pool", 1),
+                           ("grpc.max_send_message_length", -1)]
+                with grpc.insecure_channel(address, options=options) as channel:
+                    try:
+                        channel.unary_unary("/denoised.v1.ImageGeneration/Generate")(
+                            message, timeout=60)
+                        return "OK"
+                    except grpc.RpcError as error:
+                        return error.code().name
+            with concurrent.futures.ThreadPoolExecutor(12) as pool:
+                codes = set(pool.map(call, [upload] * 12))
+            # UNAVAILABLE: gRPC gave up a whole connection.
+            self.assertLessEqual(codes, {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE"})
+            self.assertIn("RESOURCE_EXHAUSTED", codes)
+            with open(f"/proc/{server.process.pid}/status") as file:
+                peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+            # The bound, one message that is being parsed, and the program.
+            self.assertLess(peak << 10, 320 << 20)
+            end = time.monotonic() + 10
+            while call(b"") != "OK":
+                self.assertLess(time.monotonic(), end, "it did not recover")
+
+    def test_a_request_is_one_line_of_the_log(self):
+        try:
+            import grpc
+        except ImportError:
+            self.skipTest("there is no python3-grpcio")
+        trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+        with Running("--model", f"digits={self.model}") as server:
+            address = server.wait_for("listening")["address"]
+            server.wait_for("serving")
+            with grpc.insecure_channel(address) as channel:
+                channel.unary_unary("/denoised.v1.ImageGeneration/Generate")(
+                    b"", timeout=20, metadata=[("traceparent", f"00-{trace}-00f067aa0ba902b7-01")])
+            line = server.wait_for("request")
+            self.assertEqual((line["method"], line["code"], line["client"], line["trace_id"],
+                              line["parent_span_id"], line["model"], line["count"]),
+                             ("Generate", "OK", "anonymous", trace, "00f067aa0ba902b7", "digits", 1))
+            self.assertRegex(line["span_id"], "^[0-9a-f]{16}$")
+            self.assertRegex(line["peer"], "^ipv4:127")
+            self.assertLessEqual(line["queued_seconds"], line["seconds"])
+            self.assertTrue(line["request_id"])
+
+    def test_every_line_of_the_log_is_json(self):
+        with Running("--model", f"digits={self.model}", "--log-level", "debug") as server:
+            address = server.wait_for("listening")["address"]
+            server.wait_for("serving")
+            host, port = address.split(":")
+            for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + bytes(100)):
+                with socket.create_connection((host, int(port))) as connection:
+                    connection.sendall(garbage)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("stopped")  # every line before it was read as JSON
 
     def test_no_model_is_an_error(self):
         with Running("--model", f"digits={self.broken}") as server:

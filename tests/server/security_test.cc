@@ -9,14 +9,15 @@
 #include <thread>
 
 #include "denoised/v1/image_generation.grpc.pb.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "server/clients.h"
 #include "server/server.h"
 #include "tests/io/temporary_directory.h"
-#include "tests/server/certificates.h"
 #include "tests/server/fake_engine.h"
 #include "tests/server/observe.h"
+#include "tests/tls/certificates.h"
 
 namespace denoised {
 namespace {
@@ -330,6 +331,55 @@ TEST_F(SecurityTest, LimitsOfAClientAreItsOwn) {
     EXPECT_TRUE(reader->Finish().ok());
   }
   EXPECT_TRUE(Eventually([&] { return Generate(channel, Bearer(small.value)).ok(); }));
+}
+
+TEST_F(SecurityTest, ModelsAreChangedByAdminsAlone) {
+  const Token ops("ops"), studio("studio");
+  config_.security.clients = directory_.Write(
+      "clients.json", R"({"ops": {"token_sha256": [")" + ops.digest + R"("], "admin": true},
+                          "studio": {"token_sha256": [")" +
+                          studio.digest + "\"]}}");
+  Start();
+  const auto stub = v1::ModelAdmin::NewStub(Connect());
+  const auto alias = [&](const std::string& token) {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(token));
+    v1::SetAliasRequest request;
+    request.set_alias("numbers");
+    request.set_target("digits");
+    v1::SetAliasResponse response;
+    return stub->SetAlias(&context, request, &response);
+  };
+  const grpc::Status refused = alias(studio.value);
+  EXPECT_EQ(refused.error_code(), StatusCode::PERMISSION_DENIED);
+  EXPECT_THAT(refused.error_message(), HasSubstr("studio"));
+  EXPECT_EQ(alias("nobody").error_code(), StatusCode::UNAUTHENTICATED);
+  const grpc::Status done = alias(ops.value);
+  EXPECT_TRUE(done.ok()) << done.error_message();
+}
+
+TEST_F(SecurityTest, JobsAreSeenByTheirClientAlone) {
+  const Token a("a"), b("b");
+  config_.security.clients = directory_.Write("clients.json", R"({"a": {"token_sha256": [")" +
+                                                                  a.digest + R"("], "weight": 3},
+                          "b": {"token_sha256": [")" + b.digest + "\"]}}");
+  Start();
+  const auto channel = Connect();
+  v1::GenerateRequest request;
+  request.mutable_params()->set_request_id("mine");
+  ASSERT_TRUE(Generate(channel, Bearer(a.value), request).ok());
+  EXPECT_EQ(engine_->last_spec().client, "a");
+  EXPECT_EQ(engine_->last_spec().client_weight, 3);
+  const auto find = [&](const std::string& token) {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(token));
+    v1::GetJobRequest get;
+    get.set_request_id("mine");
+    v1::GetJobResponse response;
+    return v1::ImageGeneration::NewStub(channel)->GetJob(&context, get, &response).error_code();
+  };
+  EXPECT_EQ(find(a.value), StatusCode::OK);
+  EXPECT_EQ(find(b.value), StatusCode::NOT_FOUND);
 }
 
 TEST_F(SecurityTest, ReflectionCanBeOff) {

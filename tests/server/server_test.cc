@@ -9,6 +9,7 @@
 #include <grpcpp/support/error_details.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <future>
 #include <limits>
@@ -17,6 +18,7 @@
 #include <utility>
 
 #include "denoised/v1/image_generation.grpc.pb.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "server/encoding/formats.h"
@@ -652,6 +654,202 @@ TEST_F(ServerTest, TheEndOfTheGracePeriodEndsJobs) {
   const grpc::Status status = running.get();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(Reason(status), "DRAINING");
+}
+
+/// Clients that begin requests until they are refused, and a server that drains meanwhile: every
+/// request that was accepted is answered in full.
+TEST_F(ServerTest, NoAcceptedRequestIsLostInADrain) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 1ms;
+  Start(options);
+  std::atomic<int> accepted{0}, completed{0}, refused{0}, lost{0};
+  std::vector<std::thread> clients;
+  for (int client = 0; client < 16; ++client) {
+    clients.emplace_back([&, client] {
+      for (int round = 0;; ++round) {
+        v1::StreamGenerateRequest request;
+        request.mutable_params()->set_steps(1 + (client + round) % 30);
+        request.mutable_params()->set_count(1 + round % 3);
+        grpc::ClientContext context;
+        auto reader = stub_->StreamGenerate(&context, request);
+        Event event;
+        bool queued = false, done = false;
+        while (reader->Read(&event)) {
+          queued |= event.has_queued();
+          done |= event.has_completed();
+        }
+        const grpc::Status status = reader->Finish();
+        accepted += queued;
+        completed += done && status.ok();
+        lost += queued && !(done && status.ok());
+        if (!status.ok()) {
+          refused += !queued && status.error_code() == grpc::StatusCode::UNAVAILABLE;
+          return;
+        }
+      }
+    });
+  }
+  std::this_thread::sleep_for(300ms);
+  server_->Drain(30s, /*lame_duck=*/100ms);
+  for (std::thread& client : clients) client.join();
+  EXPECT_GT(accepted, 100);
+  EXPECT_EQ(completed, accepted);
+  EXPECT_EQ(lost, 0);
+  EXPECT_EQ(refused, 16) << "each ends with a refusal";
+}
+
+TEST_F(ServerTest, ALameDuckStillTakesRequests) {
+  Start();
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(10s, /*lame_duck=*/400ms); });
+  ASSERT_TRUE(Eventually([&] { return CheckHealth(channel_, "") == 2; }));
+  EXPECT_TRUE(Generate({}).ok());
+  drain.get();
+  EXPECT_EQ(Generate({}).error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
+  Start();
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  v1::LoadModelRequest load;
+  load.set_name("faces");
+  load.set_directory(testing::TempDir());
+  v1::LoadModelResponse loaded;
+  grpc::ClientContext load_context, again_context, alias_context, unload_context, delete_context;
+  ASSERT_TRUE(admin->LoadModel(&load_context, load, &loaded).ok());
+  EXPECT_EQ(loaded.model().state(), v1::MODEL_STATE_AVAILABLE);
+  EXPECT_EQ(loaded.model().version(), "1");
+  EXPECT_TRUE(loaded.model().current());
+  v1::LoadModelRequest again;
+  again.set_name("faces");
+  again.set_keep_current(true);
+  ASSERT_TRUE(admin->LoadModel(&again_context, again, &loaded).ok());
+  EXPECT_EQ(loaded.model().version(), "2");
+  EXPECT_FALSE(loaded.model().current());
+  v1::SetAliasRequest alias;
+  alias.set_alias("canary");
+  alias.set_target("faces@2");
+  v1::SetAliasResponse aliased;
+  ASSERT_TRUE(admin->SetAlias(&alias_context, alias, &aliased).ok());
+  EXPECT_THAT(aliased.model().aliases(), ElementsAre("canary"));
+
+  for (const auto& [asked, version] :
+       {std::pair{"faces", "1"}, {"faces@2", "2"}, {"canary", "2"}}) {
+    v1::GenerateRequest request;
+    request.mutable_params()->set_model(asked);
+    v1::GenerateResponse response;
+    ASSERT_TRUE(Generate(request, &response).ok()) << asked;
+    EXPECT_EQ(response.params().model(), "faces");
+    EXPECT_EQ(response.params().model_version(), version);
+  }
+
+  v1::DeleteAliasRequest remove;
+  remove.set_alias("canary");
+  v1::DeleteAliasResponse removed;
+  EXPECT_TRUE(admin->DeleteAlias(&delete_context, remove, &removed).ok());
+  v1::UnloadModelRequest unload;
+  unload.set_name("faces");
+  v1::UnloadModelResponse unloaded;
+  ASSERT_TRUE(admin->UnloadModel(&unload_context, unload, &unloaded).ok());
+  v1::GenerateRequest request;
+  request.mutable_params()->set_model("faces");
+  EXPECT_EQ(Generate(request).error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(engine_->Models().size(), 1u);
+}
+
+TEST_F(ServerTest, BadAdminRequestsNameTheField) {
+  Start();
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  const auto load = [&](const char* name, const char* version, const std::string& directory) {
+    v1::LoadModelRequest request;
+    request.set_name(name);
+    request.set_version(version);
+    request.set_directory(directory);
+    v1::LoadModelResponse response;
+    grpc::ClientContext context;
+    return admin->LoadModel(&context, request, &response);
+  };
+  grpc::Status status = load("../etc", "a b", "/no/such/place");
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  std::vector<std::string> fields;
+  const auto bad = Find<google::rpc::BadRequest>(status);
+  for (const auto& violation : bad.field_violations()) fields.push_back(violation.field());
+  EXPECT_THAT(fields, ElementsAre("name", "version", "directory"));
+  status = load("nothing", "", "");
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(Reason(status), "MODEL_NOT_FOUND");
+  status = load("digits", "1", "");
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+  EXPECT_EQ(Reason(status), "MODEL_EXISTS");
+  engine_->set_broken(testing::TempDir());
+  status = load("digits", "", testing::TempDir());
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(Reason(status), "MODEL_FAILED");
+  EXPECT_TRUE(Generate({}).ok()) << "the old version serves on";
+  v1::UnloadModelRequest unload;
+  unload.set_name("digits/1");
+  v1::UnloadModelResponse unloaded;
+  grpc::ClientContext context;
+  EXPECT_EQ(admin->UnloadModel(&context, unload, &unloaded).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+}
+
+/// Requests that arrive while their model is replaced over and over all get images.
+TEST_F(ServerTest, ReplacingAModelLosesNoRequest) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 200us;
+  Start(options);
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  std::atomic<bool> stop{false};
+  std::atomic<int> drawn{0};
+  std::vector<std::thread> clients;
+  for (int client = 0; client < 6; ++client) {
+    clients.emplace_back([&] {
+      while (!stop) {
+        const grpc::Status status = Generate({});
+        EXPECT_TRUE(status.ok()) << status.error_message();
+        ++drawn;
+      }
+    });
+  }
+  for (int round = 0; round < 40; ++round) {
+    v1::LoadModelRequest load;
+    load.set_name("digits");
+    load.set_unload_previous(true);
+    v1::LoadModelResponse loaded;
+    grpc::ClientContext context;
+    const grpc::Status status = admin->LoadModel(&context, load, &loaded);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+  }
+  stop = true;
+  for (std::thread& client : clients) client.join();
+  EXPECT_GT(drawn, 40);
+  EXPECT_EQ(engine_->Models().size(), 1u);
+  EXPECT_EQ(engine_->Models()[0]->name, "digits@41");
+}
+
+TEST_F(ServerTest, ServerInfoTellsLimitsAndFeatures) {
+  config_.admin = false;
+  config_.limits.max_steps = 77;
+  config_.grace = 1500ms;
+  Start();
+  grpc::ClientContext context, admin_context;
+  v1::GetServerInfoResponse info;
+  ASSERT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
+  EXPECT_EQ(info.state(), v1::SERVER_STATE_SERVING);
+  EXPECT_EQ(info.device(), "fake");
+  EXPECT_EQ(info.client(), "anonymous");
+  EXPECT_EQ(info.batching(), "step");
+  EXPECT_EQ(info.limits().max_steps(), 77);
+  EXPECT_EQ(info.limits().drain_grace_seconds(), 1.5);
+  EXPECT_EQ(info.limits().min_ping_interval_seconds(), 10);
+  EXPECT_FALSE(info.limits().has_max_connection_age_seconds());
+  EXPECT_THAT(info.features(), ElementsAre(v1::SERVER_FEATURE_REFLECTION));
+  EXPECT_GT(info.uptime_seconds(), 0);
+  EXPECT_NE(info.version(), "");
+  v1::LoadModelResponse loaded;
+  EXPECT_EQ(v1::ModelAdmin::NewStub(channel_)->LoadModel(&admin_context, {}, &loaded).error_code(),
+            grpc::StatusCode::UNIMPLEMENTED)
+      << "without --admin there is no such service";
 }
 
 TEST_F(ServerTest, ABrokenModelLeavesTheOthers) {

@@ -51,6 +51,35 @@ Outcome Translated(const v1::GenerationParams& params, const v1::PreviewOptions*
   return outcome;
 }
 
+TEST(TranslateTest, TheServersLimitsHold) {
+  ModelInfo model = Digits();
+  model.default_steps = 30;
+  const auto refused = [&](const RequestLimits& limits,
+                           const std::function<void(v1::GenerationParams*)>& change) {
+    v1::GenerationParams params;
+    params.set_steps(10);
+    change(&params);
+    std::vector<FieldViolation> violations;
+    Translate(params, nullptr, false, "id", model, limits, &violations);
+    return violations.empty() ? "accepted" : violations[0].field + " " + violations[0].description;
+  };
+  using Params = v1::GenerationParams*;
+  EXPECT_EQ(refused({.max_count = 3}, [](Params p) { p->set_count(3); }), "accepted");
+  EXPECT_EQ(refused({.max_count = 3}, [](Params p) { p->set_count(4); }),
+            "params.count is 4; use 1 to 3");
+  EXPECT_EQ(refused({.max_steps = 20}, [](Params p) { p->set_steps(20); }), "accepted");
+  EXPECT_EQ(refused({.max_steps = 20}, [](Params p) { p->set_steps(21); }),
+            "params.steps is 21; use 1 to 20");
+  EXPECT_EQ(refused({.max_steps = 20}, [](Params p) { p->clear_steps(); }),
+            "params.steps is not set, and the model's own is 30; use 1 to 20");
+  EXPECT_EQ(refused({.max_image_pixels = 63}, [](Params) {}),
+            "params.height asks for 8×8 pixels; use at most 63 in all");
+  EXPECT_EQ(refused({.max_image_pixels = 64}, [](Params) {}), "accepted");
+  EXPECT_EQ(refused({.max_tensor_bytes = 3 * 256}, [](Params p) { p->set_count(3); }), "accepted");
+  EXPECT_EQ(refused({.max_tensor_bytes = 3 * 256 - 1}, [](Params p) { p->set_count(3); }),
+            "params.count asks for 3 images of 256 bytes as float32; use at most 767 bytes");
+}
+
 v1::Tensor Floats(std::vector<int64_t> shape, const std::vector<float>& values) {
   v1::Tensor tensor;
   tensor.set_data_type(v1::DATA_TYPE_FLOAT32);

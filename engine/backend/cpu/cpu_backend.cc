@@ -106,12 +106,14 @@ class CpuBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias) override {
+                                                           const Tensor& bias,
+                                                           bool upsample2x) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
     auto packed = std::make_unique<cpu::CpuConv2d>();
     packed->out_channels = static_cast<int>(weight_oihw.dim(0));
     packed->in_channels = static_cast<int>(weight_oihw.dim(1));
     packed->kernel = static_cast<int>(weight_oihw.dim(2));
+    packed->upsample2x = upsample2x;
     packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
                                 packed->in_channels, packed->kernel);
     packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);

@@ -4,7 +4,7 @@
 
 namespace denoised {
 
-absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device, bool) {
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device, const BackendOptions&) {
   return FailedPrecondition(
       "device is \"cuda:{}\", but this build has no CUDA; install the CUDA Toolkit and configure "
       "with -DDENOISED_CUDA=ON, or choose the device \"cpu\"",

@@ -1,6 +1,7 @@
 #include "engine/backend/cuda/cuda_backend.h"
 
 #include "engine/backend/check.h"
+#include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/device.h"
 #include "engine/backend/cuda/launch.h"
 #include "engine/backend/cuda/transfer.h"
@@ -16,13 +17,23 @@ namespace {
 /// Partial moments of group norms: any size works, this one takes 256 images at 32 groups at once.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
 
+Element ElementOf(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return Element::kBf16;
+    case DType::kF16:
+      return Element::kF16;
+    default:
+      return Element::kF32;
+  }
+}
+
 Rows View(const Tensor& tensor) {
   if (!tensor) return {};
-  const bool bf16 = tensor.dtype() == DType::kBF16;
   const size_t stride_bytes = tensor.row_stride() * SizeOf(tensor.dtype());
   const bool aligned =
       reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0 && stride_bytes % 16 == 0;
-  return {tensor.data(), tensor.row_stride(), bf16 ? Element::kBf16 : Element::kF32, aligned};
+  return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()), aligned};
 }
 
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
@@ -86,12 +97,13 @@ struct CudaGraph final : Graph {
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::shared_ptr<Context> context, std::unique_ptr<UploadRing> uploads,
-              DeviceMemory norm_workspace, const cudaDeviceProp& properties, int driver, bool fp32)
+              DeviceMemory norm_workspace, const cudaDeviceProp& properties, int driver, bool fp32,
+              bool hopper)
       : context_(std::move(context)),
         uploads_(std::move(uploads)),
         downloads_(context_),
         norm_workspace_(std::move(norm_workspace)),
-        queue_{context_->compute(), properties.multiProcessorCount},
+        queue_{context_->compute(), properties.multiProcessorCount, hopper, properties.major >= 9},
         fp32_(fp32),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
@@ -136,6 +148,11 @@ class CudaBackend final : public Backend {
     return downloads_.Begin(from);
   }
 
+  absl::StatusOr<std::shared_ptr<const void>> ReserveDownloads(size_t bytes, int count) override {
+    BeginTransfer("ReserveDownloads");
+    return downloads_.Reserve(bytes, count);
+  }
+
   void Copy(const Tensor& from, const Tensor& to) override {
     CheckCopy(from, to, rules());
     context_->Use();
@@ -145,15 +162,18 @@ class CudaBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias) override {
+                                                           const Tensor& bias,
+                                                           bool upsample2x) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
     auto packed = std::make_unique<CudaConv2d>();
     packed->out_channels = Extent(weight_oihw, 0);
     packed->in_channels = Extent(weight_oihw, 1);
     packed->kernel = Extent(weight_oihw, 2);
-    DENOISED_ASSIGN_OR_RETURN(
-        packed->weight,
-        ToDevice(PackConv2dWeight(weight_oihw, activation_dtype()), "a convolution"));
+    packed->upsample2x = upsample2x;
+    packed->in_phases =
+        queue_.hopper && upsample2x && packed->kernel == 3 && packed->in_channels % 8 == 0;
+    DENOISED_ASSIGN_OR_RETURN(packed->weight,
+                              PackWeights({weight_oihw}, packed->in_phases, "a convolution"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias({bias}), "a convolution's bias"));
     return packed;
   }
@@ -164,9 +184,8 @@ class CudaBackend final : public Backend {
     auto packed = std::make_unique<CudaLinear>();
     for (const Tensor& weight : weights_oi) packed->out_features += Extent(weight, 0);
     packed->in_features = Extent(weights_oi.front(), 1);
-    DENOISED_ASSIGN_OR_RETURN(
-        packed->weight,
-        ToDevice(PackLinearWeight(weights_oi, activation_dtype()), "a linear layer"));
+    DENOISED_ASSIGN_OR_RETURN(packed->weight,
+                              PackWeights(weights_oi, /*in_phases=*/false, "a linear layer"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias(biases), "a linear layer's bias"));
     return packed;
   }
@@ -200,17 +219,22 @@ class CudaBackend final : public Backend {
     conv.scale = args.scale;
     conv.activation = args.activation;
     conv.out = View(args.out);
+    DENOISED_CHECK(!weight.in_phases || SuitsHopper(conv));
     Multiply(conv, weight.weight, weight.bias, "Conv2d");
   }
 
   void Linear(const LinearArgs& args) override {
     Check(args, rules());
     const auto& weight = static_cast<const CudaLinear&>(*args.weight);
-    Conv2dLaunch conv;  // a 1×1 convolution over images of one pixel
+    Conv2dLaunch conv;  // a 1×1 convolution over images of as many pixels as a row has tokens
     conv.x = View(args.x);
     conv.channels = weight.in_features;
-    conv.images = RowCount(args.x);
-    conv.height = conv.width = conv.out_height = conv.out_width = 1;
+    const RowShape shape = denoised::RowsOf(args.x.shape());
+    DENOISED_CHECK(shape.rows * shape.tokens <= INT32_MAX, "{} rows of {} tokens", shape.rows,
+                   shape.tokens);
+    conv.images = static_cast<int>(shape.rows);
+    conv.height = conv.out_height = 1;
+    conv.width = conv.out_width = static_cast<int>(shape.tokens);
     conv.outputs = weight.out_features;
     conv.input_activation = args.input_activation;
     conv.residual = View(args.residual);
@@ -242,7 +266,9 @@ class CudaBackend final : public Backend {
     norm.workspace = norm_workspace_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
     context_->Use();
-    context_->Record(LaunchGroupNorm(norm, queue_), "GroupNorm");
+    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm);
+    context_->Record((in_one_pass ? LaunchGroupNormCluster : LaunchGroupNorm)(norm, queue_),
+                     "GroupNorm");
   }
 
   void Attention(const AttentionArgs& args) override {
@@ -431,7 +457,53 @@ class CudaBackend final : public Backend {
                    "{} images of {}×{} to {}×{}", images, conv.height, conv.width, conv.out_height,
                    conv.out_width);
     context_->Use();
-    context_->Record(fp32_ ? LaunchConv2dFp32(conv, queue_) : LaunchConv2d(conv, queue_), op);
+    if (SuitsRowLinear(conv)) {
+      context_->Record(LaunchRowLinear(conv, queue_), op);
+    } else if (fp32_) {
+      context_->Record(LaunchConv2dFp32(conv, queue_), op);
+    } else if (queue_.hopper && SuitsHopper(conv)) {
+      context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), op);
+    } else {
+      context_->Record(LaunchConv2d(conv, queue_), op);
+    }
+  }
+
+  /// Weights [outputs, channels, kernel, kernel] or [outputs, inputs], as they lie in the file, one
+  /// below the other in the form of weights.h; in phases one 3×3 convolution.
+  absl::StatusOr<Tensor> PackWeights(const std::vector<Tensor>& weights, bool in_phases,
+                                     std::string_view purpose) {
+    const Shape& shape = weights.front().shape();
+    const int channels = static_cast<int>(shape[1]);
+    const int taps = shape.rank() == 4 ? static_cast<int>(shape[2] * shape[3]) : 1;
+    int64_t outputs = 0;
+    for (const Tensor& weight : weights) outputs += weight.dim(0);
+    DENOISED_ASSIGN_OR_RETURN(
+        const Tensor packed,
+        Allocate({in_phases ? 4 * outputs : outputs,
+                  RoundUp(int64_t{in_phases ? 4 : taps} * channels, kDepthPadding)},
+                 activation_dtype(), purpose));
+    context_->Record(cudaMemsetAsync(packed.data(), 0, packed.bytes(), queue_.stream), purpose);
+    int64_t first_output = 0;
+    for (const Tensor& weight : weights) {
+      const size_t pair_bytes = taps * SizeOf(weight.dtype());
+      uploads_->UploadThrough(weight.data(), weight.bytes(), pair_bytes,
+                              [&](const void* piece, size_t offset, size_t bytes) {
+                                PackWeightLaunch pack;
+                                pack.from = piece;
+                                pack.from_element = ElementOf(weight.dtype());
+                                pack.first_pair = static_cast<int64_t>(offset / pair_bytes);
+                                pack.pairs = static_cast<int64_t>(bytes / pair_bytes);
+                                pack.channels = channels;
+                                pack.taps = taps;
+                                pack.phase_outputs = in_phases ? outputs : 0;
+                                pack.to =
+                                    View(packed.Slice(first_output, packed.dim(0) - first_output));
+                                return LaunchPackWeight(pack, queue_);
+                              });
+      first_output += weight.dim(0);
+    }
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    return packed;
   }
 
   /// A host tensor in device memory of its own; undefined stays undefined.
@@ -454,11 +526,13 @@ class CudaBackend final : public Backend {
 };
 
 /// Every kernel, now rather than in the middle of a capture.
-absl::Status LoadKernels(const cudaDeviceProp& properties) {
+absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
-       {LoadConv2dKernels(), LoadConv2dFp32Kernels(), LoadGroupNormKernels(),
+       {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
+        hopper ? LoadGroupNormClusterKernels() : cudaSuccess, LoadConv2dKernels(),
+        LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadGroupNormKernels(),
         LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
-        LoadElementwiseKernels(), LoadSamplingKernels()}) {
+        LoadElementwiseKernels(), LoadSamplingKernels(), LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(
@@ -476,21 +550,29 @@ absl::Status LoadKernels(const cudaDeviceProp& properties) {
 }  // namespace
 }  // namespace cuda
 
-absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device, bool fp32) {
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device,
+                                                         const BackendOptions& options) {
   DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<cuda::Context> context, cuda::Context::Open(device));
   cudaDeviceProp properties;
   DENOISED_RETURN_IF_ERROR(
       cuda::ToStatus(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties"));
   int driver = 0;
   DENOISED_RETURN_IF_ERROR(cuda::ToStatus(cudaDriverGetVersion(&driver), "cudaDriverGetVersion"));
-  DENOISED_RETURN_IF_ERROR(cuda::LoadKernels(properties));
+#ifdef DENOISED_SM90A
+  const bool hopper =
+      properties.major == 9 && properties.minor == 0 && !options.fp32 && !options.generic_kernels;
+#else
+  const bool hopper = false;
+#endif
+  DENOISED_RETURN_IF_ERROR(cuda::LoadKernels(properties, hopper));
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
                             cuda::UploadRing::Open(context));
   DENOISED_ASSIGN_OR_RETURN(
       cuda::DeviceMemory norm_workspace,
       cuda::AllocateDevice(cuda::kNormWorkspaceBytes, "the workspace of group norms"));
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
-                                             std::move(norm_workspace), properties, driver, fp32);
+                                             std::move(norm_workspace), properties, driver,
+                                             options.fp32, hopper);
 }
 
 int CudaDeviceCount() {

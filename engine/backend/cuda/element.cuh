@@ -110,12 +110,20 @@ __device__ inline void StoreChannels(const Rows& rows, int64_t row, int64_t colu
   }
 }
 
+/// x / (1 + exp(−x)) to a relative error of 1e-6, in five instructions.
+__device__ inline float Silu(float x) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return x * inverse;
+}
+
 __device__ inline float Activate(Activation activation, float x) {
   switch (activation) {
     case Activation::kNone:
       return x;
     case Activation::kSilu:
-      return x / (1.0f + expf(-x));
+      return Silu(x);
     case Activation::kMish: {
       // x · tanh(softplus(x)); with e = exp(x): tanh(ln(1 + e)) = (e² + 2e) / (e² + 2e + 2). Above
       // 20 the quotient is 1 in fp32, and e² would soon overflow.
@@ -154,6 +162,12 @@ cudaError_t LoadKernel(Kernel* kernel, int shared_bytes = 0) {
     return error;
   }
   if (shared_bytes == 0) return cudaSuccess;
+  // As much shared memory as there is, so that several blocks fit.
+  if (cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+      error != cudaSuccess) {
+    return error;
+  }
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
 }
 

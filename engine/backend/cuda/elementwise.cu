@@ -3,6 +3,7 @@
 // Policy. Bound by memory: a thread makes eight neighbouring channels of one pixel with 16-byte
 // accesses, or one channel where the channels are odd or not aligned.
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 
 namespace denoised::cuda {
@@ -29,6 +30,8 @@ template <int V>
 __global__ void __launch_bounds__(kThreads)
     AddKernel(Rows a, float scale, Rows b, float shift, Activation activation, int64_t rows,
               int columns, Rows out) {
+  WaitForPredecessors();
+  ReleaseDependents();
   int64_t row;
   int column;
   if (!Place<V>(rows, columns, &row, &column)) return;
@@ -43,6 +46,8 @@ __global__ void __launch_bounds__(kThreads)
 template <int V>
 __global__ void __launch_bounds__(kThreads)
     Upsample2xKernel(Rows x, int64_t out_rows, int height, int width, int channels, Rows out) {
+  WaitForPredecessors();
+  ReleaseDependents();
   int64_t row;
   int channel;
   if (!Place<V>(out_rows, channels, &row, &channel)) return;
@@ -57,6 +62,8 @@ __global__ void __launch_bounds__(kThreads)
 template <int V>
 __global__ void __launch_bounds__(kThreads)
     AveragePool2xKernel(Rows x, int64_t out_rows, int height, int width, int channels, Rows out) {
+  WaitForPredecessors();
+  ReleaseDependents();
   int64_t row;
   int channel;
   if (!Place<V>(out_rows, channels, &row, &channel)) return;
@@ -78,6 +85,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     DivideRowsKernel(Rows x, const float* divisor, int64_t elements, Rows out) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= elements) return;
   const int64_t image = blockIdx.y, at = image * elements + i;
@@ -90,46 +99,39 @@ cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, i
                              const Rows& out, const Queue& queue) {
   const int64_t rows = static_cast<int64_t>(images) * height * width * 4;
   if (x.vector && out.vector && channels % 8 == 0) {
-    Upsample2xKernel<8><<<Blocks<8>(rows, channels), kThreads, 0, queue.stream>>>(
-        x, rows, height, width, channels, out);
-  } else {
-    Upsample2xKernel<1><<<Blocks<1>(rows, channels), kThreads, 0, queue.stream>>>(
-        x, rows, height, width, channels, out);
+    return LaunchDependent(Upsample2xKernel<8>, {Blocks<8>(rows, channels), kThreads}, queue, x,
+                           rows, height, width, channels, out);
   }
-  return cudaGetLastError();
+  return LaunchDependent(Upsample2xKernel<1>, {Blocks<1>(rows, channels), kThreads}, queue, x, rows,
+                         height, width, channels, out);
 }
 
 cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width, int channels,
                                 const Rows& out, const Queue& queue) {
   const int64_t rows = static_cast<int64_t>(images) * (height / 2) * (width / 2);
   if (x.vector && out.vector && channels % 8 == 0) {
-    AveragePool2xKernel<8><<<Blocks<8>(rows, channels), kThreads, 0, queue.stream>>>(
-        x, rows, height, width, channels, out);
-  } else {
-    AveragePool2xKernel<1><<<Blocks<1>(rows, channels), kThreads, 0, queue.stream>>>(
-        x, rows, height, width, channels, out);
+    return LaunchDependent(AveragePool2xKernel<8>, {Blocks<8>(rows, channels), kThreads}, queue, x,
+                           rows, height, width, channels, out);
   }
-  return cudaGetLastError();
+  return LaunchDependent(AveragePool2xKernel<1>, {Blocks<1>(rows, channels), kThreads}, queue, x,
+                         rows, height, width, channels, out);
 }
 
 cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
                       int64_t rows, int columns, const Rows& out, const Queue& queue) {
   if (a.vector && out.vector && (b.data == nullptr || b.vector) && columns % 8 == 0) {
-    AddKernel<8><<<Blocks<8>(rows, columns), kThreads, 0, queue.stream>>>(
-        a, scale, b, shift, activation, rows, columns, out);
-  } else {
-    AddKernel<1><<<Blocks<1>(rows, columns), kThreads, 0, queue.stream>>>(
-        a, scale, b, shift, activation, rows, columns, out);
+    return LaunchDependent(AddKernel<8>, {Blocks<8>(rows, columns), kThreads}, queue, a, scale, b,
+                           shift, activation, rows, columns, out);
   }
-  return cudaGetLastError();
+  return LaunchDependent(AddKernel<1>, {Blocks<1>(rows, columns), kThreads}, queue, a, scale, b,
+                         shift, activation, rows, columns, out);
 }
 
 cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
                              const Rows& out, const Queue& queue) {
   const dim3 grid(static_cast<unsigned>((elements + kThreads - 1) / kThreads),
                   static_cast<unsigned>(images));
-  DivideRowsKernel<<<grid, kThreads, 0, queue.stream>>>(x, divisor, elements, out);
-  return cudaGetLastError();
+  return LaunchDependent(DivideRowsKernel, {grid, kThreads}, queue, x, divisor, elements, out);
 }
 
 cudaError_t LoadElementwiseKernels() {

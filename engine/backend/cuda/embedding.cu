@@ -3,6 +3,7 @@
 // Policy. Angles reach a thousand radians, where fp32 has lost four digits of the sine; so the
 // angle and its sine are computed in double and rounded once.
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 
 namespace denoised::cuda {
@@ -22,6 +23,8 @@ __device__ void StoreSineOrCosine(const Rows& out, int row, int i, int half, boo
 
 // diffusers' get_timestep_embedding: t · scale · max_period^(−i / (half − freq_shift)).
 __global__ void TimestepEmbeddingKernel(const __grid_constant__ TimestepEmbeddingLaunch embedding) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= embedding.dim) return;
   const int half = embedding.dim / 2, k = i < half ? i : i - half;
@@ -32,6 +35,8 @@ __global__ void TimestepEmbeddingKernel(const __grid_constant__ TimestepEmbeddin
 
 // diffusers' GaussianFourierProjection: 2π · weight · t, or of ln t.
 __global__ void FourierEmbeddingKernel(const __grid_constant__ FourierEmbeddingLaunch embedding) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= embedding.dim) return;
   const int half = embedding.dim / 2, k = i < half ? i : i - half;
@@ -41,6 +46,8 @@ __global__ void FourierEmbeddingKernel(const __grid_constant__ FourierEmbeddingL
 }
 
 __global__ void EmbeddingKernel(Rows table, int entries, int dim, const int32_t* index, Rows out) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= dim) return;
   const int entry = max(0, min(index[row], entries - 1));
@@ -50,21 +57,19 @@ __global__ void EmbeddingKernel(Rows table, int entries, int dim, const int32_t*
 }  // namespace
 
 cudaError_t LaunchTimestepEmbedding(const TimestepEmbeddingLaunch& embedding, const Queue& queue) {
-  TimestepEmbeddingKernel<<<Grid(embedding.rows, embedding.dim), kThreads, 0, queue.stream>>>(
-      embedding);
-  return cudaGetLastError();
+  return LaunchDependent(TimestepEmbeddingKernel, {Grid(embedding.rows, embedding.dim), kThreads},
+                         queue, embedding);
 }
 
 cudaError_t LaunchFourierEmbedding(const FourierEmbeddingLaunch& embedding, const Queue& queue) {
-  FourierEmbeddingKernel<<<Grid(embedding.rows, embedding.dim), kThreads, 0, queue.stream>>>(
-      embedding);
-  return cudaGetLastError();
+  return LaunchDependent(FourierEmbeddingKernel, {Grid(embedding.rows, embedding.dim), kThreads},
+                         queue, embedding);
 }
 
 cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index, int rows,
                             const Rows& out, const Queue& queue) {
-  EmbeddingKernel<<<Grid(rows, dim), kThreads, 0, queue.stream>>>(table, entries, dim, index, out);
-  return cudaGetLastError();
+  return LaunchDependent(EmbeddingKernel, {Grid(rows, dim), kThreads}, queue, table, entries, dim,
+                         index, out);
 }
 
 cudaError_t LoadEmbeddingKernels() {

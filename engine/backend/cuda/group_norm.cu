@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 
 namespace denoised::cuda {
@@ -63,6 +64,8 @@ template <int V, Element kElement>
 __global__ void __launch_bounds__(kThreads)
     GroupMomentsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image,
                        int chunk_pixels, Moments* chunk_moments) {
+  WaitForPredecessors();
+  ReleaseDependents();
   extern __shared__ __align__(16) float2 sums[];
   const Layout layout = LayoutOf<V>(norm);
   const int group_channels = layout.channels / norm.groups;
@@ -128,6 +131,8 @@ template <int V, Element kElement>
 __global__ void __launch_bounds__(kThreads)
     GroupApplyKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, int chunks,
                      int chunk_pixels, const Moments* chunk_moments, int block_pixels) {
+  WaitForPredecessors();
+  ReleaseDependents();
   extern __shared__ __align__(16) unsigned char shared[];
   Statistics* statistics = reinterpret_cast<Statistics*>(shared);
   const Layout layout = LayoutOf<V>(norm);
@@ -212,13 +217,15 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
       static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
   for (int first = 0; first < norm.images; first += images_at_once) {
     const unsigned images = std::min(images_at_once, norm.images - first);
-    GroupMomentsKernel<V, kElement>
-        <<<dim3(chunks.count, images), kThreads, shared_bytes, queue.stream>>>(
-            norm, first, chunks.pixels, chunk_moments);
-    GroupApplyKernel<V, kElement>
-        <<<dim3(blocks, images), kThreads, sizeof(Statistics) * norm.groups, queue.stream>>>(
-            norm, first, chunks.count, chunks.pixels, chunk_moments, block_pixels);
-    if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    for (cudaError_t error :
+         {LaunchDependent(GroupMomentsKernel<V, kElement>,
+                          {dim3(chunks.count, images), kThreads, shared_bytes}, queue, norm, first,
+                          chunks.pixels, chunk_moments),
+          LaunchDependent(GroupApplyKernel<V, kElement>,
+                          {dim3(blocks, images), kThreads, sizeof(Statistics) * norm.groups}, queue,
+                          norm, first, chunks.count, chunks.pixels, chunk_moments, block_pixels)}) {
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaSuccess;
 }

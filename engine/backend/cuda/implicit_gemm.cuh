@@ -83,51 +83,54 @@ __device__ inline void ActivateInputs(Activation activation, float (&v)[8]) {
   for (int j = 0; j < 8; ++j) v[j] = Activate(activation, v[j]);
 }
 
+/// Finishes the outputs n … n + 7 (those that exist) of an output pixel, from their sums.
+__device__ inline void FinishOutputs(const Conv2dLaunch& conv, int64_t pixel, int n,
+                                     float (&v)[8]) {
+  const int count = min(8, conv.outputs - n);
+  const bool whole = count == 8;
+  if (conv.bias != nullptr) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] += conv.bias[n + j];
+  }
+  const auto add_from = [&](const Rows& rows, int64_t r) {
+    if (whole && rows.vector) {
+      float from[8];
+      LoadVector(rows, r, n, from);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] += from[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (j < count) v[j] += Load(rows, r, n + j);
+      }
+    }
+  };
+  if (conv.add.data != nullptr) add_from(conv.add, pixel / (conv.out_height * conv.out_width));
+  if (conv.residual.data != nullptr) add_from(conv.residual, pixel);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = Activate(conv.activation, v[j] * conv.scale);
+  if (whole && conv.out.vector) {
+    StoreVector(conv.out, pixel, n, v);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j < count) Store(conv.out, pixel, n + j, v[j]);
+    }
+  }
+}
+
 /// Finishes an output tile that lies in shared memory as fp32 [kM, kN + 4], row 0 being pixel m0
 /// and column 0 output n0.
 template <int kM, int kN, int kThreads>
 __device__ inline void FinishTile(const Conv2dLaunch& conv, const float* tile, int m0, int n0) {
-  const int out_pixels = conv.out_height * conv.out_width;
-  const int m_end = min(kM, conv.images * out_pixels - m0);
+  const int m_end = min(kM, conv.images * conv.out_height * conv.out_width - m0);
   for (int i = threadIdx.x; i < kM * kN / 8; i += kThreads) {
     const int row = i / (kN / 8), column = i % (kN / 8) * 8;
-    const int m = m0 + row, n = n0 + column;
-    const int count = min(8, conv.outputs - n);
-    if (row >= m_end || count <= 0) continue;
-    const bool whole = count == 8;
-
+    if (row >= m_end || n0 + column >= conv.outputs) continue;
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = tile[row * (kN + 4) + column + j];
-    if (conv.bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] += conv.bias[n + j];
-    }
-    const auto add_from = [&](const Rows& rows, int64_t r) {
-      if (whole && rows.vector) {
-        float from[8];
-        LoadVector(rows, r, n, from);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] += from[j];
-      } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (j < count) v[j] += Load(rows, r, n + j);
-        }
-      }
-    };
-    if (conv.add.data != nullptr) add_from(conv.add, m / out_pixels);
-    if (conv.residual.data != nullptr) add_from(conv.residual, m);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = Activate(conv.activation, v[j] * conv.scale);
-    if (whole && conv.out.vector) {
-      StoreVector(conv.out, m, n, v);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (j < count) Store(conv.out, m, n + j, v[j]);
-      }
-    }
+    FinishOutputs(conv, m0 + row, n0 + column, v);
   }
 }
 

@@ -17,7 +17,7 @@
 
 namespace denoised::cuda {
 
-enum class Element : uint8_t { kF32, kBf16 };
+enum class Element : uint8_t { kF32, kBf16, kF16 };  // kF16: only in LaunchPackWeight's `from`
 
 /// A device matrix: `stride` elements from one row (a pixel, a token, a sample) to the next.
 struct Rows {
@@ -30,6 +30,8 @@ struct Rows {
 struct Queue {
   cudaStream_t stream = nullptr;
   int multiprocessors = 1;
+  bool hopper = false;            // compute capability 9.0, and its own kernels are wanted
+  bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
@@ -42,7 +44,8 @@ struct Conv2dLaunch {
   int kernel = 1, stride = 1, pad_top = 0, pad_left = 0;
   bool upsample2x = false;
   const void* weight = nullptr;  // [outputs, kernel · kernel · (channels + channels2)], the rows
-  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding
+  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; for
+                          //   LaunchConv2dHopper after upsample2x [4, outputs, 2 · 2 · …]
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;  // [outputs], padded to a multiple of kBiasPadding, or null
   int outputs = 0;
@@ -57,6 +60,9 @@ constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 8;
 cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
+/// Linear over images of one pixel, made for few of them; for what SuitsRowLinear().
+bool SuitsRowLinear(const Conv2dLaunch& linear);
+cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue);
 
 struct GroupNormLaunch {
   Rows x, x2;  // [images · pixels, channels] and channels2
@@ -75,6 +81,10 @@ struct GroupNormLaunch {
 constexpr int kMaxNormChannels = 6144;
 size_t GroupNormWorkspaceBytes(int images, int groups);
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
+/// The same in one pass over memory, without a workspace, from sm_90 on; for what
+/// SuitsGroupNormCluster().
+bool SuitsGroupNormCluster(const GroupNormLaunch& norm);
+cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 
 struct AttentionLaunch {
   Rows q, k, v;  // [images · tokens, heads · dim]; k, v: key_tokens
@@ -125,6 +135,20 @@ cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Ac
 cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
                              const Rows& out, const Queue& queue);
 
+/// Part of a weight [outputs, channels, taps], as it lies in a file, to its place in
+/// [outputs, taps, channels]; or, 3×3, as four 2×2 weights [4, outputs, 2 · 2, channels] for
+/// outputs at (even, even), (even, odd), (odd, even) and (odd, odd) places of a doubled image.
+struct PackWeightLaunch {
+  const void* from = nullptr;  // [pairs, taps]
+  Element from_element = Element::kF32;
+  int64_t first_pair = 0;  // (output, channel) that `from` begins with, counted through
+  int64_t pairs = 0;
+  int channels = 0, taps = 0;
+  int64_t phase_outputs = 0;  // in phases: the weight's outputs
+  Rows to;                    // rows of taps · channels; what pads the rows is left alone
+};
+cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue);
+
 /// Slot state (backend.h's SlotState): `elements` = H · W · channels per image.
 struct SlotsLaunch {
   float* x = nullptr;                       // [slots, elements]
@@ -156,11 +180,14 @@ cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int cou
 /// cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.
 cudaError_t LoadConv2dKernels();
 cudaError_t LoadConv2dFp32Kernels();
+cudaError_t LoadRowLinearKernels();
 cudaError_t LoadGroupNormKernels();
+cudaError_t LoadGroupNormClusterKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
 cudaError_t LoadEmbeddingKernels();
 cudaError_t LoadElementwiseKernels();
 cudaError_t LoadSamplingKernels();
+cudaError_t LoadPackWeightKernels();
 
 }  // namespace denoised::cuda

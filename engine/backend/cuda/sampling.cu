@@ -5,6 +5,7 @@
 // block, so noise depends on (seed, evaluation, element) alone. The index of the evaluation moves
 // on in a launch of its own, after every element has read it.
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/core/philox.h"
 
@@ -35,6 +36,8 @@ __device__ const DeviceEvaluation& PlanOf(const SlotsLaunch& slots, int slot, in
 __global__ void __launch_bounds__(kThreads)
     BeginSlotKernel(const __grid_constant__ SlotsLaunch slots, int slot, const float* source,
                     const float* noise, float source_scale, float noise_scale, float churn_scale) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (block == 0) slots.evaluation[slot] = 0;
   const int64_t base = slot * slots.elements;
@@ -61,6 +64,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     GatherKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows, Rows x,
                  float* condition, int32_t* label, float* embedding) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
   const int row = blockIdx.y;
@@ -106,6 +111,8 @@ __device__ float NoiseFactor(const DeviceEvaluation& plan, float learned) {
 __global__ void __launch_bounds__(kThreads)
     AdvanceKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
                   const float* model_output, int model_channels) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const Row what = rows[blockIdx.y];
   if (what.slot < 0 || what.advances == 0) return;
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -165,6 +172,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void CountEvaluationKernel(int32_t* evaluation, const Row* rows, int count) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int row = blockIdx.x * kThreads + threadIdx.x;
   if (row < count && rows[row].slot >= 0 && rows[row].advances != 0) ++evaluation[rows[row].slot];
 }
@@ -174,25 +183,27 @@ __global__ void CountEvaluationKernel(int32_t* evaluation, const Row* rows, int 
 cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,
                             const float* noise, float source_scale, float noise_scale,
                             float churn_scale, const Queue& queue) {
-  BeginSlotKernel<<<Blocks(slots.elements), kThreads, 0, queue.stream>>>(
-      slots, slot, source, noise, source_scale, noise_scale, churn_scale);
-  return cudaGetLastError();
+  return LaunchDependent(BeginSlotKernel, {Blocks(slots.elements), kThreads}, queue, slots, slot,
+                         source, noise, source_scale, noise_scale, churn_scale);
 }
 
 cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int count, const Rows& x,
                          float* condition, int32_t* label, float* embedding, const Queue& queue) {
-  GatherKernel<<<dim3(Blocks(slots.elements), count), kThreads, 0, queue.stream>>>(
-      slots, reinterpret_cast<const Row*>(rows), x, condition, label, embedding);
-  return cudaGetLastError();
+  return LaunchDependent(GatherKernel, {dim3(Blocks(slots.elements), count), kThreads}, queue,
+                         slots, reinterpret_cast<const Row*>(rows), x, condition, label, embedding);
 }
 
 cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int count,
                           const float* model_output, int model_channels, const Queue& queue) {
-  AdvanceKernel<<<dim3(Blocks(slots.elements), count), kThreads, 0, queue.stream>>>(
-      slots, reinterpret_cast<const Row*>(rows), model_output, model_channels);
-  CountEvaluationKernel<<<(count + kThreads - 1) / kThreads, kThreads, 0, queue.stream>>>(
-      slots.evaluation, reinterpret_cast<const Row*>(rows), count);
-  return cudaGetLastError();
+  const Row* of_rows = reinterpret_cast<const Row*>(rows);
+  if (cudaError_t error =
+          LaunchDependent(AdvanceKernel, {dim3(Blocks(slots.elements), count), kThreads}, queue,
+                          slots, of_rows, model_output, model_channels);
+      error != cudaSuccess) {
+    return error;
+  }
+  return LaunchDependent(CountEvaluationKernel, {dim3((count + kThreads - 1) / kThreads), kThreads},
+                         queue, slots.evaluation, of_rows, count);
 }
 
 cudaError_t LoadSamplingKernels() {

@@ -31,7 +31,7 @@ class StagedDownload final : public Download {
     context_->Record(cudaEventSynchronize(staging_->copied.get()), "download");
     DENOISED_RETURN_IF_ERROR(context_->status());
     Tensor copy = Tensor::Host(shape_, dtype_);
-    std::memcpy(copy.data(), staging_->host.get(), copy.bytes());
+    std::memcpy(copy.data(), staging_->host, copy.bytes());
     return copy;
   }
 
@@ -55,8 +55,10 @@ class FailedDownload final : public Download {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<UploadRing>> UploadRing::Open(std::shared_ptr<Context> context) {
-  DENOISED_ASSIGN_OR_RETURN(PinnedMemory memory, AllocatePinned(kRingBytes, "the upload ring"));
-  return std::unique_ptr<UploadRing>(new UploadRing(std::move(context), std::move(memory)));
+  DENOISED_ASSIGN_OR_RETURN(PinnedMemory host, AllocatePinned(kRingBytes, "the upload ring"));
+  DENOISED_ASSIGN_OR_RETURN(DeviceMemory device, AllocateDevice(kRingBytes, "the upload ring"));
+  return std::unique_ptr<UploadRing>(
+      new UploadRing(std::move(context), std::move(host), std::move(device)));
 }
 
 size_t UploadRing::Take(size_t bytes) {
@@ -77,58 +79,105 @@ size_t UploadRing::Take(size_t bytes) {
   return begin;
 }
 
-void UploadRing::UploadPiece(const void* from, size_t bytes, void* to) {
+void UploadRing::UploadPiece(
+    const void* from, size_t bytes,
+    const std::function<cudaError_t(const void* staged, void* scratch)>& enqueue) {
   absl::StatusOr<Event> copied = NewEvent(/*timing=*/false);
   if (!copied.ok()) return context_->Record(copied.status());
   const size_t begin = Take(bytes);
-  std::byte* staged = static_cast<std::byte*>(memory_.get()) + begin;
+  std::byte* staged = static_cast<std::byte*>(host_.get()) + begin;
   std::memcpy(staged, from, bytes);
-  context_->Record(cudaMemcpyAsync(to, staged, bytes, cudaMemcpyHostToDevice, context_->compute()),
-                   "upload");
+  context_->Record(enqueue(staged, static_cast<std::byte*>(device_.get()) + begin), "upload");
   context_->Record(cudaEventRecord(copied->get(), context_->compute()), "upload");
   pieces_.push_back({begin, begin + bytes, *std::move(copied)});
 }
 
 void UploadRing::Upload(const void* from, size_t bytes, void* to) {
   for (size_t done = 0; done < bytes; done += kPieceBytes) {
-    UploadPiece(static_cast<const std::byte*>(from) + done, std::min(kPieceBytes, bytes - done),
-                static_cast<std::byte*>(to) + done);
+    const size_t piece = std::min(kPieceBytes, bytes - done);
+    UploadPiece(static_cast<const std::byte*>(from) + done, piece,
+                [&](const void* staged, void* /*scratch*/) {
+                  return cudaMemcpyAsync(static_cast<std::byte*>(to) + done, staged, piece,
+                                         cudaMemcpyHostToDevice, context_->compute());
+                });
   }
 }
 
-absl::StatusOr<std::shared_ptr<DownloadPool::Staging>> DownloadPool::Take(size_t bytes) {
-  const size_t rounded = std::bit_ceil(std::max(bytes, kSmallestStaging));
+void UploadRing::UploadThrough(const void* from, size_t bytes, size_t unit,
+                               const Consume& consume) {
+  DENOISED_CHECK(unit <= kPieceBytes && bytes % unit == 0, "{} bytes in units of {}", bytes, unit);
+  const size_t most = kPieceBytes / unit * unit;
+  for (size_t done = 0; done < bytes; done += most) {
+    const size_t piece = std::min(most, bytes - done);
+    UploadPiece(
+        static_cast<const std::byte*>(from) + done, piece, [&](const void* staged, void* scratch) {
+          const cudaError_t error =
+              cudaMemcpyAsync(scratch, staged, piece, cudaMemcpyHostToDevice, context_->compute());
+          return error != cudaSuccess ? error : consume(scratch, done, piece);
+        });
+  }
+}
+
+absl::StatusOr<std::shared_ptr<const DownloadPool::Staging::Memory>> DownloadPool::Add(size_t bytes,
+                                                                                       int count) {
+  const size_t each = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  auto memory = std::make_shared<Staging::Memory>();
+  const std::string purpose = fmt::format("{} downloads at a time", count);
+  DENOISED_ASSIGN_OR_RETURN(memory->device, AllocateDevice(each * count, purpose));
+  DENOISED_ASSIGN_OR_RETURN(memory->host, AllocatePinned(each * count, purpose));
+  std::vector<std::shared_ptr<Staging>> added;
+  for (int i = 0; i < count; ++i) {
+    auto staging = std::make_shared<Staging>();
+    staging->memory = memory;
+    staging->device = static_cast<std::byte*>(memory->device.get()) + i * each;
+    staging->host = static_cast<std::byte*>(memory->host.get()) + i * each;
+    staging->bytes = each;
+    DENOISED_ASSIGN_OR_RETURN(staging->snapped, NewEvent(/*timing=*/false));
+    DENOISED_ASSIGN_OR_RETURN(staging->copied, NewEvent(/*timing=*/false));
+    added.push_back(std::move(staging));
+  }
+  stagings_.insert(stagings_.end(), added.begin(), added.end());
+  return memory;
+}
+
+absl::StatusOr<std::shared_ptr<const void>> DownloadPool::Reserve(size_t bytes, int count) {
+  DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const Staging::Memory> memory, Add(bytes, count));
+  return std::shared_ptr<const void>(memory.get(), [this, memory](const void*) {
+    std::erase_if(stagings_, [&](const auto& staging) { return staging->memory == memory; });
+  });
+}
+
+std::shared_ptr<DownloadPool::Staging> DownloadPool::Free(size_t bytes) {
+  std::shared_ptr<Staging> best;
   for (const std::shared_ptr<Staging>& staging : stagings_) {
-    if (staging->bytes == rounded && staging.use_count() == 1 &&
-        context_->Reached(staging->copied.get(), "download")) {
-      return staging;
+    if (staging->bytes >= bytes && (!best || staging->bytes < best->bytes) &&
+        staging.use_count() == 1 && context_->Reached(staging->copied.get(), "download")) {
+      best = staging;
     }
   }
-  auto staging = std::make_shared<Staging>();
-  staging->bytes = rounded;
-  DENOISED_ASSIGN_OR_RETURN(staging->device, AllocateDevice(rounded, "a download"));
-  DENOISED_ASSIGN_OR_RETURN(staging->host, AllocatePinned(rounded, "a download"));
-  DENOISED_ASSIGN_OR_RETURN(staging->snapped, NewEvent(/*timing=*/false));
-  DENOISED_ASSIGN_OR_RETURN(staging->copied, NewEvent(/*timing=*/false));
-  stagings_.push_back(staging);
-  return staging;
+  return best;
 }
 
 std::unique_ptr<Download> DownloadPool::Begin(const Tensor& from) {
-  absl::StatusOr<std::shared_ptr<Staging>> taken = Take(from.bytes());
-  if (!taken.ok()) return std::make_unique<FailedDownload>(taken.status());
-  const Staging& staging = **taken;
+  std::shared_ptr<Staging> taken = Free(from.bytes());
+  if (!taken) {
+    const absl::Status added =
+        Add(std::bit_ceil(std::max(from.bytes(), kSmallestStaging)), 1).status();
+    if (!added.ok()) return std::make_unique<FailedDownload>(added);
+    taken = stagings_.back();
+  }
+  const Staging& staging = *taken;
   Context& context = *context_;
-  context.Record(cudaMemcpyAsync(staging.device.get(), from.data(), from.bytes(),
+  context.Record(cudaMemcpyAsync(staging.device, from.data(), from.bytes(),
                                  cudaMemcpyDeviceToDevice, context.compute()),
                  "download");
   context.Record(cudaEventRecord(staging.snapped.get(), context.compute()), "download");
   context.Record(cudaStreamWaitEvent(context.copies(), staging.snapped.get(), 0), "download");
-  context.Record(cudaMemcpyAsync(staging.host.get(), staging.device.get(), from.bytes(),
-                                 cudaMemcpyDeviceToHost, context.copies()),
+  context.Record(cudaMemcpyAsync(staging.host, staging.device, from.bytes(), cudaMemcpyDeviceToHost,
+                                 context.copies()),
                  "download");
   context.Record(cudaEventRecord(staging.copied.get(), context.copies()), "download");
-  return std::make_unique<StagedDownload>(context_, *std::move(taken), from);
+  return std::make_unique<StagedDownload>(context_, std::move(taken), from);
 }
 
 }  // namespace denoised::cuda

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -19,20 +20,28 @@ class UploadRing {
 
   void Upload(const void* from, size_t bytes, void* to);
 
+  /// A piece of an upload in device memory that is free again after what it enqueues.
+  using Consume = std::function<cudaError_t(const void* piece, size_t offset, size_t bytes)>;
+  /// In pieces of whole `unit`s, each of at most some MiB.
+  void UploadThrough(const void* from, size_t bytes, size_t unit, const Consume& consume);
+
  private:
   struct Piece {
     size_t begin, end;
     Event copied;
   };
-  UploadRing(std::shared_ptr<Context> context, PinnedMemory memory)
-      : context_(std::move(context)), memory_(std::move(memory)) {}
+  UploadRing(std::shared_ptr<Context> context, PinnedMemory host, DeviceMemory device)
+      : context_(std::move(context)), host_(std::move(host)), device_(std::move(device)) {}
   /// `bytes` of the ring that no copy under way reads.
   size_t Take(size_t bytes);
-  void UploadPiece(const void* from, size_t bytes, void* to);
+  /// Stages a piece; `enqueue` gets it in the host's ring, and as much of the device's.
+  void UploadPiece(const void* from, size_t bytes,
+                   const std::function<cudaError_t(const void* staged, void* scratch)>& enqueue);
 
   const std::shared_ptr<Context> context_;
-  const PinnedMemory memory_;
-  std::deque<Piece> pieces_;  // oldest first
+  const PinnedMemory host_;
+  const DeviceMemory device_;  // of the same size, for pieces that are consumed
+  std::deque<Piece> pieces_;   // oldest first
   size_t head_ = 0;
 };
 
@@ -42,19 +51,29 @@ class DownloadPool {
  public:
   explicit DownloadPool(std::shared_ptr<Context> context) : context_(std::move(context)) {}
 
+  /// Memory for `count` downloads of up to `bytes` at a time, until the result, which the pool must
+  /// outlive, goes. ResourceExhausted says what was needed and what is free.
+  absl::StatusOr<std::shared_ptr<const void>> Reserve(size_t bytes, int count);
   std::unique_ptr<Download> Begin(const Tensor& from);
 
   /// A snapshot's memory on both sides; used again when its download has been let go and the copy
   /// is over.
   struct Staging {
+    struct Memory {
+      DeviceMemory device;
+      PinnedMemory host;
+    };
+    std::shared_ptr<const Memory> memory;
+    void* device = nullptr;
+    void* host = nullptr;
     size_t bytes = 0;
-    DeviceMemory device;
-    PinnedMemory host;
     Event snapped, copied;
   };
 
  private:
-  absl::StatusOr<std::shared_ptr<Staging>> Take(size_t bytes);
+  absl::StatusOr<std::shared_ptr<const Staging::Memory>> Add(size_t bytes, int count);
+  /// The smallest that is free and large enough, or null.
+  std::shared_ptr<Staging> Free(size_t bytes);
 
   const std::shared_ptr<Context> context_;
   std::vector<std::shared_ptr<Staging>> stagings_;

@@ -1,4 +1,4 @@
-#include "tests/server/certificates.h"
+#include "tests/tls/certificates.h"
 
 #include <openssl/evp.h>
 #include <openssl/pem.h>

@@ -1,0 +1,67 @@
+#include "command/jobs.h"
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+
+#include <cstdio>
+
+#include "command/generate.h"
+#include "command/json.h"
+
+namespace denoised::command {
+namespace {
+
+constexpr auto kCallTimeout = std::chrono::seconds(10);
+
+std::string LocalTime(double seconds) {
+  return fmt::format("{:%Y-%m-%d %H:%M:%S}", fmt::localtime(static_cast<time_t>(seconds)));
+}
+
+void Print(const client::Job& job) {
+  const auto line = [](const char* key, const std::string& value) {
+    std::puts(fmt::format("{:<12}{}", key, value).c_str());
+  };
+  line("request_id", job.request_id);
+  line("state", std::string(client::Name(job.state)));
+  if (!job.error.empty()) line("error", job.error);
+  line("model", fmt::format("{}@{}", job.params.model, job.params.model_version));
+  line("images", fmt::format("{} of {}", job.images_done, job.params.count));
+  if (job.progress.evaluations_total > 0) {
+    line("evaluations",
+         fmt::format("{} of {}", job.progress.evaluations_done, job.progress.evaluations_total));
+  }
+  line("created", LocalTime(job.create_time));
+  if (job.start_time) line("started", LocalTime(*job.start_time));
+  if (job.end_time) line("ended", LocalTime(*job.end_time));
+  if (job.expire_time) line("kept until", LocalTime(*job.expire_time));
+}
+
+ExitCode Tell(const absl::StatusOr<client::Job>& job, bool json) {
+  if (!job.ok()) return Report(job.status(), json);
+  if (json) {
+    std::puts(ToJson(*job).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  } else {
+    Print(*job);
+  }
+  return kOk;
+}
+
+}  // namespace
+
+ExitCode GetJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
+  return Tell(client.GetJob(flags.request_id, {.timeout = kCallTimeout, .stop = stop}), flags.json);
+}
+
+ExitCode WatchJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
+  GenerateFlags saving;
+  saving.out = flags.out;
+  saving.json = flags.json;
+  return Watch(client, flags.request_id, flags.after_sequence, saving, stop);
+}
+
+ExitCode CancelJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
+  return Tell(client.CancelJob(flags.request_id, {.timeout = kCallTimeout, .stop = stop}),
+              flags.json);
+}
+
+}  // namespace denoised::command

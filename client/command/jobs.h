@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstdint>
+#include <stop_token>
+#include <string>
+
+#include "command/generate_flags.h"
+#include "command/report.h"
+#include "denoised/client.h"
+
+namespace denoised::command {
+
+struct JobsFlags {
+  std::string request_id;
+  uint64_t after_sequence = 0;
+  std::string out;  // as GenerateFlags::out
+  bool json = false;
+};
+
+/// `denoise jobs get`: how far a job is.
+ExitCode GetJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
+/// `denoise jobs watch`: follows a job and saves its pictures.
+ExitCode WatchJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
+/// `denoise jobs cancel`: ends it.
+ExitCode CancelJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
+
+}  // namespace denoised::command

@@ -1,0 +1,34 @@
+#include "command/server_info.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cstdio>
+
+#include "command/json.h"
+#include "command/progress.h"
+
+namespace denoised::command {
+
+ExitCode ServerInfo(const client::Client& client, bool json, std::stop_token stop) {
+  const auto info = client.GetServerInfo({.timeout = std::chrono::seconds(10), .stop = stop});
+  if (!info.ok()) return Report(info.status(), json);
+  if (json) {
+    std::puts(ToJson(*info).dump().c_str());
+    return kOk;
+  }
+  const auto line = [](const std::string& key, const std::string& value) {
+    std::puts(fmt::format("{:<31}{}", key, value).c_str());
+  };
+  line("version", fmt::format("{} ({})", info->version, info->build));
+  line("state", fmt::format("{}, for {}", info->state,
+                            HumanDuration(std::chrono::duration<double>(info->uptime_seconds))));
+  line("device", fmt::format("{}, {}", info->device, info->device_description));
+  line("batching", info->batching);
+  line("you are", info->client);
+  line("features", fmt::format("{}", fmt::join(info->features, ", ")));
+  for (const auto& [name, value] : info->limits) line(name, fmt::format("{:.15g}", value));
+  return kOk;
+}
+
+}  // namespace denoised::command

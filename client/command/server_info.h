@@ -1,0 +1,13 @@
+#pragma once
+
+#include <stop_token>
+
+#include "command/report.h"
+#include "denoised/client.h"
+
+namespace denoised::command {
+
+/// `denoise server info`: what the server is and allows.
+ExitCode ServerInfo(const client::Client& client, bool json, std::stop_token stop);
+
+}  // namespace denoised::command

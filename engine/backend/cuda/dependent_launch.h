@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "engine/backend/cuda/launch.h"
+
+/// Launches that overlap their predecessor's tail (programmatic dependent launch), for .cu files.
+///
+/// A kernel may start while the one before it in the stream, or in the graph captured from it,
+/// still runs. It may then do what needs no result of any earlier kernel (indices, parameters of
+/// the model), and calls WaitForPredecessors() before it touches anything else, for writing too:
+/// what it overwrites may still be read. ReleaseDependents() lets the next kernel start likewise;
+/// without the call that happens when the kernel ends. The next one sees memory as it is at this
+/// kernel's end, wherever the call was, so it belongs where what is left is shorter than a launch,
+/// or where the next one's blocks fit beside this one's.
+///
+/// Every kernel launched by LaunchDependent() waits, in every thread, on every path: it is what
+/// makes the order transitive. Kernels launched with <<<>>> mix with these; they start when all is
+/// over. Before sm_90 all of this is an ordinary launch.
+
+namespace denoised::cuda {
+
+struct LaunchShape {
+  dim3 grid, block;
+  size_t shared_bytes = 0;
+  unsigned cluster = 1;  // neighbouring blocks along x; more than 1 needs sm_90
+};
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchDependent(void (*kernel)(Parameters...), const LaunchShape& shape,
+                            const Queue& queue, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = queue.stream;
+  config.attrs = attributes;
+  if (queue.dependent_launch) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {shape.cluster, 1, 1};
+  }
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+/// Until every earlier kernel has ended and its writes are visible.
+__device__ inline void WaitForPredecessors() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// The next kernel may start once every block has called this or ended.
+__device__ inline void ReleaseDependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace denoised::cuda

@@ -1,0 +1,224 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+/// What only compute capability 9.0 has, one function per PTX instruction: the bulk tensor copy
+/// engine (TMA), barriers in shared memory that it completes, warpgroup matrix products (wgmma) and
+/// clusters of blocks. Names follow the PTX ISA, 9.7.
+
+namespace denoised::cuda {
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// One thread of the calling warp, the same at every call.
+__device__ inline bool ElectOne() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(elected));
+  return elected != 0;
+}
+
+// Barriers (mbarrier): a phase ends when `arrivals` threads arrived and all expected bytes came.
+
+__device__ inline void InitBarrier(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(arrivals));
+}
+/// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
+__device__ inline void FenceBarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void ArriveExpecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+__device__ inline void Arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+/// On the barrier at the same place in another block of the cluster. Orders nothing but this
+/// thread's finished reads: a release at cluster scope would wait for all of its stores.
+__device__ inline void ArriveAt(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(SharedAddress(barrier)),
+      "r"(rank)
+      : "memory");
+}
+/// Until the phase of this parity has ended.
+__device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Clusters.
+
+__device__ inline uint32_t ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+/// All threads of all blocks of the cluster arrive; who waits then sees what they wrote before.
+__device__ inline void ArriveAtCluster() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ inline void WaitForCluster() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+/// The address of the same place in another block's shared memory.
+__device__ inline uint32_t AddressAt(const void* mine, uint32_t rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote)
+               : "r"(SharedAddress(mine)), "r"(rank));
+  return remote;
+}
+/// Stores into another block's shared memory; that block's barrier counts the bytes.
+__device__ inline void StoreAt(uint32_t address, uint32_t barrier, float a, float b) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+          "r"(address),
+      "f"(a), "f"(b), "r"(barrier)
+      : "memory");
+}
+/// Wait(), for what other blocks stored.
+__device__ inline void WaitForStores(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Programmatic dependent launch: a kernel that was launched with the attribute may start before its
+// predecessor has ended.
+
+/// Until all that came before in the stream is done and visible. Every kernel calls it before it
+/// touches memory that another kernel writes or reads.
+__device__ inline void WaitForPredecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+/// The successor's blocks may be scheduled as soon as all of this grid's said so or ended.
+__device__ inline void LetSuccessorStart() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// The copy engine.
+
+__device__ inline void PrefetchMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+/// A box of a tensor of rank 4, innermost coordinate first.
+__device__ inline void CopyBox(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
+                               int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+/// The same to the same place in every block of the cluster that `blocks` has a bit for; each one's
+/// own barrier counts the bytes.
+__device__ inline void CopyBoxTo(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                 int c1, int c2, int c3, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+      : "memory");
+}
+/// Channels from `channel` on of consecutive pixels of [images, height, width, channels], the first
+/// one at (image, y, x) moved by (offset_y, offset_x): one tap of a convolution for a run of
+/// outputs.
+__device__ inline void CopyPixels(void* to, const CUtensorMap* map, uint64_t* barrier, int channel,
+                                  int x, int y, int image, uint16_t offset_x, uint16_t offset_y) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(channel), "r"(x), "r"(y), "r"(image),
+      "h"(offset_x), "h"(offset_y)
+      : "memory");
+}
+
+// Registers move between warpgroups: producers need few, consumers many.
+
+template <int kRegisters>
+__device__ inline void KeepRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Matrix products of a warpgroup: [64, 16] × [N, 16]ᵀ added to [64, N] in registers. Thread t of
+// the warpgroup holds rows 16·(t/32) + t%32/4 (+ 8) and of every eight columns 2·(t%4) and the
+// next: d[4·j + 2·h + i] is row + 8·h, column 8·j + 2·(t%4) + i.
+
+/// bf16, rows of 64 elements (128 bytes) as the copy engine lays them with 128-byte swizzle, the
+/// first one at a multiple of 1024 bytes. A step of 16 elements along k adds 2.
+__device__ inline uint64_t MatrixDescriptor(const void* tile) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4}
+                                  << 32;  // from one group of 8 rows to the next
+  constexpr uint64_t kUnused = uint64_t{1} << 16;
+  return kSwizzle128 | kEightRows | kUnused | ((SharedAddress(tile) & 0x3ffff) >> 4);
+}
+/// Before the first product that reads registers or shared memory written by this thread.
+__device__ inline void FenceProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void CommitProducts() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/// Until at most kPending groups are under way.
+template <int kPending>
+__device__ inline void WaitProducts() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+#define DENOISED_LIST_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define DENOISED_LIST_32 \
+  DENOISED_LIST_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define DENOISED_LIST_64                                             \
+  DENOISED_LIST_32                                                   \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+  ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define DENOISED_LIST_80 \
+  DENOISED_LIST_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define DENOISED_LIST_96 \
+  DENOISED_LIST_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define DENOISED_LIST_128                                                   \
+  DENOISED_LIST_96                                                          \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110" \
+  ",%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124"  \
+  ",%125,%126,%127"
+#define DENOISED_SUMS_8(d, i)                                                                 \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DENOISED_SUMS_16(d, i) DENOISED_SUMS_8(d, i), DENOISED_SUMS_8(d, i + 8)
+#define DENOISED_SUMS_32(d, i) DENOISED_SUMS_16(d, i), DENOISED_SUMS_16(d, i + 16)
+#define DENOISED_SUMS_64(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_32(d, i + 32)
+#define DENOISED_SUMS_80(d, i) DENOISED_SUMS_64(d, i), DENOISED_SUMS_16(d, i + 64)
+#define DENOISED_SUMS_96(d, i) DENOISED_SUMS_64(d, i), DENOISED_SUMS_32(d, i + 64)
+#define DENOISED_SUMS_128(d, i) DENOISED_SUMS_64(d, i), DENOISED_SUMS_64(d, i + 64)
+/// n outputs, r = n / 2 registers; a and b are the numbers of the operands after those.
+#define DENOISED_WGMMA(n, r, a, b)                                                              \
+  __device__ inline void MultiplyAdd(float(&d)[r], uint64_t x, uint64_t weight) {               \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
+                 "}, %" #a ", %" #b ", 1, 1, 1, 0, 0;"                                          \
+                 : DENOISED_SUMS_##r(d, 0)                                                      \
+                 : "l"(x), "l"(weight));                                                        \
+  }
+DENOISED_WGMMA(32, 16, 16, 17)
+DENOISED_WGMMA(64, 32, 32, 33)
+DENOISED_WGMMA(128, 64, 64, 65)
+DENOISED_WGMMA(160, 80, 80, 81)
+DENOISED_WGMMA(192, 96, 96, 97)
+DENOISED_WGMMA(256, 128, 128, 129)
+
+}  // namespace denoised::cuda

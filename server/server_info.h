@@ -1,0 +1,12 @@
+#pragma once
+
+#include "denoised/v1/image_generation.pb.h"
+#include "server/call_record.h"
+#include "server/serving.h"
+
+namespace denoised {
+
+/// What GetServerInfo replies to this call.
+v1::GetServerInfoResponse DescribeServer(const Serving& serving, const CallRecord& call);
+
+}  // namespace denoised

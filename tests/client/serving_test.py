@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""denoise against a denoised process: jobs, models, the server's limits, and a drain under load.
+
+  serving_test.py --server build/dev/tests/server/denoised_with_fake_engine \
+      --client build/dev/client/denoise
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+
+SERVER = CLIENT = None
+
+
+class Server:
+    def __init__(self, *flags):
+        self.process = subprocess.Popen(
+            [SERVER, "--listen", "127.0.0.1:0", "--metrics-listen", "", "--log-format", "json", *flags],
+            stderr=subprocess.PIPE)
+        self.address = None
+        self.logged = {}
+        rest, end = b"", time.monotonic() + 30
+        while "serving" not in self.logged and time.monotonic() < end:
+            if select.select([self.process.stderr], [], [], 0.1)[0]:
+                *lines, rest = (rest + os.read(self.process.stderr.fileno(), 65536)).split(b"\n")
+                for line in map(json.loads, lines):
+                    self.logged[line["message"]] = line
+        self.address = self.logged["listening"]["address"]
+        # Somebody must read, or the server waits for room in the pipe.
+        self.reader = threading.Thread(target=self.process.stderr.read, daemon=True)
+        self.reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.reader.join()
+        self.process.stderr.close()
+
+
+class ServingTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.root = directory.name
+        self.model = os.path.join(self.root, "digits")
+        os.mkdir(self.model)
+        with open(os.path.join(self.model, "config.json"), "w") as file:
+            file.write("{}")
+
+    def serve(self, *flags):
+        server = Server("--model", f"digits={self.model}", *flags)
+        self.addCleanup(server.__exit__)
+        return server
+
+    def denoise(self, server, *arguments):
+        return subprocess.run([CLIENT, "--server", server.address, *arguments], cwd=self.root,
+                              capture_output=True, text=True, timeout=60)
+
+    def ok(self, server, *arguments):
+        result = self.denoise(server, *arguments)
+        self.assertEqual(result.returncode, 0, (arguments, result.stdout, result.stderr))
+        return result.stdout
+
+    def digest(self, name):
+        with open(os.path.join(self.root, name), "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+
+    def test_a_detached_job_is_watched_later(self):
+        server = self.serve()
+        drawing = ["--seed", "7", "-l", "3", "-n", "3"]
+        identity = self.ok(server, "generate", *drawing, "--detach", "--priority", "batch").strip()
+        self.assertRegex(identity, r"^[0-9a-f]{16}$")
+        self.ok(server, "jobs", "watch", identity, "-o", "job-{index}.png")
+        self.ok(server, "generate", *drawing, "-o", "now-{index}.png")
+        for index in range(3):
+            self.assertEqual(self.digest(f"job-{index}.png"), self.digest(f"now-{index}.png"))
+        job = json.loads(self.ok(server, "jobs", "get", identity, "--json"))
+        self.assertEqual(job["state"], "succeeded")
+        self.assertEqual(job["images_done"], 3)
+        self.assertIn("succeeded", self.ok(server, "jobs", "get", identity))
+        unknown = self.denoise(server, "jobs", "watch", "nobody")
+        self.assertEqual(unknown.returncode, 1)
+        self.assertIn("nobody", unknown.stderr)
+
+    def test_a_job_is_cancelled(self):
+        server = self.serve()
+        identity = self.ok(server, "generate", "--steps", "1000", "-n", "200", "--detach").strip()
+        self.ok(server, "jobs", "cancel", identity)
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            job = json.loads(self.ok(server, "jobs", "get", identity, "--json"))
+            if job["state"] == "cancelled":
+                break
+        self.assertEqual(job["state"], "cancelled")
+        self.assertIn("error", job)
+
+    def test_the_same_request_id_is_drawn_once(self):
+        server = self.serve()
+        same = ["generate", "--request-id", "mine", "--seed", "1"]
+        self.ok(server, *same, "-o", "a.png")
+        self.ok(server, *same, "-o", "b.png")
+        self.assertEqual(self.digest("a.png"), self.digest("b.png"))
+        other = self.denoise(server, *same, "--steps", "3")
+        self.assertEqual(other.returncode, 1)
+        self.assertIn("params.steps", other.stderr)
+
+    def test_timings(self):
+        server = self.serve()
+        lines = self.ok(server, "generate", "--json", "--timings").splitlines()
+        milestones = [entry["milestone"] for entry in json.loads(lines[-1])["timeline"]]
+        self.assertEqual(milestones[0], "queued")
+        self.assertIn("evaluation", milestones)
+        self.assertEqual(milestones[-1], "sent")
+
+    def test_models_are_loaded_named_and_unloaded(self):
+        server = self.serve()
+        self.ok(server, "models", "load", "faces", self.model)
+        self.ok(server, "models", "load", "faces", "--keep-current", "--version", "canary")
+        self.ok(server, "models", "alias", "best", "faces@canary")
+        models = {(m["name"], m["version"]): m for m in json.loads(self.ok(server, "models", "--json"))}
+        self.assertEqual(set(models), {("digits", "1"), ("faces", "1"), ("faces", "canary")})
+        self.assertTrue(models["faces", "1"]["current"])
+        self.assertEqual(models["faces", "canary"]["aliases"], ["best"])
+        self.ok(server, "generate", "-m", "best", "-o", "best.png")
+        self.assertRegex(self.ok(server, "models"), r"faces +canary +available +best")
+        self.ok(server, "models", "alias", "faces", "faces@canary")
+        self.ok(server, "models", "unload", "faces@1")
+        self.ok(server, "models", "alias", "best", "--delete")
+        self.ok(server, "models", "unload", "faces")
+        self.assertEqual(self.denoise(server, "generate", "-m", "faces").returncode, 1)
+        bad = self.denoise(server, "models", "load", "a/b", "/nowhere")
+        self.assertEqual(bad.returncode, 2)
+        self.assertIn("/nowhere", bad.stderr)
+
+    def test_a_changed_directory_is_loaded(self):
+        server = self.serve("--reload-models-seconds", "0.1")
+        with open(os.path.join(self.model, "weights"), "w") as file:
+            file.write("new")
+        end, versions = time.monotonic() + 20, []
+        while versions != ["2"] and time.monotonic() < end:
+            versions = [m["version"] for m in json.loads(self.ok(server, "models", "--json"))]
+        self.assertEqual(versions, ["2"])
+
+    def test_server_info(self):
+        server = self.serve("--grace-seconds", "7")
+        info = json.loads(self.ok(server, "server", "info", "--json"))
+        self.assertEqual(info["state"], "serving")
+        self.assertEqual(info["limits"]["drain_grace_seconds"], 7)
+        self.assertIn("model_admin", info["features"])
+        self.assertRegex(self.ok(server, "server", "info"), r"max_queued_images +\d+")
+
+    def test_sigterm_under_load_loses_no_accepted_request(self):
+        server = self.serve("--lame-duck-seconds", "0.3", "--grace-seconds", "30")
+        lost, done, stop = [], [], threading.Event()
+
+        def draw(number):
+            while not stop.is_set():
+                result = self.denoise(server, "generate", "--steps", str(1 + number * 7), "--json",
+                                      "-n", "4", "-o", f"load-{number}-{{index}}.png")
+                (done if result.returncode == 0 else lost).append(result)
+                if result.returncode != 0:
+                    return
+
+        threads = [threading.Thread(target=draw, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        server.process.send_signal(signal.SIGTERM)
+        self.assertEqual(server.process.wait(40), 0)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        self.assertGreater(len(done), 5)
+        for result in lost:
+            # Refused, or too late to connect: nothing that had been accepted.
+            self.assertEqual(result.returncode, 3, (result.stdout, result.stderr))
+            self.assertNotRegex(result.stdout, r'"type":"image"')
+            self.assertRegex(result.stderr, "shutting down|no server could be reached")
+
+    def test_a_second_signal_ends_it_at_once(self):
+        server = self.serve("--grace-seconds", "600")
+        self.ok(server, "generate", "--steps", "1000", "-n", "256", "--detach")
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        self.assertIsNone(server.process.poll(), "it should be waiting for the job")
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        self.assertEqual(server.process.wait(10), -signal.SIGTERM)
+        self.assertLess(time.monotonic() - begin, 5)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", required=True)
+    parser.add_argument("--client", required=True)
+    options, rest = parser.parse_known_args()
+    SERVER, CLIENT = map(os.path.abspath, (options.server, options.client))
+    unittest.main(argv=[sys.argv[0]] + rest)

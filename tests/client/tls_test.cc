@@ -1,0 +1,117 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "denoised/client.h"
+#include "tests/client/fake_service.h"
+#include "tests/tls/certificates.h"
+
+namespace denoised::client {
+namespace {
+
+using testing::HasSubstr;
+
+class TlsTest : public testing::Test {
+ protected:
+  TlsTest() {
+    std::string pattern = std::filesystem::temp_directory_path() / "denoised-tls-XXXXXX";
+    folder_ = mkdtemp(pattern.data());
+    ca_ = Write("ca", authority_.certificate());
+  }
+  ~TlsTest() override { std::filesystem::remove_all(folder_); }
+
+  std::string Write(const std::string& name, const std::string& content) const {
+    std::ofstream(folder_ / name) << content;
+    return folder_ / name;
+  }
+
+  std::shared_ptr<grpc::ServerCredentials> ServerCredentials(const std::string& names,
+                                                             bool mutual = false) const {
+    const KeyPair pair = authority_.Issue("server", names);
+    grpc::SslServerCredentialsOptions options(
+        mutual ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
+               : GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE);
+    options.pem_key_cert_pairs = {{pair.key, pair.certificate}};
+    if (mutual) options.pem_root_certs = authority_.certificate();
+    return grpc::SslServerCredentials(options);
+  }
+
+  static absl::Status Ask(const FakeServer& server, const TlsOptions& tls,
+                          const std::string& token_file = "") {
+    ConnectionOptions options;
+    options.retry.max_attempts = 1;
+    options.tls = tls;
+    options.token_file = token_file;
+    const auto connection = Connect(server.address(), options);
+    if (!connection.ok()) return connection.status();
+    return Client(*connection).ListModels({.timeout = std::chrono::seconds(10)}).status();
+  }
+
+  TestAuthority authority_;
+  std::filesystem::path folder_;
+  std::string ca_;
+};
+
+TEST_F(TlsTest, TrustsTheAuthorityItIsTold) {
+  const FakeServer server(ServerCredentials("DNS:localhost,IP:127.0.0.1"));
+  EXPECT_TRUE(Ask(server, {.ca_file = ca_}).ok());
+  const TestAuthority stranger;
+  EXPECT_TRUE(
+      absl::IsUnavailable(Ask(server, {.ca_file = Write("other", stranger.certificate())})));
+  EXPECT_TRUE(absl::IsUnavailable(Ask(server, {}))) << "the system knows nothing of ours";
+}
+
+TEST_F(TlsTest, TheNameMustBeInTheCertificate) {
+  const FakeServer server(ServerCredentials("DNS:images.example.org"));
+  EXPECT_TRUE(absl::IsUnavailable(Ask(server, {.ca_file = ca_})));
+  EXPECT_TRUE(Ask(server, {.ca_file = ca_, .server_name = "images.example.org"}).ok());
+}
+
+TEST_F(TlsTest, ShowsItsCertificateWhereItIsAskedFor) {
+  const FakeServer server(ServerCredentials("IP:127.0.0.1", /*mutual=*/true));
+  EXPECT_TRUE(absl::IsUnavailable(Ask(server, {.ca_file = ca_})));
+  const KeyPair own = authority_.Issue("alice", "");
+  EXPECT_TRUE(Ask(server, {.ca_file = ca_,
+                           .cert_file = Write("own.crt", own.certificate),
+                           .key_file = Write("own.key", own.key)})
+                  .ok());
+}
+
+TEST_F(TlsTest, TheTokenIsReadForEveryCall) {
+  const FakeServer server(ServerCredentials("IP:127.0.0.1"));
+  const std::string file = Write("token", "first\n");
+  ConnectionOptions options;
+  options.retry.max_attempts = 1;
+  options.tls = {.ca_file = ca_};
+  options.token_file = file;
+  const Client client(*Connect(server.address(), options));
+  ASSERT_TRUE(client.ListModels().ok());
+  EXPECT_EQ(server.authorization(), "Bearer first");
+  Write("token", "  second");  // not the token alone
+  EXPECT_FALSE(client.ListModels().ok());
+  Write("token", "second");
+  EXPECT_TRUE(client.ListModels().ok());
+  EXPECT_EQ(server.authorization(), "Bearer second");
+}
+
+TEST_F(TlsTest, SaysWhichFileIsWrong) {
+  const FakeServer server(ServerCredentials("IP:127.0.0.1"));
+  const auto message = [&](const TlsOptions& tls, const std::string& token_file = "") {
+    return std::string(Ask(server, tls, token_file).message());
+  };
+  EXPECT_THAT(message({.ca_file = "/absent"}), HasSubstr("tls.ca_file: \"/absent\""));
+  EXPECT_THAT(message({.cert_file = ca_}), HasSubstr("tls.key_file"));
+  EXPECT_THAT(message({.cert_file = ca_, .key_file = "/absent"}), HasSubstr("tls.key_file"));
+  EXPECT_THAT(message({.ca_file = ca_}, "/absent"), HasSubstr("token_file: \"/absent\""));
+  EXPECT_THAT(message({.ca_file = ca_}, Write("two", "a b")), HasSubstr("token_file"));
+  EXPECT_THAT(message({.ca_file = ca_}, Write("empty", "")), HasSubstr("token_file"));
+  ConnectionOptions options;
+  options.token_file = Write("token", "t");
+  EXPECT_THAT(std::string(Connect(server.address(), options).status().message()),
+              HasSubstr("token_file needs tls"));
+}
+
+}  // namespace
+}  // namespace denoised::client

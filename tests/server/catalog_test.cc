@@ -1,0 +1,207 @@
+#include "server/catalog.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <thread>
+
+#include "server/metrics.h"
+#include "tests/server/fake_engine.h"
+
+namespace denoised {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace std::chrono_literals;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+/// Hears the end of a job and nothing else.
+class Quiet : public JobListener {
+ public:
+  void OnImage(ImageResult) override {}
+  void OnDone(const absl::Status& status, const JobTiming&) override { done.set_value(status); }
+  std::promise<absl::Status> done;
+};
+
+class CatalogTest : public ::testing::Test {
+ protected:
+  CatalogTest() : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_) {
+    log::Configure(log::Format::kText, log::Level::kError);
+  }
+  ~CatalogTest() override { engine_.Drain(std::chrono::steady_clock::now()); }
+
+  /// The version that `name` means, such as "digits@1"; empty when there is none.
+  std::string Means(const std::string& name) const {
+    const auto model = catalog_.Find(name);
+    return model ? EngineName(model->name, model->version) : "";
+  }
+  std::vector<std::string> Listed() const {
+    std::vector<std::string> all;
+    for (const CatalogModel& model : catalog_.All()) {
+      all.push_back(EngineName(model.name, model.version) + (model.current ? "*" : ""));
+    }
+    return all;
+  }
+
+  Metrics metrics_;
+  FakeEngine engine_;
+  Catalog catalog_;
+};
+
+TEST_F(CatalogTest, ListedModelsLoadWhenAsked) {
+  EXPECT_EQ(catalog_.Find("digits")->info->state, ModelState::kLoading);
+  EXPECT_TRUE(catalog_.LoadListed("digits").ok());
+  EXPECT_EQ(catalog_.Find("digits")->info->state, ModelState::kReady);
+  EXPECT_EQ(Means("digits"), "digits@1");
+  EXPECT_EQ(Means("digits@1"), "digits@1");
+  EXPECT_EQ(Means("digits@2"), "");
+  EXPECT_EQ(Means("faces"), "");
+  EXPECT_EQ(Means("@"), "");
+  EXPECT_EQ(Means("digits@"), "");
+}
+
+TEST_F(CatalogTest, VersionsComeAndGo) {
+  ASSERT_TRUE(catalog_.LoadListed("digits").ok());
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .directory = "models/new"}).ok());
+  EXPECT_THAT(Listed(), ElementsAre("digits@1", "digits@2*"));
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .version = "canary", .keep_current = true}).ok());
+  EXPECT_THAT(Listed(), ElementsAre("digits@1", "digits@2*", "digits@canary"));
+  EXPECT_EQ(catalog_.Find("digits@canary")->info->directory, "models/new") << "as the current one";
+
+  const auto taken = catalog_.Load({.name = "digits", .version = "2"});
+  EXPECT_EQ(taken.status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_THAT(std::string(taken.status().message()), HasSubstr("version"));
+
+  ASSERT_TRUE(catalog_.Unload("digits@2").ok());
+  EXPECT_THAT(Listed(), ElementsAre("digits@1", "digits@canary*")) << "loaded last of the others";
+  EXPECT_EQ(engine_.Find("digits@2"), nullptr);
+  ASSERT_TRUE(catalog_.Unload("digits").ok());
+  EXPECT_THAT(Listed(), ElementsAre());
+  EXPECT_EQ(catalog_.Unload("digits").code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(catalog_.Load({.name = "digits"}).status().code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .directory = "models/digits"}).ok());
+  EXPECT_EQ(Means("digits"), "digits@1");
+}
+
+TEST_F(CatalogTest, ABadVersionLeavesTheOldOneServing) {
+  ASSERT_TRUE(catalog_.LoadListed("digits").ok());
+  const auto bad =
+      catalog_.Load({.name = "digits", .directory = "broken", .unload_previous = true});
+  EXPECT_EQ(bad.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(bad.status().message()), HasSubstr("broken/config.json"));
+  EXPECT_THAT(Listed(), ElementsAre("digits@1*"));
+  EXPECT_FALSE(catalog_.Load({.name = "faces", .directory = "broken"}).ok());
+  EXPECT_THAT(Listed(), ElementsAre("digits@1*"));
+}
+
+TEST_F(CatalogTest, AListedModelThatFailedStaysListedUntilAGoodOneComes) {
+  Catalog catalog({{"digits", "broken"}}, &engine_, &metrics_);
+  EXPECT_FALSE(catalog.LoadListed("digits").ok());
+  EXPECT_EQ(catalog.Find("digits")->info->state, ModelState::kFailed);
+  ASSERT_TRUE(catalog.Load({.name = "digits", .directory = "good"}).ok());
+  ASSERT_EQ(catalog.All().size(), 1u);
+  EXPECT_EQ(catalog.Find("digits")->version, "2");
+  EXPECT_EQ(catalog.Find("digits")->info->state, ModelState::kReady);
+}
+
+TEST_F(CatalogTest, Aliases) {
+  ASSERT_TRUE(catalog_.LoadListed("digits").ok());
+  ASSERT_TRUE(catalog_.Load({.name = "digits"}).ok());
+  ASSERT_TRUE(catalog_.SetAlias("latest", "digits").ok());
+  ASSERT_TRUE(catalog_.SetAlias("stable", "digits@1").ok());
+  EXPECT_EQ(Means("latest"), "digits@2");
+  EXPECT_EQ(Means("stable"), "digits@1");
+  EXPECT_THAT(catalog_.Find("digits@1")->aliases, ElementsAre("stable"));
+  EXPECT_THAT(catalog_.Find("digits@2")->aliases, ElementsAre("latest"));
+
+  ASSERT_TRUE(catalog_.SetAlias("digits", "digits@1").ok()) << "a model's own name: its current";
+  EXPECT_EQ(Means("latest"), "digits@1");
+
+  EXPECT_EQ(catalog_.SetAlias("x", "digits@9").status().code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(catalog_.Load({.name = "faces", .directory = "models/faces"}).ok());
+  EXPECT_EQ(catalog_.SetAlias("faces", "digits").status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(catalog_.Load({.name = "latest", .directory = "d"}).status().code(),
+            absl::StatusCode::kAlreadyExists);
+
+  ASSERT_TRUE(catalog_.Unload("digits@1").ok());
+  EXPECT_EQ(Means("stable"), "") << "an alias of nothing is removed";
+  EXPECT_EQ(Means("latest"), "digits@2");
+  ASSERT_TRUE(catalog_.DeleteAlias("latest").ok());
+  EXPECT_EQ(Means("latest"), "");
+  EXPECT_EQ(catalog_.DeleteAlias("latest").code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
+  ASSERT_TRUE(catalog_.LoadListed("digits").ok());
+  engine_.Pause(true);
+  std::vector<FieldViolation> violations;
+  const auto listener = std::make_shared<Quiet>();
+  auto job = engine_.Resolve({.model = "digits@1"}, &violations);
+  ASSERT_TRUE(job.ok() && engine_.Submit(*job, listener, nullptr).ok());
+
+  auto load = std::async(std::launch::async, [&] {
+    return catalog_.Load({.name = "digits", .unload_previous = true});
+  });
+  while (Means("digits") != "digits@2") std::this_thread::sleep_for(1ms);
+  EXPECT_EQ(load.wait_for(20ms), std::future_status::timeout) << "the old one is in use";
+  EXPECT_EQ(catalog_.Find("digits@1")->info->state, ModelState::kUnloading);
+  EXPECT_FALSE(CheckReady(*catalog_.Find("digits@1"), "").ok());
+  EXPECT_EQ(catalog_.Unload("digits@1").code(), absl::StatusCode::kFailedPrecondition);
+  engine_.Pause(false);
+  EXPECT_TRUE(listener->done.get_future().get().ok());
+  EXPECT_TRUE(load.get().ok());
+  EXPECT_THAT(Listed(), ElementsAre("digits@2*"));
+}
+
+class ReloadTest : public CatalogTest {
+ protected:
+  ReloadTest() : root_(fs::path(testing::TempDir()) / "reload") {
+    fs::remove_all(root_);
+    Write("unet/config.json", "{}");
+    EXPECT_TRUE(catalog_.Load({.name = "mine", .directory = root_}).ok());
+  }
+  ~ReloadTest() override { fs::remove_all(root_); }
+
+  void Write(const fs::path& file, const std::string& text) {
+    fs::create_directories((root_ / file).parent_path());
+    std::ofstream(root_ / file) << text;
+  }
+
+  const fs::path root_;
+};
+
+TEST_F(ReloadTest, AChangedDirectoryIsLoadedOnceItSettled) {
+  for (int look = 0; look < 3; ++look) catalog_.ReloadChanged();
+  EXPECT_EQ(Means("mine"), "mine@1") << "nothing has changed";
+  Write("unet/config.json", "{ }");
+  catalog_.ReloadChanged();
+  EXPECT_EQ(Means("mine"), "mine@1") << "perhaps somebody is still writing";
+  catalog_.ReloadChanged();
+  EXPECT_EQ(Means("mine"), "mine@2");
+  EXPECT_EQ(catalog_.Find("mine@1"), std::nullopt) << "its place is taken";
+  for (int look = 0; look < 3; ++look) catalog_.ReloadChanged();
+  EXPECT_EQ(Means("mine"), "mine@2");
+}
+
+TEST_F(ReloadTest, ABadChangeLeavesTheOldOneAndIsTriedOnce) {
+  engine_.set_broken("reload");
+  Write("unet/weights", "short");
+  for (int look = 0; look < 5; ++look) catalog_.ReloadChanged();
+  EXPECT_EQ(Means("mine"), "mine@1");
+  EXPECT_EQ(catalog_.Find("mine")->info->state, ModelState::kReady);
+  EXPECT_EQ(engine_.opens(), 2);
+  engine_.set_broken("broken");
+  Write("unet/weights", "good");
+  for (int look = 0; look < 2; ++look) catalog_.ReloadChanged();
+  EXPECT_EQ(Means("mine"), "mine@2");
+  fs::remove_all(root_);
+  for (int look = 0; look < 3; ++look) catalog_.ReloadChanged();
+  EXPECT_EQ(Means("mine"), "mine@2") << "a directory that is gone is no new version";
+}
+
+}  // namespace
+}  // namespace denoised
