@@ -12,7 +12,12 @@ if(NOT DENOISED_CUDA STREQUAL "OFF")
   if(CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_ARCHITECTURES ${DENOISED_CUDA_ARCHITECTURES})
     enable_language(CUDA)
+    # From 3.25 on, CMake deprecates the target nvToolsExt, which CUDA 13 no longer has: an error in
+    # CMake 3.25 itself.
+    set(minimum ${CMAKE_MINIMUM_REQUIRED_VERSION})
+    set(CMAKE_MINIMUM_REQUIRED_VERSION 3.24)
     find_package(CUDAToolkit REQUIRED)
+    set(CMAKE_MINIMUM_REQUIRED_VERSION ${minimum})
     set(CMAKE_CUDA_STANDARD 17)  # CMake 3.25 knows no later one for nvcc
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     set(DENOISED_WITH_CUDA TRUE)

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Renders every overlay of deploy/k8s with kubectl kustomize and validates what comes out, strictly:
+an unknown field is an error. Shows first that it catches planted errors. Needs kubectl and
+`pip install kubernetes-validate`.
+
+    deploy/test/manifests.py [--kubernetes 1.31] [--crds DIRECTORY]
+
+Custom resources are validated against the CustomResourceDefinitions in DIRECTORY, YAML files as
+their projects publish them (or `kubectl get crds -o yaml`). Without it they are only rendered.
+"""
+
+import argparse
+import copy
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+K8S = ROOT / "deploy" / "k8s"
+
+# components/tls as an overlay would use it.
+WITH_TLS = """
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources: [{k8s}/overlays/cpu-demo]
+components: [{k8s}/components/tls]
+"""
+
+
+def render(directory):
+    """The resources that kubectl would apply."""
+    result = subprocess.run(
+        ["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        raise SystemExit(f"{directory}: {result.stderr.strip()}")
+    return [document for document in yaml.safe_load_all(result.stdout) if document]
+
+
+def strict(schema):
+    """An OpenAPI schema of a CustomResourceDefinition as a JSON schema without unknown fields."""
+    if isinstance(schema, list):
+        return [strict(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    result = {key: strict(value) for key, value in schema.items()}
+    closed = isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema
+    if closed and not schema.get("x-kubernetes-preserve-unknown-fields") and "type" in schema:
+        result["additionalProperties"] = False
+    return result
+
+
+def read_crds(directory):
+    """(apiVersion, kind) to JSON schema, of every definition in the directory."""
+    schemas = {}
+    for file in sorted(pathlib.Path(directory).glob("*.yaml")):
+        for document in yaml.safe_load_all(file.read_text(encoding="utf-8")):
+            items = document.get("items", [document]) if document else []
+            for crd in (item for item in items if item.get("kind") == "CustomResourceDefinition"):
+                for version in crd["spec"]["versions"]:
+                    schema = strict(version["schema"]["openAPIV3Schema"])
+                    schema["properties"]["metadata"] = {"type": "object"}  # the API server's own
+                    name = f"{crd['spec']['group']}/{version['name']}"
+                    schemas[name, crd["spec"]["names"]["kind"]] = schema
+    return schemas
+
+
+class Validator:
+    def __init__(self, kubernetes, crds):
+        self.kubernetes = kubernetes
+        self.crds = crds
+
+    def complaint(self, resource):
+        """What is wrong with a resource, None if nothing is, or "unknown" without a schema."""
+        try:
+            kubernetes_validate.validate(resource, self.kubernetes, strict=True)
+            return None
+        except kubernetes_validate.ValidationError as error:
+            return f"{'.'.join(str(part) for part in error.path)}: {error.message}"
+        except kubernetes_validate.SchemaNotFoundError:
+            pass
+        schema = self.crds.get((resource["apiVersion"], resource["kind"]))
+        if schema is None:
+            return "unknown"
+        errors = list(jsonschema.Draft202012Validator(schema).iter_errors(resource))
+        return f"{errors[0].json_path}: {errors[0].message[:300]}" if errors else None
+
+
+def plant(resources, kind, path, value):
+    """A copy of the first resource of this kind, with a value that is wrong."""
+    resource = copy.deepcopy(next(r for r in resources if r["kind"] == kind))
+    at = resource
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return resource
+
+
+def self_test(validator, resources):
+    """Fails when a planted error is not caught."""
+    container = ("spec", "template", "spec", "containers", 0)
+    for kind, path, value in [
+        ("Deployment", (*container, "readynessProbe"), {}),
+        ("Deployment", ("spec", "replicas"), "two"),
+        ("Deployment", (*container, "securityContext", "readOnlyRoot"), True),
+        ("Service", ("spec", "ports", 0, "port"), "grpc"),
+        ("NetworkPolicy", ("spec", "policyType"), ["Ingress"]),
+        ("ServiceMonitor", ("spec", "endpoints", 0, "intervall"), "15s"),
+        ("GRPCRoute", ("spec", "rules", 0, "backends"), []),
+        ("ScaledObject", ("spec", "minReplicas"), 2),
+        ("ClusterServingRuntime", ("spec", "protocolVersion"), []),
+        ("InferenceService", ("spec", "predictor", "model", "storageURI"), "pvc://x"),
+    ]:
+        found = validator.complaint(plant(resources, kind, path, value))
+        if found == "unknown":
+            continue
+        if found is None:
+            raise SystemExit(f"a planted {kind} {'.'.join(map(str, path))} was not caught")
+        print(f"caught: {kind} {found.splitlines()[0][:120]}")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kubernetes", default="1.31")
+    parser.add_argument("--crds", help="directory of CustomResourceDefinitions")
+    flags = parser.parse_args()
+    validator = Validator(flags.kubernetes, read_crds(flags.crds) if flags.crds else {})
+
+    rendered = {}
+    for file in sorted((K8S / "overlays").rglob("kustomization.yaml")):
+        rendered[file.parent.relative_to(K8S).as_posix()] = render(file.parent)
+    # In the repository, as kustomize takes no absolute paths.
+    with tempfile.TemporaryDirectory(dir=K8S) as directory:
+        (pathlib.Path(directory) / "kustomization.yaml").write_text(WITH_TLS.format(k8s=".."))
+        rendered["components/tls"] = render(directory)
+
+    self_test(validator, [resource for all_of in rendered.values() for resource in all_of])
+    wrong = 0
+    for name, resources in rendered.items():
+        unknown = []
+        for resource in resources:
+            found = validator.complaint(resource)
+            if found == "unknown":
+                unknown.append(resource["kind"])
+            elif found:
+                wrong += 1
+                print(f"{name}: {resource['kind']} {resource['metadata']['name']}: {found}")
+        note = f", not validated for want of a schema: {', '.join(unknown)}" if unknown else ""
+        print(f"{name}: {len(resources)} resources{note}")
+
+    spec = next(r for r in rendered["overlays/monitoring"] if r["kind"] == "PrometheusRule")["spec"]
+    if spec != yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8")):
+        wrong += 1
+        print("overlays/monitoring/prometheusrule.yaml differs from deploy/prometheus/rules.yml")
+    print(f"{wrong} errors")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
