@@ -296,7 +296,7 @@ class ForeignClientTest(unittest.TestCase):
         self.assertEqual(done[-1], last.evaluations * last.count)
 
     def test_cancel(self):
-        call = CLIENT.stream(**self.long_job())
+        call = CLIENT.stream(timeout=None, **self.long_job())  # one that it cannot meet is refused
         self.assertEqual(next(call).WhichOneof("event"), "queued")
         call.cancel()
         self.error(lambda: list(call), grpc.StatusCode.CANCELLED)
@@ -407,7 +407,7 @@ class ForeignClientTest(unittest.TestCase):
             self.skipTest("only against a server that this script started with a short queue")
         calls, full = [], None
         for _ in range(100):
-            call = CLIENT.stream(**self.long_job())
+            call = CLIENT.stream(timeout=None, **self.long_job())
             calls.append(call)
             try:
                 next(call)
