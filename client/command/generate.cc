@@ -66,13 +66,16 @@ class Saver {
     }
     const Pixels sheet = ContactSheet(cells, columns);
     const client::EffectiveParams& params = drawing_.params();
-    // What draws the same sheet again.
+    // What draws the same sheet again. The name of this one request is left out: equal sheets are
+    // equal files.
+    nlohmann::json parameters = ToJson(params);
+    parameters.erase("request_id");
     const auto file = EncodePng(sheet, {{"Software", "denoised"},
                                         {"model", params.model},
                                         {"seed", std::to_string(params.seed)},
                                         {"sampler", std::string(client::Name(params.sampler))},
                                         {"steps", std::to_string(params.steps)},
-                                        {"parameters", ToJson(params).dump()}});
+                                        {"parameters", parameters.dump()}});
     if (!file.ok()) return file.status();
     const auto path =
         FillPath(pattern_, {.seed = params.seed, .label = "grid", .model = params.model});

@@ -123,6 +123,16 @@ TEST_F(CliTest, DrawsAGrid) {
   EXPECT_THAT(file, HasSubstr("\"sampler\":\"edm_euler\""));
 }
 
+TEST_F(CliTest, EqualGridsAreEqualFiles) {
+  for (const char* id : {"first", "second"}) {
+    const auto result = Run({"generate", "--grid", "2x2", "--seed", "5", "--request-id", id, "-o",
+                             Path(std::string(id) + ".png"), "--json"});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_THAT(result.out, HasSubstr(id));
+  }
+  EXPECT_EQ(Read("first.png"), Read("second.png"));
+}
+
 TEST_F(CliTest, EveryFlagArrives) {
   const client::Tensor noise = {
       client::Tensor::Type::kFloat32, {1, 8, 12, 1}, std::string(8 * 12 * 4, 'n')};
