@@ -180,30 +180,38 @@ absl::Status CheckSecurity(const Config& config) {
 
 absl::Status Finish(const std::vector<std::string>& models, const std::string& models_directory,
                     Config* config) {
-  DENOISED_RETURN_IF_ERROR(CheckAddress("--listen", config->listen));
-  DENOISED_RETURN_IF_ERROR(CheckSecurity(*config));
+  absl::Status problems;
+  const auto note = [&problems](const absl::Status& status) {
+    if (status.ok()) return;
+    const std::string before = problems.ok() ? "" : std::string(problems.message()) + "\n";
+    problems = absl::Status(problems.ok() ? status.code() : problems.code(),
+                            before + std::string(status.message()));
+  };
+  note(CheckAddress("--listen", config->listen));
+  note(CheckSecurity(*config));
   if (!config->metrics_listen.empty()) {
-    DENOISED_RETURN_IF_ERROR(CheckAddress("--metrics-listen", config->metrics_listen));
+    note(CheckAddress("--metrics-listen", config->metrics_listen));
   }
   for (const std::string& text : models) {
-    DENOISED_ASSIGN_OR_RETURN(ModelSource source, ParseModel(text));
-    config->models.push_back(std::move(source));
+    absl::StatusOr<ModelSource> source = ParseModel(text);
+    note(source.status());
+    if (source.ok()) config->models.push_back(*std::move(source));
   }
   if (!models_directory.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(const std::vector<ModelSource> found, ScanModels(models_directory));
-    config->models.insert(config->models.end(), found.begin(), found.end());
-  }
-  if (config->models.empty()) {
-    return InvalidArgument("no model is given; use --model name=directory or --models directory");
+    const auto found = ScanModels(models_directory);
+    note(found.status());
+    if (found.ok()) config->models.insert(config->models.end(), found->begin(), found->end());
+  } else if (models.empty()) {
+    note(InvalidArgument("no model is given; use --model name=directory or --models directory"));
   }
   std::set<std::string> names;
   for (const ModelSource& source : config->models) {
     if (!names.insert(source.name).second) {
-      return InvalidArgument("two models are named \"{}\"; give each its own name with --model",
-                             source.name);
+      note(InvalidArgument("two models are named \"{}\"; give each its own name with --model",
+                           source.name));
     }
   }
-  return absl::OkStatus();
+  return problems;
 }
 
 }  // namespace
@@ -218,6 +226,7 @@ bool IsLoopback(const std::string& address) {
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
   CommandLine line;
+/// Says all that is wrong, a line each, with the code of the first.
   Config& config = line.config;
   std::vector<std::string> models;
   std::string models_directory;

@@ -93,7 +93,8 @@ struct CommandLine {
 bool IsLoopback(const std::string& address);
 
 /// Reads flags, the environment (DENOISED_MAX_ROWS for --max-rows) and the JSON file of --config,
-/// the first of them wins. InvalidArgument or NotFound names the flag, its value and the remedy.
+/// the first of them wins. InvalidArgument or NotFound names the flag, its value and the remedy, of
+/// each setting whose value has the right form but cannot be, on a line of its own.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv);
 
 }  // namespace denoised

@@ -245,6 +245,11 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
   const auto none = Parse({});
   ASSERT_FALSE(none.ok());
   EXPECT_THAT(std::string(none.status().message()), HasSubstr("--model"));
+  const std::string all = Error({"--listen", "nowhere", "--model", "n=/absent", "--clients", "f"});
+  for (const char* part :
+       {"--listen: \"nowhere\"", "\n--model n: \"/absent\"", "--clients needs"}) {
+    EXPECT_THAT(all, HasSubstr(part));
+  }
 }
 
 TEST_F(ConfigTest, PrintsHelpAndVersion) {
