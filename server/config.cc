@@ -41,7 +41,9 @@ class JsonConfig : public CLI::Config {
     }
     std::vector<CLI::ConfigItem> items;
     for (const auto& [key, value] : json.items()) {
-      if (std::getenv(EnvironmentName(key).c_str()) != nullptr) continue;
+      // As CLI11, which takes an empty variable for none.
+      const char* const variable = std::getenv(EnvironmentName(key).c_str());
+      if (variable != nullptr && *variable != '\0') continue;
       CLI::ConfigItem item;
       item.name = key;
       if (key == "model" && value.is_object()) {
@@ -365,7 +367,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->default_str("step")
       ->group("Engine");
   app.add_option("--priority-weights", config.engine.priority_weights,
-                 "Shares of a client with interactive, normal and batch requests, where all wait")
+                 "Shares of a client with interactive, normal and batch requests, where all wait; "
+                 "in the environment with commas, \"16,4,1\"")
       ->check(Number(1e-3, 1e3))
       ->group("Engine");
   app.add_option("--keep-evaluations", config.engine.keep_evaluations,
@@ -411,6 +414,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Width times height of the largest image to draw")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 28))
       ->group("Limits");
+      ->delimiter(',')
   app.add_option("--max-count", config.engine.max_count, "Images of one request")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");

@@ -252,6 +252,21 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
   }
 }
 
+TEST_F(ConfigTest, ListsComeFromTheEnvironmentToo) {
+  const Variable weights("DENOISED_PRIORITY_WEIGHTS", "9,3,0.5");
+  const auto line = Parse({"--model", "m=" + Path("a-model")});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.engine.priority_weights, (std::array<double, kPriorities>{9, 3, 0.5}));
+}
+
+TEST_F(ConfigTest, EmptyVariablesAreNone) {
+  const Variable rows("DENOISED_MAX_ROWS", "");
+  const auto line =
+      Parse({"--model", "m=" + Path("a-model"), "--config", Write("{\"max-rows\": 4}")});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.engine.max_rows, 4);
+}
+
 TEST_F(ConfigTest, PrintsHelpAndVersion) {
   const auto help = Parse({"--help"});
   ASSERT_TRUE(help.ok() && help->print);
