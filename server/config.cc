@@ -30,7 +30,15 @@ std::string EnvironmentName(const std::string& flag) {
 /// CLI11's contract is to throw its own exceptions; ParseCommandLine turns them into a Status.
 class JsonConfig : public CLI::Config {
  public:
-  std::string to_config(const CLI::App*, bool, bool, std::string) const override { return "{}\n"; }
+  std::string to_config(const CLI::App* app, bool, bool, std::string) const override {
+    nlohmann::ordered_json settings;
+    for (const CLI::Option* option : app->get_options()) {
+      if (!option->get_configurable()) continue;
+      const nlohmann::json setting = Setting(*option);
+      if (setting != nlohmann::json::array()) settings[option->get_lnames().front()] = setting;
+    }
+    return settings.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  }
 
   std::vector<CLI::ConfigItem> from_config(std::istream& input) const override {
     const auto json = nlohmann::json::parse(input, nullptr, /*allow_exceptions=*/false);
@@ -61,6 +69,24 @@ class JsonConfig : public CLI::Config {
   }
 
  private:
+  /// What `option` is set to, by whatever won, or its default.
+  static nlohmann::json Setting(const CLI::Option& option) {
+    if (option.get_expected_min() == 0) return !option.empty() && option.as<bool>();
+    const bool text = option.get_type_name().rfind("TEXT", 0) == 0;
+    const auto scalar = [text](const std::string& value) -> nlohmann::json {
+      auto number = nlohmann::json::parse(value, nullptr, /*allow_exceptions=*/false);
+      if (text || !number.is_number()) return value;
+      return number;
+    };
+    if (option.get_items_expected_max() == 1) {
+      return scalar(option.empty() ? option.get_default_str() : option.results().front());
+    }
+    if (option.empty()) return nlohmann::json::parse(option.get_default_str(), nullptr, false);
+    auto list = nlohmann::json::array();
+    for (const std::string& value : option.results()) list.push_back(scalar(value));
+    return list;
+  }
+
   static std::string Scalar(const std::string& key, const nlohmann::json& value) {
     if (value.is_string()) return value.get<std::string>();
     if (value.is_number() || value.is_boolean()) return value.dump();
@@ -136,6 +162,18 @@ CLI::Validator Number(double low, double high, const char* unit = "NUMBER") {
       unit);
 }
 
+/// An option whose values have names. CLI::CheckedTransformer would replace the names by numbers,
+/// in --help and --print-config too.
+template <typename Value>
+CLI::Option* AddChoice(CLI::App* app, const std::string& flag, Value* value,
+                       const std::map<std::string, Value>& values, const std::string& initial,
+                       const std::string& description) {
+  const auto set = [value, values](const std::string& name) { *value = values.at(name); };
+  return app->add_option_function<std::string>(flag, set, description)
+      ->check(CLI::IsMember(values))
+      ->default_str(initial);
+}
+
 CLI::Validator Seconds(double low, double high) { return Number(low, high, "SECONDS"); }
 
 absl::Status CheckAddress(const std::string& flag, const std::string& address) {
@@ -180,6 +218,7 @@ absl::Status CheckSecurity(const Config& config) {
   return absl::OkStatus();
 }
 
+/// Says all that is wrong, a line each, with the code of the first.
 absl::Status Finish(const std::vector<std::string>& models, const std::string& models_directory,
                     Config* config) {
   absl::Status problems;
@@ -228,7 +267,6 @@ bool IsLoopback(const std::string& address) {
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
   CommandLine line;
-/// Says all that is wrong, a line each, with the code of the first.
   Config& config = line.config;
   std::vector<std::string> models;
   std::string models_directory;
@@ -239,6 +277,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   double handshake_timeout = config.connections.handshake.count() / 1e3;
   double refresh = config.security.refresh.count() / 1e3;
   std::string token_for;
+  bool print_config = false;
   std::string reflection = "auto", admin = "auto";
   double grace = config.grace.count() / 1e3;
   double lame_duck = config.lame_duck.count() / 1e3;
@@ -254,8 +293,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.config_formatter(std::make_shared<JsonConfig>());
   app.set_config("--config", "",
                  "JSON file with the same names as these flags. Flags win over the environment "
-                 "(DENOISED_MAX_ROWS for --max-rows), that over the file");
+                 "(DENOISED_MAX_ROWS for --max-rows), that over the file, that over defaults");
   app.allow_config_extras(CLI::config_extras_mode::error);
+  app.add_flag("--print-config", print_config,
+               "Print the settings that flags, environment and --config make together, as a file "
+               "for --config, and exit")
+      ->configurable(false);
+  app.add_flag("--check", config.check,
+               "Try what serving needs: certificates, clients, addresses, the device and every "
+               "model. Print a line for each, and exit with 1 when one fails")
+      ->configurable(false);
 
   app.add_option("--model", models, "A model: name=directory in diffusers layout. May be repeated")
       ->group("Models");
@@ -266,8 +313,6 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Look this often whether the files of a model have changed, and load it again; "
                  "one that cannot be loaded leaves the old one serving. 0: never")
       ->check(Seconds(0.0, 86400.0))
-      ->group("Models");
-  app.add_flag("--check", config.check, "Load the models, say what they are, and exit")
       ->group("Models");
 
   app.add_option("--listen", config.listen,
@@ -325,6 +370,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--make-token", token_for,
                  "Make a token for the client of this name, print it and its entry for --clients, "
                  "and exit")
+      ->configurable(false)
       ->group("Security");
   app.add_option("--credentials-refresh-seconds", refresh,
                  "How often to look for changes of these files")
@@ -359,17 +405,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Longest plan a request may need, in model evaluations per image")
       ->check(CLI::Range(1, 100000))
       ->group("Engine");
-  app.add_option("--batching", config.engine.batching,
-                 "\"step\": images join at any evaluation; \"request\": only once the batch before "
-                 "is done, as a baseline to compare with")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, Batching>{
-          {"step", Batching::kStep}, {"request", Batching::kRequest}}))
-      ->default_str("step")
+  AddChoice<Batching>(&app, "--batching", &config.engine.batching,
+                      {{"step", Batching::kStep}, {"request", Batching::kRequest}}, "step",
+                      "\"step\": images join at any evaluation; \"request\": only once the batch "
+                      "before is done, as a baseline to compare with")
       ->group("Engine");
   app.add_option("--priority-weights", config.engine.priority_weights,
                  "Shares of a client with interactive, normal and batch requests, where all wait; "
                  "in the environment with commas, \"16,4,1\"")
       ->check(Number(1e-3, 1e3))
+      ->delimiter(',')
       ->group("Engine");
   app.add_option("--keep-evaluations", config.engine.keep_evaluations,
                  "An image with no more evaluations to go does not give its slot to one that goes "
@@ -414,7 +459,6 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Width times height of the largest image to draw")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 28))
       ->group("Limits");
-      ->delimiter(',')
   app.add_option("--max-count", config.engine.max_count, "Images of one request")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
@@ -459,18 +503,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(0, 1024))
       ->group("Limits");
 
-  app.add_option("--log-format", config.log_format, "\"text\" or \"json\", a line each on stderr")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, log::Format>{
-          {"text", log::Format::kText}, {"json", log::Format::kJson}}))
-      ->default_str("text")
+  AddChoice<log::Format>(&app, "--log-format", &config.log_format,
+                         {{"text", log::Format::kText}, {"json", log::Format::kJson}}, "text",
+                         "\"text\" or \"json\", a line each on stderr")
       ->group("Logs");
-  app.add_option("--log-level", config.log_level, "\"debug\", \"info\", \"warning\" or \"error\"")
-      ->transform(CLI::CheckedTransformer(
-          std::map<std::string, log::Level>{{"debug", log::Level::kDebug},
-                                            {"info", log::Level::kInfo},
-                                            {"warning", log::Level::kWarning},
-                                            {"error", log::Level::kError}}))
-      ->default_str("info")
+  AddChoice<log::Level>(&app, "--log-level", &config.log_level,
+                        {{"debug", log::Level::kDebug},
+                         {"info", log::Level::kInfo},
+                         {"warning", log::Level::kWarning},
+                         {"error", log::Level::kError}},
+                        "info", "\"debug\", \"info\", \"warning\" or \"error\"")
       ->group("Logs");
 
   for (CLI::Option* option : app.get_options()) {
@@ -491,6 +533,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
 
   if (!token_for.empty()) {
     DENOISED_ASSIGN_OR_RETURN(line.print, MakeToken(token_for));
+    return line;
+  }
+  if (print_config) {
+    line.print = app.config_to_str();
     return line;
   }
   const auto milliseconds = [](double seconds) {

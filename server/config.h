@@ -82,8 +82,8 @@ struct Config {
   bool check = false;
 };
 
-/// What a command line asks for: to run with `config`, or, for --help and --version, to print a
-/// text and stop.
+/// What a command line asks for: to run with `config`, or, for --help, --version, --make-token and
+/// --print-config, to print a text and stop.
 struct CommandLine {
   Config config;
   std::optional<std::string> print;

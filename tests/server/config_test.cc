@@ -5,6 +5,9 @@
 
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
 
 namespace denoised {
 namespace {
@@ -242,14 +245,72 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
   EXPECT_THAT(Error({"--model", "m=" + Path("b-model")}), HasSubstr("two models are named \"m\""));
   EXPECT_THAT(Error({"--models", "/absent"}), HasSubstr("--models"));
   EXPECT_THAT(Error({"--models", Path("not-a-model")}), HasSubstr("model_index.json"));
-  const auto none = Parse({});
-  ASSERT_FALSE(none.ok());
-  EXPECT_THAT(std::string(none.status().message()), HasSubstr("--model"));
   const std::string all = Error({"--listen", "nowhere", "--model", "n=/absent", "--clients", "f"});
   for (const char* part :
        {"--listen: \"nowhere\"", "\n--model n: \"/absent\"", "--clients needs"}) {
     EXPECT_THAT(all, HasSubstr(part));
   }
+  const auto none = Parse({});
+  ASSERT_FALSE(none.ok());
+  EXPECT_THAT(std::string(none.status().message()), HasSubstr("--model"));
+}
+
+TEST_F(ConfigTest, PrintsWhatConfigReads) {
+  const auto print = [](std::vector<std::string> flags) {
+    flags.push_back("--print-config");
+    const auto line = Parse(flags);
+    EXPECT_TRUE(line.ok()) << line.status().message();
+    return line.ok() ? line->print.value_or("nothing") : "";
+  };
+  const std::string defaults = print({});
+  EXPECT_EQ(print({"--config", Write(defaults)}), defaults);
+
+  // Of each source, and of each kind: text, empty text, text that looks like a number, numbers,
+  // flags, lists, names of values.
+  const std::string file = Write(
+      "{\"max-rows\": 4, \"max-count\": 5, \"max-slots\": 6, \"fp32\": true,"
+      " \"priority-weights\": [9, 3, 0.5], \"clients\": \"\"}");
+  const Variable rows("DENOISED_MAX_ROWS", "8"), count("DENOISED_MAX_COUNT", "9");
+  const std::vector<std::string> flags = {
+      "--config",        file,   "--max-rows", "2",       "--metrics-listen", "",
+      "--model",         "m=b",  "--model",    "a=b",     "--tls-cert",       "1e3",
+      "--grace-seconds", "0.25", "--batching", "request", "--log-level",      "debug"};
+  const auto printed = nlohmann::json::parse(print(flags));
+  const nlohmann::json expected = {
+      {"max-rows", 2},        {"max-count", 9},           {"max-slots", 6},
+      {"fp32", true},         {"generic-kernels", false}, {"priority-weights", {9, 3, 0.5}},
+      {"clients", ""},        {"metrics-listen", ""},     {"model", {"m=b", "a=b"}},
+      {"tls-cert", "1e3"},    {"grace-seconds", 0.25},    {"batching", "request"},
+      {"log-level", "debug"}, {"log-format", "text"},     {"listen", "127.0.0.1:50051"}};
+  for (const auto& [name, value] : expected.items())
+    EXPECT_EQ(printed.value(name, nlohmann::json()), value) << name;
+  for (const char* action : {"help", "version", "config", "check", "print-config", "make-token"}) {
+    EXPECT_FALSE(printed.contains(action)) << action;
+  }
+
+  unsetenv("DENOISED_MAX_ROWS");
+  unsetenv("DENOISED_MAX_COUNT");
+  EXPECT_EQ(nlohmann::json::parse(print({"--config", Write(printed.dump())})), printed);
+  EXPECT_NE(nlohmann::json::parse(print({})), printed);
+}
+
+TEST_F(ConfigTest, EverySettingIsPrinted) {
+  const auto help = Parse({"--help"}), settings = Parse({"--print-config"});
+  ASSERT_TRUE(help.ok() && help->print && settings.ok() && settings->print);
+  const auto printed = nlohmann::json::parse(*settings->print);
+  // "  --max-rows INT:…"; what a file cannot set, or sets in another way.
+  const std::set<std::string> others = {"help",         "version",    "config", "check",
+                                        "print-config", "make-token", "model"};
+  std::istringstream lines(*help->print);
+  int found = 0;
+  for (std::string line; std::getline(lines, line);) {
+    const size_t begin = line.find("--");
+    if (begin == std::string::npos || line.find_first_not_of(' ') > begin || begin > 5) continue;
+    const std::string name = line.substr(begin + 2, line.find_first_of(" ,", begin) - begin - 2);
+    EXPECT_EQ(printed.contains(name), others.count(name) == 0) << line;
+    ++found;
+  }
+  EXPECT_GT(found, 50);
 }
 
 TEST_F(ConfigTest, ListsComeFromTheEnvironmentToo) {
