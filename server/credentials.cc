@@ -42,34 +42,6 @@ absl::StatusOr<Certificate> ReadCertificate(const char* flag, const std::string&
   return certificate;
 }
 
-/// gRPC reads the files in a thread of its own and says nothing when they are wrong: connections
-/// would only fail.
-absl::Status CheckFiles(const SecurityConfig& config) {
-  DENOISED_ASSIGN_OR_RETURN(const Certificate certificate,
-                            ReadCertificate("--tls-cert", config.tls_cert));
-  DENOISED_ASSIGN_OR_RETURN(const File file, OpenFile("--tls-key", config.tls_key));
-  const auto no_passphrase = [](char*, int, int, void*) { return 0; };
-  const Key key(PEM_read_bio_PrivateKey(file.get(), nullptr, no_passphrase, nullptr));
-  if (key == nullptr) {
-    return InvalidArgument("--tls-key: \"{}\" holds no private key in PEM without a passphrase",
-                           config.tls_key);
-  }
-  if (X509_check_private_key(certificate.get(), key.get()) != 1) {
-    return InvalidArgument(
-        "--tls-key: \"{}\" is not the key of the first certificate in \"{}\"; give the two that "
-        "were made together",
-        config.tls_key, config.tls_cert);
-  }
-  if (X509_cmp_current_time(X509_get0_notAfter(certificate.get())) < 0) {
-    log::Warning("the certificate has expired; clients will refuse it",
-                 {{"file", config.tls_cert}});
-  }
-  if (!config.tls_client_ca.empty()) {
-    DENOISED_RETURN_IF_ERROR(ReadCertificate("--tls-client-ca", config.tls_client_ca).status());
-  }
-  return absl::OkStatus();
-}
-
 /// Health says nothing that a load balancer or a kubelet, which have no token, may not know.
 constexpr std::string_view kOpenService = "/grpc.health.v1.Health/";
 
@@ -110,6 +82,29 @@ class Gate final : public grpc::AuthMetadataProcessor {
 
 }  // namespace
 
+absl::Status CheckCertificate(const SecurityConfig& config) {
+  DENOISED_ASSIGN_OR_RETURN(const Certificate certificate,
+                            ReadCertificate("--tls-cert", config.tls_cert));
+  DENOISED_ASSIGN_OR_RETURN(const File file, OpenFile("--tls-key", config.tls_key));
+  const auto no_passphrase = [](char*, int, int, void*) { return 0; };
+  const Key key(PEM_read_bio_PrivateKey(file.get(), nullptr, no_passphrase, nullptr));
+  if (key == nullptr) {
+    return InvalidArgument("--tls-key: \"{}\" holds no private key in PEM without a passphrase",
+                           config.tls_key);
+  }
+  if (X509_check_private_key(certificate.get(), key.get()) != 1) {
+    return InvalidArgument(
+        "--tls-key: \"{}\" is not the key of the first certificate in \"{}\"; give the two that "
+        "were made together",
+        config.tls_key, config.tls_cert);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckClientAuthority(const SecurityConfig& config) {
+  return ReadCertificate("--tls-client-ca", config.tls_client_ca).status();
+}
+
 std::optional<std::chrono::system_clock::time_point> CertificateExpiry(
     const SecurityConfig& config) {
   if (!config.tls()) return std::nullopt;
@@ -143,7 +138,15 @@ absl::StatusOr<std::shared_ptr<const Caller>> IdentifyCaller(
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(
     const SecurityConfig& config, const Clients* clients, Metrics* metrics) {
   if (config.tls_cert.empty()) return grpc::InsecureServerCredentials();
-  DENOISED_RETURN_IF_ERROR(CheckFiles(config));
+  // gRPC reads the files in a thread of its own and says nothing when they are wrong: connections
+  // would only fail.
+  DENOISED_RETURN_IF_ERROR(CheckCertificate(config));
+  if (!config.tls_client_ca.empty()) DENOISED_RETURN_IF_ERROR(CheckClientAuthority(config));
+  const auto expiry = CertificateExpiry(config);
+  if (expiry && *expiry < std::chrono::system_clock::now()) {
+    log::Warning("the certificate has expired; clients will refuse it",
+                 {{"file", config.tls_cert}});
+  }
   namespace tls = grpc::experimental;
   const auto seconds = static_cast<unsigned>(config.refresh.count() / 1000);
   tls::TlsServerCredentialsOptions options(std::make_shared<tls::FileWatcherCertificateProvider>(

@@ -30,6 +30,11 @@ struct Caller;
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(
     const SecurityConfig& config, const Clients* clients, Metrics* metrics);
 
+/// Whether --tls-cert and --tls-key can be read and belong together; only with TLS.
+absl::Status CheckCertificate(const SecurityConfig& config);
+/// Whether --tls-client-ca, which must be given, can be read.
+absl::Status CheckClientAuthority(const SecurityConfig& config);
+
 /// When the certificate that is on disk now expires; nothing without TLS or when it cannot be read.
 std::optional<std::chrono::system_clock::time_point> CertificateExpiry(
     const SecurityConfig& config);

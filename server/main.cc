@@ -7,32 +7,15 @@
 #include <csignal>
 #include <cstdlib>
 #include <ctime>
+#include <iostream>
 
+#include "server/check.h"
 #include "server/config.h"
 #include "server/log.h"
 #include "server/server.h"
 
 namespace denoised {
 namespace {
-
-/// Loads every model and says what it is. The exit code.
-int Check(const Config& config, Engine& engine) {
-  int failed = 0;
-  for (const ModelSource& source : config.models) {
-    if (const absl::Status status = engine.Open(source.name, source.directory); !status.ok()) {
-      fmt::print(stderr, "{}: {}\n", source.name, std::string(status.message()));
-      ++failed;
-      continue;
-    }
-    const auto model = engine.Find(source.name);
-    fmt::print("{}: {}, {} parameters, {}×{}×{}, {} classes, {:.1f} MB on {}, loaded in {:.2f} s\n",
-               source.name, model->architecture, model->parameters, model->height, model->width,
-               model->channels, model->num_classes,
-               (model->weight_bytes + model->activation_bytes + model->slot_bytes) / 1e6,
-               engine.DeviceName(), model->load_seconds);
-  }
-  return failed == 0 ? 0 : 1;
-}
 
 /// Serves until a signal or the end of the device. The exit code.
 int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& signals) {
@@ -112,11 +95,16 @@ int Main(int argc, char** argv) {
   gpr_set_log_function(LogOfGrpc);
   google::protobuf::SetLogHandler(LogOfProtobuf);
   auto engine = Engine::Create(config.engine);
+  if (config.check) {
+    // There is nothing to drain: a signal ends it at once.
+    pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+    return Check(config, engine, std::cout) ? 0 : 1;
+  }
   if (!engine.ok()) {
     log::Error(std::string(engine.status().message()));
     return 1;
   }
-  return config.check ? Check(config, **engine) : Serve(config, *std::move(engine), signals);
+  return Serve(config, *std::move(engine), signals);
 }
 
 }  // namespace

@@ -34,7 +34,8 @@ class Metrics : public EngineObserver {
   ~Metrics() override;
 
   /// Serves GET /metrics on `address` until destruction; what `serving` points to is read at each
-  /// scrape until Detach(). InvalidArgument when the address cannot be bound.
+  /// scrape until Detach(). Null: there is nothing yet. InvalidArgument when the address cannot be
+  /// bound.
   absl::Status Serve(const std::string& address, const Serving* serving);
   /// `serving` is not read from now on.
   void Detach();

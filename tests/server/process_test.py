@@ -85,12 +85,35 @@ class ProcessTest(unittest.TestCase):
             self.assertEqual(result.stdout, "")
 
     def test_check(self):
-        good = run("--check", "--model", f"digits={self.model}")
+        model, free = f"digits={self.model}", ["--listen", "127.0.0.1:0", "--metrics-listen", ""]
+        good = run("--check", "--model", model, *free)
         self.assertEqual(good.returncode, 0, good.stderr)
-        self.assertIn("digits: UNet2DModel", good.stdout)
-        bad = run("--check", "--model", f"digits={self.model}", "--model", f"bad={self.broken}")
+        self.assertRegex(good.stdout, "^ok +listen 127.0.0.1:0\nok +device auto  fake.*\n"
+                                      "ok +model digits  .*UNet2DModel, 1.0 M parameters.*\n$")
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            taken = f"127.0.0.1:{other.getsockname()[1]}"
+            bad = run("--check", "--model", f"bad={self.broken}", "--model", model,
+                      "--listen", taken, "--metrics-listen", taken, "--tls-cert", "absent.crt",
+                      "--tls-key", "absent.key", "--tls-client-ca", "absent.ca",
+                      "--clients", "absent.json")
         self.assertEqual(bad.returncode, 1)
-        self.assertIn("bad: ", bad.stderr)
+        starts = ["failed  certificate absent.crt: ", "failed  client authority absent.ca: ",
+                  "failed  clients absent.json: ", f"failed  listen {taken}: ",
+                  f"failed  metrics {taken}: ", "ok      device auto  fake, ",
+                  "failed  model bad: ", "ok      model digits  "]
+        self.assertEqual([line[:len(start)] for line, start in
+                          zip(bad.stdout.splitlines(), starts, strict=True)], starts)
+
+    def test_print_config(self):
+        printed = run("--print-config", "--model", f"digits={self.model}", "--max-rows", "3",
+                      "--listen", "127.0.0.1:0", "--metrics-listen", "", "--log-format", "json")
+        self.assertEqual(printed.returncode, 0, printed.stderr)
+        self.assertEqual(json.loads(printed.stdout)["max-rows"], 3)
+        path = os.path.join(os.path.dirname(self.model), "server.json")
+        with open(path, "w") as file:
+            file.write(printed.stdout)
+        self.assertEqual(run("--print-config", "--config", path).stdout, printed.stdout)
+        self.assertEqual(run("--check", "--config", path).returncode, 0)
 
     def test_signals_end_it_cleanly(self):
         for number in (signal.SIGTERM, signal.SIGINT):

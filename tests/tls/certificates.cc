@@ -34,7 +34,8 @@ void AddExtension(X509* certificate, X509* issuer, int nid, const std::string& v
   X509_EXTENSION_free(extension);
 }
 
-X509* MakeCertificate(const std::string& common_name, EVP_PKEY* key, X509* issuer) {
+X509* MakeCertificate(const std::string& common_name, EVP_PKEY* key, X509* issuer,
+                      std::chrono::seconds time) {
   X509* certificate = X509_new();
   X509_set_version(certificate, X509_VERSION_3);
   unsigned char serial[8];
@@ -44,7 +45,7 @@ X509* MakeCertificate(const std::string& common_name, EVP_PKEY* key, X509* issue
   BN_to_ASN1_INTEGER(number, X509_get_serialNumber(certificate));
   BN_free(number);
   X509_gmtime_adj(X509_getm_notBefore(certificate), -60);
-  X509_gmtime_adj(X509_getm_notAfter(certificate), 3600);
+  X509_gmtime_adj(X509_getm_notAfter(certificate), time.count());
   X509_set_pubkey(certificate, key);
   X509_NAME* name = X509_get_subject_name(certificate);
   X509_NAME_add_entry_by_txt(name, "CN", MBSTRING_UTF8,
@@ -58,7 +59,8 @@ X509* MakeCertificate(const std::string& common_name, EVP_PKEY* key, X509* issue
 
 struct TestAuthority::State {
   EVP_PKEY* key = MakeKey();
-  X509* certificate = MakeCertificate("denoised test authority", key, nullptr);
+  X509* certificate =
+      MakeCertificate("denoised test authority", key, nullptr, std::chrono::hours(1));
   std::string pem;
 };
 
@@ -76,9 +78,10 @@ TestAuthority::~TestAuthority() {
 
 const std::string& TestAuthority::certificate() const { return state_->pem; }
 
-KeyPair TestAuthority::Issue(const std::string& common_name, const std::string& names) const {
+KeyPair TestAuthority::Issue(const std::string& common_name, const std::string& names,
+                             std::chrono::seconds time) const {
   EVP_PKEY* key = MakeKey();
-  X509* certificate = MakeCertificate(common_name, key, state_->certificate);
+  X509* certificate = MakeCertificate(common_name, key, state_->certificate, time);
   if (!names.empty()) {
     AddExtension(certificate, state_->certificate, NID_subject_alt_name, names);
   }

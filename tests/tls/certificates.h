@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -19,9 +20,10 @@ class TestAuthority {
 
   /// The authority's own certificate, PEM: what peers are told to trust.
   const std::string& certificate() const;
-  /// Valid for an hour; `names` as OpenSSL writes alternative names: "DNS:localhost",
+  /// Valid for `time` from now; `names` as OpenSSL writes alternative names: "DNS:localhost",
   /// "IP:127.0.0.1".
-  KeyPair Issue(const std::string& common_name, const std::string& names) const;
+  KeyPair Issue(const std::string& common_name, const std::string& names,
+                std::chrono::seconds time = std::chrono::hours(1)) const;
 
  private:
   struct State;
