@@ -362,8 +362,8 @@ constexpr Choice kChoices[] = {
     ChoiceOf<SmallTile>(0.236, 0.8, 0.50, 2.3),
 };
 
-/// The busiest multiprocessor's time, without the launch. It picked the fastest tile, or one within
-/// 3 % of it, for all of 32 layers that were measured with every tile.
+/// The busiest multiprocessor's time, without the launch. Fitted to 32 layers that were measured
+/// with every tile: for each of them it picks the fastest, or one within 3 % of it.
 double Microseconds(const Choice& choice, const Conv2dLaunch& conv, int multiprocessors) {
   const int64_t blocks = Blocks(conv, choice.m, choice.n);
   const int64_t most = (blocks + multiprocessors - 1) / multiprocessors;
