@@ -111,9 +111,9 @@ class Load {
   Load(const Client& client, const std::vector<Pictures>& references)
       : client_(client), references_(references) {}
 
-  /// Until Stop. Every third request is unary.
+  /// Until Stop. Every fifth request is unary: in step with no number of servers.
   void Run() {
-    for (int i = Next(); i >= 0; i = Next()) i % 3 == 0 ? Unary(i) : Stream(i);
+    for (int i = Next(); i >= 0; i = Next()) i % 5 == 0 ? Unary(i) : Stream(i);
   }
   void Stop() {
     std::lock_guard lock(mutex_);
@@ -206,14 +206,14 @@ TEST_F(FleetTest, LosesNothingWhenOneIsKilledAndOneDrains) {
   for (int i = 0; i < 12; ++i) threads.emplace_back([&] { load.Run(); });
 
   EXPECT_TRUE(
-      WaitUntil([&] { return load.done() >= 8 && load.in_flight_at(killed.address()) >= 3; }));
+      WaitUntil([&] { return load.done() >= 8 && load.in_flight_at(killed.address()) >= 2; }));
   killed.process().Signal(SIGKILL);
   EXPECT_EQ(killed.process().Wait().exit_code, 128 + SIGKILL);
   EXPECT_GT(load.in_flight_at(killed.address()), 0) << "nothing was under way";
 
   int done = load.done();
   EXPECT_TRUE(WaitUntil(
-      [&] { return load.done() >= done + 8 && load.in_flight_at(drained.address()) >= 3; }));
+      [&] { return load.done() >= done + 8 && load.in_flight_at(drained.address()) >= 2; }));
   drained.process().Signal(SIGTERM);
   EXPECT_EQ(drained.process().Wait().exit_code, 0);
 
