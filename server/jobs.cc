@@ -116,8 +116,7 @@ std::shared_ptr<Generation> Jobs::Find(const std::string& client, const std::str
   *refusal = ToGrpcStatus(
       NotFound(
           "request_id: there is no job {} of yours; ask the server that took it, or draw it again: "
-          "results are no longer kept than the server runs, for {} s, within {} bytes of all "
-          "clients",
+          "a result is kept for {} s, within {} bytes of all clients, while the server runs",
           Quote(request_id), std::chrono::duration<double>(retention_.time).count(),
           retention_.max_bytes),
       reason::kJobNotFound, IsRequestId(request_id) ? request_id : "");

@@ -197,7 +197,7 @@ struct Queued {
   int images_ahead = 0;
   int position = 0;  // requests that wait in front of it
   std::optional<double> estimated_start_seconds, estimated_total_seconds;  // from now
-  std::string server;  // which took it, "ipv4:10.0.0.1:50051": connect there for the job
+  std::string server;  // which took it first, "ipv4:10.0.0.1:50051": connect there for the job
 };
 struct Started {
   double queued_seconds = 0;
