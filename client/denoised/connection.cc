@@ -46,7 +46,7 @@ constexpr char kModels[] = "models are changed on";
 class GrpcConnection : public Connection {
  public:
   /// `name` is what the caller calls the target.
-  GrpcConnection(std::string name, bool replicas, std::shared_ptr<grpc::Channel> channel,
+  GrpcConnection(std::string name, bool replicas, const std::shared_ptr<grpc::Channel>& channel,
                  const RetryPolicy& retry)
       : name_(std::move(name)),
         replicas_(replicas),
@@ -449,9 +449,8 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   }
   if (parsed->direct) arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetUserAgentPrefix("denoised-client");
-  auto channel = grpc::CreateCustomChannel(parsed->uri, *credentials, arguments);
-  return std::make_shared<GrpcConnection>(target, parsed->replicas, std::move(channel),
-                                          options.retry);
+  const auto channel = grpc::CreateCustomChannel(parsed->uri, *credentials, arguments);
+  return std::make_shared<GrpcConnection>(target, parsed->replicas, channel, options.retry);
 }
 
 }  // namespace denoised::client

@@ -1,9 +1,9 @@
 // Three servers, processes of the real program on the CPU, under load from the library: one is
 // killed and one drains.
 #include <gtest/gtest.h>
-#include <signal.h>
 
 #include <chrono>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <functional>
