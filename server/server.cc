@@ -292,7 +292,11 @@ absl::Status Server::CheckDevices() {
   return status;
 }
 
-bool Server::LostADevice() const { return !state_->lost_devices.empty(); }
+bool Server::LostADevice() const {
+  const std::vector<DeviceState> devices = state_->engine->Devices();
+  return std::any_of(devices.begin(), devices.end(),
+                     [](const DeviceState& device) { return !device.health.ok(); });
+}
 
 void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {
   std::call_once(state_->drained, [&] {

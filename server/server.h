@@ -39,8 +39,8 @@ class Server {
   /// OK while a device is left. An error is final: health becomes NOT_SERVING and the process
   /// should end. Logs each device that is lost; to be called now and then, by one thread.
   absl::Status CheckDevices();
-  /// Whether CheckDevices saw one that is lost. It may hold its thread for ever, and the process
-  /// should end without the destructor.
+  /// Whether any device is lost. It may hold its thread for ever, and the process should end
+  /// without the destructor.
   bool LostADevice() const;
 
   /// Says NOT_SERVING; after `lame_duck` takes no new work; gives what runs `grace` from then, ends
