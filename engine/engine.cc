@@ -253,7 +253,10 @@ absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
   bool any = false;
   for (size_t i = 0; i < workers_.size(); ++i) {
     if (loaded[i].status.ok() && !std::exchange(any, true)) *info = loaded[i].info;
-    if (!loaded[i].status.ok() && workers_[i]->health().ok()) status.Update(loaded[i].status);
+    if (!loaded[i].status.ok() && workers_[i]->health().ok())
+      status.Update(workers_.size() == 1
+                        ? loaded[i].status
+                        : Annotate(loaded[i].status, "device " + workers_[i]->name()));
   }
   if (!any) status.Update(loaded.front().status);
   if (!status.ok()) RemoveFromDevices(info->name).IgnoreError();
