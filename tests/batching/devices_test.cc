@@ -3,8 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <mutex>
 #include <numeric>
 #include <random>
+#include <thread>
 
 #include "tests/batching/simulation.h"
 
@@ -246,6 +249,117 @@ TEST(Devices, CancelsAndALossLeaveNothingBehindAndChangeNoBit) {
     EXPECT_EQ(heard->images, idle[shape]);
   }
   ExpectNothingLeft(simulation.Totals());
+}
+
+/// What a job of several threads told.
+class Collected : public JobListener {
+ public:
+  void OnProgress(int done, int) override {
+    const std::lock_guard lock(mutex_);
+    EXPECT_GT(done, progress_);
+    EXPECT_FALSE(done_) << "nothing follows OnDone";
+    progress_ = done;
+  }
+  void OnImage(ImageResult image) override {
+    const std::lock_guard lock(mutex_);
+    EXPECT_TRUE(images_.emplace(image.index, image.pixels.ToFloats()).second);
+  }
+  void OnDone(const absl::Status& status, const JobTiming&) override {
+    const std::lock_guard lock(mutex_);
+    EXPECT_FALSE(done_) << "OnDone comes once";
+    done_ = status;
+  }
+  std::map<int, std::vector<float>> images() {
+    const std::lock_guard lock(mutex_);
+    return images_;
+  }
+  std::optional<absl::Status> done() {
+    const std::lock_guard lock(mutex_);
+    return done_;
+  }
+
+ private:
+  std::mutex mutex_;
+  int progress_ = 0;
+  std::map<int, std::vector<float>> images_;
+  std::optional<absl::Status> done_;
+};
+
+TEST(Devices, OnThreadsOfTheirOwnOneMayBeLostInTheMiddleOfAStep) {
+  constexpr int kDevices = 3, kShapes = 6;
+  const auto request = [](int shape) {
+    return Request{.steps = 2 + 5 * shape,
+                   .seed = static_cast<uint64_t>(shape),
+                   .count = 1 + shape % 3,
+                   .guidance = shape % 2 ? 2.0 : 1.0,
+                   .priority = static_cast<Priority>(shape % 3)};
+  };
+  Simulation requests({.max_rows = 6});
+  std::vector<std::map<int, std::vector<float>>> idle;
+  for (int shape = 0; shape < kShapes; ++shape) {
+    const auto heard = requests.Submit(request(shape));
+    requests.RunAll();
+    idle.push_back(heard->images);
+  }
+
+  Admission admission({.requests = 20'000, .images = 40'000});
+  JobQueue queue(admission);
+  std::atomic<bool> stop{false};
+  std::atomic<int> ready{0};
+  std::vector<std::thread> devices;
+  for (int i = 0; i < kDevices; ++i)
+    devices.emplace_back([&, i] {
+      const auto backend = OpenBackend({.device = "cpu"});
+      ASSERT_TRUE(backend.ok()) << backend.status();
+      StepBatcher batcher(**backend, admission, queue, nullptr,
+                          {.device = i, .keep_evaluations = 0});
+      const BatchedModel model{.name = "fake",
+                               .denoiser = std::make_shared<FakeDenoiser>(Simulation::kSize, 1, 5),
+                               .null_label = 4,
+                               .max_rows = 6,
+                               .slots = 6,
+                               .max_evaluations = 100};
+      EXPECT_TRUE(batcher.AddModel(model, Simulation::kSize, Simulation::kSize).ok());
+      ++ready;
+      // One that is lost goes on, as one that hung and came back: nobody may notice.
+      while (!stop) {
+        if (!batcher.busy()) continue;
+        EXPECT_TRUE(batcher.Step().ok());
+      }
+    });
+  while (ready < kDevices) std::this_thread::yield();
+
+  std::mt19937 random(6);
+  std::vector<JobId> doomed;
+  std::vector<std::pair<int, std::shared_ptr<Collected>>> survivors;
+  const auto submit = [&](int shape) {
+    auto collected = std::make_shared<Collected>();
+    const auto id = queue.Submit(requests.Job(request(shape)), collected);
+    EXPECT_TRUE(id.ok()) << id.status();
+    doomed.push_back(*id);
+    return collected;
+  };
+  for (int i = 0; i < 400; ++i) {
+    if (i == 130) queue.Lose(1);
+    if (i == 260) queue.Lose(2);
+    const int shape = static_cast<int>(random() % kShapes);
+    survivors.emplace_back(shape, submit(shape));
+    doomed.pop_back();
+    submit(static_cast<int>(random() % kShapes));
+    if (random() % 2)
+      queue.End(doomed[random() % doomed.size()], Cancelled("gone"), EndReason::kCancelled);
+  }
+  const auto deadline = JobQueue::Clock::now() + std::chrono::minutes(2);
+  EXPECT_TRUE(queue.WaitForNone(nullptr, deadline));
+  stop = true;
+  for (std::thread& device : devices) device.join();
+  for (const auto& [shape, collected] : survivors) {
+    ASSERT_TRUE(collected->done().has_value());
+    ASSERT_TRUE(collected->done()->ok()) << *collected->done();
+    EXPECT_EQ(collected->images(), idle[shape]);
+  }
+  ExpectNothingLeft(admission.Read("fake", JobQueue::Clock::now()));
+  EXPECT_EQ(admission.RoomToPark(1), size_t{1} << 30);
 }
 
 }  // namespace
