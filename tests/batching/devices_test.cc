@@ -362,5 +362,48 @@ TEST(Devices, OnThreadsOfTheirOwnOneMayBeLostInTheMiddleOfAStep) {
   EXPECT_EQ(admission.RoomToPark(1), size_t{1} << 30);
 }
 
+TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
+  Simulation requests({});
+  Admission admission({});
+  JobQueue queue(admission);
+  Admission::Lane* const lane = admission.Open("fake", Simulation::kSize, Simulation::kSize, 4);
+  for (const int device : {0, 1}) {
+    queue.AddModel("fake", device);
+    queue.Opened({lane, "fake", Simulation::kSize, Simulation::kSize}, device, absl::OkStatus());
+  }
+  const auto collected = std::make_shared<Collected>();
+  ASSERT_TRUE(queue.Submit(requests.Job({.steps = 5}), collected).ok());
+  const auto draw = [&](int device) {
+    const auto job = queue.First(lane, device, 0);
+    const auto image = job ? queue.Take(job, device) : nullptr;
+    if (!image) return image;
+    for (; image->evaluation < 4; ++image->evaluation)
+      queue.Tell({{.image = image, .evaluation = image->evaluation + 1}});
+    queue.Drawn(image);
+    return image;
+  };
+  const auto tell = [&](const std::shared_ptr<JobQueue::Image>& image) {
+    queue.Tell({{.image = image,
+                 .evaluation = 5,
+                 .result = ImageResult{.index = 0, .pixels = Tensor::Host({1}, DType::kF32)}}});
+  };
+  const auto lost = draw(0);
+  ASSERT_TRUE(lost);
+  EXPECT_EQ(admission.Read("fake", {}).active_images, 0);
+  queue.Lose(0);
+  EXPECT_FALSE(draw(0)) << "it is given nothing any more";
+  tell(lost);
+  EXPECT_FALSE(collected->done()) << "what it says late is for nobody";
+  const Admission::Totals totals = admission.Read("fake", {});
+  EXPECT_EQ(totals.active_images, 0);
+  EXPECT_EQ(totals.queued_images[static_cast<size_t>(Priority::kNormal)], 1);
+  EXPECT_EQ(totals.wasted_rows[static_cast<size_t>(EndReason::kFailed)], 4u);
+  const auto again = draw(1);
+  ASSERT_TRUE(again);
+  tell(again);
+  EXPECT_EQ(collected->done(), absl::OkStatus());
+  ExpectNothingLeft(admission.Read("fake", {}));
+}
+
 }  // namespace
 }  // namespace denoised

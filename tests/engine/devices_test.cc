@@ -78,9 +78,7 @@ class TwoDevices : public ::testing::Test {
     const absl::Status opened = engine_->Open("digits", kDigits);
     ASSERT_TRUE(opened.ok()) << opened;
   }
-  ~TwoDevices() override {
-    for (int device : {0, 1}) Hang(device, false);
-  }
+  ~TwoDevices() override { Release(); }
 
   FakeClock& NewClock() {
     std::lock_guard lock(mutex_);
@@ -88,17 +86,26 @@ class TwoDevices : public ::testing::Test {
   }
   absl::Status Fault(int device) {
     std::unique_lock lock(mutex_);
-    released_.wait(lock, [&] { return !hang_[device]; });
-    return error_[device];
+    Told& told = told_[device];
+    if (!told.hang && !told.fail) return absl::OkStatus();
+    if (told.evaluations-- > 0) return absl::OkStatus();
+    if (told.fail) return Internal("it fell off the bus");
+    released_.wait(lock, [&] { return released_all_; });
+    return absl::OkStatus();
   }
-  void Hang(int device, bool hang) {
+  /// After so many evaluations more.
+  void Break(int device, int evaluations) {
     std::lock_guard lock(mutex_);
-    hang_[device] = hang;
+    told_[device] = {.fail = true, .evaluations = evaluations};
+  }
+  void Hang(int device, int evaluations) {
+    std::lock_guard lock(mutex_);
+    told_[device] = {.hang = true, .evaluations = evaluations};
+  }
+  void Release() {
+    std::lock_guard lock(mutex_);
+    released_all_ = true;
     released_.notify_all();
-  }
-  void Break(int device) {
-    std::lock_guard lock(mutex_);
-    error_[device] = Internal("it fell off the bus");
   }
   std::vector<std::map<int, std::vector<float>>> Alone(int jobs, int count, int steps) {
     std::vector<std::map<int, std::vector<float>>> images;
@@ -115,8 +122,12 @@ class TwoDevices : public ::testing::Test {
   std::deque<FakeClock> clocks_;
   std::mutex mutex_;
   std::condition_variable released_;
-  std::array<bool, 2> hang_{};
-  std::array<absl::Status, 2> error_;
+  struct Told {
+    bool fail = false, hang = false;
+    int evaluations = 0;
+  };
+  std::array<Told, 2> told_;
+  bool released_all_ = false;
   Counter counter_;
   std::unique_ptr<Engine> engine_;
 };
@@ -148,17 +159,16 @@ TEST_F(TwoDevices, AnUnloadWaitsForBoth) {
 }
 
 TEST_F(TwoDevices, OneThatFailsLeavesItsImagesToTheOther) {
-  const auto alone = Alone(3, 4, 12);
+  const auto alone = Alone(3, 2, 8);
   Open();
+  Break(1, /*evaluations=*/3);
   std::vector<std::shared_ptr<Collector>> jobs;
-  for (int i = 0; i < 3; ++i) jobs.push_back(Submit(*engine_, Digits(i, 4, 12)));
-  while (counter_.evaluations()["simulated:1"] < 3) std::this_thread::yield();
-  Break(1);
+  for (int i = 0; i < 3; ++i) jobs.push_back(Submit(*engine_, Digits(i, 2, 8)));
   for (int i = 0; i < 3; ++i) {
     const absl::Status status = jobs[i]->Wait();
     ASSERT_TRUE(status.ok()) << status;
     EXPECT_EQ(jobs[i]->images(), alone[i]);
-    EXPECT_EQ(jobs[i]->progress(), 4 * 12);
+    EXPECT_EQ(jobs[i]->progress(), 2 * 8);
   }
   EXPECT_TRUE(engine_->Health().ok()) << engine_->Health();
   const std::vector<DeviceState> devices = engine_->Devices();
@@ -172,7 +182,7 @@ TEST_F(TwoDevices, OneThatFailsLeavesItsImagesToTheOther) {
   EXPECT_TRUE(engine_->Open("second", kDigits).ok());
   EXPECT_TRUE(engine_->Close("second").ok());
   const auto last = Submit(*engine_, Digits(9, 2, 900));
-  Break(0);
+  Break(0, /*evaluations=*/0);
   EXPECT_EQ(last->Wait().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(engine_->Health().message()), HasSubstr("it fell off the bus"));
   std::vector<FieldViolation> violations;
@@ -181,20 +191,19 @@ TEST_F(TwoDevices, OneThatFailsLeavesItsImagesToTheOther) {
 }
 
 TEST_F(TwoDevices, OneThatHangsLeavesItsImagesToTheOther) {
-  const auto alone = Alone(2, 4, 10);
-  Open(/*watchdog_seconds=*/2);
+  const auto alone = Alone(2, 2, 6);
+  Open(/*watchdog_seconds=*/5);
+  Hang(0, /*evaluations=*/2);
   std::vector<std::shared_ptr<Collector>> jobs;
-  for (int i = 0; i < 2; ++i) jobs.push_back(Submit(*engine_, Digits(i, 4, 10)));
-  while (counter_.evaluations()["simulated:0"] < 2) std::this_thread::yield();
-  Hang(0, true);
+  for (int i = 0; i < 2; ++i) jobs.push_back(Submit(*engine_, Digits(i, 2, 6)));
   for (int i = 0; i < 2; ++i) {
     ASSERT_TRUE(jobs[i]->Wait().ok());
     EXPECT_EQ(jobs[i]->images(), alone[i]);
   }
   EXPECT_TRUE(engine_->Health().ok());
   EXPECT_THAT(std::string(engine_->Devices()[0].health.message()),
-              HasSubstr("did not return within 2 s"));
-  Hang(0, false);  // what it does from now on, nobody hears
+              HasSubstr("did not return within 5 s"));
+  Release();  // what it does from now on, nobody hears
   EXPECT_TRUE(Submit(*engine_, Digits(5, 1, 3))->Wait().ok());
 }
 
