@@ -59,6 +59,13 @@ void JobQueue::StopWaiting(const Job& job) {
   if (line.waiting.empty()) line.refused.clear();
 }
 
+/// Nobody takes an image of it any more. Under mutex_.
+void JobQueue::StartEnding(Job& job) {
+  job.ending = true;
+  admission_.Withdraw(*job.ticket);
+  StopWaiting(job);
+}
+
 void JobQueue::Wake() {
   if (wake_) wake_();
 }
@@ -68,11 +75,8 @@ void JobQueue::End(JobId id, const absl::Status& status, EndReason reason) {
     std::lock_guard lock(mutex_);
     const auto found = jobs_.find(id);
     if (found == jobs_.end() || found->second->ending) return;
-    const std::shared_ptr<Job>& job = found->second;
-    job->ending = true;
-    admission_.Withdraw(*job->ticket);
-    StopWaiting(*job);
-    ended_.push_back({job, status, reason});
+    StartEnding(*found->second);
+    ended_.push_back({found->second, status, reason});
   }
   Wake();
 }
@@ -130,6 +134,7 @@ void JobQueue::Lose(int device) {
     }
     for (auto& [lane, line] : lines_) {
       line.open.erase(device);
+      line.refused.clear();  // who had no memory has to try again, or say that nobody has
       if (line.opening == device) line.opening.reset();
     }
     for (const auto& [id, job] : jobs_)
@@ -252,6 +257,7 @@ void JobQueue::Opened(const Size& size, int device, const absl::Status& status) 
       if (line.open.empty() &&
           std::includes(line.refused.begin(), line.refused.end(), devices.begin(), devices.end()))
         for (const auto& [key, job] : line.waiting) hopeless.push_back(job);
+      for (const std::shared_ptr<Job>& job : hopeless) StartEnding(*job);
     }
   }
   for (const std::shared_ptr<Job>& job : hopeless) Finish(job, status, EndReason::kFailed);

@@ -58,7 +58,7 @@ class JobQueue {
     int next_image = 0;                             // the first that no device has had
     std::deque<std::shared_ptr<Image>> again;       // that one had, and that wait once more
     std::map<std::shared_ptr<Image>, int> devices;  // where those are that do not wait
-    bool ending = false;                            // End was called
+    bool ending = false;                            // it is about to be over
     // Under `telling`, which is locked before the queue's mutex if both are.
     std::mutex telling;
     std::shared_ptr<JobListener> listener;  // null: the job is over
@@ -176,6 +176,7 @@ class JobQueue {
   bool MayOpen(const Line& line, int device) const;
   void Wait(const std::shared_ptr<Job>& job);
   void StopWaiting(const Job& job);
+  void StartEnding(Job& job);
   void Wake();
   void Finish(const std::shared_ptr<Job>& job, const absl::Status& status,
               std::optional<EndReason> reason);

@@ -151,6 +151,23 @@ TEST(Devices, ANewSizeTakesMemoryWhereItIsNeeded) {
   EXPECT_EQ(nowhere->done->code(), absl::StatusCode::kResourceExhausted);
 }
 
+TEST(Devices, ASizeThatOnlyTheLostOneHadMemoryForIsToldSo) {
+  Simulation simulation({.devices = 2, .max_rows = 4});
+  simulation.Add("plain", 0);
+  SimulatedBackend& full = *simulation.devices[0].backend;
+  full.memory_limit = full.allocated();
+  const auto size = simulation.Submit({.steps = 20, .count = 9, .model = "plain", .size = 8});
+  const auto other = simulation.Submit({.steps = 20, .count = 3});
+  for (int i = 0; i < 8; ++i) simulation.Step();
+  EXPECT_FALSE(size->progress.empty());
+  Break(simulation, 1);
+  simulation.RunAll();
+  ASSERT_TRUE(size->done.has_value());
+  EXPECT_EQ(size->done->code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(other->done->ok());
+  ExpectNothingLeft(simulation.Totals("plain"));
+}
+
 TEST(Devices, OneThatIsLostLosesNoImage) {
   const auto request = [](uint64_t seed) {
     return Request{.steps = 30, .seed = seed, .count = 3, .previews = true};
