@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -23,6 +24,7 @@
 #include "server/log.h"
 #include "server/metrics.h"
 #include "server/model_admin.h"
+#include "server/server_info.h"
 #include "server/service.h"
 #include "server/version.h"
 #include "server/worker_pool.h"
@@ -150,13 +152,14 @@ struct Server::State {
   std::condition_variable stop;
   std::once_flag drained;
   std::thread loader, expirer, reloader;
+  std::set<std::string> lost_devices;  // that CheckDevices has seen
 };
 
 void Server::State::Announce() const {
   log::Fields fields = {{"version", kVersion},
                         {"address", WithPort(config.listen, acceptor->port())},
-                        {"device", engine->DeviceName()},
-                        {"device_description", engine->DeviceDescription()},
+                        {"device", DeviceNames(*engine)},
+                        {"device_description", engine->Devices().front().description},
                         {"models", static_cast<int>(config.models.size())}};
   if (metrics.port() != 0) {
     fields.push_back(
@@ -274,10 +277,25 @@ std::optional<absl::Status> Server::Loaded(std::chrono::milliseconds timeout) {
   return state_->loaded;
 }
 
-absl::Status Server::CheckDevice() {
+absl::Status Server::CheckDevices() {
+  const std::vector<DeviceState> devices = state_->engine->Devices();
+  const auto left = std::count_if(devices.begin(), devices.end(),
+                                  [](const DeviceState& device) { return device.health.ok(); });
+  for (const DeviceState& device : devices) {
+    if (device.health.ok() || !state_->lost_devices.insert(device.name).second) continue;
+    log::Error("a device is lost", {{"device", device.name},
+                                    {"error", std::string(device.health.message())},
+                                    {"devices_left", static_cast<int>(left)}});
+  }
   const absl::Status status = state_->engine->Health();
   if (!status.ok()) state_->health->Die();
   return status;
+}
+
+bool Server::LostADevice() const {
+  const std::vector<DeviceState> devices = state_->engine->Devices();
+  return std::any_of(devices.begin(), devices.end(),
+                     [](const DeviceState& device) { return !device.health.ok(); });
 }
 
 void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {

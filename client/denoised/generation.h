@@ -235,11 +235,18 @@ struct Job {
   std::string error;           // why it failed or was cancelled
 };
 
+/// One of the devices that draw.
+struct Device {
+  std::string name, description;
+  std::string error;  // why it is lost; empty while it works
+};
+
 /// What the server is and allows.
 struct ServerInfo {
   std::string version, build;
-  std::string state;  // "starting", "serving", "draining"
-  std::string device, device_description;
+  std::string state;                       // "starting", "serving", "draining"
+  std::string device, device_description;  // of several "cuda:0,cuda:1", all of one kind
+  std::vector<Device> devices;             // never empty
   double uptime_seconds = 0;
   std::string batching;                                // "step" or "request"
   std::string client;                                  // who the server takes the caller for

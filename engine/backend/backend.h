@@ -190,7 +190,7 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  virtual std::string_view name() const = 0;    // "cpu", "cuda:0"
+  virtual std::string_view name() const = 0;    // "cpu", "cpu:1", "cuda:0"
   virtual std::string description() const = 0;  // for people: chip, cores or SMs, memory
   virtual Device device() const = 0;
   virtual DType activation_dtype() const = 0;
@@ -262,7 +262,8 @@ class Backend {
 };
 
 struct BackendOptions {
-  std::string device = "auto";  // "auto" (CUDA when there is one), "cpu", "cuda", "cuda:N"
+  std::string device = "auto";  // "auto" (CUDA when there is one), "cpu", "cuda"
+  int number = 0;               // as CUDA counts devices; on the CPU only a part of the name
   bool fp32 = false;            // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: the kernels for any chip from compute capability 8.0 on, also where there are better.
   bool generic_kernels = false;

@@ -490,7 +490,7 @@ TEST_P(CudaTest, OutOfMemoryIsAnErrorOfThatRequestAlone) {
 }
 
 TEST_P(CudaTest, ADeviceThatIsNotThere) {
-  const auto refused = OpenBackend({.device = "cuda:999"});
+  const auto refused = OpenBackend({.device = "cuda", .number = 999});
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_NE(std::string(refused.status().message()).find("cuda:999"), std::string::npos);
 }

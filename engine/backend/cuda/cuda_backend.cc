@@ -603,8 +603,8 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
 }  // namespace
 }  // namespace cuda
 
-absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device,
-                                                         const BackendOptions& options) {
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& options) {
+  const int device = options.number;
   DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<cuda::Context> context, cuda::Context::Open(device));
   cudaDeviceProp properties;
   DENOISED_RETURN_IF_ERROR(
