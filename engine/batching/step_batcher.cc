@@ -392,7 +392,7 @@ absl::Status StepBatcher::Begin(Lane& lane, int slot, const std::shared_ptr<Job>
   if (job->plan.empty()) job->plan = ToDevice(plan);
   Evaluator::Start start;
   start.plan = &job->plan;
-  start.seed = *spec.seed + static_cast<uint64_t>(image);
+  start.seed = spec.SeedOf(image);
   start.guidance_scale = static_cast<float>(*spec.guidance_scale);
   if (!spec.class_values.empty()) {
     const size_t size = spec.class_values.size() / job->count();
@@ -492,8 +492,7 @@ absl::Status StepBatcher::Report() {
     Download* download = image.result ? image.result.get() : image.preview.get();
     if (job.over || !download) continue;
     const JobSpec& spec = job.effective.spec;
-    ImageResult result{.index = image.image,
-                       .seed = *spec.seed + static_cast<uint64_t>(image.image)};
+    ImageResult result{.index = image.image, .seed = spec.SeedOf(image.image)};
     if (!spec.class_labels.empty()) result.label = spec.class_labels[image.image];
     DENOISED_ASSIGN_OR_RETURN(result.pixels, download->Wait());
     if (image.preview) {
