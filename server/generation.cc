@@ -91,6 +91,11 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
   auto job = serving_->engine->Resolve(translation.spec, &engine_violations);
   Merge(engine_violations, &violations);
   if (!violations.empty()) {
+    if (origin_.field_name != nullptr) {
+      for (FieldViolation& violation : violations) {
+        violation.field = origin_.field_name(violation.field);
+      }
+    }
     *refusal = InvalidFields(violations, request_id);
     return std::nullopt;
   }

@@ -19,6 +19,7 @@
 #include "server/clients.h"
 #include "server/credentials.h"
 #include "server/health.h"
+#include "server/inference_service.h"
 #include "server/jobs.h"
 #include "server/log.h"
 #include "server/metrics.h"
@@ -103,6 +104,7 @@ struct Server::State {
         catalog(config.models, engine.get(), &metrics),
         clients(std::move(clients_in)),
         service(&serving),
+        inference(&serving),
         model_admin(config.admin ? std::make_unique<ModelAdminService>(&serving) : nullptr) {
     serving.config = &this->config;
     serving.engine = engine.get();
@@ -138,6 +140,7 @@ struct Server::State {
   Catalog catalog;
   std::unique_ptr<Clients> clients;
   ImageGenerationService service;
+  InferenceService inference;
   std::unique_ptr<ModelAdminService> model_admin;  // null when it is not wanted
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Health> health;
@@ -232,6 +235,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   auto handler = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   builder.RegisterService(&state->service);
+  builder.RegisterService(&state->inference);
   if (state->model_admin) builder.RegisterService(state->model_admin.get());
   state->grpc_server = builder.BuildAndStart();
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");

@@ -6,6 +6,9 @@
 
 namespace denoised {
 
+/// Whether the server takes requests now.
+v1::ServerState StateOf(const Serving& serving);
+
 /// What GetServerInfo replies to this call.
 v1::GetServerInfoResponse DescribeServer(const Serving& serving, const CallRecord& call);
 
