@@ -183,7 +183,7 @@ void Server::State::LoadModels() {
   absl::Status first_error;
   int ready = 0;
   for (const ModelSource& source : config.models) {
-    if (serving.draining) break;
+    if (serving.draining()) break;
     const absl::Status status = catalog.LoadListed(source.name);
     if (status.ok()) {
       ++ready;
@@ -287,9 +287,13 @@ absl::Status Server::CheckDevice() {
 void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {
   std::call_once(state_->drained, [&] {
     state_->health->Stop();
+    Serving& serving = state_->serving;
+    const auto end = std::chrono::system_clock::now() + lame_duck + grace;
+    serving.drain_deadline = std::chrono::duration<double>(end.time_since_epoch()).count();
+    serving.drain = DrainState::kLameDuck;
     std::this_thread::sleep_for(lame_duck);
     const Clock::time_point deadline = Clock::now() + grace;
-    state_->serving.draining = true;
+    serving.drain = DrainState::kDraining;
     state_->engine->Drain(deadline);
     // The images of the last jobs are on their way through the workers and to their readers.
     const Clock::time_point flushed = std::max(deadline, Clock::now() + std::chrono::seconds(1));

@@ -69,7 +69,8 @@ v1::ServerLimits LimitsOf(const Config& config, const Caller& caller) {
 }  // namespace
 
 v1::ServerState StateOf(const Serving& serving) {
-  if (serving.draining) return v1::SERVER_STATE_DRAINING;
+  if (serving.drain == DrainState::kLameDuck) return v1::SERVER_STATE_LAME_DUCK;
+  if (serving.draining()) return v1::SERVER_STATE_DRAINING;
   const auto models = serving.catalog->All();
   const bool ready = std::any_of(models.begin(), models.end(), [](const CatalogModel& model) {
     return model.info->state == ModelState::kReady;

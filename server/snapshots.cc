@@ -18,6 +18,7 @@
 #include "server/catalog.h"
 #include "server/credentials.h"
 #include "server/jobs.h"
+#include "server/server_info.h"
 #include "server/translate.h"
 #include "server/version.h"
 
@@ -168,6 +169,17 @@ std::vector<MetricFamily> ServingSnapshot::Collect() const {
   auto build = Gauge("denoised_build_info", "1, with the version and the device");
   Add(&build, {{"version", kVersion}, {"device", serving_->engine->DeviceName()}}, 1);
   families.push_back(std::move(build));
+  auto state = Gauge("denoised_server_state", "1 for the state that the server is in");
+  for (const auto& [name, value] : {std::pair{"starting", v1::SERVER_STATE_STARTING},
+                                    {"serving", v1::SERVER_STATE_SERVING},
+                                    {"lame_duck", v1::SERVER_STATE_LAME_DUCK},
+                                    {"draining", v1::SERVER_STATE_DRAINING}}) {
+    Add(&state, {{"state", name}}, StateOf(*serving_) == value);
+  }
+  families.push_back(std::move(state));
+  families.push_back(Single(MetricType::Gauge, "denoised_drain_deadline_time_seconds",
+                            "By when the drain should be over, in seconds since 1970; 0 before it",
+                            serving_->drain_deadline));
   denoised::Collect(*serving_->catalog, &families);
   denoised::Collect(*serving_->engine, &families);
   if (const auto expiry = CertificateExpiry(serving_->config->security)) {

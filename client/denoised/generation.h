@@ -235,7 +235,7 @@ struct Job {
 /// What the server is and allows.
 struct ServerInfo {
   std::string version, build;
-  std::string state;  // "starting", "serving", "draining"
+  std::string state;  // "starting", "serving", "lame_duck", "draining"
   std::string device, device_description;
   double uptime_seconds = 0;
   std::string batching;                                // "step" or "request"
