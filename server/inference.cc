@@ -164,7 +164,7 @@ class RequestReader {
       : request_(request), model_(model), limits_(limits), violations_(*violations) {}
 
   Inference Run() {
-    for (const auto& [name, value] : request_.parameters()) Parameter(name, value);
+    Parameters();
     Inputs();
     Outputs();
     return std::move(result_);
@@ -178,11 +178,20 @@ class RequestReader {
     violations_.push_back({std::move(field), fmt::format(format, std::forward<Args>(args)...)});
   }
 
-  void Parameter(const std::string& name, const inference::InferParameter& value) {
-    if (name != "priority" && name != "timeout") {
-      return Violate("parameters", "has {}, which this server does not know; use priority, timeout",
-                     Quote(name));
+  // A message may hold millions of names: one that is unknown, or too many, is complaint enough.
+
+  void Parameters() {
+    for (const auto& [name, value] : request_.parameters()) {
+      if (name != "priority" && name != "timeout") {
+        return Violate("parameters",
+                       "has {}, which this server does not know; use priority, timeout",
+                       Quote(name));
+      }
+      Parameter(name, value);
     }
+  }
+
+  void Parameter(const std::string& name, const inference::InferParameter& value) {
     // Larger than any that is allowed, if it does not fit.
     constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
     int64_t number;
@@ -210,6 +219,11 @@ class RequestReader {
   }
 
   void Inputs() {
+    constexpr int kMost = std::size(kInputs);
+    if (request_.inputs_size() > kMost) {
+      return Violate("inputs", "has {} tensors, and no model takes more than {}; use {}, each once",
+                     request_.inputs_size(), kMost, InputNames());
+    }
     const int raw = request_.raw_input_contents_size();
     if (raw > 0 && raw != request_.inputs_size()) {
       return Violate("raw_input_contents",
@@ -366,6 +380,10 @@ class RequestReader {
     const std::vector<Output> outputs = OutputsOf(model_);
     std::vector<std::string> names;
     for (const Output& output : outputs) names.push_back(output.name);
+    if (request_.outputs_size() > static_cast<int>(outputs.size())) {
+      return Violate("outputs", "has {} names; use {}, each once", request_.outputs_size(),
+                     fmt::join(names, ", "));
+    }
     for (const auto& wanted : request_.outputs()) {
       if (std::count(names.begin(), names.end(), wanted.name()) == 0) {
         Violate("outputs", "has {}, which model '{}' does not give; use {}", Quote(wanted.name()),

@@ -432,6 +432,18 @@ TEST_F(InferenceTest, RefusesByName) {
        "is of datatype \"INT64\"; use INT32"},
       {[](auto* r) { Add(r, "steps", "", {1}, Raw<int32_t>({2})); }, "steps",
        "is of datatype \"\"; use INT32"},
+      {[](auto* r) {
+         for (int i = 0; i < 100'000; ++i) Declare(r, "x" + std::to_string(i), "INT32", {1});
+       },
+       "inputs", "has 100000 tensors, and no model takes more than 19; use seed, label"},
+      {[](auto* r) {
+         for (int i = 0; i < 100'000; ++i) r->add_outputs()->set_name("image");
+       },
+       "outputs", "has 100000 names; use image, encoded, seed, label, each once"},
+      {[](auto* r) {
+         for (int i = 0; i < 100'000; ++i) (*r->mutable_parameters())["x" + std::to_string(i)];
+       },
+       "parameters", "has \"x"},
       // Shapes.
       {[](auto* r) { Add(r, "steps", "INT32", {}, Raw<int32_t>({2})); }, "steps",
        "has shape []; use [1]"},
