@@ -239,7 +239,7 @@ class RequestReader {
   std::string InputNames() const {
     std::vector<std::string> names;
     for (const Input& input : kInputs) {
-      if (input.is_for(model_)) names.push_back(input.name);
+      if (input.is_for(model_)) names.emplace_back(input.name);
     }
     return fmt::format("{}", fmt::join(names, ", "));
   }
@@ -379,7 +379,8 @@ class RequestReader {
   void Outputs() {
     const std::vector<Output> outputs = OutputsOf(model_);
     std::vector<std::string> names;
-    for (const Output& output : outputs) names.push_back(output.name);
+    names.reserve(outputs.size());
+    for (const Output& output : outputs) names.emplace_back(output.name);
     if (request_.outputs_size() > static_cast<int>(outputs.size())) {
       return Violate("outputs", "has {} names; use {}, each once", request_.outputs_size(),
                      fmt::join(names, ", "));
