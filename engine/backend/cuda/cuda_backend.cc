@@ -463,6 +463,10 @@ class CudaBackend final : public Backend {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
     } else if (queue_.hopper && SuitsHopper(conv)) {
       context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), op);
+    } else if (SuitsFewInputs(conv)) {
+      context_->Record(LaunchConv2dFewInputs(conv, queue_), op);
+    } else if (SuitsFewOutputs(conv)) {
+      context_->Record(LaunchConv2dFewOutputs(conv, queue_), op);
     } else {
       context_->Record(LaunchConv2d(conv, queue_), op);
     }
@@ -531,9 +535,10 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
-        LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadGroupNormKernels(),
-        LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
-        LoadElementwiseKernels(), LoadSamplingKernels(), LoadPackWeightKernels()}) {
+        LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadConv2dNarrowKernels(),
+        LoadGroupNormKernels(), LoadAttentionKernels(), LoadAttentionFp32Kernels(),
+        LoadEmbeddingKernels(), LoadElementwiseKernels(), LoadSamplingKernels(),
+        LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(

@@ -60,6 +60,11 @@ constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 8;
 cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
+/// Of few inputs under a window, or of few outputs: for what SuitsFewInputs(), SuitsFewOutputs().
+bool SuitsFewInputs(const Conv2dLaunch& conv);
+cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue);
+bool SuitsFewOutputs(const Conv2dLaunch& conv);
+cudaError_t LaunchConv2dFewOutputs(const Conv2dLaunch& conv, const Queue& queue);
 /// Linear over images of one pixel, made for few of them; for what SuitsRowLinear().
 bool SuitsRowLinear(const Conv2dLaunch& linear);
 cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue);
@@ -185,6 +190,7 @@ cudaError_t LoadConv2dKernels();
 cudaError_t LoadConv2dFp32Kernels();
 cudaError_t LoadRowLinearKernels();
 cudaError_t LoadGroupNormKernels();
+cudaError_t LoadConv2dNarrowKernels();
 cudaError_t LoadGroupNormClusterKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
