@@ -277,17 +277,19 @@ TEST_P(CudaTest, GroupNormOfManyChunksAndSources) {
   }
 }
 
-// Runs of two, four and eight channels of a group; clusters of one block to sixteen; slices across
+// Runs of two, four and eight channels of a group; clusters of one block to sixteen, and more
+// blocks than those; two, four and eight vectors a thread, where a row alone has two; slices across
 // both sources; pixels that blocks and lines do not divide.
 TEST_P(CudaTest, GroupNormOfEveryPlan) {
   struct {
     int64_t rows, height, width, channels, channels2;
     int groups;
-  } cases[] = {{5, 4, 4, 256, 0, 32},     {3, 8, 8, 512, 0, 32},   {3, 16, 16, 256, 256, 32},
-               {3, 7, 9, 64, 32, 16},     {9, 1, 1, 64, 0, 8},     {2, 32, 32, 128, 0, 32},
-               {2, 31, 33, 256, 128, 32}, {2, 64, 64, 192, 0, 32}, {2, 37, 41, 320, 0, 32},
-               {2, 16, 16, 640, 320, 32}, {3, 1, 3, 1152, 0, 32},  {2, 127, 129, 32, 0, 8},
-               {2, 256, 256, 8, 8, 4},    {2, 50, 50, 24, 16, 4},  {2, 8, 8, 2560, 0, 32}};
+  } cases[] = {{5, 4, 4, 256, 0, 32},     {3, 8, 8, 512, 0, 32},    {3, 16, 16, 256, 256, 32},
+               {3, 7, 9, 64, 32, 16},     {9, 1, 1, 64, 0, 8},      {2, 32, 32, 128, 0, 32},
+               {2, 31, 33, 256, 128, 32}, {2, 64, 64, 192, 0, 32},  {2, 37, 41, 320, 0, 32},
+               {2, 16, 16, 640, 320, 32}, {3, 1, 3, 1152, 0, 32},   {2, 127, 129, 32, 0, 8},
+               {2, 256, 256, 8, 8, 4},    {2, 50, 50, 24, 16, 4},   {2, 8, 8, 2560, 0, 32},
+               {40, 16, 16, 256, 0, 32},  {99, 16, 16, 256, 0, 32}, {2, 160, 150, 128, 0, 32}};
   for (const auto& c : cases) {
     const int64_t channels = c.channels + c.channels2;
     for (const bool scale_shift : {false, true}) {

@@ -97,19 +97,22 @@ struct CudaGraph final : Graph {
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::shared_ptr<Context> context, std::unique_ptr<UploadRing> uploads,
-              DeviceMemory norm_workspace, const cudaDeviceProp& properties, int driver, bool fp32,
+              DeviceMemory norm_memory, const cudaDeviceProp& properties, int driver, bool fp32,
               bool hopper)
       : context_(std::move(context)),
         uploads_(std::move(uploads)),
         downloads_(context_),
-        norm_workspace_(std::move(norm_workspace)),
+        norm_memory_(std::move(norm_memory)),
         queue_{context_->compute(), properties.multiProcessorCount, hopper, properties.major >= 9},
         fp32_(fp32),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
                                  properties.multiProcessorCount,
                                  static_cast<double>(properties.totalGlobalMem) / (1 << 30),
-                                 driver / 1000, driver % 1000 / 10, fp32 ? ", fp32" : "")) {}
+                                 driver / 1000, driver % 1000 / 10, fp32 ? ", fp32" : "")) {
+    context_->Record(cudaMemsetAsync(norm_memory_.get(), 0, kGroupNormExchangeBytes, queue_.stream),
+                     "the memory of group norms");
+  }
 
   ~CudaBackend() override { static_cast<void>(Synchronize()); }  // before memory goes
 
@@ -263,10 +266,11 @@ class CudaBackend final : public Backend {
     norm.scale_shift = View(args.scale_shift);
     norm.activation = args.activation;
     norm.out = View(args.out);
-    norm.workspace = norm_workspace_.get();
+    norm.exchange = norm_memory_.get();
+    norm.workspace = static_cast<std::byte*>(norm_memory_.get()) + kGroupNormExchangeBytes;
     norm.workspace_bytes = kNormWorkspaceBytes;
     context_->Use();
-    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm);
+    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm, queue_);
     context_->Record((in_one_pass ? LaunchGroupNormCluster : LaunchGroupNorm)(norm, queue_),
                      "GroupNorm");
   }
@@ -459,14 +463,14 @@ class CudaBackend final : public Backend {
     context_->Use();
     if (SuitsRowLinear(conv)) {
       context_->Record(LaunchRowLinear(conv, queue_), op);
-    } else if (fp32_) {
-      context_->Record(LaunchConv2dFp32(conv, queue_), op);
-    } else if (queue_.hopper && SuitsHopper(conv)) {
-      context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), op);
     } else if (SuitsFewInputs(conv)) {
       context_->Record(LaunchConv2dFewInputs(conv, queue_), op);
     } else if (SuitsFewOutputs(conv)) {
       context_->Record(LaunchConv2dFewOutputs(conv, queue_), op);
+    } else if (fp32_) {
+      context_->Record(LaunchConv2dFp32(conv, queue_), op);
+    } else if (queue_.hopper && SuitsHopper(conv)) {
+      context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), op);
     } else {
       context_->Record(LaunchConv2d(conv, queue_), op);
     }
@@ -522,7 +526,7 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<Context> context_;
   const std::unique_ptr<UploadRing> uploads_;
   DownloadPool downloads_;
-  const DeviceMemory norm_workspace_;
+  const DeviceMemory norm_memory_;  // kGroupNormExchangeBytes, then kNormWorkspaceBytes
   const Queue queue_;
   const bool fp32_;
   const std::string name_, description_;
@@ -574,10 +578,11 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device,
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
                             cuda::UploadRing::Open(context));
   DENOISED_ASSIGN_OR_RETURN(
-      cuda::DeviceMemory norm_workspace,
-      cuda::AllocateDevice(cuda::kNormWorkspaceBytes, "the workspace of group norms"));
+      cuda::DeviceMemory norm_memory,
+      cuda::AllocateDevice(cuda::kGroupNormExchangeBytes + cuda::kNormWorkspaceBytes,
+                           "the memory of group norms"));
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
-                                             std::move(norm_workspace), properties, driver,
+                                             std::move(norm_memory), properties, driver,
                                              options.fp32, hopper);
 }
 

@@ -82,13 +82,15 @@ struct GroupNormLaunch {
   Rows out;                    // [images · pixels, channels + channels2]
   void* workspace = nullptr;   // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
   size_t workspace_bytes = 0;  //   works, a larger one takes more images a launch
+  void* exchange = nullptr;    // LaunchGroupNormCluster's: kGroupNormExchangeBytes, zero at first
 };
 constexpr int kMaxNormChannels = 6144;
 size_t GroupNormWorkspaceBytes(int images, int groups);
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 /// The same in one pass over memory, without a workspace, from sm_90 on; for what
 /// SuitsGroupNormCluster().
-bool SuitsGroupNormCluster(const GroupNormLaunch& norm);
+constexpr size_t kGroupNormExchangeBytes = size_t{2} << 20;
+bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 
 struct AttentionLaunch {
@@ -188,9 +190,9 @@ cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int cou
 /// cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.
 cudaError_t LoadConv2dKernels();
 cudaError_t LoadConv2dFp32Kernels();
+cudaError_t LoadConv2dNarrowKernels();
 cudaError_t LoadRowLinearKernels();
 cudaError_t LoadGroupNormKernels();
-cudaError_t LoadConv2dNarrowKernels();
 cudaError_t LoadGroupNormClusterKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
