@@ -52,7 +52,7 @@ void Limits(const Config& config, grpc::ServerBuilder* builder) {
   // Queued clients may ping: by default gRPC cuts off whoever pings without data more often than
   // every five minutes.
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
-                              Milliseconds(kMinPingInterval));
+                              Milliseconds(connections.min_ping));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(connections.keepalive));

@@ -62,7 +62,7 @@ v1::ServerLimits LimitsOf(const Config& config, const Caller& caller) {
       LowerLimit(connections.max_streams_per_client, caller.limits.max_streams));
   limits.set_max_streams_per_connection(connections.max_streams);
   limits.set_write_timeout_seconds(Seconds(config.write_timeout));
-  limits.set_min_ping_interval_seconds(Seconds(kMinPingInterval));
+  limits.set_min_ping_interval_seconds(Seconds(connections.min_ping));
   if (connections.max_idle.count() > 0) {
     limits.set_max_connection_idle_seconds(Seconds(connections.max_idle));
   }

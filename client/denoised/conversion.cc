@@ -194,7 +194,7 @@ std::optional<Event> FromProto(v1::StreamGenerateResponse&& response) {
   switch (response.event_case()) {
     case v1::StreamGenerateResponse::kQueued: {
       const v1::QueuedEvent& proto = response.queued();
-      Queued queued{FromProto(proto.params()), proto.images_ahead(), proto.position(), {}, {}};
+      Queued queued{FromProto(proto.params()), proto.images_ahead(), proto.position()};
       if (proto.has_estimated_start_seconds()) {
         queued.estimated_start_seconds = proto.estimated_start_seconds();
       }

@@ -228,6 +228,12 @@ class Backend {
   virtual void Conv2d(const Conv2dArgs& args) = 0;
   virtual void Linear(const LinearArgs& args) = 0;
   virtual void GroupNorm(const GroupNormArgs& args) = 0;
+  /// GroupNorm(norm), then Conv2d(conv) of norm.out, with the same bits. What norm.out holds after
+  /// it is undefined: the convolution may normalise what it reads by itself.
+  virtual void NormConv2d(const GroupNormArgs& norm, const Conv2dArgs& conv) {
+    GroupNorm(norm);
+    Conv2d(conv);
+  }
   virtual void Attention(const AttentionArgs& args) = 0;
   virtual void TimestepEmbedding(const TimestepEmbeddingArgs& args) = 0;
   virtual void FourierEmbedding(const FourierEmbeddingArgs& args) = 0;

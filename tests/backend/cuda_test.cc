@@ -119,6 +119,46 @@ TEST_P(CudaTest, EveryConvolutionTile) {
   }
 }
 
+TEST_P(CudaTest, NormConv2dHasTheBitsOfItsParts) {
+  struct {
+    int64_t rows, height, width, channels, channels2, outputs;
+    bool scale_shift;
+  } cases[] = {{67, 32, 32, 128, 0, 128, false}, {130, 8, 8, 256, 0, 256, true},
+               {33, 16, 16, 128, 64, 384, true}, {21, 24, 48, 64, 96, 192, false},
+               {40, 16, 16, 96, 96, 128, false}, {3, 64, 64, 192, 0, 192, true},
+               {5, 7, 9, 32, 0, 64, false},      {1, 128, 128, 64, 0, 128, false}};
+  for (const auto& c : cases) {
+    const int64_t channels = c.channels + c.channels2;
+    const Array weight = Random({c.outputs, channels, 3, 3}, activation(),
+                                1 / std::sqrt(static_cast<double>(channels * 9)));
+    const auto packed = PackConv2d(weight, Random({c.outputs}, DType::kF32));
+    GroupNormArgs norm{.x = Upload(Random({c.rows, c.height, c.width, c.channels})),
+                       .gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+                       .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+                       .groups = 8,
+                       .activation = Activation::kSilu};
+    if (c.channels2 > 0) norm.x2 = Upload(Random({c.rows, c.height, c.width, c.channels2}));
+    if (c.scale_shift) norm.scale_shift = Upload(Random({c.rows, 2 * channels}));
+    norm.out = Output({c.rows, c.height, c.width, channels});
+    Conv2dArgs conv{.x = norm.out,
+                    .weight = packed.get(),
+                    .add = Upload(Random({c.rows, c.outputs})),
+                    .residual = Upload(Random({c.rows, c.height, c.width, c.outputs}))};
+    conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
+    conv.out = Output({c.rows, c.height, c.width, c.outputs});
+    backend().NormConv2d(norm, conv);
+    const auto together = Bytes(conv.out);
+    norm.out = conv.x = Output({c.rows, c.height, c.width, channels});
+    conv.out = Output({c.rows, c.height, c.width, c.outputs});
+    backend().GroupNorm(norm);
+    backend().Conv2d(conv);
+    EXPECT_FALSE(std::isnan(Read(conv.out).at(0)));
+    EXPECT_TRUE(together == Bytes(conv.out))
+        << c.rows << " of " << c.height << " x " << c.width << " x " << c.channels << " + "
+        << c.channels2 << " -> " << c.outputs;
+  }
+}
+
 TEST_P(CudaTest, EveryHeadDimension) {
   for (int64_t dim : {20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 264, 512}) {
     for (const auto& [queries, keys] : {std::pair<int64_t, int64_t>{130, 130}, {65, 77}}) {
@@ -163,19 +203,19 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
                 kv = Random({c.rows, c.keys, 2 * c.heads * c.dim});
     const int64_t width = c.heads * c.dim;
     const Tensor queries = Upload(qkv), others = Upload(kv);
-    AttentionArgs args{.q = queries.Columns(width, width),
-                       .k = others.Columns(0, width),
-                       .v = others.Columns(width, width),
-                       .heads = c.heads,
-                       .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.dim)))};
-    args.out = Output({c.rows, c.tokens, width});
+    const auto of_rows = [&](int64_t begin, int64_t count) {
+      const Tensor q = queries.Slice(begin, count), kv = others.Slice(begin, count);
+      return AttentionArgs{.q = q.Columns(width, width),
+                           .k = kv.Columns(0, width),
+                           .v = kv.Columns(width, width),
+                           .heads = c.heads,
+                           .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.dim))),
+                           .out = Output({count, c.tokens, width})};
+    };
+    const AttentionArgs args = of_rows(0, c.rows);
     backend().Attention(args);
     for (int64_t row : {int64_t{0}, c.rows / 2, c.rows - 1}) {
-      AttentionArgs alone = args;
-      alone.q = args.q.Slice(row, 1);
-      alone.k = args.k.Slice(row, 1);
-      alone.v = args.v.Slice(row, 1);
-      alone.out = Output({1, c.tokens, width});
+      const AttentionArgs alone = of_rows(row, 1);
       backend().Attention(alone);
       ExpectSameBits(alone.out, args.out, row);
     }

@@ -138,13 +138,6 @@ __device__ void AddProducts(float (&sums)[4], uint32_t d) {
       : "r"(d), "r"(kOnes));
 }
 
-/// 2h / (1 + exp(−2h)) = h + h · tanh(h).
-__device__ float SiluOfHalf(float h) {
-  float tanh;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(h));
-  return fmaf(h, tanh, h);
-}
-
 /// block (kQuad, plan.line_vectors, plan.lines); grid (plan.blocks: a cluster, slices, images), or
 /// with kAcross, where there are more blocks than a cluster has, all of these in one dimension.
 /// kRun: neighbouring channels that are of one group wherever in a vector they begin; it divides
@@ -360,37 +353,48 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   __syncthreads();
 
-  // The activation known when compiled, so that the loops have no branches.
-  const auto apply = [&](auto activate) {
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const Statistics of_group = statistics[threadIdx.y * kRuns + w / kRunWords];
-      float2 factor = *reinterpret_cast<const float2*>(factors + slice_channel + 2 * w);
-      float2 offset = *reinterpret_cast<const float2*>(offsets + slice_channel + 2 * w);
-      factor.x *= of_group.inverse_deviation;
-      factor.y *= of_group.inverse_deviation;
-      offset.x = fmaf(-of_group.mean, factor.x, offset.x);
-      offset.y = fmaf(-of_group.mean, factor.y, offset.y);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        kept[i][w] = PackBf16(activate(fmaf(Low(kept[i][w]), factor.x, offset.x)),
-                              activate(fmaf(High(kept[i][w]), factor.y, offset.y)));
-      }
+  if (norm.factors != nullptr) {
+    const int64_t channels = norm.channels + norm.channels2;
+    float* const to = norm.factors + image * 2 * channels + slice_begin;
+    for (int c = thread; rank == 0 && c < plan.slice_channels; c += threads) {
+      const Statistics of_group = statistics[c / kRun];
+      const float factor = factors[c] * of_group.inverse_deviation;
+      to[c] = factor;
+      to[channels + c] = fmaf(-of_group.mean, factor, offsets[c]);
     }
-  };
-  if (silu) {
-    apply([](float h) { return SiluOfHalf(h); });
   } else {
-    apply([](float y) { return y; });
-  }
-  auto* to = static_cast<__nv_bfloat16*>(norm.out.data) +
-             (static_cast<int64_t>(image) * norm.pixels + begin) * norm.out.stride + channel;
-  const int to_step = kQuad * static_cast<int>(norm.out.stride);
+    // The activation known when compiled, so that the loops have no branches.
+    const auto apply = [&](auto activate) {
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (i >= held) break;
-    *reinterpret_cast<uint4*>(to + i * to_step) =
-        make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
+      for (int w = 0; w < kWords; ++w) {
+        const Statistics of_group = statistics[threadIdx.y * kRuns + w / kRunWords];
+        float2 factor = *reinterpret_cast<const float2*>(factors + slice_channel + 2 * w);
+        float2 offset = *reinterpret_cast<const float2*>(offsets + slice_channel + 2 * w);
+        factor.x *= of_group.inverse_deviation;
+        factor.y *= of_group.inverse_deviation;
+        offset.x = fmaf(-of_group.mean, factor.x, offset.x);
+        offset.y = fmaf(-of_group.mean, factor.y, offset.y);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          kept[i][w] = PackBf16(activate(fmaf(Low(kept[i][w]), factor.x, offset.x)),
+                                activate(fmaf(High(kept[i][w]), factor.y, offset.y)));
+        }
+      }
+    };
+    if (silu) {
+      apply([](float h) { return SiluOfHalf(h); });
+    } else {
+      apply([](float y) { return y; });
+    }
+    auto* to = static_cast<__nv_bfloat16*>(norm.out.data) +
+               (static_cast<int64_t>(image) * norm.pixels + begin) * norm.out.stride + channel;
+    const int to_step = kQuad * static_cast<int>(norm.out.stride);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (i >= held) break;
+      *reinterpret_cast<uint4*>(to + i * to_step) =
+          make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
+    }
   }
   if (kAcross && thread == 0) {
     unsigned* counters = exchange.counters + 2 * (*ticket / plan.blocks);
@@ -565,6 +569,9 @@ cudaError_t LaunchPlan(const GroupNormLaunch& norm, const Plan& plan, const Queu
     part.x2 = move(norm.x2, int64_t{first} * norm.pixels);
     part.out = move(norm.out, int64_t{first} * norm.pixels);
     part.scale_shift = move(norm.scale_shift, first);
+    if (norm.factors != nullptr) {
+      part.factors = norm.factors + int64_t{first} * 2 * (norm.channels + norm.channels2);
+    }
     if (cudaError_t error = launch(part, true, exchange); error != cudaSuccess) return error;
   }
   return cudaSuccess;
