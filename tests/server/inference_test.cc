@@ -206,7 +206,7 @@ TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
   EXPECT_EQ(server.name(), "denoised");
   EXPECT_FALSE(server.version().empty());
 
-  engine_->BreakDevice(absl::UnavailableError("lost"));
+  engine_->BreakDevice(0, absl::UnavailableError("lost"));
   grpc::ClientContext lost_context;
   ASSERT_TRUE(stub_->ServerLive(&lost_context, {}, &live).ok());
   EXPECT_FALSE(live.live());
