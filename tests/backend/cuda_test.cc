@@ -237,6 +237,41 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
   }
 }
 
+TEST_P(CudaTest, ConvolutionsOfFewChannels) {
+  struct {
+    int64_t rows, height, width, channels, outputs, kernel;
+    DType out;
+  } cases[] = {{3, 32, 32, 3, 128, 3, DType::kBF16},  {5, 7, 9, 4, 64, 3, DType::kBF16},
+               {2, 5, 31, 7, 192, 3, DType::kBF16},   {3, 9, 5, 64, 64, 1, DType::kBF16},
+               {150, 16, 16, 3, 64, 3, DType::kBF16}, {3, 32, 32, 128, 3, 3, DType::kF32},
+               {5, 7, 9, 64, 4, 3, DType::kBF16},     {2, 33, 40, 96, 6, 3, DType::kF32},
+               {3, 3, 3, 320, 4, 3, DType::kF32},     {150, 16, 16, 32, 1, 3, DType::kF32}};
+  for (const auto& c : cases) {
+    const Array x = Random({c.rows, c.height, c.width, c.channels});
+    const Array weight = Random({c.outputs, c.channels, c.kernel, c.kernel}, activation(), 0.1),
+                bias = Random({c.outputs}, DType::kF32);
+    const auto packed = PackConv2d(weight, bias);
+    const int pad = static_cast<int>(c.kernel / 2);
+    Conv2dArgs args{.x = Upload(x),
+                    .weight = packed.get(),
+                    .pad_top = pad,
+                    .pad_left = pad,
+                    .pad_bottom = pad,
+                    .pad_right = pad};
+    const DType out = activation() == DType::kF32 ? DType::kF32 : c.out;
+    args.out = Output({c.rows, c.height, c.width, c.outputs}, out);
+    backend().Conv2d(args);
+    EXPECT_LT(Error(Read(args.out), reference::Conv2d(args, x, Array(), weight, bias, {}, {})),
+              Tolerance(4e-6))
+        << x.shape.ToString() << " -> " << c.outputs;
+    Conv2dArgs alone = args;
+    alone.x = args.x.Slice(c.rows - 1, 1);
+    alone.out = Output({1, c.height, c.width, c.outputs}, out);
+    backend().Conv2d(alone);
+    ExpectSameBits(alone.out, args.out, c.rows - 1);
+  }
+}
+
 TEST_P(CudaTest, LongAttention) {
   const Array q = Random({1, 4096, 64}), k = Random({1, 4096, 64}), v = Random({1, 4096, 64});
   AttentionArgs args{.q = Upload(q), .k = Upload(k), .v = Upload(v), .heads = 1, .scale = 0.125f};
@@ -282,17 +317,19 @@ TEST_P(CudaTest, GroupNormOfManyChunksAndSources) {
   }
 }
 
-// Runs of two, four and eight channels of a group; clusters of one block to sixteen; slices across
+// Runs of two, four and eight channels of a group; clusters of one block to sixteen, and more
+// blocks than those; two, four and eight vectors a thread, where a row alone has two; slices across
 // both sources; pixels that blocks and lines do not divide.
 TEST_P(CudaTest, GroupNormOfEveryPlan) {
   struct {
     int64_t rows, height, width, channels, channels2;
     int groups;
-  } cases[] = {{5, 4, 4, 256, 0, 32},     {3, 8, 8, 512, 0, 32},   {3, 16, 16, 256, 256, 32},
-               {3, 7, 9, 64, 32, 16},     {9, 1, 1, 64, 0, 8},     {2, 32, 32, 128, 0, 32},
-               {2, 31, 33, 256, 128, 32}, {2, 64, 64, 192, 0, 32}, {2, 37, 41, 320, 0, 32},
-               {2, 16, 16, 640, 320, 32}, {3, 1, 3, 1152, 0, 32},  {2, 127, 129, 32, 0, 8},
-               {2, 256, 256, 8, 8, 4},    {2, 50, 50, 24, 16, 4},  {2, 8, 8, 2560, 0, 32}};
+  } cases[] = {{5, 4, 4, 256, 0, 32},     {3, 8, 8, 512, 0, 32},    {3, 16, 16, 256, 256, 32},
+               {3, 7, 9, 64, 32, 16},     {9, 1, 1, 64, 0, 8},      {2, 32, 32, 128, 0, 32},
+               {2, 31, 33, 256, 128, 32}, {2, 64, 64, 192, 0, 32},  {2, 37, 41, 320, 0, 32},
+               {2, 16, 16, 640, 320, 32}, {3, 1, 3, 1152, 0, 32},   {2, 127, 129, 32, 0, 8},
+               {2, 256, 256, 8, 8, 4},    {2, 50, 50, 24, 16, 4},   {2, 8, 8, 2560, 0, 32},
+               {40, 16, 16, 256, 0, 32},  {99, 16, 16, 256, 0, 32}, {2, 160, 150, 128, 0, 32}};
   for (const auto& c : cases) {
     const int64_t channels = c.channels + c.channels2;
     for (const bool scale_shift : {false, true}) {

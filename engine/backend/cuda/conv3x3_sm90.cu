@@ -7,8 +7,9 @@
 // of 8 lines, whatever lies between the lines. So shared memory receives 1.4 pixels for each output
 // pixel and chunk of channels instead of 9.
 //
-// Where a group norm comes before, three warps turn the patch into act(x · factor + offset) in
-// place, with the arithmetic of the group norm's kernel: the normalised image is never in memory.
+// Where a group norm comes before, three warps turn the patch into silu(2 · (x · factor + offset))
+// in place, with the arithmetic of the group norm's kernel: the normalised image is never in
+// memory.
 //
 //   copies:     patch c+1 ─────────────▶ patch c+2 …      weights of each tap of c ─▶ ring
 //   transforms:          patch c+1 in place
@@ -126,23 +127,17 @@ __device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, const Work& wo
   return inside;
 }
 
-/// Silu() of each, with its instructions. Eight at a time and in this order, which the compiler
-/// would not keep: one after the other they wait for the special function unit at every step.
-__device__ inline void Silu(float (&v)[8]) {
-  float power[8];
+/// SiluOfHalf() of each, with its instructions. Eight at a time and in this order, which the
+/// compiler would not keep: one after the other they wait for the special function unit.
+__device__ inline void SiluOfHalf(float (&h)[8]) {
+  float tanh[8];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(power[j]) : "f"(v[j] * -1.4426950408889634f));
-  }
+  for (int j = 0; j < 8; ++j) asm volatile("tanh.approx.f32 %0, %1;" : "=f"(tanh[j]) : "f"(h[j]));
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(power[j]) : "f"(1.0f + power[j]));
-  }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] *= power[j];
+  for (int j = 0; j < 8; ++j) h[j] = fmaf(h[j], tanh[j], h[j]);
 }
 
-/// silu(x · factor + offset) in place.
+/// silu(2 · (x · factor + offset)) in place.
 template <int kPixelStride>
 __device__ inline void Normalise(unsigned char* patch, int first_pixel, int thread, uint32_t inside,
                                  const float (&factor)[8], const float (&offset)[8]) {
@@ -172,7 +167,7 @@ __device__ inline void Normalise(unsigned char* patch, int first_pixel, int thre
         v[2 * j + 1] =
             fmaf(__uint_as_float(words[j] & 0xffff0000u), factor[2 * j + 1], offset[2 * j + 1]);
       }
-      Silu(v);
+      SiluOfHalf(v);
       bits[i] = PackBf16(v);
     }
 #pragma unroll

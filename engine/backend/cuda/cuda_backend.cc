@@ -97,19 +97,22 @@ struct CudaGraph final : Graph {
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::shared_ptr<Context> context, std::unique_ptr<UploadRing> uploads,
-              DeviceMemory norm_workspace, const cudaDeviceProp& properties, int driver, bool fp32,
+              DeviceMemory norm_memory, const cudaDeviceProp& properties, int driver, bool fp32,
               bool hopper)
       : context_(std::move(context)),
         uploads_(std::move(uploads)),
         downloads_(context_),
-        norm_workspace_(std::move(norm_workspace)),
+        norm_memory_(std::move(norm_memory)),
         queue_{context_->compute(), properties.multiProcessorCount, hopper, properties.major >= 9},
         fp32_(fp32),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
                                  properties.multiProcessorCount,
                                  static_cast<double>(properties.totalGlobalMem) / (1 << 30),
-                                 driver / 1000, driver % 1000 / 10, fp32 ? ", fp32" : "")) {}
+                                 driver / 1000, driver % 1000 / 10, fp32 ? ", fp32" : "")) {
+    context_->Record(cudaMemsetAsync(norm_memory_.get(), 0, kGroupNormExchangeBytes, queue_.stream),
+                     "the memory of group norms");
+  }
 
   ~CudaBackend() override { static_cast<void>(Synchronize()); }  // before memory goes
 
@@ -211,7 +214,7 @@ class CudaBackend final : public Backend {
       Multiply(conv, "NormConv2d");
       return;
     }
-    norm.factors = static_cast<float*>(norm_workspace_.get());
+    norm.factors = static_cast<float*>(norm.workspace);
     Normalise(norm);
     conv.x = norm.x;
     conv.x2 = norm.x2;
@@ -474,7 +477,8 @@ class CudaBackend final : public Backend {
     norm.scale_shift = View(args.scale_shift);
     norm.activation = args.activation;
     norm.out = View(args.out);
-    norm.workspace = norm_workspace_.get();
+    norm.exchange = norm_memory_.get();
+    norm.workspace = static_cast<std::byte*>(norm_memory_.get()) + kGroupNormExchangeBytes;
     norm.workspace_bytes = kNormWorkspaceBytes;
     return norm;
   }
@@ -482,7 +486,8 @@ class CudaBackend final : public Backend {
   /// Whether `conv` should normalise what it reads by itself.
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
     const size_t factors = size_t{2} * norm.images * (norm.channels + norm.channels2);
-    return queue_.hopper && norm.activation == Activation::kSilu && SuitsGroupNormCluster(norm) &&
+    return queue_.hopper && norm.activation == Activation::kSilu &&
+           SuitsGroupNormCluster(norm, queue_) && !SuitsFewInputs(conv) && !SuitsFewOutputs(conv) &&
            SuitsPatches(conv) && Normalises(PlanHopper(conv, queue_).tile) &&
            // The steps along k of x and x2 must be those of the normalised tensor.
            (norm.channels2 == 0 || norm.channels % kStep == 0) &&
@@ -502,7 +507,7 @@ class CudaBackend final : public Backend {
   }
 
   void Normalise(const GroupNormLaunch& norm) {
-    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm);
+    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm, queue_);
     context_->Record((in_one_pass ? LaunchGroupNormCluster : LaunchGroupNorm)(norm, queue_),
                      "GroupNorm");
   }
@@ -510,6 +515,10 @@ class CudaBackend final : public Backend {
   void Multiply(const Conv2dLaunch& conv, const char* op) {
     if (SuitsRowLinear(conv)) {
       context_->Record(LaunchRowLinear(conv, queue_), op);
+    } else if (SuitsFewInputs(conv)) {
+      context_->Record(LaunchConv2dFewInputs(conv, queue_), op);
+    } else if (SuitsFewOutputs(conv)) {
+      context_->Record(LaunchConv2dFewOutputs(conv, queue_), op);
     } else if (fp32_) {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
     } else if (queue_.hopper && SuitsHopper(conv)) {
@@ -569,7 +578,7 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<Context> context_;
   const std::unique_ptr<UploadRing> uploads_;
   DownloadPool downloads_;
-  const DeviceMemory norm_workspace_;
+  const DeviceMemory norm_memory_;  // kGroupNormExchangeBytes, then kNormWorkspaceBytes
   const Queue queue_;
   const bool fp32_;
   const std::string name_, description_;
@@ -583,9 +592,10 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
         hopper ? LoadConv3x3Kernels() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
-        LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadGroupNormKernels(),
-        LoadAttentionKernels(), LoadAttentionFp32Kernels(), LoadEmbeddingKernels(),
-        LoadElementwiseKernels(), LoadSamplingKernels(), LoadPackWeightKernels()}) {
+        LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadConv2dNarrowKernels(),
+        LoadGroupNormKernels(), LoadAttentionKernels(), LoadAttentionFp32Kernels(),
+        LoadEmbeddingKernels(), LoadElementwiseKernels(), LoadSamplingKernels(),
+        LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(
@@ -621,10 +631,11 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
                             cuda::UploadRing::Open(context));
   DENOISED_ASSIGN_OR_RETURN(
-      cuda::DeviceMemory norm_workspace,
-      cuda::AllocateDevice(cuda::kNormWorkspaceBytes, "the workspace of group norms"));
+      cuda::DeviceMemory norm_memory,
+      cuda::AllocateDevice(cuda::kGroupNormExchangeBytes + cuda::kNormWorkspaceBytes,
+                           "the memory of group norms"));
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
-                                             std::move(norm_workspace), properties, driver,
+                                             std::move(norm_memory), properties, driver,
                                              options.fp32, hopper);
 }
 

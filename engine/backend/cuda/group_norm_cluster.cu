@@ -1,107 +1,228 @@
 // Group normalisation in one pass over memory, for chips with clusters of blocks (sm_90 and later).
 //
 // Policy. The channels of an image are cut into slices of whole groups, and the pixels of a slice
-// among the blocks of a cluster, both by the image's shape alone. A thread keeps eight channels of
-// up to kMaxVectors pixels in registers, as they came from memory, from the sums until the store.
-// Of each group it makes the mean and the sum of squared deviations from that mean (M2); a warp
-// combines the threads of a block, and every block the blocks of its cluster, through shared memory
-// and in order, by M2 = Σ M2ᵢ + nᵢ (meanᵢ − mean)² (Chan, Golub, LeVeque 1979). So a mean that is
-// large against the spread cancels before anything is squared.
-
-#include <cooperative_groups.h>
+// among blocks. A thread keeps eight channels of up to eight pixels in registers, as they came from
+// memory, from the sums until the store, so memory sees one read and one write. Blocks of a slice
+// tell each other their sums: through shared memory where they form a cluster, through global
+// memory where a cluster is too small.
+//
+// Sums. What is summed is d = x − pivot, an element of the same group, so that a mean that is large
+// against the spread cancels before anything is squared: d is exact in bf16 if x and the pivot are
+// within a factor of two, and else rounded as any bf16 is. Tensor cores add: of the eight rows of
+// D = {d₀ … d₁₅} of a warp, mma makes D·Dᵀ, whose diagonal are the sums of squares, and 1·Dᵀ.
+//
+// Order. Eight pixels of a group are a leaf, and the sums of leaves are added as a binary tree over
+// the image. A block has an aligned power of two of them. So how an image is cut does not bear on
+// the bits, and it may be cut one way alone and another in a batch.
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/hopper.cuh"
 
 namespace denoised::cuda {
 namespace {
 
-constexpr int kVector = 8;  // channels in 16 bytes
-constexpr int kMaxThreads = 1024;
-constexpr int kSharedLimit = 64 * 1024;
+constexpr int kVector = 8;      // channels in 16 bytes
+constexpr int kQuad = 4;        // threads that have neighbouring pixels of the same channels
+constexpr int kMaxVectors = 8;  // of a thread
+constexpr int kLeafVectors = 2;
+constexpr int kLeafPixels = kLeafVectors * kQuad;
+constexpr int kMaxThreads = 512;
+constexpr int kMaxLeaves = 128;  // of a block: four for each lane of a warp
+constexpr int kMaxCluster = 16;
+constexpr int kMaxBlocks = 128;  // of a slice: four for each lane of a warp
+constexpr int kSharedLimit = 48 * 1024;
 
 /// How an image lies over blocks.
 struct Plan {
   int group_channels = 0;
-  int slice_groups = 0, slice_channels = 0;
-  int line_vectors = 0;  // threads along the channels of a slice
-  int lines = 0;         // and along pixels; together whole warps
-  int vectors = 0;       // that a thread keeps: its pixels
-  int blocks = 0;        // of a slice: the cluster
-  int pixels = 0;        // of a block; the last one may have fewer
+  int slice_groups = 0, slice_channels = 0, slices = 0;
+  int line_vectors = 0;     // of a slice: threads along channels
+  int lines = 0;            // and along pixels, apart from the four of a quad; a power of two
+  int vectors = 0;          // that a thread keeps: its pixels
+  int leaves = 0;           // of a block: lines · vectors / kLeafVectors
+  int blocks = 0;           // of a slice
+  float count_inverse = 0;  // of the elements of a group
+  // What lanes of a warp add up: 2^bits of them, up to four elements each.
+  int leaf_bits = 0, lane_leaves = 0;
+  int block_bits = 0, lane_blocks = 0;
 };
 
-/// Mean and sum of squared deviations from it.
-struct Moments {
-  float mean, m2;
+/// Of d over some elements of a group.
+struct Sums {
+  float d, squares;
 };
+__device__ Sums operator+(const Sums& a, const Sums& b) {
+  return {a.d + b.d, a.squares + b.squares};
+}
+
+/// The sums of 2^bits neighbouring lanes, as a tree; in each of them.
+__device__ Sums SumLanes(Sums sums, int bits) {
+  for (int offset = 1; offset < 1 << bits; offset *= 2) {
+    sums.d += __shfl_xor_sync(~0u, sums.d, offset);
+    sums.squares += __shfl_xor_sync(~0u, sums.squares, offset);
+  }
+  return sums;
+}
+
+struct Statistics {
+  float mean, inverse_deviation;
+};
+
+/// What blocks that form no cluster tell each other, in GroupNormLaunch::exchange. All but `sums`
+/// is zero between launches.
+struct Exchange {
+  unsigned* ticket = nullptr;
+  unsigned* counters = nullptr;  // [images · slices, 2]: blocks that came, blocks that went
+  Sums* sums = nullptr;          // [images · slices, blocks, slice_groups]
+};
+constexpr int kMaxExchanges = 4096;  // images · slices of a launch
+constexpr size_t kExchangeSums =
+    (kGroupNormExchangeBytes - (2 + 2 * kMaxExchanges) * sizeof(unsigned)) / sizeof(Sums);
+
+/// Counts a block whose writes are done; who sees it counted sees them.
+__device__ void CountIn(unsigned* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ void WaitForCount(const unsigned* counter, unsigned count) {
+  unsigned seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < count);
+}
 
 /// The pieces of a block's shared memory, in bytes from its beginning.
 struct Layout {
-  int line_stride;  // Moments of a line of threads: odd, so that lines lie in different banks
-  int blocks, factors, bytes;
+  int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
+  int factors, leaves, of_blocks, statistics, pivots, bytes;
 
   __host__ __device__ Layout(const Plan& plan, int run)
-      : line_stride(plan.slice_channels / run | 1),
-        blocks(plan.lines * line_stride * static_cast<int>(sizeof(Moments))),
-        factors(
-            (blocks + plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Moments)) + 15) /
-            16 * 16),
-        bytes(factors + 2 * plan.slice_channels * static_cast<int>(sizeof(float))) {}
+      : leaf_stride(plan.slice_channels / run | 1),
+        factors(16),  // a barrier and the ticket come first
+        leaves(factors + 2 * plan.slice_channels * static_cast<int>(sizeof(float))),
+        of_blocks(leaves + plan.leaves * leaf_stride * static_cast<int>(sizeof(Sums))),
+        statistics(of_blocks + (plan.blocks <= kMaxCluster ? plan.blocks * plan.slice_groups : 0) *
+                                   static_cast<int>(sizeof(Sums))),
+        pivots(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))),
+        bytes(pivots + plan.slice_groups * static_cast<int>(sizeof(float))) {}
 };
 
 /// The two channels of a word: bf16 is the upper half of an fp32.
 __device__ float Low(uint32_t word) { return __uint_as_float(word << 16); }
 __device__ float High(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
 
-/// grid (plan.blocks: a cluster, slices, images), block (plan.line_vectors, plan.lines). kRun:
-/// neighbouring channels that are of one group wherever in a vector they begin; it divides kVector
-/// and plan.group_channels.
-template <int kVectors, int kRun>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
-                           const __grid_constant__ Plan plan) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int kWords = kVector / 2, kRunWords = kRun / 2;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const auto cluster = cooperative_groups::this_cluster();
-  const bool alone = plan.blocks == 1;
-  if (!alone) cluster.barrier_arrive();  // "I am running": others may write to my shared memory
+/// Computes the pointer here and not where it is used, behind the wait for predecessors: no
+/// compiler moves what a trap depends on.
+__device__ void Pin(const __nv_bfloat16*& pointer) {
+  asm volatile("{\n.reg .pred null;\nsetp.eq.u64 null, %0, 0;\n@null trap;\n}" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+}
 
+__device__ uint32_t Subtract(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
+/// Adds to sums, as a lane holds them of a matrix of 16 × 8, d·dᵀ in the upper and 1·dᵀ in the
+/// lower eight rows: row r of d is what the four lanes from 4r on hold, two bf16 each.
+__device__ void AddProducts(float (&sums)[4], uint32_t d) {
+  constexpr uint32_t kOnes = 0x3f803f80;
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%4}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(d), "r"(kOnes));
+}
+
+/// block (kQuad, plan.line_vectors, plan.lines); grid (plan.blocks: a cluster, slices, images), or
+/// with kAcross, where there are more blocks than a cluster has, all of these in one dimension.
+/// kRun: neighbouring channels that are of one group wherever in a vector they begin; it divides
+/// kVector and plan.group_channels.
+template <int kVectors, int kRun, bool kAcross>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
+                           const __grid_constant__ Plan plan,
+                           const __grid_constant__ Exchange exchange) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kWords = kVector / 2, kRunWords = kRun / 2, kRuns = kVector / kRun;
+  extern __shared__ __align__(16) unsigned char shared[];
   const Layout layout(plan, kRun);
-  auto* parts = reinterpret_cast<Moments*>(shared);
-  auto* of_blocks = reinterpret_cast<Moments*>(shared + layout.blocks);
+  auto* barrier = reinterpret_cast<uint64_t*>(shared);
+  volatile auto* ticket = reinterpret_cast<unsigned*>(shared + sizeof(uint64_t));
   auto* factors = reinterpret_cast<float*>(shared + layout.factors);
   float* offsets = factors + plan.slice_channels;
+  auto* leaves = reinterpret_cast<Sums*>(shared + layout.leaves);
+  auto* of_blocks = reinterpret_cast<Sums*>(shared + layout.of_blocks);
+  auto* statistics = reinterpret_cast<Statistics*>(shared + layout.statistics);  // of runs
+  auto* group_pivots = reinterpret_cast<float*>(shared + layout.pivots);
 
-  const int thread = threadIdx.y * plan.line_vectors + threadIdx.x;
-  const int threads = plan.line_vectors * plan.lines;
-  const int rank = blockIdx.x, image = blockIdx.z;
-  const int line = threadIdx.y, slice_channel = threadIdx.x * kVector;
-  const int slice_begin = blockIdx.y * plan.slice_channels;
-  const int begin = rank * plan.pixels, count = min(plan.pixels, norm.pixels - begin);
-  // A line of threads has the pixels line, line + lines, …
-  const int least = count / plan.lines, more = count % plan.lines;
-  const auto pixels_of = [&](int of_line) { return least + (of_line < more ? 1 : 0); };
-  const int held = pixels_of(line);
+  const unsigned line = threadIdx.z;
+  const unsigned thread = threadIdx.x + kQuad * (threadIdx.y + plan.line_vectors * line);
+  const unsigned threads = kQuad * plan.line_vectors * plan.lines;
+  const unsigned warp = thread / 32, lane = thread % 32, warps = threads / 32;
+  const bool alone = plan.blocks == 1, cluster = !alone && !kAcross;
+  int rank = blockIdx.x, slice = blockIdx.y, image = blockIdx.z;
+  if (cluster) {
+    if (thread == 0) {
+      InitBarrier(barrier, 1);
+      FenceBarrierInit();
+    }
+    ArriveAtClusterRelaxed();  // "I am running": others may store into my shared memory
+  } else if (kAcross) {
+    // Blocks that wait for each other take turns in the order in which they began, so those that
+    // are waited for do run. A predecessor has drawn all of its tickets, since it let this begin.
+    if (thread == 0) *ticket = atomicInc(exchange.ticket, gridDim.x - 1);
+    __syncthreads();
+    const unsigned drawn = *ticket;
+    rank = drawn % plan.blocks;
+    slice = drawn / plan.blocks % plan.slices;
+    image = drawn / plan.blocks / plan.slices;
+  }
+  const int of_image = image * plan.slices + slice;
+  const int slice_begin = slice * plan.slice_channels, slice_channel = threadIdx.y * kVector;
+  const int channel = slice_begin + slice_channel;
+  const int begin = rank * plan.leaves * kLeafPixels + line * kVectors * kQuad + threadIdx.x;
+  const int held = max(0, min(kVectors, (norm.pixels - begin + kQuad - 1) / kQuad));
+  const int runs = plan.group_channels / kRun;  // of a group
 
   // y = (x − mean) / deviation · factor + offset, first of parameters alone.
+  const bool silu = norm.activation == Activation::kSilu;
+  const float unit = silu ? 0.5f : 1.0f;  // SiluOfHalf
   for (int c = thread; c < plan.slice_channels; c += threads) {
-    factors[c] = norm.gamma[slice_begin + c];
-    offsets[c] = norm.beta[slice_begin + c];
+    factors[c] = unit * norm.gamma[slice_begin + c];
+    offsets[c] = unit * norm.beta[slice_begin + c];
   }
 
+  const auto at = [&](int64_t pixel, int c) {
+    const bool first = c < norm.channels;
+    const Rows& source = first ? norm.x : norm.x2;
+    return static_cast<const __nv_bfloat16*>(source.data) +
+           (static_cast<int64_t>(image) * norm.pixels + pixel) * source.stride +
+           (first ? c : c - norm.channels);
+  };
+  const __nv_bfloat16* from = at(begin, channel);
+  const int from_step =
+      kQuad * static_cast<int>(channel < norm.channels ? norm.x.stride : norm.x2.stride);
+  const __nv_bfloat16* pivots_from[kRuns];
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    const int group = (slice_channel + r * kRun) / plan.group_channels;
+    pivots_from[r] = at(norm.pixels / 2, slice_begin + group * plan.group_channels);
+  }
+
+  Pin(from);
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) Pin(pivots_from[r]);
   WaitForPredecessors();
-  const int channel = slice_begin + slice_channel;
-  const bool first_source = channel < norm.channels;
-  const Rows& source = first_source ? norm.x : norm.x2;
-  const int64_t first_pixel = static_cast<int64_t>(image) * norm.pixels + begin + line;
-  const auto* from = static_cast<const __nv_bfloat16*>(source.data) + first_pixel * source.stride +
-                     (first_source ? channel : channel - norm.channels);
-  const int from_step = plan.lines * static_cast<int>(source.stride);
+  uint32_t pivots[kRuns];
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    pivots[r] = *reinterpret_cast<const uint16_t*>(pivots_from[r]);
+  }
   uint32_t kept[kVectors][kWords];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -109,256 +230,380 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         i < held ? *reinterpret_cast<const uint4*>(from + i * from_step) : make_uint4(0, 0, 0, 0);
     kept[i][0] = vector.x, kept[i][1] = vector.y, kept[i][2] = vector.z, kept[i][3] = vector.w;
   }
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    pivots[r] |= pivots[r] << 16;
+    const int run = threadIdx.y * kRuns + r;
+    if (line == 0 && threadIdx.x == 0 && run % runs == 0) group_pivots[run / runs] = Low(pivots[r]);
+  }
   if (norm.scale_shift.data != nullptr) {
+    const auto* scales = static_cast<const __nv_bfloat16*>(norm.scale_shift.data) +
+                         image * norm.scale_shift.stride + slice_begin;
+    const __nv_bfloat16* shifts = scales + norm.channels + norm.channels2;
     for (int c = thread; c < plan.slice_channels; c += threads) {
-      const float scale = 1.0f + Load(norm.scale_shift, image, slice_begin + c);
+      const float scale = 1.0f + __bfloat162float(scales[c]);
       factors[c] *= scale;
-      offsets[c] =
-          fmaf(offsets[c], scale,
-               Load(norm.scale_shift, image, norm.channels + norm.channels2 + slice_begin + c));
+      offsets[c] = fmaf(offsets[c], scale, unit * __bfloat162float(shifts[c]));
     }
   }
   ReleaseDependents();
 
-  const float held_inverse = __fdividef(1.0f, static_cast<float>(max(held, 1) * kRun));
+  const unsigned row = lane / kQuad;
 #pragma unroll
-  for (int run = 0; run < kVector / kRun; ++run) {
-    float mean = 0, m2 = 0;
+  for (int leaf = 0; leaf < kVectors / kLeafVectors; ++leaf) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {  // what is not held adds zero
+    for (int r = 0; r < kRuns; ++r) {
+      float products[kLeafVectors][4] = {};
 #pragma unroll
-      for (int w = run * kRunWords; w < (run + 1) * kRunWords; ++w) {
-        mean += Low(kept[i][w]) + High(kept[i][w]);
+      for (int i = 0; i < kLeafVectors; ++i) {
+        const int vector = leaf * kLeafVectors + i;
+        const uint32_t pivot = vector < held ? pivots[r] : 0;  // what is not held adds zero
+#pragma unroll
+        for (int w = 0; w < kRunWords; ++w) {
+          AddProducts(products[i], Subtract(kept[vector][r * kRunWords + w], pivot));
+        }
+      }
+      // Columns 2t and 2t + 1 are lane t's of a quad.
+      if (threadIdx.x == row / 2) {
+        const auto sums_of = [&](const float(&product)[4]) {
+          return row % 2 == 0 ? Sums{product[2], product[0]} : Sums{product[3], product[1]};
+        };
+        const int of_block = line * (kVectors / kLeafVectors) + leaf;
+        leaves[of_block * layout.leaf_stride + threadIdx.y * kRuns + r] =
+            sums_of(products[0]) + sums_of(products[1]);
       }
     }
-    mean *= held_inverse;
+  }
+  if (cluster) WaitForCluster();
+  __syncthreads();
+  if (cluster && thread == 0) {
+    ArriveExpecting(barrier, plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums)));
+  }
+
+  // By 2^bits lanes that have the sums.
+  const auto finish = [&](const Sums& sums, int group, int part, int bits) {
+    const float mean = sums.d * plan.count_inverse;
+    const float variance = fmaxf(fmaf(-mean, mean, sums.squares * plan.count_inverse), 0.0f);
+    Statistics of_group = {group_pivots[group] + mean};
+    asm("rsqrt.approx.ftz.f32 %0, %1;"
+        : "=f"(of_group.inverse_deviation)
+        : "f"(variance + norm.eps));
+    for (int r = part; r < runs; r += 1 << bits) statistics[group * runs + r] = of_group;
+  };
+  {
+    const int bits = plan.leaf_bits, part = lane & ((1 << bits) - 1);
+    for (int first = warp << (5 - bits); first < plan.slice_groups; first += warps << (5 - bits)) {
+      const int of_group = first + (lane >> bits);
+      Sums of_lane[4] = {};
+      if (of_group < plan.slice_groups) {
+        const Sums* leaf = leaves + part * plan.lane_leaves * layout.leaf_stride + of_group * runs;
+#pragma unroll 1
+        for (int r = 0; r < runs; ++r) {
+#pragma unroll
+          for (int l = 0; l < 4; ++l) {
+            if (l < plan.lane_leaves) of_lane[l] = of_lane[l] + leaf[l * layout.leaf_stride + r];
+          }
+        }
+      }
+      const Sums sums = SumLanes((of_lane[0] + of_lane[1]) + (of_lane[2] + of_lane[3]), bits);
+      if (of_group >= plan.slice_groups) continue;
+      if (kAcross) {
+        if (part == 0) {
+          exchange.sums[(of_image * plan.blocks + rank) * plan.slice_groups + of_group] = sums;
+        }
+      } else if (alone) {
+        finish(sums, of_group, part, bits);
+      } else {
+        for (int to = part; to < plan.blocks; to += 1 << bits) {
+          StoreAt(AddressAt(of_blocks + rank * plan.slice_groups + of_group, to),
+                  AddressAt(barrier, to), sums.d, sums.squares);
+        }
+      }
+    }
+  }
+  if (!alone) {
+    const Sums* from_blocks = of_blocks;
+    if (!kAcross) {
+      WaitForStores(barrier, 0);
+    } else {
+      from_blocks = exchange.sums + of_image * plan.blocks * plan.slice_groups;
+      __syncthreads();
+      if (thread == 0) {
+        CountIn(&exchange.counters[2 * of_image]);
+        WaitForCount(&exchange.counters[2 * of_image], plan.blocks);
+      }
+      __syncthreads();
+    }
+    const int bits = plan.block_bits, part = lane & ((1 << bits) - 1);
+    for (int first = warp << (5 - bits); first < plan.slice_groups; first += warps << (5 - bits)) {
+      const int of_group = first + (lane >> bits);
+      Sums of_lane[4] = {};
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const int block = part * plan.lane_blocks + b;
+        if (b < plan.lane_blocks && block < plan.blocks && of_group < plan.slice_groups) {
+          const Sums* of_block = from_blocks + block * plan.slice_groups + of_group;
+          of_lane[b] =
+              !kAcross ? *of_block : Sums{__ldcg(&of_block->d), __ldcg(&of_block->squares)};
+        }
+      }
+      const Sums sums = SumLanes((of_lane[0] + of_lane[1]) + (of_lane[2] + of_lane[3]), bits);
+      if (of_group < plan.slice_groups) finish(sums, of_group, part, bits);
+    }
+  }
+  __syncthreads();
+
+  if (norm.factors != nullptr) {
+    const int64_t channels = norm.channels + norm.channels2;
+    float* const to = norm.factors + image * 2 * channels + slice_begin;
+    for (int c = thread; rank == 0 && c < plan.slice_channels; c += threads) {
+      const Statistics of_group = statistics[c / kRun];
+      const float factor = factors[c] * of_group.inverse_deviation;
+      to[c] = factor;
+      to[channels + c] = fmaf(-of_group.mean, factor, offsets[c]);
+    }
+  } else {
+    // The activation known when compiled, so that the loops have no branches.
+    const auto apply = [&](auto activate) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const Statistics of_group = statistics[threadIdx.y * kRuns + w / kRunWords];
+        float2 factor = *reinterpret_cast<const float2*>(factors + slice_channel + 2 * w);
+        float2 offset = *reinterpret_cast<const float2*>(offsets + slice_channel + 2 * w);
+        factor.x *= of_group.inverse_deviation;
+        factor.y *= of_group.inverse_deviation;
+        offset.x = fmaf(-of_group.mean, factor.x, offset.x);
+        offset.y = fmaf(-of_group.mean, factor.y, offset.y);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          kept[i][w] = PackBf16(activate(fmaf(Low(kept[i][w]), factor.x, offset.x)),
+                                activate(fmaf(High(kept[i][w]), factor.y, offset.y)));
+        }
+      }
+    };
+    if (silu) {
+      apply([](float h) { return SiluOfHalf(h); });
+    } else {
+      apply([](float y) { return y; });
+    }
+    auto* to = static_cast<__nv_bfloat16*>(norm.out.data) +
+               (static_cast<int64_t>(image) * norm.pixels + begin) * norm.out.stride + channel;
+    const int to_step = kQuad * static_cast<int>(norm.out.stride);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (i >= held) break;
-#pragma unroll
-      for (int w = run * kRunWords; w < (run + 1) * kRunWords; ++w) {
-        const float low = Low(kept[i][w]) - mean, high = High(kept[i][w]) - mean;
-        m2 = fmaf(low, low, fmaf(high, high, m2));
-      }
-    }
-    parts[line * layout.line_stride + threadIdx.x * (kVector / kRun) + run] = {mean, m2};
-  }
-  __syncthreads();
-
-  // The block's moments of a group, to every block of the cluster.
-  const int group_runs = plan.group_channels / kRun, lane = thread % 32;
-  const float count_inverse = __fdividef(1.0f, static_cast<float>(count * group_runs));
-  if (!alone) cluster.barrier_wait();
-#pragma unroll 1
-  for (int group = thread / 32; group < plan.slice_groups; group += threads / 32) {
-    float sum = 0, m2 = 0;
-#pragma unroll 1
-    for (int l = lane; l < plan.lines; l += 32) {
-      const auto weight = static_cast<float>(pixels_of(l));
-      const Moments* of_line = parts + l * layout.line_stride + group * group_runs;
-#pragma unroll 4
-      for (int r = 0; r < group_runs; ++r) sum = fmaf(weight, of_line[r].mean, sum);
-    }
-    const float mean = WarpSum(sum) * count_inverse;
-#pragma unroll 1
-    for (int l = lane; l < plan.lines; l += 32) {
-      const auto weight = static_cast<float>(pixels_of(l) * kRun);
-      const Moments* of_line = parts + l * layout.line_stride + group * group_runs;
-#pragma unroll 4
-      for (int r = 0; r < group_runs; ++r) {
-        const float deviation = of_line[r].mean - mean;
-        m2 += fmaf(weight * deviation, deviation, of_line[r].m2);
-      }
-    }
-    m2 = WarpSum(m2);
-    if (lane < plan.blocks) {
-      Moments* mine = of_blocks + rank * plan.slice_groups + group;
-      *(alone ? mine : cluster.map_shared_rank(mine, lane)) = {mean, m2};
+      *reinterpret_cast<uint4*>(to + i * to_step) =
+          make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
     }
   }
-  if (alone) {
-    __syncthreads();
-  } else {
-    cluster.sync();
-  }
-
-  const float pixels_inverse = __fdividef(1.0f, static_cast<float>(norm.pixels));
-  for (int c = thread; c < plan.slice_channels; c += threads) {
-    const Moments* of_group = of_blocks + c / plan.group_channels;
-    // Blocks weigh by their share of the pixels.
-    const float share = static_cast<float>(plan.pixels) * pixels_inverse;
-    const float last_share = 1.0f - static_cast<float>(plan.blocks - 1) * share;
-    const auto share_of = [&](int block) { return block < plan.blocks - 1 ? share : last_share; };
-    float mean = 0, deviations = 0, variance = 0;
-#pragma unroll 4
-    for (int b = 0; b < plan.blocks; ++b) {
-      mean = fmaf(share_of(b), of_group[b * plan.slice_groups].mean, mean);
-    }
-#pragma unroll 4
-    for (int b = 0; b < plan.blocks; ++b) {
-      const Moments& of_block = of_group[b * plan.slice_groups];
-      const float deviation = of_block.mean - mean;
-      variance = fmaf(share_of(b) * deviation, deviation, variance);
-      deviations += of_block.m2;
-    }
-    variance += deviations * pixels_inverse / static_cast<float>(plan.group_channels);
-    const float factor = factors[c] * rsqrtf(variance + norm.eps);
-    const float offset = fmaf(-mean, factor, offsets[c]);
-    if (norm.factors != nullptr) {
-      if (rank != 0) continue;
-      const int64_t channels = norm.channels + norm.channels2;
-      float* const to = norm.factors + image * 2 * channels + slice_begin + c;
-      to[0] = factor;
-      to[channels] = offset;
-      continue;
-    }
-    factors[c] = factor;  // y = x · factor + offset
-    offsets[c] = offset;
-  }
-  if (norm.factors != nullptr) return;
-  __syncthreads();
-
-  // The activation known when compiled, so that the loops have no branches.
-  const auto apply = [&](auto activate) {
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const float2 factor = *reinterpret_cast<const float2*>(factors + slice_channel + 2 * w);
-      const float2 offset = *reinterpret_cast<const float2*>(offsets + slice_channel + 2 * w);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        kept[i][w] = PackBf16(activate(fmaf(Low(kept[i][w]), factor.x, offset.x)),
-                              activate(fmaf(High(kept[i][w]), factor.y, offset.y)));
-      }
-    }
-  };
-  if (norm.activation == Activation::kSilu) {
-    apply([](float y) { return Silu(y); });
-  } else {
-    apply([](float y) { return y; });
-  }
-  auto* to = static_cast<__nv_bfloat16*>(norm.out.data) + first_pixel * norm.out.stride + channel;
-  const int to_step = plan.lines * static_cast<int>(norm.out.stride);
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (i >= held) break;
-    *reinterpret_cast<uint4*>(to + i * to_step) =
-        make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
+  if (kAcross && thread == 0) {
+    unsigned* counters = exchange.counters + 2 * (*ticket / plan.blocks);
+    if (atomicAdd(&counters[1], 1) == plan.blocks - 1) counters[0] = counters[1] = 0;
   }
 #endif
 }
 
-using Kernel = void(GroupNormLaunch, Plan);
+using Kernel = void(GroupNormLaunch, Plan, Exchange);
 
-template <int kVectors>
+template <int kVectors, bool kAcross>
 Kernel* KernelOf(int run) {
   switch (run) {
     case 2:
-      return GroupNormClusterKernel<kVectors, 2>;
+      return GroupNormClusterKernel<kVectors, 2, kAcross>;
     case 4:
-      return GroupNormClusterKernel<kVectors, 4>;
+      return GroupNormClusterKernel<kVectors, 4, kAcross>;
     case 8:
-      return GroupNormClusterKernel<kVectors, 8>;
+      return GroupNormClusterKernel<kVectors, 8, kAcross>;
   }
   return nullptr;
 }
 /// Null when there is none.
-Kernel* KernelOf(int vectors, int run) {
+Kernel* KernelOf(int vectors, int run, bool across) {
+  if (across) return vectors == kMaxVectors ? KernelOf<kMaxVectors, true>(run) : nullptr;
   switch (vectors) {
-    case 1:
-      return KernelOf<1>(run);
     case 2:
-      return KernelOf<2>(run);
+      return KernelOf<2, false>(run);
     case 4:
-      return KernelOf<4>(run);
+      return KernelOf<4, false>(run);
     case 8:
-      return KernelOf<8>(run);
+      return KernelOf<8, false>(run);
   }
   return nullptr;
 }
 
-Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int blocks, int vectors) {
+int RunOf(const Plan& plan) { return std::gcd(plan.group_channels, kVector); }
+int Threads(const Plan& plan) { return kQuad * plan.line_vectors * plan.lines; }
+
+Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int lines, int vectors) {
+  const int channels = norm.channels + norm.channels2;
   Plan plan;
-  plan.group_channels = (norm.channels + norm.channels2) / norm.groups;
+  plan.group_channels = channels / norm.groups;
   plan.slice_channels = slice_channels;
   plan.slice_groups = slice_channels / plan.group_channels;
+  plan.slices = channels / slice_channels;
   plan.line_vectors = slice_channels / kVector;
+  plan.lines = lines;
   plan.vectors = vectors;
-  plan.pixels = (norm.pixels + blocks - 1) / blocks;
-  plan.blocks = (norm.pixels + plan.pixels - 1) / plan.pixels;
-  const int whole = 32 / std::gcd(32, plan.line_vectors);
-  plan.lines = ((plan.pixels + vectors - 1) / vectors + whole - 1) / whole * whole;
+  plan.leaves = lines * vectors / kLeafVectors;
+  const int pixels = plan.leaves * kLeafPixels;
+  plan.blocks = (norm.pixels + pixels - 1) / pixels;
+  plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels);
+  const auto log2 = [](int count) {  // rounded up
+    int bits = 0;
+    while (1 << bits < count) ++bits;
+    return bits;
+  };
+  // Four elements a lane where that leaves lanes enough to tell the other blocks.
+  const int leaves = log2(plan.leaves), blocks = log2(plan.blocks);
+  plan.leaf_bits = std::min({std::max({leaves - 2, blocks - 1, 0}), leaves, 5});
+  plan.lane_leaves = plan.leaves >> plan.leaf_bits;
+  plan.block_bits = std::max(blocks - 2, 0);
+  plan.lane_blocks = 1 << (blocks - plan.block_bits);
   return plan;
 }
 
-/// The fewest channels of whole vectors and groups that cut all of them evenly, from `least` on.
-int SliceChannels(const GroupNormLaunch& norm, int least) {
-  const int channels = norm.channels + norm.channels2;
-  int slice = std::lcm(channels / norm.groups, kVector);
-  const int unit = slice;
-  while (slice < least || channels % slice != 0) slice += unit;
+/// That the blocks of an image tell each other.
+size_t ImageSums(const Plan& plan) {
+  return size_t{1} * plan.slices * plan.blocks * plan.slice_groups;
+}
+
+bool Possible(const Plan& plan) {
+  return Threads(plan) % 32 == 0 && Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves &&
+         plan.blocks <= (plan.vectors == kMaxVectors ? kMaxBlocks : kMaxCluster) &&
+         plan.slices <= kMaxExchanges && ImageSums(plan) <= kExchangeSums &&
+         Layout(plan, RunOf(plan)).bytes <= kSharedLimit;
+}
+
+/// The fewest channels of whole vectors and groups that cut all of them evenly, from `least` on;
+/// `sectors`: of whole sectors of memory (32 bytes) where that can be.
+int SliceChannels(const GroupNormLaunch& norm, int least, bool sectors) {
+  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  int unit = std::lcm(group_channels, sectors ? 2 * kVector : kVector);
+  if (channels % unit != 0) unit = std::lcm(group_channels, kVector);
+  int slice = unit;
+  while (slice < std::min(least, channels) || channels % slice != 0) slice += unit;
   return slice;
 }
 
-/// By the shape of an image alone. None (no vectors) where it does not fit or has odd channels.
+/// Blocks of about 128 threads, and larger ones where there would be more than `blocks`.
+Plan Fit(const GroupNormLaunch& norm, int least_channels, int vectors, int threads, int blocks) {
+  const int slice_channels = SliceChannels(norm, least_channels, vectors == kMaxVectors);
+  Plan plan = MakePlan(norm, slice_channels, 1, vectors);
+  const auto grow_while = [&](auto wanted) {
+    while (wanted() && 2 * plan.leaves <= kMaxLeaves) {
+      plan = MakePlan(norm, slice_channels, 2 * plan.lines, vectors);
+    }
+  };
+  grow_while([&] { return Threads(plan) % 32 != 0 || (Threads(plan) < 128 && plan.blocks > 1); });
+  grow_while([&] { return plan.blocks > kMaxCluster / 2 && 2 * Threads(plan) <= 256; });
+  grow_while([&] { return plan.blocks > blocks && 2 * Threads(plan) <= threads; });
+  return plan;
+}
+
+/// With `vectors` a thread and blocks that form clusters, or none (no vectors).
+Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
+  for (const Plan& plan : {Fit(norm, vectors == kMaxVectors ? 64 : 32, vectors, 288, kMaxCluster),
+                           Fit(norm, 32, vectors, kMaxThreads, kMaxCluster)}) {
+    if (Possible(plan) && plan.blocks <= kMaxCluster) return plan;
+  }
+  return {};
+}
+
+/// None (no vectors) where an image does not fit or has odd channels, however many there are: bits
+/// are the same with any plan, but not with another kernel.
 ///
-/// A piece of a pixel has 64 bytes where it can. One block of up to 288 threads that keep four
-/// vectors each is a fair middle of what is soonest alone and of what moves most in a batch; larger
-/// images get clusters, then eight vectors, then clusters of sixteen, then larger blocks.
-Plan PlanOf(const GroupNormLaunch& norm) {
+/// Few images are soonest done by many threads that keep little; what fills the device moves most
+/// with eight vectors a thread and slices of 128 bytes.
+Plan PlanOf(const GroupNormLaunch& norm, int multiprocessors) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const bool vector =
       norm.x.vector && norm.channels % kVector == 0 && norm.out.vector &&
       (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % kVector == 0));
   if (!vector || norm.x.element != Element::kBf16 || norm.out.element != Element::kBf16 ||
+      (norm.scale_shift.data != nullptr && norm.scale_shift.element != Element::kBf16) ||
       std::gcd(group_channels, kVector) < 2 ||
       (norm.activation != Activation::kNone && norm.activation != Activation::kSilu)) {
     return {};
   }
-  for (int least_channels : {32, 16}) {
-    const int slice_channels = SliceChannels(norm, std::min(least_channels, channels));
-    const int64_t vectors_of_slice = int64_t{norm.pixels} * (slice_channels / kVector);
-    int vectors = 1, blocks = 1;
-    const auto threads = [&] { return vectors_of_slice / (vectors * blocks); };
-    while (vectors < 4 && threads() > 64) vectors *= 2;
-    while (blocks < 8 && threads() > 288) blocks *= 2;
-    if (threads() > 288) vectors = 8;
-    if (threads() > 512) blocks = 16;
-    const Plan plan = MakePlan(norm, slice_channels, blocks, vectors);
-    if (plan.line_vectors * plan.lines <= kMaxThreads) return plan;
+  Plan of_many = FitCluster(norm, kMaxVectors);
+  if (of_many.vectors == 0) of_many = Fit(norm, 32, kMaxVectors, kMaxThreads, 1);
+  if (!Possible(of_many)) return {};
+
+  const int64_t vectors =
+      int64_t{norm.images} * norm.pixels * (channels / kVector) / multiprocessors;
+  for (const auto [most, of_thread] : {std::pair{512, 2}, std::pair{1500, 4}}) {
+    if (vectors > most) continue;
+    if (const Plan plan = FitCluster(norm, of_thread); plan.vectors > 0) return plan;
   }
-  return {};
+  return of_many;
 }
 
 cudaError_t LaunchPlan(const GroupNormLaunch& norm, const Plan& plan, const Queue& queue) {
-  const int run = std::gcd(plan.group_channels, kVector);
-  const Layout layout(plan, run);
-  const unsigned blocks = plan.blocks;
-  const unsigned slices = (norm.channels + norm.channels2) / plan.slice_channels;
-  return LaunchDependent(KernelOf(plan.vectors, run),
-                         {.grid = dim3(blocks, slices, norm.images),
-                          .block = dim3(plan.line_vectors, plan.lines),
-                          .shared_bytes = static_cast<size_t>(layout.bytes),
-                          .cluster = blocks},
-                         queue, norm, plan);
+  const int run = RunOf(plan);
+  const auto launch = [&](const GroupNormLaunch& part, bool across, const Exchange& exchange) {
+    const unsigned blocks = plan.blocks, slices = plan.slices, images = part.images;
+    return LaunchDependent(
+        KernelOf(plan.vectors, run, across),
+        {.grid = across ? dim3(blocks * slices * images) : dim3(blocks, slices, images),
+         .block = dim3(kQuad, plan.line_vectors, plan.lines),
+         .shared_bytes = static_cast<size_t>(Layout(plan, run).bytes),
+         .cluster = across ? 1 : blocks},
+        queue, part, plan, exchange);
+  };
+  if (plan.blocks <= kMaxCluster) return launch(norm, false, {});
+
+  Exchange exchange;
+  exchange.ticket = static_cast<unsigned*>(norm.exchange);
+  exchange.counters = exchange.ticket + 2;
+  exchange.sums = reinterpret_cast<Sums*>(exchange.counters + 2 * kMaxExchanges);
+  const int at_once = std::min<int>(kExchangeSums / ImageSums(plan), kMaxExchanges / plan.slices);
+  const auto move = [](Rows rows, int64_t by) {
+    if (rows.data == nullptr) return rows;
+    rows.data = static_cast<__nv_bfloat16*>(rows.data) + by * rows.stride;
+    return rows;
+  };
+  for (int first = 0; first < norm.images; first += at_once) {
+    GroupNormLaunch part = norm;
+    part.images = std::min(at_once, norm.images - first);
+    part.x = move(norm.x, int64_t{first} * norm.pixels);
+    part.x2 = move(norm.x2, int64_t{first} * norm.pixels);
+    part.out = move(norm.out, int64_t{first} * norm.pixels);
+    part.scale_shift = move(norm.scale_shift, first);
+    if (norm.factors != nullptr) {
+      part.factors = norm.factors + int64_t{first} * 2 * (norm.channels + norm.channels2);
+    }
+    if (cudaError_t error = launch(part, true, exchange); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
 
-bool SuitsGroupNormCluster(const GroupNormLaunch& norm) { return PlanOf(norm).vectors > 0; }
+bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
+  return PlanOf(norm, queue.multiprocessors).vectors > 0;
+}
 
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
-  return LaunchPlan(norm, PlanOf(norm), queue);
+  return LaunchPlan(norm, PlanOf(norm, queue.multiprocessors), queue);
 }
 
 cudaError_t LoadGroupNormClusterKernels() {
-  for (int vectors : {1, 2, 4, 8}) {
+  for (int vectors : {2, 4, kMaxVectors}) {
     for (int run : {2, 4, 8}) {
-      Kernel* kernel = KernelOf(vectors, run);
-      if (cudaError_t error = LoadKernel(kernel, kSharedLimit); error != cudaSuccess) return error;
-      if (cudaError_t error =
-              cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-          error != cudaSuccess) {
-        return error;
+      for (bool across : {false, true}) {
+        Kernel* kernel = KernelOf(vectors, run, across);
+        if (kernel == nullptr) continue;
+        // Loads under way have their place in L1, so kernels that move much leave it large. The
+        // others share a multiprocessor with kernels that want it small, and a change takes time.
+        const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
+        if (cudaError_t error = LoadKernel(kernel, shared_bytes); error != cudaSuccess) {
+          return error;
+        }
+        if (cudaError_t error =
+                cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+            error != cudaSuccess) {
+          return error;
+        }
       }
     }
   }

@@ -71,6 +71,10 @@ __device__ inline uint32_t ClusterRank() {
 __device__ inline void ArriveAtCluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
+/// The same without the writes, but for FenceBarrierInit()'s.
+__device__ inline void ArriveAtClusterRelaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
 __device__ inline void WaitForCluster() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }

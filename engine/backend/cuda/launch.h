@@ -49,7 +49,7 @@ struct Conv2dLaunch {
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;  // [outputs], padded to a multiple of kBiasPadding, or null
   int outputs = 0;
-  const float* input_factors = nullptr;  // [images, 2, channels + channels2]: factors, then offsets
+  const float* input_factors = nullptr;  // GroupNormLaunch::factors, or null
   Activation input_activation = Activation::kNone;
   Rows add;       // [images, outputs], or null
   Rows residual;  // as out, or null
@@ -61,6 +61,11 @@ constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 8;
 cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
+/// Of few inputs under a window, or of few outputs: for what SuitsFewInputs(), SuitsFewOutputs().
+bool SuitsFewInputs(const Conv2dLaunch& conv);
+cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue);
+bool SuitsFewOutputs(const Conv2dLaunch& conv);
+cudaError_t LaunchConv2dFewOutputs(const Conv2dLaunch& conv, const Queue& queue);
 /// Linear over images of one pixel, made for few of them; for what SuitsRowLinear().
 bool SuitsRowLinear(const Conv2dLaunch& linear);
 cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue);
@@ -77,17 +82,20 @@ struct GroupNormLaunch {
   Activation activation = Activation::kNone;
   Rows out;  // [images · pixels, channels + channels2]
   /// LaunchGroupNormCluster: instead of `out`, what makes it of x: [images, 2, channels +
-  /// channels2], factors and then offsets, for Conv2dLaunch::input_factors.
+  /// channels2], factors and then offsets, both halved before SiLU (SiluOfHalf), for
+  /// Conv2dLaunch::input_factors.
   float* factors = nullptr;
   void* workspace = nullptr;   // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
   size_t workspace_bytes = 0;  //   works, a larger one takes more images a launch
+  void* exchange = nullptr;    // LaunchGroupNormCluster's: kGroupNormExchangeBytes, zero at first
 };
 constexpr int kMaxNormChannels = 6144;
 size_t GroupNormWorkspaceBytes(int images, int groups);
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 /// The same in one pass over memory, without a workspace, from sm_90 on; for what
 /// SuitsGroupNormCluster().
-bool SuitsGroupNormCluster(const GroupNormLaunch& norm);
+constexpr size_t kGroupNormExchangeBytes = size_t{2} << 20;
+bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 
 struct AttentionLaunch {
@@ -187,6 +195,7 @@ cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int cou
 /// cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.
 cudaError_t LoadConv2dKernels();
 cudaError_t LoadConv2dFp32Kernels();
+cudaError_t LoadConv2dNarrowKernels();
 cudaError_t LoadRowLinearKernels();
 cudaError_t LoadGroupNormKernels();
 cudaError_t LoadGroupNormClusterKernels();

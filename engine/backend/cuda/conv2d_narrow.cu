@@ -1,0 +1,335 @@
+// Convolutions with few input channels or few outputs: the first and the last one of a UNet, on
+// tensor cores, for chips from sm_80 on. There is hardly anything to multiply; what counts is that
+// memory sees every activation once.
+//
+// Few inputs. The window of a pixel has at most 64 inputs, which the lanes of a warp gather for 16
+// pixels as the left operand of mma wants them. The weights of 64 outputs stay in registers.
+//
+// Few outputs. Every pixel is multiplied with the weights of all taps at once, by mma, straight
+// from global memory: products [pixels, taps · outputs]. An output adds its nine from its
+// neighbours, in the order of the taps, so the bits are the same wherever a block's tile begins.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/mma.cuh"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kRows = 16;  // pixels of a product
+constexpr int kStep = 16;  // inputs of a product
+constexpr int kTile = 8;   // outputs of a product
+
+bool IsBare(const Conv2dLaunch& conv) {
+  return conv.x2.data == nullptr && conv.stride == 1 && !conv.upsample2x &&
+         conv.weight_element == Element::kBf16 && conv.input_factors == nullptr &&
+         conv.input_activation == Activation::kNone && conv.add.data == nullptr &&
+         conv.residual.data == nullptr && conv.scale == 1 && conv.activation == Activation::kNone;
+}
+
+// Few inputs.
+
+constexpr int kInputThreads = 128;
+constexpr int kInputTiles = 8;  // of a warp: 64 outputs
+
+/// Of 32 outputs lane t of four has eight neighbours: columns 2t and 2t + 1 of four tiles.
+__device__ int OutputOf(int tile, int column) {
+  return tile / 4 * 32 + column / 2 * 8 + tile % 4 * 2 + column % 2;
+}
+
+/// grid (blocks that share the pixels, outputs / 64).
+template <int kSteps, Element kElement>
+__global__ void __launch_bounds__(kInputThreads)
+    FewInputsKernel(const __grid_constant__ Conv2dLaunch conv) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
+  const int first_output = blockIdx.y * kInputTiles * kTile;
+  const auto* weight = static_cast<const __nv_bfloat16*>(conv.weight);
+  uint32_t weights[kInputTiles][kSteps][2];
+  float bias[kInputTiles][2];
+#pragma unroll
+  for (int tile = 0; tile < kInputTiles; ++tile) {
+    const auto* of_output =
+        weight + static_cast<int64_t>(first_output + OutputOf(tile, row)) * conv.weight_stride;
+#pragma unroll
+    for (int i = 0; i < kSteps * 2; ++i) {
+      weights[tile][i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(of_output + 8 * i + 2 * t);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      bias[tile][i] =
+          conv.bias == nullptr ? 0.0f : conv.bias[first_output + OutputOf(tile, 2 * t + i)];
+    }
+  }
+  // The inputs that this lane gathers: (kh, kw, channel), in order.
+  int offsets[kSteps * 4], taps[kSteps * 4];
+#pragma unroll
+  for (int i = 0; i < kSteps * 4; ++i) {
+    const int k = i / 2 * 8 + 2 * t + i % 2, tap = k / conv.channels;
+    const int kh = tap / conv.kernel, kw = tap % conv.kernel;
+    offsets[i] =
+        ((kh - conv.pad_top) * conv.width + kw - conv.pad_left) * static_cast<int>(conv.x.stride) +
+        k % conv.channels;
+    taps[i] = kh < conv.kernel ? kh | kw << 8 : -1;
+  }
+
+  WaitForPredecessors();
+  ReleaseDependents();
+  const unsigned out_pixels = conv.out_height * conv.out_width, pixels = conv.images * out_pixels;
+  for (unsigned first = (blockIdx.x * (kInputThreads / 32) + warp) * kRows; first < pixels;
+       first += gridDim.x * (kInputThreads / 32) * kRows) {
+    float inputs[2][kSteps * 4];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const unsigned m = first + row + 8 * r;
+      const int image = m / out_pixels, pixel = m - image * out_pixels;
+      const int y = pixel / conv.out_width, x = pixel - y * conv.out_width;
+      const int64_t at =
+          (static_cast<int64_t>(image) * conv.height * conv.width + y * conv.width + x) *
+          conv.x.stride;
+#pragma unroll
+      for (int i = 0; i < kSteps * 4; ++i) {
+        const int in_y = y - conv.pad_top + (taps[i] & 0xff);
+        const int in_x = x - conv.pad_left + (taps[i] >> 8);
+        const bool inside = taps[i] >= 0 && m < pixels &&
+                            static_cast<unsigned>(in_y) < static_cast<unsigned>(conv.height) &&
+                            static_cast<unsigned>(in_x) < static_cast<unsigned>(conv.width);
+        inputs[r][i] = 0.0f;
+        if (inside) {
+          if constexpr (kElement == Element::kBf16) {
+            inputs[r][i] =
+                __bfloat162float(static_cast<const __nv_bfloat16*>(conv.x.data)[at + offsets[i]]);
+          } else {
+            inputs[r][i] = static_cast<const float*>(conv.x.data)[at + offsets[i]];
+          }
+        }
+      }
+    }
+    float sums[kInputTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < kInputTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[tile][i] = bias[tile][i % 2];
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const auto word = [&](int r, int half) {
+        return PackBf16(inputs[r][4 * s + 2 * half], inputs[r][4 * s + 2 * half + 1]);
+      };
+      const uint32_t left[4] = {word(0, 0), word(1, 0), word(0, 1), word(1, 1)};
+#pragma unroll
+      for (int tile = 0; tile < kInputTiles; ++tile) {
+        Multiply(sums[tile], left, weights[tile][s][0], weights[tile][s][1]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (first + row + 8 * r >= pixels) continue;
+      auto* to = static_cast<__nv_bfloat16*>(conv.out.data) +
+                 (first + row + 8 * r) * conv.out.stride + first_output + 8 * t;
+#pragma unroll
+      for (int part = 0; part < kInputTiles / 4; ++part) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = sums[4 * part + i / 2][2 * r + i % 2];
+        *reinterpret_cast<uint4*>(to + 32 * part) = PackBf16(v);
+      }
+    }
+  }
+}
+
+template <int kSteps>
+cudaError_t LaunchFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
+  const unsigned slices = conv.outputs / (kInputTiles * kTile);
+  const int64_t pixels = int64_t{conv.images} * conv.out_height * conv.out_width;
+  constexpr int kPixels = kRows * kInputThreads / 32;
+  const int64_t tiles = (pixels + kPixels - 1) / kPixels;
+  // Blocks that stay: weights are read once. Four of them fit on a multiprocessor.
+  const unsigned blocks =
+      std::min<int64_t>(tiles, std::max<unsigned>(4 * queue.multiprocessors / slices, 1));
+  return LaunchDependent(conv.x.element == Element::kBf16 ? FewInputsKernel<kSteps, Element::kBf16>
+                                                          : FewInputsKernel<kSteps, Element::kF32>,
+                         {dim3(blocks, slices), kInputThreads}, queue, conv);
+}
+
+// Few outputs.
+
+constexpr int kOutputThreads = 256;
+constexpr int kTaps = 9;
+constexpr int kChunk = 2 * kStep;  // channels that a quad of lanes loads: eight each
+constexpr int kMaxChunks = 10;     // 320 channels
+
+struct OutputTile {
+  int height, width;
+};
+
+__host__ __device__ constexpr int ProductStride(int tiles) { return tiles * kTile + 4; }
+
+/// grid (tiles along x, along y, images); shared: weights as the right operands of all products,
+/// then fp32 [(tile.height + 2) · (tile.width + 2), ProductStride()]. kTiles: of kTaps · outputs.
+template <int kTiles>
+__global__ void __launch_bounds__(kOutputThreads)
+    FewOutputsKernel(const __grid_constant__ Conv2dLaunch conv,
+                     const __grid_constant__ OutputTile size) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
+  const int chunks = conv.channels / kChunk;
+  auto* weights = reinterpret_cast<uint4*>(shared);  // [chunks, kTiles, lanes]
+  auto* products = reinterpret_cast<float*>(weights + chunks * kTiles * 32);
+
+  // Of a chunk lane t has channels 8t … 8t + 7, four to each of two products.
+  const auto* weight = static_cast<const __nv_bfloat16*>(conv.weight);
+  for (int i = threadIdx.x; i < chunks * kTiles * 32; i += kOutputThreads) {
+    const int column = i / 32 % kTiles * kTile + i % 32 / 4,
+              channel = i / 32 / kTiles * kChunk + i % 4 * 8;
+    const int tap = column / conv.outputs, output = column % conv.outputs;
+    weights[i] = tap < kTaps ? *reinterpret_cast<const uint4*>(
+                                   weight + static_cast<int64_t>(output) * conv.weight_stride +
+                                   tap * conv.channels + channel)
+                             : make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+
+  WaitForPredecessors();
+  ReleaseDependents();
+  const int top = blockIdx.y * size.height - 1, left = blockIdx.x * size.width - 1;
+  const int64_t image = static_cast<int64_t>(blockIdx.z) * conv.height * conv.width;
+  const int seen_width = size.width + 2, seen = (size.height + 2) * seen_width;
+  for (int first = warp * kRows; first < seen; first += kOutputThreads / 32 * kRows) {
+    const __nv_bfloat16* from[2];
+    bool inside[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int m = first + row + 8 * r, y = top + m / seen_width, x = left + m % seen_width;
+      inside[r] = m < seen && static_cast<unsigned>(y) < static_cast<unsigned>(conv.height) &&
+                  static_cast<unsigned>(x) < static_cast<unsigned>(conv.width);
+      from[r] = static_cast<const __nv_bfloat16*>(conv.x.data) +
+                (image + y * conv.width + x) * conv.x.stride + 8 * t;
+    }
+    float sums[kTiles][4] = {};
+#pragma unroll 4
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      uint4 v[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        v[r] = inside[r] ? *reinterpret_cast<const uint4*>(from[r] + chunk * kChunk)
+                         : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint4 w = weights[(chunk * kTiles + tile) * 32 + lane];
+        Multiply(sums[tile], {v[0].x, v[1].x, v[0].y, v[1].y}, w.x, w.y);
+        Multiply(sums[tile], {v[0].z, v[1].z, v[0].w, v[1].w}, w.z, w.w);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (first + row + 8 * r >= seen) continue;
+      float* to = products + (first + row + 8 * r) * ProductStride(kTiles) + 2 * t;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        *reinterpret_cast<float2*>(to + tile * kTile) =
+            make_float2(sums[tile][2 * r], sums[tile][2 * r + 1]);
+      }
+    }
+  }
+  __syncthreads();
+
+  for (int i = threadIdx.x; i < size.height * size.width * conv.outputs; i += kOutputThreads) {
+    const int pixel = i / conv.outputs, output = i - pixel * conv.outputs;
+    const int tile_y = pixel / size.width, tile_x = pixel - tile_y * size.width;
+    const int y = top + 1 + tile_y, x = left + 1 + tile_x;
+    if (y >= conv.height || x >= conv.width) continue;
+    float sum = conv.bias == nullptr ? 0.0f : conv.bias[output];
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) {
+      sum += products[((tile_y + tap / 3) * seen_width + tile_x + tap % 3) * ProductStride(kTiles) +
+                      tap * conv.outputs + output];
+    }
+    Store(conv.out, image + y * conv.width + x, output, sum);
+  }
+}
+
+size_t SharedBytes(const Conv2dLaunch& conv, const OutputTile& size, int tiles) {
+  return size_t{16} * 32 * tiles * (conv.channels / kChunk) +
+         sizeof(float) * (size.height + 2) * (size.width + 2) * ProductStride(tiles);
+}
+
+template <int kTiles>
+cudaError_t LaunchFewOutputs(const Conv2dLaunch& conv, const Queue& queue) {
+  // Large tiles read fewer pixels twice; small ones let one image fill the device.
+  const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
+  OutputTile size = {kTiles > 4 ? 4 : 8, std::min(conv.width, 32)};
+  if (pixels < int64_t{queue.multiprocessors} * 256) size = {4, std::min(conv.width, 8)};
+  return LaunchDependent(FewOutputsKernel<kTiles>,
+                         {dim3((conv.width + size.width - 1) / size.width,
+                               (conv.height + size.height - 1) / size.height, conv.images),
+                          kOutputThreads, SharedBytes(conv, size, kTiles)},
+                         queue, conv, size);
+}
+
+constexpr int kMaxOutputs = 6;
+constexpr int kSharedLimit = 96 * 1024;  // consumer chips of sm_86 and later have 99 KiB a block
+
+}  // namespace
+
+bool SuitsFewInputs(const Conv2dLaunch& conv) {
+  return IsBare(conv) && conv.kernel * conv.kernel * conv.channels <= 4 * kStep &&
+         conv.weight_stride % kStep == 0 && conv.outputs % (kInputTiles * kTile) == 0 &&
+         conv.out.element == Element::kBf16 && conv.out.vector;
+}
+
+cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
+  switch ((conv.kernel * conv.kernel * conv.channels + kStep - 1) / kStep) {
+    case 1:
+      return LaunchFewInputs<1>(conv, queue);
+    case 2:
+      return LaunchFewInputs<2>(conv, queue);
+    case 3:
+      return LaunchFewInputs<3>(conv, queue);
+    default:
+      return LaunchFewInputs<4>(conv, queue);
+  }
+}
+
+bool SuitsFewOutputs(const Conv2dLaunch& conv) {
+  return IsBare(conv) && conv.kernel == 3 && conv.pad_top == 1 && conv.pad_left == 1 &&
+         conv.out_height == conv.height && conv.out_width == conv.width &&
+         conv.channels % kChunk == 0 && conv.channels <= kMaxChunks * kChunk &&
+         conv.x.element == Element::kBf16 && conv.x.vector && conv.outputs <= kMaxOutputs &&
+         conv.images <= 65535;
+}
+
+cudaError_t LaunchConv2dFewOutputs(const Conv2dLaunch& conv, const Queue& queue) {
+  switch ((kTaps * conv.outputs + kTile - 1) / kTile) {
+    case 2:
+      return LaunchFewOutputs<2>(conv, queue);
+    case 3:
+      return LaunchFewOutputs<3>(conv, queue);
+    case 4:
+      return LaunchFewOutputs<4>(conv, queue);
+    case 5:
+      return LaunchFewOutputs<5>(conv, queue);
+    case 6:
+      return LaunchFewOutputs<6>(conv, queue);
+    default:
+      return LaunchFewOutputs<7>(conv, queue);
+  }
+}
+
+cudaError_t LoadConv2dNarrowKernels() {
+  for (auto* kernel : {FewInputsKernel<1, Element::kBf16>, FewInputsKernel<2, Element::kBf16>,
+                       FewInputsKernel<3, Element::kBf16>, FewInputsKernel<4, Element::kBf16>,
+                       FewInputsKernel<1, Element::kF32>, FewInputsKernel<2, Element::kF32>,
+                       FewInputsKernel<3, Element::kF32>, FewInputsKernel<4, Element::kF32>}) {
+    if (cudaError_t error = LoadKernel(kernel); error != cudaSuccess) return error;
+  }
+  for (auto* kernel : {FewOutputsKernel<2>, FewOutputsKernel<3>, FewOutputsKernel<4>,
+                       FewOutputsKernel<5>, FewOutputsKernel<6>, FewOutputsKernel<7>}) {
+    if (cudaError_t error = LoadKernel(kernel, kSharedLimit); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace denoised::cuda
