@@ -207,7 +207,10 @@ TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
   EXPECT_FALSE(server.version().empty());
 
   engine_->BreakDevice(0, absl::UnavailableError("lost"));
-  grpc::ClientContext lost_context;
+  grpc::ClientContext half_context, lost_context;
+  ASSERT_TRUE(stub_->ServerLive(&half_context, {}, &live).ok());
+  EXPECT_TRUE(live.live());
+  engine_->BreakDevice(1, absl::UnavailableError("lost"));
   ASSERT_TRUE(stub_->ServerLive(&lost_context, {}, &live).ok());
   EXPECT_FALSE(live.live());
 }
