@@ -7,7 +7,7 @@
 // of 8 lines, whatever lies between the lines. So shared memory receives 1.4 pixels for each output
 // pixel and chunk of channels instead of 9.
 //
-// Where a group norm comes before, three warps turn the patch into silu(2 · (x · factor + offset))
+// Where a group norm comes before, seven warps turn the patch into silu(2 · (x · factor + offset))
 // in place, with the arithmetic of the group norm's kernel: the normalised image is never in
 // memory.
 //
