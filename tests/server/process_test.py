@@ -88,7 +88,7 @@ class ProcessTest(unittest.TestCase):
         model, free = f"digits={self.model}", ["--listen", "127.0.0.1:0", "--metrics-listen", ""]
         good = run("--check", "--model", model, *free)
         self.assertEqual(good.returncode, 0, good.stderr)
-        self.assertRegex(good.stdout, "^ok +listen 127.0.0.1:0\nok +device auto  fake.*\n"
+        self.assertRegex(good.stdout, "^ok +listen 127.0.0.1:0\nok +device fake:0  .*\nok +device fake:1  .*\n"
                                       "ok +model digits  .*UNet2DModel, 1.0 M parameters.*\n$")
         with socket.create_server(("127.0.0.1", 0)) as other:
             taken = f"127.0.0.1:{other.getsockname()[1]}"
