@@ -26,7 +26,7 @@ class Resolver {
   EffectiveJob Run() {
     Count();
     Size();
-    if (!spec_.seed) spec_.seed = RandomSeed();
+    Seeds();
     Condition();
     Guidance();
     Previews();
@@ -60,6 +60,21 @@ class Resolver {
     };
     check("width", &spec_.width, model_.width);
     check("height", &spec_.height, model_.height);
+  }
+
+  void Seeds() {
+    std::vector<uint64_t>& seeds = spec_.seeds;
+    if (seeds.empty()) {
+      if (!spec_.seed) spec_.seed = RandomSeed();
+      return;
+    }
+    const size_t count = static_cast<size_t>(spec_.count);
+    if (spec_.seed && *spec_.seed != seeds[0])
+      Violate("seeds", "are set, and seed is too; use one of them");
+    if (seeds.size() != count)
+      Violate("seeds", "has {} entries for count {}; give one for each image", seeds.size(), count);
+    spec_.seed = seeds[0];
+    seeds.resize(count);
   }
 
   void Condition() {
@@ -96,8 +111,9 @@ class Resolver {
               labels.size(), count);
     if (labels.size() == 1) labels.assign(count, labels[0]);
     for (size_t i = labels.size(); i < count; ++i)
-      labels.push_back(static_cast<int>(Philox(*spec_.seed + i, kLabelDraw, 0).v[0] %
-                                        static_cast<uint32_t>(model_.num_classes)));
+      labels.push_back(
+          static_cast<int>(Philox(spec_.SeedOf(static_cast<int>(i)), kLabelDraw, 0).v[0] %
+                           static_cast<uint32_t>(model_.num_classes)));
   }
 
   void Values() {

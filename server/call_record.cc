@@ -77,6 +77,14 @@ void CallRecord::End(grpc::StatusCode code, const std::string& message) {
   active_->Leave();
 }
 
+grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
+                                const grpc::Status& status) {
+  record->End(status.error_code(), status.error_message());
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(status);
+  return reactor;
+}
+
 const char* CodeName(grpc::StatusCode code) {
   constexpr const char* kNames[] = {"OK",
                                     "CANCELLED",

@@ -91,6 +91,11 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
   auto job = serving_->engine->Resolve(translation.spec, &engine_violations);
   Merge(engine_violations, &violations);
   if (!violations.empty()) {
+    if (origin_.field_name != nullptr) {
+      for (FieldViolation& violation : violations) {
+        violation.field = origin_.field_name(violation.field);
+      }
+    }
     *refusal = InvalidFields(violations, request_id);
     return std::nullopt;
   }
@@ -114,8 +119,8 @@ grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& est
     case absl::StatusCode::kDeadlineExceeded:
       return ToGrpcStatus(status, reason::kDeadlineExceeded, origin_.request_id, retry);
     case absl::StatusCode::kUnavailable:
-      return serving_->draining ? Draining(origin_.request_id)
-                                : JobStatus(status, origin_.request_id);
+      return serving_->draining() ? Draining(origin_.request_id)
+                                  : JobStatus(status, origin_.request_id);
     default:
       return JobStatus(status, origin_.request_id);
   }
@@ -123,7 +128,7 @@ grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& est
 
 void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                        bool together) {
-  if (serving_->draining) return End(Draining(origin_.request_id));
+  if (serving_->draining()) return End(Draining(origin_.request_id));
   auto place = serving_->client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
   if (!place.ok()) {
     return End(ToGrpcStatus(place.status(), reason::kClientLimit, origin_.request_id,

@@ -53,6 +53,8 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     std::optional<Clock::time_point> deadline;  // of the call that began it
     bool survives = false;  // goes on when nobody watches it, also beyond the deadline
     bool kept = false;      // may be asked for after its end
+    /// What the caller's protocol calls a field of denoised.v1: "params.steps". Null: the same.
+    std::string (*field_name)(const std::string& field) = nullptr;
   };
 
   Generation(Serving* serving, Origin origin);

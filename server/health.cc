@@ -31,6 +31,7 @@ void Health::Die() {
 void Health::Set(bool serving) {
   service_->SetServingStatus("", serving);
   service_->SetServingStatus("denoised.v1.ImageGeneration", serving);
+  service_->SetServingStatus("inference.GRPCInferenceService", serving);
 }
 
 }  // namespace denoised

@@ -6,9 +6,9 @@
 
 namespace denoised {
 
-/// The standard grpc.health.v1 service. "" and "denoised.v1.ImageGeneration" say whether to send
-/// requests here: after warm-up, until a drain. "liveness" says that the process need not be
-/// restarted, also while it loads or drains. Thread-safe.
+/// The standard grpc.health.v1 service. "" and the services that draw say whether to send requests
+/// here: after warm-up, until a drain. "liveness" says that the process need not be restarted, also
+/// while it loads or drains. Thread-safe.
 class Health {
  public:
   /// Everything but "liveness" starts NOT_SERVING. `service` is the gRPC server's own.

@@ -76,7 +76,8 @@ std::shared_ptr<Generation> Jobs::Begin(const Request& request,
                                    .arrival = request.arrival,
                                    .deadline = request.deadline,
                                    .survives = survives,
-                                   .kept = named || survives});
+                                   .kept = named || survives,
+                                   .field_name = request.field_name});
   entry.generation = generation;
   {
     std::lock_guard lock(mutex_);

@@ -35,6 +35,7 @@ class Jobs {
     std::string traceparent;
     Clock::time_point arrival;
     std::optional<Clock::time_point> deadline;
+    std::string (*field_name)(const std::string& field) = nullptr;  // as Generation::Origin
   };
   /// The generation that the request asks for, watched by `watcher`: a new one, which was started,
   /// or the one of this client and request_id that runs or is kept. Null with `refusal` set when

@@ -20,6 +20,7 @@
 #include "server/clients.h"
 #include "server/credentials.h"
 #include "server/health.h"
+#include "server/inference_service.h"
 #include "server/jobs.h"
 #include "server/log.h"
 #include "server/metrics.h"
@@ -105,6 +106,7 @@ struct Server::State {
         catalog(config.models, engine.get(), &metrics),
         clients(std::move(clients_in)),
         service(&serving),
+        inference(&serving),
         model_admin(config.admin ? std::make_unique<ModelAdminService>(&serving) : nullptr) {
     serving.config = &this->config;
     serving.engine = engine.get();
@@ -140,6 +142,7 @@ struct Server::State {
   Catalog catalog;
   std::unique_ptr<Clients> clients;
   ImageGenerationService service;
+  InferenceService inference;
   std::unique_ptr<ModelAdminService> model_admin;  // null when it is not wanted
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Health> health;
@@ -183,7 +186,7 @@ void Server::State::LoadModels() {
   absl::Status first_error;
   int ready = 0;
   for (const ModelSource& source : config.models) {
-    if (serving.draining) break;
+    if (serving.draining()) break;
     const absl::Status status = catalog.LoadListed(source.name);
     if (status.ok()) {
       ++ready;
@@ -235,6 +238,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   auto handler = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   builder.RegisterService(&state->service);
+  builder.RegisterService(&state->inference);
   if (state->model_admin) builder.RegisterService(state->model_admin.get());
   state->grpc_server = builder.BuildAndStart();
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
@@ -301,9 +305,13 @@ bool Server::LostADevice() const {
 void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {
   std::call_once(state_->drained, [&] {
     state_->health->Stop();
+    Serving& serving = state_->serving;
+    const auto end = std::chrono::system_clock::now() + lame_duck + grace;
+    serving.drain_deadline = std::chrono::duration<double>(end.time_since_epoch()).count();
+    serving.drain = DrainState::kLameDuck;
     std::this_thread::sleep_for(lame_duck);
     const Clock::time_point deadline = Clock::now() + grace;
-    state_->serving.draining = true;
+    serving.drain = DrainState::kDraining;
     state_->engine->Drain(deadline);
     // The images of the last jobs are on their way through the workers and to their readers.
     const Clock::time_point flushed = std::max(deadline, Clock::now() + std::chrono::seconds(1));

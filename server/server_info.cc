@@ -16,15 +16,6 @@ double Seconds(std::chrono::milliseconds duration) {
   return std::chrono::duration<double>(duration).count();
 }
 
-v1::ServerState StateOf(const Serving& serving) {
-  if (serving.draining) return v1::SERVER_STATE_DRAINING;
-  const auto models = serving.catalog->All();
-  const bool ready = std::any_of(models.begin(), models.end(), [](const CatalogModel& model) {
-    return model.info->state == ModelState::kReady;
-  });
-  return ready ? v1::SERVER_STATE_SERVING : v1::SERVER_STATE_STARTING;
-}
-
 void AddFeatures(const Config& config, v1::GetServerInfoResponse* info) {
   const auto add = [&](bool there, v1::ServerFeature feature) {
     if (there) info->add_features(feature);
@@ -82,6 +73,16 @@ std::string DeviceNames(const Engine& engine) {
   for (const DeviceState& device : engine.Devices())
     names += (names.empty() ? "" : ",") + device.name;
   return names;
+}
+
+v1::ServerState StateOf(const Serving& serving) {
+  if (serving.drain == DrainState::kLameDuck) return v1::SERVER_STATE_LAME_DUCK;
+  if (serving.draining()) return v1::SERVER_STATE_DRAINING;
+  const auto models = serving.catalog->All();
+  const bool ready = std::any_of(models.begin(), models.end(), [](const CatalogModel& model) {
+    return model.info->state == ModelState::kReady;
+  });
+  return ready ? v1::SERVER_STATE_SERVING : v1::SERVER_STATE_STARTING;
 }
 
 v1::GetServerInfoResponse DescribeServer(const Serving& serving, const CallRecord& call) {

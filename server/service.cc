@@ -1,20 +1,16 @@
 #include "server/service.h"
 
-#include <algorithm>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
 
 #include "server/catalog.h"
-#include "server/client_load.h"
 #include "server/generation.h"
+#include "server/generation_call.h"
 #include "server/jobs.h"
 #include "server/server_info.h"
-#include "server/status_details.h"
 #include "server/translate.h"
-#include "server/worker_pool.h"
 #include "server/write_watch.h"
 
 namespace denoised {
@@ -23,168 +19,6 @@ namespace {
 constexpr char kGenerate[] = "denoised.v1.ImageGeneration.Generate";
 constexpr char kStreamGenerate[] = "denoised.v1.ImageGeneration.StreamGenerate";
 constexpr char kWatchJob[] = "denoised.v1.ImageGeneration.WatchJob";
-
-/// gRPC's deadline, a point of the wall clock, on the steady clock.
-std::optional<std::chrono::steady_clock::time_point> Deadline(
-    const grpc::CallbackServerContext& context) {
-  const auto deadline = context.deadline();
-  const auto left = deadline - std::chrono::system_clock::now();
-  if (deadline == std::chrono::system_clock::time_point::max() ||
-      left > std::chrono::hours(24 * 365)) {
-    return std::nullopt;
-  }
-  return std::chrono::steady_clock::now() +
-         std::chrono::duration_cast<std::chrono::steady_clock::duration>(left);
-}
-
-/// A call that follows a generation. gRPC's reactor and whoever has news for it share it: it keeps
-/// itself alive until OnDone.
-class GenerationCall : public GenerationWatcher,
-                       public std::enable_shared_from_this<GenerationCall> {
- public:
-  /// Finds or makes the generation, watched by the call. Null with the reason set.
-  using Beginning = std::function<std::shared_ptr<Generation>(
-      const std::shared_ptr<GenerationWatcher>& watcher, grpc::Status* refusal)>;
-
-  void Post(Beginning begin) {
-    self_ = shared_from_this();
-    serving_->workers->Post([self = self_, begin = std::move(begin)] { self->Begin(begin); });
-  }
-
-  void OnNews() final { Advance(std::unique_lock(mutex_)); }
-
-  const CallRecord& record() const { return record_; }
-
- protected:
-  GenerationCall(Serving* serving, const char* method, grpc::CallbackServerContext* context)
-      : serving_(serving), context_(context), record_(*serving, method, context) {}
-
-  /// Takes the next step that gRPC allows, if there is one: calls gRPC without the lock.
-  virtual void Advance(std::unique_lock<std::mutex> lock) = 0;
-
-  /// Nobody reads any more: the call has nothing to wait for, and the generation has one watcher
-  /// less.
-  void Break() {
-    std::shared_ptr<Generation> generation;
-    {
-      std::lock_guard lock(mutex_);
-      broken_ = true;
-      generation = generation_;
-    }
-    if (generation) generation->Leave(this);
-    Advance(std::unique_lock(mutex_));
-  }
-
-  /// What ends the call when no generation does: it was refused, or its client has gone. Under
-  /// mutex_.
-  std::optional<grpc::Status> EndWithoutGeneration() const {
-    if (generation_ == nullptr) return refusal_;
-    if (!broken_) return std::nullopt;
-    const bool late = std::chrono::system_clock::now() >= context_->deadline();
-    return late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "the call's deadline passed")
-                : grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone");
-  }
-
-  /// From OnDone.
-  void End() {
-    if (generation_) {
-      generation_->Leave(this);
-      generation_->Describe(&record_);
-    }
-    // As the client saw it: a reply that could not be delivered was cancelled.
-    const bool lost = status_.ok() && context_->IsCancelled();
-    record_.End(lost ? grpc::StatusCode::CANCELLED : status_.error_code(), status_.error_message());
-    self_.reset();  // the last line of its life
-  }
-
-  Serving* const serving_;
-  grpc::CallbackServerContext* const context_;
-  CallRecord record_;
-  grpc::Status status_;  // what Finish said
-
-  std::mutex mutex_;
-  bool begun_ = false;                      // guarded by mutex_
-  bool broken_ = false;                     // guarded by mutex_; nobody reads any more
-  bool finished_ = false;                   // guarded by mutex_
-  std::shared_ptr<Generation> generation_;  // set with begun_
-  grpc::Status refusal_;                    // set with begun_; why there is no generation
-
- private:
-  void Begin(const Beginning& begin) {
-    grpc::Status refusal;
-    std::shared_ptr<Generation> generation;
-    auto stream =
-        serving_->client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
-    if (stream.ok()) {
-      stream_ = *std::move(stream);
-      generation = begin(shared_from_this(), &refusal);
-    } else {
-      refusal = ToGrpcStatus(stream.status(), reason::kClientLimit, "", serving_->RetryDelay());
-    }
-    bool broken;
-    {
-      std::lock_guard lock(mutex_);
-      begun_ = true;
-      generation_ = generation;
-      refusal_ = refusal;
-      broken = broken_;
-    }
-    if (broken && generation) generation->Leave(this);
-    Advance(std::unique_lock(mutex_));
-  }
-
-  ClientLoad::Lease stream_;
-  std::shared_ptr<GenerationCall> self_;
-};
-
-/// Generate: gathers the images into one reply.
-class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
- public:
-  UnaryCall(Serving* serving, grpc::CallbackServerContext* context, v1::GenerateResponse* response)
-      : GenerationCall(serving, kGenerate, context), response_(response) {}
-
-  void OnCancel() override { Break(); }
-  void OnDone() override { End(); }
-
- private:
-  void Advance(std::unique_lock<std::mutex> lock) override {
-    if (!begun_ || finished_) return;
-    std::optional<grpc::Status> end = EndWithoutGeneration();
-    if (!end) end = generation_->end();
-    if (!end) return;
-    finished_ = true;
-    lock.unlock();
-    if (end->ok()) Collect();
-    status_ = *end;
-    Finish(*end);  // the call may be gone now, but for whoever called
-  }
-
-  void Collect() {
-    uint64_t sequence = 0;
-    while (const auto event = generation_->Next(this, sequence).event) {
-      sequence = event->sequence();
-      if (event->has_queued()) {
-        response_->set_traceparent(event->queued().traceparent());
-      } else if (event->has_image()) {
-        *response_->add_images() = event->image().image();
-      } else if (event->has_completed()) {
-        *response_->mutable_params() = event->completed().params();
-        *response_->mutable_timing() = event->completed().timing();
-        if (event->completed().has_timeline()) {
-          *response_->mutable_timeline() = event->completed().timeline();
-          auto& sent = *response_->mutable_timeline()->add_entries();
-          sent.set_milestone(v1::TimelineEntry::MILESTONE_SENT);
-          sent.set_seconds(generation_->SecondsSinceArrival());
-        }
-      }
-    }
-    auto& images = *response_->mutable_images();
-    std::sort(images.pointer_begin(), images.pointer_end(),
-              [](const v1::Image* a, const v1::Image* b) { return a->index() < b->index(); });
-  }
-
-  v1::GenerateResponse* const response_;
-};
 
 /// StreamGenerate and WatchJob: one write in flight, the rest waits in the generation's log.
 /// Whoever sets writing_ owns message_ and the right to call gRPC.
@@ -250,33 +84,14 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
   Timeline sent_;
 };
 
-Jobs::Request Asked(const grpc::CallbackServerContext& context, const CallRecord& record,
-                    const v1::GenerationParams& params, const v1::PreviewOptions* preview,
-                    bool together) {
-  return {.params = params,
-          .preview = preview,
-          .together = together,
-          .caller = record.caller(),
-          .peer = record.peer(),
-          .traceparent = record.trace().traceparent(),
-          .arrival = record.arrival(),
-          .deadline = Deadline(context)};
-}
-
-grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
-                                const grpc::Status& status) {
-  record->End(status.error_code(), status.error_message());
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(status);
-  return reactor;
-}
-
 }  // namespace
 
 grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerContext* context,
                                                            const v1::GenerateRequest* request,
                                                            v1::GenerateResponse* response) {
-  const auto call = std::make_shared<UnaryCall>(serving_, context, response);
+  const auto call = std::make_shared<UnaryCall>(
+      serving_, kGenerate, context,
+      [response](v1::GenerateResponse* images) { response->Swap(images); });
   call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     return serving_->jobs->Begin(Asked(*context, *record, request->params(), nullptr, true),
                                  watcher, refusal);

@@ -18,6 +18,9 @@ class Metrics;
 class WorkerPool;
 class WriteWatch;
 
+/// How far the end of the server is: asked to go elsewhere, clients may still come; then not.
+enum class DrainState { kNone, kLameDuck, kDraining };
+
 /// What every call works with. Everything pointed to outlives the calls.
 struct Serving {
   const Config* config = nullptr;
@@ -31,10 +34,14 @@ struct Serving {
   ClientLoad* client_load = nullptr;
   WriteWatch* write_watch = nullptr;
   RequestLimits limits;
-  /// New work is refused.
-  std::atomic<bool> draining{false};
+  std::atomic<DrainState> drain{DrainState::kNone};
+  /// By when the drain should be over, in seconds since 1970; 0 before it.
+  std::atomic<double> drain_deadline{0};
   /// How long the job that started last had waited.
   std::atomic<double> recent_queue_seconds{0};
+
+  /// New work is refused.
+  bool draining() const { return drain == DrainState::kDraining; }
 
   /// When a client should try again after a full queue: a tenth of the present wait, in which about
   /// a tenth of the queue has moved on.

@@ -178,6 +178,17 @@ std::vector<MetricFamily> ServingSnapshot::Collect() const {
   auto up = Gauge("denoised_device_up", "1 while the device works, 0 when it is lost");
   for (const DeviceState& device : devices) Add(&up, {{"device", device.name}}, device.health.ok());
   families.push_back(std::move(up));
+  auto state = Gauge("denoised_server_state", "1 for the state that the server is in");
+  for (const auto& [name, value] : {std::pair{"starting", v1::SERVER_STATE_STARTING},
+                                    {"serving", v1::SERVER_STATE_SERVING},
+                                    {"lame_duck", v1::SERVER_STATE_LAME_DUCK},
+                                    {"draining", v1::SERVER_STATE_DRAINING}}) {
+    Add(&state, {{"state", name}}, StateOf(*serving_) == value);
+  }
+  families.push_back(std::move(state));
+  families.push_back(Single(MetricType::Gauge, "denoised_drain_deadline_time_seconds",
+                            "By when the drain should be over, in seconds since 1970; 0 before it",
+                            serving_->drain_deadline));
   denoised::Collect(*serving_->catalog, devices, &families);
   denoised::Collect(*serving_->engine, &families);
   if (const auto expiry = CertificateExpiry(serving_->config->security)) {

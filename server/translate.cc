@@ -98,6 +98,7 @@ class Translator {
       }
     }
     if (params_.has_seed()) spec.seed = params_.seed();
+    spec.seeds.assign(params_.seeds().begin(), params_.seeds().end());
     if (params_.has_count()) {
       count_ok_ = OneTo(limits_.max_count, "params.count", params_.count(), &spec.count);
     }
@@ -537,6 +538,7 @@ v1::EffectiveParams ToProto(const EffectiveJob& job) {
   params.set_model_version(VersionOf(spec.model));
   params.set_request_id(spec.request_id);
   params.set_seed(spec.seed.value_or(0));
+  params.mutable_seeds()->Add(spec.seeds.begin(), spec.seeds.end());
   params.set_count(spec.count);
   params.mutable_class_labels()->Add(spec.class_labels.begin(), spec.class_labels.end());
   params.mutable_class_values()->Add(spec.class_values.begin(), spec.class_values.end());

@@ -28,6 +28,7 @@ ROOMS = [
     ("client/", "client"),
     ("proto/", "proto"),
     ("denoised/v1/", "proto"),  # generated from proto/
+    ("inference/", "proto"),
     ("google/rpc/", "proto"),
     ("grpc/health/", "proto"),
     ("denoised/", "client"),  # client/denoised/, as an installed client is included

@@ -244,7 +244,7 @@ struct Device {
 /// What the server is and allows.
 struct ServerInfo {
   std::string version, build;
-  std::string state;                       // "starting", "serving", "draining"
+  std::string state;                       // "starting", "serving", "lame_duck", "draining"
   std::string device, device_description;  // of several "cuda:0,cuda:1", all of one kind
   std::vector<Device> devices;             // never empty
   double uptime_seconds = 0;

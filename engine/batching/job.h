@@ -41,6 +41,7 @@ struct JobSpec {
   std::string model;
   std::string request_id;        // for logs; the caller makes it unique
   std::optional<uint64_t> seed;  // image i is drawn with seed + i; random when unset
+  std::vector<uint64_t> seeds;   // instead: one for each image
   int count = 1;
   std::vector<int> class_labels;         // one for all images, or one each; empty: random classes
   std::vector<float> class_values;       // kValue: as class_labels. kVector: count × size or size
@@ -56,11 +57,16 @@ struct JobSpec {
   Priority priority = Priority::kNormal;
   std::string client;        // whose it is: clients share the device; empty: all who have no name
   double client_weight = 1;  // of the client's share beside others' of its priority; > 0
+
+  /// Of a resolved spec.
+  uint64_t SeedOf(int image) const {
+    return seeds.empty() ? *seed + static_cast<uint64_t>(image) : seeds[image];
+  }
 };
 
 /// A JobSpec with every default filled in: what will be run, and what the reply says was run.
 struct EffectiveJob {
-  JobSpec spec;  // all optionals set, labels and values one per image
+  JobSpec spec;  // all optionals set, labels and values one per image, seed that of the first
   int steps = 0;
   int evaluations = 0;  // model evaluations per image
   std::shared_ptr<const StepPlan> plan;

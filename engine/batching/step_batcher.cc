@@ -301,7 +301,7 @@ void StepBatcher::Begin(Lane& lane, int slot, std::shared_ptr<Image> image) {
   const StepPlan& plan = *job.effective.plan;
   Evaluator::Start start;
   start.plan = &job.plan();
-  start.seed = *spec.seed + static_cast<uint64_t>(image->index);
+  start.seed = spec.SeedOf(image->index);
   start.guidance_scale = static_cast<float>(*spec.guidance_scale);
   if (!spec.class_values.empty()) {
     const size_t size = spec.class_values.size() / job.count();
@@ -396,8 +396,7 @@ absl::Status StepBatcher::Report() {
     Download* download = row.result ? row.result.get() : row.preview.get();
     if (!download) continue;
     const JobSpec& spec = image.job->effective.spec;
-    ImageResult result{.index = image.index,
-                       .seed = *spec.seed + static_cast<uint64_t>(image.index)};
+    ImageResult result{.index = image.index, .seed = spec.SeedOf(image.index)};
     if (!spec.class_labels.empty()) result.label = spec.class_labels[image.index];
     DENOISED_ASSIGN_OR_RETURN(result.pixels, download->Wait());
     if (row.preview)

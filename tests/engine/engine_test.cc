@@ -293,6 +293,17 @@ TEST_P(EngineTest, LoadingAModelDoesNotStopTheOthers) {
   engine->Cancel(id);
 }
 
+TEST_P(EngineTest, AnImageWithASeedOfItsOwnIsTheImageOfThatSeed) {
+  const auto engine = Open();
+  const auto many = Submit(
+      *engine, {.model = "digits", .seeds = {40, 3, 40}, .count = 3, .class_labels = {5, 6, 7}});
+  const auto alone = Submit(*engine, {.model = "digits", .seed = 3, .class_labels = {6}});
+  ASSERT_TRUE(many->Wait().ok());
+  ASSERT_TRUE(alone->Wait().ok());
+  EXPECT_EQ(many->images().at(1), alone->images().at(0));
+  EXPECT_NE(many->images().at(0), many->images().at(2));  // the same noise, another class
+}
+
 TEST_P(EngineTest, AModelThatIsClosedFinishesWhatItHas) {
   const auto engine = Open();
   JobSpec spec{.model = "digits", .seed = 7, .count = 3, .class_labels = {5}};

@@ -98,6 +98,23 @@ TEST(Resolve, TheSeedDecidesTheRandomClass) {
   EXPECT_EQ(shifted.spec.class_labels[0], first.spec.class_labels[3]);
 }
 
+TEST(Resolve, EachImageMayHaveASeedOfItsOwn) {
+  EffectiveJob many, alone;
+  std::vector<FieldViolation> violations;
+  ResolveJob(Digits(), {.model = "digits", .seeds = {90, 7, 90}, .count = 3}, &many, &violations);
+  ASSERT_TRUE(violations.empty()) << violations[0].description;
+  EXPECT_EQ(many.spec.seed, 90u);
+  EXPECT_EQ(many.spec.SeedOf(1), 7u);
+  ResolveJob(Digits(), {.model = "digits", .seed = 7}, &alone, &violations);
+  EXPECT_EQ(many.spec.class_labels[1], alone.spec.class_labels[0]);
+  EXPECT_EQ(many.spec.class_labels[2], many.spec.class_labels[0]);
+
+  EXPECT_THAT(Violated(Digits(), {.model = "digits", .seeds = {1, 2}, .count = 3}),
+              ElementsAre("seeds"));
+  EXPECT_THAT(Violated(Digits(), {.model = "digits", .seed = 9, .seeds = {1}}),
+              ElementsAre("seeds"));
+}
+
 TEST(Resolve, SeedWrapsAround) {
   EffectiveJob job;
   std::vector<FieldViolation> violations;

@@ -122,6 +122,7 @@ void CheckJob(const ModelInfo& model, const EffectiveJob& job) {
         "the size is within the limits");
   }
   const size_t count = static_cast<size_t>(spec.count);
+  Require(spec.seeds.empty() || spec.seeds.size() == count, "one seed for each image, or none");
   const bool labels = model.condition == ClassCondition::kLabel;
   Require(spec.class_labels.size() == (labels ? count : 0), "one label for each image");
   for (const int label : spec.class_labels) {

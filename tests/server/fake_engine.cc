@@ -117,6 +117,9 @@ absl::StatusOr<EffectiveJob> FakeEngine::Resolve(const JobSpec& spec,
     violate("class_labels", fmt::format("has {} labels for {} images; use one, or one each",
                                         spec.class_labels.size(), spec.count));
   }
+  if (!spec.seeds.empty() && spec.seeds.size() != size_t(spec.count)) {
+    violate("seeds", fmt::format("has {} seeds for {} images", spec.seeds.size(), spec.count));
+  }
   if (!spec.class_values.empty()) violate("class_values", "are not for this model; use labels");
   job.steps = spec.sampler.steps > 0 ? spec.sampler.steps : model->default_steps;
   if (job.steps > model->max_steps) {
@@ -141,7 +144,8 @@ absl::StatusOr<EffectiveJob> FakeEngine::Resolve(const JobSpec& spec,
   }
   if (!violations->empty()) return job;
   std::random_device random;
-  if (!spec.seed) full.seed = (uint64_t{random()} << 32) ^ random();
+  if (!spec.seeds.empty()) full.seed = spec.seeds[0];
+  if (!full.seed) full.seed = (uint64_t{random()} << 32) ^ random();
   if (full.class_labels.empty()) {
     for (int i = 0; i < spec.count; ++i) full.class_labels.push_back(random() % 10);
   }
@@ -290,7 +294,7 @@ void FakeEngine::Admit(std::vector<std::shared_ptr<Job>>* started) {
 
 ImageResult FakeEngine::Draw(const Job& job, int index, double noise) const {
   const JobSpec& spec = job.job.spec;
-  ImageResult result{index, *spec.seed + index, spec.class_labels[index],
+  ImageResult result{index, spec.SeedOf(index), spec.class_labels[index],
                      Tensor::Host({spec.height, spec.width, options_.channels}, DType::kF32)};
   std::mt19937_64 random(result.seed);
   std::uniform_real_distribution<double> uniform(-1, 1);

@@ -25,6 +25,7 @@ except ImportError as error:
     sys.exit(77)
 
 SERVICE = "denoised.v1.ImageGeneration"
+INFERENCE = "inference.GRPCInferenceService"  # the Open Inference Protocol
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -123,17 +124,22 @@ class Client:
         self.channel = grpc.insecure_channel(address, options=OPTIONS)
         grpc.channel_ready_future(self.channel).result(timeout=30)
         self.reflection = Reflection(self.channel)
-        self.reflection.add(file_containing_symbol=SERVICE)
-        self.methods = {}
-        service = self.reflection.pool.FindServiceByName(SERVICE)
+        self.methods = self.methods_of(SERVICE)
+        self.inference = self.methods_of(INFERENCE)
+
+    def methods_of(self, name):
+        self.reflection.add(file_containing_symbol=name)
+        service = self.reflection.pool.FindServiceByName(name)
         proto = descriptor_pb2.ServiceDescriptorProto()
         service.CopyToProto(proto)
+        methods = {}
         for method, described in zip(service.methods, proto.method):
             kind = self.channel.unary_stream if described.server_streaming else self.channel.unary_unary
-            self.methods[method.name] = kind(
-                f"/{SERVICE}/{method.name}",
+            methods[method.name] = kind(
+                f"/{name}/{method.name}",
                 request_serializer=message_class(method.input_type).SerializeToString,
                 response_deserializer=message_class(method.output_type).FromString)
+        return methods
 
     def type(self, name):
         return self.reflection.message(f"denoised.v1.{name}")
@@ -152,6 +158,16 @@ class Client:
     def stream(self, preview=None, timeout=120, **fields):
         request = self.type("StreamGenerateRequest")(params=self.params(**fields), preview=preview)
         return self.methods["StreamGenerate"](request, timeout=timeout)
+
+    def infer(self, inputs, outputs=(), **fields):
+        """ModelInfer with (name, datatype, shape, raw bytes) for each input."""
+        request = self.reflection.message("inference.ModelInferRequest")(**fields)
+        for name, datatype, shape, raw in inputs:
+            request.inputs.add(name=name, datatype=datatype, shape=shape)
+            request.raw_input_contents.append(raw)
+        for name in outputs:
+            request.outputs.add(name=name)
+        return self.inference["ModelInfer"](request, timeout=120)
 
     def health(self, service=""):
         """grpc.health.v1 on the wire: 1 is SERVING."""
@@ -208,14 +224,14 @@ class ForeignClientTest(unittest.TestCase):
 
     def test_reflection_lists_everything(self):
         services = CLIENT.reflection.services()
-        for name in (SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"):
+        for name in (SERVICE, INFERENCE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"):
             self.assertIn(name, services)
         self.assertEqual(set(CLIENT.methods),
                          {"Generate", "StreamGenerate", "GetJob", "WatchJob", "CancelJob",
                           "ListModels", "GetModel", "GetServerInfo"})
 
     def test_health(self):
-        for service in ("", "liveness", SERVICE):
+        for service in ("", "liveness", SERVICE, INFERENCE):
             self.assertEqual(CLIENT.health(service), 1, service)
         self.error(lambda: CLIENT.health("nobody"), grpc.StatusCode.NOT_FOUND)
 
@@ -278,6 +294,24 @@ class ForeignClientTest(unittest.TestCase):
         reply = CLIENT.generate(steps=4, init_image={"encoded": picture, "strength": 0.5})
         self.assertEqual(reply.params.strength, 0.5)
         self.assertEqual(len(reply.images), 1)
+
+    def test_open_inference_protocol(self):
+        ready = CLIENT.reflection.message("inference.ModelReadyRequest")(name=MODEL.name)
+        self.assertTrue(CLIENT.inference["ModelReady"](ready, timeout=10).ready)
+        asked = CLIENT.reflection.message("inference.ModelMetadataRequest")(name=MODEL.name)
+        metadata = CLIENT.inference["ModelMetadata"](asked, timeout=10)
+        self.assertIn("seed", [tensor.name for tensor in metadata.inputs])
+        inputs = [("seed", "UINT64", [2], struct.pack("<2Q", 2**64 - 1, 5)),
+                  ("steps", "INT32", [1], struct.pack("<i", 2))]
+        reply = CLIENT.infer(inputs, ["image", "seed"], model_name=MODEL.name, id="mine")
+        self.assertEqual((reply.id, reply.model_name), ("mine", MODEL.name))
+        height, width = MODEL.defaults.height, MODEL.defaults.width
+        self.assertEqual(list(reply.outputs[0].shape), [2, height, width, MODEL.limits.channels])
+        self.assertEqual(struct.unpack("<2Q", reply.raw_output_contents[1]), (2**64 - 1, 5))
+        self.assertEqual(len(reply.raw_output_contents[0]), 2 * height * width * MODEL.limits.channels)
+        error = self.error(lambda: CLIENT.infer([("prompt", "BYTES", [1], b"\1\0\0\0x")]),
+                           grpc.StatusCode.INVALID_ARGUMENT)
+        self.assertIn("use seed", error.details())
 
     def test_stream(self):
         events = list(CLIENT.stream(preview={"every_evaluations": 1}, count=2, steps=8,

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <future>
 #include <map>
 #include <regex>
 #include <set>
@@ -121,6 +122,54 @@ TEST(MetricsTest, TheDocumentListsWhatThereIs) {
   const double now = static_cast<double>(std::time(nullptr));
   EXPECT_NEAR(ValueOf(text, "process_start_time_seconds"), now, 600);
   EXPECT_NEAR(ValueOf(text, "denoised_certificate_expiry_time_seconds"), now + 3600, 60);
+}
+
+TEST(MetricsTest, ADrainIsSeen) {
+  log::Configure(log::Format::kText, log::Level::kError);
+  Config config;
+  config.listen = config.metrics_listen = "127.0.0.1:0";
+  config.models = {{"digits", "models/digits"}};
+  auto engine = std::make_unique<FakeEngine>();
+  FakeEngine* fake = engine.get();
+  auto server = Server::Start(config, std::move(engine));
+  ASSERT_TRUE(server.ok()) << server.status().message();
+  ASSERT_TRUE((*server)->Loaded(10s));
+  const auto stub = v1::ImageGeneration::NewStub(grpc::CreateChannel(
+      "127.0.0.1:" + std::to_string((*server)->port()), grpc::InsecureChannelCredentials()));
+  const auto value = [&](const std::string& series) {
+    return ValueOf(Scrape((*server)->metrics_port()), series);
+  };
+  const auto state = [&](const std::string& name) {
+    return value("denoised_server_state{state=\"" + name + "\"}");
+  };
+  const auto told = [&] {
+    grpc::ClientContext context;
+    v1::GetServerInfoResponse info;
+    EXPECT_TRUE(stub->GetServerInfo(&context, {}, &info).ok());
+    return info.state();
+  };
+  EXPECT_EQ(state("serving"), 1);
+  EXPECT_EQ(state("draining"), 0);
+  EXPECT_EQ(value("denoised_drain_deadline_time_seconds"), 0);
+
+  fake->Pause(true);
+  auto call = std::async(std::launch::async, [&] {
+    grpc::ClientContext context;
+    v1::GenerateResponse response;
+    return stub->Generate(&context, {}, &response);
+  });
+  ASSERT_TRUE(Eventually([&] { return fake->QueuedImages("digits@1") == 1; }));
+  const double now = static_cast<double>(std::time(nullptr));
+  auto drain = std::async(std::launch::async, [&] { (*server)->Drain(100s, 1s); });
+  EXPECT_TRUE(Eventually([&] { return told() == v1::SERVER_STATE_LAME_DUCK; }));
+  EXPECT_EQ(state("lame_duck"), 1);
+  EXPECT_EQ(state("serving"), 0);
+  EXPECT_NEAR(value("denoised_drain_deadline_time_seconds"), now + 101, 10);
+  EXPECT_TRUE(Eventually([&] { return told() == v1::SERVER_STATE_DRAINING; }));
+  EXPECT_EQ(state("draining"), 1);
+  EXPECT_EQ(state("lame_duck"), 0);
+  fake->Pause(false);
+  EXPECT_TRUE(call.get().ok());
 }
 
 TEST(MetricsTest, BeyondAHundredClientsTheRestIsOne) {

@@ -12,6 +12,7 @@
 #include "denoised/v1/model_admin.grpc.pb.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
+#include "inference/open_inference.grpc.pb.h"
 #include "server/clients.h"
 #include "server/server.h"
 #include "tests/io/temporary_directory.h"
@@ -226,6 +227,7 @@ TEST_F(SecurityTest, ATokenIsAskedForEachCallButHealth) {
   const std::string reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
   for (const std::string& path :
        {reflection, std::string("/denoised.v1.ImageGeneration/ListModels"),
+        std::string("/inference.GRPCInferenceService/ModelInfer"),
         std::string("/denoised.v1.ImageGeneration/NoSuchMethod"), std::string("/x/y"),
         std::string("/grpc.health.v1.Health")}) {
     EXPECT_EQ(CallByName(channel, path).error_code(), StatusCode::UNAUTHENTICATED) << path;
@@ -303,6 +305,20 @@ TEST_F(SecurityTest, LimitsOfAClientAreItsOwn) {
   EXPECT_THAT(refused.error_message(), HasSubstr("params.count: is 4; use 1 to 3"));
   EXPECT_THAT(refused.error_message(), HasSubstr("params.steps: is 21; use 1 to 20"));
   EXPECT_TRUE(Generate(channel, Bearer(large.value), many).ok());
+  {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(small.value));
+    inference::ModelInferRequest batch;
+    auto& seeds = *batch.add_inputs();
+    seeds.set_name("seed");
+    seeds.set_datatype("UINT64");
+    seeds.add_shape(4);
+    batch.add_raw_input_contents(std::string(4 * sizeof(uint64_t), '\0'));
+    inference::ModelInferResponse response;
+    const grpc::Status status =
+        inference::GRPCInferenceService::NewStub(channel)->ModelInfer(&context, batch, &response);
+    EXPECT_THAT(status.error_message(), HasSubstr("batch size: is 4; use 1 to 3"));
+  }
 
   engine_->Pause(true);
   std::vector<std::unique_ptr<grpc::ClientContext>> contexts;

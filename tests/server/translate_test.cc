@@ -106,6 +106,8 @@ TEST(TranslateTest, EveryFieldArrives) {
   v1::GenerationParams params;
   params.set_request_id("mine 1");
   params.set_seed(0);
+  params.add_seeds(8);
+  params.add_seeds(5);
   params.set_count(2);
   params.mutable_class_labels()->add_labels(3);
   params.set_guidance_scale(2.5);
@@ -134,6 +136,7 @@ TEST(TranslateTest, EveryFieldArrives) {
   const JobSpec& spec = outcome.translation.spec;
   EXPECT_EQ(spec.request_id, "mine 1");
   EXPECT_EQ(spec.seed, 0u);
+  EXPECT_THAT(spec.seeds, ElementsAre(8, 5));
   EXPECT_EQ(spec.count, 2);
   EXPECT_THAT(spec.class_labels, ElementsAre(3));
   EXPECT_EQ(spec.guidance_scale, 2.5);

@@ -623,8 +623,8 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k128x256, 128, 256, 1, false, 2.6, 0.64, 4.0, 0},
     {HopperTile::kPatch128, 128, 128, 1, false, 2.5, 0.315, 2.6, 0.45},
     {HopperTile::kPatch192, 128, 192, 1, false, 2.5, 0.445, 3.5, 0.5},
-    {HopperTile::kPatch128Turns, 128, 128, 1, false, 3.5, 0.315, 1.3, 0},
-    {HopperTile::kPatch192Turns, 128, 192, 1, false, 3.5, 0.46, 1.9, 0},
+    {HopperTile::kPatch128Turns, 128, 128, 1, false, 4.7, 0.315, 1.3, 0},
+    {HopperTile::kPatch192Turns, 128, 192, 1, false, 4.7, 0.46, 1.9, 0},
 };
 constexpr int kSharedBytesOfTwo = 115 * 1024;  // two blocks fit a multiprocessor's 228 KiB
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;

@@ -1,0 +1,648 @@
+// The Open Inference Protocol over loopback, on a FakeEngine: what clients of Triton and KServe
+// send, and what they must not.
+
+#include "server/inference.h"
+
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/support/error_details.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+#include <future>
+#include <limits>
+#include <map>
+
+#include "denoised/v1/image_generation.grpc.pb.h"
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "inference/open_inference.grpc.pb.h"
+#include "server/encoding/formats.h"
+#include "server/server.h"
+#include "tests/server/fake_engine.h"
+#include "tests/server/observe.h"
+
+namespace denoised {
+namespace {
+
+using namespace std::chrono_literals;
+using grpc::StatusCode;
+using inference::ModelInferRequest;
+using inference::ModelInferResponse;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsSupersetOf;
+
+template <typename T>
+std::string Raw(const std::vector<T>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
+}
+
+/// An element of BYTES as it is in raw contents.
+std::string Element(const std::string& bytes) {
+  return Raw<uint32_t>({static_cast<uint32_t>(bytes.size())}) + bytes;
+}
+
+ModelInferRequest::InferInputTensor* Declare(ModelInferRequest* request, const std::string& name,
+                                             const std::string& datatype,
+                                             const std::vector<int64_t>& shape) {
+  auto* input = request->add_inputs();
+  input->set_name(name);
+  input->set_datatype(datatype);
+  input->mutable_shape()->Add(shape.begin(), shape.end());
+  return input;
+}
+
+void Add(ModelInferRequest* request, const std::string& name, const std::string& datatype,
+         const std::vector<int64_t>& shape, const std::string& raw) {
+  Declare(request, name, datatype, shape);
+  request->add_raw_input_contents(raw);
+}
+
+void AddSeeds(ModelInferRequest* request, const std::vector<uint64_t>& seeds) {
+  Add(request, "seed", "UINT64", {static_cast<int64_t>(seeds.size())}, Raw(seeds));
+}
+void AddLabels(ModelInferRequest* request, const std::vector<int32_t>& labels) {
+  Add(request, "label", "INT32", {static_cast<int64_t>(labels.size())}, Raw(labels));
+}
+void AddInt(ModelInferRequest* request, const std::string& name, int32_t value) {
+  Add(request, name, "INT32", {1}, Raw<int32_t>({value}));
+}
+void AddNumber(ModelInferRequest* request, const std::string& name, double value) {
+  Add(request, name, "FP64", {1}, Raw<double>({value}));
+}
+void AddBytes(ModelInferRequest* request, const std::string& name, const std::string& value) {
+  Add(request, name, "BYTES", {1}, Element(value));
+}
+
+std::vector<std::string> Names(const ModelInferResponse& response) {
+  std::vector<std::string> names;
+  for (const auto& output : response.outputs()) names.push_back(output.name());
+  return names;
+}
+
+/// An output of a reply.
+struct Output {
+  std::string datatype;
+  std::vector<int64_t> shape;
+  std::string bytes;
+
+  template <typename T>
+  std::vector<T> as() const {
+    std::vector<T> values(bytes.size() / sizeof(T));
+    std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
+    return values;
+  }
+  /// Of BYTES.
+  std::vector<std::string> elements() const {
+    std::vector<std::string> elements;
+    for (size_t at = 0; at < bytes.size();) {
+      uint32_t size;
+      std::memcpy(&size, bytes.data() + at, sizeof(size));
+      elements.push_back(bytes.substr(at + sizeof(size), size));
+      at += sizeof(size) + size;
+    }
+    return elements;
+  }
+};
+
+Output Find(const ModelInferResponse& response, const std::string& name) {
+  EXPECT_EQ(response.outputs_size(), response.raw_output_contents_size());
+  for (int i = 0; i < response.outputs_size(); ++i) {
+    const auto& output = response.outputs(i);
+    if (output.name() != name) continue;
+    return {output.datatype(),
+            {output.shape().begin(), output.shape().end()},
+            response.raw_output_contents(i)};
+  }
+  ADD_FAILURE() << "no output " << name;
+  return {};
+}
+
+std::vector<std::string> Violated(const grpc::Status& status) {
+  google::rpc::Status rpc;
+  EXPECT_TRUE(grpc::ExtractErrorDetails(status, &rpc).ok());
+  google::rpc::BadRequest bad;
+  for (const auto& any : rpc.details()) any.UnpackTo(&bad);
+  std::vector<std::string> fields;
+  for (const auto& violation : bad.field_violations()) fields.push_back(violation.field());
+  return fields;
+}
+
+class InferenceTest : public ::testing::Test {
+ protected:
+  InferenceTest() {
+    config_.listen = "127.0.0.1:0";
+    config_.metrics_listen = "";
+    config_.models = {{"digits", "models/digits"}};
+    log::Configure(log::Format::kText, log::Level::kError);
+  }
+
+  void Start(const FakeEngineOptions& options = {}) {
+    auto engine = std::make_unique<FakeEngine>(options);
+    engine_ = engine.get();
+    auto server = Server::Start(config_, std::move(engine));
+    ASSERT_TRUE(server.ok()) << server.status().message();
+    server_ = *std::move(server);
+    ASSERT_TRUE(server_->Loaded(10s));
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(-1);
+    const auto channel = grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()),
+                                                   grpc::InsecureChannelCredentials(), arguments);
+    stub_ = inference::GRPCInferenceService::NewStub(channel);
+    generation_ = v1::ImageGeneration::NewStub(channel);
+  }
+
+  grpc::Status Infer(const ModelInferRequest& request, ModelInferResponse* response) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + 20s);
+    return stub_->ModelInfer(&context, request, response);
+  }
+  grpc::Status Infer(const ModelInferRequest& request) {
+    ModelInferResponse response;
+    return Infer(request, &response);
+  }
+  bool Ready() {
+    grpc::ClientContext context;
+    inference::ServerReadyResponse response;
+    EXPECT_TRUE(stub_->ServerReady(&context, {}, &response).ok());
+    return response.ready();
+  }
+
+  Config config_;
+  FakeEngine* engine_ = nullptr;
+  std::unique_ptr<Server> server_;
+  std::unique_ptr<inference::GRPCInferenceService::Stub> stub_;
+  std::unique_ptr<v1::ImageGeneration::Stub> generation_;
+};
+
+TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
+  config_.models.push_back({"missing", "models/broken"});
+  Start();
+  grpc::ClientContext live_context, ready_context, bad_context, none_context, server_context;
+  inference::ServerLiveResponse live;
+  ASSERT_TRUE(stub_->ServerLive(&live_context, {}, &live).ok());
+  EXPECT_TRUE(live.live());
+  EXPECT_TRUE(Ready());
+
+  inference::ModelReadyRequest model;
+  inference::ModelReadyResponse ready;
+  model.set_name("digits");
+  model.set_version("1");
+  ASSERT_TRUE(stub_->ModelReady(&ready_context, model, &ready).ok());
+  EXPECT_TRUE(ready.ready());
+  model.set_name("missing");
+  ASSERT_TRUE(stub_->ModelReady(&bad_context, model, &ready).ok());
+  EXPECT_FALSE(ready.ready());
+  model.set_name("digits");
+  model.set_version("9");
+  const grpc::Status none = stub_->ModelReady(&none_context, model, &ready);
+  EXPECT_EQ(none.error_code(), StatusCode::NOT_FOUND);
+  EXPECT_THAT(none.error_message(), HasSubstr("\"digits@9\""));
+
+  inference::ServerMetadataResponse server;
+  ASSERT_TRUE(stub_->ServerMetadata(&server_context, {}, &server).ok());
+  EXPECT_EQ(server.name(), "denoised");
+  EXPECT_FALSE(server.version().empty());
+
+  engine_->BreakDevice(absl::UnavailableError("lost"));
+  grpc::ClientContext lost_context;
+  ASSERT_TRUE(stub_->ServerLive(&lost_context, {}, &live).ok());
+  EXPECT_FALSE(live.live());
+}
+
+TEST_F(InferenceTest, TheMetadataListsTensors) {
+  Start();
+  grpc::ClientContext context, bad_context;
+  inference::ModelMetadataRequest request;
+  request.set_name("digits");
+  inference::ModelMetadataResponse metadata;
+  ASSERT_TRUE(stub_->ModelMetadata(&context, request, &metadata).ok());
+  EXPECT_EQ(metadata.name(), "digits");
+  EXPECT_THAT(metadata.versions(), ElementsAre("1"));
+  const auto text = [](const auto& tensors) {
+    std::vector<std::string> lines;
+    for (const auto& tensor : tensors) {
+      std::string line = tensor.name() + " " + tensor.datatype();
+      for (const int64_t extent : tensor.shape()) line += " " + std::to_string(extent);
+      lines.push_back(line);
+    }
+    return lines;
+  };
+  EXPECT_THAT(
+      text(metadata.inputs()),
+      ElementsAre("seed UINT64 -1", "label INT32 -1", "steps INT32 1", "guidance_scale FP64 1",
+                  "width INT32 1", "height INT32 1", "sampler BYTES 1", "noise_schedule BYTES 1",
+                  "eta FP64 1", "s_churn FP64 1", "s_tmin FP64 1", "s_tmax FP64 1",
+                  "s_noise FP64 1", "solver_order INT32 1", "init_image BYTES 1", "strength FP64 1",
+                  "format BYTES 1", "quality INT32 1"));
+  EXPECT_THAT(text(metadata.outputs()), ElementsAre("image UINT8 -1 -1 -1 1", "encoded BYTES -1",
+                                                    "seed UINT64 -1", "label INT32 -1"));
+  request.set_name("nobody");
+  EXPECT_EQ(stub_->ModelMetadata(&bad_context, request, &metadata).error_code(),
+            StatusCode::NOT_FOUND);
+}
+
+TEST(InferenceTensorsTest, FollowTheModel) {
+  ModelInfo latents;
+  latents.channels = 4;
+  latents.condition = ClassCondition::kVector;
+  latents.class_vector_size = 3;
+  inference::ModelMetadataResponse metadata;
+  DescribeTensors(latents, &metadata);
+  EXPECT_EQ(metadata.inputs(1).name(), "class_vector");
+  EXPECT_THAT(metadata.inputs(1).shape(), ElementsAre(-1, 3));
+  EXPECT_EQ(metadata.outputs(0).datatype(), "FP32");
+  EXPECT_EQ(metadata.outputs_size(), 2);  // image and seed
+
+  ModelInferRequest request;
+  Add(&request, "class_vector", "FP32", {2, 3}, Raw<float>({1, 2, 3, 4, 5, 6}));
+  std::vector<FieldViolation> violations;
+  const Inference read = ReadInference(request, latents, {}, &violations);
+  EXPECT_TRUE(violations.empty());
+  EXPECT_EQ(read.params.count(), 2);
+  EXPECT_THAT(read.params.class_vectors().values(), ElementsAre(1, 2, 3, 4, 5, 6));
+  EXPECT_EQ(read.params.output().format(), v1::IMAGE_FORMAT_UNSPECIFIED);
+  request.mutable_inputs(0)->set_shape(1, 2);  // would be one vector for both
+  request.mutable_raw_input_contents(0)->resize(16);
+  ReadInference(request, latents, {}, &violations);
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].description, "has shape [2, 2]; use [-1, 3], an entry for each image");
+}
+
+TEST_F(InferenceTest, ABatchOfSeedsIsAnImageForEach) {
+  FakeEngineOptions options;
+  options.channels = 3;
+  Start(options);
+  ModelInferRequest request;
+  request.set_model_name("digits");
+  request.set_id("mine");
+  AddSeeds(&request, {900, 5, 900});
+  AddLabels(&request, {7, 3, 1});
+  AddInt(&request, "steps", 3);
+  ModelInferResponse response;
+  const grpc::Status status = Infer(request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(response.model_name(), "digits");
+  EXPECT_EQ(response.model_version(), "1");
+  EXPECT_EQ(response.id(), "mine");
+  EXPECT_FALSE(response.parameters().at("request_id").string_param().empty());
+  EXPECT_THAT(Names(response), ElementsAre("image", "encoded", "seed", "label"));
+  EXPECT_THAT(Find(response, "seed").as<uint64_t>(), ElementsAre(900, 5, 900));
+  EXPECT_THAT(Find(response, "label").as<int32_t>(), ElementsAre(7, 3, 1));
+  const Output image = Find(response, "image");
+  EXPECT_EQ(image.datatype, "UINT8");
+  EXPECT_THAT(image.shape, ElementsAre(3, 32, 32, 3));
+  const Output encoded = Find(response, "encoded");
+  EXPECT_EQ(encoded.datatype, "BYTES");
+  EXPECT_THAT(encoded.shape, ElementsAre(3));
+  ASSERT_EQ(encoded.elements().size(), 3u);
+
+  // Each is the image that Generate draws of this seed alone, as pixels and as a file.
+  const auto alone = [&](v1::ImageFormat format) {
+    v1::GenerateRequest generate;
+    generate.mutable_params()->set_seed(5);
+    generate.mutable_params()->set_steps(3);
+    generate.mutable_params()->mutable_class_labels()->add_labels(3);
+    generate.mutable_params()->mutable_output()->set_format(format);
+    grpc::ClientContext context;
+    v1::GenerateResponse reply;
+    EXPECT_TRUE(generation_->Generate(&context, generate, &reply).ok());
+    return reply.images(0);
+  };
+  const std::string pixels = alone(v1::IMAGE_FORMAT_RAW_UINT8).tensor().data();
+  EXPECT_EQ(image.bytes.substr(pixels.size(), pixels.size()), pixels);
+  EXPECT_NE(image.bytes.substr(0, pixels.size()), pixels);
+  EXPECT_EQ(encoded.elements()[1], alone(v1::IMAGE_FORMAT_PNG).encoded());
+
+  // Pixels that come without files are the same.
+  request.add_outputs()->set_name("seed");
+  request.add_outputs()->set_name("image");
+  ASSERT_TRUE(Infer(request, &response).ok());
+  EXPECT_THAT(Names(response), ElementsAre("seed", "image"));
+  EXPECT_EQ(Find(response, "image").bytes, image.bytes);
+}
+
+TEST_F(InferenceTest, TypedContentsAreTheSame) {
+  Start();
+  ModelInferRequest raw, typed;
+  AddSeeds(&raw, {8, std::numeric_limits<uint64_t>::max()});
+  AddLabels(&raw, {4, 9});
+  AddInt(&raw, "steps", 4);
+  AddNumber(&raw, "guidance_scale", 1.25);
+  AddBytes(&raw, "sampler", "heun");
+  auto* seeds = Declare(&typed, "seed", "UINT64", {2})->mutable_contents();
+  seeds->add_uint64_contents(8);
+  seeds->add_uint64_contents(std::numeric_limits<uint64_t>::max());
+  auto* labels = Declare(&typed, "label", "INT32", {2})->mutable_contents();
+  labels->add_int_contents(4);
+  labels->add_int_contents(9);
+  Declare(&typed, "steps", "INT32", {1})->mutable_contents()->add_int_contents(4);
+  Declare(&typed, "guidance_scale", "FP64", {1})->mutable_contents()->add_fp64_contents(1.25);
+  Declare(&typed, "sampler", "BYTES", {1})->mutable_contents()->add_bytes_contents("heun");
+  ModelInferResponse from_raw, from_typed;
+  ASSERT_TRUE(Infer(raw, &from_raw).ok());
+  ASSERT_TRUE(Infer(typed, &from_typed).ok());
+  EXPECT_EQ(engine_->last_spec().guidance_scale, 1.25);
+  EXPECT_EQ(engine_->last_spec().sampler.sampler, Sampler::kHeun);
+  EXPECT_EQ(from_raw.raw_output_contents(1), from_typed.raw_output_contents(1));
+  EXPECT_EQ(from_raw.outputs(1).name(), "encoded");
+}
+
+TEST_F(InferenceTest, EverySettingArrives) {
+  Start();
+  v1::GenerateRequest generate;
+  grpc::ClientContext context;
+  v1::GenerateResponse picture;
+  ASSERT_TRUE(generation_->Generate(&context, generate, &picture).ok());
+
+  ModelInferRequest request;
+  request.set_model_version("1");
+  request.set_model_name("digits");
+  (*request.mutable_parameters())["priority"].set_uint64_param(3);
+  (*request.mutable_parameters())["timeout"].set_int64_param(15'000'000);
+  AddInt(&request, "steps", 6);
+  AddInt(&request, "width", 48);
+  AddInt(&request, "height", 16);
+  AddInt(&request, "solver_order", 2);
+  AddInt(&request, "quality", 40);
+  AddNumber(&request, "guidance_scale", 2.5);
+  AddNumber(&request, "eta", 0.25);
+  AddNumber(&request, "s_churn", 4);
+  AddNumber(&request, "s_tmin", 0.5);
+  AddNumber(&request, "s_tmax", std::numeric_limits<double>::infinity());
+  AddNumber(&request, "s_noise", 1.003);
+  AddNumber(&request, "strength", 0.5);
+  AddBytes(&request, "init_image", picture.images(0).encoded());
+  AddBytes(&request, "sampler", "edm_euler");
+  AddBytes(&request, "noise_schedule", "native");
+  AddBytes(&request, "format", "jpeg");
+  request.add_outputs()->set_name("encoded");
+  ModelInferResponse response;
+  const auto begin = std::chrono::steady_clock::now();
+  const grpc::Status status = Infer(request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  const JobSpec spec = engine_->last_spec();
+  EXPECT_EQ(spec.priority, Priority::kBatch);
+  ASSERT_TRUE(spec.deadline.has_value());  // the call's own is 20 s away
+  EXPECT_NEAR(std::chrono::duration<double>(*spec.deadline - begin).count(), 15, 1);
+  EXPECT_EQ(spec.sampler.steps, 6);
+  EXPECT_EQ(spec.width, 48);
+  EXPECT_EQ(spec.height, 16);
+  EXPECT_EQ(spec.sampler.solver_order, 2);
+  EXPECT_EQ(spec.guidance_scale, 2.5);
+  EXPECT_EQ(spec.sampler.eta, 0.25);
+  EXPECT_EQ(spec.sampler.s_churn, 4);
+  EXPECT_EQ(spec.sampler.s_tmin, 0.5);
+  EXPECT_EQ(spec.sampler.s_tmax, std::numeric_limits<double>::infinity());
+  EXPECT_EQ(spec.sampler.s_noise, 1.003);
+  EXPECT_EQ(spec.sampler.strength, 0.5);
+  EXPECT_TRUE(spec.init_image);
+  EXPECT_EQ(spec.sampler.sampler, Sampler::kEdmEuler);
+  EXPECT_EQ(spec.sampler.schedule, NoiseSchedule::kNative);
+  const auto files = Find(response, "encoded").elements();
+  ASSERT_EQ(files.size(), 1u);
+  EXPECT_EQ(files[0].substr(0, 3), "\xff\xd8\xff");
+}
+
+TEST_F(InferenceTest, RefusesByName) {
+  Start();
+  struct Case {
+    std::function<void(ModelInferRequest*)> spoil;
+    std::string field, description;
+  };
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  const std::vector<Case> cases = {
+      // Inputs that there are not, or not so.
+      {[](auto* r) { AddBytes(r, "prompt", "a seven"); }, "inputs",
+       "has \"prompt\", which model 'digits@1' does not take; use seed, label, steps"},
+      {[](auto* r) {
+         Add(r, "class_vector", "FP32", {1, 1}, Raw<float>({1}));
+       },
+       "inputs", "has \"class_vector\""},
+      {[](auto* r) { AddInt(r, std::string(70'000, 'x'), 1); }, "inputs", "has \"xxxx"},
+      {[](auto* r) { AddInt(r, "", 1); }, "inputs", "has \"\""},
+      {[](auto* r) {
+         AddInt(r, "steps", 2);
+         AddInt(r, "steps", 2);
+       },
+       "steps", "is given twice"},
+      {[](auto* r) { Add(r, "steps", "INT64", {1}, Raw<int64_t>({2})); }, "steps",
+       "is of datatype \"INT64\"; use INT32"},
+      {[](auto* r) { Add(r, "steps", "", {1}, Raw<int32_t>({2})); }, "steps",
+       "is of datatype \"\"; use INT32"},
+      {[](auto* r) {
+         for (int i = 0; i < 100'000; ++i) Declare(r, "x" + std::to_string(i), "INT32", {1});
+       },
+       "inputs", "has 100000 tensors, and no model takes more than 19; use seed, label"},
+      {[](auto* r) {
+         for (int i = 0; i < 100'000; ++i) r->add_outputs()->set_name("image");
+       },
+       "outputs", "has 100000 names; use image, encoded, seed, label, each once"},
+      {[](auto* r) {
+         for (int i = 0; i < 100'000; ++i) (*r->mutable_parameters())["x" + std::to_string(i)];
+       },
+       "parameters", "has \"x"},
+      // Shapes.
+      {[](auto* r) { Add(r, "steps", "INT32", {}, Raw<int32_t>({2})); }, "steps",
+       "has shape []; use [1]"},
+      {[](auto* r) {
+         Add(r, "steps", "INT32", {2}, Raw<int32_t>({2, 2}));
+       },
+       "steps", "has shape [2]; use [1]"},
+      {[](auto* r) { Add(r, "label", "INT32", {-1}, Raw<int32_t>({2})); }, "label",
+       "has shape [-1]; use [-1], an entry for each image"},
+      {[](auto* r) { Add(r, "label", "INT32", {0}, ""); }, "label", "has shape [0]"},
+      {[](auto* r) {
+         Add(r, "label", "INT32", {1, 1}, Raw<int32_t>({2}));
+       },
+       "label", "has shape [1, 1]"},
+      {[](auto* r) { Add(r, "label", "INT32", std::vector<int64_t>(5000, 1), "abcd"); }, "label",
+       "has shape [1, 1, 1, 1, 1, 1, ...]"},
+      {[](auto* r) { Add(r, "label", "INT32", {kHuge}, "abcd"); }, "label", "has shape [9223"},
+      {[](auto* r) { Add(r, "label", "INT32", {2147483647}, "abcd"); }, "label",
+       "has 4 bytes, but shape [2147483647] of INT32 needs 2147483647 elements of 4 bytes"},
+      {[](auto* r) {
+         AddSeeds(r, {1, 2});
+         AddLabels(r, {1, 2, 3});
+       },
+       "label", "has 3 entries, but seed has 2; give one for each image"},
+      // Contents.
+      {[](auto* r) { Add(r, "label", "INT32", {2}, Raw<int32_t>({1})); }, "label",
+       "has 4 bytes, but shape [2] of INT32 needs 2 elements of 4 bytes"},
+      {[](auto* r) { Add(r, "label", "INT32", {1}, "12345"); }, "label", "has 5 bytes"},
+      {[](auto* r) { Add(r, "label", "INT32", {1}, ""); }, "label", "has 0 bytes"},
+      {[](auto* r) {
+         AddInt(r, "steps", 2);
+         Declare(r, "label", "INT32", {1});
+       },
+       "raw_input_contents", "has 1 entries for 2 inputs"},
+      {[](auto* r) {
+         AddInt(r, "steps", 2);
+         r->add_raw_input_contents("more");
+       },
+       "raw_input_contents", "has 2 entries for 1 inputs"},
+      {[](auto* r) {
+         AddInt(r, "steps", 2);
+         r->mutable_inputs(0)->mutable_contents()->add_int_contents(2);
+       },
+       "steps", "has contents, and raw_input_contents are given too"},
+      {[](auto* r) { Declare(r, "label", "INT32", {2})->mutable_contents()->add_int_contents(1); },
+       "label", "has 1 elements of its datatype in contents, but shape [2] needs 2"},
+      {[](auto* r) {
+         Declare(r, "label", "INT32", {1})->mutable_contents()->add_int64_contents(1);
+       },
+       "label", "has 0 elements"},
+      {[](auto* r) { Declare(r, "steps", "INT32", {1}); }, "steps", "has 0 elements"},
+      {[](auto* r) { Declare(r, "sampler", "BYTES", {1}); }, "sampler", "has 0 elements"},
+      {[](auto* r) { Add(r, "sampler", "BYTES", {1}, "heun"); }, "sampler",
+       "has 4 bytes that are not one element of BYTES; give its length"},
+      {[](auto* r) { Add(r, "sampler", "BYTES", {1}, "\xff\xff\xff\xff"); }, "sampler",
+       "has 4 bytes"},
+      {[](auto* r) { Add(r, "sampler", "BYTES", {1}, Element("heun") + Element("heun")); },
+       "sampler", "has 16 bytes"},
+      {[](auto* r) { Add(r, "sampler", "BYTES", {1}, "abc"); }, "sampler", "has 3 bytes"},
+      // Shared memory, which is an extension, would come so.
+      {[](auto* r) {
+         (*Declare(r, "label", "INT32", {1})->mutable_parameters())["shared_memory_region"]
+             .set_string_param("region");
+       },
+       "label", "has the parameter \"shared_memory_region\""},
+      // Values.
+      {[](auto* r) { AddInt(r, "steps", 0); }, "steps", "is 0; use at least 1"},
+      {[](auto* r) {
+         AddLabels(r, {1, 10});
+       },
+       "label[1]", "is 10; use 0 to 9"},
+      {[](auto* r) { AddLabels(r, std::vector<int32_t>(100'000, 1)); }, "batch size",
+       "is 100000; use 1 to"},
+      {[](auto* r) { AddNumber(r, "eta", std::numeric_limits<double>::quiet_NaN()); }, "eta",
+       "is nan; use 0 to 1"},
+      {[](auto* r) { AddInt(r, "width", -32); }, "width", "is -32"},
+      {[](auto* r) { AddInt(r, "height", 33); }, "height", "is 33"},
+      {[](auto* r) { AddBytes(r, "sampler", "Heun"); }, "sampler",
+       "is \"Heun\"; use one of ddpm, ddim, pndm"},
+      {[](auto* r) { AddBytes(r, "format", "raw_float32"); }, "format",
+       "is \"raw_float32\"; use one of png, jpeg, webp"},
+      {[](auto* r) { AddBytes(r, "init_image", "no picture"); }, "init_image", ""},
+      {[](auto* r) { AddNumber(r, "strength", 0.5); }, "init_image", "has no picture"},
+      {[](auto* r) { AddBytes(r, "format", "jpeg"); }, "format",
+       "is not png, but the output image is asked for too"},
+      {[](auto* r) {
+         AddInt(r, "quality", 5);
+         r->add_outputs()->set_name("image");
+       },
+       "quality", "is of the output encoded, which is not asked for"},
+      // Outputs and parameters.
+      {[](auto* r) { r->add_outputs()->set_name("logits"); }, "outputs",
+       "has \"logits\", which model 'digits@1' does not give; use image, encoded, seed, label"},
+      {[](auto* r) {
+         r->add_outputs()->set_name("seed");
+         r->add_outputs()->set_name("seed");
+       },
+       "outputs", "has seed twice"},
+      {[](auto* r) {
+         auto* output = r->add_outputs();
+         output->set_name("image");
+         (*output->mutable_parameters())["classification"].set_int64_param(3);
+       },
+       "outputs", "has the parameter \"classification\" of image"},
+      {[](auto* r) { (*r->mutable_parameters())["sequence_id"].set_int64_param(1); }, "parameters",
+       "has \"sequence_id\", which this server does not know; use priority, timeout"},
+      {[](auto* r) { (*r->mutable_parameters())["priority"].set_uint64_param(~uint64_t{0}); },
+       "parameters.priority", "is 9223372036854775807; use 1 (interactive)"},
+      {[](auto* r) { (*r->mutable_parameters())["priority"].set_string_param("high"); },
+       "parameters.priority", "is not a whole number"},
+      {[](auto* r) { (*r->mutable_parameters())["timeout"].set_int64_param(-1); },
+       "parameters.timeout", "is -1; use microseconds"},
+  };
+  for (const Case& each : cases) {
+    ModelInferRequest request;
+    each.spoil(&request);
+    SCOPED_TRACE(request.ShortDebugString().substr(0, 200));
+    const grpc::Status status = Infer(request);
+    EXPECT_EQ(status.error_code(), StatusCode::INVALID_ARGUMENT) << status.error_message();
+    EXPECT_THAT(status.error_message(), HasSubstr(each.field + ": " + each.description));
+    EXPECT_THAT(Violated(status), IsSupersetOf({each.field}));
+  }
+  EXPECT_EQ(engine_->evaluations(), 0);
+  EXPECT_TRUE(Infer({}).ok());
+}
+
+TEST_F(InferenceTest, AllThatIsWrongAtOnce) {
+  Start();
+  ModelInferRequest request;
+  AddInt(&request, "prompt", 1);
+  Add(&request, "steps", "FP32", {1}, Raw<float>({1}));
+  Add(&request, "label", "INT32", {3}, "");
+  request.add_outputs()->set_name("text");
+  EXPECT_THAT(Violated(Infer(request)), ElementsAre("inputs", "steps", "label", "outputs"));
+}
+
+TEST_F(InferenceTest, PixelsAndFilesTogetherCountTwice) {
+  config_.limits.max_reply_bytes = 3 * 32 * 32;
+  Start();
+  ModelInferRequest request;
+  AddSeeds(&request, {1, 2});
+  const grpc::Status status = Infer(request);
+  EXPECT_THAT(Violated(status), ElementsAre("outputs"));
+  request.add_outputs()->set_name("image");
+  EXPECT_TRUE(Infer(request).ok());
+  AddInt(&request, "width", 64);
+  EXPECT_THAT(Violated(Infer(request)), ElementsAre("batch size"));
+}
+
+TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
+  config_.metrics_listen = "127.0.0.1:0";
+  FakeEngineOptions options;
+  options.max_queued_images = 2;
+  Start(options);
+  engine_->Pause(true);
+  ModelInferRequest request;
+  AddSeeds(&request, {1, 2});
+  grpc::ClientContext context;
+  ModelInferResponse response;
+  auto waiting = std::async(std::launch::async,
+                            [&] { return stub_->ModelInfer(&context, request, &response); });
+  ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("digits@1") == 2; }));
+  const grpc::Status full = Infer(request);
+  EXPECT_EQ(full.error_code(), StatusCode::RESOURCE_EXHAUSTED) << full.error_message();
+
+  // A cancel takes it out of the queue.
+  context.TryCancel();
+  EXPECT_EQ(waiting.get().error_code(), StatusCode::CANCELLED);
+  ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("digits@1") == 0; }));
+
+  (*request.mutable_parameters())["timeout"].set_int64_param(50'000);
+  const grpc::Status late = Infer(request);
+  EXPECT_EQ(late.error_code(), StatusCode::DEADLINE_EXCEEDED) << late.error_message();
+  engine_->Pause(false);
+  request.clear_parameters();
+  EXPECT_TRUE(Infer(request).ok());
+  ASSERT_TRUE(Eventually([&] {
+    const std::string text = Scrape(server_->metrics_port());
+    return text.find(
+               "grpc_server_handled_total{grpc_code=\"RESOURCE_EXHAUSTED\",grpc_method="
+               "\"ModelInfer\",grpc_service=\"inference.GRPCInferenceService\"") !=
+               std::string::npos &&
+           text.find("denoised_client_images_total{client=\"anonymous\"} 2") != std::string::npos;
+  }));
+}
+
+TEST_F(InferenceTest, ADrainIsToldAndRefusesNewWork) {
+  FakeEngineOptions options;
+  options.evaluation_cost = 20ms;
+  Start(options);
+  ModelInferRequest request;
+  AddInt(&request, "steps", 50);
+  auto running = std::async(std::launch::async, [&] { return Infer(request); });
+  ASSERT_TRUE(Eventually([&] { return engine_->evaluations() > 0; }));
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(10s, 300ms); });
+  EXPECT_TRUE(Eventually([&] { return !Ready(); }));
+  EXPECT_TRUE(Eventually([&] { return Infer({}).error_code() == StatusCode::UNAVAILABLE; }));
+  EXPECT_TRUE(running.get().ok());
+}
+
+}  // namespace
+}  // namespace denoised
