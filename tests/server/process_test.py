@@ -88,7 +88,8 @@ class ProcessTest(unittest.TestCase):
         model, free = f"digits={self.model}", ["--listen", "127.0.0.1:0", "--metrics-listen", ""]
         good = run("--check", "--model", model, *free)
         self.assertEqual(good.returncode, 0, good.stderr)
-        self.assertRegex(good.stdout, "^ok +listen 127.0.0.1:0\nok +device auto  fake.*\n"
+        self.assertRegex(good.stdout, "^ok +listen 127.0.0.1:0\n"
+                                      "ok +device fake:0  .*\nok +device fake:1  .*\n"
                                       "ok +model digits  .*UNet2DModel, 1.0 M parameters.*\n$")
         with socket.create_server(("127.0.0.1", 0)) as other:
             taken = f"127.0.0.1:{other.getsockname()[1]}"
@@ -99,8 +100,8 @@ class ProcessTest(unittest.TestCase):
         self.assertEqual(bad.returncode, 1)
         starts = ["failed  certificate absent.crt: ", "failed  client authority absent.ca: ",
                   "failed  clients absent.json: ", f"failed  listen {taken}: ",
-                  f"failed  metrics {taken}: ", "ok      device auto  fake, ",
-                  "failed  model bad: ", "ok      model digits  "]
+                  f"failed  metrics {taken}: ", "ok      device fake:0  ",
+                  "ok      device fake:1  ", "failed  model bad: ", "ok      model digits  "]
         self.assertEqual([line[:len(start)] for line, start in
                           zip(bad.stdout.splitlines(), starts, strict=True)], starts)
 
