@@ -176,9 +176,21 @@ size_t Jobs::size() const {
   return entries_.size();
 }
 
-size_t Jobs::kept_bytes() const {
+size_t Jobs::bytes() const {
+  const size_t running = RunningBytes();
+  while (!kept_.empty() && running + kept_bytes_ > static_cast<size_t>(retention_.max_bytes)) {
+    DropOldest();
+  }
+}
+
+size_t Jobs::RunningBytes() const {
+  size_t bytes = 0;
+  for (const auto& [key, entry] : entries_) {
+    if (!entry.expires) bytes += entry.generation->bytes();
+  }
+  return bytes;
   std::lock_guard lock(mutex_);
-  return kept_bytes_;
+  return kept_bytes_ + RunningBytes();
 }
 
 }  // namespace denoised

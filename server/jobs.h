@@ -52,12 +52,13 @@ class Jobs {
 
   /// Called by a generation, once, when it has ended.
   void Ended(const std::shared_ptr<Generation>& generation);
-  /// Drops results that were kept long enough.
+  /// Drops results that were kept long enough, and the oldest while there are too many bytes: those
+  /// of jobs that still run count too.
   void Expire();
 
-  /// Generations that run or are kept, and the bytes of the latter.
+  /// Generations that run or are kept, and the bytes of their events.
   size_t size() const;
-  size_t kept_bytes() const;
+  size_t bytes() const;
 
  private:
   using Key = std::pair<std::string, std::string>;  // client, request_id
@@ -79,6 +80,7 @@ class Jobs {
   void Forget(const Generation& generation);
 
   Serving* const serving_;
+  size_t RunningBytes() const;
   const JobRetention retention_;
   mutable std::mutex mutex_;
   std::map<Key, Entry> entries_;  // guarded by mutex_

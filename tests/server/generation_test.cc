@@ -320,7 +320,7 @@ TEST_F(GenerationTest, NothingIsKeptOfWhatNobodyCanAskFor) {
   EXPECT_EQ(jobs_.size(), 1u);
   EXPECT_TRUE(call->Wait().ok());
   EXPECT_EQ(jobs_.size(), 0u);
-  EXPECT_EQ(jobs_.kept_bytes(), 0u);
+  EXPECT_EQ(jobs_.bytes(), 0u);
   EXPECT_TRUE(Eventually([&] { return call->generation->bytes() == 0; })) << "read and still held";
 }
 
@@ -357,15 +357,15 @@ TEST_F(RetentionTest, ResultsGoWhenTheirTimeIsOver) {
   std::this_thread::sleep_for(310ms);
   jobs_.Expire();
   EXPECT_EQ(StateOf("a"), v1::JOB_STATE_UNSPECIFIED);
-  EXPECT_EQ(jobs_.kept_bytes(), 0u);
+  EXPECT_EQ(jobs_.bytes(), 0u);
 }
 
 TEST_F(RetentionTest, TheOldestGoWhenTheyTakeTooMuch) {
   for (int i = 0; i < 40; ++i) {
     ASSERT_TRUE(Begin(Params("job" + std::to_string(i)))->Wait().ok());
-    EXPECT_LE(jobs_.kept_bytes(), 40'000u);
+    EXPECT_LE(jobs_.bytes(), 40'000u);
   }
-  EXPECT_GT(jobs_.kept_bytes(), 20'000u);
+  EXPECT_GT(jobs_.bytes(), 20'000u);
   EXPECT_EQ(StateOf("job0"), v1::JOB_STATE_UNSPECIFIED);
   EXPECT_EQ(StateOf("job39"), v1::JOB_STATE_SUCCEEDED);
   grpc::Status refusal;
@@ -374,6 +374,25 @@ TEST_F(RetentionTest, TheOldestGoWhenTheyTakeTooMuch) {
 }
 
 TEST_F(GenerationTest, ManyAtOnceWithRandomCancels) {
+class LastingRetentionTest : public GenerationTest {
+ protected:
+  LastingRetentionTest() : GenerationTest({.time = 1h, .max_bytes = 40'000}) {}
+};
+
+TEST_F(LastingRetentionTest, WhatStillRunsTakesRoomFromWhatIsKept) {
+  ASSERT_TRUE(Begin(Params("kept"))->Wait().ok());
+  const size_t kept = jobs_.bytes();
+  engine_.Pause(true);
+  std::vector<std::unique_ptr<Call>> running;
+  while (jobs_.bytes() <= 40'000 && running.size() < 2000) {
+    running.push_back(Begin(Params("running" + std::to_string(running.size()))));
+    jobs_.Expire();
+  }
+  EXPECT_EQ(StateOf("kept"), v1::JOB_STATE_UNSPECIFIED);
+  EXPECT_GT(jobs_.bytes() + kept, 40'000u) << "it went while there was room";
+  EXPECT_EQ(StateOf("running0"), v1::JOB_STATE_QUEUED);
+}
+
   engine_.set_evaluation_cost(100us);
   std::vector<std::thread> clients;
   std::atomic<int> ok{0}, cancelled{0}, taken{0};
