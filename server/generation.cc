@@ -230,6 +230,7 @@ v1::Job Generation::Describe() const {
   std::lock_guard lock(mutex_);
   v1::Job job;
   job.set_request_id(origin_.request_id);
+  job.set_client(origin_.caller.name);
   *job.mutable_params() = params_;
   *job.mutable_create_time() = ToTimestamp(created_);
   if (started_ != kNever) *job.mutable_start_time() = ToTimestamp(started_);

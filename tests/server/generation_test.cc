@@ -10,6 +10,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <limits>
 #include <map>
 #include <random>
 #include <thread>
@@ -373,7 +374,6 @@ TEST_F(RetentionTest, TheOldestGoWhenTheyTakeTooMuch) {
   EXPECT_THAT(refusal.error_message(), HasSubstr("no longer kept"));
 }
 
-TEST_F(GenerationTest, ManyAtOnceWithRandomCancels) {
 class LastingRetentionTest : public GenerationTest {
  protected:
   LastingRetentionTest() : GenerationTest({.time = 1h, .max_bytes = 40'000}) {}
@@ -393,6 +393,35 @@ TEST_F(LastingRetentionTest, WhatStillRunsTakesRoomFromWhatIsKept) {
   EXPECT_EQ(StateOf("running0"), v1::JOB_STATE_QUEUED);
 }
 
+TEST_F(GenerationTest, JobsAreListedFromTheLatest) {
+  engine_.Pause(true);
+  std::vector<std::unique_ptr<Call>> calls;
+  for (const char* id : {"b", "c", "a"}) calls.push_back(Begin(Params(id), {}, "me"));
+  calls.push_back(Begin(Params("d"), {}, "you"));
+  calls.push_back(Begin(Params("e"), {}, "yours"));
+  constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
+  const auto ids = [](const v1::ListJobsResponse& listed) {
+    std::string ids;
+    for (const v1::Job& job : listed.jobs()) ids += job.request_id();
+    return ids;
+  };
+  EXPECT_EQ(ids(jobs_.List("me", 10, kAll)), "acb");
+  EXPECT_EQ(ids(jobs_.List("you", 10, kAll)), "d");
+  EXPECT_EQ(ids(jobs_.List("nobody", 10, kAll)), "");
+  EXPECT_EQ(ids(jobs_.List(std::nullopt, 10, kAll)), "edacb");
+  EXPECT_EQ(jobs_.List("me", 10, kAll).next_page_token(), "");
+  EXPECT_EQ(jobs_.List("you", 10, kAll).jobs(0).client(), "you");
+
+  const v1::ListJobsResponse first = jobs_.List("me", 2, kAll);
+  EXPECT_EQ(ids(first), "ac");
+  // What begins between two pages is in neither of them, and moves nothing from one to the other.
+  calls.push_back(Begin(Params("f"), {}, "me"));
+  const v1::ListJobsResponse second = jobs_.List("me", 2, std::stoull(first.next_page_token()));
+  EXPECT_EQ(ids(second), "b");
+  EXPECT_EQ(second.next_page_token(), "");
+}
+
+TEST_F(GenerationTest, ManyAtOnceWithRandomCancels) {
   engine_.set_evaluation_cost(100us);
   std::vector<std::thread> clients;
   std::atomic<int> ok{0}, cancelled{0}, taken{0};
