@@ -56,6 +56,10 @@ constexpr std::chrono::system_clock::time_point kNever{};
 
 constexpr int kAttempts = 3;  // to find a model that is not just being replaced
 
+/// Between two deliveries of nothing but progress. A message for every evaluation of every job is
+/// more than anybody can see, and costs both sides more than the images do.
+constexpr std::chrono::milliseconds kProgressPeriod{100};
+
 }  // namespace
 
 Generation::Generation(Serving* serving, Origin origin)
@@ -302,6 +306,9 @@ void Generation::OnProgress(int done, int total) {
   std::lock_guard lock(mutex_);
   inbox_.progress = progress_ = {done, total};
   if (include_timings_) timeline_.AddEvaluation(SecondsSinceArrival(), done, total);
+  const auto now = Clock::now();
+  if (now - last_progress_ < kProgressPeriod) return;  // it goes with what comes next
+  last_progress_ = now;
   ScheduleDelivery();
 }
 

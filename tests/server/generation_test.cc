@@ -58,6 +58,7 @@ class StrictWatcher : public GenerationWatcher {
     return status_.value_or(grpc::Status::CANCELLED);
   }
   int previews() const { return previews_; }
+  int progresses() const { return progresses_; }
   const std::map<int, std::string>& images() const { return images_; }
   const v1::CompletedEvent& completed() const { return completed_; }
 
@@ -77,6 +78,7 @@ class StrictWatcher : public GenerationWatcher {
       EXPECT_GT(event.progress().evaluations_done(), progress_);
       EXPECT_LE(event.progress().evaluations_done(), event.progress().evaluations_total());
       progress_ = event.progress().evaluations_done();
+      ++progresses_;
     } else if (event.has_preview()) {
       EXPECT_EQ(images_.count(event.preview().image().index()), 0u) << "a preview after its image";
       ++previews_;
@@ -102,7 +104,7 @@ class StrictWatcher : public GenerationWatcher {
   std::shared_ptr<Generation> generation_;
   uint64_t sequence_ = 0;
   bool started_ = false;
-  int count_ = 0, progress_ = 0, previews_ = 0;
+  int count_ = 0, progress_ = 0, progresses_ = 0, previews_ = 0;
   std::map<int, std::string> images_;
   v1::CompletedEvent completed_;
   std::optional<grpc::Status> status_;
@@ -323,6 +325,20 @@ TEST_F(GenerationTest, NothingIsKeptOfWhatNobodyCanAskFor) {
   EXPECT_EQ(jobs_.size(), 0u);
   EXPECT_EQ(jobs_.bytes(), 0u);
   EXPECT_TRUE(Eventually([&] { return call->generation->bytes() == 0; })) << "read and still held";
+}
+
+TEST_F(GenerationTest, ProgressIsToldTenTimesASecond) {
+  engine_.set_evaluation_cost(1ms);
+  v1::GenerationParams params;
+  params.set_steps(400);
+  const auto call = Begin(params);
+  const auto start = std::chrono::steady_clock::now();
+  ASSERT_TRUE(call->Wait().ok());
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  EXPECT_GE(call->watcher->progresses(), 4);
+  // It also goes with the start, the previews and the image.
+  EXPECT_LE(call->watcher->progresses(), 10 * seconds + call->watcher->previews() + 3);
 }
 
 TEST_F(GenerationTest, TheTimelineHasEveryMilestoneInOrder) {
