@@ -163,19 +163,19 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
                 kv = Random({c.rows, c.keys, 2 * c.heads * c.dim});
     const int64_t width = c.heads * c.dim;
     const Tensor queries = Upload(qkv), others = Upload(kv);
-    AttentionArgs args{.q = queries.Columns(width, width),
-                       .k = others.Columns(0, width),
-                       .v = others.Columns(width, width),
-                       .heads = c.heads,
-                       .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.dim)))};
-    args.out = Output({c.rows, c.tokens, width});
+    const auto of_rows = [&](int64_t begin, int64_t count) {
+      const Tensor q = queries.Slice(begin, count), kv = others.Slice(begin, count);
+      return AttentionArgs{.q = q.Columns(width, width),
+                           .k = kv.Columns(0, width),
+                           .v = kv.Columns(width, width),
+                           .heads = c.heads,
+                           .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.dim))),
+                           .out = Output({count, c.tokens, width})};
+    };
+    const AttentionArgs args = of_rows(0, c.rows);
     backend().Attention(args);
     for (int64_t row : {int64_t{0}, c.rows / 2, c.rows - 1}) {
-      AttentionArgs alone = args;
-      alone.q = args.q.Slice(row, 1);
-      alone.k = args.k.Slice(row, 1);
-      alone.v = args.v.Slice(row, 1);
-      alone.out = Output({1, c.tokens, width});
+      const AttentionArgs alone = of_rows(row, 1);
       backend().Attention(alone);
       ExpectSameBits(alone.out, args.out, row);
     }
