@@ -11,8 +11,8 @@ namespace denoised {
 using BackendOpener =
     std::function<absl::StatusOr<std::unique_ptr<Backend>>(const BackendOptions&)>;
 
-/// Engine::Create with another way to open the device: called on the device's thread, and for every
-/// model on the thread that loads it.
+/// Engine::Create with another way to open devices: called on the thread of each device, and for
+/// every model on threads that load it.
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options,
                                                      BackendOpener open);
 

@@ -1,18 +1,14 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <deque>
-#include <functional>
-#include <future>
-#include <list>
-#include <map>
 #include <mutex>
 #include <numeric>
 #include <thread>
 
 #include "engine/backend/backend.h"
-#include "engine/batching/step_batcher.h"
+#include "engine/batching/job_queue.h"
 #include "engine/device_engine.h"
+#include "engine/device_worker.h"
 #include "engine/io/model_directory.h"
 #include "engine/io/weights.h"
 #include "engine/models/unet2d.h"
@@ -26,45 +22,14 @@ using Clock = std::chrono::steady_clock;
 constexpr int kFallbackSteps = 50;  // what diffusers' pipelines run when told nothing
 constexpr int kMaxEdgeOverNative = 4;
 
-/// Stands between a job and its listener, so that the watchdog can end a job whose evaluation does
-/// not return: after OnDone nothing passes, whatever the device's thread does later.
-class Gate : public JobListener {
- public:
-  Gate(std::shared_ptr<JobListener> listener, std::function<void()> done)
-      : listener_(std::move(listener)), done_(std::move(done)) {}
-
-  void OnStarted() override {
-    std::lock_guard lock(mutex_);
-    if (listener_) listener_->OnStarted();
-  }
-  void OnProgress(int done, int total) override {
-    std::lock_guard lock(mutex_);
-    if (listener_) listener_->OnProgress(done, total);
-  }
-  void OnPreview(const ImageResult& image, int evaluation) override {
-    std::lock_guard lock(mutex_);
-    if (listener_) listener_->OnPreview(image, evaluation);
-  }
-  void OnImage(ImageResult image) override {
-    std::lock_guard lock(mutex_);
-    if (listener_) listener_->OnImage(std::move(image));
-  }
-  void OnDone(const absl::Status& status, const JobTiming& timing) override {
-    std::lock_guard lock(mutex_);
-    if (!listener_) return;
-    done_();
-    listener_->OnDone(status, timing);
-    listener_.reset();
-  }
-
- private:
-  std::mutex mutex_;
-  std::shared_ptr<JobListener> listener_;  // null: the job is over
-  const std::function<void()> done_;
+/// A model as its files describe it, before any device has it.
+struct ModelFiles {
+  ModelDirectory directory;
+  UNet2DConfig config;
+  SchedulerConfig scheduler;
 };
 
-/// The engine over one device. Public methods put commands into a queue; the device's thread takes
-/// them between evaluations, so nothing of the backend or the batcher is ever shared.
+/// The engine over one or more devices of one kind, each with every model. All share one queue.
 class DeviceEngine : public Engine {
  public:
   DeviceEngine(const EngineOptions& options, BackendOpener open)
@@ -74,7 +39,8 @@ class DeviceEngine : public Engine {
                     .images = options.max_queued_images,
                     .bytes = options.max_queued_bytes,
                     .requests_per_client = options.max_queued_requests_per_client,
-                    .weights = options.priority_weights}) {}
+                    .weights = options.priority_weights}),
+        queue_(admission_) {}
   ~DeviceEngine() override;
 
   absl::Status Start();
@@ -93,73 +59,48 @@ class DeviceEngine : public Engine {
   std::vector<EngineStats> Stats() const override;
   void SetObserver(EngineObserver* observer) override;
   absl::Status Health() const override;
-  std::string DeviceName() const override { return device_name_; }
-  std::string DeviceDescription() const override { return device_description_; }
+  std::vector<DeviceState> Devices() const override;
 
  private:
-  using Command = std::function<void()>;
-
   /// Forwards evaluations to the observer that is set now.
   class Observer : public EngineObserver {
    public:
     explicit Observer(DeviceEngine* engine) : engine_(engine) {}
-    void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) override {
+    void OnEvaluation(const std::string& model, const std::string& device, int rows, int bucket,
+                      double seconds) override {
       if (EngineObserver* observer = engine_->observer_.load())
-        observer->OnEvaluation(model, rows, bucket, seconds);
+        observer->OnEvaluation(model, device, rows, bucket, seconds);
     }
 
    private:
     DeviceEngine* engine_;
   };
 
-  void Run(std::promise<absl::Status> started);
-  void Loop();
-  void Post(Command command);
-  /// Runs `part` on the device's thread, between two evaluations, and waits for what it returns.
-  template <typename Part>
-  auto OnDevice(Part part) -> decltype(part());
-  void RemoveClosed();
-  void Fail(const absl::Status& status);
+  void OnLost(int device);
   void Watch();
-  void SetStepBegan(std::optional<Clock::time_point> time);
-  absl::Status Load(const std::string& directory, ModelInfo* info);
-  absl::StatusOr<BatchedModel> ReadModel(const std::string& directory, ModelInfo* info) const;
-  absl::Status AddToBatcher(const BatchedModel& model, ModelInfo* info);
+  absl::Status Load(const std::string& path, ModelInfo* info);
+  absl::Status LoadOn(DeviceWorker& worker, const ModelFiles& files, ModelInfo* info) const;
+  absl::StatusOr<BatchedModel> Pack(const DeviceWorker& worker, const ModelFiles& files,
+                                    ModelInfo* info) const;
+  absl::Status RemoveFromDevices(const std::string& name);
+  int LiveDevices() const;
   void Publish(const ModelInfo& info);
   std::shared_ptr<const ModelInfo>* FindLocked(const std::string& name);
 
   const EngineOptions options_;
   const BackendOpener open_backend_;
   Admission admission_;
-  std::thread thread_, watchdog_;
-  std::string device_name_, device_description_;
+  JobQueue queue_;
   std::atomic<EngineObserver*> observer_{nullptr};
-
-  // Of the device's thread alone.
-  std::unique_ptr<Backend> backend_;
-  Observer batcher_observer_{this};
-  std::unique_ptr<StepBatcher> batcher_;
-  struct Closing {
-    std::string model;
-    std::shared_ptr<std::promise<absl::Status>> done;
-  };
-  std::list<Closing> closing_;  // models whose last jobs are still to end
+  Observer worker_observer_{this};
+  std::vector<std::unique_ptr<DeviceWorker>> workers_;  // by the queue's numbers; fixed by Start
+  std::thread watchdog_;
 
   mutable std::mutex mutex_;
-  std::condition_variable wake_, idle_, watch_;
-  std::deque<Command> commands_;
-  bool stop_ = false, draining_ = false, busy_ = false;
-  JobId next_id_ = 1;
+  std::condition_variable watch_;
+  bool stop_ = false, draining_ = false;
   absl::Status health_;
   std::vector<std::shared_ptr<const ModelInfo>> models_;
-  struct Live {
-    std::shared_ptr<Gate> gate;
-    std::shared_ptr<Admission::Ticket> ticket;
-    Clock::time_point submitted;
-  };
-  std::map<JobId, Live> live_;  // jobs that are not over
-  bool lost_ = false;           // the watchdog gave the device's thread up
-  std::optional<Clock::time_point> step_began_;
 };
 
 DeviceEngine::~DeviceEngine() {
@@ -168,117 +109,74 @@ DeviceEngine::~DeviceEngine() {
     std::lock_guard lock(mutex_);
     stop_ = true;
   }
-  wake_.notify_all();
   watch_.notify_all();
   if (watchdog_.joinable()) watchdog_.join();
-  if (thread_.joinable()) thread_.join();
+  for (const auto& worker : workers_) worker->Stop();  // they wake each other: all, then none
 }
 
 absl::Status DeviceEngine::Start() {
-  std::promise<absl::Status> started;
-  std::future<absl::Status> result = started.get_future();
-  thread_ = std::thread(&DeviceEngine::Run, this, std::move(started));
-  DENOISED_RETURN_IF_ERROR(result.get());
+  for (int i = 0; i < static_cast<int>(options_.devices.size()); ++i)
+    workers_.push_back(std::make_unique<DeviceWorker>(
+        BackendOptions{.device = options_.device,
+                       .number = options_.devices[i],
+                       .fp32 = options_.fp32,
+                       .generic_kernels = options_.generic_kernels},
+        open_backend_,
+        StepBatcher::Options{.device = i,
+                             .batching = options_.batching,
+                             .keep_evaluations = options_.keep_evaluations},
+        &admission_, &queue_, &worker_observer_, [this, i] { OnLost(i); }));
+  queue_.SetWake([this] {
+    for (const auto& worker : workers_) worker->Wake();
+  });
+  for (const auto& worker : workers_) {
+    DENOISED_RETURN_IF_ERROR(worker->Start());
+    const DeviceWorker& first = *workers_.front();
+    if (worker->description() != first.description())
+      return InvalidArgument(
+          "device {} is \"{}\", but {} is \"{}\"; one server holds devices of one kind, so that "
+          "pixels do not depend on the one that draws them; start a server for each kind",
+          worker->name(), worker->description(), first.name(), first.description());
+  }
   if (options_.watchdog_seconds > 0) watchdog_ = std::thread(&DeviceEngine::Watch, this);
   return absl::OkStatus();
 }
 
-void DeviceEngine::Run(std::promise<absl::Status> started) {
-  auto backend = open_backend_({.device = options_.device,
-                                .fp32 = options_.fp32,
-                                .generic_kernels = options_.generic_kernels});
-  if (!backend.ok()) {
-    started.set_value(backend.status());
-    return;
-  }
-  backend_ = *std::move(backend);
-  device_name_ = std::string(backend_->name());
-  device_description_ = backend_->description();
-  batcher_ = std::make_unique<StepBatcher>(
-      *backend_, admission_, &batcher_observer_,
-      StepBatcher::Options{.batching = options_.batching,
-                           .keep_evaluations = options_.keep_evaluations});
-  started.set_value(absl::OkStatus());
-  Loop();
-  batcher_.reset();
-  backend_.reset();
-}
-
-void DeviceEngine::Loop() {
-  while (true) {
-    std::deque<Command> commands;
-    {
-      std::unique_lock lock(mutex_);
-      busy_ = batcher_->busy();
-      if (!busy_ && commands_.empty()) idle_.notify_all();
-      wake_.wait(lock, [&] { return stop_ || busy_ || !commands_.empty(); });
-      if (stop_ && !busy_ && commands_.empty()) return;
-      commands.swap(commands_);
-      busy_ = true;  // until the commands have run, nobody may take us for idle
-    }
-    for (const Command& command : commands) command();
-    if (batcher_->busy()) {
-      SetStepBegan(Clock::now());
-      const absl::Status status = batcher_->Step();
-      SetStepBegan(std::nullopt);
-      if (!status.ok()) Fail(status);
-    }
-    if (!closing_.empty()) RemoveClosed();
-  }
-}
-
-void DeviceEngine::SetStepBegan(std::optional<Clock::time_point> time) {
-  std::lock_guard lock(mutex_);
-  step_began_ = time;
-}
-
-/// The watchdog's thread. A device that hangs makes the thread that owns it hang too, so what the
-/// clients must hear they hear from here.
+/// The watchdog's thread. A device that hangs makes the thread that owns it hang too, so what
+/// follows from it happens here.
 void DeviceEngine::Watch() {
   const std::chrono::duration<double> limit(options_.watchdog_seconds);
   std::unique_lock lock(mutex_);
   while (!stop_) {
     watch_.wait_for(lock, limit / 4);
-    if (lost_ || !step_began_ || Clock::now() - *step_began_ < limit) continue;
-    lost_ = true;
     lock.unlock();
-    Fail(DeadlineExceeded("an evaluation did not return within {} s", options_.watchdog_seconds));
+    for (const auto& worker : workers_) worker->LoseIfHanging(limit);
     lock.lock();
-    idle_.notify_all();
   }
 }
 
-void DeviceEngine::Post(Command command) {
-  {
-    std::lock_guard lock(mutex_);
-    commands_.push_back(std::move(command));
-  }
-  wake_.notify_all();
-}
-
-/// Ends all work for good.
-void DeviceEngine::Fail(const absl::Status& status) {
-  const absl::Status cause = Unavailable("device {} failed and needs a restart of the server: {}",
-                                         device_name_, std::string(status.message()));
-  std::map<JobId, Live> ended;
+/// Other devices go on with the jobs that the lost one had; without any, all work ends for good.
+void DeviceEngine::OnLost(int device) {
+  queue_.Lose(device);
+  if (LiveDevices() > 0) return;
+  const absl::Status cause = workers_[device]->health();
   {
     std::lock_guard lock(mutex_);
     if (health_.ok()) health_ = cause;
-    ended = live_;
   }
-  Post([this, cause] { batcher_->EndAll(cause, EndReason::kFailed); });
-  for (const auto& [id, live] : ended)
-    live.gate->OnDone(
-        cause,
-        {.total_seconds = std::chrono::duration<double>(Clock::now() - live.submitted).count()});
+  queue_.EndAll(cause, EndReason::kFailed);
 }
 
-template <typename Part>
-auto DeviceEngine::OnDevice(Part part) -> decltype(part()) {
-  // Shared: set_value may still be returning when the waiting thread has gone on.
-  const auto done = std::make_shared<std::promise<decltype(part())>>();
-  Post([done, part = std::move(part)] { done->set_value(part()); });
-  return done->get_future().get();
+int DeviceEngine::LiveDevices() const {
+  return static_cast<int>(std::count_if(workers_.begin(), workers_.end(),
+                                        [](const auto& worker) { return worker->health().ok(); }));
+}
+
+std::vector<DeviceState> DeviceEngine::Devices() const {
+  std::vector<DeviceState> devices;
+  for (const auto& worker : workers_)
+    devices.push_back({worker->name(), worker->description(), worker->health()});
+  return devices;
 }
 
 absl::Status DeviceEngine::Open(const std::string& name, const std::string& directory) {
@@ -304,76 +202,8 @@ absl::Status DeviceEngine::Open(const std::string& name, const std::string& dire
   return info.error;
 }
 
-absl::Status DeviceEngine::Load(const std::string& directory, ModelInfo* info) {
-  DENOISED_ASSIGN_OR_RETURN(const BatchedModel model, ReadModel(directory, info));
-  const absl::Status status = AddToBatcher(model, info);
-  if (!status.ok()) {
-    // The weights go where they came from: on this thread.
-    OnDevice([this, &model] { return batcher_->RemoveModel(model.name); }).IgnoreError();
-  }
-  return status;
-}
-
-absl::Status DeviceEngine::AddToBatcher(const BatchedModel& model, ModelInfo* info) {
-  DENOISED_RETURN_IF_ERROR(
-      OnDevice([&] { return batcher_->AddModel(model, info->height, info->width); }));
-  bool more = true;
-  while (more) {
-    DENOISED_ASSIGN_OR_RETURN(more, OnDevice([&] { return batcher_->WarmUp(model.name); }));
-  }
-  return OnDevice([&] {
-    info->activation_bytes = batcher_->ActivationBytes(model.name);
-    info->slot_bytes = batcher_->SlotBytes(model.name);
-    return absl::OkStatus();
-  });
-}
-
-absl::Status DeviceEngine::Close(const std::string& name) {
-  {
-    std::lock_guard lock(mutex_);
-    std::shared_ptr<const ModelInfo>* known = FindLocked(name);
-    if (known == nullptr) return NotFound("there is no model '{}'", name);
-    switch ((*known)->state) {
-      case ModelState::kLoading:
-        return FailedPrecondition("model '{}' is still loading; try again when it is ready", name);
-      case ModelState::kUnloading:
-        return FailedPrecondition("model '{}' is being unloaded already", name);
-      case ModelState::kFailed:
-        std::erase(models_, *known);
-        return absl::OkStatus();
-      case ModelState::kReady:
-        break;
-    }
-    ModelInfo closing = **known;
-    closing.state = ModelState::kUnloading;
-    *known = std::make_shared<const ModelInfo>(std::move(closing));
-  }
-  const auto done = std::make_shared<std::promise<absl::Status>>();
-  Post([this, name, done] { closing_.push_back({name, done}); });
-  return done->get_future().get();
-}
-
-void DeviceEngine::RemoveClosed() {
-  for (auto closing = closing_.begin(); closing != closing_.end();) {
-    if (batcher_->HasJobs(closing->model)) {
-      ++closing;
-      continue;
-    }
-    const absl::Status status = batcher_->RemoveModel(closing->model);
-    if (!status.ok()) Fail(status);
-    {
-      std::lock_guard lock(mutex_);
-      std::erase(models_, *FindLocked(closing->model));
-    }
-    closing->done->set_value(status);
-    closing = closing_.erase(closing);
-  }
-}
-
-absl::StatusOr<BatchedModel> DeviceEngine::ReadModel(const std::string& path,
-                                                     ModelInfo* info) const {
-  DENOISED_RETURN_IF_ERROR(Health());
-  DENOISED_ASSIGN_OR_RETURN(const ModelDirectory directory, ModelDirectory::Read(path));
+absl::StatusOr<ModelFiles> ReadModel(const std::string& path) {
+  DENOISED_ASSIGN_OR_RETURN(ModelDirectory directory, ModelDirectory::Read(path));
   if (!directory.scheduler_config)
     return InvalidArgument(
         "{}: there is no scheduler_config.json; put the one that the model was published with into "
@@ -401,16 +231,103 @@ absl::StatusOr<BatchedModel> DeviceEngine::ReadModel(const std::string& path,
         "out_channels {}; it would need {}",
         directory.scheduler_config_file, directory.unet_config_file, config.out_channels,
         2 * config.in_channels);
+  return ModelFiles{std::move(directory), config, std::move(scheduler)};
+}
 
+absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
+  DENOISED_RETURN_IF_ERROR(Health());
+  DENOISED_ASSIGN_OR_RETURN(const ModelFiles files, ReadModel(path));
+  // On all devices at the same time. Each thread writes what is its own.
+  struct Loaded {
+    ModelInfo info;
+    absl::Status status;
+  };
+  std::vector<Loaded> loaded(workers_.size(), {*info, absl::OkStatus()});
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < workers_.size(); ++i)
+    threads.emplace_back(
+        [&, i] { loaded[i].status = LoadOn(*workers_[i], files, &loaded[i].info); });
+  for (std::thread& thread : threads) thread.join();
+  // A device that is lost by now is no reason not to load; one that has no memory is.
+  absl::Status status;
+  bool any = false;
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    if (loaded[i].status.ok() && !std::exchange(any, true)) *info = loaded[i].info;
+    if (!loaded[i].status.ok() && workers_[i]->health().ok())
+      status.Update(workers_.size() == 1
+                        ? loaded[i].status
+                        : Annotate(loaded[i].status, "device " + workers_[i]->name()));
+  }
+  if (!any) status.Update(loaded.front().status);
+  if (!status.ok()) RemoveFromDevices(info->name).IgnoreError();
+  return status;
+}
+
+/// Packs on the calling thread, and asks the device's for memory and warm-up a part at a time.
+absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const ModelFiles& files,
+                                  ModelInfo* info) const {
+  DENOISED_RETURN_IF_ERROR(worker.health());
+  DENOISED_ASSIGN_OR_RETURN(const BatchedModel model, Pack(worker, files, info));
+  DENOISED_RETURN_IF_ERROR(worker.Run(
+      [&](StepBatcher& batcher) { return batcher.AddModel(model, info->height, info->width); }));
+  bool more = true;
+  while (more) {
+    DENOISED_ASSIGN_OR_RETURN(
+        more, worker.Run([&](StepBatcher& batcher) { return batcher.WarmUp(model.name); }));
+  }
+  return worker.Run([&](StepBatcher& batcher) {
+    info->activation_bytes = batcher.ActivationBytes(model.name);
+    info->slot_bytes = batcher.SlotBytes(model.name);
+    return absl::OkStatus();
+  });
+}
+
+/// From those that live; weights go where they came from, on the threads of the devices.
+absl::Status DeviceEngine::RemoveFromDevices(const std::string& name) {
+  absl::Status status;
+  for (const auto& worker : workers_) {
+    absl::Status removed =
+        worker->Run([&](StepBatcher& batcher) { return batcher.RemoveModel(name); });
+    if (worker->health().ok()) status.Update(removed);
+  }
+  return status;
+}
+
+absl::Status DeviceEngine::Close(const std::string& name) {
+  {
+    std::lock_guard lock(mutex_);
+    std::shared_ptr<const ModelInfo>* known = FindLocked(name);
+    if (known == nullptr) return NotFound("there is no model '{}'", name);
+    switch ((*known)->state) {
+      case ModelState::kLoading:
+        return FailedPrecondition("model '{}' is still loading; try again when it is ready", name);
+      case ModelState::kUnloading:
+        return FailedPrecondition("model '{}' is being unloaded already", name);
+      case ModelState::kFailed:
+        std::erase(models_, *known);
+        return absl::OkStatus();
+      case ModelState::kReady:
+        break;
+    }
+    ModelInfo closing = **known;
+    closing.state = ModelState::kUnloading;
+    *known = std::make_shared<const ModelInfo>(std::move(closing));
+  }
+  queue_.WaitForNone(&name);
+  const absl::Status status = RemoveFromDevices(name);
+  std::lock_guard lock(mutex_);
+  std::erase(models_, *FindLocked(name));
+  return status;
+}
+
+/// With a backend of its own on the same device, since the worker's is its thread's alone.
+absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, const ModelFiles& files,
+                                                ModelInfo* info) const {
+  const ModelDirectory& directory = files.directory;
   DENOISED_ASSIGN_OR_RETURN(const Weights weights, directory.OpenWeights());
+  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend, worker.OpenAnother());
   BatchedModel model{.name = info->name};
-  // A second backend on the same device, since the first is the device thread's alone. What it
-  // packs outlives it.
-  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
-                            open_backend_({.device = device_name_,
-                                           .fp32 = options_.fp32,
-                                           .generic_kernels = options_.generic_kernels}));
-  DENOISED_ASSIGN_OR_RETURN(model.denoiser, LoadUNet2D(*backend, config, weights));
+  DENOISED_ASSIGN_OR_RETURN(model.denoiser, LoadUNet2D(*backend, files.config, weights));
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
   const DenoiserTraits& traits = model.denoiser->traits();
   if (traits.condition == ClassCondition::kLabel) {
@@ -419,6 +336,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::ReadModel(const std::string& path,
                              directory.null_class, traits.class_embeddings);
     model.null_label = directory.null_class;
   }
+  const SchedulerConfig& scheduler = files.scheduler;
   const bool cpu = backend->device() == Device::kCpu;
   model.max_rows = options_.max_rows ? options_.max_rows : cpu ? 16 : 64;
   model.slots = options_.max_slots ? options_.max_slots : model.max_rows;
@@ -452,7 +370,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::ReadModel(const std::string& path,
   info->default_guidance_scale = info->guidance ? directory.default_guidance_scale : 1.0;
   info->max_evaluations = options_.max_evaluations;
   info->max_count = options_.max_count;
-  info->scheduler = std::make_shared<const SchedulerConfig>(std::move(scheduler));
+  info->scheduler = std::make_shared<const SchedulerConfig>(scheduler);
   info->slots = model.slots;
   info->weight_bytes = traits.parameters * SizeOf(backend->activation_dtype());
   return model;
@@ -500,29 +418,13 @@ absl::StatusOr<EffectiveJob> DeviceEngine::Resolve(const JobSpec& spec,
 
 absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
                                            Estimate* estimate) {
-  JobId id;
-  {
-    std::lock_guard lock(mutex_);
-    DENOISED_RETURN_IF_ERROR(health_);
-    if (draining_) return Unavailable("the server is draining; retry on another replica");
-    const std::shared_ptr<const ModelInfo>* model = FindLocked(job.spec.model);
-    if (model == nullptr || (*model)->state != ModelState::kReady)
-      return NotFound("model '{}' was unloaded", job.spec.model);
-    id = next_id_++;
-    const Clock::time_point now = Clock::now();
-    DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Admission::Ticket> ticket,
-                              admission_.Enter(id, job, now, estimate));
-    auto gate = std::make_shared<Gate>(std::move(listener), [this, id] {
-      std::lock_guard lock(mutex_);
-      live_.erase(id);
-    });
-    live_[id] = {gate, ticket, now};
-    commands_.push_back([this, id, job = std::move(job), gate, ticket, now]() mutable {
-      batcher_->Submit(id, std::move(job), std::move(gate), now, std::move(ticket));
-    });
-  }
-  wake_.notify_all();
-  return id;
+  std::lock_guard lock(mutex_);
+  DENOISED_RETURN_IF_ERROR(health_);
+  if (draining_) return Unavailable("the server is draining; retry on another replica");
+  const std::shared_ptr<const ModelInfo>* model = FindLocked(job.spec.model);
+  if (model == nullptr || (*model)->state != ModelState::kReady)
+    return NotFound("model '{}' was unloaded", job.spec.model);
+  return queue_.Submit(std::move(job), std::move(listener), estimate);
 }
 
 int DeviceEngine::QueuedImages(const std::string& model) const {
@@ -531,34 +433,24 @@ int DeviceEngine::QueuedImages(const std::string& model) const {
 }
 
 void DeviceEngine::Cancel(JobId id, EndReason reason) {
-  {
-    std::lock_guard lock(mutex_);
-    const auto live = live_.find(id);
-    if (live == live_.end()) return;
-    // Its place in the queue is free at once, its slots at the next evaluation.
-    admission_.Withdraw(*live->second.ticket);
-  }
-  Post([this, id, reason] { batcher_->End(id, Cancelled("the request was cancelled"), reason); });
+  queue_.End(id, Cancelled("the request was cancelled"), reason);
 }
 
 void DeviceEngine::Drain(Clock::time_point deadline) {
-  std::unique_lock lock(mutex_);
-  draining_ = true;
-  if (!thread_.joinable()) return;
-  const auto idle = [&] { return lost_ || (!busy_ && commands_.empty()); };
-  wake_.notify_all();
-  if (idle_.wait_until(lock, deadline, idle)) return;
-  commands_.push_back([this] {
-    batcher_->EndAll(Unavailable("the server shut down before the images were done; retry with the "
-                                 "same seed on another replica"),
-                     EndReason::kDrained);
-  });
-  wake_.notify_all();
-  idle_.wait(lock, idle);
+  {
+    std::lock_guard lock(mutex_);
+    draining_ = true;
+  }
+  if (queue_.WaitForNone(nullptr, deadline)) return;
+  queue_.EndAll(Unavailable("the server shut down before the images were done; retry with the "
+                            "same seed on another replica"),
+                EndReason::kDrained);
+  queue_.WaitForNone(nullptr);  // other threads may be telling the last
 }
 
 std::vector<EngineStats> DeviceEngine::Stats() const {
   const Clock::time_point now = Clock::now();
+  const int devices = LiveDevices();
   std::lock_guard lock(mutex_);
   std::vector<EngineStats> all;
   for (const auto& model : models_) {
@@ -568,7 +460,7 @@ std::vector<EngineStats> DeviceEngine::Stats() const {
                    .queued_images =
                        std::accumulate(totals.queued_images.begin(), totals.queued_images.end(), 0),
                    .active_images = totals.active_images,
-                   .slots = model->slots,
+                   .slots = model->slots * devices,
                    .queued_requests = totals.queued_requests,
                    .queued_images_by_priority = totals.queued_images,
                    .oldest_wait_seconds = totals.oldest_wait_seconds,
@@ -610,6 +502,13 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
   DENOISED_RETURN_IF_ERROR(within("max_queued_images", options.max_queued_images, 1, 1 << 24));
   DENOISED_RETURN_IF_ERROR(
       within("max_queued_requests_per_client", options.max_queued_requests_per_client, 0, 1 << 24));
+  if (options.devices.empty())
+    return InvalidArgument("devices is empty; name the devices by their numbers, such as 0");
+  for (auto it = options.devices.begin(); it != options.devices.end(); ++it) {
+    if (*it < 0) return InvalidArgument("devices holds {}; numbers count from 0", *it);
+    if (std::count(options.devices.begin(), it, *it) > 0)
+      return InvalidArgument("devices holds {} twice; name each device once", *it);
+  }
   DENOISED_RETURN_IF_ERROR(within("keep_evaluations", options.keep_evaluations, 0, 100000));
   for (const double weight : options.priority_weights)
     if (!(weight >= 1e-3 && weight <= 1e3))

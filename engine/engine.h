@@ -16,21 +16,25 @@
 
 /// The public door of the engine. It knows no gRPC and no protobuf and can be used as a library:
 ///
-///   auto engine = Engine::Create({.device = "auto"});
+///   auto engine = Engine::Create({.device = "cuda", .devices = {0, 1}});
 ///   (*engine)->Open("digits", "models/mnist-32");
 ///   (*engine)->Submit(spec, listener);
 ///
-/// One thread of its own owns each device and all inference state; every method here may be called
-/// from any thread and none waits for the device, but Open, Close, Drain and the destructor.
+/// Every device has all models, and a thread of its own, which owns it and all its inference state;
+/// images go to whichever has room. Every method here may be called from any thread and none waits
+/// for a device, but Open, Close, Drain and the destructor.
 
 namespace denoised {
 
 struct EngineOptions {
   std::string device = "auto";  // as BackendOptions::device
+  /// Numbers of the devices to use, all of one kind. On the CPU each is a worker over the same
+  /// cores.
+  std::vector<int> devices = {0};
   bool fp32 = false;
   bool generic_kernels = false;  // as BackendOptions::generic_kernels
   int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
-  int max_slots = 0;             // images in flight per model; 0: max_rows
+  int max_slots = 0;             // images in flight per model and device; 0: max_rows
   int max_evaluations = 2000;    // longest plan, per image
   int max_count = 256;           // images of one request
   // What may wait; beyond any of these Submit says ResourceExhausted.
@@ -72,9 +76,10 @@ struct ModelInfo {
   double default_guidance_scale = 1.0;
   int max_evaluations = 0;  // of one image; a step may take two
   int max_count = 0;        // images of one request
-  int slots = 0;            // images in flight at one time
+  int slots = 0;            // images in flight at one time, on each device
   std::shared_ptr<const SchedulerConfig> scheduler;
-  size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0;  // device memory by purpose
+  // Memory of each device, by purpose.
+  size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0;
   double load_seconds = 0;
 };
 
@@ -88,20 +93,27 @@ struct EngineStats {
   uint64_t evaluations = 0;             // of batches
   uint64_t rows = 0, padding_rows = 0;  // of those evaluations
   uint64_t parked_images = 0;           // that gave their slot to another before they were done
-  std::array<uint64_t, kEndReasons> wasted_rows{};  // spent on jobs that ended early, by EndReason
+  /// Spent on jobs that ended early, by EndReason, and on images whose device was lost (kFailed).
+  std::array<uint64_t, kEndReasons> wasted_rows{};
+};
+
+struct DeviceState {
+  std::string name;         // "cpu", "cuda:0"
+  std::string description;  // for people
+  absl::Status health;      // OK, or why it is lost
 };
 
 class Engine {
  public:
-  /// Starts the device's thread.
+  /// Starts the devices' threads.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options);
   virtual ~Engine() = default;
 
-  /// Loads a diffusers directory, plans memory, captures and warms up every row bucket; blocks
-  /// until the model is ready. InvalidArgument or NotFound name the file and field at fault;
-  /// ResourceExhausted says what was needed and what is free. Other models go on drawing: the
-  /// calling thread reads and packs the weights, and the device's thread is asked for a part at a
-  /// time. A name may be used again once its model failed or was closed.
+  /// Loads a diffusers directory on every device, plans memory, captures and warms up every row
+  /// bucket; blocks until the model is ready. InvalidArgument or NotFound name the file and field
+  /// at fault; ResourceExhausted says what was needed and what is free. Other models go on drawing:
+  /// weights are read and packed on threads of the call, and the devices' threads are asked for a
+  /// part at a time. A name may be used again once its model failed or was closed.
   virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;
   /// Takes a model away: no new jobs from now on; blocks until those it has are done and its memory
   /// is free. NotFound; FailedPrecondition while it loads or is being closed.
@@ -119,7 +131,7 @@ class Engine {
 
   /// Queues a resolved job. NotFound when its model was closed since Resolve. ResourceExhausted
   /// when a limit of the queue is reached or memory for its size is not there, DeadlineExceeded
-  /// when its deadline cannot be met, Unavailable while draining or after a device error.
+  /// when its deadline cannot be met, Unavailable while draining or when all devices are lost.
   /// `estimate` may be null; it is filled in for a job that is refused too. The listener may be
   /// called before Submit returns.
   virtual absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
@@ -137,13 +149,13 @@ class Engine {
   virtual std::vector<EngineStats> Stats() const = 0;
   /// Must outlive the engine; set before the first Open.
   virtual void SetObserver(EngineObserver* observer) = 0;
-  /// OK, or the device error that ended all work. A device that hangs is one; as it holds its
+  /// OK while a device is left, then the error of the last that ended all work. Images of a device
+  /// that is lost are drawn again by the others. A device that hangs is lost; as it holds its
   /// thread then, Open, Close and the destructor may never return, and the process should end
   /// without them.
   virtual absl::Status Health() const = 0;
-  /// "cpu", "cuda:0" and its description for people.
-  virtual std::string DeviceName() const = 0;
-  virtual std::string DeviceDescription() const = 0;
+  /// In the order of EngineOptions::devices.
+  virtual std::vector<DeviceState> Devices() const = 0;
 };
 
 }  // namespace denoised

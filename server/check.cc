@@ -84,8 +84,13 @@ bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& 
   Report report(out);
   CheckSecurityFiles(config.security, &report);
   CheckAddresses(config, &report);
-  report.Add("device " + config.engine.device, engine.status(),
-             engine.ok() ? (*engine)->DeviceName() + ", " + (*engine)->DeviceDescription() : "");
+  if (engine.ok()) {
+    for (const DeviceState& device : (*engine)->Devices()) {
+      report.Add("device " + device.name, device.health, device.description);
+    }
+  } else {
+    report.Add("device " + config.engine.device, engine.status());
+  }
   for (const ModelSource& source : config.models) {
     const std::string item = "model " + source.name;
     if (!engine.ok()) {

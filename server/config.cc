@@ -386,7 +386,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->group("Security");
 
-  app.add_option("--device", config.engine.device, "\"auto\", \"cpu\", \"cuda\" or \"cuda:N\"")
+  app.add_option("--device", config.engine.device,
+                 "\"cpu\", \"cuda\", or \"auto\", CUDA when there is a GPU")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->group("Engine");
+  app.add_option(
+         "--devices", config.engine.devices,
+         "Numbers of the GPUs to use, \"0,1\", all of one kind: each holds every model, and "
+         "images go to whichever has room. On the CPU each number is a worker of its own")
+      ->check(CLI::Range(0, 1023))
+      ->delimiter(',')
       ->group("Engine");
   app.add_flag("--generic-kernels", config.engine.generic_kernels,
                "On a Hopper GPU, compute with the kernels that every chip can run")
@@ -398,7 +407,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(0, 1024))
       ->group("Engine");
   app.add_option("--max-slots", config.engine.max_slots,
-                 "Images in flight per model; 0: as --max-rows")
+                 "Images in flight per model and device; 0: as --max-rows")
       ->check(CLI::Range(0, 4096))
       ->group("Engine");
   app.add_option("--max-evaluations", config.engine.max_evaluations,
@@ -421,8 +430,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "first")
       ->check(CLI::Range(0, 100000))
       ->group("Engine");
-  app.add_option("--watchdog-seconds", config.engine.watchdog_seconds,
-                 "An evaluation that takes longer is a device error and ends the process; 0: never")
+  app.add_option(
+         "--watchdog-seconds", config.engine.watchdog_seconds,
+         "A device whose evaluation takes longer is lost, and with the last one the process "
+         "ends; 0: never")
       ->check(Seconds(0.0, 86400.0))
       ->group("Engine");
 

@@ -40,12 +40,12 @@ struct SecurityConfig {
   bool tls() const { return !tls_cert.empty(); }
 };
 
-/// Clients may ping this often, also while nothing moves. A constant, since clients must know it.
-inline constexpr std::chrono::milliseconds kMinPingInterval{10'000};
-
 /// Bounds on connections, so that clients that only hold what they take cost little.
 struct ConnectionLimits {
   std::chrono::milliseconds keepalive{60'000};
+  /// Clients may ping this often, also while nothing moves. No flag sets it, since clients must
+  /// know it.
+  std::chrono::milliseconds min_ping{10'000};
   std::chrono::milliseconds max_idle{600'000};  // without calls; 0: for ever
   std::chrono::milliseconds max_age{0};         // 0: connections live as long as they like
   std::chrono::milliseconds handshake{20'000};  // from TCP to HTTP/2, TLS included

@@ -117,10 +117,11 @@ std::shared_ptr<Generation> Jobs::Find(const std::string& client, const std::str
   const auto entry = entries_.find({client, request_id});
   if (entry != entries_.end()) return entry->second.generation;
   *refusal = ToGrpcStatus(
-      NotFound("request_id: there is no job {} of yours; it never was, or its result is no longer "
-               "kept: results are kept for {} s, within {} bytes of all clients",
-               Quote(request_id), std::chrono::duration<double>(retention_.time).count(),
-               retention_.max_bytes),
+      NotFound(
+          "request_id: there is no job {} of yours; ask the server that took it, or draw it again: "
+          "a result is kept for {} s, within {} bytes of all clients, while the server runs",
+          Quote(request_id), std::chrono::duration<double>(retention_.time).count(),
+          retention_.max_bytes),
       reason::kJobNotFound, IsRequestId(request_id) ? request_id : "");
   return nullptr;
 }

@@ -18,7 +18,7 @@
 namespace denoised {
 namespace {
 
-/// Serves until a signal or the end of the device. The exit code.
+/// Serves until a signal or the end of the last device. The exit code.
 int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& signals) {
   auto started = Server::Start(config, std::move(engine));
   if (!started.ok()) {
@@ -31,8 +31,8 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   while (true) {
     const timespec half_a_second{0, 500'000'000};
     if (sigtimedwait(&signals, nullptr, &half_a_second) > 0) break;
-    if (const absl::Status status = server.CheckDevice(); !status.ok()) {
-      log::Error("the device is lost", {{"error", std::string(status.message())}});
+    if (const absl::Status status = server.CheckDevices(); !status.ok()) {
+      log::Error("no device is left", {{"error", std::string(status.message())}});
       exit_code = 1;
       break;
     }
@@ -52,7 +52,7 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   server.Drain(orderly ? config.grace : kNone, orderly ? config.lame_duck : kNone);
   log::Info("stopped");
   // A device that hangs holds its thread for ever, and taking things down would wait for it.
-  if (!server.CheckDevice().ok()) std::_Exit(exit_code);
+  if (server.LostADevice()) std::_Exit(exit_code);
   return exit_code;
 }
 

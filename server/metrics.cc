@@ -176,17 +176,19 @@ void Metrics::ModelLoaded(const std::string& model, double seconds) {
 
 void Metrics::FirstServed(double seconds) { startup_seconds_.Add({}).Set(seconds); }
 
-void Metrics::OnEvaluation(const std::string& model, int rows, int bucket, double seconds) {
+void Metrics::OnEvaluation(const std::string& model, const std::string& device, int rows,
+                           int bucket, double seconds) {
   EvaluationSeries series;
   {
     std::lock_guard lock(mutex_);
-    auto it = evaluations_.find(model);
+    auto it = evaluations_.find({model, device});
     if (it == evaluations_.end()) {
-      const prometheus::Labels labels = {{"model", ModelOf(model)}};
+      const prometheus::Labels labels = {{"device", device}, {"model", ModelOf(model)}};
       it = evaluations_
-               .emplace(model, EvaluationSeries{&evaluation_rows_.Add(labels, RowBuckets()),
-                                                &evaluation_seconds_.Add(labels, ShortBuckets()),
-                                                &padding_rows_.Add(labels)})
+               .emplace(std::pair(model, device),
+                        EvaluationSeries{&evaluation_rows_.Add(labels, RowBuckets()),
+                                         &evaluation_seconds_.Add(labels, ShortBuckets()),
+                                         &padding_rows_.Add(labels)})
                .first;
     }
     series = it->second;

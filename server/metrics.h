@@ -61,7 +61,8 @@ class Metrics : public EngineObserver {
   /// From the start of the process until it served its first model.
   void FirstServed(double seconds);
 
-  void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) override;
+  void OnEvaluation(const std::string& model, const std::string& device, int rows, int bucket,
+                    double seconds) override;
 
   prometheus::Registry& registry() { return *registry_; }
 
@@ -100,8 +101,9 @@ class Metrics : public EngineObserver {
   Counters& padding_rows_;
 
   std::mutex mutex_;
-  std::map<std::string, EvaluationSeries> evaluations_;  // guarded by mutex_
-  std::set<std::string> clients_;                        // guarded by mutex_; those with a label
+  // Guarded by mutex_.
+  std::map<std::pair<std::string, std::string>, EvaluationSeries> evaluations_;  // model, device
+  std::set<std::string> clients_;  // those with a label
 
   std::shared_ptr<ServingSnapshot> snapshot_;
   std::shared_ptr<ProcessSnapshot> process_;

@@ -9,6 +9,7 @@
 #include "server/clients.h"
 #include "server/name.h"
 #include "server/quote.h"
+#include "server/server_info.h"
 #include "server/status_details.h"
 #include "server/translate.h"
 
@@ -93,7 +94,7 @@ grpc::ServerUnaryReactor* ModelAdminService::LoadModel(grpc::CallbackServerConte
                                           .keep_current = request->keep_current(),
                                           .unload_previous = request->unload_previous()});
     if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(), serving_->limits);
+    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine), serving_->limits);
     return grpc::Status::OK;
   });
 }
@@ -121,7 +122,7 @@ grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContex
     if (!violations.empty()) return InvalidFields(violations, "");
     auto model = serving_->catalog->SetAlias(request->alias(), request->target());
     if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(), serving_->limits);
+    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine), serving_->limits);
     return grpc::Status::OK;
   });
 }

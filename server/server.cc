@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -24,6 +25,7 @@
 #include "server/log.h"
 #include "server/metrics.h"
 #include "server/model_admin.h"
+#include "server/server_info.h"
 #include "server/service.h"
 #include "server/version.h"
 #include "server/worker_pool.h"
@@ -58,7 +60,7 @@ void Limits(const Config& config, grpc::ServerBuilder* builder) {
   // Queued clients may ping: by default gRPC cuts off whoever pings without data more often than
   // every five minutes.
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
-                              Milliseconds(kMinPingInterval));
+                              Milliseconds(connections.min_ping));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(connections.keepalive));
@@ -156,13 +158,14 @@ struct Server::State {
   std::condition_variable stop;
   std::once_flag drained;
   std::thread loader, expirer, reloader, trimmer;
+  std::set<std::string> lost_devices;  // that CheckDevices has seen
 };
 
 void Server::State::Announce() const {
   log::Fields fields = {{"version", kVersion},
                         {"address", WithPort(config.listen, acceptor->port())},
-                        {"device", engine->DeviceName()},
-                        {"device_description", engine->DeviceDescription()},
+                        {"device", DeviceNames(*engine)},
+                        {"device_description", engine->Devices().front().description},
                         {"models", static_cast<int>(config.models.size())}};
   if (metrics.port() != 0) {
     fields.push_back(
@@ -282,10 +285,25 @@ std::optional<absl::Status> Server::Loaded(std::chrono::milliseconds timeout) {
   return state_->loaded;
 }
 
-absl::Status Server::CheckDevice() {
+absl::Status Server::CheckDevices() {
+  const std::vector<DeviceState> devices = state_->engine->Devices();
+  const auto left = std::count_if(devices.begin(), devices.end(),
+                                  [](const DeviceState& device) { return device.health.ok(); });
+  for (const DeviceState& device : devices) {
+    if (device.health.ok() || !state_->lost_devices.insert(device.name).second) continue;
+    log::Error("a device is lost", {{"device", device.name},
+                                    {"error", std::string(device.health.message())},
+                                    {"devices_left", static_cast<int>(left)}});
+  }
   const absl::Status status = state_->engine->Health();
   if (!status.ok()) state_->health->Die();
   return status;
+}
+
+bool Server::LostADevice() const {
+  const std::vector<DeviceState> devices = state_->engine->Devices();
+  return std::any_of(devices.begin(), devices.end(),
+                     [](const DeviceState& device) { return !device.health.ok(); });
 }
 
 void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {

@@ -36,8 +36,12 @@ class Server {
   /// though some may have FAILED. Else what is wrong with the first, since none could be loaded.
   std::optional<absl::Status> Loaded(std::chrono::milliseconds timeout);
 
-  /// The engine's health. An error is final: health becomes NOT_SERVING and the process should end.
-  absl::Status CheckDevice();
+  /// OK while a device is left. An error is final: health becomes NOT_SERVING and the process
+  /// should end. Logs each device that is lost; to be called now and then, by one thread.
+  absl::Status CheckDevices();
+  /// Whether any device is lost. It may hold its thread for ever, and the process should end
+  /// without the destructor.
+  bool LostADevice() const;
 
   /// Says NOT_SERVING; after `lame_duck` takes no new work; gives what runs `grace` from then, ends
   /// the rest with UNAVAILABLE and closes the port. The second call has nothing to do.

@@ -62,7 +62,7 @@ v1::ServerLimits LimitsOf(const Config& config, const Caller& caller) {
       LowerLimit(connections.max_streams_per_client, caller.limits.max_streams));
   limits.set_max_streams_per_connection(connections.max_streams);
   limits.set_write_timeout_seconds(Seconds(config.write_timeout));
-  limits.set_min_ping_interval_seconds(Seconds(kMinPingInterval));
+  limits.set_min_ping_interval_seconds(Seconds(connections.min_ping));
   if (connections.max_idle.count() > 0) {
     limits.set_max_connection_idle_seconds(Seconds(connections.max_idle));
   }
@@ -77,14 +77,27 @@ v1::ServerLimits LimitsOf(const Config& config, const Caller& caller) {
 
 }  // namespace
 
+std::string DeviceNames(const Engine& engine) {
+  std::string names;
+  for (const DeviceState& device : engine.Devices())
+    names += (names.empty() ? "" : ",") + device.name;
+  return names;
+}
+
 v1::GetServerInfoResponse DescribeServer(const Serving& serving, const CallRecord& call) {
   const Config& config = *serving.config;
   v1::GetServerInfoResponse info;
   info.set_version(kVersion);
   info.set_build(kBuild);
   info.set_state(StateOf(serving));
-  info.set_device(serving.engine->DeviceName());
-  info.set_device_description(serving.engine->DeviceDescription());
+  info.set_device(DeviceNames(*serving.engine));
+  for (const DeviceState& state : serving.engine->Devices()) {
+    v1::Device* const device = info.add_devices();
+    device->set_name(state.name);
+    device->set_description(state.description);
+    device->set_error(std::string(state.health.message()));
+    info.set_device_description(state.description);
+  }
   info.mutable_start_time()->set_seconds(std::chrono::system_clock::to_time_t(process_start));
   info.set_uptime_seconds(
       std::chrono::duration<double>(std::chrono::system_clock::now() - process_start).count());

@@ -1,10 +1,16 @@
 #pragma once
 
+#include <string>
+
 #include "denoised/v1/image_generation.pb.h"
+#include "engine/engine.h"
 #include "server/call_record.h"
 #include "server/serving.h"
 
 namespace denoised {
+
+/// The names of the engine's devices with commas, lost ones too: "cuda:0,cuda:1".
+std::string DeviceNames(const Engine& engine);
 
 /// What GetServerInfo replies to this call.
 v1::GetServerInfoResponse DescribeServer(const Serving& serving, const CallRecord& call);

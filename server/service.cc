@@ -406,7 +406,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServe
   CallRecord record(*serving_, "denoised.v1.ImageGeneration.ListModels", context);
   const RequestLimits limits = Within(record.caller().limits, serving_->limits);
   for (const CatalogModel& model : serving_->catalog->All()) {
-    *response->add_models() = ToProto(model, serving_->engine->DeviceName(), limits);
+    *response->add_models() = ToProto(model, DeviceNames(*serving_->engine), limits);
   }
   return Reply(context, &record, grpc::Status::OK);
 }
@@ -418,7 +418,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerC
   grpc::Status status;
   if (const auto model = serving_->catalog->Select(request->name(), "name", "", &status)) {
     record.model = EngineName(model->name, model->version);
-    *response->mutable_model() = ToProto(*model, serving_->engine->DeviceName(),
+    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine),
                                          Within(record.caller().limits, serving_->limits));
   }
   return Reply(context, &record, status);

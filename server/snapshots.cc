@@ -19,6 +19,7 @@
 #include "server/catalog.h"
 #include "server/credentials.h"
 #include "server/jobs.h"
+#include "server/server_info.h"
 #include "server/translate.h"
 #include "server/version.h"
 
@@ -72,9 +73,10 @@ std::map<std::string, EngineStats> ByModel(const std::vector<EngineStats>& versi
   return models;
 }
 
-void Collect(const Catalog& catalog, std::vector<MetricFamily>* families) {
+void Collect(const Catalog& catalog, const std::vector<DeviceState>& devices,
+             std::vector<MetricFamily>* families) {
   auto state = Gauge("denoised_model_state", "1 for the state that the model is in");
-  auto memory = Gauge("denoised_model_memory_bytes", "Device memory by purpose");
+  auto memory = Gauge("denoised_model_memory_bytes", "Memory of a device by purpose");
   std::map<std::string, std::array<size_t, 3>> bytes;
   for (const CatalogModel& model : catalog.All()) {
     const ModelInfo& info = *model.info;
@@ -93,7 +95,11 @@ void Collect(const Catalog& catalog, std::vector<MetricFamily>* families) {
   for (const auto& [model, sum] : bytes) {
     for (const auto& [purpose, index] :
          {std::pair{"weights", 0}, {"activations", 1}, {"slots", 2}}) {
-      Add(&memory, {{"model", model}, {"purpose", purpose}}, static_cast<double>(sum[index]));
+      for (const DeviceState& device : devices) {
+        if (!device.health.ok()) continue;
+        Add(&memory, {{"device", device.name}, {"model", model}, {"purpose", purpose}},
+            static_cast<double>(sum[index]));
+      }
     }
   }
   families->push_back(std::move(state));
@@ -104,7 +110,7 @@ void Collect(const Engine& engine, std::vector<MetricFamily>* families) {
   auto requests = Gauge("denoised_queued_requests", "Requests with images that wait for a slot");
   auto images = Gauge("denoised_queued_images", "Images that wait for a slot");
   auto oldest = Gauge("denoised_oldest_wait_seconds", "Age of the oldest request without a slot");
-  auto active = Gauge("denoised_active_images", "Images in flight on the device");
+  auto active = Gauge("denoised_active_images", "Images in flight on the devices");
   auto slots = Gauge("denoised_slots", "Images that can be in flight");
   auto parked = Counter("denoised_parked_images_total",
                         "Images that gave their slot to another before they were done");
@@ -166,10 +172,14 @@ std::vector<MetricFamily> ServingSnapshot::Collect() const {
   std::lock_guard lock(mutex_);
   if (serving_ == nullptr) return {};
   std::vector<MetricFamily> families;
-  auto build = Gauge("denoised_build_info", "1, with the version and the device");
-  Add(&build, {{"version", kVersion}, {"device", serving_->engine->DeviceName()}}, 1);
+  auto build = Gauge("denoised_build_info", "1, with the version and the devices");
+  Add(&build, {{"version", kVersion}, {"device", DeviceNames(*serving_->engine)}}, 1);
   families.push_back(std::move(build));
-  denoised::Collect(*serving_->catalog, &families);
+  const std::vector<DeviceState> devices = serving_->engine->Devices();
+  auto up = Gauge("denoised_device_up", "1 while the device works, 0 when it is lost");
+  for (const DeviceState& device : devices) Add(&up, {{"device", device.name}}, device.health.ok());
+  families.push_back(std::move(up));
+  denoised::Collect(*serving_->catalog, devices, &families);
   denoised::Collect(*serving_->engine, &families);
   if (const auto expiry = CertificateExpiry(serving_->config->security)) {
     families.push_back(Single(MetricType::Gauge, "denoised_certificate_expiry_time_seconds",

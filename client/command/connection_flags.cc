@@ -3,7 +3,9 @@
 namespace denoised::command {
 
 void AddConnectionFlags(CLI::App& app, ConnectionFlags& flags) {
-  app.add_option("--server", flags.server, "Address of the server, host:port")
+  app.add_option("--server", flags.server,
+                 "Address of the server, host:port; or of replicas, to be asked in turn: "
+                 "dns:///name:port for every address of a name, or ip:port,ip:port")
       ->envname("DENOISE_SERVER")
       ->capture_default_str();
   app.add_flag("--tls", flags.tls, "Encrypt the connection; also turned on by the following")
@@ -17,7 +19,7 @@ void AddConnectionFlags(CLI::App& app, ConnectionFlags& flags) {
   app.add_option("--tls-key", flags.files.key_file, "Private key of --tls-cert, PEM")
       ->envname("DENOISE_TLS_KEY");
   app.add_option("--tls-server-name", flags.files.server_name,
-                 "Name in the server's certificate. Default: the host of --server")
+                 "Name in the server's certificate. Default: the host of --server; a list has none")
       ->envname("DENOISE_TLS_SERVER_NAME");
   app.add_option("--token-file", flags.token_file,
                  "Send the token in this file, as the server's operator gave it; needs TLS")

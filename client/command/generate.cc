@@ -214,6 +214,7 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
   if (json) {
     nlohmann::json line = {{"type", "queued"},
                            {"request_id", queued->params.request_id},
+                           {"server", queued->server},
                            {"images_ahead", queued->images_ahead},
                            {"params", ToJson(queued->params)}};
     if (queued->estimated_total_seconds) {
@@ -222,6 +223,8 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
     std::puts(line.dump().c_str());
   } else {
     std::puts(queued->params.request_id.c_str());
+    std::fputs(fmt::format("note: ask for it there: --server {}\n", queued->server).c_str(),
+               stderr);
   }
   return kOk;
 }

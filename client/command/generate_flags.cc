@@ -121,8 +121,10 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       ->check(CLI::IsMember(Names(client::AllPriorities())))
       ->group(kOutput);
   command
-      .add_flag("--detach", flags.detach,
-                "Return once the request is queued and print its id, for denoise jobs")
+      .add_flag(
+          "--detach", flags.detach,
+          "Return once the request is queued and print its id, for denoise jobs; with several "
+          "servers it is known to the one that took it")
       ->group(kOutput);
   command
       .add_flag("--timings", flags.timings, "With --json: when what happened, under \"timeline\"")

@@ -112,11 +112,17 @@ nlohmann::json ToJson(const client::Job& job) {
 nlohmann::json ToJson(const client::ServerInfo& info) {
   nlohmann::json limits = nlohmann::json::object();
   for (const auto& [name, value] : info.limits) limits[name] = value;
+  nlohmann::json devices = nlohmann::json::array();
+  for (const client::Device& device : info.devices) {
+    devices.push_back({{"name", device.name}, {"description", device.description}});
+    if (!device.error.empty()) devices.back()["error"] = device.error;
+  }
   return {{"version", info.version},
           {"build", info.build},
           {"state", info.state},
           {"device", info.device},
           {"device_description", info.device_description},
+          {"devices", devices},
           {"uptime_seconds", info.uptime_seconds},
           {"batching", info.batching},
           {"client", info.client},

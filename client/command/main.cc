@@ -27,6 +27,8 @@ constexpr char kFooter[] = R"(Examples:
   denoise jobs watch $id -o "{index}.png"   fetch what it drew
   denoise generate --help                   every knob
   denoise bench -c 16                       how many pictures a second the server can draw
+  denoise --server dns:///replicas:50051 generate
+                                            by one of the replicas; if it is lost, by another
 
 Exit codes: 0 done; 1 error; 2 the command line or a value in it is wrong; 3 the server cannot be
 reached, is not ready or is full; 4 --timeout passed; 130 interrupted.)";

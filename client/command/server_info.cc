@@ -23,7 +23,11 @@ ExitCode ServerInfo(const client::Client& client, bool json, std::stop_token sto
   line("version", fmt::format("{} ({})", info->version, info->build));
   line("state", fmt::format("{}, for {}", info->state,
                             HumanDuration(std::chrono::duration<double>(info->uptime_seconds))));
-  line("device", fmt::format("{}, {}", info->device, info->device_description));
+  for (const client::Device& device : info->devices) {
+    line("device",
+         fmt::format("{}, {}", device.name,
+                     device.error.empty() ? device.description : "lost: " + device.error));
+  }
   line("batching", info->batching);
   line("you are", info->client);
   line("features", fmt::format("{}", fmt::join(info->features, ", ")));

@@ -64,7 +64,7 @@ class Client {
     return connection_->CancelJob(request_id, options);
   }
 
-  /// What the server is and allows.
+  /// What the server is and allows; of replicas, any.
   absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options = {}) const {
     return connection_->GetServerInfo(options);
   }

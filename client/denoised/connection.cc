@@ -8,15 +8,16 @@
 #include <fstream>
 #include <iterator>
 #include <mutex>
-#include <string_view>
 #include <tuple>
 #include <utility>
 
+#include "denoised/attempts.h"
 #include "denoised/backoff.h"
 #include "denoised/conversion.h"
 #include "denoised/error.h"
 #include "denoised/rpc_status.h"
 #include "denoised/stream_call.h"
+#include "denoised/target.h"
 #include "denoised/v1/image_generation.grpc.pb.h"
 #include "denoised/v1/model_admin.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
@@ -38,11 +39,19 @@ bool Sleep(std::chrono::nanoseconds delay, const std::stop_token& stop) {
   return !stop.stop_requested();
 }
 
+// What one of several servers alone can answer.
+constexpr char kJobs[] = "a job is known to";
+constexpr char kModels[] = "models are changed on";
+
 class GrpcConnection : public Connection {
  public:
-  GrpcConnection(std::string target, std::shared_ptr<grpc::Channel> channel, RetryPolicy retry)
-      : target_(std::move(target)),
+  /// `name` is what the caller calls the target.
+  GrpcConnection(std::string name, bool replicas, const std::shared_ptr<grpc::Channel>& channel,
+                 const RetryPolicy& retry)
+      : name_(std::move(name)),
+        replicas_(replicas),
         retry_(retry),
+        budget_(std::make_shared<RetryBudget>(retry.budget)),
         stub_(v1::ImageGeneration::NewStub(channel)),
         admin_(v1::ModelAdmin::NewStub(channel)),
         health_(grpc::health::v1::Health::NewStub(channel)) {}
@@ -72,21 +81,23 @@ class GrpcConnection : public Connection {
     if (preview) *request.mutable_preview() = ToProto(*preview);
     StreamCallSetup setup = Setup(options);
     setup.generate = std::move(request);
-    setup.resumes = generation.survives;
     return StartStreamCall(stub_, std::move(setup), std::move(listener), options.stop);
   }
 
   std::unique_ptr<StreamCall> WatchJob(const std::string& request_id, uint64_t after_sequence,
                                        StreamListener listener,
                                        const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kJobs); !status.ok()) {
+      return FailedStreamCall(std::move(status), listener);
+    }
     StreamCallSetup setup = Setup(options);
     setup.watch.set_request_id(request_id);
     setup.watch.set_after_sequence(after_sequence);
-    setup.resumes = true;
     return StartStreamCall(stub_, std::move(setup), std::move(listener), options.stop);
   }
 
   absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kJobs); !status.ok()) return status;
     v1::GetJobRequest request;
     request.set_request_id(request_id);
     v1::GetJobResponse response;
@@ -99,6 +110,7 @@ class GrpcConnection : public Connection {
 
   absl::StatusOr<std::vector<Job>> ListJobs(const JobQuery& query,
                                             const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kJobs); !status.ok()) return status;
     if (query.limit < 1) {
       return absl::InvalidArgumentError(
           fmt::format("limit is {}; ask for at least one job", query.limit));
@@ -124,6 +136,7 @@ class GrpcConnection : public Connection {
 
   absl::StatusOr<Job> CancelJob(const std::string& request_id,
                                 const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kJobs); !status.ok()) return status;
     v1::CancelJobRequest request;
     request.set_request_id(request_id);
     v1::CancelJobResponse response;
@@ -144,6 +157,7 @@ class GrpcConnection : public Connection {
   }
 
   absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
     const v1::LoadModelRequest request = ToProto(load);
     v1::LoadModelResponse response;
     // Made once: a second time would load a second version.
@@ -157,6 +171,7 @@ class GrpcConnection : public Connection {
   }
 
   absl::Status UnloadModel(const std::string& name, const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
     v1::UnloadModelRequest request;
     request.set_name(name);
     v1::UnloadModelResponse response;
@@ -167,6 +182,7 @@ class GrpcConnection : public Connection {
 
   absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
                                  const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
     v1::SetAliasRequest request;
     request.set_alias(alias);
     request.set_target(target);
@@ -179,6 +195,7 @@ class GrpcConnection : public Connection {
   }
 
   absl::Status DeleteAlias(const std::string& alias, const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
     v1::DeleteAliasRequest request;
     request.set_alias(alias);
     v1::DeleteAliasResponse response;
@@ -229,12 +246,20 @@ class GrpcConnection : public Connection {
   }
 
  private:
+  absl::Status CheckSingle(const char* what) const {
+    if (!replicas_) return absl::OkStatus();
+    return absl::InvalidArgumentError(fmt::format(
+        "{} one server, but {} stands for several; connect to that one by its own address, "
+        "host:port",
+        what, name_));
+  }
+
   StreamCallSetup Setup(const CallOptions& options) const {
-    return {.retry = retry_,
-            .deadline = Deadline(options),
-            .to_status = [target = target_](const grpc::Status& status) {
-              return ToStatus(status, target);
-            }};
+    const auto deadline = Deadline(options);
+    return {
+        .attempts = Attempts(retry_, budget_, deadline),
+        .deadline = deadline,
+        .to_status = [name = name_](const grpc::Status& status) { return ToStatus(status, name); }};
   }
 
   /// Fixes the seed if the caller did not, so that every attempt draws the same images, and the id
@@ -251,11 +276,11 @@ class GrpcConnection : public Connection {
   }
 
   /// Names the server where gRPC does not: an UNAVAILABLE without details is the transport's.
-  static absl::Status ToStatus(const grpc::Status& grpc_status, const std::string& target) {
+  static absl::Status ToStatus(const grpc::Status& grpc_status, const std::string& name) {
     absl::Status status = FromGrpc(grpc_status);
     if (!absl::IsUnavailable(status) || !Details(status).domain.empty()) return status;
     return absl::UnavailableError(
-        fmt::format("no server could be reached at {}: {}", target, grpc_status.error_message()));
+        fmt::format("no server could be reached at {}: {}", name, grpc_status.error_message()));
   }
 
   /// Makes a unary call until it succeeds or must not be made again.
@@ -266,35 +291,29 @@ class GrpcConnection : public Connection {
   template <typename Attempt>
   absl::Status Call(const CallOptions& options, const Attempt& attempt, const RetryPolicy& retry) {
     const auto deadline = Deadline(options);
-    for (int attempts = 1;; ++attempts) {
+    for (Attempts attempts(retry, budget_, deadline);;) {
       grpc::ClientContext context;
       if (deadline) context.set_deadline(*deadline);
       absl::Status status;
       {
         std::stop_callback cancel(options.stop, [&context] { context.TryCancel(); });
-        status = ToStatus(attempt(&context), target_);
+        status = ToStatus(attempt(&context), name_);
       }
       if (!options.stop.stop_requested()) status = WithoutStrangeCancel(std::move(status));
-      if (status.ok()) return status;
-      const auto delay = retry.NextDelay(status, attempts, RandomFraction(), Remaining(deadline));
+      const auto delay = attempts.Ended(status);
       if (!delay) return status;
       if (!Sleep(*delay, options.stop)) return absl::CancelledError("cancelled by the caller");
     }
   }
 
-  const std::string target_;
+  const std::string name_;
+  const bool replicas_;
   const RetryPolicy retry_;
+  const std::shared_ptr<RetryBudget> budget_;
   const std::shared_ptr<v1::ImageGeneration::Stub> stub_;
   const std::unique_ptr<v1::ModelAdmin::Stub> admin_;
   const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
 };
-
-bool IsLoopback(std::string_view target) {
-  for (const std::string_view prefix : {"127.", "localhost", "[::1]", "unix:"}) {
-    if (target.substr(0, prefix.size()) == prefix) return true;
-  }
-  return false;
-}
 
 absl::StatusOr<std::string> ReadFile(const char* option, const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -377,6 +396,11 @@ absl::Status Validate(const ConnectionOptions& options) {
     return absl::InvalidArgumentError(
         fmt::format("retry.multiplier is {}; use 1 or more", options.retry.multiplier));
   }
+  if (options.retry.budget < 1) {
+    return absl::InvalidArgumentError(fmt::format(
+        "retry.budget is {}; use 1 or more, or 1 for retry.max_attempts to retry nothing",
+        options.retry.budget));
+  }
   if (options.retry.initial_backoff.count() < 0 || options.retry.max_backoff.count() < 0) {
     return absl::InvalidArgumentError("a retry backoff is negative; use 0 ms or more");
   }
@@ -401,10 +425,13 @@ absl::Status Validate(const ConnectionOptions& options) {
 
 absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
                                                     const ConnectionOptions& options) {
-  if (target.empty()) {
-    return absl::InvalidArgumentError("the server's address is empty; use host:port");
-  }
+  const auto parsed = ParseTarget(target);
+  if (!parsed.ok()) return parsed.status();
   if (absl::Status status = Validate(options); !status.ok()) return status;
+  if (parsed->list && options.tls && options.tls->server_name.empty()) {
+    return absl::InvalidArgumentError(
+        "a list of servers has no name to look for in their certificates; give tls.server_name");
+  }
   auto credentials = MakeCredentials(options);
   if (!credentials.ok()) return credentials.status();
   grpc::ChannelArguments arguments;
@@ -432,11 +459,24 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
   if (options.tls && !options.tls->server_name.empty()) {
     arguments.SetSslTargetNameOverride(options.tls->server_name);
+  } else if (!parsed->authority.empty()) {
+    arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY, parsed->authority);
   }
-  if (IsLoopback(target)) arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  if (parsed->replicas) {
+    // Health is watched on every connection, so that a server that drains gets no new calls.
+    arguments.SetServiceConfigJSON(fmt::format(
+        R"({{"loadBalancingConfig":[{{"round_robin":{{}}}}],"healthCheckConfig":{{"serviceName":"{}"}}}})",
+        v1::ImageGeneration::service_full_name()));
+    // The watch is a call, so servers never see the connection idle; without others, leave.
+    arguments.SetInt(GRPC_ARG_CLIENT_IDLE_TIMEOUT_MS, 600'000);
+    // gRPC looks a name up again when a connection ends, but by its default twice a minute at most:
+    // replicas that replace others would be found late.
+    arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, 5'000);
+  }
+  if (parsed->direct) arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetUserAgentPrefix("denoised-client");
-  auto channel = grpc::CreateCustomChannel(target, *credentials, arguments);
-  return std::make_shared<GrpcConnection>(target, std::move(channel), options.retry);
+  const auto channel = grpc::CreateCustomChannel(parsed->uri, *credentials, arguments);
+  return std::make_shared<GrpcConnection>(target, parsed->replicas, channel, options.retry);
 }
 
 }  // namespace denoised::client

@@ -46,14 +46,16 @@ class StreamCall {
 /// Standard health: SERVING, or why not.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2 };
 
-/// What a Client needs of a server; tests implement it. Implementations are thread-safe. Errors are
-/// the server's, with details (denoised/error.h), or UNAVAILABLE, DEADLINE_EXCEEDED and CANCELLED.
+/// What a Client needs of a server, or of several that are the same; tests implement it.
+/// Implementations are thread-safe. Errors are the server's, with details (denoised/error.h), or
+/// UNAVAILABLE, DEADLINE_EXCEEDED and CANCELLED.
 class Connection {
  public:
   virtual ~Connection() = default;
   virtual absl::StatusOr<GenerationResult> Generate(const Generation& generation,
                                                     const CallOptions& options) = 0;
-  /// Never null; a call that cannot be made tells its listener so.
+  /// Never null; a call that cannot be made tells its listener so. A stream that breaks is begun
+  /// again with the same seed and request_id, and tells its listener only what is new.
   virtual std::unique_ptr<StreamCall> StreamGenerate(const Generation& generation,
                                                      const std::optional<PreviewOptions>& preview,
                                                      StreamListener listener,
@@ -84,7 +86,8 @@ class Connection {
 struct TlsOptions {
   std::string ca_file;              // whom to trust; empty: the system's authorities
   std::string cert_file, key_file;  // of this client, where the server asks for them; both or none
-  std::string server_name;          // in the server's certificate; empty: the host of the target
+  std::string server_name;          // in the server's certificate; empty: the host of the target,
+                                    // which a list of servers does not have
 };
 
 struct ConnectionOptions {
@@ -104,9 +107,16 @@ struct ConnectionOptions {
   std::chrono::milliseconds keepalive_timeout{10'000};
 };
 
-/// A connection to "host:port" (any gRPC target) over gRPC, which connects with the first call and
-/// is shared with nobody. A loopback target is never reached through a proxy of the environment.
-/// INVALID_ARGUMENT when an option is out of range, NOT_FOUND when a file cannot be read.
+/// A connection over gRPC, which connects with the first call and is shared with nobody. `target`
+/// is
+///   "host:port"                      one server (or any gRPC target),
+///   "dns:///host:port"               replicas: every address of the name is one,
+///   "10.0.0.1:50051,10.0.0.2:50051"  replicas, by their IP addresses.
+/// Replicas are asked in turn, as long as their health says that they serve, and what one of them
+/// fails is begun again on another: they must hold the same models, of the same build, on the same
+/// kind of device. Jobs and models are asked for and changed at one server, by its own address.
+/// A loopback target or a list is never reached through a proxy of the environment.
+/// INVALID_ARGUMENT when the target or an option cannot be, NOT_FOUND when a file cannot be read.
 absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
                                                     const ConnectionOptions& options = {});
 

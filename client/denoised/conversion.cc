@@ -194,7 +194,7 @@ std::optional<Event> FromProto(v1::StreamGenerateResponse&& response) {
   switch (response.event_case()) {
     case v1::StreamGenerateResponse::kQueued: {
       const v1::QueuedEvent& proto = response.queued();
-      Queued queued{FromProto(proto.params()), proto.images_ahead(), proto.position(), {}, {}};
+      Queued queued{FromProto(proto.params()), proto.images_ahead(), proto.position()};
       if (proto.has_estimated_start_seconds()) {
         queued.estimated_start_seconds = proto.estimated_start_seconds();
       }
@@ -247,6 +247,10 @@ ServerInfo FromProto(const v1::GetServerInfoResponse& proto) {
   info.state = LowerName(v1::ServerState_Name(proto.state()), sizeof("SERVER_STATE_") - 1);
   info.device = proto.device();
   info.device_description = proto.device_description();
+  for (const v1::Device& device : proto.devices())
+    info.devices.push_back({device.name(), device.description(), device.error()});
+  // An older server has one and lists none.
+  if (info.devices.empty()) info.devices = {{info.device, info.device_description, ""}};
   info.uptime_seconds = proto.uptime_seconds();
   info.batching = proto.batching();
   info.client = proto.client();

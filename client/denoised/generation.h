@@ -197,6 +197,7 @@ struct Queued {
   int images_ahead = 0;
   int position = 0;  // requests that wait in front of it
   std::optional<double> estimated_start_seconds, estimated_total_seconds;  // from now
+  std::string server;  // which took it first, "ipv4:10.0.0.1:50051": connect there for the job
 };
 struct Started {
   double queued_seconds = 0;
@@ -215,7 +216,9 @@ struct Completed {
   Timing timing;
   std::vector<TimelineEntry> timeline;  // when include_timings asked for it
 };
-/// Queued, Started, then Progress and Preview in any number, each Image once, and Completed last.
+/// Queued, Started, then Progress and Preview in any number, each Image once, and Completed last. A
+/// request that is begun again, on another server, tells only what is new: nothing until it has
+/// caught up. Its images are the same, byte for byte.
 using Event = std::variant<Queued, Started, Progress, Preview, Image, Completed>;
 
 /// A request's life on the server.
@@ -239,11 +242,18 @@ struct JobQuery {
   int limit = 100;           // the latest; at least 1
 };
 
+/// One of the devices that draw.
+struct Device {
+  std::string name, description;
+  std::string error;  // why it is lost; empty while it works
+};
+
 /// What the server is and allows.
 struct ServerInfo {
   std::string version, build;
-  std::string state;  // "starting", "serving", "draining"
-  std::string device, device_description;
+  std::string state;                       // "starting", "serving", "draining"
+  std::string device, device_description;  // of several "cuda:0,cuda:1", all of one kind
+  std::vector<Device> devices;             // never empty
   double uptime_seconds = 0;
   std::string batching;                                // "step" or "request"
   std::string client;                                  // who the server takes the caller for

@@ -7,14 +7,16 @@
 
 namespace denoised::client {
 
+bool RetryPolicy::Retryable(const absl::Status& status) {
+  return absl::IsUnavailable(status) ||
+         (absl::IsResourceExhausted(status) && Details(status).retry_after.has_value());
+}
+
 std::optional<std::chrono::nanoseconds> RetryPolicy::NextDelay(
     const absl::Status& status, int attempt, double random,
     std::optional<std::chrono::nanoseconds> remaining) const {
-  if (attempt >= max_attempts) return std::nullopt;
+  if (attempt >= max_attempts || !Retryable(status)) return std::nullopt;
   const auto retry_after = Details(status).retry_after;
-  const bool safe =
-      absl::IsUnavailable(status) || (absl::IsResourceExhausted(status) && retry_after.has_value());
-  if (!safe) return std::nullopt;
 
   using Nanoseconds = std::chrono::duration<double, std::nano>;
   const Nanoseconds backoff = std::min<Nanoseconds>(

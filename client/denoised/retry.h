@@ -7,15 +7,21 @@
 
 namespace denoised::client {
 
-/// When a call that failed is made again. Only two failures are retried, because only they say that
-/// the server did nothing: UNAVAILABLE before anything was received, and RESOURCE_EXHAUSTED with a
-/// RetryInfo (a full queue). Drawing twice is harmless: the seed is fixed before the first attempt,
-/// so every attempt yields the same bytes.
+/// When a call that failed is made again, which among replicas means: on another one. Two failures
+/// are retried: UNAVAILABLE, of a server that cannot be reached, leaves or was lost, and
+/// RESOURCE_EXHAUSTED with a RetryInfo (a full queue). Drawing twice is harmless: the seed is fixed
+/// before the first attempt, so every attempt yields the same bytes.
 struct RetryPolicy {
-  int max_attempts = 5;  // 1: never retry
+  int max_attempts = 5;  // of a call, while they bring nothing new; 1: never retry
   std::chrono::milliseconds initial_backoff{100};
   std::chrono::milliseconds max_backoff{10'000};
   double multiplier = 2;
+  /// Retries of a connection that may fail with UNAVAILABLE before it stops to retry; ten calls
+  /// that succeed allow one more, up to this.
+  int budget = 100;
+
+  /// Whether `status` is one of the two failures.
+  static bool Retryable(const absl::Status& status);
 
   /// The wait before the attempt after `attempt` (counted from 1), or nullopt when `status` is to
   /// be returned. `random` in [0, 1) places the wait in the upper half of the backoff, so that

@@ -52,7 +52,7 @@ ErrorDetails Details(const absl::Status& status) {
 
 absl::Status WithoutStrangeCancel(absl::Status status) {
   if (!absl::IsCancelled(status) || !Details(status).domain.empty()) return status;
-  return absl::UnavailableError("the server shut down before it took the call");
+  return absl::UnavailableError("the server shut down");
 }
 
 }  // namespace denoised::client

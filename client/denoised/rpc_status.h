@@ -11,7 +11,7 @@ namespace denoised::client {
 absl::Status FromGrpc(const grpc::Status& status);
 
 /// For a call that nobody here cancelled: CANCELLED becomes UNAVAILABLE when it is not the server's
-/// word on a job. gRPC says it for calls that reach a server which has just shut down.
+/// word on a job. gRPC says it for calls of a server which shuts down.
 absl::Status WithoutStrangeCancel(absl::Status status);
 
 }  // namespace denoised::client

@@ -8,10 +8,10 @@
 #include <thread>
 #include <utility>
 
-#include "denoised/backoff.h"
 #include "denoised/conversion.h"
 #include "denoised/error.h"
 #include "denoised/rpc_status.h"
+#include "denoised/told.h"
 
 namespace denoised::client {
 namespace {
@@ -27,6 +27,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
       : stub_(stub),
         setup_(std::move(setup)),
         listener_(std::move(listener)),
+        attempts_(setup_.attempts),
         watch_(setup_.watch) {}
 
   void StartAttempt();
@@ -36,7 +37,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
  private:
   class Attempt;
 
-  void Deliver(v1::StreamGenerateResponse&& response);
+  void Deliver(v1::StreamGenerateResponse&& response, const grpc::ClientContext& context);
   void AttemptDone(const grpc::Status& grpc_status);
   void Finish(absl::Status status);
 
@@ -47,9 +48,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const StreamListener listener_;
 
   // Touched by one callback at a time.
-  int attempts_ = 0;
+  Attempts attempts_;
   bool received_ = false;      // in any attempt
   v1::WatchJobRequest watch_;  // up to what was received
+  Told told_;
   bool completed_ = false;
 
   std::atomic<std::thread::id> listening_;  // the thread that is in the listener, if any
@@ -70,7 +72,7 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
   void Start() {
     const StreamCallSetup& setup = operation_->setup_;
     if (setup.deadline) context_.set_deadline(*setup.deadline);
-    if (setup.generate && !(setup.resumes && operation_->received_)) {
+    if (setup.generate) {
       operation_->stub_->async()->StreamGenerate(&context_, &*setup.generate, this);
     } else {
       watch_ = operation_->watch_;
@@ -83,7 +85,7 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
 
   void OnReadDone(bool ok) override {
     if (!ok) return;  // OnDone follows
-    operation_->Deliver(std::move(response_));
+    operation_->Deliver(std::move(response_), context_);
     response_.Clear();
     StartRead(&response_);
   }
@@ -112,7 +114,6 @@ void Operation::StartAttempt() {
     if (!cancelled_) attempt = attempt_ = new Attempt(shared_from_this());
   }
   if (attempt == nullptr) return Finish(Cancelled());
-  ++attempts_;
   attempt->Start();  // it lives at least until OnDone; a Cancel before this ends it at once
 }
 
@@ -133,14 +134,15 @@ absl::Status Operation::Wait() {
   return *result_;
 }
 
-void Operation::Deliver(v1::StreamGenerateResponse&& response) {
+void Operation::Deliver(v1::StreamGenerateResponse&& response, const grpc::ClientContext& context) {
   received_ = true;
-  attempts_ = 1;  // the connection is good: failures before this count no more
   watch_.set_request_id(response.request_id());
   watch_.set_after_sequence(response.sequence());
-  const std::optional<Event> event = FromProto(std::move(response));
-  if (!event) return;
+  std::optional<Event> event = FromProto(std::move(response));
+  if (!event || !told_.IsNews(*event)) return;
+  attempts_.Renew();
   completed_ = completed_ || std::holds_alternative<Completed>(*event);
+  if (auto* queued = std::get_if<Queued>(&*event)) queued->server = context.peer();
   if (!listener_.on_event) return;
   listening_ = std::this_thread::get_id();
   listener_.on_event(*event);
@@ -151,20 +153,21 @@ void Operation::AttemptDone(const grpc::Status& grpc_status) {
   absl::Status status = setup_.to_status(grpc_status);
   {
     std::lock_guard lock(mutex_);
-    if (!received_ && !cancelled_) status = WithoutStrangeCancel(std::move(status));
+    if (!cancelled_) status = WithoutStrangeCancel(std::move(status));
   }
   if (status.ok() && !completed_) {
     status = absl::DataLossError("the stream ended without its last event; ask the server's log");
+  } else if (absl::IsUnavailable(status) && completed_) {
+    status = absl::OkStatus();  // it was lost with nothing left to say
   }
-  // What has details was said by the server, of the job; what has none became of the connection.
-  const bool lost = absl::IsUnavailable(status) && Details(status).domain.empty();
-  if (!received_ || (setup_.resumes && lost)) {
-    const auto delay =
-        setup_.retry.NextDelay(status, attempts_, RandomFraction(), Remaining(setup_.deadline));
+  // What a server says of a job, with details, is the job's end: only drawing it anew can help.
+  const bool final = !setup_.generate && received_ && !Details(status).domain.empty();
+  const auto delay = attempts_.Ended(status);
+  if (delay && !final) {
     std::lock_guard lock(mutex_);
-    if (delay && cancelled_) {
+    if (cancelled_) {
       status = Cancelled();
-    } else if (delay) {
+    } else {
       backoff_ = std::make_unique<grpc::Alarm>();
       backoff_->Set(std::chrono::system_clock::now() + *delay,
                     [self = shared_from_this()](bool) { self->StartAttempt(); });

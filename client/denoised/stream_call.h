@@ -1,10 +1,10 @@
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
 
+#include "denoised/attempts.h"
 #include "denoised/connection.h"
 #include "denoised/v1/image_generation.grpc.pb.h"
 
@@ -14,8 +14,7 @@ namespace denoised::client {
 struct StreamCallSetup {
   std::optional<v1::StreamGenerateRequest> generate;  // unset: the job of `watch` is there already
   v1::WatchJobRequest watch;
-  bool resumes = false;  // the job survives a lost connection: watch it from where it was lost
-  RetryPolicy retry;
+  Attempts attempts;
   std::optional<std::chrono::system_clock::time_point> deadline;
   std::function<absl::Status(const grpc::Status&)> to_status;
 };

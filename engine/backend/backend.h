@@ -190,7 +190,7 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  virtual std::string_view name() const = 0;    // "cpu", "cuda:0"
+  virtual std::string_view name() const = 0;    // "cpu", "cpu:1", "cuda:0"
   virtual std::string description() const = 0;  // for people: chip, cores or SMs, memory
   virtual Device device() const = 0;
   virtual DType activation_dtype() const = 0;
@@ -228,6 +228,12 @@ class Backend {
   virtual void Conv2d(const Conv2dArgs& args) = 0;
   virtual void Linear(const LinearArgs& args) = 0;
   virtual void GroupNorm(const GroupNormArgs& args) = 0;
+  /// GroupNorm(norm), then Conv2d(conv) of norm.out, with the same bits. What norm.out holds after
+  /// it is undefined: the convolution may normalise what it reads by itself.
+  virtual void NormConv2d(const GroupNormArgs& norm, const Conv2dArgs& conv) {
+    GroupNorm(norm);
+    Conv2d(conv);
+  }
   virtual void Attention(const AttentionArgs& args) = 0;
   virtual void TimestepEmbedding(const TimestepEmbeddingArgs& args) = 0;
   virtual void FourierEmbedding(const FourierEmbeddingArgs& args) = 0;
@@ -256,7 +262,8 @@ class Backend {
 };
 
 struct BackendOptions {
-  std::string device = "auto";  // "auto" (CUDA when there is one), "cpu", "cuda", "cuda:N"
+  std::string device = "auto";  // "auto" (CUDA when there is one), "cpu", "cuda"
+  int number = 0;               // as CUDA counts devices; on the CPU only a part of the name
   bool fp32 = false;            // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: the kernels for any chip from compute capability 8.0 on, also where there are better.
   bool generic_kernels = false;

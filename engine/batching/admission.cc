@@ -1,7 +1,6 @@
 #include "engine/batching/admission.h"
 
 #include <algorithm>
-#include <deque>
 
 #include "engine/core/step_plan.h"
 
@@ -38,6 +37,7 @@ struct Admission::Client {
 
 struct Admission::Model {
   int max_rows = 0;
+  int devices = 1;
   std::map<std::pair<int, int>, std::unique_ptr<Lane>> lanes;  // by height, width
   std::map<JobId, TimePoint> unstarted;                        // jobs that never had a slot
   Totals totals;
@@ -55,22 +55,22 @@ class Admission::Lane {
     return bucket == seconds.end() ? seconds.rbegin()->second : bucket->second;
   }
 
+  /// Rows that all devices carry at a time.
+  int capacity() const { return model->devices * max_rows; }
+  int demand() const { return active_rows + waiting_rows; }
+
   Model* const model;
-  const int max_rows;
+  const int max_rows;             // of one evaluation
   std::map<int, double> seconds;  // of an evaluation, by bucket
   std::map<std::pair<Priority, std::string>, Client> clients;
   size_t sweep_at = kClientsBeforeSweep;
-  int jobs = 0;             // unfinished
-  double weight = 0;        // of the clients that have one
-  double virtual_time = 0;  // V
-  double turn = 0;          // seconds had, each divided by the weight at its time
-  struct Charge {
-    double seconds, weight;
-  };
-  std::deque<Charge> charged;  // evaluations launched but not measured
-  int waiting_rows = 0;        // of images without a slot
-  int64_t waiting_work = 0;    // their row evaluations
-  int active_rows = 0;         // of images with one
+  int jobs = 0;              // unfinished
+  double weight = 0;         // of the clients that have one
+  double virtual_time = 0;   // V
+  double turn = 0;           // seconds had, each divided by the weight at its time
+  int waiting_rows = 0;      // of images without a slot
+  int64_t waiting_work = 0;  // their row evaluations
+  int active_rows = 0;       // of images with one
 };
 
 class Admission::Ticket {
@@ -108,6 +108,12 @@ Admission::Lane& Admission::LaneOf(Model& model, int height, int width) {
   std::unique_ptr<Lane>& lane = model.lanes[{height, width}];
   if (!lane) lane = std::make_unique<Lane>(&model, model.max_rows);
   return *lane;
+}
+
+void Admission::SetDevices(const std::string& model, int devices) {
+  std::lock_guard lock(mutex_);
+  if (const auto found = models_.find(model); found != models_.end())
+    found->second->devices = std::max(1, devices);
 }
 
 void Admission::Close(const std::string& model) {
@@ -222,6 +228,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
 }
 
 std::pair<double, JobId> Admission::Key(const Ticket& ticket) { return {ticket.key, ticket.id}; }
+Admission::Lane* Admission::LaneOf(const Ticket& ticket) { return ticket.lane; }
 
 /// Under mutex_.
 Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
@@ -237,18 +244,21 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   double other_weights = 0;
   for (const Lane* other : busy_)
     if (other != &lane) other_weights += other->weight;
-  const double slowdown = (lane_weight + other_weights) / lane_weight;
+  const int devices = lane.model->devices;
+  const int demand = lane.demand() + ticket.rows * ticket.count;
+  // A lane that fits on one device finds one where the others are fewer.
+  double slowdown = (lane_weight + other_weights) / lane_weight;
+  if (demand <= lane.max_rows) slowdown = std::max(1.0, slowdown / devices);
 
-  const int own_rows = ticket.rows * ticket.count;
-  const int demand = lane.active_rows + lane.waiting_rows + own_rows;
-  const double evaluation = lane.Cost(std::min(lane.max_rows, demand)) * slowdown;
-  const int images_at_once = lane.max_rows / ticket.rows;
+  const int rows_of_each = (demand + devices - 1) / devices;
+  const double evaluation = lane.Cost(std::min(lane.max_rows, rows_of_each)) * slowdown;
+  const int images_at_once = devices * (lane.max_rows / ticket.rows);
   const int rounds = (ticket.count + images_at_once - 1) / images_at_once;
   double ahead = 0;  // row evaluations
-  if (demand > lane.max_rows)
+  if (demand > lane.capacity())
     ahead = std::clamp((ticket.key - lane.virtual_time) * lane_weight - ticket.work(), 0.0,
                        static_cast<double>(lane.waiting_work));
-  estimate.start_seconds = ahead / lane.max_rows * evaluation;
+  estimate.start_seconds = ahead / lane.capacity() * evaluation;
   estimate.total_seconds =
       *estimate.start_seconds + double{1} * rounds * ticket.evaluations * evaluation;
   return estimate;
@@ -259,7 +269,7 @@ double Admission::DrainSeconds() const {
   double seconds = 0;
   for (const Lane* lane : busy_)
     seconds +=
-        static_cast<double>(lane->waiting_work) / lane->max_rows * lane->Cost(lane->max_rows);
+        static_cast<double>(lane->waiting_work) / lane->capacity() * lane->Cost(lane->max_rows);
   return seconds;
 }
 
@@ -296,12 +306,29 @@ void Admission::Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes
   std::lock_guard lock(mutex_);
   ticket.parked_bytes += parked_bytes;
   queued_bytes_ += parked_bytes;
-  Totals& totals = ticket.lane->model->totals;
-  ++totals.parked_images;
+  ++ticket.lane->model->totals.parked_images;
   --ticket.active;
-  --totals.active_images;
+  --ticket.lane->model->totals.active_images;
   ticket.lane->active_rows -= ticket.rows;
+  WaitAgain(ticket, evaluations_left);
+}
+
+void Admission::Lost(Ticket& ticket, bool in_slot, int64_t rows) {
+  std::lock_guard lock(mutex_);
+  Totals& totals = ticket.lane->model->totals;
+  totals.wasted_rows[static_cast<size_t>(EndReason::kFailed)] += rows;
+  if (in_slot) {
+    --ticket.active;
+    --totals.active_images;
+    ticket.lane->active_rows -= ticket.rows;
+  }
+  WaitAgain(ticket, ticket.evaluations);
+}
+
+/// An image that had a slot is in the queue once more. Under mutex_.
+void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   if (ticket.withdrawn) return;
+  Totals& totals = ticket.lane->model->totals;
   const int64_t work = int64_t{1} * ticket.rows * evaluations_left;
   if (ticket.waiting++ == 0) {
     ++totals.queued_requests[static_cast<size_t>(ticket.priority)];
@@ -359,27 +386,24 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
   lane.weight = lane.virtual_time = lane.waiting_work = 0;
 }
 
-void Admission::Launched(Lane& lane, int rows, int bucket) {
+Admission::Charge Admission::Launched(Lane& lane, int rows, int bucket) {
   std::lock_guard lock(mutex_);
   Totals& totals = lane.model->totals;
   ++totals.evaluations;
   totals.rows += rows;
   totals.padding_rows += bucket - rows;
-  lane.virtual_time += rows / lane.weight;
-  const double seconds = lane.Cost(bucket);
-  lane.turn += seconds / lane.weight;
-  lane.charged.push_back({seconds, lane.weight});
+  // All its jobs may have ended since the rows were chosen.
+  if (lane.jobs == 0) return {};
+  const Charge charge{lane.Cost(bucket), lane.weight};
+  lane.virtual_time += rows / charge.weight;
+  lane.turn += charge.seconds / charge.weight;
+  return charge;
 }
 
-void Admission::Measured(Lane& lane, int bucket, double seconds) {
+void Admission::Measured(Lane& lane, int bucket, double seconds, const Charge* charge) {
   std::lock_guard lock(mutex_);
-  Lane::Charge charge{seconds, 1};
-  if (!lane.charged.empty()) {
-    charge = lane.charged.front();
-    lane.charged.pop_front();
-  }
   if (seconds < 0) return;
-  lane.turn += (seconds - charge.seconds) / charge.weight;
+  if (charge && charge->weight > 0) lane.turn += (seconds - charge->seconds) / charge->weight;
   const auto [known, first] = lane.seconds.emplace(bucket, seconds);
   if (!first) known->second += kNewest * (seconds - known->second);
 }
@@ -387,6 +411,16 @@ void Admission::Measured(Lane& lane, int bucket, double seconds) {
 double Admission::Turn(const Lane& lane) const {
   std::lock_guard lock(mutex_);
   return lane.turn;
+}
+
+int Admission::RowsForEach(const Lane& lane, int devices) const {
+  std::lock_guard lock(mutex_);
+  return (lane.demand() + devices - 1) / devices;
+}
+
+bool Admission::Exceeds(const Lane& lane, int devices) const {
+  std::lock_guard lock(mutex_);
+  return lane.demand() > devices * lane.max_rows;
 }
 
 Admission::Totals Admission::Read(const std::string& name, TimePoint now) const {

@@ -17,8 +17,8 @@
 namespace denoised {
 
 /// What waits and what may: the limits of the queue, the order in which jobs are served, and what
-/// they have to expect. Thread-safe: whoever submits a job enters it here at once, and the device's
-/// thread tells of its way through the slots. No call costs more than O(log jobs).
+/// they have to expect. Thread-safe: whoever submits a job enters it here at once, and the devices'
+/// threads tell of its way through their slots. No call costs more than O(log jobs).
 ///
 /// Order. A lane (a model at one image size) serves first the job that would end first if all its
 /// jobs were served side by side, each client with a share by its weight: the "fair sojourn
@@ -32,8 +32,8 @@ namespace denoised {
 /// which never changes: two jobs never displace each other in turn. What a client has had counts
 /// when a job of it ends, by the rows that were spent on it and not by the requests.
 ///
-/// Lanes share the device by measured seconds: the next evaluation goes to the lane whose seconds,
-/// each divided by the weight of the clients it then had, are fewest.
+/// Lanes share the devices by measured seconds: the next evaluation of any device goes to the lane
+/// whose seconds, each divided by the weight of the clients it then had, are fewest.
 class Admission {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
@@ -53,7 +53,10 @@ class Admission {
   ~Admission();
 
   /// A lane for jobs of this size; the one there is when there is one. Lives as long as the model.
+  /// `max_rows` is what an evaluation of one device carries.
   Lane* Open(const std::string& model, int height, int width, int max_rows);
+  /// How many devices draw the model from now on; one until it is said.
+  void SetDevices(const std::string& model, int devices);
   /// Forgets a model that has no jobs.
   void Close(const std::string& model);
 
@@ -62,15 +65,19 @@ class Admission {
   /// `estimate` is filled in either way; it may be null.
   absl::StatusOr<std::shared_ptr<Ticket>> Enter(JobId id, const EffectiveJob& job, TimePoint now,
                                                 Estimate* estimate);
-  /// Where the job stands in its lane: the smallest goes first.
+  /// Where the job stands, and in which lane: the smallest goes first.
   static std::pair<double, JobId> Key(const Ticket& ticket);
+  static Lane* LaneOf(const Ticket& ticket);
 
-  // Of the device's thread, about one image of the job with so many evaluations to go: it took a
-  // slot, lost it to another image, or left it after its last evaluation. `parked_bytes` is what
-  // its state takes while it has lost its slot; 0 for one that begins.
+  // About one image of the job with so many evaluations to go: it took a slot, lost it to another
+  // image, or left it after its last evaluation. `parked_bytes` is what its state takes while it
+  // has lost its slot; 0 for one that begins.
   void Began(Ticket& ticket, int evaluations_left, size_t parked_bytes);
   void Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes);
   void Drawn(Ticket& ticket);
+  /// Its device is lost: it has to be drawn again, and so many rows were for nothing. `in_slot`:
+  /// it was not Drawn.
+  void Lost(Ticket& ticket, bool in_slot, int64_t rows);
   /// How many images of such a state may be parked within the limit of bytes.
   size_t RoomToPark(size_t parked_bytes) const;
 
@@ -79,12 +86,22 @@ class Admission {
   /// The job is over after so many row evaluations; `reason` when it was not completed.
   void Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reason);
 
+  /// The expected seconds of an evaluation, and the weight of the clients that the lane then had.
+  struct Charge {
+    double seconds = 0, weight = 0;
+  };
   /// An evaluation of the lane was launched, with `rows` of `bucket` rows at work.
-  void Launched(Lane& lane, int rows, int bucket);
-  /// It took so long; also called for each bucket at warm-up. Negative: not measured.
-  void Measured(Lane& lane, int bucket, double seconds);
+  Charge Launched(Lane& lane, int rows, int bucket);
+  /// It took so long; also called for each bucket at warm-up, which nobody is charged for.
+  /// Negative: not measured.
+  void Measured(Lane& lane, int bucket, double seconds, const Charge* charge = nullptr);
   /// Whose turn it is: the smallest goes first.
   double Turn(const Lane& lane) const;
+  /// Rows that each of so many devices should have of the lane, for all to have alike: one that has
+  /// as many leaves what waits to the others.
+  int RowsForEach(const Lane& lane, int devices) const;
+  /// Whether the lane has more rows than so many devices carry at a time.
+  bool Exceeds(const Lane& lane, int devices) const;
 
   struct Totals {  // of one model
     std::array<int, kPriorities> queued_requests{}, queued_images{};
@@ -100,6 +117,7 @@ class Admission {
   struct Model;
 
   Lane& LaneOf(Model& model, int height, int width);
+  void WaitAgain(Ticket& ticket, int evaluations_left);
   Estimate Predict(const Lane& lane, const Ticket& ticket) const;
   double DrainSeconds() const;
   void Unqueue(Ticket& ticket, int images, int64_t work);

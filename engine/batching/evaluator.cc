@@ -176,7 +176,6 @@ std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
 }
 
 absl::Status Evaluator::Parked::Arrive() {
-  if (!x_download) return absl::OkStatus();
   DENOISED_ASSIGN_OR_RETURN(x, x_download->Wait());
   DENOISED_ASSIGN_OR_RETURN(registers, registers_download->Wait());
   x_download.reset();
@@ -184,15 +183,13 @@ absl::Status Evaluator::Parked::Arrive() {
   return absl::OkStatus();
 }
 
-absl::Status Evaluator::Resume(int slot, const Start& start, int evaluations_done, Parked* parked) {
-  DENOISED_RETURN_IF_ERROR(parked->Arrive());
+void Evaluator::Resume(int slot, const Start& start, int evaluations_done, const Parked& parked) {
   UploadStart(slot, start);
-  backend_.Upload(parked->x.data(), parked->x.bytes(), SlotOf(state_.x, slot));
-  backend_.Upload(parked->registers.data(), parked->registers.bytes(),
+  backend_.Upload(parked.x.data(), parked.x.bytes(), SlotOf(state_.x, slot));
+  backend_.Upload(parked.registers.data(), parked.registers.bytes(),
                   state_.registers.Slice(slot, 1));
   const int32_t next = evaluations_done;
   backend_.Upload(&next, sizeof(next), SlotOf(state_.evaluation, slot));
-  return absl::OkStatus();
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {

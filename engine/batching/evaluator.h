@@ -60,13 +60,16 @@ class Evaluator {
     std::unique_ptr<Download> x_download, registers_download;
     Tensor x, registers;
     absl::Status Arrive();
+    /// Of the host's memory, from Arrive() on.
+    size_t bytes() const { return x.bytes() + registers.bytes(); }
   };
   size_t parked_bytes() const { return (1 + kRegisters) * source_.bytes(); }
   /// The slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
   /// Puts a parked image, begun by `start` and with so many evaluations done, in `slot`: its bits
-  /// are those it would have had without a break.
-  absl::Status Resume(int slot, const Start& start, int evaluations_done, Parked* parked);
+  /// are those it would have had without a break. It must have arrived, and may come from another
+  /// device.
+  void Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
 
   /// One evaluation of these rows (at most max_rows); returns the bucket they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);

@@ -88,7 +88,7 @@ struct JobTiming {
   double total_seconds = 0;           // from Submit
 };
 
-/// Hears of one job. Called on the engine's thread, in order, never two at a time: return quickly,
+/// Hears of one job. Called on the engine's threads, in order, never two at a time: return quickly,
 /// hand work to another thread. After OnDone nothing follows and the listener is released.
 class JobListener {
  public:
@@ -108,12 +108,14 @@ class JobListener {
 
 using JobId = uint64_t;
 
-/// Hears of every evaluation, for metrics. Called on the engine's thread.
+/// Hears of every evaluation, for metrics. Called on the threads of the devices: thread-safe.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  /// `rows` of the `bucket` rows did work; `seconds` is device time, < 0 when not measured.
-  virtual void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) = 0;
+  /// `rows` of the `bucket` rows did work on `device`; `seconds` is its time, < 0 when not
+  /// measured.
+  virtual void OnEvaluation(const std::string& model, const std::string& device, int rows,
+                            int bucket, double seconds) = 0;
 };
 
 }  // namespace denoised

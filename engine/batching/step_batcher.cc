@@ -18,87 +18,35 @@ constexpr int kParksPerEvaluation = 4;
 // Sizes other than a model's first, kept at most for the next request of that size.
 constexpr int kExtraSizes = 2;
 
-double Seconds(StepBatcher::Clock::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
-
 }  // namespace
 
-/// An image that lost its slot before it was done.
-struct StepBatcher::ParkedImage {
-  int image = 0;
-  int evaluation = 0;  // next in the plan
-  std::unique_ptr<Evaluator::Parked> state;
-};
-
-struct StepBatcher::Job {
-  JobId id = 0;
-  EffectiveJob effective;
-  std::shared_ptr<JobListener> listener;
-  std::shared_ptr<Admission::Ticket> ticket;
-  Lane* lane = nullptr;
-  std::vector<DeviceEvaluation> plan;  // made when the first image has a slot
-  Clock::time_point submitted;
-  JobTiming timing;
-  int next_image = 0;  // the first that has not had a slot
-  std::deque<std::shared_ptr<ParkedImage>> parked;
-  int evaluations_done = 0;  // over all images, as reported
-  int64_t rows_launched = 0;
-  int images_done = 0;
-  bool started = false, over = false;
-
-  int count() const { return effective.spec.count; }
-  int waiting() const { return count() - next_image + static_cast<int>(parked.size()); }
-  bool guided() const { return *effective.spec.guidance_scale > 1; }
-  int rows() const { return guided() ? 2 : 1; }
-  std::pair<double, JobId> key() const { return Admission::Key(*ticket); }
-};
-
 struct StepBatcher::Lane {
-  struct Slot {
-    std::shared_ptr<Job> job;  // null: free
-    int image = 0;
-    int evaluation = 0;  // next in the plan
-
-    int evaluations_left() const { return job->effective.evaluations - evaluation; }
-  };
-
   BatchedModel model;
   bool first_size = false;  // never evicted
   std::unique_ptr<Evaluator> evaluator;
   Admission::Lane* share = nullptr;
-  std::vector<Slot> slots;
-  int jobs = 0;              // unfinished
-  int active = 0, rows = 0;  // images in slots, and their rows
-  std::map<std::pair<double, JobId>, std::shared_ptr<Job>> waiting;  // jobs with images, in order
+  std::vector<std::shared_ptr<Image>> slots;  // null: free
+  int active = 0, rows = 0;                   // images in slots, and their rows
 
-  bool ready() const { return active > 0 || !waiting.empty(); }
   bool HasRoom(const Job& job) const {
     return active < static_cast<int>(slots.size()) && rows + job.rows() <= model.max_rows;
   }
-  void Take(int slot, const std::shared_ptr<Job>& job, int image, int evaluation) {
-    slots[slot] = {.job = job, .image = image, .evaluation = evaluation};
+  void Take(int slot, std::shared_ptr<Image> image) {
     ++active;
-    rows += job->rows();
+    rows += image->job->rows();
+    slots[slot] = std::move(image);
   }
   void Free(int slot) {
     --active;
-    rows -= slots[slot].job->rows();
-    slots[slot] = Slot();
-  }
-  void Forget(const Job& job) {
-    for (int slot = 0; slot < static_cast<int>(slots.size()); ++slot)
-      if (slots[slot].job.get() == &job) Free(slot);
-    waiting.erase(job.key());
-    --jobs;
+    rows -= slots[slot]->job->rows();
+    slots[slot].reset();
   }
 };
 
 /// An evaluation on the device, and what is to be told when it is done.
 struct StepBatcher::Evaluated {
-  struct Image {
-    std::shared_ptr<Job> job;
-    int image = 0;
+  struct Row {
+    std::shared_ptr<Image> image;
     int evaluation = 0;  // 1-based
     float preview_scale = 1;
     std::unique_ptr<Download> preview, result;
@@ -106,15 +54,21 @@ struct StepBatcher::Evaluated {
 
   std::string model;
   Admission::Lane* share = nullptr;
+  Admission::Charge charge;
   int rows = 0, bucket = 0;
   std::unique_ptr<Marker> begin, end;
-  std::vector<Image> images;
-  std::vector<std::shared_ptr<ParkedImage>> parked;  // before it
+  std::vector<Row> images;
+  std::vector<std::shared_ptr<Image>> parked;  // before it
 };
 
-StepBatcher::StepBatcher(Backend& backend, Admission& admission, EngineObserver* observer,
-                         const Options& options)
-    : backend_(backend), admission_(admission), observer_(observer), options_(options) {}
+StepBatcher::StepBatcher(Backend& backend, Admission& admission, JobQueue& queue,
+                         EngineObserver* observer, const Options& options)
+    : backend_(backend),
+      admission_(admission),
+      queue_(queue),
+      observer_(observer),
+      options_(options),
+      device_name_(backend.name()) {}
 
 StepBatcher::~StepBatcher() = default;
 
@@ -122,8 +76,10 @@ absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int wi
   auto lane = MakeLane(model, height, width);
   if (!lane.ok()) return lane.status();
   (*lane)->first_size = true;
-  lanes_.push_front(*std::move(lane));
   models_[model.name] = model;
+  queue_.AddModel(model.name, options_.device);
+  queue_.Opened({(*lane)->share, model.name, height, width}, options_.device, absl::OkStatus());
+  lanes_.push_front(*std::move(lane));
   return absl::OkStatus();
 }
 
@@ -141,36 +97,37 @@ absl::StatusOr<bool> StepBatcher::WarmUp(Lane& lane) {
   return warmed.more;
 }
 
-bool StepBatcher::HasJobs(const std::string& model) const {
-  return std::any_of(lanes_.begin(), lanes_.end(),
-                     [&](const auto& lane) { return lane->model.name == model && lane->jobs > 0; });
-}
-
 absl::Status StepBatcher::RemoveModel(const std::string& model) {
-  DENOISED_CHECK(!HasJobs(model), "model {} has jobs", model);
   // Its last evaluation may be on the device still, though nobody waits for it.
   const absl::Status status = backend_.Synchronize();
   std::erase_if(evaluated_, [&](const auto& evaluated) { return evaluated.model == model; });
   std::erase_if(lanes_, [&](const auto& lane) { return lane->model.name == model; });
   models_.erase(model);
-  admission_.Close(model);
+  queue_.RemoveModel(model, options_.device);
   return status;
 }
 
-absl::StatusOr<StepBatcher::Lane*> StepBatcher::LaneFor(const std::string& model, int height,
-                                                        int width) {
-  int extra = 0;
-  for (const auto& lane : lanes_) {
-    if (lane->model.name != model) continue;
-    const Evaluator::Options& options = lane->evaluator->options();
-    if (options.height == height && options.width == width) return lane.get();
-    if (!lane->first_size) ++extra;
+/// Takes memory for sizes that came up. When there is none, the jobs that no device can draw end
+/// with ResourceExhausted.
+absl::Status StepBatcher::OpenSizes() {
+  while (const auto size = queue_.ToOpen(options_.device)) {
+    const absl::Status status = OpenSize(*size);
+    DENOISED_RETURN_IF_ERROR(backend_.status());
+    queue_.Opened(*size, options_.device, status);
   }
-  if (extra >= kExtraSizes) EvictIdleLane(&model);
-  auto lane = MakeLane(models_.at(model), height, width);
+  return absl::OkStatus();
+}
+
+absl::Status StepBatcher::OpenSize(const JobQueue::Size& size) {
+  const BatchedModel& model = models_.at(size.model);
+  const auto extra = std::count_if(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
+    return lane->model.name == size.model && !lane->first_size;
+  });
+  if (extra >= kExtraSizes) EvictIdleLane(&size.model);
+  auto lane = MakeLane(model, size.height, size.width);
   // Sizes that nobody draws now make room, of any model.
   while (lane.status().code() == absl::StatusCode::kResourceExhausted && EvictIdleLane(nullptr))
-    lane = MakeLane(models_.at(model), height, width);
+    lane = MakeLane(model, size.height, size.width);
   if (!lane.ok()) return lane.status();
   // Captured now: no evaluation of a job takes memory.
   bool more = true;
@@ -178,7 +135,7 @@ absl::StatusOr<StepBatcher::Lane*> StepBatcher::LaneFor(const std::string& model
     DENOISED_ASSIGN_OR_RETURN(more, WarmUp(**lane));
   }
   lanes_.push_front(*std::move(lane));
-  return lanes_.front().get();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const BatchedModel& model,
@@ -203,7 +160,13 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const B
 /// `model` is null. False when there is none.
 bool StepBatcher::EvictIdleLane(const std::string* model) {
   for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
-    if ((*lane)->first_size || (*lane)->jobs > 0 || (model && (*lane)->model.name != *model))
+    const Lane& candidate = **lane;
+    const bool evaluating =
+        std::any_of(evaluated_.begin(), evaluated_.end(),
+                    [&](const auto& evaluated) { return evaluated.share == candidate.share; });
+    if (candidate.first_size || candidate.active > 0 || evaluating ||
+        (model && candidate.model.name != *model) ||
+        !queue_.Close(candidate.share, options_.device))
       continue;
     if (!backend_.Synchronize().ok()) return false;  // the next Step reports it
     lanes_.erase(lane);
@@ -226,70 +189,28 @@ size_t StepBatcher::SlotBytes(const std::string& model) const {
   return bytes;
 }
 
-void StepBatcher::Submit(JobId id, EffectiveJob effective, std::shared_ptr<JobListener> listener,
-                         Clock::time_point submitted, std::shared_ptr<Admission::Ticket> ticket) {
-  auto job = std::make_shared<Job>();
-  job->id = id;
-  job->effective = std::move(effective);
-  job->listener = std::move(listener);
-  job->ticket = std::move(ticket);
-  job->submitted = submitted;
-  jobs_[id] = job;
-  const JobSpec& spec = job->effective.spec;
-  if (spec.deadline) deadlines_.emplace(*spec.deadline, id);
-  if (!models_.count(spec.model)) {
-    Finish(*job, NotFound("model '{}' is not on this device", spec.model), EndReason::kFailed);
-    return;
-  }
-  const auto lane = LaneFor(spec.model, spec.height, spec.width);
-  if (!lane.ok()) {
-    Finish(*job, lane.status(), EndReason::kFailed);
-    return;
-  }
-  job->lane = *lane;
-  ++job->lane->jobs;
-  job->lane->waiting.emplace(job->key(), job);
+bool StepBatcher::busy() const {
+  return !evaluated_.empty() || queue_.HasWork(options_.device) ||
+         std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->active; });
 }
-
-void StepBatcher::End(JobId id, const absl::Status& status, EndReason reason) {
-  const auto found = jobs_.find(id);
-  if (found == jobs_.end()) return;
-  const std::shared_ptr<Job> job = found->second;
-  Finish(*job, status, reason);
-}
-
-void StepBatcher::EndAll(const absl::Status& status, EndReason reason) {
-  while (!jobs_.empty()) End(jobs_.begin()->first, status, reason);
-}
-
-void StepBatcher::Finish(Job& job, const absl::Status& status, std::optional<EndReason> reason) {
-  job.over = true;
-  if (job.lane) job.lane->Forget(job);
-  job.parked.clear();
-  if (job.effective.spec.deadline) deadlines_.erase({*job.effective.spec.deadline, job.id});
-  admission_.Left(*job.ticket, job.rows_launched, reason);
-  job.timing.total_seconds = Seconds(options_.now() - job.submitted);
-  const std::shared_ptr<JobListener> listener = std::move(job.listener);
-  listener->OnDone(status, job.timing);
-  jobs_.erase(job.id);
-}
-
-bool StepBatcher::busy() const { return !jobs_.empty() || !evaluated_.empty(); }
 
 absl::Status StepBatcher::Step() {
-  EndExpired();
+  queue_.Settle();
+  FreeEnded();
+  DENOISED_RETURN_IF_ERROR(OpenSizes());
   auto next = lanes_.end();
   double first_turn = 0;
   for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
-    if (!(*lane)->ready()) continue;
+    if ((*lane)->active == 0 && !queue_.First((*lane)->share, options_.device, 0)) continue;
     const double turn = admission_.Turn(*(*lane)->share);
     if (next != lanes_.end() && turn >= first_turn) continue;
     next = lane;
     first_turn = turn;
   }
-  const bool launched = next != lanes_.end();
+  if (next != lanes_.end()) DENOISED_RETURN_IF_ERROR(Admit(**next));
+  // Other devices may have taken all that waited.
+  const bool launched = next != lanes_.end() && (*next)->active > 0;
   if (launched) {
-    DENOISED_RETURN_IF_ERROR(Admit(**next));
     DENOISED_RETURN_IF_ERROR(Launch(**next));
     lanes_.splice(lanes_.end(), lanes_, next);
   }
@@ -299,16 +220,11 @@ absl::Status StepBatcher::Step() {
   return absl::OkStatus();
 }
 
-void StepBatcher::EndExpired() {
-  const Clock::time_point now = options_.now();
-  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
-    const std::shared_ptr<Job> job = jobs_.at(deadlines_.begin()->second);
-    Finish(*job,
-           DeadlineExceeded("the deadline passed after {} of {} evaluations; allow more time, or "
-                            "ask for fewer steps or images",
-                            job->evaluations_done, job->count() * job->effective.evaluations),
-           EndReason::kDeadline);
-  }
+/// Frees the slots of jobs that ended before their images were done.
+void StepBatcher::FreeEnded() {
+  for (const auto& lane : lanes_)
+    for (int slot = 0; slot < static_cast<int>(lane->slots.size()); ++slot)
+      if (lane->slots[slot] && lane->slots[slot]->job->over) lane->Free(slot);
 }
 
 absl::Status StepBatcher::Admit(Lane& lane) {
@@ -316,35 +232,37 @@ absl::Status StepBatcher::Admit(Lane& lane) {
   if (whole_batches && lane.active > 0) return absl::OkStatus();
   size_t may_park = whole_batches ? 0 : kParksPerEvaluation;
   int slot = 0;
-  while (!lane.waiting.empty()) {
-    const std::shared_ptr<Job> job = lane.waiting.begin()->second;
+  while (const auto job = queue_.First(lane.share, options_.device, lane.rows)) {
+    std::vector<int> victims;
     if (!lane.HasRoom(*job)) {
-      const int before = lane.active;
-      may_park = std::min(may_park, admission_.RoomToPark(lane.evaluator->parked_bytes()));
-      if (!MakeRoom(lane, *job, may_park)) break;
-      may_park -= static_cast<size_t>(before - lane.active);
-      slot = 0;
+      may_park = std::min(may_park, RoomToPark(lane));
+      victims = Victims(lane, *job, may_park);
+      if (victims.empty()) break;
     }
-    while (lane.slots[slot].job) ++slot;
-    DENOISED_RETURN_IF_ERROR(Begin(lane, slot, job));
-    if (job->waiting() == 0) lane.waiting.erase(lane.waiting.begin());
+    std::shared_ptr<Image> image = queue_.Take(job, options_.device);
+    if (!image) continue;  // another device was quicker
+    for (const int victim : victims) Park(lane, victim);
+    may_park -= victims.size();
+    if (!victims.empty()) slot = 0;
+    while (lane.slots[slot]) ++slot;
+    Begin(lane, slot, std::move(image));
   }
-  return absl::OkStatus();
+  return backend_.status();
 }
 
-/// Parks at most `most` images that come after `job` in the order, the last first, until it has
-/// room; none when that would not do.
-bool StepBatcher::MakeRoom(Lane& lane, const Job& job, size_t most) {
+/// The images, at most `most`, that have to be parked for `job` to have room, of those that come
+/// after it in the order; the last first. None when that would not do.
+std::vector<int> StepBatcher::Victims(const Lane& lane, const Job& job, size_t most) const {
   std::vector<int> victims;
   for (int slot = 0; slot < static_cast<int>(lane.slots.size()); ++slot) {
-    const Lane::Slot& taken = lane.slots[slot];
-    if (taken.job && taken.job->key() > job.key() &&
-        taken.evaluations_left() > options_.keep_evaluations)
+    const Image* image = lane.slots[slot].get();
+    if (image && image->job->key() > job.key() &&
+        image->evaluations_left() > options_.keep_evaluations)
       victims.push_back(slot);
   }
   // Of one job, those that have the longest way to go.
   const auto later = [&](int a, int b) {
-    const Lane::Slot &first = lane.slots[a], &second = lane.slots[b];
+    const Image &first = *lane.slots[a], &second = *lane.slots[b];
     return std::pair(first.job->key(), first.evaluations_left()) >
            std::pair(second.job->key(), second.evaluations_left());
   };
@@ -357,72 +275,61 @@ bool StepBatcher::MakeRoom(Lane& lane, const Job& job, size_t most) {
     return lane.active - static_cast<int>(parks) < static_cast<int>(lane.slots.size()) &&
            rows + job.rows() <= lane.model.max_rows;
   };
-  while (!enough() && parks < most) rows -= lane.slots[victims[parks++]].job->rows();
-  if (!enough()) return false;
-  for (size_t i = 0; i < parks; ++i) Park(lane, victims[i]);
-  return true;
+  while (!enough() && parks < most) rows -= lane.slots[victims[parks++]]->job->rows();
+  victims.resize(enough() ? parks : 0);
+  return victims;
+}
+
+/// Images that may be parked within the limit of bytes, less those that are on their way.
+size_t StepBatcher::RoomToPark(const Lane& lane) const {
+  size_t under_way = parked_.size();
+  for (const Evaluated& evaluated : evaluated_) under_way += evaluated.parked.size();
+  const size_t room = admission_.RoomToPark(lane.evaluator->parked_bytes());
+  return room - std::min(room, under_way);
 }
 
 void StepBatcher::Park(Lane& lane, int slot) {
-  const Lane::Slot taken = lane.slots[slot];
-  auto parked = std::make_shared<ParkedImage>();
-  parked->image = taken.image;
-  parked->evaluation = taken.evaluation;
-  parked->state = lane.evaluator->Park(slot);
-  admission_.Parked(*taken.job->ticket, taken.evaluations_left(), lane.evaluator->parked_bytes());
+  const std::shared_ptr<Image>& image = lane.slots[slot];
+  image->parked = lane.evaluator->Park(slot);
+  parked_.push_back(image);
   lane.Free(slot);
-  if (taken.job->waiting() == 0) lane.waiting.emplace(taken.job->key(), taken.job);
-  taken.job->parked.push_back(parked);
-  parked_.push_back(std::move(parked));
 }
 
-absl::Status StepBatcher::Begin(Lane& lane, int slot, const std::shared_ptr<Job>& job) {
-  std::shared_ptr<ParkedImage> parked;
-  if (!job->parked.empty()) {
-    parked = job->parked.front();
-    job->parked.pop_front();
-  }
-  const JobSpec& spec = job->effective.spec;
-  const StepPlan& plan = *job->effective.plan;
-  const int image = parked ? parked->image : job->next_image++;
-  lane.Take(slot, job, image, parked ? parked->evaluation : 0);
-  admission_.Began(*job->ticket, lane.slots[slot].evaluations_left(),
-                   parked ? lane.evaluator->parked_bytes() : 0);
-
-  if (job->plan.empty()) job->plan = ToDevice(plan);
+void StepBatcher::Begin(Lane& lane, int slot, std::shared_ptr<Image> image) {
+  Job& job = *image->job;
+  const JobSpec& spec = job.effective.spec;
+  const StepPlan& plan = *job.effective.plan;
   Evaluator::Start start;
-  start.plan = &job->plan;
-  start.seed = *spec.seed + static_cast<uint64_t>(image);
+  start.plan = &job.plan();
+  start.seed = *spec.seed + static_cast<uint64_t>(image->index);
   start.guidance_scale = static_cast<float>(*spec.guidance_scale);
   if (!spec.class_values.empty()) {
-    const size_t size = spec.class_values.size() / job->count();
-    start.embedding = std::span(spec.class_values).subspan(image * size, size);
+    const size_t size = spec.class_values.size() / job.count();
+    start.embedding = std::span(spec.class_values).subspan(image->index * size, size);
   }
   if (spec.init_image) start.source = spec.init_image.as<float>();
-  if (spec.initial_noise) start.noise = spec.initial_noise.Slice(image, 1).as<float>();
+  if (spec.initial_noise) start.noise = spec.initial_noise.Slice(image->index, 1).as<float>();
   start.source_scale = static_cast<float>(plan.initial_source_scale);
   start.noise_scale = static_cast<float>(plan.initial_noise_scale);
   start.churn_scale = static_cast<float>(plan.initial_churn_scale);
-  if (parked) return lane.evaluator->Resume(slot, start, parked->evaluation, parked->state.get());
-  lane.evaluator->Begin(slot, start);
-
-  if (!job->started) {
-    job->started = true;
-    job->timing.queued_seconds = Seconds(options_.now() - job->submitted);
-    job->listener->OnStarted();
+  if (const auto parked = std::move(image->parked)) {
+    lane.evaluator->Resume(slot, start, image->evaluation, *parked);
+  } else {
+    lane.evaluator->Begin(slot, start);
   }
-  return absl::OkStatus();
+  queue_.Began(job);
+  lane.Take(slot, std::move(image));
 }
 
 absl::Status StepBatcher::Launch(Lane& lane) {
   std::vector<EvaluationRow> rows;
   for (int s = 0; s < static_cast<int>(lane.slots.size()); ++s) {
-    const Lane::Slot& slot = lane.slots[s];
-    if (!slot.job) continue;
-    const JobSpec& spec = slot.job->effective.spec;
-    const int label = spec.class_labels.empty() ? 0 : spec.class_labels[slot.image];
+    if (!lane.slots[s]) continue;
+    const Image& image = *lane.slots[s];
+    const JobSpec& spec = image.job->effective.spec;
+    const int label = spec.class_labels.empty() ? 0 : spec.class_labels[image.index];
     const int row = static_cast<int>(rows.size());
-    const bool guided = slot.job->guided();
+    const bool guided = image.job->guided();
     rows.push_back(
         {.slot = s, .label = label, .unconditional_row = guided ? row + 1 : -1, .advances = 1});
     if (guided)
@@ -436,30 +343,31 @@ absl::Status StepBatcher::Launch(Lane& lane) {
   evaluated.begin = backend_.Mark();
   DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, lane.evaluator->Evaluate(rows));
   evaluated.end = backend_.Mark();
-  admission_.Launched(*lane.share, evaluated.rows, evaluated.bucket);
+  evaluated.charge = admission_.Launched(*lane.share, evaluated.rows, evaluated.bucket);
 
   for (int s = 0; s < static_cast<int>(lane.slots.size()); ++s) {
-    Lane::Slot& slot = lane.slots[s];
-    if (!slot.job) continue;
-    const JobSpec& spec = slot.job->effective.spec;
-    const std::vector<DeviceEvaluation>& plan = slot.job->plan;
-    slot.job->rows_launched += slot.job->rows();
-    const int done = ++slot.evaluation;
+    const std::shared_ptr<Image> image = lane.slots[s];
+    if (!image) continue;
+    Job& job = *image->job;
+    const JobSpec& spec = job.effective.spec;
+    const std::vector<DeviceEvaluation>& plan = job.plan();
+    job.rows_launched += job.rows();
+    const int done = ++image->evaluation;
     const bool last = done == static_cast<int>(plan.size());
-    Evaluated::Image image{.job = slot.job, .image = slot.image, .evaluation = done};
+    Evaluated::Row row{.image = image, .evaluation = done};
     if (last) {
-      image.result = lane.evaluator->DownloadState(s);
+      row.result = lane.evaluator->DownloadState(s);
     } else if (spec.previews && done % spec.preview_every == 0) {
       if (spec.preview_kind == PreviewKind::kPredictedX0) {
-        image.preview = lane.evaluator->DownloadX0(s);
+        row.preview = lane.evaluator->DownloadX0(s);
       } else {
-        image.preview = lane.evaluator->DownloadState(s);
-        image.preview_scale = plan[done].input_scale;
+        row.preview = lane.evaluator->DownloadState(s);
+        row.preview_scale = plan[done].input_scale;
       }
     }
-    evaluated.images.push_back(std::move(image));
+    evaluated.images.push_back(std::move(row));
     if (!last) continue;
-    admission_.Drawn(*slot.job->ticket);
+    queue_.Drawn(image);
     lane.Free(s);
   }
   evaluated_.push_back(std::move(evaluated));
@@ -471,41 +379,32 @@ absl::Status StepBatcher::Report() {
   evaluated_.pop_front();
   DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
   const double seconds = evaluated.end->SecondsSince(*evaluated.begin);
-  admission_.Measured(*evaluated.share, evaluated.bucket, seconds);
+  admission_.Measured(*evaluated.share, evaluated.bucket, seconds, &evaluated.charge);
   if (observer_)
-    observer_->OnEvaluation(evaluated.model, evaluated.rows, evaluated.bucket, seconds);
-  for (const auto& parked : evaluated.parked) DENOISED_RETURN_IF_ERROR(parked->state->Arrive());
-
-  std::vector<Job*> progressed;
-  for (Evaluated::Image& image : evaluated.images) {
-    Job& job = *image.job;
-    if (job.over) continue;
-    ++job.evaluations_done;
-    if (std::find(progressed.begin(), progressed.end(), &job) == progressed.end())
-      progressed.push_back(&job);
+    observer_->OnEvaluation(evaluated.model, device_name_, evaluated.rows, evaluated.bucket,
+                            seconds);
+  for (const auto& image : evaluated.parked) {
+    DENOISED_RETURN_IF_ERROR(image->parked->Arrive());
+    queue_.GiveBack(image);
   }
-  for (Job* job : progressed)
-    job->listener->OnProgress(job->evaluations_done, job->count() * job->effective.evaluations);
 
-  for (Evaluated::Image& image : evaluated.images) {
-    Job& job = *image.job;
-    Download* download = image.result ? image.result.get() : image.preview.get();
-    if (job.over || !download) continue;
-    const JobSpec& spec = job.effective.spec;
-    ImageResult result{.index = image.image,
-                       .seed = *spec.seed + static_cast<uint64_t>(image.image)};
-    if (!spec.class_labels.empty()) result.label = spec.class_labels[image.image];
+  std::vector<JobQueue::Outcome> outcomes;
+  for (Evaluated::Row& row : evaluated.images) {
+    const Image& image = *row.image;
+    if (image.job->over) continue;
+    outcomes.push_back({.image = row.image, .evaluation = row.evaluation});
+    Download* download = row.result ? row.result.get() : row.preview.get();
+    if (!download) continue;
+    const JobSpec& spec = image.job->effective.spec;
+    ImageResult result{.index = image.index,
+                       .seed = *spec.seed + static_cast<uint64_t>(image.index)};
+    if (!spec.class_labels.empty()) result.label = spec.class_labels[image.index];
     DENOISED_ASSIGN_OR_RETURN(result.pixels, download->Wait());
-    if (image.preview) {
-      for (float& value : result.pixels.span<float>()) value *= image.preview_scale;
-      if (job.timing.first_preview_seconds < 0)
-        job.timing.first_preview_seconds = Seconds(options_.now() - job.submitted);
-      job.listener->OnPreview(result, image.evaluation);
-      continue;
-    }
-    job.listener->OnImage(std::move(result));
-    if (++job.images_done == job.count()) Finish(job, absl::OkStatus(), std::nullopt);
+    if (row.preview)
+      for (float& value : result.pixels.span<float>()) value *= row.preview_scale;
+    (row.result ? outcomes.back().result : outcomes.back().preview) = std::move(result);
   }
+  queue_.Tell(std::move(outcomes));
   return absl::OkStatus();
 }
 

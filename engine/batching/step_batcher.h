@@ -1,20 +1,16 @@
 #pragma once
 
-#include <chrono>
 #include <deque>
-#include <functional>
 #include <list>
 #include <map>
 #include <memory>
-#include <optional>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "engine/batching/admission.h"
 #include "engine/batching/evaluator.h"
 #include "engine/batching/job.h"
+#include "engine/batching/job_queue.h"
 
 namespace denoised {
 
@@ -28,26 +24,24 @@ struct BatchedModel {
   int max_evaluations = 0;
 };
 
-/// Decides what runs. Every evaluation of a model carries all rows that are ready, from any job, at
-/// any noise level: images take a slot when one is free and leave it after their own last
-/// evaluation, whatever their neighbours do. Not thread-safe: the engine's thread owns it, and
-/// listeners are called from its methods.
+/// Decides what runs on one device. Every evaluation of a model carries all rows that are ready,
+/// from any job, at any noise level: images take a slot when one is free and leave it after their
+/// own last evaluation, whatever their neighbours do. Not thread-safe: the device's thread owns it.
 ///
-/// Who gets a slot, and which lane the next evaluation, follows from Admission's order. When all
-/// slots are taken, an image that goes first there gets the slot of one that goes last, which is
-/// parked: its state goes to host memory and comes back with its bits unchanged.
+/// Who gets a slot, and which lane the next evaluation, follows from Admission's order; images come
+/// from the JobQueue, which all devices share. When all slots are taken, an image that goes first
+/// there gets the slot of one that goes last, which is parked: its state goes to host memory and
+/// comes back, here or on another device, with its bits unchanged.
 class StepBatcher {
  public:
-  using Clock = std::chrono::steady_clock;
-
   struct Options {
+    int device = 0;  // as the queue knows it
     Batching batching = Batching::kStep;
     int keep_evaluations = 4;  // an image with no more of them to go is not parked
-    std::function<Clock::time_point()> now = Clock::now;
   };
 
-  /// `admission` outlives the batcher; `observer` may be null.
-  StepBatcher(Backend& backend, Admission& admission, EngineObserver* observer,
+  /// `admission` and `queue` outlive the batcher; `observer` may be null.
+  StepBatcher(Backend& backend, Admission& admission, JobQueue& queue, EngineObserver* observer,
               const Options& options);
   ~StepBatcher();
 
@@ -55,57 +49,49 @@ class StepBatcher {
   absl::Status AddModel(const BatchedModel& model, int height, int width);
   /// One part of what makes its first evaluations as quick as later ones; whether more is to do.
   absl::StatusOr<bool> WarmUp(const std::string& model);
-  /// Whether any job of the model waits or is in flight.
-  bool HasJobs(const std::string& model) const;
   /// Gives up a model without jobs and all its memory.
   absl::Status RemoveModel(const std::string& model);
   /// Bytes taken for a model: activations, and images in flight.
   size_t ActivationBytes(const std::string& model) const;
   size_t SlotBytes(const std::string& model) const;
 
-  /// Queues a resolved job that `ticket` let in. A size that comes up for the first time gets
-  /// memory of its own now; when there is none, the job ends with ResourceExhausted.
-  void Submit(JobId id, EffectiveJob job, std::shared_ptr<JobListener> listener,
-              Clock::time_point submitted, std::shared_ptr<Admission::Ticket> ticket);
-  /// Ends a job with `status`; unknown ids are ignored.
-  void End(JobId id, const absl::Status& status, EndReason reason);
-  void EndAll(const absl::Status& status, EndReason reason);
-
   /// Whether Step() has anything to do.
   bool busy() const;
-  /// One turn: ends jobs past their deadline, gives slots to waiting images, enqueues one
-  /// evaluation and reports an earlier one. The error is the device's, and final.
+  /// One turn: ends jobs that are to end, takes memory for a size that came up for the first time,
+  /// gives slots to waiting images, enqueues one evaluation and reports an earlier one. The error
+  /// is the device's, and final.
   absl::Status Step();
 
  private:
-  struct Job;
+  using Job = JobQueue::Job;
+  using Image = JobQueue::Image;
   struct Lane;
   struct Evaluated;
-  struct ParkedImage;
 
-  absl::StatusOr<Lane*> LaneFor(const std::string& model, int height, int width);
+  absl::Status OpenSizes();
+  absl::Status OpenSize(const JobQueue::Size& size);
   absl::StatusOr<std::unique_ptr<Lane>> MakeLane(const BatchedModel& model, int height, int width);
   absl::StatusOr<bool> WarmUp(Lane& lane);
   bool EvictIdleLane(const std::string* model);
-  void EndExpired();
+  void FreeEnded();
   absl::Status Admit(Lane& lane);
-  bool MakeRoom(Lane& lane, const Job& job, size_t most);
+  std::vector<int> Victims(const Lane& lane, const Job& job, size_t most) const;
+  size_t RoomToPark(const Lane& lane) const;
   void Park(Lane& lane, int slot);
-  absl::Status Begin(Lane& lane, int slot, const std::shared_ptr<Job>& job);
+  void Begin(Lane& lane, int slot, std::shared_ptr<Image> image);
   absl::Status Launch(Lane& lane);
   absl::Status Report();
-  void Finish(Job& job, const absl::Status& status, std::optional<EndReason> reason);
 
   Backend& backend_;
   Admission& admission_;
+  JobQueue& queue_;
   EngineObserver* observer_;
   const Options options_;
+  const std::string device_name_;
   std::map<std::string, BatchedModel> models_;
-  std::list<std::unique_ptr<Lane>> lanes_;  // the longest unused first
-  std::map<JobId, std::shared_ptr<Job>> jobs_;
-  std::set<std::pair<Clock::time_point, JobId>> deadlines_;
-  std::vector<std::shared_ptr<ParkedImage>> parked_;  // since the last launch
-  std::deque<Evaluated> evaluated_;                   // enqueued, not yet reported
+  std::list<std::unique_ptr<Lane>> lanes_;      // the longest unused first
+  std::vector<std::shared_ptr<Image>> parked_;  // since the last launch
+  std::deque<Evaluated> evaluated_;             // enqueued, not yet reported
 };
 
 }  // namespace denoised

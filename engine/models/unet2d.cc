@@ -462,9 +462,9 @@ Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
     context.Trace(fmt::format("up_blocks.{}", i), x);
   }
 
-  x = conv_norm_out_(context, {.x = x, .activation = Activation::kSilu});
   Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
-  conv_out_(context, {.x = x, .out = out});
+  conv_out_(context, conv_norm_out_.Complete(context, {.x = x, .activation = Activation::kSilu}),
+            {.out = out});
   if (config_.fourier_time_embedding) {  // diffusers divides by the noise level
     const Tensor scaled = context.NewF32(out.shape());
     context.backend.DivideRows(out, input.condition, scaled);

@@ -13,18 +13,33 @@ absl::StatusOr<Conv2d> Conv2d::Load(Backend& backend, const Weights& weights, in
 }
 
 Tensor Conv2d::operator()(Context& context, Conv2dArgs args) const {
-  args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = weight_->kernel / 2;
-  return Run(context, std::move(args));
+  args = Same(context, std::move(args));
+  context.backend.Conv2d(args);
+  return args.out;
+}
+
+Tensor Conv2d::operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const {
+  args.x = norm.out;
+  args = Same(context, std::move(args));
+  context.backend.NormConv2d(norm, args);
+  return args.out;
 }
 
 Tensor Conv2d::Downsample(Context& context, const Tensor& x, int padding) const {
   Conv2dArgs args{.x = x, .stride = 2};
   args.pad_top = args.pad_left = padding;
   args.pad_bottom = args.pad_right = padding == 0 ? 1 : padding;
-  return Run(context, std::move(args));
+  args = Complete(context, std::move(args));
+  context.backend.Conv2d(args);
+  return args.out;
 }
 
-Tensor Conv2d::Run(Context& context, Conv2dArgs args) const {
+Conv2dArgs Conv2d::Same(Context& context, Conv2dArgs args) const {
+  args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = weight_->kernel / 2;
+  return Complete(context, std::move(args));
+}
+
+Conv2dArgs Conv2d::Complete(Context& context, Conv2dArgs args) const {
   args.weight = weight_.get();
   args.upsample2x = weight_->upsample2x;
   if (!args.out) {
@@ -35,8 +50,7 @@ Tensor Conv2d::Run(Context& context, Conv2dArgs args) const {
         (args.x.dim(2) * up + args.pad_left + args.pad_right - kernel) / args.stride + 1;
     args.out = context.New({args.x.dim(0), height, width, weight_->out_channels});
   }
-  context.backend.Conv2d(args);
-  return args.out;
+  return args;
 }
 
 absl::StatusOr<Linear> Linear::Load(Backend& backend, const Weights& weights, int in_features,
@@ -97,6 +111,12 @@ absl::StatusOr<GroupNorm> GroupNorm::Load(Backend& backend, const Weights& weigh
 }
 
 Tensor GroupNorm::operator()(Context& context, GroupNormArgs args) const {
+  args = Complete(context, std::move(args));
+  context.backend.GroupNorm(args);
+  return args.out;
+}
+
+GroupNormArgs GroupNorm::Complete(Context& context, GroupNormArgs args) const {
   args.gamma = gamma_;
   args.beta = beta_;
   args.groups = groups_;
@@ -108,8 +128,7 @@ Tensor GroupNorm::operator()(Context& context, GroupNormArgs args) const {
     if (args.x2) dims[rank - 1] += args.x2.dim(-1);
     args.out = context.New(Shape(std::span<const int64_t>(dims, rank)));
   }
-  context.backend.GroupNorm(args);
-  return args.out;
+  return args;
 }
 
 absl::StatusOr<Activation> ActivationFromName(const std::string& name) {

@@ -38,12 +38,17 @@ class Conv2d {
   /// Convolves args.x (and args.x2) with whatever fusions `args` names; fills in weight, padding
   /// (kernel / 2 all around) and, when undefined, a new output in activation dtype.
   Tensor operator()(Context& context, Conv2dArgs args) const;
+  /// The same of a normalised input, args.x being norm.out (GroupNorm::Complete), which nobody else
+  /// may read.
+  Tensor operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const;
   /// Stride 2 as diffusers' Downsample2D: `padding` 1 all around, or 0 with one row and column of
   /// zeros at the bottom and right.
   Tensor Downsample(Context& context, const Tensor& x, int padding) const;
 
  private:
-  Tensor Run(Context& context, Conv2dArgs args) const;
+  /// Fills in what is missing for "same" padding, or, with padding, for the output.
+  Conv2dArgs Same(Context& context, Conv2dArgs args) const;
+  Conv2dArgs Complete(Context& context, Conv2dArgs args) const;
   std::shared_ptr<const PackedConv2d> weight_;
 };
 
@@ -69,6 +74,8 @@ class GroupNorm {
                                         int groups, double eps);
 
   Tensor operator()(Context& context, GroupNormArgs args) const;
+  /// What operator() would do: `args` with the parameters and, when undefined, a new output.
+  GroupNormArgs Complete(Context& context, GroupNormArgs args) const;
 
  private:
   Tensor gamma_, beta_;

@@ -47,21 +47,25 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
   const Tensor none;
 
   Tensor input = x;
-  Tensor hidden = norm1_(context, {.x = x, .x2 = skip, .activation = options_.activation});
-  if (up) {
-    input = Resampled(context, Resample::kNearestUp, input);
-  } else if (down) {
+  const GroupNormArgs first{.x = x, .x2 = skip, .activation = options_.activation};
+  const Conv2dArgs conv1{.add = options_.scale_shift ? none : time_columns};
+  Tensor hidden;
+  if (down) {
     input = Resampled(context, Resample::kAveragePoolDown, input);
-    hidden = Resampled(context, Resample::kAveragePoolDown, hidden);
+    Conv2dArgs pooled = conv1;
+    pooled.x = Resampled(context, Resample::kAveragePoolDown, norm1_(context, first));
+    hidden = conv1_(context, pooled);
+  } else {
+    if (up) input = Resampled(context, Resample::kNearestUp, input);
+    hidden = conv1_(context, norm1_.Complete(context, first), conv1);
   }
-  hidden = conv1_(context, {.x = hidden, .add = options_.scale_shift ? none : time_columns});
-  hidden = norm2_(context, {.x = hidden,
-                            .scale_shift = options_.scale_shift ? time_columns : none,
-                            .activation = options_.activation});
   if (shortcut_) input = (*shortcut_)(context, {.x = input, .x2 = skip});
-  return conv2_(context, {.x = hidden,
-                          .residual = input,
-                          .scale = static_cast<float>(1.0 / options_.output_scale_factor)});
+  return conv2_(
+      context,
+      norm2_.Complete(context, {.x = hidden,
+                                .scale_shift = options_.scale_shift ? time_columns : none,
+                                .activation = options_.activation}),
+      {.residual = input, .scale = static_cast<float>(1.0 / options_.output_scale_factor)});
 }
 
 }  // namespace denoised::nn

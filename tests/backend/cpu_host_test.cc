@@ -128,7 +128,7 @@ TEST(OpenBackend, AutoTakesCudaWhenThereIsOne) {
 }
 
 TEST(OpenBackend, UnknownNamesAreRefused) {
-  for (const char* name : {"", "gpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:1x", "cuda 0"}) {
+  for (const char* name : {"", "gpu", "CPU", "cuda:", "cuda:0", "cpu:1", "cuda 0"}) {
     const absl::Status status = OpenBackend({.device = name}).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name;
     EXPECT_THAT(std::string(status.message()), HasSubstr("\"auto\", \"cpu\""));
@@ -136,7 +136,7 @@ TEST(OpenBackend, UnknownNamesAreRefused) {
 }
 
 TEST(OpenBackend, ADeviceThatIsNotThere) {
-  EXPECT_EQ(OpenBackend({.device = "cuda:4096"}).status().code(),
+  EXPECT_EQ(OpenBackend({.device = "cuda", .number = 4096}).status().code(),
             absl::StatusCode::kFailedPrecondition);
 }
 

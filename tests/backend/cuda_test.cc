@@ -119,6 +119,46 @@ TEST_P(CudaTest, EveryConvolutionTile) {
   }
 }
 
+TEST_P(CudaTest, NormConv2dHasTheBitsOfItsParts) {
+  struct {
+    int64_t rows, height, width, channels, channels2, outputs;
+    bool scale_shift;
+  } cases[] = {{67, 32, 32, 128, 0, 128, false}, {130, 8, 8, 256, 0, 256, true},
+               {33, 16, 16, 128, 64, 384, true}, {21, 24, 48, 64, 96, 192, false},
+               {40, 16, 16, 96, 96, 128, false}, {3, 64, 64, 192, 0, 192, true},
+               {5, 7, 9, 32, 0, 64, false},      {1, 128, 128, 64, 0, 128, false}};
+  for (const auto& c : cases) {
+    const int64_t channels = c.channels + c.channels2;
+    const Array weight = Random({c.outputs, channels, 3, 3}, activation(),
+                                1 / std::sqrt(static_cast<double>(channels * 9)));
+    const auto packed = PackConv2d(weight, Random({c.outputs}, DType::kF32));
+    GroupNormArgs norm{.x = Upload(Random({c.rows, c.height, c.width, c.channels})),
+                       .gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+                       .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+                       .groups = 8,
+                       .activation = Activation::kSilu};
+    if (c.channels2 > 0) norm.x2 = Upload(Random({c.rows, c.height, c.width, c.channels2}));
+    if (c.scale_shift) norm.scale_shift = Upload(Random({c.rows, 2 * channels}));
+    norm.out = Output({c.rows, c.height, c.width, channels});
+    Conv2dArgs conv{.x = norm.out,
+                    .weight = packed.get(),
+                    .add = Upload(Random({c.rows, c.outputs})),
+                    .residual = Upload(Random({c.rows, c.height, c.width, c.outputs}))};
+    conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
+    conv.out = Output({c.rows, c.height, c.width, c.outputs});
+    backend().NormConv2d(norm, conv);
+    const auto together = Bytes(conv.out);
+    norm.out = conv.x = Output({c.rows, c.height, c.width, channels});
+    conv.out = Output({c.rows, c.height, c.width, c.outputs});
+    backend().GroupNorm(norm);
+    backend().Conv2d(conv);
+    EXPECT_FALSE(std::isnan(Read(conv.out).at(0)));
+    EXPECT_TRUE(together == Bytes(conv.out))
+        << c.rows << " of " << c.height << " x " << c.width << " x " << c.channels << " + "
+        << c.channels2 << " -> " << c.outputs;
+  }
+}
+
 TEST_P(CudaTest, EveryHeadDimension) {
   for (int64_t dim : {20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 256, 264, 512}) {
     for (const auto& [queries, keys] : {std::pair<int64_t, int64_t>{130, 130}, {65, 77}}) {
@@ -450,7 +490,7 @@ TEST_P(CudaTest, OutOfMemoryIsAnErrorOfThatRequestAlone) {
 }
 
 TEST_P(CudaTest, ADeviceThatIsNotThere) {
-  const auto refused = OpenBackend({.device = "cuda:999"});
+  const auto refused = OpenBackend({.device = "cuda", .number = 999});
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_NE(std::string(refused.status().message()).find("cuda:999"), std::string::npos);
 }

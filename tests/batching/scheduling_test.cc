@@ -87,7 +87,7 @@ TEST(Scheduling, ParkedImagesKeepTheirBits) {
   std::vector<std::shared_ptr<Heard>> jobs;
   for (uint64_t seed = 0; seed < 8; ++seed)
     jobs.push_back(simulation.Submit({.steps = 60, .seed = seed, .guidance = 1.0 + seed % 2}));
-  for (int i = 0; simulation.batcher->busy(); ++i) {
+  for (int i = 0; simulation.busy(); ++i) {
     if (i % 7 == 0 && i < 300)
       simulation.Submit({.steps = 3, .count = 1 + i % 3, .priority = Priority::kInteractive});
     simulation.Step();
@@ -315,7 +315,7 @@ TEST(Faults, WhatIsWastedIsCountedByReason) {
   const auto end_after = [&](int evaluations, EndReason reason) {
     simulation.Submit({.steps = 50, .guidance = 2});
     for (int i = 0; i < evaluations; ++i) simulation.Step();
-    simulation.batcher->End(simulation.last_id, Cancelled("gone"), reason);
+    simulation.End(simulation.last_id, reason);
   };
   end_after(3, EndReason::kCancelled);
   end_after(5, EndReason::kDisconnected);
@@ -333,20 +333,23 @@ TEST(Faults, WhatIsWastedIsCountedByReason) {
 TEST(Faults, MemoryForASizeIsRefusedWhenItComesAndNeverLater) {
   Simulation simulation({});
   simulation.Add("plain", 0);
-  const size_t lane = simulation.backend->allocated() / 2;
-  simulation.backend->memory_limit = 7 * lane / 2;  // room for one more
+  SimulatedBackend& backend = *simulation.devices[0].backend;
+  const size_t lane = backend.allocated() / 2;
+  backend.memory_limit = 7 * lane / 2;  // room for one more
   const auto running = simulation.Submit({.steps = 300, .count = 3});
   simulation.Step();
   for (const int size : {5, 3, 5, 6, 3}) {
     const auto heard = simulation.Submit({.steps = 3, .model = "plain", .size = size});
-    const size_t taken = simulation.backend->allocated();
+    simulation.Step();
+    const size_t taken = backend.allocated();
     const auto refused = simulation.Submit({.steps = 3, .model = "plain", .size = 8});
+    simulation.Step();
     ASSERT_TRUE(refused->done.has_value()) << "at once";
     EXPECT_EQ(refused->done->code(), absl::StatusCode::kResourceExhausted);
-    EXPECT_EQ(simulation.backend->allocated(), taken) << "nothing of it is left";
+    EXPECT_EQ(backend.allocated(), taken) << "nothing of it is left";
     while (!heard->done) simulation.Step();
     EXPECT_TRUE(heard->done->ok()) << "the size before was idle and made room: " << *heard->done;
-    EXPECT_EQ(simulation.backend->allocated(), taken) << "drawing takes no memory";
+    EXPECT_EQ(backend.allocated(), taken) << "drawing takes no memory";
   }
   simulation.RunAll();
   EXPECT_TRUE(running->done->ok());
@@ -393,8 +396,7 @@ TEST(Faults, TenThousandCancelsLeakNoSlotAndChangeNoBit) {
       case 6: {
         if (doomed.empty()) break;
         const size_t which = random() % doomed.size();
-        simulation.batcher->End(doomed[which], Cancelled("the request was cancelled"),
-                                EndReason::kCancelled);
+        simulation.End(doomed[which], EndReason::kCancelled);
         doomed.erase(doomed.begin() + static_cast<std::ptrdiff_t>(which));
         ++cancelled;
         break;

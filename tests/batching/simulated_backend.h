@@ -26,8 +26,8 @@ struct FakeClock {
 class SimulatedBackend final : public Backend {
  public:
   SimulatedBackend(std::unique_ptr<Backend> cpu, FakeClock* clock,
-                   std::function<double(int rows)> cost)
-      : cpu_(std::move(cpu)), clock_(clock), cost_(std::move(cost)) {}
+                   std::function<double(int rows)> cost, std::string name = "simulated")
+      : cpu_(std::move(cpu)), clock_(clock), cost_(std::move(cost)), name_(std::move(name)) {}
 
   /// May block; an error is the device's, and final.
   std::function<absl::Status()> fault;
@@ -35,7 +35,7 @@ class SimulatedBackend final : public Backend {
   size_t memory_limit = ~size_t{0};
   size_t allocated() const { return *allocated_; }
 
-  std::string_view name() const override { return "simulated"; }
+  std::string_view name() const override { return name_; }
   std::string description() const override { return "a device that is made up"; }
   Device device() const override { return cpu_->device(); }
   DType activation_dtype() const override { return cpu_->activation_dtype(); }
@@ -140,6 +140,7 @@ class SimulatedBackend final : public Backend {
   const std::unique_ptr<Backend> cpu_;
   FakeClock* const clock_;
   const std::function<double(int)> cost_;
+  const std::string name_;
   const std::shared_ptr<size_t> allocated_ = std::make_shared<size_t>(0);
   absl::Status status_;
   bool launching_ = false;

@@ -29,11 +29,13 @@ struct Heard {
   }
 };
 
-/// A step batcher on a simulated device: what happens depends on what is asked alone, and an
-/// evaluation of `rows` rows takes cost(rows) seconds of a clock that nobody waits for.
+/// The job queue and a step batcher for each of some simulated devices: what happens depends on
+/// what is asked alone, and an evaluation of `rows` rows takes cost(rows) seconds of a clock that
+/// nobody waits for. Devices work side by side, though one after the other is computed.
 class Simulation : public EngineObserver {
  public:
   struct Options {
+    int devices = 1;
     int max_rows = 16;
     std::function<double(int rows)> cost = [](int rows) { return 0.001 + 0.0001 * rows; };
     Admission::Limits limits;
@@ -55,15 +57,30 @@ class Simulation : public EngineObserver {
   };
   static constexpr int kSize = 4;
 
-  explicit Simulation(const Options& options) : options_(options), admission(options.limits) {
-    auto cpu = OpenBackend({.device = "cpu"});
-    DENOISED_CHECK(cpu.ok(), "{}", cpu.status().ToString());
-    backend = std::make_unique<SimulatedBackend>(*std::move(cpu), &clock, options.cost);
-    batcher = std::make_unique<StepBatcher>(
-        *backend, admission, this,
-        StepBatcher::Options{.batching = options.batching,
-                             .keep_evaluations = options.keep_evaluations,
-                             .now = [this] { return clock.now; }});
+  struct Device {
+    std::unique_ptr<SimulatedBackend> backend;
+    std::unique_ptr<StepBatcher> batcher;
+    FakeClock::TimePoint free;  // when its last evaluation was done
+    bool lost = false;
+  };
+
+  explicit Simulation(const Options& options)
+      : options_(options),
+        admission(options.limits),
+        queue(admission, [this] { return clock.now; }) {
+    for (int i = 0; i < options.devices; ++i) {
+      auto cpu = OpenBackend({.device = "cpu"});
+      DENOISED_CHECK(cpu.ok(), "{}", cpu.status().ToString());
+      Device device;
+      device.backend = std::make_unique<SimulatedBackend>(*std::move(cpu), &clock, options.cost,
+                                                          fmt::format("simulated:{}", i));
+      device.batcher = std::make_unique<StepBatcher>(
+          *device.backend, admission, queue, this,
+          StepBatcher::Options{.device = i,
+                               .batching = options.batching,
+                               .keep_evaluations = options.keep_evaluations});
+      devices.push_back(std::move(device));
+    }
     Add("fake");
     auto scheduler = SchedulerConfig::Parse({{"_class_name", "EDMEulerScheduler"}}, "scheduler");
     DENOISED_CHECK(scheduler.ok(), "{}", scheduler.status().ToString());
@@ -72,15 +89,17 @@ class Simulation : public EngineObserver {
 
   /// A model of kSize; of any size when it has no classes.
   void Add(const std::string& model, int classes = 5) {
-    const absl::Status added =
-        batcher->AddModel({.name = model,
-                           .denoiser = std::make_shared<FakeDenoiser>(kSize, 1, classes),
-                           .null_label = classes - 1,
-                           .max_rows = options_.max_rows,
-                           .slots = options_.max_rows,
-                           .max_evaluations = 2000},
-                          kSize, kSize);
-    DENOISED_CHECK(added.ok(), "{}", added.ToString());
+    for (const Device& device : devices) {
+      const absl::Status added =
+          device.batcher->AddModel({.name = model,
+                                    .denoiser = std::make_shared<FakeDenoiser>(kSize, 1, classes),
+                                    .null_label = classes - 1,
+                                    .max_rows = options_.max_rows,
+                                    .slots = options_.max_rows,
+                                    .max_evaluations = 2000},
+                                   kSize, kSize);
+      DENOISED_CHECK(added.ok(), "{}", added.ToString());
+    }
     // The CPU warms up its smallest bucket alone, as rows cost it their full time; this one is
     // told.
     Admission::Lane* lane = admission.Open(model, kSize, kSize, options_.max_rows);
@@ -116,15 +135,11 @@ class Simulation : public EngineObserver {
 
   absl::StatusOr<std::shared_ptr<Heard>> TrySubmit(const Request& request,
                                                    Estimate* estimate = nullptr) {
-    EffectiveJob job = Job(request);
-    const JobId id = last_id + 1;
-    DENOISED_ASSIGN_OR_RETURN(auto ticket, admission.Enter(id, job, clock.now, estimate));
-    last_id = id;
     auto heard = std::make_shared<Heard>();
     heard->submitted = clock.now;
     heard->submitted_at = evaluations;
-    batcher->Submit(id, std::move(job), std::make_shared<Recorder>(this, heard), clock.now,
-                    std::move(ticket));
+    DENOISED_ASSIGN_OR_RETURN(
+        last_id, queue.Submit(Job(request), std::make_shared<Recorder>(this, heard), estimate));
     return heard;
   }
   std::shared_ptr<Heard> Submit(const Request& request) {
@@ -133,18 +148,54 @@ class Simulation : public EngineObserver {
     return *heard;
   }
 
+  void End(JobId id, EndReason reason) {
+    queue.End(id, Cancelled("the request was cancelled"), reason);
+    queue.Settle();
+  }
+
+  bool busy() const {
+    return std::any_of(devices.begin(), devices.end(),
+                       [](const Device& device) { return !device.lost && device.batcher->busy(); });
+  }
+  /// One evaluation of the device that is free first. A device that fails is lost, if there are
+  /// others.
   void Step() {
-    const absl::Status status = batcher->Step();
-    DENOISED_CHECK(status.ok(), "{}", status.ToString());
+    Device* next = nullptr;
+    for (Device& device : devices) {
+      if (device.lost || !device.batcher->busy()) continue;
+      device.free = std::max(device.free, clock.now);
+      if (!next || device.free < next->free) next = &device;
+    }
+    if (!next) return;
+    const FakeClock::TimePoint began = clock.now;
+    clock.now = next->free;
+    const absl::Status status = next->batcher->Step();
+    next->free = clock.now;
+    if (!status.ok()) {
+      DENOISED_CHECK(devices.size() > 1, "{}", status.ToString());
+      next->lost = true;
+      queue.Lose(static_cast<int>(next - devices.data()));
+    }
+    // What comes next may come as soon as any device has something to do, or when all have ended.
+    std::optional<FakeClock::TimePoint> soonest;
+    for (const Device& device : devices) {
+      if (device.lost || !device.batcher->busy()) continue;
+      const FakeClock::TimePoint free = std::max(device.free, began);
+      soonest = std::min(soonest.value_or(free), free);
+    }
+    for (const Device& device : devices)
+      clock.now = soonest ? *soonest : std::max(clock.now, device.free);
   }
   void RunAll() {
-    while (batcher->busy()) Step();
+    while (busy()) Step();
   }
   Admission::Totals Totals(const std::string& model = "fake") {
     return admission.Read(model, clock.now);
   }
 
-  void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) override {
+  void OnEvaluation(const std::string& model, const std::string& device, int rows, int bucket,
+                    double seconds) override {
+    evaluations_on[device] += 1;
     ++evaluations;
     row_evaluations += rows;
     evaluations_of[model] += 1;
@@ -187,13 +238,13 @@ class Simulation : public EngineObserver {
  public:
   FakeClock clock;
   Admission admission;
-  std::unique_ptr<SimulatedBackend> backend;
-  std::unique_ptr<StepBatcher> batcher;
+  JobQueue queue;
+  std::vector<Device> devices;
   JobId last_id = 0;
   int evaluations = 0;
   int64_t row_evaluations = 0;
   int widest = 0;
-  std::map<std::string, int> evaluations_of;
+  std::map<std::string, int> evaluations_of, evaluations_on;  // by model, by device
   std::map<std::string, double> seconds_of;
 
  private:

@@ -5,13 +5,14 @@
 
 #include <cstring>
 #include <random>
+#include <thread>
 
 #include "tests/batching/fake_denoiser.h"
 
 namespace denoised {
 namespace {
 
-using Clock = StepBatcher::Clock;
+using Clock = JobQueue::Clock;
 
 struct Heard {
   bool started = false;
@@ -47,7 +48,8 @@ class Recorder : public JobListener {
 
 class Observed : public EngineObserver {
  public:
-  void OnEvaluation(const std::string& model, int rows, int bucket, double seconds) override {
+  void OnEvaluation(const std::string& model, const std::string&, int rows, int bucket,
+                    double seconds) override {
     EXPECT_LE(rows, bucket);
     EXPECT_GE(seconds, 0);
     evaluated.emplace_back(model, rows);
@@ -84,9 +86,11 @@ class StepBatcherTest : public ::testing::Test {
 
   void MakeBatcher() {
     batcher_.reset();
+    queue_.reset();
     admission_ = std::make_unique<Admission>(Admission::Limits());
+    queue_ = std::make_unique<JobQueue>(*admission_);
     batcher_ =
-        std::make_unique<StepBatcher>(*backend_, *admission_, &observed_,
+        std::make_unique<StepBatcher>(*backend_, *admission_, *queue_, &observed_,
                                       StepBatcher::Options{.keep_evaluations = keep_evaluations_});
   }
 
@@ -107,11 +111,15 @@ class StepBatcherTest : public ::testing::Test {
 
   std::shared_ptr<Heard> Submit(const EffectiveJob& job) {
     auto heard = std::make_shared<Heard>();
-    const Clock::time_point now = Clock::now();
-    auto ticket = admission_->Enter(++last_id_, job, now, nullptr);
-    EXPECT_TRUE(ticket.ok()) << ticket.status();
-    batcher_->Submit(last_id_, job, std::make_shared<Recorder>(heard), now, *ticket);
+    const auto id = queue_->Submit(job, std::make_shared<Recorder>(heard));
+    EXPECT_TRUE(id.ok()) << id.status();
+    last_id_ = *id;
     return heard;
+  }
+
+  void Cancel(JobId id) {
+    queue_->End(id, Cancelled("the request was cancelled"), EndReason::kCancelled);
+    queue_->Settle();
   }
 
   void RunAll() {
@@ -126,6 +134,7 @@ class StepBatcherTest : public ::testing::Test {
   std::unique_ptr<Backend> backend_;
   Observed observed_;
   std::unique_ptr<Admission> admission_;
+  std::unique_ptr<JobQueue> queue_;
   std::unique_ptr<StepBatcher> batcher_;
   JobId last_id_ = 0;
   int keep_evaluations_ = 4;
@@ -182,7 +191,7 @@ TEST_F(StepBatcherTest, CancelFreesTheSlotAtTheNextEvaluation) {
   const auto second = Submit(Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 2}, 5));
   ASSERT_TRUE(batcher_->Step().ok());
   EXPECT_EQ(admission_->Read("fake", Clock::now()).active_images, 2);
-  batcher_->End(1, Cancelled("the request was cancelled"), EndReason::kCancelled);
+  Cancel(1);
   ASSERT_TRUE(first->done.has_value());
   EXPECT_EQ(first->done->code(), absl::StatusCode::kCancelled);
   const Admission::Totals totals = admission_->Read("fake", Clock::now());
@@ -190,18 +199,16 @@ TEST_F(StepBatcherTest, CancelFreesTheSlotAtTheNextEvaluation) {
   RunAll();
   EXPECT_TRUE(second->done->ok());
   EXPECT_TRUE(first->images.empty());
-  batcher_->End(1, Cancelled("again"), EndReason::kCancelled);  // ids that are over are ignored
+  Cancel(1);  // ids that are over are ignored
 }
 
 TEST_F(StepBatcherTest, DeadlineEndsTheJobWithWhatItReached) {
   EffectiveJob job = Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 50}, 1);
-  job.spec.deadline = Clock::now() + std::chrono::hours(1);
-  auto ticket = admission_->Enter(++last_id_, job, Clock::now(), nullptr);
-  ASSERT_TRUE(ticket.ok());
-  job.spec.deadline = Clock::now();  // as time would have it
-  const auto late = std::make_shared<Heard>();
-  batcher_->Submit(last_id_, job, std::make_shared<Recorder>(late), Clock::now(), *ticket);
+  job.spec.deadline = Clock::now() + std::chrono::milliseconds(50);
+  const auto late = Submit(job);
   const auto other = Submit(Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 3}, 2));
+  ASSERT_TRUE(batcher_->Step().ok());
+  std::this_thread::sleep_until(*job.spec.deadline);
   RunAll();
   EXPECT_EQ(late->done->code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_TRUE(other->done->ok());
@@ -249,11 +256,12 @@ TEST_F(StepBatcherTest, ARemovedModelLeavesNothingBehind) {
   job.spec.class_labels.clear();
   job.spec.model = "other";
   const auto heard = Submit(job);
-  EXPECT_TRUE(batcher_->HasJobs("other"));
-  EXPECT_FALSE(batcher_->HasJobs("fake"));
+  const std::string other = "other", fake = "fake";
+  EXPECT_FALSE(queue_->WaitForNone(&other, Clock::now()));
+  EXPECT_TRUE(queue_->WaitForNone(&fake, Clock::now()));
   RunAll();
   ASSERT_TRUE(heard->done->ok()) << *heard->done;
-  EXPECT_FALSE(batcher_->HasJobs("other"));
+  EXPECT_TRUE(queue_->WaitForNone(&other, Clock::now()));
   EXPECT_FALSE(weights.expired());
   EXPECT_TRUE(batcher_->RemoveModel("other").ok());
   EXPECT_TRUE(weights.expired());
@@ -313,9 +321,7 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
           break;
         }
         case 2:
-          if (!doomed.empty())
-            batcher_->End(doomed[random() % doomed.size()], Cancelled("the request was cancelled"),
-                          EndReason::kCancelled);
+          if (!doomed.empty()) Cancel(doomed[random() % doomed.size()]);
           break;
         default:
           ASSERT_TRUE(batcher_->Step().ok());

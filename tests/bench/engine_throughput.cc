@@ -1,7 +1,7 @@
 // Images per second of the bare engine, without a server: what denoise bench is compared with.
 //
-//   engine-throughput --model=DIR [--device=auto|cpu|cuda] [--fp32] [--max-rows=N] [--steps=N]
-//                     [--in-flight=N] [--warm-up=SECONDS] [--seconds=SECONDS]
+//   engine-throughput --model=DIR [--device=auto|cpu|cuda] [--devices=0,1] [--fp32] [--max-rows=N]
+//                     [--steps=N] [--in-flight=N] [--warm-up=SECONDS] [--seconds=SECONDS]
 //
 // Keeps N jobs of one image in the engine, as denoise bench -c N does, and prints a JSON object:
 // images per second in the window after the warm-up, and this process's CPU seconds per image.
@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <thread>
 
@@ -44,6 +45,11 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->model = model;
     } else if (const char* device = value("--device=")) {
       options->engine.device = device;
+    } else if (const char* numbers = value("--devices=")) {
+      options->engine.devices.clear();
+      std::istringstream list(numbers);
+      for (std::string number; std::getline(list, number, ',');)
+        options->engine.devices.push_back(std::atoi(number.c_str()));
     } else if (flag == "--fp32") {
       options->engine.fp32 = true;
     } else if (const char* rows = value("--max-rows=")) {

@@ -79,11 +79,11 @@ Outcome Play(const Options& options, const std::vector<Arrival>& trace, Batching
     return std::chrono::duration<double>(time - start).count();
   };
   std::vector<std::shared_ptr<Heard>> jobs;
-  while (jobs.size() < trace.size() || simulation.batcher->busy()) {
+  while (jobs.size() < trace.size() || simulation.busy()) {
     while (jobs.size() < trace.size() &&
            trace[jobs.size()].seconds <= since_start(simulation.clock.now))
       jobs.push_back(simulation.Submit(trace[jobs.size()].request));
-    if (simulation.batcher->busy()) {
+    if (simulation.busy()) {
       simulation.Step();
     } else if (jobs.size() < trace.size()) {
       simulation.clock.Advance(trace[jobs.size()].seconds - since_start(simulation.clock.now) +

@@ -495,6 +495,27 @@ TEST_F(CliTest, BenchTellsWhenInterrupted) {
   EXPECT_THAT(result.out, HasSubstr("succeeded, 0 failed, 1 cancelled"));
 }
 
+TEST_F(CliTest, TakesReplicas) {
+  FakeServer other;
+  const std::string both = server_.address() + "," + other.address();
+  for (int i = 0; i < 10; ++i) {
+    const auto result = RunProcess(
+        {DENOISE_BINARY, "--server", both, "generate", "-l", "three", "-o", Path("x.png")});
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+  }
+  EXPECT_EQ(RunProcess({DENOISE_BINARY, "--server", both, "health"}).out, "SERVING\n");
+  EXPECT_EQ(RunProcess({DENOISE_BINARY, "--server", both, "jobs", "get", "x"}).exit_code, 2);
+  EXPECT_EQ(RunProcess({DENOISE_BINARY, "--server", both + ",host:1", "models"}).exit_code, 2);
+
+  const auto detached =
+      RunProcess({DENOISE_BINARY, "--server", both, "generate", "--detach", "--json"});
+  ASSERT_EQ(detached.exit_code, 0) << detached.err;
+  const std::string server = Lines(detached.out).at(0)["server"];
+  EXPECT_THAT((std::vector{"ipv4:" + server_.address(), "ipv4:" + other.address()}),
+              testing::Contains(server));
+  EXPECT_EQ(RunProcess({DENOISE_BINARY, "--server", server, "models"}).exit_code, 0);
+}
+
 TEST(CliWithoutServerTest, SaysSo) {
   const std::vector<std::string> environment = {"DENOISE_SERVER=127.0.0.1:1"};
   const auto health = RunProcess({DENOISE_BINARY, "health", "--wait", "0.5"}, environment);

@@ -263,25 +263,60 @@ TEST_F(ConnectionTest, ACancelThatNobodyAskedForIsRetried) {
   EXPECT_EQ(server_.generations(), 4);
 }
 
-TEST_F(ConnectionTest, StreamDoesNotRetryAfterItsFirstEvent) {
-  server_.FailAfterFirstEvent(Draining());
+TEST_F(ConnectionTest, AStreamThatBreaksIsBegunAgainAndTellsNothingTwice) {
+  const PreviewOptions preview = {.format = ImageFormat::kRawUint8};
+  Heard whole;
+  ASSERT_TRUE(
+      client_.StreamGenerate({.seed = 5, .count = 2}, preview, whole.Listener())->Wait().ok());
+  // Somewhere in each: queued, started, four times progress and two previews, two images,
+  // completed.
+  for (const uint64_t events : {1, 4, 9, 14, 15, 16}) {
+    for (const grpc::Status& end :
+         {Draining(), grpc::Status(grpc::StatusCode::UNAVAILABLE, "Socket closed"),
+          grpc::Status::CANCELLED}) {
+      server_.BreakNext(1, events, end);
+      const int before = server_.generations();
+      Heard heard;
+      const auto call = client_.StreamGenerate({.seed = 5, .count = 2}, preview, heard.Listener());
+      ASSERT_TRUE(call->Wait().ok()) << events;
+      EXPECT_EQ(server_.generations(), before + 2);
+      EXPECT_EQ(heard.events, whole.events) << events;
+      ASSERT_EQ(heard.images.size(), 2u);
+      for (int i : {0, 1}) {
+        EXPECT_EQ(std::get<std::string>(heard.images[i].content),
+                  std::get<std::string>(whole.images[i].content));
+      }
+    }
+  }
+}
+
+TEST_F(ConnectionTest, AStreamThatBreaksAtItsEndIsDone) {
+  server_.BreakNext(1, 9, {grpc::StatusCode::UNAVAILABLE, "Socket closed"});
+  Heard heard;
+  EXPECT_TRUE(client_.StreamGenerate({.count = 2}, {}, heard.Listener())->Wait().ok());
+  EXPECT_EQ(heard.events.back(), "completed");
+  EXPECT_EQ(server_.generations(), 1);
+}
+
+TEST_F(ConnectionTest, AStreamThatBreaksAgainAndAgainEnds) {
+  // A request that ends every server it comes to.
+  server_.BreakNext(100, 4, {grpc::StatusCode::UNAVAILABLE, "Socket closed"});
   Heard heard;
   EXPECT_EQ(client_.StreamGenerate({}, {}, heard.Listener())->Wait().code(),
             absl::StatusCode::kUnavailable);
-  EXPECT_EQ(server_.generations(), 1);
-  EXPECT_THAT(heard.events, ElementsAre("queued"));
+  EXPECT_EQ(server_.generations(), 5);
+  EXPECT_THAT(heard.events, ElementsAre("queued", "started", "progress", "progress"));
 }
 
-TEST_F(ConnectionTest, AStreamThatSurvivesResumesWhereItWasLost) {
-  server_.FailAfterFirstEvent({grpc::StatusCode::UNAVAILABLE, "connection reset"});
+TEST_F(ConnectionTest, WhatSurvivesIsFoundAgainByItsId) {
+  server_.BreakNext(1, 1, {grpc::StatusCode::UNAVAILABLE, "connection reset"});
   Heard heard;
   EXPECT_TRUE(client_.StreamGenerate({.survives = true}, {}, heard.Listener())->Wait().ok());
-  EXPECT_EQ(server_.generations(), 1) << "it was asked for once";
-  EXPECT_NE(server_.requests()[0].request_id(), "") << "or it could not be found again";
-  EXPECT_EQ(server_.requests()[0].disconnect_policy(), v1::DISCONNECT_POLICY_CONTINUE);
-  EXPECT_EQ(server_.watched().request_id(), server_.requests()[0].request_id());
-  EXPECT_EQ(server_.watched().after_sequence(), 1u);
-  EXPECT_THAT(heard.events, ElementsAre("queued", "completed"));
+  const auto requests = server_.requests();
+  ASSERT_EQ(requests.size(), 2u);
+  EXPECT_NE(requests[0].request_id(), "");
+  EXPECT_EQ(requests[0].SerializeAsString(), requests[1].SerializeAsString());
+  EXPECT_EQ(requests[0].disconnect_policy(), v1::DISCONNECT_POLICY_CONTINUE);
 }
 
 TEST_F(ConnectionTest, JobsAreListedPageByPage) {
@@ -301,12 +336,24 @@ TEST_F(ConnectionTest, JobsAreListedPageByPage) {
   EXPECT_THAT(std::string(none.status().message()), HasSubstr("limit"));
 }
 
-TEST_F(ConnectionTest, WhatTheServerSaysOfAJobIsNotRetried) {
-  server_.FailAfterFirstEvent(Draining());
-  Heard heard;
-  EXPECT_EQ(client_.StreamGenerate({.survives = true}, {}, heard.Listener())->Wait().code(),
-            absl::StatusCode::kUnavailable);
-  EXPECT_EQ(server_.watched().request_id(), "");
+TEST_F(ConnectionTest, FailedRetriesAreBounded) {
+  ConnectionOptions options = QuickRetries();
+  options.retry.budget = 2;
+  const Client client(*Connect(server_.address(), options));
+  server_.FailNext(100, {grpc::StatusCode::UNAVAILABLE, "a proxy's word"});
+  const auto attempts = [&] {
+    const int before = server_.generations();
+    Heard heard;
+    client.StreamGenerate({}, {}, heard.Listener())->Wait().IgnoreError();
+    return server_.generations() - before;
+  };
+  EXPECT_EQ(attempts(), 3);
+  EXPECT_EQ(attempts(), 1) << "nothing is left";
+  server_.FailNext(1, QueueFull(milliseconds(10)));
+  EXPECT_EQ(attempts(), 2) << "the server asked to come back";
+  for (int i = 0; i < 10; ++i) ASSERT_EQ(attempts(), 1);
+  server_.FailNext(1, {grpc::StatusCode::UNAVAILABLE, "a proxy's word"});
+  EXPECT_EQ(attempts(), 2) << "after ten calls that succeeded";
 }
 
 TEST_F(ConnectionTest, CancelEndsAStream) {
@@ -434,6 +481,7 @@ TEST(ConnectTest, RefusesOptionsOutOfRange) {
   EXPECT_TRUE(refused({.keepalive_interval = seconds(5)}));
   EXPECT_TRUE(refused({.retry = {.max_attempts = 0}}));
   EXPECT_TRUE(refused({.retry = {.multiplier = 0.5}}));
+  EXPECT_TRUE(refused({.retry = {.budget = 0}}));
   EXPECT_FALSE(Connect("").ok());
 }
 

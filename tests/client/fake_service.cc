@@ -157,10 +157,15 @@ FakeServer::~FakeServer() {
   server_->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(1));
 }
 
+void FakeServer::Stop() { server_->Shutdown(std::chrono::system_clock::now()); }
+
 std::string FakeServer::address() const { return fmt::format("127.0.0.1:{}", port_); }
 
 void FakeServer::SetServing(bool serving) {
-  server_->GetHealthCheckService()->SetServingStatus(serving);
+  auto* health = server_->GetHealthCheckService();
+  for (const char* service : {"", v1::ImageGeneration::service_full_name()}) {
+    health->SetServingStatus(service, serving);
+  }
 }
 
 void FakeServer::FailNext(int count, const grpc::Status& status) {
@@ -169,9 +174,11 @@ void FakeServer::FailNext(int count, const grpc::Status& status) {
   failure_ = status;
 }
 
-void FakeServer::FailAfterFirstEvent(const grpc::Status& status) {
+void FakeServer::BreakNext(int count, uint64_t events, const grpc::Status& status) {
   std::lock_guard lock(mutex_);
-  failure_after_event_ = status;
+  breaks_ = count;
+  break_after_ = events;
+  break_ = status;
 }
 
 std::vector<v1::GenerationParams> FakeServer::requests() const {
@@ -237,23 +244,32 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   const v1::GenerationParams& params = request->params();
   if (grpc::Status status = Admit(params); !status.ok()) return status;
   const v1::EffectiveParams effective = Effective(params);
-  uint64_t sequence = 0;
+  uint64_t sequence = 0, last = UINT64_MAX;
+  {
+    std::lock_guard lock(mutex_);
+    if (breaks_ > 0) {
+      --breaks_;
+      last = break_after_;
+    }
+  }
+  // False when this event was the last.
   const auto write = [&](v1::StreamGenerateResponse response) {
     response.set_sequence(++sequence);
     response.set_request_id(effective.request_id());
     writer->Write(response);
+    return sequence < last;
+  };
+  const auto broken = [this] {
+    std::lock_guard lock(mutex_);
+    return break_;
   };
   v1::StreamGenerateResponse queued;
   *queued.mutable_queued()->mutable_params() = effective;
   queued.mutable_queued()->set_images_ahead(3);
-  write(queued);
-  {
-    std::lock_guard lock(mutex_);
-    if (!failure_after_event_.ok()) return failure_after_event_;
-  }
+  if (!write(queued)) return broken();
   v1::StreamGenerateResponse started;
   started.mutable_started()->set_queued_seconds(0.25);
-  write(started);
+  if (!write(started)) return broken();
   for (int evaluation = 1; evaluation <= kEvaluations; ++evaluation) {
     const auto until = std::chrono::steady_clock::now() + evaluation_time_.load();
     do {
@@ -266,28 +282,28 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
     v1::StreamGenerateResponse progress;
     progress.mutable_progress()->set_evaluations_done(evaluation * effective.count());
     progress.mutable_progress()->set_evaluations_total(kEvaluations * effective.count());
-    write(progress);
+    if (!write(progress)) return broken();
     for (int i = 0; request->has_preview() && i < effective.count(); ++i) {
       v1::StreamGenerateResponse preview;
       preview.mutable_preview()->set_evaluation(evaluation);
       preview.mutable_preview()->set_evaluations(kEvaluations);
       *preview.mutable_preview()->mutable_image() =
           Draw(effective, i, request->preview().format(), evaluation);
-      write(preview);
+      if (!write(preview)) return broken();
     }
   }
   for (int i = 0; i < effective.count(); ++i) {
     v1::StreamGenerateResponse image;
     *image.mutable_image()->mutable_image() =
         Draw(effective, i, params.output().format(), kEvaluations);
-    write(image);
+    if (!write(image)) return broken();
   }
   if (omit_completed_) return grpc::Status::OK;
   v1::StreamGenerateResponse completed;
   *completed.mutable_completed()->mutable_params() = effective;
   completed.mutable_completed()->mutable_timing()->set_queued_seconds(0.25);
   completed.mutable_completed()->mutable_timing()->set_total_seconds(0.5);
-  write(completed);
+  if (!write(completed)) return broken();
   return grpc::Status::OK;
 }
 

@@ -24,11 +24,13 @@ class FakeServer : public v1::ImageGeneration::Service {
 
   std::string address() const;
   void SetServing(bool serving);
+  /// Ends all calls and connections at once, for good.
+  void Stop();
 
   /// The next `count` generations fail with `status`, before any event.
   void FailNext(int count, const grpc::Status& status);
-  /// Streams fail with `status` after their first event.
-  void FailAfterFirstEvent(const grpc::Status& status);
+  /// The next `count` streams fail with `status` after so many events.
+  void BreakNext(int count, uint64_t events, const grpc::Status& status);
   /// Pause between the evaluations of a stream.
   void SetEvaluationTime(std::chrono::milliseconds time) { evaluation_time_ = time; }
   /// Unary replies carry images of so many bytes of noise instead of pictures.
@@ -69,7 +71,9 @@ class FakeServer : public v1::ImageGeneration::Service {
   mutable std::mutex mutex_;
   int failures_ = 0;
   grpc::Status failure_;
-  grpc::Status failure_after_event_;
+  int breaks_ = 0;
+  uint64_t break_after_ = 0;  // events
+  grpc::Status break_;
   std::vector<v1::GenerationParams> requests_;
   std::string authorization_;
   v1::WatchJobRequest watched_;

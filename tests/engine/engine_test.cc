@@ -16,6 +16,7 @@
 #include "engine/core/config_reader.h"
 #include "engine/device_engine.h"
 #include "tests/batching/simulated_backend.h"
+#include "tests/engine/collector.h"
 
 namespace denoised {
 namespace {
@@ -25,54 +26,6 @@ using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
 const fs::path kDigits = DENOISED_SOURCE_DIR "/models/mnist-32";
-
-/// Collects what a job tells, for a test that waits on another thread.
-class Collector : public JobListener {
- public:
-  void OnProgress(int done, int) override { progress_ = done; }
-  void OnPreview(const ImageResult&, int) override { ++previews_; }
-  void OnImage(ImageResult image) override {
-    std::lock_guard lock(mutex_);
-    images_[image.index] = image.pixels.ToFloats();
-    labels_[image.index] = image.label;
-  }
-  void OnDone(const absl::Status& status, const JobTiming& timing) override {
-    std::lock_guard lock(mutex_);
-    EXPECT_FALSE(status_.has_value()) << "OnDone comes once";
-    status_ = status;
-    timing_ = timing;
-    done_.notify_all();
-  }
-
-  absl::Status Wait() {
-    std::unique_lock lock(mutex_);
-    EXPECT_TRUE(done_.wait_for(lock, std::chrono::minutes(1), [&] { return status_.has_value(); }));
-    return status_.value_or(Internal("the job never ended"));
-  }
-  std::map<int, std::vector<float>> images() {
-    std::lock_guard lock(mutex_);
-    return images_;
-  }
-  std::map<int, int> labels() {
-    std::lock_guard lock(mutex_);
-    return labels_;
-  }
-  JobTiming timing() {
-    std::lock_guard lock(mutex_);
-    return timing_;
-  }
-  int progress() const { return progress_; }
-  int previews() const { return previews_; }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable done_;
-  std::map<int, std::vector<float>> images_;
-  std::map<int, int> labels_;
-  std::optional<absl::Status> status_;
-  JobTiming timing_;
-  std::atomic<int> progress_{0}, previews_{0};
-};
 
 /// The CPU everywhere; CUDA too where there is a GPU.
 std::vector<std::string> Devices() {
@@ -550,7 +503,7 @@ TEST(EngineCreate, RefusesWhatIsNotThere) {
   const auto unknown = Engine::Create({.device = "tpu"});
   EXPECT_EQ(unknown.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(unknown.status().message()), HasSubstr("tpu"));
-  const auto none = Engine::Create({.device = "cuda:77"});
+  const auto none = Engine::Create({.device = "cuda", .devices = {77}});
   EXPECT_FALSE(none.ok());
   EXPECT_FALSE(Engine::Create({.device = "cpu", .max_rows = 1}).ok());
 }

@@ -54,7 +54,8 @@ TEST_F(CheckTest, SaysWhatEverythingIs) {
                            "ok      clients .*clients.json\n"
                            "ok      listen 127.0.0.1:0\n"
                            "ok      metrics 127.0.0.1:0\n"
-                           "ok      device auto  fake, no device at all\n"
+                           "ok      device fake:0  no device at all\n"
+                           "ok      device fake:1  no device at all\n"
                            "ok      model digits  models/digits  UNet2DModel, 1.0 M .*\n"));
   EXPECT_TRUE(good_);
 }

@@ -320,6 +320,28 @@ TEST_F(ConfigTest, ListsComeFromTheEnvironmentToo) {
   EXPECT_EQ(line->config.engine.priority_weights, (std::array<double, kPriorities>{9, 3, 0.5}));
 }
 
+TEST_F(ConfigTest, DevicesAreNumbered) {
+  const auto devices = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.end(), {"--model", "m=" + Path("a-model")});
+    const auto line = Parse(arguments);
+    EXPECT_TRUE(line.ok()) << line.status().message();
+    return line->config.engine.devices;
+  };
+  using Numbers = std::vector<int>;
+  EXPECT_EQ(devices({}), Numbers({0}));
+  EXPECT_EQ(devices({"--devices=0,1"}), Numbers({0, 1}));
+  EXPECT_EQ(devices({"--config", Write("{\"devices\": [2, 3]}")}), Numbers({2, 3}));
+  EXPECT_EQ(devices({"--config", Write("{\"devices\": 3}")}), Numbers({3}));
+  EXPECT_THAT(Error({"--devices", "-1"}), HasSubstr("--devices"));
+  EXPECT_THAT(Error({"--devices", "0,x"}), HasSubstr("--devices"));
+  EXPECT_THAT(Error({"--device", "cuda:1"}), HasSubstr("--device"));
+  const auto printed = Parse({"--devices", "1,0", "--print-config"});
+  ASSERT_TRUE(printed.ok()) << printed.status().message();
+  EXPECT_EQ(nlohmann::json::parse(*printed->print)["devices"], nlohmann::json({1, 0}));
+  const Variable variable("DENOISED_DEVICES", "0,2");
+  EXPECT_EQ(devices({}), Numbers({0, 2}));
+}
+
 TEST_F(ConfigTest, EmptyVariablesAreNone) {
   const Variable rows("DENOISED_MAX_ROWS", "");
   const auto line =

@@ -228,7 +228,12 @@ void FakeEngine::SetObserver(EngineObserver* observer) {
 
 absl::Status FakeEngine::Health() const {
   std::lock_guard lock(mutex_);
-  return health_;
+  return health_[0].ok() ? absl::OkStatus() : health_[1];
+}
+
+std::vector<DeviceState> FakeEngine::Devices() const {
+  std::lock_guard lock(mutex_);
+  return {{"fake:0", "no device at all", health_[0]}, {"fake:1", "no device at all", health_[1]}};
 }
 
 void FakeEngine::Pause(bool paused) {
@@ -242,9 +247,9 @@ void FakeEngine::set_broken(const std::string& part) {
   broken_ = part;
 }
 
-void FakeEngine::BreakDevice(const absl::Status& status) {
+void FakeEngine::BreakDevice(int device, const absl::Status& status) {
   std::lock_guard lock(mutex_);
-  health_ = status;
+  health_[device] = status;
 }
 
 JobSpec FakeEngine::last_spec() const {
@@ -312,7 +317,8 @@ void FakeEngine::Evaluate(const std::vector<Slot*>& rows) {
     observer = observer_;
   }
   const std::string& model = rows[0]->job->job.spec.model;
-  if (observer) observer->OnEvaluation(model, rows.size(), options_.max_rows, cost_ * 1e-6);
+  if (observer)
+    observer->OnEvaluation(model, "fake:0", rows.size(), options_.max_rows, cost_ * 1e-6);
   std::vector<Job*> touched;
   for (Slot* slot : rows) {
     Job& job = *slot->job;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -28,10 +29,10 @@ struct FakeEngineOptions {
   std::string broken = "broken";
 };
 
-/// An Engine without a device, for tests of the server and for load tests: batches rows of all jobs
-/// as the real one does, and every evaluation costs what it is told. Every model that is opened is
-/// a class-conditional one of ten classes; its images are stripes that depend on the seed and the
-/// label alone.
+/// An Engine without devices that says it has two, for tests of the server and for load tests:
+/// batches rows of all jobs as the real one does, and every evaluation costs what it is told. Every
+/// model that is opened is a class-conditional one of ten classes; its images are stripes that
+/// depend on the seed and the label alone.
 class FakeEngine : public Engine {
  public:
   explicit FakeEngine(const FakeEngineOptions& options = {});
@@ -51,8 +52,7 @@ class FakeEngine : public Engine {
   std::vector<EngineStats> Stats() const override;
   void SetObserver(EngineObserver* observer) override;
   absl::Status Health() const override;
-  std::string DeviceName() const override { return "fake"; }
-  std::string DeviceDescription() const override { return "no device at all"; }
+  std::vector<DeviceState> Devices() const override;
 
   void set_evaluation_cost(std::chrono::microseconds cost) { cost_ = cost.count(); }
   /// While paused nothing is admitted or evaluated.
@@ -61,8 +61,8 @@ class FakeEngine : public Engine {
   void set_broken(const std::string& part);
   /// Calls of Open.
   int opens() const { return opens_; }
-  /// What Health says from now on.
-  void BreakDevice(const absl::Status& status);
+  /// One of its two devices is lost.
+  void BreakDevice(int device, const absl::Status& status);
   /// Calls of Cancel for jobs that were running.
   int cancels() const { return cancels_; }
   int evaluations() const { return evaluations_; }
@@ -104,7 +104,7 @@ class FakeEngine : public Engine {
   std::deque<Slot> slots_;                 // touched by the engine's thread, sized under mutex_
   std::string broken_;
   EngineObserver* observer_ = nullptr;
-  absl::Status health_;
+  std::array<absl::Status, 2> health_;
   JobSpec last_spec_;
   JobId next_id_ = 1;
   bool paused_ = false, draining_ = false, expired_ = false, stopping_ = false;

@@ -387,7 +387,7 @@ TEST_F(RetentionTest, TheOldestGoWhenTheyTakeTooMuch) {
   EXPECT_EQ(StateOf("job39"), v1::JOB_STATE_SUCCEEDED);
   grpc::Status refusal;
   EXPECT_EQ(jobs_.Find("anonymous", "job0", &refusal), nullptr);
-  EXPECT_THAT(refusal.error_message(), HasSubstr("no longer kept"));
+  EXPECT_THAT(refusal.error_message(), HasSubstr("a result is kept for"));
 }
 
 class LastingRetentionTest : public GenerationTest {

@@ -426,6 +426,29 @@ TEST_F(HostileTest, PingFloodsAreClosed) {
   EXPECT_TRUE(Generate().ok());
 }
 
+/// A client whose request waits for long: nothing but its pings moves on the connection.
+TEST_F(HostileTest, PingsOfAQueuedClientAreBorne) {
+  constexpr auto kInterval = 120ms;
+  for (const auto min_ping : {100ms, 60'000ms}) {
+    config_.connections.min_ping = min_ping;
+    Start();
+    engine_->Pause(true);
+    Socket socket(server_->port());
+    socket.Send(kPreface + Frame(4, 0, 0, "") + Frame(1, 4, 1, GenerateHeaders()) +
+                Frame(0, 1, 1, std::string(5, '\0')));  // a message without a field
+    bool closed = false;
+    for (int pings = 0; pings < 10 && !closed; ++pings) {
+      socket.Send(Frame(6, 0, 0, std::string(8, 'p')));
+      closed = socket.IsClosedWithin(kInterval);
+    }
+    EXPECT_EQ(closed, min_ping > kInterval);
+    engine_->Pause(false);
+    if (closed) continue;
+    EXPECT_TRUE(Eventually([this] { return engine_->evaluations() > 0; })) << "it did not wait";
+    EXPECT_EQ(engine_->cancels(), 0);
+  }
+}
+
 /// Streams that are begun and reset at once are never too many at a time (CVE-2023-44487).
 /// gRPC 1.51 takes them all in (docs/architecture.md); others are served meanwhile.
 TEST_F(HostileTest, RapidResetsHinderNobody) {

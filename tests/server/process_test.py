@@ -120,7 +120,7 @@ class ProcessTest(unittest.TestCase):
             with Running("--model", f"digits={self.model}") as server:
                 listening = server.wait_for("listening")
                 self.assertRegex(listening["address"], r"^127\.0\.0\.1:[1-9]\d*$")
-                self.assertEqual(listening["device"], "fake")
+                self.assertEqual(listening["device"], "fake:0,fake:1")
                 server.wait_for("serving")
                 server.process.send_signal(number)
                 server.wait_for("stopped")

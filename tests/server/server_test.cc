@@ -878,7 +878,7 @@ TEST_F(ServerTest, ServerInfoTellsLimitsAndFeatures) {
   v1::GetServerInfoResponse info;
   ASSERT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
   EXPECT_EQ(info.state(), v1::SERVER_STATE_SERVING);
-  EXPECT_EQ(info.device(), "fake");
+  EXPECT_EQ(info.device(), "fake:0,fake:1");
   EXPECT_EQ(info.client(), "anonymous");
   EXPECT_EQ(info.batching(), "step");
   EXPECT_EQ(info.limits().max_steps(), 77);
@@ -917,11 +917,31 @@ TEST_F(ServerTest, NoModelAtAllIsAnError) {
   EXPECT_EQ(CheckHealth(channel_, ""), 2);
 }
 
-TEST_F(ServerTest, ALostDeviceIsNeitherServingNorLive) {
+TEST_F(ServerTest, OneLostDeviceLeavesTheOtherServing) {
+  config_.metrics_listen = "127.0.0.1:0";
   Start();
-  EXPECT_TRUE(server_->CheckDevice().ok());
-  engine_->BreakDevice(Internal("an illegal memory access"));
-  EXPECT_FALSE(server_->CheckDevice().ok());
+  EXPECT_TRUE(server_->CheckDevices().ok());
+  EXPECT_FALSE(server_->LostADevice());
+  engine_->BreakDevice(0, Internal("an illegal memory access"));
+  EXPECT_TRUE(server_->CheckDevices().ok());
+  EXPECT_TRUE(server_->LostADevice());
+  EXPECT_EQ(CheckHealth(channel_, ""), 1);
+  grpc::ClientContext context;
+  v1::GetServerInfoResponse info;
+  ASSERT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
+  ASSERT_EQ(info.devices_size(), 2);
+  EXPECT_EQ(info.devices(0).error(), "an illegal memory access");
+  EXPECT_EQ(info.devices(1).error(), "");
+  const std::string text = Scrape(server_->metrics_port());
+  EXPECT_THAT(text, HasSubstr("denoised_device_up{device=\"fake:0\"} 0"));
+  EXPECT_THAT(text, HasSubstr("denoised_device_up{device=\"fake:1\"} 1"));
+}
+
+TEST_F(ServerTest, WithoutADeviceItIsNeitherServingNorLive) {
+  Start();
+  engine_->BreakDevice(0, Internal("an illegal memory access"));
+  engine_->BreakDevice(1, Internal("fell off the bus"));
+  EXPECT_FALSE(server_->CheckDevices().ok());
   EXPECT_EQ(CheckHealth(channel_, ""), 2);
   EXPECT_EQ(CheckHealth(channel_, "liveness"), 2);
 }
@@ -956,17 +976,18 @@ TEST_F(ServerTest, MetricsTellWhatHappened) {
   })) << text;
   for (const char* series :
        {"denoised_images_total{model=\"digits\"} 3",
-        "denoised_evaluation_rows_count{model=\"digits\"} 10",
-        "denoised_evaluation_rows_sum{model=\"digits\"} 30",
-        "denoised_evaluation_seconds_count{model=\"digits\"} 10",
-        "denoised_padding_rows_total{model=\"digits\"} 130",
+        "denoised_evaluation_rows_count{device=\"fake:0\",model=\"digits\"} 10",
+        "denoised_evaluation_rows_sum{device=\"fake:0\",model=\"digits\"} 30",
+        "denoised_evaluation_seconds_count{device=\"fake:0\",model=\"digits\"} 10",
+        "denoised_padding_rows_total{device=\"fake:0\",model=\"digits\"} 130",
         "denoised_queue_seconds_count{model=\"digits\",priority=\"normal\"} 1",
         "denoised_first_preview_seconds_count{model=\"digits\"} 1",
         "denoised_encoding_seconds_count{format=\"png\"} 3",
         "denoised_queued_images{model=\"digits\",priority=\"normal\"} 0",
         "denoised_active_images{model=\"digits\"} 0",
         "denoised_model_state{model=\"digits\",state=\"available\"} 1",
-        "denoised_model_memory_bytes{model=\"digits\",purpose=\"weights\"} 4000000",
+        "denoised_model_memory_bytes{device=\"fake:1\",model=\"digits\",purpose=\"weights\"} "
+        "4000000",
         "denoised_build_info{version=\"", "denoised_startup_seconds ",
         "denoised_stalled_readers_total 0",
         "grpc_server_handled_total{grpc_code=\"OK\",grpc_method=\"StreamGenerate\"",

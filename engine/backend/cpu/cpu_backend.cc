@@ -56,7 +56,9 @@ std::vector<float> Concatenated(const std::vector<Tensor>& tensors) {
 
 class CpuBackend final : public Backend {
  public:
-  std::string_view name() const override { return "cpu"; }
+  explicit CpuBackend(int number) : name_(number == 0 ? "cpu" : fmt::format("cpu:{}", number)) {}
+
+  std::string_view name() const override { return name_; }
   std::string description() const override {
     return fmt::format("{}, {} threads, {:.1f} GiB, {}", cpu::ReadModelName(), cpu::Threads(),
                        static_cast<double>(memory().total) / (1 << 30), cpu::DescribeOneDnn());
@@ -226,6 +228,7 @@ class CpuBackend final : public Backend {
     }
   }
 
+  const std::string name_;
   const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
   cpu::Scratch scratch_;
   absl::Status status_;
@@ -234,9 +237,9 @@ class CpuBackend final : public Backend {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend() {
+absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend(const BackendOptions& options) {
   try {
-    return std::make_unique<CpuBackend>();
+    return std::make_unique<CpuBackend>(options.number);
   } catch (const dnnl::error& error) {
     return Internal("oneDNN has no CPU engine: {}", error.what());
   }

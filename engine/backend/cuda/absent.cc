@@ -4,11 +4,11 @@
 
 namespace denoised {
 
-absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device, const BackendOptions&) {
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& options) {
   return FailedPrecondition(
       "device is \"cuda:{}\", but this build has no CUDA; install the CUDA Toolkit and configure "
       "with -DDENOISED_CUDA=ON, or choose the device \"cpu\"",
-      device);
+      options.number);
 }
 
 int CudaDeviceCount() { return 0; }

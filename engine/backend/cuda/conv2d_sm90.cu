@@ -19,16 +19,12 @@
 #include <cmath>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/conv_sm90.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/implicit_gemm.cuh"
-#include "engine/backend/cuda/tensor_map.h"
 
 namespace denoised::cuda {
 namespace {
-
-constexpr int kStep = 64;  // elements along k: 128 bytes of bf16, the widest swizzle
-constexpr int kStepBytes = kStep * 2;
 
 enum class Share {
   kPixels,   // consumers share a tile
@@ -100,28 +96,6 @@ __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
   return {m_and_phase / groups, (m_and_phase % groups * T::kShared + rank) * T::kM, n * T::kN};
 }
 
-__device__ inline void AddPair(uint32_t pair, float& a, float& b) {
-  a += __uint_as_float(pair << 16);
-  b += __uint_as_float(pair & 0xffff0000u);
-}
-
-/// Sums begin with the bias of their output, so that it costs nothing at the end; those of a later
-/// split begin with zero. Without branches: products read the sums later than it seems.
-template <int kSums>
-__device__ inline void BeginSums(const Conv2dLaunch& conv, const float* bias, int n0,
-                                 float (&sums)[kSums]) {
-  const int first = n0 + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < kSums / 4; ++j) {
-    float2 pair = {0, 0};
-    if (bias != nullptr && first + j * 8 < conv.outputs) {
-      pair = __ldg(reinterpret_cast<const float2*>(bias + first + j * 8));
-    }
-    sums[4 * j] = sums[4 * j + 2] = pair.x;
-    sums[4 * j + 1] = sums[4 * j + 3] = pair.y;
-  }
-}
-
 /// Adds what is added per image to a thread's 64 pixels' sums, whose first is pixel m and whose
 /// other is m + 8; n0 is the tile's first output.
 template <int kSums>
@@ -181,15 +155,6 @@ __device__ inline int64_t OutputPixel(const Conv2dLaunch& conv, const Work& work
          2 * x + phase % 2;
 }
 
-/// act(sum · scale), in place.
-__device__ inline void FinishSums(const Conv2dLaunch& conv, float (&v)[8]) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] *= conv.scale;
-  if (conv.activation != Activation::kSilu) return;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
-}
-
 /// Eight outputs from their sums: act((sum + residual) · scale).
 __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, float (&v)[8]) {
   if (conv.residual.data != nullptr) {
@@ -204,44 +169,6 @@ __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, f
 __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, int n) {
   return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
                                          pixel * conv.residual.stride + n);
-}
-
-/// A warpgroup's tile through shared memory: the residual, when there is one, lies in `staging`
-/// already, box by box as the copy engine lays them; the outputs take its place.
-template <typename T>
-__device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* staging,
-                                    const float (&sums)[T::kRows][T::kSums]) {
-  constexpr int kLine = T::kBox * 2;  // bytes
-  constexpr int kChunks = T::kBox / 8;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  // This lane's row of the four matrices: rows 0…7 and 8…15 of eight outputs, then of the next.
-  const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
-  const int swizzle = T::kBox == 64 ? row % 8 : row / 2 % 4;
-  const bool has_residual = conv.residual.data != nullptr;
-#pragma unroll
-  for (int i = 0; i < T::kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < T::kN / 8; j += 2) {
-      const int box = i * (T::kN / T::kBox) + j / kChunks;
-      const int chunk = j % kChunks + lane / 16;
-      const uint32_t at =
-          SharedAddress(staging) + box * T::kBoxBytes + row * kLine + (chunk ^ swizzle) * 16;
-      float v[8];
-#pragma unroll
-      for (int c = 0; c < 8; ++c) v[c] = sums[i][4 * j + c];
-      if (has_residual) {
-        uint32_t residual[4];
-        LoadMatrices(at, residual);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) AddPair(residual[c], v[2 * c], v[2 * c + 1]);
-      }
-      FinishSums(conv, v);
-      uint32_t packed[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
-      StoreMatrices(at, packed);
-    }
-  }
 }
 
 /// The tile of a warpgroup: kRows · 64 pixels from m0 on, kN outputs from n0 on. Works in turns of
@@ -408,7 +335,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int tiles = work.phases * (work.m_tiles / T::kShared) * work.n_tiles;
   const int first_tile = blockIdx.x / blocks_per_tile, stride = gridDim.x / blocks_per_tile;
 
-  const int steps_per_tap = work.chunks + work.chunks2;
+  const int taps = work.taps_x * work.taps_x;
   const auto copy_weights = [&](const TileAt& tile, int tap, int chunk, int at) {
     const int channel =
         chunk < work.chunks ? chunk * kStep : conv.channels + (chunk - work.chunks) * kStep;
@@ -424,11 +351,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   int early = 0;
   const auto copy_early = [&] {
     const TileAt tile = TileOf<T>(work, first_tile, share);
-    int tap = first_step / steps_per_tap, chunk = first_step % steps_per_tap;
+    int chunk = first_step / taps, tap = first_step % taps;
     for (; early < min(T::kStages, end_step - first_step); ++early) {
       ArriveExpecting(&full[early], T::kStageBytes);
       copy_weights(tile, tap, chunk, early);
-      if (++chunk == steps_per_tap) chunk = 0, ++tap;
+      if (++tap == taps) tap = 0, ++chunk;
     }
   };
 
@@ -464,7 +391,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const int image = tile.m0 / work.grid_pixels, pixel = tile.m0 % work.grid_pixels;
         const int y = pixel / work.grid_width * work.stride - work.pad_top;
         const int x = pixel % work.grid_width * work.stride - work.pad_left;
-        int tap = first_step / steps_per_tap, chunk = first_step % steps_per_tap;
+        int chunk = first_step / taps, tap = first_step % taps;
         for (int step = first_step; step < end_step; ++step) {
           if (early > 0) {
             --early;
@@ -474,19 +401,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             copy_weights(tile, tap, chunk, stage);
           }
           const bool from_x = chunk < work.chunks;
+          const CUtensorMap* const source = from_x ? &work.x : &work.x2;
+          const int channel = (from_x ? chunk : chunk - work.chunks) * kStep;
           if (work.flat) {
-            CopyBox(inputs_of(stage), from_x ? &work.x : &work.x2, &full[stage],
-                    (from_x ? chunk : chunk - work.chunks) * kStep, tile.m0);
-            if (++chunk == steps_per_tap) chunk = 0, ++tap;
-            if (++stage == T::kStages) stage = 0, ++round;
-            continue;
+            CopyBox(inputs_of(stage), source, &full[stage], channel, tile.m0);
+          } else {
+            const int tap_y = tap / work.taps_x, tap_x = tap - tap_y * work.taps_x;
+            CopyPixels(inputs_of(stage), source, &full[stage], channel, x, y, image,
+                       static_cast<uint16_t>(tap_x + tile.phase % 2),
+                       static_cast<uint16_t>(tap_y + tile.phase / 2));
           }
-          const int tap_y = tap / work.taps_x, tap_x = tap - tap_y * work.taps_x;
-          CopyPixels(inputs_of(stage), from_x ? &work.x : &work.x2, &full[stage],
-                     (from_x ? chunk : chunk - work.chunks) * kStep, x, y, image,
-                     static_cast<uint16_t>(tap_x + tile.phase % 2),
-                     static_cast<uint16_t>(tap_y + tile.phase / 2));
-          if (++chunk == steps_per_tap) chunk = 0, ++tap;
+          if (++tap == taps) tap = 0, ++chunk;
           if (++stage == T::kStages) stage = 0, ++round;
         }
       }
@@ -615,7 +540,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const auto finish = [&](const float(&from)[T::kRows][T::kSums]) {
         if (T::kStaged && work.staged) {
           Wait(&staged[group], tiles_done & 1);
-          FinishStaged<T>(conv, my_staging, from);
+#pragma unroll
+          for (int i = 0; i < T::kRows; ++i) {
+            FinishStaged<T::kBox>(conv, my_staging + i * T::kBoxes / T::kRows * T::kBoxBytes,
+                                  from[i]);
+          }
           FenceForCopies();
           SyncWarpgroup(group);
           if (threadIdx.x % 128 == 0) {
@@ -654,7 +583,7 @@ using Tile128x192 = Tile<128, 192, 2, Share::kPixels, 4, 2, true>;
 using Tile128x256 = Tile<128, 256, 2, Share::kPixels, 3, 2, false>;
 
 template <typename Do>
-auto WithTile(HopperTile tile, const Do& what) {
+cudaError_t WithTile(HopperTile tile, const Do& what) {
   switch (tile) {
     case HopperTile::k64x64:
       return what(Tile64x64());
@@ -669,9 +598,10 @@ auto WithTile(HopperTile tile, const Do& what) {
     case HopperTile::k128x192:
       return what(Tile128x192());
     case HopperTile::k128x256:
-      break;
+      return what(Tile128x256());
+    default:
+      return cudaErrorInvalidValue;
   }
-  return what(Tile128x256());
 }
 
 /// Microseconds as measured on an H200 over the layers of our models: docs/kernels.md.
@@ -691,11 +621,13 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k128x160, 128, 160, 1, false, 1.4, 0.43, 2.6, 0.5},
     {HopperTile::k128x192, 128, 192, 1, false, 2.0, 0.49, 2.8, 0.5},
     {HopperTile::k128x256, 128, 256, 1, false, 2.6, 0.64, 4.0, 0},
+    {HopperTile::kPatch128, 128, 128, 1, false, 2.5, 0.315, 2.6, 0.45},
+    {HopperTile::kPatch192, 128, 192, 1, false, 2.5, 0.445, 3.5, 0.5},
+    {HopperTile::kPatch128Turns, 128, 128, 1, false, 4.7, 0.315, 1.3, 0},
+    {HopperTile::kPatch192Turns, 128, 192, 1, false, 4.7, 0.46, 1.9, 0},
 };
 constexpr int kSharedBytesOfTwo = 115 * 1024;  // two blocks fit a multiprocessor's 228 KiB
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
-
-int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
 /// Pixels of [images, height, width, channels] for the outputs of `conv`, `pixels` at a time.
 CUresult EncodePixels(CUtensorMap* map, const Rows& rows, int channels, int images, int height,
@@ -720,32 +652,6 @@ CUresult EncodePixels(CUtensorMap* map, const Rows& rows, int channels, int imag
     reinterpret_cast<uint64_t*>(map)[1] &= ~(uint64_t{1} << 21);
   }
   return result;
-}
-
-CUresult EncodeWeight(CUtensorMap* map, const Conv2dLaunch& conv, int taps, int phases,
-                      int outputs_at_once) {
-  const cuuint64_t channels = static_cast<cuuint64_t>(conv.channels + conv.channels2);
-  const cuuint64_t outputs = static_cast<cuuint64_t>(conv.outputs);
-  const cuuint64_t row_bytes = static_cast<cuuint64_t>(conv.weight_stride) * 2;
-  const cuuint64_t dims[4] = {channels, static_cast<cuuint64_t>(taps), outputs,
-                              static_cast<cuuint64_t>(phases)};
-  const cuuint64_t strides[3] = {channels * 2, row_bytes, row_bytes * outputs};
-  const cuuint32_t box[4] = {kStep, 1, static_cast<cuuint32_t>(outputs_at_once), 1};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(conv.weight), dims, strides, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-}
-
-bool InVectors(const Rows& rows) {
-  return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
-}
-/// Outputs that wide tiles can make.
-bool HasVectorOutputs(const Conv2dLaunch& conv) {
-  return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
-         InVectors(conv.residual) &&
-         (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
 }
 
 /// [pixels, channels] in boxes of `columns` (32 or 64, swizzled) × `rows`.
@@ -854,7 +760,7 @@ HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
   // Splits let one image fill more of the device, and cost a large batch the widest tiles unless
   // one that folds fits the outputs: then only small images get any.
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
-  const int64_t few = folds_wide ? 80 : 33, enough = folds_wide ? 160 : 96;
+  const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = tiles(image_pixels, 64, 64);
   HopperPlan best;
   while (of_an_image < few && best.splits < kMaxSplits && of_an_image * best.splits * 2 <= enough &&
@@ -863,11 +769,13 @@ HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
   }
 
   const int64_t pixels = conv.images * image_pixels;
-  const bool vectors = HasVectorOutputs(conv);
+  const bool vectors = HasVectorOutputs(conv), patches = SuitsPatches(conv);
   double least = 0;
   for (const TileCost& cost : kTileCosts) {
     const bool narrow = cost.n <= 64;
     if ((!narrow && !vectors) || (cost.n == 32 && conv.outputs > 32)) continue;
+    if (IsPatch(cost.tile) && !patches) continue;
+    if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
     if (best.splits > 1 ? !cost.clustered && cost.fold == 0 : cost.clustered) continue;
     const int64_t blocks = tiles(pixels, cost.m, cost.n) * (cost.clustered ? best.splits : 1);
     const double waves = std::ceil(static_cast<double>(blocks) /
@@ -887,14 +795,16 @@ HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
 
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue) {
+  if (IsPatch(plan.tile)) return LaunchConv3x3(conv, plan, queue);
+  if (conv.input_factors != nullptr) return cudaErrorInvalidValue;
   return WithTile(plan.tile,
                   [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
 }
 
 cudaError_t LoadConv2dHopperKernels() {
-  for (int i = 0; i < kHopperTiles; ++i) {
-    const HopperTile tile = static_cast<HopperTile>(i);
-    const cudaError_t error = WithTile(tile, [](auto chosen) {
+  for (const TileCost& cost : kTileCosts) {
+    if (IsPatch(cost.tile)) continue;
+    const cudaError_t error = WithTile(cost.tile, [](auto chosen) {
       using T = decltype(chosen);
       return LoadKernel(Conv2dHopperKernel<T>, T::kSharedBytes);
     });

@@ -2,11 +2,12 @@
 
 #include "engine/backend/cuda/launch.h"
 
-/// Convolution and linear on Hopper (conv2d_sm90.cu).
+/// Convolution and linear on Hopper: conv2d_sm90.cu, and conv3x3_sm90.cu for what SuitsPatches().
 
 namespace denoised::cuda {
 
-/// Pixels × outputs that a block makes at a time. kTurns: its two consumers take tiles in turn.
+/// Pixels × outputs that a block makes at a time. Turns: its two consumers take tiles in turn.
+/// Patch: of conv3x3_sm90.cu, 128 pixels.
 enum class HopperTile : uint8_t {
   k64x64,
   k128x32,
@@ -15,8 +16,20 @@ enum class HopperTile : uint8_t {
   k128x160,
   k128x192,
   k128x256,
+  kPatch128,
+  kPatch192,
+  kPatch128Turns,
+  kPatch192Turns,
 };
-constexpr int kHopperTiles = 7;
+constexpr int kHopperTiles = 11;
+inline bool IsPatch(HopperTile tile) { return tile >= HopperTile::kPatch128; }
+/// Whether the tile takes input_factors.
+inline bool Normalises(HopperTile tile) {
+  return tile == HopperTile::kPatch128 || tile == HopperTile::kPatch128Turns;
+}
+
+/// Channels of x, or of x2, that are multiplied at a time.
+constexpr int kStep = 64;
 
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {
@@ -27,12 +40,18 @@ struct HopperPlan {
 
 /// Whether the copy engine can read the sources: bf16 in multiples of eight channels, aligned.
 bool SuitsHopper(const Conv2dLaunch& conv);
+/// Whether it is a 3×3 convolution with bf16 outputs of images that patches cover without much left
+/// over. With input_factors its input_activation must be SiLU: the input is then
+/// silu(concat(x, x2) · factor + offset), rounded to bf16.
+bool SuitsPatches(const Conv2dLaunch& conv);
 /// Splits by the shape of one image; the tile by what the whole launch should cost.
 HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue);
 /// conv.weight: [phases, outputs, taps, channels + channels2] without padding; phases are 4 and
-/// taps 2×2 with upsample2x, else 1 and kernel².
+/// taps 2×2 with upsample2x, else 1 and kernel². An error for a tile that cannot do what is asked.
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
+cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
+cudaError_t LoadConv3x3Kernels();
 
 }  // namespace denoised::cuda

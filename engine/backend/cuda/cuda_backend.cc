@@ -196,31 +196,30 @@ class CudaBackend final : public Backend {
   }
 
   void Conv2d(const Conv2dArgs& args) override {
-    Check(args, rules());
-    const auto& weight = static_cast<const CudaConv2d&>(*args.weight);
-    Conv2dLaunch conv;
-    conv.x = View(args.x);
-    conv.x2 = View(args.x2);
-    conv.channels = Extent(args.x, 3);
-    conv.channels2 = args.x2 ? Extent(args.x2, 3) : 0;
-    conv.images = Extent(args.x, 0);
-    conv.height = Extent(args.x, 1);
-    conv.width = Extent(args.x, 2);
-    conv.out_height = Extent(args.out, 1);
-    conv.out_width = Extent(args.out, 2);
-    conv.kernel = weight.kernel;
-    conv.stride = args.stride;
-    conv.pad_top = args.pad_top;
-    conv.pad_left = args.pad_left;
-    conv.upsample2x = args.upsample2x;
-    conv.outputs = weight.out_channels;
-    conv.add = View(args.add);
-    conv.residual = View(args.residual);
-    conv.scale = args.scale;
-    conv.activation = args.activation;
-    conv.out = View(args.out);
-    DENOISED_CHECK(!weight.in_phases || SuitsHopper(conv));
-    Multiply(conv, weight.weight, weight.bias, "Conv2d");
+    const Conv2dLaunch conv = LaunchOf(args);
+    context_->Use();
+    Multiply(conv, "Conv2d");
+  }
+
+  void NormConv2d(const GroupNormArgs& norm_args, const Conv2dArgs& conv_args) override {
+    GroupNormLaunch norm = LaunchOf(norm_args);
+    Conv2dLaunch conv = LaunchOf(conv_args);
+    DENOISED_CHECK(conv_args.x.data() == norm_args.out.data() && !conv_args.x2);
+    context_->Use();
+    if (!CanFuse(norm, conv)) {
+      Normalise(norm);
+      Multiply(conv, "NormConv2d");
+      return;
+    }
+    norm.factors = static_cast<float*>(norm_workspace_.get());
+    Normalise(norm);
+    conv.x = norm.x;
+    conv.x2 = norm.x2;
+    conv.channels = norm.channels;
+    conv.channels2 = norm.channels2;
+    conv.input_factors = norm.factors;
+    conv.input_activation = norm.activation;
+    context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), "NormConv2d");
   }
 
   void Linear(const LinearArgs& args) override {
@@ -241,34 +240,15 @@ class CudaBackend final : public Backend {
     conv.scale = args.scale;
     conv.activation = args.activation;
     conv.out = View(args.out);
-    Multiply(conv, weight.weight, weight.bias, "Linear");
+    AddWeight(&conv, weight.weight, weight.bias);
+    context_->Use();
+    Multiply(conv, "Linear");
   }
 
   void GroupNorm(const GroupNormArgs& args) override {
-    Check(args, rules());
-    GroupNormLaunch norm;
-    norm.x = View(args.x);
-    norm.x2 = View(args.x2);
-    norm.channels = Extent(args.x, -1);
-    norm.channels2 = args.x2 ? Extent(args.x2, -1) : 0;
-    DENOISED_CHECK(norm.channels + norm.channels2 <= kMaxNormChannels, "{} + {} channels",
-                   norm.channels, norm.channels2);
-    const RowShape shape = denoised::RowsOf(args.x.shape());
-    norm.images = static_cast<int>(shape.rows);
-    norm.pixels = static_cast<int>(shape.tokens);
-    norm.gamma = Floats(args.gamma);
-    norm.beta = Floats(args.beta);
-    norm.groups = args.groups;
-    norm.eps = args.eps;
-    norm.scale_shift = View(args.scale_shift);
-    norm.activation = args.activation;
-    norm.out = View(args.out);
-    norm.workspace = norm_workspace_.get();
-    norm.workspace_bytes = kNormWorkspaceBytes;
+    const GroupNormLaunch norm = LaunchOf(args);
     context_->Use();
-    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm);
-    context_->Record((in_one_pass ? LaunchGroupNormCluster : LaunchGroupNorm)(norm, queue_),
-                     "GroupNorm");
+    Normalise(norm);
   }
 
   void Attention(const AttentionArgs& args) override {
@@ -446,17 +426,88 @@ class CudaBackend final : public Backend {
     return static_cast<int>(rows);
   }
 
-  void Multiply(Conv2dLaunch& conv, const Tensor& weight, const Tensor& bias, const char* op) {
-    conv.weight = weight.data();
-    conv.weight_stride = Extent(weight, 1);
-    conv.weight_element = fp32_ ? Element::kF32 : Element::kBf16;
-    conv.bias = Floats(bias);
-    const int64_t images = conv.images;
-    DENOISED_CHECK(images * conv.height * conv.width <= INT32_MAX &&
-                       images * conv.out_height * conv.out_width <= INT32_MAX - 128,
-                   "{} images of {}×{} to {}×{}", images, conv.height, conv.width, conv.out_height,
-                   conv.out_width);
-    context_->Use();
+  Conv2dLaunch LaunchOf(const Conv2dArgs& args) {
+    Check(args, rules());
+    const auto& weight = static_cast<const CudaConv2d&>(*args.weight);
+    Conv2dLaunch conv;
+    conv.x = View(args.x);
+    conv.x2 = View(args.x2);
+    conv.channels = Extent(args.x, 3);
+    conv.channels2 = args.x2 ? Extent(args.x2, 3) : 0;
+    conv.images = Extent(args.x, 0);
+    conv.height = Extent(args.x, 1);
+    conv.width = Extent(args.x, 2);
+    conv.out_height = Extent(args.out, 1);
+    conv.out_width = Extent(args.out, 2);
+    conv.kernel = weight.kernel;
+    conv.stride = args.stride;
+    conv.pad_top = args.pad_top;
+    conv.pad_left = args.pad_left;
+    conv.upsample2x = args.upsample2x;
+    conv.outputs = weight.out_channels;
+    conv.add = View(args.add);
+    conv.residual = View(args.residual);
+    conv.scale = args.scale;
+    conv.activation = args.activation;
+    conv.out = View(args.out);
+    DENOISED_CHECK(!weight.in_phases || SuitsHopper(conv));
+    AddWeight(&conv, weight.weight, weight.bias);
+    return conv;
+  }
+
+  GroupNormLaunch LaunchOf(const GroupNormArgs& args) {
+    Check(args, rules());
+    GroupNormLaunch norm;
+    norm.x = View(args.x);
+    norm.x2 = View(args.x2);
+    norm.channels = Extent(args.x, -1);
+    norm.channels2 = args.x2 ? Extent(args.x2, -1) : 0;
+    DENOISED_CHECK(norm.channels + norm.channels2 <= kMaxNormChannels, "{} + {} channels",
+                   norm.channels, norm.channels2);
+    const RowShape shape = denoised::RowsOf(args.x.shape());
+    norm.images = static_cast<int>(shape.rows);
+    norm.pixels = static_cast<int>(shape.tokens);
+    norm.gamma = Floats(args.gamma);
+    norm.beta = Floats(args.beta);
+    norm.groups = args.groups;
+    norm.eps = args.eps;
+    norm.scale_shift = View(args.scale_shift);
+    norm.activation = args.activation;
+    norm.out = View(args.out);
+    norm.workspace = norm_workspace_.get();
+    norm.workspace_bytes = kNormWorkspaceBytes;
+    return norm;
+  }
+
+  /// Whether `conv` should normalise what it reads by itself.
+  bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
+    const size_t factors = size_t{2} * norm.images * (norm.channels + norm.channels2);
+    return queue_.hopper && norm.activation == Activation::kSilu && SuitsGroupNormCluster(norm) &&
+           SuitsPatches(conv) && Normalises(PlanHopper(conv, queue_).tile) &&
+           // The steps along k of x and x2 must be those of the normalised tensor.
+           (norm.channels2 == 0 || norm.channels % kStep == 0) &&
+           factors * sizeof(float) <= kNormWorkspaceBytes;
+  }
+
+  void AddWeight(Conv2dLaunch* conv, const Tensor& weight, const Tensor& bias) {
+    conv->weight = weight.data();
+    conv->weight_stride = Extent(weight, 1);
+    conv->weight_element = fp32_ ? Element::kF32 : Element::kBf16;
+    conv->bias = Floats(bias);
+    const int64_t images = conv->images;
+    DENOISED_CHECK(images * conv->height * conv->width <= INT32_MAX &&
+                       images * conv->out_height * conv->out_width <= INT32_MAX - 128,
+                   "{} images of {}×{} to {}×{}", images, conv->height, conv->width,
+                   conv->out_height, conv->out_width);
+  }
+
+  void Normalise(const GroupNormLaunch& norm) {
+    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm);
+    context_->Record((in_one_pass ? LaunchGroupNormCluster : LaunchGroupNorm)(norm, queue_),
+                     "GroupNorm");
+  }
+
+  void Multiply(const Conv2dLaunch& conv, const char* op) {
     if (SuitsRowLinear(conv)) {
       context_->Record(LaunchRowLinear(conv, queue_), op);
     } else if (fp32_) {
@@ -529,6 +580,7 @@ class CudaBackend final : public Backend {
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
+        hopper ? LoadConv3x3Kernels() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadGroupNormKernels(),
@@ -551,8 +603,8 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
 }  // namespace
 }  // namespace cuda
 
-absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(int device,
-                                                         const BackendOptions& options) {
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& options) {
+  const int device = options.number;
   DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<cuda::Context> context, cuda::Context::Open(device));
   cudaDeviceProp properties;
   DENOISED_RETURN_IF_ERROR(

@@ -203,9 +203,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
     variance += deviations * pixels_inverse / static_cast<float>(plan.group_channels);
     const float factor = factors[c] * rsqrtf(variance + norm.eps);
+    const float offset = fmaf(-mean, factor, offsets[c]);
+    if (norm.factors != nullptr) {
+      if (rank != 0) continue;
+      const int64_t channels = norm.channels + norm.channels2;
+      float* const to = norm.factors + image * 2 * channels + slice_begin + c;
+      to[0] = factor;
+      to[channels] = offset;
+      continue;
+    }
     factors[c] = factor;  // y = x · factor + offset
-    offsets[c] = fmaf(-mean, factor, offsets[c]);
+    offsets[c] = offset;
   }
+  if (norm.factors != nullptr) return;
   __syncthreads();
 
   // The activation known when compiled, so that the loops have no branches.

@@ -152,6 +152,15 @@ __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int c0
       "r"(SharedAddress(from)), "r"(c0), "r"(c1)
       : "memory");
 }
+/// The same for rank 4.
+__device__ inline void StoreBox(const CUtensorMap* map, const void* from, int c0, int c1, int c2,
+                                int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(SharedAddress(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
 __device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Until this thread's stores have read shared memory, which may then be written again.
 __device__ inline void WaitUntilStoresRead() {

@@ -49,6 +49,7 @@ struct Conv2dLaunch {
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;  // [outputs], padded to a multiple of kBiasPadding, or null
   int outputs = 0;
+  const float* input_factors = nullptr;  // [images, 2, channels + channels2]: factors, then offsets
   Activation input_activation = Activation::kNone;
   Rows add;       // [images, outputs], or null
   Rows residual;  // as out, or null
@@ -74,7 +75,10 @@ struct GroupNormLaunch {
   float eps = 0;
   Rows scale_shift;  // [images, 2 · (channels + channels2)], or null
   Activation activation = Activation::kNone;
-  Rows out;                    // [images · pixels, channels + channels2]
+  Rows out;  // [images · pixels, channels + channels2]
+  /// LaunchGroupNormCluster: instead of `out`, what makes it of x: [images, 2, channels +
+  /// channels2], factors and then offsets, for Conv2dLaunch::input_factors.
+  float* factors = nullptr;
   void* workspace = nullptr;   // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
   size_t workspace_bytes = 0;  //   works, a larger one takes more images a launch
 };

@@ -1,0 +1,98 @@
+#include "denoised/target.h"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+
+#include <charconv>
+#include <string_view>
+
+namespace denoised::client {
+namespace {
+
+bool StartsWith(std::string_view text, std::string_view prefix) {
+  return text.substr(0, prefix.size()) == prefix;
+}
+
+bool IsPort(std::string_view text) {
+  int port = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
+  return error == std::errc() && end == text.data() + text.size() && port >= 1 && port <= 65535;
+}
+
+/// AF_INET for "10.0.0.1:50051", AF_INET6 for "[fd00::1]:50051", else 0.
+int FamilyOf(std::string_view address) {
+  const size_t colon = address.rfind(':');
+  if (colon == std::string_view::npos || !IsPort(address.substr(colon + 1))) return 0;
+  std::string_view host = address.substr(0, colon);
+  const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  if (bracketed) host = host.substr(1, host.size() - 2);
+  const int family = bracketed ? AF_INET6 : AF_INET;
+  unsigned char bytes[sizeof(in6_addr)];
+  return inet_pton(family, std::string(host).c_str(), bytes) == 1 ? family : 0;
+}
+
+/// A uri holds no bare brackets.
+std::string Escaped(std::string_view address) {
+  std::string text;
+  for (const char c : address) {
+    text += c == '[' ? "%5B" : c == ']' ? "%5D" : std::string(1, c);
+  }
+  return text;
+}
+
+absl::StatusOr<Target> ParseList(std::string_view list) {
+  constexpr std::string_view kSchemes[] = {"ipv4:", "ipv6:"};
+  for (const std::string_view scheme : kSchemes) {
+    if (StartsWith(list, scheme)) list.remove_prefix(scheme.size());
+  }
+  Target target = {.list = true, .replicas = true, .direct = true};
+  int family = 0;
+  for (size_t begin = 0; begin <= list.size();) {
+    const size_t end = std::min(list.find(',', begin), list.size());
+    const std::string_view address = list.substr(begin, end - begin);
+    const int kind = FamilyOf(address);
+    if (kind == 0) {
+      return absl::InvalidArgumentError(fmt::format(
+          "\"{}\" in the list of servers is not an IP address with a port; use addresses, as in "
+          "10.0.0.1:50051,10.0.0.2:50051, or a name that stands for all of them, as in "
+          "dns:///replicas:50051",
+          address));
+    }
+    if (family != 0 && kind != family) {
+      return absl::InvalidArgumentError(
+          fmt::format("\"{}\" mixes IPv4 and IPv6 in the list of servers; use one kind", address));
+    }
+    if (family == 0) {
+      target.uri = kSchemes[kind == AF_INET6];
+      target.authority = address;
+    } else {
+      target.uri += ',';
+    }
+    family = kind;
+    target.uri += Escaped(address);
+    begin = end + 1;
+  }
+  return target;
+}
+
+bool IsLoopback(std::string_view target) {
+  for (const std::string_view scheme : {"dns:///", "ipv4:", "ipv6:"}) {
+    if (StartsWith(target, scheme)) target.remove_prefix(scheme.size());
+  }
+  for (const std::string_view prefix : {"127.", "localhost", "[::1]", "%5B::1%5D", "unix:"}) {
+    if (StartsWith(target, prefix)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+absl::StatusOr<Target> ParseTarget(const std::string& text) {
+  if (text.empty()) {
+    return absl::InvalidArgumentError("the server's address is empty; use host:port");
+  }
+  if (text.find(',') != std::string::npos) return ParseList(text);
+  return Target{.uri = text, .replicas = StartsWith(text, "dns:"), .direct = IsLoopback(text)};
+}
+
+}  // namespace denoised::client

@@ -1,0 +1,594 @@
+// 3×3 convolution for Hopper, for images of at least a tile: like conv2d_sm90.cu, but the pixels of
+// a tile come into shared memory once for all nine taps, and may be normalised there.
+//
+// Policy. A tile is 16×8 pixels of an image, or 8×8 of two. Its input is a patch, the tile and one
+// pixel around it, of 64 channels: one copy, which also makes the zeros beyond the image's edges.
+// The left operand of a tap is the patch read from another pixel on: wgmma takes 8 pixels of each
+// of 8 lines, whatever lies between the lines. So shared memory receives 1.4 pixels for each output
+// pixel and chunk of channels instead of 9.
+//
+// Where a group norm comes before, three warps turn the patch into act(x · factor + offset) in
+// place, with the arithmetic of the group norm's kernel: the normalised image is never in memory.
+//
+//   copies:     patch c+1 ─────────────▶ patch c+2 …      weights of each tap of c ─▶ ring
+//   transforms:          patch c+1 in place
+//   multiplies: nine taps of patch c
+//
+// The steps of k, their order and their splits are those of conv2d_sm90.cu, and so are the bits.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/conv_sm90.cuh"
+#include "engine/backend/cuda/dependent_launch.h"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kTaps = 9;
+constexpr int kUnit = 8;               // pixels of an edge of what a product takes: 64 in all
+constexpr int kPatchSlot = 25 * 1024;  // two patches of 10×10 pixels of 128 bytes; 18×10 take less
+constexpr int kBoxBytes = 64 * 64 * 2;
+
+/// Tiles of 128 pixels and kN outputs for two consumer warpgroups.
+template <int kN_, bool kTurns_, int kPatches_, int kStages_, int kRegisters_, int kFree_,
+          int kThreads_>
+struct Tile {
+  static constexpr int kN = kN_, kPatches = kPatches_, kStages = kStages_;
+  static constexpr bool kTurns = kTurns_, kFold = !kTurns;
+  static constexpr int kShared = 2;             // blocks of a cluster that share their weights
+  static constexpr int kRows = kTurns ? 2 : 1;  // units of 64 pixels, a consumer
+  static constexpr int kSums = kN / 2;
+  static constexpr int kStageBytes = kN * kStepBytes;
+  static constexpr int kBoxes = kN / 64;  // of 64 pixels × 64 outputs
+  static constexpr int kStagingBytes = 2 * kBoxes * kBoxBytes;
+  static constexpr int kBarriers = 2 * kStages + 3 * kPatches + 4;
+  static constexpr int kSharedBytes =
+      kPatches * kPatchSlot + kStages * kStageBytes + kStagingBytes + kBarriers * 8;
+  static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
+  static constexpr bool kNormalises = kThreads > 384;        // has the registers and warps for it
+  static_assert(kN % 64 == 0 && kSharedBytes <= 232448);
+};
+
+struct Work {
+  CUtensorMap x, x2, weight, residual, out;
+  int chunks = 0, chunks2 = 0;
+  int tiles_x = 0, tiles_y = 0;  // of an image
+  int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of kShared
+  int images_at_once = 1;
+  int pitch = 0;          // pixels of a line of a patch
+  int pitch_inverse = 0;  // of 65536, rounded up: for its few pixels an exact division
+  int unit_pixel = 0;     // of a patch, where its second unit begins
+  int patch_bytes = 0;
+  int splits = 1;
+  const float* bias = nullptr;
+  Rows add;  // per image
+};
+
+struct TileAt {
+  int image, y, x, n0;
+};
+template <typename T>
+__device__ inline TileAt TileOf(const Work& work, int index, int rank) {
+  const int n = index % work.n_tiles;
+  const int m = index / work.n_tiles * T::kShared + rank;
+  const int line = m / work.tiles_x;
+  return {line / work.tiles_y * work.images_at_once, line % work.tiles_y * kUnit,
+          (m - line * work.tiles_x) * 2 * kUnit, n * T::kN};
+}
+
+/// Adds what is added per image to a thread's sums of pixels of `image`.
+template <int kSums>
+__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Work& work, int image, int n0,
+                                   float (&sums)[kSums]) {
+  const int first = n0 + threadIdx.x % 4 * 2;
+  const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(work.add.data) +
+                                    int64_t{min(image, conv.images - 1)} * work.add.stride + first;
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j) {
+    const uint32_t pair =
+        first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
+    AddPair(pair, sums[4 * j], sums[4 * j + 1]);
+    AddPair(pair, sums[4 * j + 2], sums[4 * j + 3]);
+  }
+}
+
+/// The left operand of a product: 8 lines of 8 pixels of a patch, `pitch` pixels from line to line.
+__device__ inline uint64_t PatchDescriptor(const void* patch, int pitch) {
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
+  return MatrixDescriptor(patch) - kEightRows + (uint64_t(pitch * kStepBytes >> 4) << 32);
+}
+
+__device__ inline void LoadEight(const float* from, float (&v)[8]) {
+  const float4 a = *reinterpret_cast<const float4*>(from);
+  const float4 b = *reinterpret_cast<const float4*>(from + 4);
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+/// A transformer normalises eight channels of every kPixelStride-th pixel of a patch. Bit i: the
+/// i-th of them lies in the image, and in the patch. What does not stays zero.
+template <int kPixelStride>
+__device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, const Work& work, int thread,
+                                        int y0, int x0) {
+  uint32_t inside = 0;
+  constexpr int kPixels = (2 * kUnit + 2) * (kUnit + 2);
+  for (int i = 0; i < (kPixels + kPixelStride - 1) / kPixelStride; ++i) {
+    const int pixel = thread / 8 + i * kPixelStride;
+    const int line = pixel * work.pitch_inverse >> 16, column = pixel - line * work.pitch;
+    const bool is = line < kUnit + 2 &&
+                    static_cast<unsigned>(y0 + line) < static_cast<unsigned>(conv.height) &&
+                    static_cast<unsigned>(x0 + column) < static_cast<unsigned>(conv.width);
+    inside |= static_cast<uint32_t>(is) << i;
+  }
+  return inside;
+}
+
+/// Silu() of each, with its instructions. Eight at a time and in this order, which the compiler
+/// would not keep: one after the other they wait for the special function unit at every step.
+__device__ inline void Silu(float (&v)[8]) {
+  float power[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(power[j]) : "f"(v[j] * -1.4426950408889634f));
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(power[j]) : "f"(1.0f + power[j]));
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] *= power[j];
+}
+
+/// silu(x · factor + offset) in place.
+template <int kPixelStride>
+__device__ inline void Normalise(unsigned char* patch, int first_pixel, int thread, uint32_t inside,
+                                 const float (&factor)[8], const float (&offset)[8]) {
+  constexpr int kAtOnce = 2;
+  // From pixel to pixel one bit of the swizzle changes, and back.
+  static_assert(kPixelStride % 8 == 4);
+  const int first = first_pixel + thread / 8, chunk = thread % 8 ^ first % 8;
+  unsigned char* even = patch + first * kStepBytes + chunk * 16;
+  unsigned char* odd = patch + first * kStepBytes + (chunk ^ 4) * 16;
+#pragma unroll 1
+  for (; inside != 0; inside >>= kAtOnce) {
+    const auto at = [&](int i) {
+      return reinterpret_cast<uint4*>((i % 2 == 0 ? even : odd) + i * kPixelStride * kStepBytes);
+    };
+    uint4 bits[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (inside >> i & 1) bits[i] = *at(i);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t words[4] = {bits[i].x, bits[i].y, bits[i].z, bits[i].w};
+      float v[8];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        v[2 * j] = fmaf(__uint_as_float(words[j] << 16), factor[2 * j], offset[2 * j]);
+        v[2 * j + 1] =
+            fmaf(__uint_as_float(words[j] & 0xffff0000u), factor[2 * j + 1], offset[2 * j + 1]);
+      }
+      Silu(v);
+      bits[i] = PackBf16(v);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (inside >> i & 1) *at(i) = bits[i];
+    }
+    even += kAtOnce * kPixelStride * kStepBytes;
+    odd += kAtOnce * kPixelStride * kStepBytes;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Work work) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char shared[];  // as the swizzle wants it
+  unsigned char* const ring = shared + T::kPatches * kPatchSlot;
+  unsigned char* const staging = ring + T::kStages * T::kStageBytes;
+  uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
+  uint64_t* const empty = full + T::kStages;
+  uint64_t* const patch_full = empty + T::kStages;
+  uint64_t* const patch_normal = patch_full + T::kPatches;  // transformed
+  uint64_t* const patch_empty = patch_normal + T::kPatches;
+  uint64_t* const turn = patch_empty + T::kPatches;  // [2]: a consumer's turn to multiply
+  uint64_t* const staged = turn + 2;  // [2]: a consumer's staging is free, its residual there
+  const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
+  const auto patch_of = [&](int slot) { return shared + slot * kPatchSlot; };
+
+  // The same in all lanes, and known to be, so that descriptors live in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
+  const int rank = static_cast<int>(ClusterRank());
+  const int chunks = work.chunks + work.chunks2, steps = chunks * kTaps;
+  const int tiles = work.m_tiles / T::kShared * work.n_tiles;
+  const int first_tile = blockIdx.x / T::kShared, stride = gridDim.x / T::kShared;
+  const bool normalises = T::kNormalises && conv.input_factors != nullptr;
+
+  const auto channel_of = [&](int chunk) {  // of concat(x, x2)
+    return chunk < work.chunks ? chunk * kStep : conv.channels + (chunk - work.chunks) * kStep;
+  };
+  const auto copy_weights = [&](const TileAt& tile, int tap, int chunk, int at) {
+    constexpr int kPart = T::kN / T::kShared;
+    CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, &work.weight, &full[at],
+              channel_of(chunk), tap, tile.n0 + rank * kPart, 0,
+              static_cast<uint16_t>((1 << T::kShared) - 1));
+  };
+
+  ReleaseDependents();
+  const bool copies = warp == 8 && ElectOne();
+  if (copies) {
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      InitBarrier(&full[stage], 1);
+      InitBarrier(&empty[stage], (T::kTurns ? 1 : 2) * T::kShared);
+    }
+    for (int slot = 0; slot < T::kPatches; ++slot) {
+      InitBarrier(&patch_full[slot], 1);
+      InitBarrier(&patch_normal[slot], T::kTransformers);
+      InitBarrier(&patch_empty[slot], T::kTurns ? 1 : 2);
+    }
+    for (int i = 0; i < 2; ++i) {
+      InitBarrier(&turn[i], 4);  // a lane of each warp
+      InitBarrier(&staged[i], 1);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  ArriveAtCluster();
+
+  if (group >= 2) {
+    KeepRegisters<T::kProducerRegisters>();
+    WaitForCluster();
+    if (copies) {
+      // Weights are nobody's output: the first ones travel while the predecessor still runs.
+      int early = 0;
+      for (const TileAt tile = TileOf<T>(work, first_tile, rank); early < min(T::kStages, steps);
+           ++early) {
+        ArriveExpecting(&full[early], T::kStageBytes);
+        copy_weights(tile, early % kTaps, early / kTaps, early);
+      }
+      WaitForPredecessors();
+
+      int patch_tile = first_tile, patch_chunk = 0, slot = 0, patch_round = 0;
+      const auto copy_next_patch = [&] {
+        if (patch_tile >= tiles) return;
+        const TileAt tile = TileOf<T>(work, patch_tile, rank);
+        Wait(&patch_empty[slot], (patch_round & 1) ^ 1);
+        ArriveExpecting(&patch_full[slot], work.patch_bytes);
+        const bool from_x = patch_chunk < work.chunks;
+        CopyBox(patch_of(slot), from_x ? &work.x : &work.x2, &patch_full[slot],
+                (from_x ? patch_chunk : patch_chunk - work.chunks) * kStep, tile.x - 1, tile.y - 1,
+                tile.image);
+        if (++slot == T::kPatches) slot = 0, ++patch_round;
+        if (++patch_chunk == chunks) patch_chunk = 0, patch_tile += stride;
+      };
+      for (int i = 0; i < T::kPatches - 1; ++i) copy_next_patch();
+
+      // When this tap's weights find room, the patch before has been used up.
+      constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
+      int stage = 0, round = 0;
+      for (int index = first_tile; index < tiles; index += stride) {
+        const TileAt tile = TileOf<T>(work, index, rank);
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+#pragma unroll 1
+          for (int tap = 0; tap < kTaps; ++tap) {
+            if (early > 0) {
+              --early;
+            } else {
+              Wait(&empty[stage], (round & 1) ^ 1);
+              ArriveExpecting(&full[stage], T::kStageBytes);
+              copy_weights(tile, tap, chunk, stage);
+            }
+            if (tap == kLead) copy_next_patch();
+            if (++stage == T::kStages) stage = 0, ++round;
+          }
+        }
+      }
+    } else if (T::kNormalises && warp > 8 && normalises) {
+      const int thread = threadIdx.x - 9 * 32, vector = thread % 8;
+      const int channels = conv.channels + conv.channels2;
+      WaitForPredecessors();
+      int slot = 0, round = 0;
+      for (int index = first_tile; index < tiles; index += stride) {
+        const TileAt tile = TileOf<T>(work, index, rank);
+        const uint32_t inside =
+            PixelsInside<T::kTransformers / 8>(conv, work, thread, tile.y - 1, tile.x - 1);
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+          const int from_source = (chunk < work.chunks ? chunk : chunk - work.chunks) * kStep;
+          const bool has_channels =
+              from_source + vector * 8 < (chunk < work.chunks ? conv.channels : conv.channels2);
+#pragma unroll 1
+          for (int i = 0; i < work.images_at_once; ++i) {
+            const bool exists = has_channels && tile.image + i < conv.images;
+            float factor[8], offset[8];
+            if (exists) {
+              const float* const from = conv.input_factors +
+                                        int64_t{tile.image + i} * 2 * channels + channel_of(chunk) +
+                                        vector * 8;
+              LoadEight(from, factor);
+              LoadEight(from + channels, offset);
+            }
+            if (i == 0) Wait(&patch_full[slot], round & 1);
+            if (!exists) continue;
+            Normalise<T::kTransformers / 8>(patch_of(slot), i * work.unit_pixel, thread, inside,
+                                            factor, offset);
+          }
+          FenceForCopies();  // products read by the same way as the copy engine
+          Arrive(&patch_normal[slot]);
+          if (++slot == T::kPatches) slot = 0, ++round;
+        }
+      }
+    }
+  } else {
+    TakeRegisters<T::kConsumerRegisters>();
+    WaitForCluster();
+    uint64_t* const patch_ready = normalises ? patch_normal : patch_full;
+    const auto release = [&](int done) {
+      if (threadIdx.x % 128 < T::kShared) ArriveAt(&empty[done], threadIdx.x % 128);
+    };
+    const bool leads = threadIdx.x % 128 == 0;
+    unsigned char* const my_staging = staging + group * T::kBoxes * kBoxBytes;
+    // Of a unit of the tile: its first pixel.
+    const auto unit_of = [&](const TileAt& tile, int i) {
+      const int unit = T::kTurns ? i : group;
+      TileAt at = tile;
+      if (work.images_at_once == 2) {
+        at.image += unit;
+      } else {
+        at.x += unit * kUnit;
+      }
+      return at;
+    };
+    const auto begin_staging = [&](const TileAt& tile, int i) {
+      if (!leads) return;
+      WaitUntilStoresRead();
+      const bool has_residual = conv.residual.data != nullptr;
+      ArriveExpecting(&staged[group], has_residual ? T::kBoxes * kBoxBytes : 0);
+      if (!has_residual) return;
+      const TileAt at = unit_of(tile, i);
+      for (int box = 0; box < T::kBoxes; ++box) {
+        CopyBox(my_staging + box * kBoxBytes, &work.residual, &staged[group], tile.n0 + box * 64,
+                at.x, at.y, at.image);
+      }
+    };
+
+    constexpr int kTakers = T::kTurns ? 2 : 1;
+    // In the sequences of steps and of patches.
+    int step_at = T::kTurns ? group * steps : 0, patch_at = T::kTurns ? group * chunks : 0;
+    int tiles_done = 0, units_done = 0;
+
+    WaitForPredecessors();  // whose output is read and overwritten from here on
+    for (int index = first_tile + (T::kTurns ? group * stride : 0); index < tiles;
+         index += kTakers * stride, ++tiles_done) {
+      const TileAt tile = TileOf<T>(work, index, rank);
+      int stage = step_at % T::kStages, round = step_at / T::kStages;
+      int slot = patch_at % T::kPatches, patch_round = patch_at / T::kPatches;
+      step_at += kTakers * steps, patch_at += kTakers * chunks;
+      begin_staging(tile, 0);
+
+      float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
+      int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
+      const int splits = work.splits;
+      for (int split = 0; split < splits; ++split) {
+#pragma unroll
+        for (int i = 0; i < T::kRows; ++i) {
+          BeginSums(conv, split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
+          PinSums(sums[i]);
+        }
+        if (T::kTurns) Wait(&turn[group], (tiles_done + group + 1) & 1);
+        const int count = steps * (split + 1) / splits - steps * split / splits;
+#pragma unroll 1
+        for (int step = 0; step < count; ++step) {
+          if (tap == 0) Wait(&patch_ready[slot], patch_round & 1);
+          Wait(&full[stage], round & 1);
+          FenceProducts();
+          const uint64_t weight = MatrixDescriptor(weights_of(stage));
+          const uint64_t input =
+              PatchDescriptor(patch_of(slot), work.pitch) +
+              ((tap_pixel + (T::kTurns ? 0 : group * work.unit_pixel)) * kStepBytes >> 4);
+#pragma unroll
+          for (int k = 0; k < kStep / 16; ++k) {
+#pragma unroll
+            for (int i = 0; i < T::kRows; ++i) {
+              MultiplyAdd(sums[i], input + 2 * k + i * (work.unit_pixel * kStepBytes >> 4),
+                          weight + 2 * k);
+            }
+          }
+          CommitProducts();
+          WaitProducts<1>();  // the previous step's
+          if (previous >= 0) release(previous);
+          previous = stage;
+          if (previous_slot >= 0 && leads) Arrive(&patch_empty[previous_slot]);
+          previous_slot = tap == kTaps - 1 ? slot : -1;
+          ++tap, ++tap_x, ++tap_pixel;
+          if (tap_x == 3) tap_x = 0, tap_pixel += work.pitch - 3;
+          if (tap == kTaps) {
+            tap = tap_pixel = 0;
+            if (++slot == T::kPatches) slot = 0, ++patch_round;
+          }
+          if (++stage == T::kStages) stage = 0, ++round;
+        }
+        if (T::kTurns && threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
+        WaitProducts<0>();
+#pragma unroll
+        for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
+        if (previous >= 0) release(previous);
+        if (previous_slot >= 0 && leads) Arrive(&patch_empty[previous_slot]);
+        previous = previous_slot = -1;
+        if (work.add.data != nullptr && split == 0) {
+#pragma unroll
+          for (int i = 0; i < T::kRows; ++i) {
+            AddPerImage(conv, work, unit_of(tile, i).image, tile.n0, sums[i]);
+          }
+        }
+        if constexpr (T::kFold) {
+#pragma unroll
+          for (int i = 0; i < T::kRows; ++i) {
+#pragma unroll
+            for (int j = 0; j < T::kSums; ++j) {
+              total[i][j] = split == 0 ? sums[i][j] : total[i][j] + sums[i][j];
+            }
+          }
+        }
+      }
+
+#pragma unroll
+      for (int i = 0; i < T::kRows; ++i) {
+        Wait(&staged[group], units_done & 1);
+        ++units_done;
+        if constexpr (T::kFold) {
+          FinishStaged<64>(conv, my_staging, total[i]);
+        } else {
+          FinishStaged<64>(conv, my_staging, sums[i]);
+        }
+        FenceForCopies();
+        SyncWarpgroup(group);
+        if (leads) {
+          const TileAt at = unit_of(tile, i);
+          for (int box = 0; box < T::kBoxes; ++box) {
+            StoreBox(&work.out, my_staging + box * kBoxBytes, tile.n0 + box * 64, at.x, at.y,
+                     at.image);
+          }
+          CommitStores();
+        }
+        if (i + 1 < T::kRows) begin_staging(tile, i + 1);
+      }
+    }
+    if (leads) WaitUntilStoresRead();
+  }
+
+  ArriveAtCluster();  // no block may go while another signals or copies into its shared memory
+  WaitForCluster();
+#endif
+}
+
+using Tile128 = Tile<128, false, 3, 6, 184, 72, 512>;
+using Tile192 = Tile<192, false, 3, 4, 232, 40, 384>;
+using Tile128Turns = Tile<128, true, 3, 6, 184, 72, 512>;
+using Tile192Turns = Tile<192, true, 3, 4, 232, 40, 384>;
+
+template <typename Do>
+cudaError_t WithTile(HopperTile tile, const Do& what) {
+  switch (tile) {
+    case HopperTile::kPatch128:
+      return what(Tile128());
+    case HopperTile::kPatch192:
+      return what(Tile192());
+    case HopperTile::kPatch128Turns:
+      return what(Tile128Turns());
+    case HopperTile::kPatch192Turns:
+      return what(Tile192Turns());
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+/// Boxes of 64 channels of width × height pixels of so many images.
+CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels, const Conv2dLaunch& conv,
+                      int width, int height, int images) {
+  const cuuint64_t pixel_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
+  const cuuint64_t dims[4] = {
+      static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(conv.width),
+      static_cast<cuuint64_t>(conv.height), static_cast<cuuint64_t>(conv.images)};
+  const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * dims[1],
+                                 pixel_bytes * dims[1] * dims[2]};
+  const cuuint32_t box[4] = {kStep, static_cast<cuuint32_t>(width), static_cast<cuuint32_t>(height),
+                             static_cast<cuuint32_t>(images)};
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+template <typename T>
+cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue) {
+  if (!SuitsPatches(conv) || (plan.splits > 1 && !T::kFold) ||
+      (conv.input_factors != nullptr && !T::kNormalises)) {
+    return cudaErrorInvalidValue;
+  }
+  Work work;
+  work.chunks = ChunksOf(conv.channels);
+  work.chunks2 = ChunksOf(conv.channels2);
+  work.images_at_once = conv.width <= kUnit ? 2 : 1;
+  work.tiles_x = work.images_at_once == 2 ? 1 : (conv.width + 2 * kUnit - 1) / (2 * kUnit);
+  work.tiles_y = (conv.height + kUnit - 1) / kUnit;
+  const int groups = (conv.images + work.images_at_once - 1) / work.images_at_once;
+  const int m_tiles = work.tiles_x * work.tiles_y * groups;
+  work.m_tiles = (m_tiles + T::kShared - 1) / T::kShared * T::kShared;
+  work.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
+  work.pitch = work.images_at_once == 2 ? kUnit + 2 : 2 * kUnit + 2;
+  work.pitch_inverse = 65536 / work.pitch + 1;
+  const int patch_pixels = work.pitch * (kUnit + 2);
+  work.unit_pixel = work.images_at_once == 2 ? patch_pixels : kUnit;
+  work.patch_bytes = patch_pixels * work.images_at_once * kStepBytes;
+  work.splits = plan.splits;
+  work.bias = conv.bias;
+  work.add = conv.add;
+
+  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
+  const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels) {
+    return EncodeImages(map, rows, channels, conv, work.pitch, kUnit + 2, work.images_at_once);
+  };
+  CUresult result = encode_patch(&work.x, conv.x, conv.channels);
+  if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
+    result = encode_patch(&work.x2, conv.x2, conv.channels2);
+  }
+  if (result == CUDA_SUCCESS) {
+    result = EncodeWeight(&work.weight, conv, kTaps, /*phases=*/1, T::kN / T::kShared);
+  }
+  if (result == CUDA_SUCCESS) {
+    result = EncodeImages(&work.out, conv.out, conv.outputs, conv, kUnit, kUnit, 1);
+  }
+  if (result == CUDA_SUCCESS && conv.residual.data != nullptr) {
+    result = EncodeImages(&work.residual, conv.residual, conv.outputs, conv, kUnit, kUnit, 1);
+  }
+  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+
+  const int64_t tiles = int64_t{work.m_tiles / T::kShared} * work.n_tiles;
+  const int64_t at_once = queue.multiprocessors / T::kShared;
+  conv.bias = nullptr;  // sums begin with it
+  conv.add = {};        // and with this
+  return LaunchDependent(Conv3x3Kernel<T>,
+                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * T::kShared),
+                          .block = T::kThreads,
+                          .shared_bytes = T::kSharedBytes,
+                          .cluster = T::kShared},
+                         queue, conv, work);
+}
+
+}  // namespace
+
+bool SuitsPatches(const Conv2dLaunch& conv) {
+  return conv.kernel == 3 && conv.stride == 1 && conv.pad_top == 1 && conv.pad_left == 1 &&
+         !conv.upsample2x && conv.out_height == conv.height && conv.out_width == conv.width &&
+         conv.height % kUnit == 0 && (conv.width % (2 * kUnit) == 0 || conv.width == kUnit) &&
+         (conv.outputs % 128 == 0 || conv.outputs % 192 == 0) && InVectors(conv.x) &&
+         InVectors(conv.x2) && conv.channels % 8 == 0 && conv.channels2 % 8 == 0 &&
+         HasVectorOutputs(conv) &&
+         (conv.input_factors != nullptr) == (conv.input_activation == Activation::kSilu);
+}
+
+cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  return WithTile(plan.tile,
+                  [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
+}
+
+cudaError_t LoadConv3x3Kernels() {
+  for (HopperTile tile : {HopperTile::kPatch128, HopperTile::kPatch192, HopperTile::kPatch128Turns,
+                          HopperTile::kPatch192Turns}) {
+    const cudaError_t error = WithTile(tile, [](auto chosen) {
+      using T = decltype(chosen);
+      return LoadKernel(Conv3x3Kernel<T>, T::kSharedBytes);
+    });
+    if (error != cudaSuccess) return error;
+  }
+  return GetTensorMapEncoders().error;
+}
+
+}  // namespace denoised::cuda

@@ -1,0 +1,426 @@
+// Several devices and one queue: who draws what, and what becomes of it when a device is lost.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "tests/batching/simulation.h"
+
+namespace denoised {
+namespace {
+
+using Request = Simulation::Request;
+
+double Seconds(FakeClock::TimePoint from, FakeClock::TimePoint to) {
+  return std::chrono::duration<double>(to - from).count();
+}
+
+Simulation::Options With(int devices) {
+  return {.devices = devices, .limits = {.requests = 20'000, .images = 40'000}};
+}
+
+/// Ends device `index` at its next evaluation.
+void Break(Simulation& simulation, int index) {
+  simulation.devices[index].backend->fault = [] { return Internal("it fell off the bus"); };
+}
+
+void ExpectNothingLeft(const Admission::Totals& totals) {
+  EXPECT_EQ(totals.active_images, 0);
+  EXPECT_EQ(std::accumulate(totals.queued_images.begin(), totals.queued_images.end(), 0), 0);
+  EXPECT_EQ(std::accumulate(totals.queued_requests.begin(), totals.queued_requests.end(), 0), 0);
+}
+
+TEST(Devices, ThroughputGrowsWithThem) {
+  std::map<int, double> seconds;
+  for (const int devices : {1, 2, 4}) {
+    Simulation simulation(With(devices));
+    std::vector<std::shared_ptr<Heard>> jobs;
+    const FakeClock::TimePoint began = simulation.clock.now;
+    for (int i = 0; i < 400; ++i)
+      jobs.push_back(simulation.Submit({.steps = 20 + i % 30, .count = 1 + i % 4}));
+    simulation.RunAll();
+    seconds[devices] = Seconds(began, simulation.clock.now);
+    for (const auto& heard : jobs) ASSERT_TRUE(heard->done->ok());
+    EXPECT_EQ(simulation.evaluations_on.size(), static_cast<size_t>(devices));
+  }
+  EXPECT_GT(seconds[1] / seconds[2], 1.95);
+  EXPECT_GT(seconds[1] / seconds[4], 3.8);
+}
+
+TEST(Devices, AFewImagesAreSharedOut) {
+  Simulation simulation(With(2));
+  const auto heard = simulation.Submit({.steps = 10, .count = 4});
+  simulation.RunAll();
+  EXPECT_EQ(simulation.evaluations_on["simulated:0"], 10);
+  EXPECT_EQ(simulation.evaluations_on["simulated:1"], 10);
+  EXPECT_EQ(simulation.widest, 2);
+  EXPECT_NEAR(heard->seconds(), 10 * (0.001 + 2 * 0.0001), 1e-9);
+}
+
+TEST(Devices, BitsDoNotDependOnTheDevice) {
+  std::vector<std::vector<float>> alone;
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    Simulation simulation({.max_rows = 4});
+    const auto heard = simulation.Submit({.steps = 60, .seed = seed, .guidance = 1.0 + seed % 2});
+    simulation.RunAll();
+    alone.push_back(heard->images.at(0));
+  }
+  Simulation simulation({.devices = 3, .max_rows = 4});
+  std::vector<std::shared_ptr<Heard>> jobs;
+  for (uint64_t seed = 0; seed < 12; ++seed)
+    jobs.push_back(simulation.Submit({.steps = 60, .seed = seed, .guidance = 1.0 + seed % 2}));
+  for (int i = 0; simulation.busy(); ++i) {
+    // Company that has images parked, which may go on elsewhere.
+    if (i % 7 == 0 && i < 600)
+      simulation.Submit({.steps = 3, .count = 1 + i % 5, .priority = Priority::kInteractive});
+    simulation.Step();
+  }
+  EXPECT_GT(simulation.Totals().parked_images, 20u) << "else this tests nothing";
+  for (uint64_t seed = 0; seed < 12; ++seed) EXPECT_EQ(jobs[seed]->images.at(0), alone[seed]);
+}
+
+TEST(Devices, EstimatesCountThem) {
+  std::map<int, Estimate> last;
+  for (const int devices : {1, 2}) {
+    Simulation simulation(With(devices));
+    std::vector<std::pair<Estimate, std::shared_ptr<Heard>>> jobs;
+    for (int i = 0; i < 320; ++i) {
+      const auto heard = simulation.TrySubmit({.steps = 20}, &last[devices]);
+      jobs.emplace_back(last[devices], *heard);
+    }
+    simulation.RunAll();
+    for (const auto& [estimate, heard] : jobs)
+      EXPECT_NEAR(heard->seconds(), *estimate.total_seconds, 20 * 0.0026)
+          << "within the length of one job";
+  }
+  EXPECT_NEAR(*last[2].total_seconds / *last[1].total_seconds, 0.5, 0.03);
+
+  // A deadline that two meet and one does not.
+  Simulation one(With(1)), two(With(2));
+  const Request request = {.steps = 50, .count = 32, .deadline_seconds = 0.2};
+  EXPECT_FALSE(one.TrySubmit(request).ok());
+  const auto heard = two.TrySubmit(request);
+  ASSERT_TRUE(heard.ok()) << heard.status();
+  two.RunAll();
+  EXPECT_TRUE((*heard)->done->ok()) << *(*heard)->done;
+}
+
+TEST(Devices, AShortJobIsInTheNextEvaluationOfSomeDevice) {
+  Simulation simulation(With(2));
+  simulation.Submit({.steps = 400, .count = 64});
+  for (int i = 0; i < 60; ++i) simulation.Step();
+  const auto quick = simulation.Submit({.steps = 4, .priority = Priority::kInteractive});
+  simulation.Step();
+  EXPECT_TRUE(quick->started_at.has_value());
+  while (!quick->done) simulation.Step();
+  EXPECT_LE(quick->seconds(), 6 * 0.0026);
+}
+
+TEST(Devices, ANewSizeTakesMemoryWhereItIsNeeded) {
+  Simulation simulation({.devices = 2, .max_rows = 4});
+  simulation.Add("plain", 0);
+  const auto taken = [&](int device) { return simulation.devices[device].backend->allocated(); };
+  const size_t before = taken(0);
+  ASSERT_EQ(taken(1), before);
+  const auto few = simulation.Submit({.steps = 3, .count = 2, .model = "plain", .size = 6});
+  simulation.RunAll();
+  EXPECT_TRUE(few->done->ok());
+  EXPECT_EQ((taken(0) > before) + (taken(1) > before), 1) << "one can carry them";
+  const auto many = simulation.Submit({.steps = 3, .count = 12, .model = "plain", .size = 6});
+  simulation.RunAll();
+  EXPECT_TRUE(many->done->ok());
+  EXPECT_GT(taken(0), before);
+  EXPECT_EQ(taken(1), taken(0));
+
+  // Where there is no memory for a size, another device has it; where none has, the job is told.
+  SimulatedBackend& full = *simulation.devices[0].backend;
+  full.memory_limit = full.allocated() / 2;
+  const auto elsewhere = simulation.Submit({.steps = 3, .model = "plain", .size = 8});
+  simulation.RunAll();
+  EXPECT_TRUE(elsewhere->done->ok()) << *elsewhere->done;
+  SimulatedBackend& other = *simulation.devices[1].backend;
+  other.memory_limit = other.allocated() / 2;
+  const auto nowhere = simulation.Submit({.steps = 3, .model = "plain", .size = 12});
+  simulation.RunAll();
+  ASSERT_TRUE(nowhere->done.has_value());
+  EXPECT_EQ(nowhere->done->code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST(Devices, ASizeThatOnlyTheLostOneHadMemoryForIsToldSo) {
+  Simulation simulation({.devices = 2, .max_rows = 4});
+  simulation.Add("plain", 0);
+  SimulatedBackend& full = *simulation.devices[0].backend;
+  full.memory_limit = full.allocated();
+  const auto size = simulation.Submit({.steps = 20, .count = 9, .model = "plain", .size = 8});
+  const auto other = simulation.Submit({.steps = 20, .count = 3});
+  for (int i = 0; i < 8; ++i) simulation.Step();
+  EXPECT_FALSE(size->progress.empty());
+  Break(simulation, 1);
+  simulation.RunAll();
+  ASSERT_TRUE(size->done.has_value());
+  EXPECT_EQ(size->done->code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(other->done->ok());
+  ExpectNothingLeft(simulation.Totals("plain"));
+}
+
+TEST(Devices, OneThatIsLostLosesNoImage) {
+  const auto request = [](uint64_t seed) {
+    return Request{.steps = 30, .seed = seed, .count = 3, .previews = true};
+  };
+  std::vector<std::map<int, std::vector<float>>> alone;
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    Simulation simulation({.max_rows = 8});
+    const auto heard = simulation.Submit(request(seed));
+    simulation.RunAll();
+    alone.push_back(heard->images);
+  }
+  for (const int after : {1, 2, 31, 47}) {
+    SCOPED_TRACE(after);
+    Simulation simulation({.devices = 2, .max_rows = 8});
+    std::vector<std::shared_ptr<Heard>> jobs;
+    for (uint64_t seed = 0; seed < 20; ++seed) jobs.push_back(simulation.Submit(request(seed)));
+    for (int i = 0; i < after; ++i) simulation.Step();
+    Break(simulation, 1);
+    simulation.RunAll();
+    EXPECT_TRUE(simulation.devices[1].lost);
+    uint64_t wanted = 0;
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      const Heard& heard = *jobs[seed];
+      ASSERT_TRUE(heard.done->ok()) << *heard.done;
+      EXPECT_EQ(heard.images, alone[seed]);
+      // Events go on where they were: nothing is told twice, and progress does not go back.
+      EXPECT_TRUE(std::is_sorted(heard.progress.begin(), heard.progress.end(),
+                                 [](int a, int b) { return a <= b; }));
+      EXPECT_EQ(heard.progress.back(), 90);
+      const std::set<std::pair<int, int>> previews(heard.previews.begin(), heard.previews.end());
+      EXPECT_EQ(previews.size(), heard.previews.size());
+      EXPECT_EQ(previews.size(), size_t{3} * 29);
+      wanted += 90;
+    }
+    const Admission::Totals totals = simulation.Totals();
+    const uint64_t wasted = totals.wasted_rows[static_cast<size_t>(EndReason::kFailed)];
+    EXPECT_EQ(totals.rows, wanted + wasted);
+    if (after > 2) {
+      EXPECT_GT(wasted, 0u);
+    }
+    ExpectNothingLeft(totals);
+    EXPECT_EQ(simulation.admission.RoomToPark(1), size_t{1} << 30) << "all is given back";
+  }
+}
+
+TEST(Devices, CancelsAndALossLeaveNothingBehindAndChangeNoBit) {
+  constexpr int kShapes = 9;
+  const auto request = [](int shape) {
+    return Request{.steps = 1 + 2 * shape,
+                   .seed = static_cast<uint64_t>(shape),
+                   .count = 1 + shape % 3,
+                   .guidance = shape % 2 ? 2.0 : 1.0,
+                   .priority = static_cast<Priority>(shape % 3),
+                   .client = std::to_string(shape % 4)};
+  };
+  std::vector<std::map<int, std::vector<float>>> idle;
+  for (int shape = 0; shape < kShapes; ++shape) {
+    Simulation simulation({.max_rows = 6});
+    const auto heard = simulation.Submit(request(shape));
+    simulation.RunAll();
+    idle.push_back(heard->images);
+  }
+  Simulation simulation(
+      {.devices = 3, .max_rows = 6, .limits = {.requests = 20'000, .images = 40'000}});
+  std::mt19937 random(4);
+  std::vector<JobId> doomed;
+  std::vector<std::pair<int, std::shared_ptr<Heard>>> survivors;
+  for (int event = 0; event < 6000; ++event) {
+    if (event == 2000) Break(simulation, 2);
+    if (event == 4000) Break(simulation, 0);
+    const int shape = static_cast<int>(random() % kShapes);
+    switch (random() % 8) {
+      case 0:
+        survivors.emplace_back(shape, simulation.Submit(request(shape)));
+        break;
+      case 1:
+        simulation.Submit(request(shape));
+        doomed.push_back(simulation.last_id);
+        break;
+      case 2: {
+        if (doomed.empty()) break;
+        const size_t which = random() % doomed.size();
+        simulation.queue.End(doomed[which], Cancelled("gone"), EndReason::kCancelled);
+        doomed.erase(doomed.begin() + static_cast<std::ptrdiff_t>(which));
+        break;
+      }
+      default:
+        simulation.Step();
+    }
+  }
+  simulation.RunAll();
+  EXPECT_TRUE(simulation.devices[0].lost && simulation.devices[2].lost);
+  ASSERT_GT(survivors.size(), 100u);
+  for (const auto& [shape, heard] : survivors) {
+    ASSERT_TRUE(heard->done->ok()) << *heard->done;
+    EXPECT_EQ(heard->images, idle[shape]);
+  }
+  ExpectNothingLeft(simulation.Totals());
+}
+
+/// What a job of several threads told.
+class Collected : public JobListener {
+ public:
+  void OnProgress(int done, int) override {
+    const std::lock_guard lock(mutex_);
+    EXPECT_GT(done, progress_);
+    EXPECT_FALSE(done_) << "nothing follows OnDone";
+    progress_ = done;
+  }
+  void OnImage(ImageResult image) override {
+    const std::lock_guard lock(mutex_);
+    EXPECT_TRUE(images_.emplace(image.index, image.pixels.ToFloats()).second);
+  }
+  void OnDone(const absl::Status& status, const JobTiming&) override {
+    const std::lock_guard lock(mutex_);
+    EXPECT_FALSE(done_) << "OnDone comes once";
+    done_ = status;
+  }
+  std::map<int, std::vector<float>> images() {
+    const std::lock_guard lock(mutex_);
+    return images_;
+  }
+  std::optional<absl::Status> done() {
+    const std::lock_guard lock(mutex_);
+    return done_;
+  }
+
+ private:
+  std::mutex mutex_;
+  int progress_ = 0;
+  std::map<int, std::vector<float>> images_;
+  std::optional<absl::Status> done_;
+};
+
+TEST(Devices, OnThreadsOfTheirOwnOneMayBeLostInTheMiddleOfAStep) {
+  constexpr int kDevices = 3, kShapes = 6;
+  const auto request = [](int shape) {
+    return Request{.steps = 2 + 5 * shape,
+                   .seed = static_cast<uint64_t>(shape),
+                   .count = 1 + shape % 3,
+                   .guidance = shape % 2 ? 2.0 : 1.0,
+                   .priority = static_cast<Priority>(shape % 3)};
+  };
+  Simulation requests({.max_rows = 6});
+  std::vector<std::map<int, std::vector<float>>> idle;
+  for (int shape = 0; shape < kShapes; ++shape) {
+    const auto heard = requests.Submit(request(shape));
+    requests.RunAll();
+    idle.push_back(heard->images);
+  }
+
+  Admission admission({.requests = 20'000, .images = 40'000});
+  JobQueue queue(admission);
+  std::atomic<bool> stop{false};
+  std::atomic<int> ready{0};
+  std::vector<std::thread> devices;
+  for (int i = 0; i < kDevices; ++i)
+    devices.emplace_back([&, i] {
+      const auto backend = OpenBackend({.device = "cpu"});
+      ASSERT_TRUE(backend.ok()) << backend.status();
+      StepBatcher batcher(**backend, admission, queue, nullptr,
+                          {.device = i, .keep_evaluations = 0});
+      const BatchedModel model{.name = "fake",
+                               .denoiser = std::make_shared<FakeDenoiser>(Simulation::kSize, 1, 5),
+                               .null_label = 4,
+                               .max_rows = 6,
+                               .slots = 6,
+                               .max_evaluations = 100};
+      EXPECT_TRUE(batcher.AddModel(model, Simulation::kSize, Simulation::kSize).ok());
+      ++ready;
+      // One that is lost goes on, as one that hung and came back: nobody may notice.
+      while (!stop) {
+        if (!batcher.busy()) continue;
+        EXPECT_TRUE(batcher.Step().ok());
+      }
+    });
+  while (ready < kDevices) std::this_thread::yield();
+
+  std::mt19937 random(6);
+  std::vector<JobId> doomed;
+  std::vector<std::pair<int, std::shared_ptr<Collected>>> survivors;
+  const auto submit = [&](int shape) {
+    auto collected = std::make_shared<Collected>();
+    const auto id = queue.Submit(requests.Job(request(shape)), collected);
+    EXPECT_TRUE(id.ok()) << id.status();
+    doomed.push_back(*id);
+    return collected;
+  };
+  for (int i = 0; i < 400; ++i) {
+    if (i == 130) queue.Lose(1);
+    if (i == 260) queue.Lose(2);
+    const int shape = static_cast<int>(random() % kShapes);
+    survivors.emplace_back(shape, submit(shape));
+    doomed.pop_back();
+    submit(static_cast<int>(random() % kShapes));
+    if (random() % 2)
+      queue.End(doomed[random() % doomed.size()], Cancelled("gone"), EndReason::kCancelled);
+  }
+  const auto deadline = JobQueue::Clock::now() + std::chrono::minutes(2);
+  EXPECT_TRUE(queue.WaitForNone(nullptr, deadline));
+  stop = true;
+  for (std::thread& device : devices) device.join();
+  for (const auto& [shape, collected] : survivors) {
+    ASSERT_TRUE(collected->done().has_value());
+    ASSERT_TRUE(collected->done()->ok()) << *collected->done();
+    EXPECT_EQ(collected->images(), idle[shape]);
+  }
+  ExpectNothingLeft(admission.Read("fake", JobQueue::Clock::now()));
+  EXPECT_EQ(admission.RoomToPark(1), size_t{1} << 30);
+}
+
+TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
+  Simulation requests({});
+  Admission admission({});
+  JobQueue queue(admission);
+  Admission::Lane* const lane = admission.Open("fake", Simulation::kSize, Simulation::kSize, 4);
+  for (const int device : {0, 1}) {
+    queue.AddModel("fake", device);
+    queue.Opened({lane, "fake", Simulation::kSize, Simulation::kSize}, device, absl::OkStatus());
+  }
+  const auto collected = std::make_shared<Collected>();
+  ASSERT_TRUE(queue.Submit(requests.Job({.steps = 5}), collected).ok());
+  const auto draw = [&](int device) {
+    const auto job = queue.First(lane, device, 0);
+    const auto image = job ? queue.Take(job, device) : nullptr;
+    if (!image) return image;
+    for (; image->evaluation < 4; ++image->evaluation)
+      queue.Tell({{.image = image, .evaluation = image->evaluation + 1}});
+    queue.Drawn(image);
+    return image;
+  };
+  const auto tell = [&](const std::shared_ptr<JobQueue::Image>& image) {
+    queue.Tell({{.image = image,
+                 .evaluation = 5,
+                 .result = ImageResult{.index = 0, .pixels = Tensor::Host({1}, DType::kF32)}}});
+  };
+  const auto lost = draw(0);
+  ASSERT_TRUE(lost);
+  EXPECT_EQ(admission.Read("fake", {}).active_images, 0);
+  queue.Lose(0);
+  EXPECT_FALSE(draw(0)) << "it is given nothing any more";
+  tell(lost);
+  EXPECT_FALSE(collected->done()) << "what it says late is for nobody";
+  const Admission::Totals totals = admission.Read("fake", {});
+  EXPECT_EQ(totals.active_images, 0);
+  EXPECT_EQ(totals.queued_images[static_cast<size_t>(Priority::kNormal)], 1);
+  EXPECT_EQ(totals.wasted_rows[static_cast<size_t>(EndReason::kFailed)], 4u);
+  const auto again = draw(1);
+  ASSERT_TRUE(again);
+  tell(again);
+  EXPECT_EQ(collected->done(), absl::OkStatus());
+  ExpectNothingLeft(admission.Read("fake", {}));
+}
+
+}  // namespace
+}  // namespace denoised
