@@ -29,7 +29,7 @@ RequestLimits Within(const ClientLimits& client, RequestLimits server);
 /// Who makes a call.
 struct Caller {
   std::string name = "anonymous";  // in logs and metrics
-  bool admin = false;              // may call ModelAdmin
+  bool admin = false;              // may change models and see the jobs of all clients
   double weight = 1;               // share of the device beside other clients
   ClientLimits limits;
 
@@ -59,6 +59,8 @@ class Clients {
 
   /// Whether clients are told apart: there is a file.
   bool known() const { return !path_.empty(); }
+  /// Whether the caller may do what is for admins: where clients are not told apart, all may.
+  bool IsAdmin(const Caller& caller) const { return !known() || caller.admin; }
 
   /// Never null. Unauthenticated says what would be needed, and repeats nothing of what was sent.
   absl::StatusOr<std::shared_ptr<const Caller>> Identify(const Credentials& credentials) const;

@@ -455,7 +455,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(Seconds(0.0, 31536000.0))
       ->group("Limits");
   app.add_option("--max-kept-job-bytes", config.jobs.max_bytes,
-                 "Memory for these results; the oldest go first")
+                 "Memory for these results, less what running jobs hold; the oldest go first")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
       ->group("Limits");
   app.add_option("--max-request-bytes", config.limits.max_request_bytes,

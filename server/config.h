@@ -58,7 +58,7 @@ struct ConnectionLimits {
 /// How long results of jobs wait for whoever asks for them again.
 struct JobRetention {
   std::chrono::milliseconds time{600'000};
-  int64_t max_bytes = 256 << 20;  // of all results together; the oldest go first
+  int64_t max_bytes = 256 << 20;  // of all results and running jobs together; the oldest go first
 };
 
 /// Everything that the command line says.

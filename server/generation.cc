@@ -56,6 +56,10 @@ constexpr std::chrono::system_clock::time_point kNever{};
 
 constexpr int kAttempts = 3;  // to find a model that is not just being replaced
 
+/// Between two deliveries of nothing but progress. A message for every evaluation of every job is
+/// more than anybody can see, and costs both sides more than the images do.
+constexpr std::chrono::milliseconds kProgressPeriod{100};
+
 }  // namespace
 
 Generation::Generation(Serving* serving, Origin origin)
@@ -235,6 +239,7 @@ v1::Job Generation::Describe() const {
   std::lock_guard lock(mutex_);
   v1::Job job;
   job.set_request_id(origin_.request_id);
+  job.set_client(origin_.caller.name);
   *job.mutable_params() = params_;
   *job.mutable_create_time() = ToTimestamp(created_);
   if (started_ != kNever) *job.mutable_start_time() = ToTimestamp(started_);
@@ -306,6 +311,9 @@ void Generation::OnProgress(int done, int total) {
   std::lock_guard lock(mutex_);
   inbox_.progress = progress_ = {done, total};
   if (include_timings_) timeline_.AddEvaluation(SecondsSinceArrival(), done, total);
+  const auto now = Clock::now();
+  if (now - last_progress_ < kProgressPeriod) return;  // it goes with what comes next
+  last_progress_ = now;
   ScheduleDelivery();
 }
 

@@ -162,6 +162,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   std::vector<Watching> watchers_;
   ClientLoad::Lease queue_place_;
   std::map<int, std::chrono::steady_clock::time_point> last_preview_;  // by image
+  std::chrono::steady_clock::time_point last_progress_;                // that was delivered alone
   int encoding_ = 0;                  // images between OnImage and the inbox
   std::optional<absl::Status> done_;  // what the engine ended with
   absl::Status encode_error_;

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
+#include <vector>
 
 #include "server/quote.h"
 #include "server/status_details.h"
@@ -81,6 +83,7 @@ std::shared_ptr<Generation> Jobs::Begin(const Request& request,
   entry.generation = generation;
   {
     std::lock_guard lock(mutex_);
+    entry.number = ++last_number_;
     const auto [known, fresh] = entries_.try_emplace(KeyOf(*generation), entry);
     if (!fresh) {
       Entry& there = known->second;
@@ -135,6 +138,27 @@ v1::Job Jobs::Describe(const Generation& generation) const {
   return job;
 }
 
+v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t size,
+                                uint64_t before) const {
+  std::vector<std::pair<uint64_t, std::shared_ptr<Generation>>> found;
+  {
+    std::lock_guard lock(mutex_);
+    auto entry = client ? entries_.lower_bound({*client, ""}) : entries_.begin();
+    for (; entry != entries_.end() && (!client || entry->first.first == *client); ++entry) {
+      const Entry& each = entry->second;
+      if (each.number < before) found.emplace_back(each.number, each.generation);
+    }
+  }
+  const auto end = found.begin() + static_cast<ptrdiff_t>(std::min(size, found.size()));
+  std::partial_sort(found.begin(), end, found.end(), std::greater<>());
+  v1::ListJobsResponse response;
+  for (auto each = found.begin(); each != end; ++each) {
+    *response.add_jobs() = Describe(*each->second);
+  }
+  if (end != found.end()) response.set_next_page_token(std::to_string(std::prev(end)->first));
+  return response;
+}
+
 void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
   const bool keep = generation->origin().kept && generation->accepted();
   std::lock_guard lock(mutex_);
@@ -155,6 +179,18 @@ void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
 void Jobs::Expire() {
   std::lock_guard lock(mutex_);
   while (!kept_.empty() && kept_.front().expires <= Clock::now()) DropOldest();
+  const size_t running = RunningBytes();
+  while (!kept_.empty() && running + kept_bytes_ > static_cast<size_t>(retention_.max_bytes)) {
+    DropOldest();
+  }
+}
+
+size_t Jobs::RunningBytes() const {
+  size_t bytes = 0;
+  for (const auto& [key, entry] : entries_) {
+    if (!entry.expires) bytes += entry.generation->bytes();
+  }
+  return bytes;
 }
 
 void Jobs::DropOldest() {
@@ -178,9 +214,9 @@ size_t Jobs::size() const {
   return entries_.size();
 }
 
-size_t Jobs::kept_bytes() const {
+size_t Jobs::bytes() const {
   std::lock_guard lock(mutex_);
-  return kept_bytes_;
+  return kept_bytes_ + RunningBytes();
 }
 
 }  // namespace denoised

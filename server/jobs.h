@@ -50,20 +50,26 @@ class Jobs {
                                    grpc::Status* refusal) const;
   /// What GetJob replies.
   v1::Job Describe(const Generation& generation) const;
+  /// Those of `client`, or without one of all: the `size` latest of those that began before the one
+  /// with the number `before`. The token of the next page is the number of the last.
+  v1::ListJobsResponse List(const std::optional<std::string>& client, size_t size,
+                            uint64_t before) const;
 
   /// Called by a generation, once, when it has ended.
   void Ended(const std::shared_ptr<Generation>& generation);
-  /// Drops results that were kept long enough.
+  /// Drops results that were kept long enough, and the oldest while there are too many bytes: those
+  /// of jobs that still run count too.
   void Expire();
 
-  /// Generations that run or are kept, and the bytes of the latter.
+  /// Generations that run or are kept, and the bytes of their events.
   size_t size() const;
-  size_t kept_bytes() const;
+  size_t bytes() const;
 
  private:
   using Key = std::pair<std::string, std::string>;  // client, request_id
   struct Entry {
     std::shared_ptr<Generation> generation;
+    uint64_t number = 0;              // in the order of their beginnings
     v1::StreamGenerateRequest asked;  // only of requests whose client chose the id
     std::optional<std::chrono::system_clock::time_point> expires;
   };
@@ -75,6 +81,7 @@ class Jobs {
 
   static Key KeyOf(const Generation& generation);
   // Under mutex_.
+  size_t RunningBytes() const;
   void DropOldest();
   /// A retry takes the place of this one.
   void Forget(const Generation& generation);
@@ -83,6 +90,7 @@ class Jobs {
   const JobRetention retention_;
   mutable std::mutex mutex_;
   std::map<Key, Entry> entries_;  // guarded by mutex_
+  uint64_t last_number_ = 0;      // guarded by mutex_; of all that began
   std::deque<Kept> kept_;         // guarded by mutex_; in the order of their ends
   size_t kept_bytes_ = 0;         // guarded by mutex_
 };

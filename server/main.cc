@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <google/protobuf/stubs/logging.h>
 #include <grpc/support/log.h>
+#include <sys/resource.h>
 
 #include <csignal>
 #include <cstdlib>
@@ -72,6 +73,15 @@ void LogOfProtobuf(google::protobuf::LogLevel, const char* file, int line,
   log::Debug("protobuf: " + message, {{"file", file}, {"line", line}});
 }
 
+/// What this thread starts from now on, gRPC's threads and the workers, has a lower priority than
+/// the threads of the engine, which are there already: these would wait for each other when one of
+/// them loses its core. (On Linux the nice value is a thread's own, and inherited; it may always
+/// rise.)
+void GiveWayToTheEngine() {
+  constexpr int kNice = 10;
+  setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNice);
+}
+
 int Main(int argc, char** argv) {
   // Before any thread exists: all of them inherit the mask, and only Serve takes the signals.
   sigset_t signals;
@@ -104,6 +114,7 @@ int Main(int argc, char** argv) {
     log::Error(std::string(engine.status().message()));
     return 1;
   }
+  GiveWayToTheEngine();
   return Serve(config, *std::move(engine), signals);
 }
 

@@ -4,6 +4,7 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/impl/server_builder_option.h>
 #include <grpcpp/impl/server_builder_plugin.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -38,6 +39,11 @@ using Clock = std::chrono::steady_clock;
 
 /// Initialised before main: the start of the process, near enough for startup_seconds.
 const Clock::time_point process_start = Clock::now();
+
+/// malloc keeps what is freed in the arena of the thread that took it, where other threads cannot
+/// use it: free pages spread over the arenas, and resident memory creeps up though nothing is left
+/// behind. So often they go back to the system.
+constexpr std::chrono::minutes kTrimPeriod{1};
 
 int WorkerThreads(int asked) {
   return asked > 0 ? asked : std::max(2, static_cast<int>(std::thread::hardware_concurrency() / 2));
@@ -154,7 +160,7 @@ struct Server::State {
   bool stopping = false;               // guarded by mutex
   std::condition_variable stop;
   std::once_flag drained;
-  std::thread loader, expirer, reloader;
+  std::thread loader, expirer, reloader, trimmer;
   std::set<std::string> lost_devices;  // that CheckDevices has seen
 };
 
@@ -253,6 +259,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
         raw->config.jobs.time / 4, std::chrono::milliseconds(10), std::chrono::seconds(1));
     raw->Repeat(period, [raw] { raw->jobs.Expire(); });
   });
+  state->trimmer = std::thread([raw] { raw->Repeat(kTrimPeriod, [] { malloc_trim(0); }); });
   if (config.reload_models.count() > 0) {
     state->reloader = std::thread(
         [raw] { raw->Repeat(raw->config.reload_models, [raw] { raw->catalog.ReloadChanged(); }); });
@@ -269,6 +276,7 @@ Server::~Server() {
   }
   state_->stop.notify_all();
   state_->expirer.join();
+  state_->trimmer.join();
   if (state_->reloader.joinable()) state_->reloader.join();
 }
 

@@ -1,16 +1,26 @@
 #include "server/service.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "server/catalog.h"
+#include "server/clients.h"
 #include "server/generation.h"
 #include "server/generation_call.h"
 #include "server/jobs.h"
+#include "server/quote.h"
 #include "server/server_info.h"
+#include "server/status_details.h"
 #include "server/translate.h"
+#include "server/worker_pool.h"
 #include "server/write_watch.h"
 
 namespace denoised {
@@ -84,6 +94,34 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
   Timeline sent_;
 };
 
+/// Whether the caller may ask for it; `before` is what the token says.
+grpc::Status CheckListJobs(const v1::ListJobsRequest& request, const Serving& serving,
+                           const Caller& caller, uint64_t* before) {
+  if (request.all_clients() && !serving.clients->IsAdmin(caller)) {
+    return ToGrpcStatus(
+        absl::PermissionDeniedError(fmt::format(
+            "all_clients: client \"{}\" sees its own jobs alone; leave all_clients out, or give it "
+            "\"admin\": true in the file of clients",
+            caller.name)),
+        reason::kNotAdmin, "");
+  }
+  std::vector<FieldViolation> violations;
+  if (request.page_size() < 0) {
+    violations.push_back(
+        {"page_size", fmt::format("is {}; use 1 to 1000, or 0 for 100", request.page_size())});
+  }
+  const std::string& token = request.page_token();
+  if (!token.empty()) {
+    const auto [end, error] = std::from_chars(token.data(), token.data() + token.size(), *before);
+    if (error != std::errc() || end != token.data() + token.size()) {
+      violations.push_back({"page_token", fmt::format("is {}; use next_page_token of the reply "
+                                                      "before, or none for the first page",
+                                                      Quote(token))});
+    }
+  }
+  return violations.empty() ? grpc::Status::OK : InvalidFields(violations, "");
+}
+
 }  // namespace
 
 grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerContext* context,
@@ -121,6 +159,29 @@ grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerCon
     *response->mutable_job() = serving_->jobs->Describe(*generation);
   }
   return Reply(context, &record, status);
+}
+
+grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerContext* context,
+                                                           const v1::ListJobsRequest* request,
+                                                           v1::ListJobsResponse* response) {
+  constexpr int kPageSize = 100, kMaxPageSize = 1000;
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  const auto record =
+      std::make_shared<CallRecord>(*serving_, "denoised.v1.ImageGeneration.ListJobs", context);
+  // There may be many to look through.
+  serving_->workers->Post([=, this] {
+    uint64_t before = std::numeric_limits<uint64_t>::max();
+    grpc::Status status = CheckListJobs(*request, *serving_, record->caller(), &before);
+    if (status.ok()) {
+      std::optional<std::string> client;
+      if (!request->all_clients()) client = record->caller().name;
+      const int size = request->page_size() == 0 ? kPageSize : request->page_size();
+      *response = serving_->jobs->List(client, std::min(size, kMaxPageSize), before);
+    }
+    record->End(status.error_code(), status.error_message());
+    reactor->Finish(status);
+  });
+  return reactor;
 }
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(

@@ -1,5 +1,6 @@
 #include "server/snapshots.h"
 
+#include <malloc.h>
 #include <prometheus/metric_family.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -199,9 +200,14 @@ std::vector<MetricFamily> ServingSnapshot::Collect() const {
   families.push_back(Single(MetricType::Gauge, "denoised_jobs",
                             "Requests that run or whose results are kept",
                             static_cast<double>(serving_->jobs->size())));
-  families.push_back(Single(MetricType::Gauge, "denoised_kept_job_bytes",
-                            "Results that are kept for WatchJob",
-                            static_cast<double>(serving_->jobs->kept_bytes())));
+  families.push_back(Single(MetricType::Gauge, "denoised_job_bytes",
+                            "Events that are held for those who watch jobs or may ask for them",
+                            static_cast<double>(serving_->jobs->bytes())));
+  const struct mallinfo2 heap = mallinfo2();
+  families.push_back(
+      Single(MetricType::Gauge, "denoised_heap_bytes",
+             "Host memory that malloc has given out; what it keeps for reuse is not in it",
+             static_cast<double>(heap.uordblks + heap.hblkhd)));
   return families;
 }
 

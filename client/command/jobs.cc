@@ -7,6 +7,7 @@
 
 #include "command/generate.h"
 #include "command/json.h"
+#include "command/table.h"
 
 namespace denoised::command {
 namespace {
@@ -46,7 +47,34 @@ ExitCode Tell(const absl::StatusOr<client::Job>& job, bool json) {
   return kOk;
 }
 
+void PrintTable(const std::vector<client::Job>& jobs) {
+  std::vector<std::vector<std::string>> rows = {
+      {"ID", "CLIENT", "STATE", "MODEL", "IMAGES", "EVALUATIONS", "CREATED"}};
+  for (const client::Job& job : jobs) {
+    rows.push_back(
+        {job.request_id, job.client, std::string(client::Name(job.state)),
+         fmt::format("{}@{}", job.params.model, job.params.model_version),
+         fmt::format("{}/{}", job.images_done, job.params.count),
+         fmt::format("{}/{}", job.progress.evaluations_done, job.progress.evaluations_total),
+         LocalTime(job.create_time)});
+  }
+  std::fputs(Table(rows).c_str(), stdout);
+}
+
 }  // namespace
+
+ExitCode ListJobs(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
+  const auto jobs = client.ListJobs(flags.query, {.timeout = kCallTimeout, .stop = stop});
+  if (!jobs.ok()) return Report(jobs.status(), flags.json);
+  if (!flags.json) {
+    PrintTable(*jobs);
+    return kOk;
+  }
+  nlohmann::json json = nlohmann::json::array();
+  for (const client::Job& job : *jobs) json.push_back(ToJson(job));
+  std::puts(json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  return kOk;
+}
 
 ExitCode GetJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
   return Tell(client.GetJob(flags.request_id, {.timeout = kCallTimeout, .stop = stop}), flags.json);

@@ -14,9 +14,12 @@ struct JobsFlags {
   std::string request_id;
   uint64_t after_sequence = 0;
   std::string out;  // as GenerateFlags::out
+  client::JobQuery query;
   bool json = false;
 };
 
+/// `denoise jobs list`: those that run and those that are kept.
+ExitCode ListJobs(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
 /// `denoise jobs get`: how far a job is.
 ExitCode GetJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
 /// `denoise jobs watch`: follows a job and saves its pictures.

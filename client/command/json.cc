@@ -94,6 +94,7 @@ nlohmann::json ToJson(const client::Model& model) {
 
 nlohmann::json ToJson(const client::Job& job) {
   nlohmann::json json = {{"request_id", job.request_id},
+                         {"client", job.client},
                          {"state", client::Name(job.state)},
                          {"params", ToJson(job.params)},
                          {"create_time", job.create_time},

@@ -74,12 +74,19 @@ int main(int argc, char** argv) {
   CLI::App* jobs =
       app.add_subcommand("jobs", "Requests that run without a connection, by their id");
   jobs->require_subcommand(1);
+  CLI::App* list_jobs = jobs->add_subcommand("list", "Those that run and those that are kept");
+  list_jobs->add_flag("--all", jobs_flags.query.all_clients, "Those of all clients (admins)");
+  list_jobs->add_option("--limit", jobs_flags.query.limit, "At most so many, the latest")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   CLI::App* get_job = jobs->add_subcommand("get", "How far a job is");
   CLI::App* watch_job = jobs->add_subcommand("watch", "Follow a job and save its pictures");
   CLI::App* cancel_job = jobs->add_subcommand("cancel", "End a job");
   for (CLI::App* job : {get_job, watch_job, cancel_job}) {
     job->add_option("id", jobs_flags.request_id, "The id that generate --detach printed")
         ->required();
+  }
+  for (CLI::App* job : {list_jobs, get_job, watch_job, cancel_job}) {
     job->add_flag("--json", jobs_flags.json, "As JSON");
   }
   watch_job->add_option("--after", jobs_flags.after_sequence, "Events up to this number are known");
@@ -124,6 +131,7 @@ int main(int argc, char** argv) {
   if (load->parsed()) return command::LoadModel(client, change, interrupt.token());
   if (unload->parsed()) return command::UnloadModel(client, change, interrupt.token());
   if (alias->parsed()) return command::SetAlias(client, change, interrupt.token());
+  if (list_jobs->parsed()) return command::ListJobs(client, jobs_flags, interrupt.token());
   if (get_job->parsed()) return command::GetJob(client, jobs_flags, interrupt.token());
   if (watch_job->parsed()) return command::WatchJob(client, jobs_flags, interrupt.token());
   if (cancel_job->parsed()) return command::CancelJob(client, jobs_flags, interrupt.token());

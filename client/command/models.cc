@@ -3,10 +3,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <array>
 #include <cstdio>
 
 #include "command/json.h"
+#include "command/table.h"
 
 namespace denoised::command {
 namespace {
@@ -27,10 +27,9 @@ std::string SizeOf(const client::Model& model) {
 }
 
 void PrintTable(const std::vector<client::Model>& models) {
-  constexpr size_t kColumns = 10;
-  std::vector<std::array<std::string, kColumns>> rows = {{"NAME", "VERSION", "STATE", "ALIASES",
-                                                          "SIZE", "CLASSES", "WEIGHTS", "SAMPLER",
-                                                          "STEPS", "DEVICE"}};
+  std::vector<std::vector<std::string>> rows = {{"NAME", "VERSION", "STATE", "ALIASES", "SIZE",
+                                                 "CLASSES", "WEIGHTS", "SAMPLER", "STEPS",
+                                                 "DEVICE"}};
   for (const client::Model& model : models) {
     rows.push_back({model.name, model.version + (model.current ? "*" : ""),
                     std::string(client::Name(model.state)),
@@ -39,16 +38,7 @@ void PrintTable(const std::vector<client::Model>& models) {
                     std::string(client::Name(model.defaults.sampler)),
                     std::to_string(model.defaults.steps), model.device});
   }
-  std::array<size_t, kColumns> widths = {};
-  for (const auto& row : rows) {
-    for (size_t i = 0; i < kColumns; ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  for (const auto& row : rows) {
-    std::string line;
-    for (size_t i = 0; i < kColumns; ++i) line += fmt::format("{:<{}}  ", row[i], widths[i]);
-    line.erase(line.find_last_not_of(' ') + 1);
-    std::puts(line.c_str());
-  }
+  std::fputs(Table(rows).c_str(), stdout);
   for (const client::Model& model : models) {
     if (!model.error.empty()) std::puts(fmt::format("\n{}: {}", model.name, model.error).c_str());
   }

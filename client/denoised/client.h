@@ -52,6 +52,12 @@ class Client {
     return connection_->GetJob(request_id, options);
   }
 
+  /// The jobs that run and those that are kept, the latest first.
+  absl::StatusOr<std::vector<Job>> ListJobs(const JobQuery& query = {},
+                                            const CallOptions& options = {}) const {
+    return connection_->ListJobs(query, options);
+  }
+
   /// Ends a job; returns it as it was just before.
   absl::StatusOr<Job> CancelJob(const std::string& request_id,
                                 const CallOptions& options = {}) const {

@@ -108,6 +108,32 @@ class GrpcConnection : public Connection {
     return FromProto(response.job());
   }
 
+  absl::StatusOr<std::vector<Job>> ListJobs(const JobQuery& query,
+                                            const CallOptions& options) override {
+    if (absl::Status status = CheckSingle(kJobs); !status.ok()) return status;
+    if (query.limit < 1) {
+      return absl::InvalidArgumentError(
+          fmt::format("limit is {}; ask for at least one job", query.limit));
+    }
+    const auto deadline = Deadline(options);
+    CallOptions page = options;
+    std::vector<Job> jobs;
+    v1::ListJobsRequest request;
+    request.set_all_clients(query.all_clients);
+    do {
+      request.set_page_size(query.limit - static_cast<int>(jobs.size()));
+      if (deadline) page.timeout = *deadline - std::chrono::system_clock::now();
+      v1::ListJobsResponse response;
+      const absl::Status status = Call(page, [&](grpc::ClientContext* context) {
+        return stub_->ListJobs(context, request, &response);
+      });
+      if (!status.ok()) return status;
+      for (const v1::Job& job : response.jobs()) jobs.push_back(FromProto(job));
+      request.set_page_token(response.next_page_token());
+    } while (!request.page_token().empty() && static_cast<int>(jobs.size()) < query.limit);
+    return jobs;
+  }
+
   absl::StatusOr<Job> CancelJob(const std::string& request_id,
                                 const CallOptions& options) override {
     if (absl::Status status = CheckSingle(kJobs); !status.ok()) return status;

@@ -66,6 +66,8 @@ class Connection {
                                                uint64_t after_sequence, StreamListener listener,
                                                const CallOptions& options) = 0;
   virtual absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) = 0;
+  virtual absl::StatusOr<std::vector<Job>> ListJobs(const JobQuery& query,
+                                                    const CallOptions& options) = 0;
   virtual absl::StatusOr<Job> CancelJob(const std::string& request_id,
                                         const CallOptions& options) = 0;
   virtual absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options) = 0;

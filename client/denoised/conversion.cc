@@ -226,6 +226,7 @@ std::optional<Event> FromProto(v1::StreamGenerateResponse&& response) {
 Job FromProto(const v1::Job& proto) {
   Job job;
   job.request_id = proto.request_id();
+  job.client = proto.client();
   job.state = KnownOr0<JobState>(proto.state(), v1::JobState_MAX);
   job.params = FromProto(proto.params());
   job.create_time = FromProto(proto.create_time());

@@ -224,6 +224,7 @@ using Event = std::variant<Queued, Started, Progress, Preview, Image, Completed>
 /// A request's life on the server.
 struct Job {
   std::string request_id;
+  std::string client;  // whose it is
   JobState state = JobState::kUnknown;
   EffectiveParams params;
   // Seconds since 1970.
@@ -233,6 +234,12 @@ struct Job {
   int images_done = 0;
   uint64_t last_sequence = 0;  // of its latest event
   std::string error;           // why it failed or was cancelled
+};
+
+/// Which jobs.
+struct JobQuery {
+  bool all_clients = false;  // those of all, for admins, in place of one's own
+  int limit = 100;           // the latest; at least 1
 };
 
 /// One of the devices that draw.

@@ -3,7 +3,9 @@
 
   tests/bench/serving.py [options] BENCHMARK...
 
-  saturation  images per second of the server, as a share of the bare engine's, taken in turns
+  saturation  images per second of the server, as a share of the bare engine's, taken in turns.
+              The client, which stands for other machines, has the last --client-cores to itself;
+              server and bare engine have the others
   batching    batching of steps beside batching of requests, on the same trace: requests of 4 to 50
               steps at 80 % of what the server can do
   overhead    CPU time of server and client for a unary request of the smallest model, beyond the
@@ -11,7 +13,8 @@
   streams     1,000 streams at any time, without an error
   storm       10,000 requests cancelled at random moments: nothing stays behind, and the survivors'
               images are those of an idle server
-  soak        20 minutes at saturation: whether resident memory grows after the warm-up
+  soak        20 minutes at saturation: whether resident memory grows after the warm-up, and how
+              many bytes more than after the first quarter an idle server has allocated at the end
 
 Prints a line for each figure and exits with 1 when one misses its target. Nothing else should run
 on the machine; the load average at the start is told. Figures go into docs/benchmarks.md by hand.
@@ -38,6 +41,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALLEST = ROOT / "tests/models/goldens/run_edm_euler"  # 8 x 8 pixels, 18,521 weights
 
 
+def on(cores):
+    """For preexec_fn: a process that runs on these cores alone, or on all for None."""
+    return cores and (lambda: os.sched_setaffinity(0, cores))
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -45,18 +53,21 @@ def free_port():
 
 
 class Server:
-    """denoised with one model, ready to serve; stopped with SIGTERM at the end."""
+    """denoised with one model, ready to serve; stopped with SIGTERM at the end. `apart`: it and
+    the client have cores of their own."""
 
-    def __init__(self, options, model, *flags, environment=None):
+    def __init__(self, options, model, *flags, environment=None, apart=False):
         self.address = f"127.0.0.1:{free_port()}"
         self.metrics = f"127.0.0.1:{free_port()}"
         self.options = options
+        self.client_cores = options.client_cores if apart else None
         self.log = open(options.work / "denoised.log", "ab")
         command = [options.denoised, "--model", f"model={model}", "--listen", self.address]
         command += ["--metrics-listen", self.metrics, "--device", options.device]
         command += ["--max-queued-images", "100000", *flags, *options.server_flag]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log,
-                                        env=os.environ | (environment or {}))
+                                        env=os.environ | (environment or {}),
+                                        preexec_fn=on(options.server_cores if apart else None))
         health = [options.denoise, "health", "--wait", "120", "--server", self.address]
         if subprocess.run(health, stdout=self.log, stderr=self.log, check=False).returncode != 0:
             self.process.kill()
@@ -74,7 +85,8 @@ class Server:
         """What `denoise bench` with these flags found; `trusted`: it must end well."""
         result = subprocess.run(
             [self.options.denoise, "bench", "--server", self.address, "--json", "-", *flags],
-            stdout=subprocess.PIPE, env=os.environ | (environment or {}), check=trusted, text=True)
+            stdout=subprocess.PIPE, env=os.environ | (environment or {}), check=trusted, text=True,
+            preexec_fn=on(self.client_cores))
         return json.loads(result.stdout)
 
     def cpu_seconds(self):
@@ -95,11 +107,22 @@ class Server:
             sys.exit(f"the server has no metric {name}")
         return sum(float(value) for value in found)
 
+    def wait_for_none(self):
+        """Images that are inside when none is or when five seconds have passed: the last cancels
+        may be on their way."""
+        for _ in range(50):
+            inside = self.metric("denoised_(?:active|queued)_images")
+            if inside == 0:
+                break
+            time.sleep(0.1)
+        return inside
 
-def engine(options, model, *flags, environment=None):
+
+def engine(options, model, *flags, environment=None, cores=None):
     result = subprocess.run(
         [options.engine_throughput, f"--model={model}", f"--device={options.device}", *flags],
-        stdout=subprocess.PIPE, env=os.environ | (environment or {}), check=True, text=True)
+        stdout=subprocess.PIPE, env=os.environ | (environment or {}), check=True, text=True,
+        preexec_fn=on(cores))
     return json.loads(result.stdout)
 
 
@@ -116,14 +139,18 @@ def saturation(options):
         engines.append(engine(
             options, options.model, f"--steps={options.steps}", f"--in-flight={in_flight}",
             f"--max-rows={rows}", f"--seconds={options.seconds}", f"--warm-up={options.warm_up}",
-        )["images_per_second"])
-        with Server(options, options.model, "--max-rows", rows) as server:
+            cores=options.server_cores)["images_per_second"])
+        with Server(options, options.model, "--max-rows", rows, apart=True) as server:
+            before = server.cpu_seconds()
             found = server.bench("-c", f"{in_flight}", "-d", f"{options.seconds}", "--warm-up",
                                  f"{options.warm_up}", "-x", f"steps={options.steps}",
                                  "--connections", "4")
+            spent = server.cpu_seconds() - before
         assert found["failed"] == 0, found["errors"]
         servers.append(found["images_per_second"])
-        print(f"  engine {engines[-1]:.2f}, server {servers[-1]:.2f} images/s", flush=True)
+        print(f"  engine {engines[-1]:.2f}, server {servers[-1]:.2f} images/s; CPU time an image: "
+              f"server {1e3 * spent / found['images']:.2f} ms, client "
+              f"{1e3 * found['client_cpu_seconds'] / found['images']:.2f} ms", flush=True)
     bare, served = statistics.median(engines), statistics.median(servers)
     return report("saturation", f"{served:.2f} of {bare:.2f} images/s: {served / bare:.1%}",
                   ">= 97 %", served / bare >= 0.97)
@@ -133,11 +160,11 @@ def batching(options):
     mix = ("-x", "steps=4..50,previews=1,priority=interactive", "--connections", "4")
     rows = ("--max-rows", f"{options.batch}")
     warm_up = ("--warm-up", f"{options.warm_up}", "-d", f"{options.seconds}")
-    with Server(options, options.model, *rows) as server:
+    with Server(options, options.model, *rows, apart=True) as server:
         peak = server.bench("-c", f"{2 * options.batch}", *warm_up, *mix)["images_per_second"]
     found = {}
     for mode in ("step", "request"):
-        with Server(options, options.model, *rows, f"--batching={mode}") as server:
+        with Server(options, options.model, *rows, f"--batching={mode}", apart=True) as server:
             found[mode] = server.bench("-r", f"{0.8 * peak}", *warm_up, *mix)
             evaluation = (server.metric("denoised_evaluation_seconds_sum") /
                           server.metric("denoised_evaluation_seconds_count"))
@@ -194,16 +221,11 @@ def storm(options):
                              "-x", "name=survivor,steps=4..50", "--save-trace", trace,
                              trusted=False)
         first.write_text(json.dumps(found))
-        inside = -1
-        for _ in range(50):  # the last cancels are on their way
-            inside = server.metric("denoised_(?:active|queued)_images")
-            if inside == 0:
-                break
-            time.sleep(0.1)
+        inside = server.wait_for_none()
     survivors = [json.loads(line) for line in trace.read_text().splitlines()]
     survivors = [line for line in survivors if line["name"] == "survivor"]
     idle = options.work / "idle.jsonl"
-    idle.write_text("".join(json.dumps(line | {"at_seconds": 0.05 * i}) + "\n"
+    idle.write_text("".join(json.dumps(line | {"at_seconds": 0.02 * i}) + "\n"
                             for i, line in enumerate(survivors[:400])))
     with Server(options, SMALLEST) as server:
         compared = server.bench("--trace", idle, "--compare", first, trusted=False)
@@ -229,33 +251,51 @@ def slope(samples):
 
 
 def soak(options):
-    seconds = 60 * options.minutes
-    samples = []
+    samples, idle, images, failed = [], [], 0, 0
+    begin = time.monotonic()
+
+    def sample(server):
+        samples.append({"seconds": round(time.monotonic() - begin, 1), "images": images,
+                        "resident_kib": server.resident_kib(),
+                        "heap_kib": round(server.metric("denoised_heap_bytes") / 1024)})
+        return samples[-1]
+
     with Server(options, options.soak_model) as server:
-        bench = subprocess.Popen(
-            [options.denoise, "bench", "--server", server.address, "--json",
-             options.work / "soak.json", "-c", "64", "-d", f"{seconds}", "--connections", "4",
-             "-x", "steps=4..50,previews=4", "-x", "steps=10,weight=0.2,cancel=0..1",
-             "-x", "steps=10,count=4,weight=0.2"], stdout=subprocess.DEVNULL)
-        begin = time.monotonic()
-        while bench.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                bench.wait(timeout=min(5, seconds / 60))
-            samples.append((time.monotonic() - begin, server.resident_kib()))
-    found = json.loads((options.work / "soak.json").read_text())
-    quarters = [[kib for at, kib in samples if i <= 4 * at / seconds < i + 1] for i in range(4)]
-    medians = ", ".join(f"{statistics.median(quarter):.0f}" for quarter in quarters)
-    print(f"  resident, median of each quarter: {medians} KiB", flush=True)
-    steady = [sample for sample in samples if sample[0] >= seconds / 4]
-    rise, error = slope(steady)
-    grown = rise * (steady[-1][0] - steady[0][0]) / 60
+        # The first quarter warms up. What is left shows when the server is idle, after each.
+        for _ in range(4):
+            seconds = 15 * options.minutes
+            bench = subprocess.Popen(
+                [options.denoise, "bench", "--server", server.address, "--json",
+                 options.work / "soak.json", "-c", "64", "-d", f"{seconds}", "--connections", "4",
+                 "-x", "steps=4..50,previews=4", "-x", "steps=10,weight=0.2,cancel=0..1",
+                 "-x", "steps=10,count=4,weight=0.2"], stdout=subprocess.DEVNULL)
+            while bench.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    bench.wait(timeout=min(5, seconds / 15))
+                if bench.poll() is None:
+                    sample(server)
+            found = json.loads((options.work / "soak.json").read_text())
+            images += found["images"]
+            failed += found["failed"]
+            server.wait_for_none()
+            idle.append(sample(server) | {"images": images})
+    if options.samples:
+        options.samples.write_text(json.dumps({"idle": idle, "samples": samples}, indent=0))
+    steady = [each for each in samples if each["seconds"] > idle[0]["seconds"]]
+    rise, error = slope([(each["seconds"], each["resident_kib"]) for each in steady])
     # Pages come and go in the allocator, so the samples are no independent draws: a trend counts
     # when it is beyond three errors and beyond 1 % of the memory over the whole time.
-    flat = abs(rise) <= 3 * error or abs(grown) <= 0.01 * steady[0][1]
+    grown = rise * (steady[-1]["seconds"] - steady[0]["seconds"]) / 60
+    left = 1024 * (idle[-1]["heap_kib"] - idle[0]["heap_kib"]) / (images - idle[0]["images"])
+    flat = abs(rise) <= 3 * error or abs(grown) <= 0.01 * steady[0]["resident_kib"]
+    for what in ("resident_kib", "heap_kib"):
+        print(f"  {what} of the idle server after each quarter: "
+              f"{', '.join(str(each[what]) for each in idle)}", flush=True)
+    print(f"  left in the heap after the first quarter: {left:+.2f} bytes an image", flush=True)
     return report(f"soak, {options.minutes:g} minutes",
-                  f"{found['images']} images, {found['failed']} failed; "
-                  f"{steady[0][1] / 1024:.1f} MiB, {rise:+.1f} +- {error:.1f} KiB/min",
-                  "3 errors or 1 % in all, no error", flat and found["failed"] == 0)
+                  f"{images} images, {failed} failed; {steady[0]['resident_kib'] / 1024:.1f} MiB, "
+                  f"{rise:+.1f} +- {error:.1f} KiB/min",
+                  "3 errors or 1 % in all, no error", flat and failed == 0)
 
 
 BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, soak)}
@@ -276,13 +316,22 @@ def main():
     parser.add_argument("--seconds", type=float, default=20, help="of the first two, a round")
     parser.add_argument("--warm-up", type=float, default=5, help="of the first two, seconds")
     parser.add_argument("--rounds", type=int, default=3, help="of saturation")
+    parser.add_argument("--client-cores", type=int, metavar="N",
+                        help="of the first two: cores for the client alone; default: an eighth, at "
+                        "least one. 0: it shares those of the server")
     parser.add_argument("--minutes", type=float, default=20, help="of soak")
     parser.add_argument("--soak-model", type=pathlib.Path, default=SMALLEST)
+    parser.add_argument("--samples", type=pathlib.Path, help="a file for the soak's, as JSON")
     options = parser.parse_args()
     options.denoised = options.denoised or options.build / "server/denoised"
     options.denoise = options.build / "client/denoise"
     options.engine_throughput = options.build / "tests/bench/engine-throughput"
-    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}", flush=True)
+    cores = sorted(os.sched_getaffinity(0))
+    clients = options.client_cores
+    clients = max(1, len(cores) // 8) if clients is None else min(clients, len(cores) - 1)
+    options.server_cores = cores[:len(cores) - clients]
+    options.client_cores = cores[len(cores) - clients:]
+    print(f"{len(cores)} cores, load average {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory(prefix="denoised-serving-") as work:
         options.work = pathlib.Path(work)
         if options.model.is_file():

@@ -319,6 +319,23 @@ TEST_F(ConnectionTest, WhatSurvivesIsFoundAgainByItsId) {
   EXPECT_EQ(requests[0].disconnect_policy(), v1::DISCONNECT_POLICY_CONTINUE);
 }
 
+TEST_F(ConnectionTest, JobsAreListedPageByPage) {
+  const auto some = client_.ListJobs({.limit = 120});
+  ASSERT_TRUE(some.ok()) << some.status();
+  ASSERT_EQ(some->size(), 120u);
+  EXPECT_EQ(some->front().request_id, "249");
+  EXPECT_EQ(some->back().request_id, "130");
+  EXPECT_EQ(some->back().client, "me");
+  const auto all = client_.ListJobs({.all_clients = true, .limit = 1000});
+  ASSERT_TRUE(all.ok()) << all.status();
+  ASSERT_EQ(all->size(), 250u);
+  EXPECT_EQ(all->back().request_id, "0");
+  EXPECT_EQ(all->back().client, "somebody");
+  const auto none = client_.ListJobs({.limit = 0});
+  EXPECT_EQ(none.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(none.status().message()), HasSubstr("limit"));
+}
+
 TEST_F(ConnectionTest, FailedRetriesAreBounded) {
   ConnectionOptions options = QuickRetries();
   options.retry.budget = 2;

@@ -326,6 +326,18 @@ v1::WatchJobRequest FakeServer::watched() const {
   return watched_;
 }
 
+grpc::Status FakeServer::ListJobs(grpc::ServerContext*, const v1::ListJobsRequest* request,
+                                  v1::ListJobsResponse* response) {
+  int before = request->page_token().empty() ? 250 : std::stoi(request->page_token());
+  while (before > 0 && response->jobs_size() < std::min(request->page_size(), 100)) {
+    v1::Job* job = response->add_jobs();
+    job->set_request_id(std::to_string(--before));
+    job->set_client(request->all_clients() ? "somebody" : "me");
+  }
+  if (before > 0) response->set_next_page_token(std::to_string(before));
+  return grpc::Status::OK;
+}
+
 grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
                                     const v1::ListModelsRequest* request,
                                     v1::ListModelsResponse* response) {

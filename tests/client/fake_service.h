@@ -52,6 +52,9 @@ class FakeServer : public v1::ImageGeneration::Service {
   /// The last event of the job.
   grpc::Status WatchJob(grpc::ServerContext* context, const v1::WatchJobRequest* request,
                         grpc::ServerWriter<v1::StreamGenerateResponse>* writer) override;
+  /// The jobs "249" to "0", in pages of at most a hundred; with all_clients those of "somebody".
+  grpc::Status ListJobs(grpc::ServerContext* context, const v1::ListJobsRequest* request,
+                        v1::ListJobsResponse* response) override;
   grpc::Status ListModels(grpc::ServerContext* context, const v1::ListModelsRequest* request,
                           v1::ListModelsResponse* response) override;
   grpc::Status GetModel(grpc::ServerContext* context, const v1::GetModelRequest* request,

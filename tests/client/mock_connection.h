@@ -18,6 +18,8 @@ class MockConnection : public Connection {
   MOCK_METHOD(std::unique_ptr<StreamCall>, WatchJob,
               (const std::string&, uint64_t, StreamListener, const CallOptions&), (override));
   MOCK_METHOD(absl::StatusOr<Job>, GetJob, (const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<std::vector<Job>>, ListJobs, (const JobQuery&, const CallOptions&),
+              (override));
   MOCK_METHOD(absl::StatusOr<Job>, CancelJob, (const std::string&, const CallOptions&), (override));
   MOCK_METHOD(absl::StatusOr<ServerInfo>, GetServerInfo, (const CallOptions&), (override));
   MOCK_METHOD(absl::StatusOr<Model>, LoadModel, (const ModelLoad&, const CallOptions&), (override));

@@ -227,8 +227,8 @@ class ForeignClientTest(unittest.TestCase):
         for name in (SERVICE, INFERENCE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"):
             self.assertIn(name, services)
         self.assertEqual(set(CLIENT.methods),
-                         {"Generate", "StreamGenerate", "GetJob", "WatchJob", "CancelJob",
-                          "ListModels", "GetModel", "GetServerInfo"})
+                         {"Generate", "StreamGenerate", "GetJob", "ListJobs", "WatchJob",
+                          "CancelJob", "ListModels", "GetModel", "GetServerInfo"})
 
     def test_health(self):
         for service in ("", "liveness", SERVICE, INFERENCE):

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <limits>
 #include <map>
 #include <random>
 #include <thread>
@@ -57,6 +58,7 @@ class StrictWatcher : public GenerationWatcher {
     return status_.value_or(grpc::Status::CANCELLED);
   }
   int previews() const { return previews_; }
+  int progresses() const { return progresses_; }
   const std::map<int, std::string>& images() const { return images_; }
   const v1::CompletedEvent& completed() const { return completed_; }
 
@@ -76,6 +78,7 @@ class StrictWatcher : public GenerationWatcher {
       EXPECT_GT(event.progress().evaluations_done(), progress_);
       EXPECT_LE(event.progress().evaluations_done(), event.progress().evaluations_total());
       progress_ = event.progress().evaluations_done();
+      ++progresses_;
     } else if (event.has_preview()) {
       EXPECT_EQ(images_.count(event.preview().image().index()), 0u) << "a preview after its image";
       ++previews_;
@@ -101,7 +104,7 @@ class StrictWatcher : public GenerationWatcher {
   std::shared_ptr<Generation> generation_;
   uint64_t sequence_ = 0;
   bool started_ = false;
-  int count_ = 0, progress_ = 0, previews_ = 0;
+  int count_ = 0, progress_ = 0, progresses_ = 0, previews_ = 0;
   std::map<int, std::string> images_;
   v1::CompletedEvent completed_;
   std::optional<grpc::Status> status_;
@@ -320,8 +323,22 @@ TEST_F(GenerationTest, NothingIsKeptOfWhatNobodyCanAskFor) {
   EXPECT_EQ(jobs_.size(), 1u);
   EXPECT_TRUE(call->Wait().ok());
   EXPECT_EQ(jobs_.size(), 0u);
-  EXPECT_EQ(jobs_.kept_bytes(), 0u);
+  EXPECT_EQ(jobs_.bytes(), 0u);
   EXPECT_TRUE(Eventually([&] { return call->generation->bytes() == 0; })) << "read and still held";
+}
+
+TEST_F(GenerationTest, ProgressIsToldTenTimesASecond) {
+  engine_.set_evaluation_cost(1ms);
+  v1::GenerationParams params;
+  params.set_steps(400);
+  const auto call = Begin(params);
+  const auto start = std::chrono::steady_clock::now();
+  ASSERT_TRUE(call->Wait().ok());
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  EXPECT_GE(call->watcher->progresses(), 4);
+  // It also goes with the start, the previews and the image.
+  EXPECT_LE(call->watcher->progresses(), 10 * seconds + call->watcher->previews() + 3);
 }
 
 TEST_F(GenerationTest, TheTimelineHasEveryMilestoneInOrder) {
@@ -357,20 +374,67 @@ TEST_F(RetentionTest, ResultsGoWhenTheirTimeIsOver) {
   std::this_thread::sleep_for(310ms);
   jobs_.Expire();
   EXPECT_EQ(StateOf("a"), v1::JOB_STATE_UNSPECIFIED);
-  EXPECT_EQ(jobs_.kept_bytes(), 0u);
+  EXPECT_EQ(jobs_.bytes(), 0u);
 }
 
 TEST_F(RetentionTest, TheOldestGoWhenTheyTakeTooMuch) {
   for (int i = 0; i < 40; ++i) {
     ASSERT_TRUE(Begin(Params("job" + std::to_string(i)))->Wait().ok());
-    EXPECT_LE(jobs_.kept_bytes(), 40'000u);
+    EXPECT_LE(jobs_.bytes(), 40'000u);
   }
-  EXPECT_GT(jobs_.kept_bytes(), 20'000u);
+  EXPECT_GT(jobs_.bytes(), 20'000u);
   EXPECT_EQ(StateOf("job0"), v1::JOB_STATE_UNSPECIFIED);
   EXPECT_EQ(StateOf("job39"), v1::JOB_STATE_SUCCEEDED);
   grpc::Status refusal;
   EXPECT_EQ(jobs_.Find("anonymous", "job0", &refusal), nullptr);
   EXPECT_THAT(refusal.error_message(), HasSubstr("a result is kept for"));
+}
+
+class LastingRetentionTest : public GenerationTest {
+ protected:
+  LastingRetentionTest() : GenerationTest({.time = 1h, .max_bytes = 40'000}) {}
+};
+
+TEST_F(LastingRetentionTest, WhatStillRunsTakesRoomFromWhatIsKept) {
+  ASSERT_TRUE(Begin(Params("kept"))->Wait().ok());
+  const size_t kept = jobs_.bytes();
+  engine_.Pause(true);
+  std::vector<std::unique_ptr<Call>> running;
+  while (jobs_.bytes() <= 40'000 && running.size() < 2000) {
+    running.push_back(Begin(Params("running" + std::to_string(running.size()))));
+    jobs_.Expire();
+  }
+  EXPECT_EQ(StateOf("kept"), v1::JOB_STATE_UNSPECIFIED);
+  EXPECT_GT(jobs_.bytes() + kept, 40'000u) << "it went while there was room";
+  EXPECT_EQ(StateOf("running0"), v1::JOB_STATE_QUEUED);
+}
+
+TEST_F(GenerationTest, JobsAreListedFromTheLatest) {
+  engine_.Pause(true);
+  std::vector<std::unique_ptr<Call>> calls;
+  for (const char* id : {"b", "c", "a"}) calls.push_back(Begin(Params(id), {}, "me"));
+  calls.push_back(Begin(Params("d"), {}, "you"));
+  calls.push_back(Begin(Params("e"), {}, "yours"));
+  constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
+  const auto ids = [](const v1::ListJobsResponse& listed) {
+    std::string ids;
+    for (const v1::Job& job : listed.jobs()) ids += job.request_id();
+    return ids;
+  };
+  EXPECT_EQ(ids(jobs_.List("me", 10, kAll)), "acb");
+  EXPECT_EQ(ids(jobs_.List("you", 10, kAll)), "d");
+  EXPECT_EQ(ids(jobs_.List("nobody", 10, kAll)), "");
+  EXPECT_EQ(ids(jobs_.List(std::nullopt, 10, kAll)), "edacb");
+  EXPECT_EQ(jobs_.List("me", 10, kAll).next_page_token(), "");
+  EXPECT_EQ(jobs_.List("you", 10, kAll).jobs(0).client(), "you");
+
+  const v1::ListJobsResponse first = jobs_.List("me", 2, kAll);
+  EXPECT_EQ(ids(first), "ac");
+  // What begins between two pages is in neither of them, and moves nothing from one to the other.
+  calls.push_back(Begin(Params("f"), {}, "me"));
+  const v1::ListJobsResponse second = jobs_.List("me", 2, std::stoull(first.next_page_token()));
+  EXPECT_EQ(ids(second), "b");
+  EXPECT_EQ(second.next_page_token(), "");
 }
 
 TEST_F(GenerationTest, ManyAtOnceWithRandomCancels) {

@@ -375,10 +375,12 @@ TEST_F(SecurityTest, ModelsAreChangedByAdminsAlone) {
 }
 
 TEST_F(SecurityTest, JobsAreSeenByTheirClientAlone) {
-  const Token a("a"), b("b");
+  const Token a("a"), b("b"), ops("ops");
   config_.security.clients = directory_.Write("clients.json", R"({"a": {"token_sha256": [")" +
                                                                   a.digest + R"("], "weight": 3},
-                          "b": {"token_sha256": [")" + b.digest + "\"]}}");
+                          "b": {"token_sha256": [")" + b.digest + R"("]},
+                          "ops": {"admin": true, "token_sha256": [")" +
+                                                                  ops.digest + "\"]}}");
   Start();
   const auto channel = Connect();
   v1::GenerateRequest request;
@@ -396,6 +398,28 @@ TEST_F(SecurityTest, JobsAreSeenByTheirClientAlone) {
   };
   EXPECT_EQ(find(a.value), StatusCode::OK);
   EXPECT_EQ(find(b.value), StatusCode::NOT_FOUND);
+
+  v1::ListJobsResponse listed;
+  const auto list = [&](const std::string& token, bool all_clients) {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(token));
+    v1::ListJobsRequest request;
+    request.set_all_clients(all_clients);
+    return v1::ImageGeneration::NewStub(channel)->ListJobs(&context, request, &listed);
+  };
+  ASSERT_TRUE(list(a.value, false).ok());
+  EXPECT_EQ(listed.jobs_size(), 1);
+  ASSERT_TRUE(list(b.value, false).ok());
+  EXPECT_EQ(listed.jobs_size(), 0);
+  const grpc::Status refused = list(b.value, true);
+  EXPECT_EQ(refused.error_code(), StatusCode::PERMISSION_DENIED);
+  EXPECT_THAT(refused.error_message(), HasSubstr("\"b\""));
+  ASSERT_TRUE(list(ops.value, false).ok());
+  EXPECT_EQ(listed.jobs_size(), 0);
+  ASSERT_TRUE(list(ops.value, true).ok());
+  ASSERT_EQ(listed.jobs_size(), 1);
+  EXPECT_EQ(listed.jobs(0).request_id(), "mine");
+  EXPECT_EQ(listed.jobs(0).client(), "a");
 }
 
 TEST_F(SecurityTest, ReflectionCanBeOff) {

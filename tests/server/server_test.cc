@@ -413,6 +413,44 @@ TEST_F(ServerTest, CancelJobEndsItForEverybodyWhoWatches) {
   EXPECT_EQ(got.job().error().code(), int(grpc::StatusCode::CANCELLED));
 }
 
+TEST_F(ServerTest, JobsAreListedInPages) {
+  Start();
+  for (int i = 0; i < 5; ++i) {
+    v1::GenerateRequest request;
+    request.mutable_params()->set_request_id("job" + std::to_string(i));
+    ASSERT_TRUE(Generate(request).ok());
+  }
+  v1::ListJobsRequest list;
+  const auto ask = [&](v1::ListJobsResponse* response) {
+    grpc::ClientContext context;
+    return stub_->ListJobs(&context, list, response);
+  };
+  std::string ids;
+  for (int page = 0; page < 3; ++page) {
+    v1::ListJobsResponse response;
+    list.set_page_size(2);
+    ASSERT_TRUE(ask(&response).ok());
+    for (const v1::Job& job : response.jobs()) {
+      ids += job.request_id() + " ";
+      EXPECT_EQ(job.state(), v1::JOB_STATE_SUCCEEDED);
+      EXPECT_TRUE(job.has_expire_time());
+    }
+    list.set_page_token(response.next_page_token());
+  }
+  EXPECT_EQ(ids, "job4 job3 job2 job1 job0 ");
+  EXPECT_EQ(list.page_token(), "");
+
+  list.set_page_size(-1);
+  list.set_page_token("-3");
+  v1::ListJobsResponse response;
+  const grpc::Status status = ask(&response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  const auto bad = Find<google::rpc::BadRequest>(status);
+  ASSERT_EQ(bad.field_violations_size(), 2);
+  EXPECT_EQ(bad.field_violations(0).field(), "page_size");
+  EXPECT_EQ(bad.field_violations(1).field(), "page_token");
+}
+
 TEST_F(ServerTest, UnknownJobsAreNotFound) {
   Start();
   v1::GetJobRequest get;
