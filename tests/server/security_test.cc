@@ -324,11 +324,20 @@ TEST_F(SecurityTest, LimitsOfAClientAreItsOwn) {
   std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
   std::vector<std::unique_ptr<grpc::ClientReader<v1::StreamGenerateResponse>>> readers;
   for (int i = 0; i < 2; ++i) {
-    contexts.push_back(std::make_unique<grpc::ClientContext>());
-    Prepare(contexts.back().get(), Bearer(small.value));
-    readers.push_back(stub->StreamGenerate(contexts.back().get(), {}));
-    v1::StreamGenerateResponse event;
-    ASSERT_TRUE(readers.back()->Read(&event));
+    // A call counts until the server has seen its end, which may be after the client has.
+    ASSERT_TRUE(Eventually([&] {
+      auto context = std::make_unique<grpc::ClientContext>();
+      Prepare(context.get(), Bearer(small.value));
+      auto reader = stub->StreamGenerate(context.get(), {});
+      v1::StreamGenerateResponse event;
+      if (!reader->Read(&event)) {
+        reader->Finish();
+        return false;
+      }
+      contexts.push_back(std::move(context));
+      readers.push_back(std::move(reader));
+      return true;
+    }));
   }
   const grpc::Status third = Generate(channel, Bearer(small.value));
   EXPECT_EQ(third.error_code(), StatusCode::RESOURCE_EXHAUSTED);
