@@ -42,8 +42,8 @@ SMALLEST = ROOT / "tests/models/goldens/run_edm_euler"  # 8 x 8 pixels, 18,521 w
 
 
 def on(cores):
-    """For preexec_fn: a process that runs on these cores alone, or on all for None."""
-    return cores and (lambda: os.sched_setaffinity(0, cores))
+    """For preexec_fn: a process that runs on these cores alone, or on all where there are none."""
+    return (lambda: os.sched_setaffinity(0, cores)) if cores else None
 
 
 def free_port():
