@@ -82,7 +82,9 @@ class Saver {
     if (!path.ok()) return path.status();
     if (absl::Status status = WriteFile(*path, *file); !status.ok()) return status;
     Tell(*path, {{"type", "grid"}, {"width", sheet.width}, {"height", sheet.height}},
-         fmt::format("{} images  seeds {} and up", drawing_.images().size(), params.seed));
+         fmt::format("{} images  {}", drawing_.images().size(),
+                     params.seeds.empty() ? fmt::format("seeds {} and up", params.seed)
+                                          : fmt::format("seeds {}", fmt::join(params.seeds, ","))));
     return absl::OkStatus();
   }
 

@@ -35,7 +35,11 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
                   "Draw COLUMNSxROWS images into one PNG, a contact sheet: 4x4")
       ->group(kWhat);
   command
-      .add_option("-s,--seed", flags.seed, "Image i has seed + i; the same seed, the same bytes")
+      .add_option(
+          "-s,--seed", flags.seeds,
+          "Image i has seed + i; several, 7,9,12, are one for each image. The same seed, the "
+          "same bytes")
+      ->delimiter(',')
       ->group(kWhat);
   command.add_option("--size", flags.size, "Pixels: 64 or WIDTHxHEIGHT")->group(kWhat);
   command
@@ -135,6 +139,7 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   denoise generate                                    one picture, denoised.png
   denoise generate --grid 4x4 --previews              sixteen, watched as they come
   denoise generate -l 0,1,2,3 --seed 42 -o "{label}.png"
+  denoise generate -l 7 --seed 3,14,15 -o "{seed}.png"
   denoise generate --steps 40 --sampler heun --churn 10 --animate denoising.webp
   denoise generate --init-image sketch.png --strength 0.6
   denoise generate -n 100 -o "{seed}.webp" --format webp --json | jq -r .path)");

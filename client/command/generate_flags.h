@@ -23,7 +23,7 @@ struct GenerateFlags {
   std::string sampler;
   std::string schedule;
   std::optional<double> guidance;
-  std::optional<uint64_t> seed;
+  std::vector<uint64_t> seeds;  // one: the first image's; more: one for each
   std::optional<double> eta;
   std::optional<double> churn, churn_min, churn_max, churn_noise;
   std::optional<int> order;

@@ -150,7 +150,11 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
   client::Generation& generation = request.generation;
   generation.model = flags.model;
   generation.request_id = flags.request_id;
-  generation.seed = flags.seed;
+  if (flags.seeds.size() == 1) {
+    generation.seed = flags.seeds[0];
+  } else {
+    generation.seeds = flags.seeds;
+  }
   generation.count = flags.count;
   generation.class_vectors = flags.class_vectors;
   generation.guidance_scale = flags.guidance;
@@ -183,8 +187,13 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
     // Beyond int no server's limit reaches; it is refused there by name.
     if (!generation.count) generation.count = static_cast<int>(std::min<int64_t>(cells, INT32_MAX));
   }
-  if (!flags.labels.empty() && !generation.count) {
-    generation.count = static_cast<int>(flags.labels.size());
+  if (!generation.count && (!flags.labels.empty() || flags.seeds.size() > 1)) {
+    generation.count = static_cast<int>(std::max(flags.labels.size(), flags.seeds.size()));
+  }
+  if (flags.seeds.size() > 1 && static_cast<int>(flags.seeds.size()) != *generation.count) {
+    return absl::InvalidArgumentError(
+        fmt::format("--seed names {} seeds for {} images; name one for each, or only the first's",
+                    flags.seeds.size(), *generation.count));
   }
   if (!flags.size.empty()) {
     const auto size = ParseExtents("--size", flags.size.find('x') == std::string::npos

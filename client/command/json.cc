@@ -42,6 +42,7 @@ nlohmann::json ToJson(const client::EffectiveParams& params) {
   if (params.s_tmax && std::isfinite(*params.s_tmax)) json["s_tmax"] = *params.s_tmax;
   if (params.s_noise) json["s_noise"] = *params.s_noise;
   if (params.solver_order) json["solver_order"] = *params.solver_order;
+  if (!params.seeds.empty()) json["seeds"] = params.seeds;
   return json;
 }
 

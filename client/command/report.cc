@@ -16,6 +16,7 @@ struct Flag {
 };
 // Where the flag is not the name of the field with dashes; a field after its own fields.
 constexpr Flag kFlags[] = {{"class_labels.labels", "--labels"},
+                           {"seeds", "--seed"},
                            {"class_labels", "--labels"},
                            {"class_vectors.values", "--class-vectors"},
                            {"guidance_scale", "--guidance"},

@@ -268,7 +268,7 @@ class GrpcConnection : public Connection {
     auto converted = ToProto(generation);
     if (!converted.ok()) return converted.status();
     *params = *std::move(converted);
-    if (!params->has_seed()) params->set_seed(RandomBits());
+    if (!params->has_seed() && params->seeds().empty()) params->set_seed(RandomBits());
     if (generation.survives && generation.request_id.empty()) {
       params->set_request_id(fmt::format("{:016x}", RandomBits()));
     }

@@ -85,6 +85,7 @@ absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
   params.set_model(generation.model);
   params.set_request_id(generation.request_id);
   if (generation.seed) params.set_seed(*generation.seed);
+  params.mutable_seeds()->Add(generation.seeds.begin(), generation.seeds.end());
   if (generation.count) params.set_count(*generation.count);
   if (const auto& labels = generation.class_labels; !labels.empty()) {
     params.mutable_class_labels()->mutable_labels()->Add(labels.begin(), labels.end());
@@ -143,6 +144,7 @@ EffectiveParams FromProto(const v1::EffectiveParams& proto) {
   params.model_version = proto.model_version();
   params.request_id = proto.request_id();
   params.seed = proto.seed();
+  params.seeds.assign(proto.seeds().begin(), proto.seeds().end());
   params.count = proto.count();
   params.class_labels.assign(proto.class_labels().begin(), proto.class_labels().end());
   params.guidance_scale = proto.guidance_scale();

@@ -100,6 +100,7 @@ struct Generation {
   std::string request_id;  // at most 128 printable ASCII characters: the same request of the same
                            // id is drawn once; empty: one is made
   std::optional<uint64_t> seed;  // image i has seed + i; unset: the connection draws one
+  std::vector<uint64_t> seeds;   // instead, one for each of `count` images
   std::optional<int> count;
   std::vector<int> class_labels;     // one for all images, or one for each
   std::vector<float> class_vectors;  // for models that take numbers; not together with class_labels
@@ -134,6 +135,7 @@ struct EffectiveParams {
   std::string model, model_version;
   std::string request_id;
   uint64_t seed = 0;
+  std::vector<uint64_t> seeds;  // of each image; empty when image i has seed + i
   int count = 0;
   std::vector<int> class_labels;  // of each image; empty when the model has none
   double guidance_scale = 1;      // 1: none

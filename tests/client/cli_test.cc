@@ -60,6 +60,16 @@ class CliTest : public testing::Test {
   std::filesystem::path folder_;
 };
 
+TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
+  const auto result = Run({"generate", "-l", "3", "--seed", "9,2", "-o", Path("{seed}.png")});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_THAT(result.out, StartsWith(Path("9.png") + "  seed 9  label 3\n" + Path("2.png") +
+                                     "  seed 2  label 3\n"));
+  const auto refused = Run({"generate", "-n", "3", "--seed", "9,2", "-o", Path("x-{index}.png")});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("--seed names 2 seeds for 3 images"));
+}
+
 TEST_F(CliTest, DrawsFiles) {
   const auto result = Run({"generate", "-l", "three,4", "--seed", "42", "-o", Path("{label}.png")});
   EXPECT_EQ(result.exit_code, 0) << result.err;

@@ -126,6 +126,16 @@ TEST_F(ConnectionTest, EveryKnobArrives) {
   EXPECT_EQ(result->timing.total_seconds, 0.5);
 }
 
+TEST_F(ConnectionTest, SeedsOfImagesTakeThePlaceOfASeed) {
+  const auto result = client_.Generate({.seeds = {9, 2, 9}, .count = 3});
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_FALSE(server_.requests().at(0).has_seed());
+  EXPECT_THAT(result->params.seeds, ElementsAre(9, 2, 9));
+  ASSERT_EQ(result->images.size(), 3u);
+  EXPECT_EQ(result->images[1].seed, 2u);
+  EXPECT_EQ(result->images[2].seed, 9u);
+}
+
 TEST_F(ConnectionTest, UnsetKnobsStayUnset) {
   ASSERT_TRUE(client_.Generate({}).ok());
   v1::GenerationParams sent = server_.requests().at(0);

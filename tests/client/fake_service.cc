@@ -40,7 +40,8 @@ v1::EffectiveParams Effective(const v1::GenerationParams& params) {
   v1::EffectiveParams effective;
   effective.set_model(params.model().empty() ? "digits" : params.model());
   effective.set_request_id(params.request_id().empty() ? "fake-1" : params.request_id());
-  effective.set_seed(params.seed());
+  effective.set_seed(params.seeds().empty() ? params.seed() : params.seeds(0));
+  *effective.mutable_seeds() = params.seeds();
   effective.set_count(params.has_count() ? params.count() : 1);
   const auto& labels = params.class_labels().labels();
   for (int i = 0; i < effective.count(); ++i) {
@@ -92,7 +93,7 @@ v1::Image Draw(const v1::EffectiveParams& params, int index, v1::ImageFormat for
                int evaluation) {
   v1::Image image;
   image.set_index(index);
-  image.set_seed(params.seed() + index);
+  image.set_seed(params.seeds().empty() ? params.seed() + index : params.seeds(index));
   image.set_class_label(params.class_labels(index));
   image.set_width(params.width());
   image.set_height(params.height());
