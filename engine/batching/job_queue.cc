@@ -81,6 +81,14 @@ void JobQueue::End(JobId id, const absl::Status& status, EndReason reason) {
   Wake();
 }
 
+JobQueue::~JobQueue() {
+  // Images and their jobs hold each other.
+  for (const auto& [id, job] : jobs_) {
+    job->again.clear();
+    job->devices.clear();
+  }
+}
+
 void JobQueue::EndAll(const absl::Status& status, EndReason reason) {
   std::map<JobId, std::shared_ptr<Job>> jobs;
   {

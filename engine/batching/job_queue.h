@@ -92,6 +92,7 @@ class JobQueue {
   /// `admission` outlives the queue.
   explicit JobQueue(Admission& admission, std::function<Clock::time_point()> now = Clock::now)
       : admission_(admission), now_(std::move(now)) {}
+  ~JobQueue();
 
   /// `wake` is called when devices without work may have some. Set before there are jobs.
   void SetWake(std::function<void()> wake) { wake_ = std::move(wake); }
