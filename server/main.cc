@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <google/protobuf/stubs/logging.h>
 #include <grpc/support/log.h>
+#include <malloc.h>
 #include <sys/resource.h>
 
 #include <csignal>
@@ -121,4 +122,9 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace denoised
 
-int main(int argc, char** argv) { return denoised::Main(argc, argv); }
+int main(int argc, char** argv) {
+  // With an arena for each of gRPC's threads and the workers', free pieces lie in all of them and
+  // resident memory creeps: 19 KiB a minute at saturation; with two it stays.
+  mallopt(M_ARENA_MAX, 2);
+  return denoised::Main(argc, argv);
+}
