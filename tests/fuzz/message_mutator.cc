@@ -136,4 +136,17 @@ void MutateMessage(Message* message, std::minstd_rand* random) {
   if ((*random)() % 2 == 0) reflection.RemoveLast(message, field);
 }
 
+size_t MutateSerialized(google::protobuf::Message* message, uint8_t* data, size_t size,
+                        size_t max_size, unsigned int seed) {
+  std::minstd_rand random(seed);
+  if (random() % 8 == 0 || !message->ParseFromArray(data, static_cast<int>(size))) {
+    return LLVMFuzzerMutate(data, size, max_size);
+  }
+  MutateMessage(message, &random);
+  const size_t mutated = message->ByteSizeLong();
+  if (mutated > max_size) return LLVMFuzzerMutate(data, size, max_size);
+  message->SerializeToArray(data, static_cast<int>(mutated));
+  return mutated;
+}
+
 }  // namespace denoised

@@ -19,8 +19,6 @@
 #include "server/translate.h"
 #include "tests/fuzz/message_mutator.h"
 
-extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
-
 namespace {
 
 using namespace denoised;  // NOLINT: a program of one file
@@ -251,14 +249,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
 extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size,
                                           unsigned int seed) {
-  std::minstd_rand random(seed);
   v1::StreamGenerateRequest request;
-  if (random() % 8 == 0 || !request.ParseFromArray(data, static_cast<int>(size))) {
-    return LLVMFuzzerMutate(data, size, max_size);
-  }
-  MutateMessage(&request, &random);
-  const size_t mutated = request.ByteSizeLong();
-  if (mutated > max_size) return LLVMFuzzerMutate(data, size, max_size);
-  request.SerializeToArray(data, static_cast<int>(mutated));
-  return mutated;
+  return MutateSerialized(&request, data, size, max_size, seed);
 }
