@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           }
         }
       }
-    } else if (T::kNormalises && warp > 8 && normalises) {
+    } else if (warp > 8 && normalises) {
       const int thread = threadIdx.x - 9 * 32, vector = thread % 8;
       const int channels = conv.channels + conv.channels2;
       WaitForPredecessors();
