@@ -12,7 +12,7 @@
 #include "engine/backend/cuda/cuda_backend.h"
 #include "engine/device_engine.h"
 #include "tests/batching/simulated_backend.h"
-#include "tests/engine/collector.h"
+#include "tests/engine/submit.h"
 #include "tests/engine/trap.h"
 
 namespace denoised {
@@ -22,16 +22,6 @@ using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
 const std::string kDigits = DENOISED_SOURCE_DIR "/models/mnist-32";
-
-std::shared_ptr<Collector> Submit(Engine& engine, const JobSpec& spec) {
-  std::vector<FieldViolation> violations;
-  const auto job = engine.Resolve(spec, &violations);
-  EXPECT_TRUE(job.ok()) << job.status();
-  auto collector = std::make_shared<Collector>();
-  const auto id = engine.Submit(*job, collector);
-  EXPECT_TRUE(id.ok()) << id.status();
-  return collector;
-}
 
 JobSpec Digits(uint64_t seed, int count, int steps) {
   JobSpec spec{.model = "digits", .seed = seed, .count = count};
