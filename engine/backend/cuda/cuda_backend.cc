@@ -590,6 +590,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
         hopper ? LoadConv3x3Kernels() : cudaSuccess,
+        hopper ? LoadConv3x3UnitKernel() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadConv2dNarrowKernels(),

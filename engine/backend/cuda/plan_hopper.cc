@@ -26,6 +26,8 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k128x160, 128, 160, 1, false, 1.4, 0.43, 2.6, 0.5},
     {HopperTile::k128x192, 128, 192, 1, false, 2.0, 0.49, 2.8, 0.5},
     {HopperTile::k128x256, 128, 256, 1, false, 2.6, 0.64, 4.0, 0},
+    {HopperTile::kUnit, 64, 64, 1, true, 0.2, 0.24, 1.9, 0},
+    {HopperTile::kPatch64, 128, 64, 1, false, 1.4, 0.23, 0.75, 0.22},
     {HopperTile::kPatch128, 128, 128, 1, false, 2.5, 0.315, 2.6, 0.45},
     {HopperTile::kPatch192, 128, 192, 1, false, 2.5, 0.445, 3.5, 0.5},
     {HopperTile::kPatch128Turns, 128, 128, 1, false, 4.7, 0.315, 1.3, 0},
