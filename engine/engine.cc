@@ -123,7 +123,7 @@ absl::Status DeviceEngine::Start() {
                        .generic_kernels = options_.generic_kernels,
                        .autotune = options_.autotune,
                        .autotune_cache = options_.autotune_cache,
-                       .report = options_.report},
+                       .notify = options_.notify},
         open_backend_,
         StepBatcher::Options{.device = i,
                              .batching = options_.batching,

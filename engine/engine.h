@@ -10,7 +10,7 @@
 
 #include "engine/batching/job.h"
 #include "engine/core/class_condition.h"
-#include "engine/core/report.h"
+#include "engine/core/notify.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 #include "engine/sampling/sampler.h"
@@ -36,7 +36,7 @@ struct EngineOptions {
   bool generic_kernels = false;  // as BackendOptions::generic_kernels
   bool autotune = true;          // as BackendOptions::autotune, and the next two
   std::string autotune_cache;
-  Report report;               // on any thread
+  Notify notify;               // on any thread
   int max_rows = 0;            // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
   int max_slots = 0;           // images in flight per model and device; 0: max_rows
   int max_evaluations = 2000;  // longest plan, per image

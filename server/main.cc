@@ -105,7 +105,7 @@ int Main(int argc, char** argv) {
     fmt::print("{}", *line->print);
     return 0;
   }
-  line->config.engine.report = LogOfEngine;
+  line->config.engine.notify = LogOfEngine;
   const Config& config = line->config;
   log::Configure(config.log_format, config.log_level);
   gpr_set_log_function(LogOfGrpc);

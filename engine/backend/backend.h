@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/backend/activation.h"
-#include "engine/core/report.h"
+#include "engine/core/notify.h"
 #include "engine/core/status.h"
 #include "engine/core/step_plan.h"
 #include "engine/core/tensor.h"
@@ -273,7 +273,7 @@ struct BackendOptions {
   /// fastest for a shape, where that is not known.
   bool autotune = false;
   std::string autotune_cache;  // directory that keeps what was measured; empty: it is forgotten
-  Report report;               // on the thread that uses the backend; may be empty
+  Notify notify;               // on the thread that uses the backend; may be empty
 };
 
 /// InvalidArgument for an unknown name; FailedPrecondition, with the remedy, when the device is not

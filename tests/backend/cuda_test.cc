@@ -480,7 +480,7 @@ TEST_P(CudaTest, TunedGraphsHaveTheSameBits) {
   options.autotune = true;
   options.autotune_cache = cache / "new";
   std::vector<std::string> warnings;
-  options.report = [&](Severity severity, const std::string& message) {
+  options.notify = [&](Severity severity, const std::string& message) {
     if (severity == Severity::kWarning) warnings.push_back(message);
   };
   const auto runs_to_capture = [&] {

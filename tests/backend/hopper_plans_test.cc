@@ -120,7 +120,7 @@ TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
                         Case{9, 8, 8, 256, 0, 256, 3}, Case{2, 64, 64, 192, 0, 192, 3},
                         Case{70, 4, 4, 320, 64, 320, 3}, Case{1, 8, 8, 768, 0, 768, 3},
                         Case{6, 16, 16, 128, 0, 160, 3, 1, true}, Case{3, 15, 17, 64, 0, 72, 3, 2},
-                        Case{40, 1, 256, 192, 0, 576, 1}, Case{2, 16, 16, 64, 0, 24, 3},
+                        Case{40, 1, 256, 192, 0, 576, 1}, Case{2, 64, 64, 64, 0, 24, 3},
                         Case{3, 16, 16, 64, 32, 40, 3, 1, false, true}}) {
     kept_.clear();
     const Conv2dLaunch conv = Launch(c);

@@ -130,7 +130,7 @@ class CudaBackend final : public Backend {
             name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '-');
         file.emplace(options.autotune_cache + "/" + name + ".json", description_, kKernels);
       }
-      tuner_.emplace(queue_.stream, std::move(file), options.report);
+      tuner_.emplace(queue_.stream, std::move(file), options.notify);
     }
     context_->Record(cudaMemsetAsync(norm_memory_.get(), 0, kGroupNormExchangeBytes, queue_.stream),
                      "the memory of group norms");

@@ -8,7 +8,7 @@
 
 #include "engine/backend/cuda/device.h"
 #include "engine/backend/tuning_file.h"
-#include "engine/core/report.h"
+#include "engine/core/notify.h"
 
 namespace denoised::cuda {
 
@@ -23,9 +23,9 @@ struct Way {
 /// device.
 class Tuner {
  public:
-  /// Without a file what was measured is forgotten in the end. `report` may be empty.
-  Tuner(cudaStream_t stream, std::optional<TuningFile> file, Report report)
-      : stream_(stream), file_(std::move(file)), report_(std::move(report)) {}
+  /// Without a file what was measured is forgotten in the end. `notify` may be empty.
+  Tuner(cudaStream_t stream, std::optional<TuningFile> file, Notify notify)
+      : stream_(stream), file_(std::move(file)), notify_(std::move(notify)) {}
 
   /// The one of `ways`, of which the first should be the fastest, that was the fastest when `what`
   /// was measured; the first when it was not, and then Measure() will.
@@ -41,7 +41,7 @@ class Tuner {
 
   const cudaStream_t stream_;
   const std::optional<TuningFile> file_;
-  const Report report_;
+  const Notify notify_;
   bool read_ = false, said_ = false;
   TunedWays known_;
   std::map<std::string, std::vector<Way>> unknown_;

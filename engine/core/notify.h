@@ -9,6 +9,6 @@ namespace denoised {
 /// News for whoever runs the program, while work goes on: kWarning asks for a remedy, which the
 /// message names; kInfo does not.
 enum class Severity : uint8_t { kInfo, kWarning };
-using Report = std::function<void(Severity, const std::string& message)>;
+using Notify = std::function<void(Severity, const std::string& message)>;
 
 }  // namespace denoised
