@@ -1,5 +1,6 @@
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "engine/backend/cuda/launch.h"
@@ -66,8 +67,9 @@ struct HopperCandidate {
 /// Every plan for `conv`, for which SuitsHopper() or SuitsPatches(), the cheapest first. `splits`
 /// follows from the shape of one image and is the same in all, so all give the same bits.
 std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue);
-/// The first of them.
-HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue);
+/// Names of a plan, among those for one launch, and of all of a launch that bears on their speed.
+std::string NameOf(const HopperPlan& plan);
+std::string Describe(const Conv2dLaunch& conv);
 /// conv.weight: [phases, outputs, taps, channels + channels2] without padding; phases are 4 and
 /// taps 2×2 with upsample2x, else 1 and kernel². An error for a tile that cannot do what is asked.
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
