@@ -23,12 +23,12 @@ __device__ void StoreSineOrCosine(const Rows& out, int row, int i, int half, boo
 
 // diffusers' get_timestep_embedding: t · scale · max_period^(−i / (half − freq_shift)).
 __global__ void TimestepEmbeddingKernel(const __grid_constant__ TimestepEmbeddingLaunch embedding) {
-  WaitForPredecessors();
-  ReleaseDependents();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
-  if (i >= embedding.dim) return;
   const int half = embedding.dim / 2, k = i < half ? i : i - half;
   const double frequency = exp(-log(embedding.max_period) * k / (half - embedding.freq_shift));
+  WaitForPredecessors();  // most of the time goes by before it
+  ReleaseDependents();
+  if (i >= embedding.dim) return;
   const double angle = embedding.t[row] * frequency * embedding.scale;
   StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, angle);
 }

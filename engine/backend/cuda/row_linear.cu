@@ -43,6 +43,12 @@ __global__ void __launch_bounds__(kThreads)
   const int chunks = linear.weight_stride / kChunk;
   const auto* weight = static_cast<const __nv_bfloat16*>(linear.weight);
 
+  // A thread's outputs lie below each other.
+  static_assert(kThreads % kColumns == 0);
+  const int my_column = first_column + threadIdx.x % kColumns;
+  const bool has_bias = linear.bias != nullptr && my_column < linear.outputs;
+  const float bias = has_bias ? linear.bias[my_column] : 0.0f;
+
   float sum[kTiles][kGroups][4] = {};
   int chunk = warp;
   bool waited = false;
@@ -95,14 +101,14 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     for (int i = threadIdx.x; i < 16 * kColumns; i += kThreads) {
-      const int row = first_row + 16 * t + i / kColumns, column = first_column + i % kColumns;
-      if (row >= linear.images || column >= linear.outputs) continue;
+      const int row = first_row + 16 * t + i / kColumns;
+      if (row >= linear.images || my_column >= linear.outputs) continue;
       float v = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) v += sums[w][i / kColumns][i % kColumns];
-      if (linear.bias != nullptr) v += linear.bias[column];
-      if (linear.residual.data != nullptr) v += Load(linear.residual, row, column);
-      Store(linear.out, row, column, Activate(linear.activation, v * linear.scale));
+      v += bias;
+      if (linear.residual.data != nullptr) v += Load(linear.residual, row, my_column);
+      Store(linear.out, row, my_column, Activate(linear.activation, v * linear.scale));
     }
   }
 }
