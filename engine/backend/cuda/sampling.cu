@@ -182,8 +182,13 @@ __device__ float NoiseFactor(const DeviceEvaluation& plan, float learned) {
   return 1.0f;
 }
 
+/// What an evaluation starts from, at a thread's elements.
+struct Inputs {
+  float x[kOwned], model[kOwned], variance[kOwned];
+};
+
 /// grid (blocks over an image, rows).
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     AdvanceKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
                   const float* model_output, int model_channels) {
   constexpr int kWords = sizeof(DeviceEvaluation) / sizeof(uint32_t);
@@ -195,8 +200,49 @@ __global__ void __launch_bounds__(kThreads)
   }
   const float guidance = slots.guidance[what.slot];
   const uint64_t seed = static_cast<uint64_t>(slots.seed[what.slot]);
+  const int64_t output_elements = slots.elements / slots.channels * model_channels;
+  const float* conditional = model_output + blockIdx.y * output_elements;
+  const float* unconditional = what.unconditional_row < 0
+                                   ? nullptr
+                                   : model_output + what.unconditional_row * output_elements;
+  float* images = slots.x + what.slot * slots.elements;
+  float* registers = slots.registers + what.slot * kRegisters * slots.elements;
+  float* predicted = slots.x0 + what.slot * slots.elements;
   WaitForPredecessors();
   ReleaseDependents();
+
+  const auto load = [&](const Owned& owned) {
+    Inputs in = {};
+    float unguided[kOwned] = {};
+    Load(images, owned, in.x);
+    if (model_channels == slots.channels) {
+      Load(conditional, owned, in.model);
+      if (unconditional != nullptr) Load(unconditional, owned, unguided);
+    } else {  // variances lie between the pixels
+      int channel = static_cast<int>(owned.first % slots.channels);
+      int64_t at = owned.first / slots.channels * model_channels + channel;
+#pragma unroll
+      for (int j = 0; j < kOwned; ++j) {
+        if (j >= owned.count) break;
+        in.model[j] = conditional[at];
+        // The conditional row's own: guidance extrapolates the mean alone.
+        in.variance[j] = conditional[at + slots.channels];
+        if (unconditional != nullptr) unguided[j] = unconditional[at];
+        const bool next_pixel = ++channel == slots.channels;
+        at += next_pixel ? model_channels - slots.channels + 1 : 1;
+        if (next_pixel) channel = 0;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kOwned && unconditional != nullptr; ++j) {
+      in.model[j] = unguided[j] + guidance * (in.model[j] - unguided[j]);
+    }
+    return in;
+  };
+  int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  Owned owned = OwnedAt(block, slots);
+  Inputs in = {};
+  if (owned.count > 0) in = load(owned);  // on the way beside the plan
 
   const int index = IndexOf(slots, what.slot);
   const auto* now = reinterpret_cast<const uint32_t*>(PlanAt(slots, what.slot, index));
@@ -212,73 +258,55 @@ __global__ void __launch_bounds__(kThreads)
   const auto& plan = reinterpret_cast<const DeviceEvaluation&>(words[kWords]);
   const Present present = PresentIn(plan);
   // What a register was not kept for is zero already: BeginSlot() or an evaluation wrote that.
-  const Present written = present | PresentIn(before) | OutputBits(kOutputX);
+  const Present written = present | PresentIn(before);
 
-  const int64_t output_elements = slots.elements / slots.channels * model_channels;
-  const float* conditional = model_output + blockIdx.y * output_elements;
-  const float* unconditional = what.unconditional_row < 0
-                                   ? nullptr
-                                   : model_output + what.unconditional_row * output_elements;
-  const int64_t base = what.slot * slots.elements;
-  const bool noisy = (present & InputBits(kInputNoise)) != 0;
-  // A learned variance is the conditional row's own: guidance extrapolates the mean alone.
-  const bool learned =
-      noisy && plan.noise_scale != NoiseScale::kFixed && model_channels > slots.channels;
-
-  for (int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-       block * kOwned < slots.elements; block += int64_t{gridDim.x} * kThreads) {
-    const Owned owned = OwnedAt(block, slots);
-    float in[kPlanInputs][kOwned], unguided[kOwned], variance[kOwned], x0[kOwned];
-    Load(slots.x + base, owned, in[kInputX]);
-    if (model_channels == slots.channels) {
-      Load(conditional, owned, in[kInputModel]);
-      if (unconditional != nullptr) Load(unconditional, owned, unguided);
-    } else {  // channels of a variance lie between the pixels
-      int channel = static_cast<int>(owned.first % slots.channels);
-      int64_t at = owned.first / slots.channels * model_channels + channel;
+  while (owned.count > 0) {
+    float sums[kPlanOutputs][kOwned] = {};
+    const auto add = [&](int k, const float(&input)[kOwned]) {
 #pragma unroll
-      for (int j = 0; j < kOwned; ++j) {
-        if (j >= owned.count) break;
-        in[kInputModel][j] = conditional[at];
-        if (unconditional != nullptr) unguided[j] = unconditional[at];
-        if (learned) variance[j] = conditional[at + slots.channels];
-        const bool next_pixel = ++channel == slots.channels;
-        at += next_pixel ? model_channels - slots.channels + 1 : 1;
-        if (next_pixel) channel = 0;
-      }
-    }
-    float* registers = slots.registers + base * kRegisters;
-#pragma unroll
-    for (int r = 0; r < kRegisters; ++r) {
-      if (present & InputBits(kInputRegister + r)) {
-        Load(registers + r * slots.elements, owned, in[kInputRegister + r]);
-      }
-    }
-    Normal4 noise = {};
-    if (noisy) noise = PhiloxNormal(seed, index, block);
-#pragma unroll
-    for (int j = 0; j < kOwned; ++j) {
-      float& model = in[kInputModel][j];
-      if (unconditional != nullptr) model = unguided[j] + guidance * (model - unguided[j]);
-      x0[j] = plan.x0_from_x * in[kInputX][j] + plan.x0_from_model * model;
-      if (plan.clip > 0) x0[j] = fminf(fmaxf(x0[j], -plan.clip), plan.clip);
-      in[kInputX0][j] = x0[j];
-      in[kInputNoise][j] = learned ? noise.v[j] * NoiseFactor(plan, variance[j]) : noise.v[j];
-    }
-    Store(slots.x0 + base, owned, x0);
-#pragma unroll
-    for (int o = 0; o < kPlanOutputs; ++o) {
-      if ((written & OutputBits(o)) == 0) continue;
-      float sum[kOwned] = {};
-#pragma unroll
-      for (int k = 0; k < kPlanInputs; ++k) {
+      for (int o = 0; o < kPlanOutputs; ++o) {
         if ((present & WeightBit(o, k)) == 0) continue;
 #pragma unroll
-        for (int j = 0; j < kOwned; ++j) sum[j] = fmaf(plan.weights[o][k], in[k][j], sum[j]);
+        for (int j = 0; j < kOwned; ++j) {
+          sums[o][j] = fmaf(plan.weights[o][k], input[j], sums[o][j]);
+        }
       }
-      Store(o == kOutputX ? slots.x + base : registers + (o - kOutputRegister) * slots.elements,
-            owned, sum);
+    };
+    float x0[kOwned];
+#pragma unroll
+    for (int j = 0; j < kOwned; ++j) {
+      x0[j] = plan.x0_from_x * in.x[j] + plan.x0_from_model * in.model[j];
+      if (plan.clip > 0) x0[j] = fminf(fmaxf(x0[j], -plan.clip), plan.clip);
     }
+    add(kInputX, in.x);
+    add(kInputModel, in.model);
+    add(kInputX0, x0);
+    if (present & InputBits(kInputNoise)) {
+      Normal4 noise = PhiloxNormal(seed, index, block);
+      if (model_channels > slots.channels) {
+#pragma unroll
+        for (int j = 0; j < kOwned; ++j) noise.v[j] *= NoiseFactor(plan, in.variance[j]);
+      }
+      add(kInputNoise, noise.v);
+    }
+#pragma unroll
+    for (int r = 0; r < kRegisters; ++r) {
+      if ((present & InputBits(kInputRegister + r)) == 0) continue;
+      float held[kOwned];
+      Load(registers + r * slots.elements, owned, held);
+      add(kInputRegister + r, held);
+    }
+
+    Store(predicted, owned, x0);
+    Store(images, owned, sums[kOutputX]);
+#pragma unroll
+    for (int r = 0; r < kRegisters; ++r) {
+      if ((written & OutputBits(kOutputRegister + r)) == 0) continue;
+      Store(registers + r * slots.elements, owned, sums[kOutputRegister + r]);
+    }
+    block += int64_t{gridDim.x} * kThreads;
+    owned = OwnedAt(block, slots);
+    if (owned.count > 0) in = load(owned);
   }
 }
 
