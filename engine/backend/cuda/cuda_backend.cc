@@ -42,12 +42,13 @@ Element ElementOf(DType dtype) {
   }
 }
 
+bool Aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0; }
+
 Rows View(const Tensor& tensor) {
   if (!tensor) return {};
   const size_t stride_bytes = tensor.row_stride() * SizeOf(tensor.dtype());
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0 && stride_bytes % 16 == 0;
-  return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()), aligned};
+  return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()),
+          Aligned(tensor) && stride_bytes % 16 == 0};
 }
 
 /// Images [first, first + most) of a group norm.
@@ -67,7 +68,8 @@ int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor
 
 float* Floats(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullptr; }
 
-SlotsLaunch View(const SlotState& state) {
+/// `images`: an evaluation's, beside the slots'.
+SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
   SlotsLaunch slots;
   slots.x = Floats(state.x);
   slots.registers = Floats(state.registers);
@@ -84,6 +86,8 @@ SlotsLaunch View(const SlotState& state) {
   }
   slots.elements = state.x.elements() / state.x.dim(0);
   slots.channels = Extent(state.x, 3);
+  slots.vector = slots.elements % 4 == 0 && Aligned(state.x) && Aligned(state.registers) &&
+                 Aligned(state.x0) && Aligned(images);
   return slots;
 }
 
@@ -409,7 +413,7 @@ class CudaBackend final : public Backend {
     x.stride = args.x.elements() / args.x.dim(0);  // an image is a row
     context_->Use();
     context_->Record(
-        LaunchGather(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0), x,
+        LaunchGather(View(args.state, args.x), args.rows.as<int32_t>(), Extent(args.rows, 0), x,
                      Floats(args.condition), args.label ? args.label.as<int32_t>() : nullptr,
                      Floats(args.embedding), queue_),
         "Gather");
@@ -418,8 +422,9 @@ class CudaBackend final : public Backend {
   void Advance(const AdvanceArgs& args) override {
     Check(args, rules());
     context_->Use();
-    context_->Record(LaunchAdvance(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0),
-                                   Floats(args.model_output), Extent(args.model_output, 3), queue_),
+    context_->Record(LaunchAdvance(View(args.state, args.model_output), args.rows.as<int32_t>(),
+                                   Extent(args.rows, 0), Floats(args.model_output),
+                                   Extent(args.model_output, 3), queue_),
                      "Advance");
   }
 

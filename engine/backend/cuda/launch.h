@@ -181,6 +181,7 @@ struct SlotsLaunch {
   int embedding_dim = 0;
   int64_t elements = 0;
   int channels = 0;
+  bool vector = false;  // every image, also an evaluation's, begins at a multiple of 16 bytes
 };
 /// source and noise: [elements], or null.
 cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,
