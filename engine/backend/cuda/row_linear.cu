@@ -24,10 +24,6 @@ __device__ uint4 LoadInputs(const Conv2dLaunch& linear, int row, int k) {
   if (row >= linear.images || k >= linear.channels) return make_uint4(0, 0, 0, 0);
   float v[8];
   LoadVector(linear.x, row, k, v);
-  if (linear.input_activation != Activation::kNone) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = Activate(linear.input_activation, v[j]);
-  }
   return PackBf16(v);
 }
 
