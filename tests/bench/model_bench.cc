@@ -1,15 +1,19 @@
 // One evaluation of a UNet2DModel, sampler step included, by rows: milliseconds and FLOP/s.
 //
-//   denoised-bench [--device=cpu|cuda] [--fp32] [--generic] --config=DIR/config.json --rows=1,16,64
+//   denoised-bench [--device=cpu|cuda] [--fp32] [--generic] [--autotune=off|DIRECTORY]
+//                  --config=DIR/config.json --rows=1,16,64
 //                  [Google Benchmark's flags, e.g. --benchmark_out=FILE]
 //
 // Weights are synthetic: speed does not depend on them. Times are the device's own, between markers
 // around each evaluation, and the figure is their median; FLOPs are counted by the dry run that
-// plans memory. MiB_device is what the model, its activations, images and graph took of the device.
+// plans memory. MiB_device is what the model, its activations, images and graph took of the device;
+// s_first the seconds of the first evaluation, with what was measured to choose kernels and the
+// capture. Kernels are chosen as by the server; --autotune=DIRECTORY keeps what was measured there.
 
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 
@@ -22,7 +26,7 @@ namespace denoised {
 namespace {
 
 struct Options {
-  BackendOptions backend;
+  BackendOptions backend = {.autotune = true};
   std::string config;
   std::vector<int> rows;
 };
@@ -40,6 +44,10 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->backend.fp32 = true;
     } else if (flag == "--generic") {
       options->backend.generic_kernels = true;
+    } else if (flag == "--autotune=off") {
+      options->backend.autotune = false;
+    } else if (const char* directory = value("--autotune=")) {
+      options->backend.autotune_cache = directory;
     } else if (const char* config = value("--config=")) {
       options->config = config;
     } else if (const char* rows = value("--rows=")) {
@@ -85,9 +93,16 @@ absl::Status Measure(Backend& backend, size_t free_before, std::shared_ptr<const
   for (int slot = 0; slot < rows; ++slot)
     table.push_back({.slot = slot, .label = 0, .unconditional_row = -1, .advances = 1});
   begin_all();
-  for (int warm = 0; warm < 3; ++warm, ++done)
-    DENOISED_RETURN_IF_ERROR(evaluator->Evaluate(table).status());
   DENOISED_RETURN_IF_ERROR(backend.Synchronize());
+  const auto before_first = std::chrono::steady_clock::now();
+  for (int warm = 0; warm < 3; ++warm, ++done) {
+    DENOISED_RETURN_IF_ERROR(evaluator->Evaluate(table).status());
+    DENOISED_RETURN_IF_ERROR(backend.Synchronize());
+    if (warm == 0) {
+      state.counters["s_first"] =
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - before_first).count();
+    }
+  }
   for (auto _ : state) {
     std::vector<double> seconds;
     double sum = 0;
