@@ -60,9 +60,8 @@ struct Conv2dArgs {
 struct LinearArgs {
   Tensor x;                              // [M, K], or any rank: rows of K; activation dtype or F32
   const PackedLinear* weight = nullptr;  // [Nout, K] and optional bias
-  Activation input_activation = Activation::kNone;  // applied to x first
-  Tensor residual;                                  // optional, shape of out
-  float scale = 1.0f;                               // out = act((xWᵀ + b + residual) · scale)
+  Tensor residual;                       // optional, shape of out
+  float scale = 1.0f;                    // out = act((xWᵀ + b + residual) · scale)
   Activation activation = Activation::kNone;
   Tensor out;  // rows of Nout; activation dtype or F32
 };

@@ -132,14 +132,12 @@ TEST_P(BatchInvarianceTest, Linear) {
                                      Random({out_features}, DType::kF32));
       int64_t dims[2] = {row[0], out_features};
       const Shape out_row = row.rank() == 2 ? Shape(dims) : Shape{out_features};
-      for (const Activation input : {Activation::kNone, Activation::kSilu}) {
-        const std::string what = fmt::format("linear {} to {}, {}", row.ToString(), out_features,
-                                             static_cast<int>(input));
-        ExpectInvariant(what.c_str(), {{row, activation()}, {out_row, activation()}},
+      for (const DType dtype : {activation(), DType::kF32}) {
+        const std::string what =
+            fmt::format("linear {} {} to {}", Name(dtype), row.ToString(), out_features);
+        ExpectInvariant(what.c_str(), {{row, dtype}, {out_row, activation()}},
                         [&](const std::vector<Tensor>& in, int64_t rows) {
-                          LinearArgs args{
-                              .x = in[0], .weight = packed.get(), .input_activation = input};
-                          args.residual = in[1];
+                          LinearArgs args{.x = in[0], .weight = packed.get(), .residual = in[1]};
                           args.out = Output(WithRows(rows, out_row));
                           backend().Linear(args);
                           return args.out;

@@ -1,12 +1,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
-#include <fstream>
-
 #include "engine/backend/backend.h"
 #include "engine/backend/cpu/host.h"
 #include "engine/backend/cuda/cuda_backend.h"
+#include "tests/io/temporary_directory.h"
 
 namespace denoised {
 namespace {
@@ -15,18 +13,13 @@ using testing::HasSubstr;
 
 class HostTest : public testing::Test {
  protected:
-  void SetUp() override {
-    root_ =
-        testing::TempDir() + testing::UnitTest::GetInstance()->current_test_info()->name() + "/";
-    std::filesystem::remove_all(root_);
+  HostTest() {
     Write("proc/meminfo", "MemTotal:       1024 kB\nMemFree: 1 kB\nMemAvailable:    800 kB\n");
   }
-  void TearDown() override { std::filesystem::remove_all(root_); }
-  void Write(const std::string& path, const std::string& text) {
-    std::filesystem::create_directories(std::filesystem::path(root_ + path).parent_path());
-    std::ofstream(root_ + path) << text;
-  }
-  std::string root_;
+  void Write(const std::string& path, const std::string& text) { directory_.Write(path, text); }
+
+  const TemporaryDirectory directory_;
+  const std::string root_ = directory_.path() + "/";
 };
 
 TEST_F(HostTest, TheMachinesMemory) {

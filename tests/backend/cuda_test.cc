@@ -407,8 +407,8 @@ TEST_P(CudaTest, LinearRowsDoNotDependOnTheirCompany) {
               bias = Random({320}, DType::kF32);
   const auto packed = PackLinear(weight, bias);
   const Array x = Random({9000, 256});
-  for (Activation input : {Activation::kNone, Activation::kSilu}) {
-    LinearArgs args{.x = Upload(x), .weight = packed.get(), .input_activation = input};
+  for (DType dtype : {activation(), DType::kF32}) {
+    LinearArgs args{.x = Upload(x, dtype), .weight = packed.get()};
     args.out = Output({9000, 320});
     backend().Linear(args);
     for (int64_t row : {0, 77, 8999}) {

@@ -202,7 +202,6 @@ TEST_P(LinearTest, AnyShapeAndFusion) {
     LinearArgs args;
     args.x = Upload(x, x_f32 ? DType::kF32 : activation());
     args.weight = packed.get();
-    args.input_activation = kActivations[RandomInt(0, 4)];
     args.activation = kActivations[RandomInt(0, 4)];
     args.scale = Coin() ? 1.0f : 0.7071f;
     const Array no_residual = reference::Linear(args, x, weight, bias, {});

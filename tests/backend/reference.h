@@ -103,12 +103,10 @@ inline Array Linear(const LinearArgs& args, const Array& x, const Array& weight_
   for (int i = 0; i < x.shape.rank(); ++i) dims[i] = x.shape[i];
   dims[x.shape.rank() - 1] = out;
   Array y(Shape(std::span<const int64_t>(dims, x.shape.rank())));
-  Array activated = x;
-  for (double& value : activated.values) value = Activate(args.input_activation, value);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t o = 0; o < out; ++o) {
       double sum = bias.defined() ? bias.at(o) : 0;
-      for (int64_t i = 0; i < in; ++i) sum += activated.at(r * in + i) * weight_oi.at(o * in + i);
+      for (int64_t i = 0; i < in; ++i) sum += x.at(r * in + i) * weight_oi.at(o * in + i);
       if (residual.defined()) sum += residual.at(r * out + o);
       y.at(r * out + o) = Activate(args.activation, sum * args.scale);
     }

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <filesystem>
 #include <mutex>
 #include <thread>
 
@@ -16,6 +15,7 @@
 #include "command/load_generator.h"
 #include "command/workload.h"
 #include "tests/client/mock_connection.h"
+#include "tests/io/temporary_directory.h"
 
 namespace denoised::command {
 namespace {
@@ -130,20 +130,13 @@ TEST(WorkloadTest, DrawsFromTheMixByWeightAndRange) {
 
 class TraceTest : public testing::Test {
  protected:
-  TraceTest() {
-    std::string pattern = std::filesystem::temp_directory_path() / "denoise-test-XXXXXX";
-    folder_ = mkdtemp(pattern.data());
-    path_ = folder_ / "trace.jsonl";
-  }
-  ~TraceTest() override { std::filesystem::remove_all(folder_); }
-
   absl::StatusOr<Workload> Read(const std::string& text, double speed = 1) {
     EXPECT_TRUE(WriteFile(path_, text).ok());
     return Workload::FromTrace(path_, speed, 1);
   }
 
-  std::filesystem::path folder_;
-  std::string path_;
+  const TemporaryDirectory folder_;
+  const std::string path_ = folder_ / "trace.jsonl";
 };
 
 TEST_F(TraceTest, GivesBackWhatWasSaved) {

@@ -4,7 +4,6 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -15,6 +14,8 @@
 #include "command/npy.h"
 #include "tests/client/fake_service.h"
 #include "tests/client/process.h"
+#include "tests/eventually.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/tls/certificates.h"
 
 namespace denoised::command {
@@ -28,12 +29,6 @@ using testing::StartsWith;
 
 class CliTest : public testing::Test {
  protected:
-  CliTest() {
-    std::string pattern = std::filesystem::temp_directory_path() / "denoise-test-XXXXXX";
-    folder_ = mkdtemp(pattern.data());
-  }
-  ~CliTest() override { std::filesystem::remove_all(folder_); }
-
   std::string Path(const std::string& name) const { return folder_ / name; }
   std::string Read(const std::string& name) const {
     const auto bytes = ReadFile(Path(name));
@@ -57,7 +52,7 @@ class CliTest : public testing::Test {
   }
 
   FakeServer server_;
-  std::filesystem::path folder_;
+  TemporaryDirectory folder_;
 };
 
 TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
@@ -320,15 +315,12 @@ TEST_F(CliTest, TimeoutHasItsExitCode) {
 TEST_F(CliTest, InterruptCancelsTheCall) {
   server_.SetEvaluationTime(milliseconds(5000));
   Process process(Command({"generate", "-o", Path("x.png")}), {}, false);
-  while (server_.generations() == 0) std::this_thread::sleep_for(milliseconds(5));
+  ASSERT_TRUE(Eventually([&] { return server_.generations() > 0; }));
   process.Signal(SIGINT);
   const auto result = process.Wait();
   EXPECT_EQ(result.exit_code, 130);
   EXPECT_EQ(result.err, "cancelled\n");
-  for (int i = 0; i < 2000 && server_.cancelled() == 0; ++i) {
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  EXPECT_EQ(server_.cancelled(), 1);
+  EXPECT_TRUE(Eventually([&] { return server_.cancelled() == 1; }));
 }
 
 TEST_F(CliTest, RetriesAServerThatDrains) {
@@ -498,7 +490,7 @@ TEST_F(CliTest, BenchShowsProgressOnATerminal) {
 TEST_F(CliTest, BenchTellsWhenInterrupted) {
   server_.SetEvaluationTime(milliseconds(5));
   Process process(Command({"bench", "-d", "600", "--warm-up", "0"}), {}, /*on_terminal=*/false);
-  while (server_.generations() < 3) std::this_thread::sleep_for(milliseconds(5));
+  ASSERT_TRUE(Eventually([&] { return server_.generations() >= 3; }));
   process.Signal(SIGINT);
   const ProcessResult result = process.Wait();
   EXPECT_EQ(result.exit_code, 130);

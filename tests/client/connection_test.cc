@@ -10,6 +10,7 @@
 #include "denoised/client.h"
 #include "tests/client/fake_service.h"
 #include "tests/client/mock_connection.h"
+#include "tests/eventually.h"
 
 namespace denoised::client {
 namespace {
@@ -374,10 +375,7 @@ TEST_F(ConnectionTest, CancelEndsAStream) {
   call->Cancel();
   EXPECT_EQ(call->Wait().code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(heard.done->code(), absl::StatusCode::kCancelled);
-  for (int i = 0; i < 5000 && server_.cancelled() == 0; ++i) {
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  EXPECT_EQ(server_.cancelled(), 1) << "the server was not told";
+  EXPECT_TRUE(Eventually([&] { return server_.cancelled() == 1; })) << "the server was not told";
 }
 
 TEST_F(ConnectionTest, CancelEndsABackoff) {

@@ -2,11 +2,9 @@
 // killed and one drains.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -14,25 +12,13 @@
 
 #include "denoised/client.h"
 #include "tests/client/process.h"
+#include "tests/eventually.h"
+#include "tests/io/temporary_directory.h"
 
 namespace denoised::client {
 namespace {
 
 namespace fs = std::filesystem;
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-using std::chrono::steady_clock;
-
-constexpr auto kPatience = seconds(60);  // for machines that are busy with other tests
-
-bool WaitUntil(const std::function<bool()>& condition) {
-  const auto end = steady_clock::now() + kPatience;
-  while (!condition()) {
-    if (steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(milliseconds(2));
-  }
-  return true;
-}
 
 /// A model of 8 x 8 pixels: its golden weights with a scheduler.
 void MakeModel(const fs::path& folder) {
@@ -57,7 +43,7 @@ class Server {
 
   bool WaitUntilServing() {
     const bool serving =
-        WaitUntil([this] { return Log().find(R"("message":"serving")") != std::string::npos; });
+        Eventually([this] { return Log().find(R"("message":"serving")") != std::string::npos; });
     const std::string log = Log(), key = R"("address":")";
     const size_t begin = log.find(key) + key.size();
     address_ = log.substr(begin, log.find('"', begin) - begin);
@@ -82,17 +68,14 @@ using Pictures = std::map<int, std::string>;  // files by index
 class FleetTest : public testing::Test {
  protected:
   FleetTest() {
-    std::string pattern = fs::temp_directory_path() / "denoised-fleet-XXXXXX";
-    folder_ = mkdtemp(pattern.data());
     MakeModel(folder_ / "tiny");
     for (int i = 0; i < 3; ++i) {
       servers_.push_back(
           std::make_unique<Server>(folder_ / "tiny", folder_ / ("log-" + std::to_string(i))));
     }
   }
-  ~FleetTest() override { fs::remove_all(folder_); }
 
-  fs::path folder_;
+  TemporaryDirectory folder_;
   std::vector<std::unique_ptr<Server>> servers_;
 };
 
@@ -206,19 +189,19 @@ TEST_F(FleetTest, LosesNothingWhenOneIsKilledAndOneDrains) {
   for (int i = 0; i < 12; ++i) threads.emplace_back([&] { load.Run(); });
 
   EXPECT_TRUE(
-      WaitUntil([&] { return load.done() >= 8 && load.in_flight_at(killed.address()) >= 2; }));
+      Eventually([&] { return load.done() >= 8 && load.in_flight_at(killed.address()) >= 2; }));
   killed.process().Signal(SIGKILL);
   EXPECT_EQ(killed.process().Wait().exit_code, 128 + SIGKILL);
   EXPECT_GT(load.in_flight_at(killed.address()), 0) << "nothing was under way";
 
   int done = load.done();
-  EXPECT_TRUE(WaitUntil(
+  EXPECT_TRUE(Eventually(
       [&] { return load.done() >= done + 8 && load.in_flight_at(drained.address()) >= 2; }));
   drained.process().Signal(SIGTERM);
   EXPECT_EQ(drained.process().Wait().exit_code, 0);
 
   done = load.done();
-  EXPECT_TRUE(WaitUntil([&] { return load.done() >= done + 12; }));
+  EXPECT_TRUE(Eventually([&] { return load.done() >= done + 12; }));
   load.Stop();
   threads.clear();
   left.process().Signal(SIGTERM);

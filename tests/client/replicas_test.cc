@@ -2,12 +2,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
 #include <thread>
 
 #include "denoised/client.h"
 #include "denoised/target.h"
 #include "tests/client/fake_service.h"
+#include "tests/eventually.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/tls/certificates.h"
 
 namespace denoised::client {
@@ -133,9 +134,8 @@ TEST_F(ReplicasTest, WhatALostOneHadIsDrawnByAnother) {
                                           }}));
   }
   std::jthread unary([&] { EXPECT_TRUE(client.Generate({}).ok()); });
-  while (a_.generations() + b_.generations() < before + kStreams + 1) {
-    std::this_thread::sleep_for(milliseconds(1));
-  }
+  ASSERT_TRUE(
+      Eventually([&] { return a_.generations() + b_.generations() >= before + kStreams + 1; }));
   a_.Stop();
   int lost = 0;
   for (int i = 0; i < kStreams; ++i) {
@@ -195,10 +195,9 @@ TEST(ReplicasTlsTest, AListNeedsTheNameInTheCertificates) {
     return grpc::SslServerCredentials(options);
   };
   FakeServer a(credentials()), b(credentials());
-  const std::string file = testing::TempDir() + "/replicas-authority.pem";
-  std::ofstream(file) << authority.certificate();
+  const TemporaryDirectory folder;
   ConnectionOptions options;
-  options.tls = {.ca_file = file};
+  options.tls = {.ca_file = folder.Write("ca", authority.certificate())};
   const std::string target = a.address() + "," + b.address();
   const absl::Status nameless = Connect(target, options).status();
   EXPECT_TRUE(absl::IsInvalidArgument(nameless));

@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,36 +17,10 @@ import threading
 import time
 import unittest
 
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../server"))
+from running import Running
+
 SERVER = CLIENT = None
-
-
-class Server:
-    def __init__(self, *flags):
-        self.process = subprocess.Popen(
-            [SERVER, "--listen", "127.0.0.1:0", "--metrics-listen", "", "--log-format", "json", *flags],
-            stderr=subprocess.PIPE)
-        self.address = None
-        self.logged = {}
-        rest, end = b"", time.monotonic() + 30
-        while "serving" not in self.logged and time.monotonic() < end:
-            if select.select([self.process.stderr], [], [], 0.1)[0]:
-                *lines, rest = (rest + os.read(self.process.stderr.fileno(), 65536)).split(b"\n")
-                for line in map(json.loads, lines):
-                    self.logged[line["message"]] = line
-        self.address = self.logged["listening"]["address"]
-        # Somebody must read, or the server waits for room in the pipe.
-        self.reader = threading.Thread(target=self.process.stderr.read, daemon=True)
-        self.reader.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.reader.join()
-        self.process.stderr.close()
 
 
 class ServingTest(unittest.TestCase):
@@ -61,12 +34,13 @@ class ServingTest(unittest.TestCase):
             file.write("{}")
 
     def serve(self, *flags):
-        server = Server("--model", f"digits={self.model}", *flags)
+        server = Running(SERVER, "--model", f"digits={self.model}", *flags)
         self.addCleanup(server.__exit__)
+        server.wait_for("serving")
         return server
 
     def denoise(self, server, *arguments):
-        return subprocess.run([CLIENT, "--server", server.address, *arguments], cwd=self.root,
+        return subprocess.run([CLIENT, "--server", server.wait_for("listening")["address"], *arguments], cwd=self.root,
                               capture_output=True, text=True, timeout=60)
 
     def ok(self, server, *arguments):

@@ -1,11 +1,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
-#include <fstream>
-
 #include "denoised/client.h"
 #include "tests/client/fake_service.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/tls/certificates.h"
 
 namespace denoised::client {
@@ -15,18 +13,6 @@ using testing::HasSubstr;
 
 class TlsTest : public testing::Test {
  protected:
-  TlsTest() {
-    std::string pattern = std::filesystem::temp_directory_path() / "denoised-tls-XXXXXX";
-    folder_ = mkdtemp(pattern.data());
-    ca_ = Write("ca", authority_.certificate());
-  }
-  ~TlsTest() override { std::filesystem::remove_all(folder_); }
-
-  std::string Write(const std::string& name, const std::string& content) const {
-    std::ofstream(folder_ / name) << content;
-    return folder_ / name;
-  }
-
   std::shared_ptr<grpc::ServerCredentials> ServerCredentials(const std::string& names,
                                                              bool mutual = false) const {
     const KeyPair pair = authority_.Issue("server", names);
@@ -50,16 +36,16 @@ class TlsTest : public testing::Test {
   }
 
   TestAuthority authority_;
-  std::filesystem::path folder_;
-  std::string ca_;
+  const TemporaryDirectory folder_;
+  const std::string ca_ = folder_.Write("ca", authority_.certificate());
 };
 
 TEST_F(TlsTest, TrustsTheAuthorityItIsTold) {
   const FakeServer server(ServerCredentials("DNS:localhost,IP:127.0.0.1"));
   EXPECT_TRUE(Ask(server, {.ca_file = ca_}).ok());
   const TestAuthority stranger;
-  EXPECT_TRUE(
-      absl::IsUnavailable(Ask(server, {.ca_file = Write("other", stranger.certificate())})));
+  EXPECT_TRUE(absl::IsUnavailable(
+      Ask(server, {.ca_file = folder_.Write("other", stranger.certificate())})));
   EXPECT_TRUE(absl::IsUnavailable(Ask(server, {}))) << "the system knows nothing of ours";
 }
 
@@ -74,14 +60,14 @@ TEST_F(TlsTest, ShowsItsCertificateWhereItIsAskedFor) {
   EXPECT_TRUE(absl::IsUnavailable(Ask(server, {.ca_file = ca_})));
   const KeyPair own = authority_.Issue("alice", "");
   EXPECT_TRUE(Ask(server, {.ca_file = ca_,
-                           .cert_file = Write("own.crt", own.certificate),
-                           .key_file = Write("own.key", own.key)})
+                           .cert_file = folder_.Write("own.crt", own.certificate),
+                           .key_file = folder_.Write("own.key", own.key)})
                   .ok());
 }
 
 TEST_F(TlsTest, TheTokenIsReadForEveryCall) {
   const FakeServer server(ServerCredentials("IP:127.0.0.1"));
-  const std::string file = Write("token", "first\n");
+  const std::string file = folder_.Write("token", "first\n");
   ConnectionOptions options;
   options.retry.max_attempts = 1;
   options.tls = {.ca_file = ca_};
@@ -89,9 +75,9 @@ TEST_F(TlsTest, TheTokenIsReadForEveryCall) {
   const Client client(*Connect(server.address(), options));
   ASSERT_TRUE(client.ListModels().ok());
   EXPECT_EQ(server.authorization(), "Bearer first");
-  Write("token", "  second");  // not the token alone
+  folder_.Write("token", "  second");  // not the token alone
   EXPECT_FALSE(client.ListModels().ok());
-  Write("token", "second");
+  folder_.Write("token", "second");
   EXPECT_TRUE(client.ListModels().ok());
   EXPECT_EQ(server.authorization(), "Bearer second");
 }
@@ -105,10 +91,10 @@ TEST_F(TlsTest, SaysWhichFileIsWrong) {
   EXPECT_THAT(message({.cert_file = ca_}), HasSubstr("tls.key_file"));
   EXPECT_THAT(message({.cert_file = ca_, .key_file = "/absent"}), HasSubstr("tls.key_file"));
   EXPECT_THAT(message({.ca_file = ca_}, "/absent"), HasSubstr("token_file: \"/absent\""));
-  EXPECT_THAT(message({.ca_file = ca_}, Write("two", "a b")), HasSubstr("token_file"));
-  EXPECT_THAT(message({.ca_file = ca_}, Write("empty", "")), HasSubstr("token_file"));
+  EXPECT_THAT(message({.ca_file = ca_}, folder_.Write("two", "a b")), HasSubstr("token_file"));
+  EXPECT_THAT(message({.ca_file = ca_}, folder_.Write("empty", "")), HasSubstr("token_file"));
   ConnectionOptions options;
-  options.token_file = Write("token", "t");
+  options.token_file = folder_.Write("token", "t");
   EXPECT_THAT(std::string(Connect(server.address(), options).status().message()),
               HasSubstr("token_file needs tls"));
 }

@@ -2,55 +2,45 @@
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <string_view>
 
 #include "engine/io/model_directory.h"
 #include "engine/io/safetensors.h"
+#include "tests/io/temporary_directory.h"
 
 namespace {
-
-namespace fs = std::filesystem;
 
 /// The files of a model directory that an input fills, in its order, separated by zero bytes. An
 /// empty part is a file that is not there.
 constexpr const char* kFiles[] = {"model_index.json", "config.json", "scheduler_config.json",
                                   "diffusion_pytorch_model.safetensors.index.json"};
 
-struct Directory {
-  Directory() {
-    std::string name = (fs::temp_directory_path() / "denoised-fuzz-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) std::abort();
-    path = name;
+struct ModelFolder : denoised::TemporaryDirectory {
+  ModelFolder() {
     const float one[] = {1};
     const std::map<std::string, denoised::Tensor> shard = {
         {"w", denoised::Tensor::HostF32({1}, one)}};
-    const std::string file = (path / "shard.safetensors").string();
+    const std::string file = *this / "shard.safetensors";
     if (!denoised::WriteSafetensors(file, shard, {}).ok()) std::abort();
   }
-  ~Directory() {
-    std::error_code ignored;
-    fs::remove_all(path, ignored);
-  }
-  fs::path path;
 };
 
 }  // namespace
 
 /// Any files are refused with a message, or the directory can be read whole.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  static const Directory directory;
+  static const ModelFolder folder;
   std::string_view rest(reinterpret_cast<const char*>(data), size);
   for (const char* file : kFiles) {
     const std::string_view content = rest.substr(0, rest.find('\0'));
     rest.remove_prefix(std::min(rest.size(), content.size() + 1));
     if (content.empty())
-      fs::remove(directory.path / file);
+      std::filesystem::remove(folder / file);
     else
-      std::ofstream(directory.path / file, std::ios::binary) << content;
+      folder.Write(file, std::string(content));
   }
-  const auto model = denoised::ModelDirectory::Read(directory.path.string());
+  const auto model = denoised::ModelDirectory::Read(folder.path());
   if (!model.ok()) {
     if (model.status().message().empty()) std::abort();
     return 0;

@@ -11,7 +11,7 @@ namespace denoised {
 class TemporaryDirectory {
  public:
   TemporaryDirectory() {
-    std::string name = (std::filesystem::temp_directory_path() / "denoised-io-XXXXXX").string();
+    std::string name = (std::filesystem::temp_directory_path() / "denoised-test-XXXXXX").string();
     if (::mkdtemp(name.data()) == nullptr) std::abort();
     path_ = name;
   }

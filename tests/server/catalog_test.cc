@@ -4,17 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <fstream>
 #include <future>
 #include <thread>
 
 #include "server/metrics.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/server/fake_engine.h"
 
 namespace denoised {
 namespace {
 
-namespace fs = std::filesystem;
 using namespace std::chrono_literals;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -159,25 +158,18 @@ TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
 
 class ReloadTest : public CatalogTest {
  protected:
-  ReloadTest() : root_(fs::path(testing::TempDir()) / "reload") {
-    fs::remove_all(root_);
-    Write("unet/config.json", "{}");
-    EXPECT_TRUE(catalog_.Load({.name = "mine", .directory = root_}).ok());
-  }
-  ~ReloadTest() override { fs::remove_all(root_); }
-
-  void Write(const fs::path& file, const std::string& text) {
-    fs::create_directories((root_ / file).parent_path());
-    std::ofstream(root_ / file) << text;
+  ReloadTest() {
+    root_.Write("unet/config.json", "{}");
+    EXPECT_TRUE(catalog_.Load({.name = "mine", .directory = root_.path()}).ok());
   }
 
-  const fs::path root_;
+  const TemporaryDirectory root_;
 };
 
 TEST_F(ReloadTest, AChangedDirectoryIsLoadedOnceItSettled) {
   for (int look = 0; look < 3; ++look) catalog_.ReloadChanged();
   EXPECT_EQ(Means("mine"), "mine@1") << "nothing has changed";
-  Write("unet/config.json", "{ }");
+  root_.Write("unet/config.json", "{ }");
   catalog_.ReloadChanged();
   EXPECT_EQ(Means("mine"), "mine@1") << "perhaps somebody is still writing";
   catalog_.ReloadChanged();
@@ -188,17 +180,17 @@ TEST_F(ReloadTest, AChangedDirectoryIsLoadedOnceItSettled) {
 }
 
 TEST_F(ReloadTest, ABadChangeLeavesTheOldOneAndIsTriedOnce) {
-  engine_.set_broken("reload");
-  Write("unet/weights", "short");
+  engine_.set_broken(root_.path());
+  root_.Write("unet/weights", "short");
   for (int look = 0; look < 5; ++look) catalog_.ReloadChanged();
   EXPECT_EQ(Means("mine"), "mine@1");
   EXPECT_EQ(catalog_.Find("mine")->info->state, ModelState::kReady);
   EXPECT_EQ(engine_.opens(), 2);
   engine_.set_broken("broken");
-  Write("unet/weights", "good");
+  root_.Write("unet/weights", "good");
   for (int look = 0; look < 2; ++look) catalog_.ReloadChanged();
   EXPECT_EQ(Means("mine"), "mine@2");
-  fs::remove_all(root_);
+  std::filesystem::remove_all(root_.path());
   for (int look = 0; look < 3; ++look) catalog_.ReloadChanged();
   EXPECT_EQ(Means("mine"), "mine@2") << "a directory that is gone is no new version";
 }

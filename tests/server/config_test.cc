@@ -4,10 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
+
+#include "tests/io/temporary_directory.h"
 
 namespace denoised {
 namespace {
@@ -17,15 +18,11 @@ using ::testing::HasSubstr;
 class ConfigTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    directory_ =
-        std::filesystem::path(::testing::TempDir()) / ("config_test_" + std::to_string(::getpid()));
-    for (const char* model : {"b-model", "a-model"}) {
-      std::filesystem::create_directories(directory_ / model);
-      std::ofstream(directory_ / model / "config.json") << "{}";
+    for (const char* file : {"b-model/config.json", "a-model/config.json"}) {
+      directory_.Write(file, "{}");
     }
     std::filesystem::create_directories(directory_ / "not-a-model");
   }
-  void TearDown() override { std::filesystem::remove_all(directory_); }
 
   static absl::StatusOr<CommandLine> Parse(const std::vector<std::string>& flags) {
     std::vector<const char*> argv = {"denoised"};
@@ -40,13 +37,10 @@ class ConfigTest : public ::testing::Test {
     return line.ok() ? "accepted" : std::string(line.status().message());
   }
 
-  std::string Path(const std::string& name) const { return (directory_ / name).string(); }
-  std::string Write(const std::string& text) const {
-    std::ofstream(directory_ / "config.json") << text;
-    return Path("config.json");
-  }
+  std::string Path(const std::string& name) const { return directory_ / name; }
+  std::string Write(const std::string& text) const { return directory_.Write("config.json", text); }
 
-  std::filesystem::path directory_;
+  const TemporaryDirectory directory_;
 };
 
 TEST_F(ConfigTest, DefaultsAreSafe) {
@@ -90,7 +84,7 @@ TEST_F(ConfigTest, ReadsEveryKindOfFlag) {
 }
 
 TEST_F(ConfigTest, LoadsEachModelFolderByName) {
-  const auto line = Parse({"--models", directory_.string()});
+  const auto line = Parse({"--models", directory_.path()});
   ASSERT_TRUE(line.ok()) << line.status().message();
   ASSERT_EQ(line->config.models.size(), 2u);
   EXPECT_EQ(line->config.models[0].name, "a-model");

@@ -7,12 +7,8 @@ service: message types come from the server's reflection.
 """
 
 import argparse
-import contextlib
-import json
 import struct
-import subprocess
 import sys
-import threading
 import time
 import unittest
 import urllib.request
@@ -23,6 +19,8 @@ try:
 except ImportError as error:
     print(f"skipped: {error}; install python3-grpcio and python3-protobuf")
     sys.exit(77)
+
+from running import Running
 
 SERVICE = "denoised.v1.ImageGeneration"
 INFERENCE = "inference.GRPCInferenceService"  # the Open Inference Protocol
@@ -484,47 +482,6 @@ class ForeignClientTest(unittest.TestCase):
             self.assertIn("\n" + name, text)
 
 
-@contextlib.contextmanager
-def server(binary, model):
-    """A server process on free ports; its addresses are read from its log."""
-    process = subprocess.Popen(
-        [binary, "--model", f"under-test={model}", "--listen", "127.0.0.1:0", "--metrics-listen",
-         "127.0.0.1:0", "--log-format", "json", "--max-queued-images", "2048",
-         "--grace-seconds", "5"],
-        stderr=subprocess.PIPE, text=True)
-    lines, address, ready = [], {}, threading.Event()
-
-    def read():
-        for line in process.stderr:
-            lines.append(line)
-            if not line.startswith("{"):
-                continue
-            event = json.loads(line)
-            if event["message"] == "listening":
-                address.update(event)
-            if event["message"] == "serving":
-                ready.set()
-        ready.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        if not ready.wait(120) or process.poll() is not None or not address:
-            raise RuntimeError("the server did not start:\n" + "".join(lines))
-        yield address["address"], address["metrics"]
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-        reader.join(5)
-    if process.returncode != 0:
-        raise RuntimeError(f"the server ended with {process.returncode}:\n" + "".join(lines[-20:]))
-
-
 def run(address, model_name, arguments):
     global CLIENT, MODEL
     CLIENT = Client(address)
@@ -548,8 +505,16 @@ def main():
         return 0 if run(options.address, options.model_name, rest) else 1
     if not (options.binary and options.model):
         parser.error("give --address, or --binary and --model")
-    with server(options.binary, options.model) as (address, METRICS):
-        succeeded = run(address, "", rest)
+    with Running(options.binary, "--model", f"under-test={options.model}", "--max-queued-images",
+                 "2048", "--grace-seconds", "5", metrics_listen="127.0.0.1:0") as server:
+        server.wait_for("serving", seconds=120)
+        listening = server.wait_for("listening")
+        METRICS = listening["metrics"]
+        succeeded = run(listening["address"], "", rest)
+        server.process.terminate()
+        if server.process.wait(30) != 0:
+            raise RuntimeError(f"the server ended with {server.process.returncode}:\n" +
+                               "".join(server.lines[-20:]))
     return 0 if succeeded else 1
 
 

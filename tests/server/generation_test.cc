@@ -20,6 +20,7 @@
 #include "server/jobs.h"
 #include "server/metrics.h"
 #include "server/worker_pool.h"
+#include "tests/eventually.h"
 #include "tests/server/fake_engine.h"
 
 namespace denoised {
@@ -172,14 +173,6 @@ class GenerationTest : public ::testing::Test {
     grpc::Status refusal;
     const auto generation = jobs_.Find(client, request_id, &refusal);
     return generation ? jobs_.Describe(*generation).state() : v1::JOB_STATE_UNSPECIFIED;
-  }
-  bool Eventually(const std::function<bool()>& condition) {
-    const auto end = std::chrono::steady_clock::now() + 20s;
-    while (!condition()) {
-      if (std::chrono::steady_clock::now() > end) return false;
-      std::this_thread::sleep_for(1ms);
-    }
-    return true;
   }
 
   Metrics metrics_;

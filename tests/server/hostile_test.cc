@@ -17,6 +17,7 @@
 #include <fstream>
 #include <limits>
 
+#include "tests/eventually.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {

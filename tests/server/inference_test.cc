@@ -14,6 +14,7 @@
 
 #include "inference/open_inference.grpc.pb.h"
 #include "server/encoding/formats.h"
+#include "tests/eventually.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {

@@ -11,6 +11,7 @@
 #include <regex>
 #include <set>
 
+#include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
 #include "tests/tls/certificates.h"

@@ -8,7 +8,6 @@ import argparse
 import concurrent.futures
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -17,45 +16,13 @@ import tempfile
 import time
 import unittest
 
+from running import Running
+
 BINARY = None
 
 
 def run(*flags):
     return subprocess.run([BINARY, *flags], capture_output=True, text=True, timeout=30)
-
-
-class Running:
-    """A server with JSON logs on free ports."""
-
-    def __init__(self, *flags):
-        self.process = subprocess.Popen(
-            [BINARY, "--listen", "127.0.0.1:0", "--metrics-listen", "", "--log-format", "json",
-             *flags], stderr=subprocess.PIPE)
-        self.lines = []
-        self.rest = b""
-
-    def wait_for(self, message, seconds=20):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            for line in self.lines:
-                if line["message"] == message:
-                    return line
-            if select.select([self.process.stderr], [], [], 0.1)[0]:
-                data = os.read(self.process.stderr.fileno(), 65536)
-                if not data:
-                    break
-                *whole, self.rest = (self.rest + data).split(b"\n")
-                self.lines += [json.loads(line) for line in whole]
-        raise AssertionError(f"no {message!r} in {self.lines}")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.process.stderr.close()
 
 
 class ProcessTest(unittest.TestCase):
@@ -118,7 +85,7 @@ class ProcessTest(unittest.TestCase):
 
     def test_signals_end_it_cleanly(self):
         for number in (signal.SIGTERM, signal.SIGINT):
-            with Running("--model", f"digits={self.model}") as server:
+            with Running(BINARY, "--model", f"digits={self.model}") as server:
                 listening = server.wait_for("listening")
                 self.assertRegex(listening["address"], r"^127\.0\.0\.1:[1-9]\d*$")
                 self.assertEqual(listening["device"], "fake:0,fake:1")
@@ -139,7 +106,7 @@ class ProcessTest(unittest.TestCase):
                 size, length = size + bytes([length & 127 | 128]), length >> 7
             return tag + size + bytes([length]) + content
         upload = field(b"\x0a", field(b"\xaa\x01", field(b"\x0a", bytes(40 << 20))))
-        with Running("--model", f"digits={self.model}", "--max-buffered-bytes",
+        with Running(BINARY, "--model", f"digits={self.model}", "--max-buffered-bytes",
                      str(64 << 20)) as server:
             address = server.wait_for("listening")["address"]
             server.wait_for("serving")
@@ -173,7 +140,7 @@ class ProcessTest(unittest.TestCase):
         except ImportError:
             self.skipTest("there is no python3-grpcio")
         trace = "4bf92f3577b34da6a3ce929d0e0e4736"
-        with Running("--model", f"digits={self.model}") as server:
+        with Running(BINARY, "--model", f"digits={self.model}") as server:
             address = server.wait_for("listening")["address"]
             server.wait_for("serving")
             with grpc.insecure_channel(address) as channel:
@@ -189,7 +156,7 @@ class ProcessTest(unittest.TestCase):
             self.assertTrue(line["request_id"])
 
     def test_every_line_of_the_log_is_json(self):
-        with Running("--model", f"digits={self.model}", "--log-level", "debug") as server:
+        with Running(BINARY, "--model", f"digits={self.model}", "--log-level", "debug") as server:
             address = server.wait_for("listening")["address"]
             server.wait_for("serving")
             host, port = address.split(":")
@@ -200,12 +167,12 @@ class ProcessTest(unittest.TestCase):
             server.wait_for("stopped")  # every line before it was read as JSON
 
     def test_no_model_is_an_error(self):
-        with Running("--model", f"digits={self.broken}") as server:
+        with Running(BINARY, "--model", f"digits={self.broken}") as server:
             self.assertIn("broken", server.wait_for("no model could be loaded")["error"])
             self.assertEqual(server.process.wait(20), 1)
 
     def test_port_in_use_is_an_error(self):
-        with Running("--model", f"digits={self.model}") as server:
+        with Running(BINARY, "--model", f"digits={self.model}") as server:
             address = server.wait_for("listening")["address"]
             second = run("--model", f"digits={self.model}", "--listen", address,
                          "--metrics-listen", "")

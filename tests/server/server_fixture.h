@@ -4,10 +4,8 @@
 #include <grpcpp/support/error_details.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "denoised/v1/image_generation.grpc.pb.h"
@@ -65,17 +63,5 @@ Detail Find(const grpc::Status& status) {
 }
 /// The fields that a BadRequest names.
 std::vector<std::string> Violated(const grpc::Status& status);
-
-/// Waits for something that another thread is about to do.
-template <typename Condition>
-bool Eventually(Condition condition,
-                std::chrono::milliseconds limit = std::chrono::milliseconds(5000)) {
-  const auto end = std::chrono::steady_clock::now() + limit;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  return true;
-}
 
 }  // namespace denoised

@@ -15,6 +15,7 @@
 
 #include "denoised/v1/model_admin.grpc.pb.h"
 #include "server/encoding/formats.h"
+#include "tests/eventually.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {
@@ -538,7 +539,7 @@ TEST_F(ServerTest, AStalledReaderIsCancelled) {
   grpc::ClientContext context;
   auto reader = stub_->StreamGenerate(&context, request);
   EXPECT_TRUE(Eventually(
-      [&] { return Scrape().find("denoised_stalled_readers_total 1") != std::string::npos; }, 10s));
+      [&] { return Scrape().find("denoised_stalled_readers_total 1") != std::string::npos; }));
   Event event;
   while (reader->Read(&event)) {
   }

@@ -11,8 +11,8 @@
 #include <mutex>
 #include <random>
 #include <set>
-#include <thread>
 
+#include "tests/eventually.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {

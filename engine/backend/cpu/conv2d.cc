@@ -54,7 +54,7 @@ std::vector<Band> CutIntoBands(Convolution& convolution, const ConvolutionGeomet
 }
 
 /// Lines [begin, end) of a row's input as the convolution reads it: both sources side by side,
-/// doubled if asked for, activated.
+/// doubled if asked for.
 void AssembleLines(const ConvolutionCall& call, int64_t row, int64_t begin, int64_t end, int64_t in,
                    float* assembled) {
   const int64_t up = call.upsample2x ? 2 : 1, c1 = call.c1, c2 = in - c1;
@@ -69,7 +69,6 @@ void AssembleLines(const ConvolutionCall& call, int64_t row, int64_t begin, int6
       if (x2 != nullptr) std::memcpy(to + c1, x2 + pixel * c2, c2 * sizeof(float));
     }
   }
-  Activate(call.input_activation, assembled, to - assembled);
 }
 
 }  // namespace
@@ -82,8 +81,7 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
   const int64_t out_width = ConvolutionExtent(whole.width, whole.pad_left, whole.pad_right,
                                               convolution.kernel(), whole.stride);
   const std::vector<Band> bands = CutIntoBands(convolution, whole, out_height, out_width);
-  const bool assemble =
-      call.x2 != nullptr || call.upsample2x || call.input_activation != Activation::kNone;
+  const bool assemble = call.x2 != nullptr || call.upsample2x;
 
   // Each thread's part: the primitive's scratchpad, the bias of the row, the assembled lines.
   constexpr size_t kAlignment = 64 / sizeof(float);

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstring>
 
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/ops.h"
@@ -32,16 +31,10 @@ Convolution& CpuLinear::OverTokens() const {
 namespace {
 
 /// One vector per row: each row of the matrix is read once and used for all of them.
-void OverVectors(const LinearArgs& args, const CpuLinear& weight, Scratch& scratch) {
+void OverVectors(const LinearArgs& args, const CpuLinear& weight) {
   constexpr int64_t kOutputs = 32;  // a unit; enough to outweigh handing it out
   const int64_t rows = args.x.dim(0), in = weight.in_features, out = weight.out_features;
   const float* x = args.x.as<float>();
-  if (args.input_activation != Activation::kNone) {
-    float* activated = scratch.Take<float>(rows * in);
-    std::memcpy(activated, x, rows * in * sizeof(float));
-    Activate(args.input_activation, activated, rows * in);
-    x = activated;
-  }
   const float* w = weight.PlainWeight();
   const float* residual = args.residual ? args.residual.as<float>() : nullptr;
   float* y = args.out.as<float>();
@@ -65,14 +58,13 @@ void OverVectors(const LinearArgs& args, const CpuLinear& weight, Scratch& scrat
 void Linear(const LinearArgs& args, Scratch& scratch) {
   const auto& weight = static_cast<const CpuLinear&>(*args.weight);
   if (args.out.elements() == 0) return;
-  if (args.x.shape().rank() == 2) return OverVectors(args, weight, scratch);
+  if (args.x.shape().rank() == 2) return OverVectors(args, weight);
   const RowShape shape = RowsOf(args.x.shape());
   ConvolutionCall call;
   call.geometry = {.height = shape.tokens, .width = 1};
   call.rows = shape.rows;
   call.x = args.x.as<float>();
   call.c1 = shape.features;
-  call.input_activation = args.input_activation;
   call.bias = weight.bias().data();
   if (args.residual) call.residual = args.residual.as<float>();
   call.scale = args.scale;

@@ -48,7 +48,6 @@ struct ConvolutionCall {
   const float* x2 = nullptr;  // optional, rows of [H, W, in − c1]
   int64_t c1 = 0;
   bool upsample2x = false;
-  Activation input_activation = Activation::kNone;
   const float* bias = nullptr;
   const float* add = nullptr;  // optional, rows of [out]
   int64_t add_stride = 0;

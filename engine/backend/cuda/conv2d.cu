@@ -10,8 +10,8 @@
 // present ones multiply.
 //
 // Inputs reach shared memory in one of three ways: 16-byte asynchronous copies; through registers,
-// 16 bytes at a time, when they are fp32 or want an activation first; or one element at a time,
-// when the channels are no multiple of eight (3, 4, 9) or not aligned.
+// eight at a time, when they are fp32; or one element at a time, when the channels are no multiple
+// of eight (3, 4, 9) or not aligned.
 
 #include <algorithm>
 #include <iterator>
@@ -146,7 +146,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       } else {
         GatherInputs(conv, windows[i], tap, v);
       }
-      ActivateInputs(conv.input_activation, v);
       *reinterpret_cast<uint4*>(to) = PackBf16(v);
     }
   };
@@ -381,7 +380,7 @@ double Microseconds(const Choice& choice, const Conv2dLaunch& conv, int multipro
 
 cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue) {
   if (!HasVectorInputs(conv)) return LaunchTile<SmallTile, Inputs::kScalar, false>(conv, queue);
-  if (conv.x.element == Element::kF32 || conv.input_activation != Activation::kNone) {
+  if (conv.x.element == Element::kF32) {
     return LaunchTile<SmallTile, Inputs::kVector, false>(conv, queue);
   }
   if (!HasVectorOutputs(conv)) return LaunchTile<SmallTile, Inputs::kCopied, false>(conv, queue);

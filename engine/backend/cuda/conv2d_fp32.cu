@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       GatherInputs(conv, window, tap, v);
     }
-    ActivateInputs(conv.input_activation, v);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       inputs[(chunk * 8 + j) * kLine + row] = v[j];

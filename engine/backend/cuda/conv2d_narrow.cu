@@ -25,8 +25,8 @@ constexpr int kTile = 8;   // outputs of a product
 bool IsBare(const Conv2dLaunch& conv) {
   return conv.x2.data == nullptr && conv.stride == 1 && !conv.upsample2x &&
          conv.weight_element == Element::kBf16 && conv.input_factors == nullptr &&
-         conv.input_activation == Activation::kNone && conv.add.data == nullptr &&
-         conv.residual.data == nullptr && conv.scale == 1 && conv.activation == Activation::kNone;
+         conv.add.data == nullptr && conv.residual.data == nullptr && conv.scale == 1 &&
+         conv.activation == Activation::kNone;
 }
 
 // Few inputs.

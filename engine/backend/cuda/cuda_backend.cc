@@ -299,7 +299,6 @@ class CudaBackend final : public Backend {
     conv.height = conv.out_height = 1;
     conv.width = conv.out_width = static_cast<int>(shape.tokens);
     conv.outputs = weight.out_features;
-    conv.input_activation = args.input_activation;
     conv.residual = View(args.residual);
     conv.scale = args.scale;
     conv.activation = args.activation;

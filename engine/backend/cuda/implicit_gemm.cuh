@@ -76,13 +76,6 @@ __device__ inline void LoadInputs(const Conv2dLaunch& conv, const Window& window
   }
 }
 
-/// Padding stays zero under an activation: all of ours have act(0) = 0.
-__device__ inline void ActivateInputs(Activation activation, float (&v)[8]) {
-  if (activation == Activation::kNone) return;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] = Activate(activation, v[j]);
-}
-
 /// Finishes the outputs n … n + 7 (those that exist) of an output pixel, from their sums.
 __device__ inline void FinishOutputs(const Conv2dLaunch& conv, int64_t pixel, int n,
                                      float (&v)[8]) {
