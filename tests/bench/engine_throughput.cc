@@ -1,13 +1,17 @@
 // Images per second of the bare engine, without a server: what denoise bench is compared with.
 //
 //   engine-throughput --model=DIR [--device=auto|cpu|cuda] [--devices=0,1] [--fp32] [--max-rows=N]
-//                     [--steps=N] [--in-flight=N] [--warm-up=SECONDS] [--seconds=SECONDS]
+//                     [--steps=N] [--previews=N] [--in-flight=N] [--warm-up=SECONDS]
+//                     [--seconds=SECONDS]
 //
-// Keeps N jobs of one image in the engine, as denoise bench -c N does, and prints a JSON object:
-// images per second in the window after the warm-up, and this process's CPU seconds per image.
+// Keeps N jobs of one image in the engine, as denoise bench -c N does, with a preview after every
+// --previews evaluations if at all, and prints a JSON object of the window after the warm-up:
+// images per second, this process's CPU seconds per image, and of an evaluation its rows, the
+// device's milliseconds and those that passed.
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -29,7 +33,8 @@ using Clock = std::chrono::steady_clock;
 struct Options {
   EngineOptions engine;
   std::string model;
-  int steps = 0;  // 0: the model's own
+  int steps = 0;     // 0: the model's own
+  int previews = 0;  // 0: none
   int in_flight = 1;
   double warm_up = 2, seconds = 10;
 };
@@ -56,6 +61,8 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->engine.max_rows = std::atoi(rows);
     } else if (const char* steps = value("--steps=")) {
       options->steps = std::atoi(steps);
+    } else if (const char* previews = value("--previews=")) {
+      options->previews = std::atoi(previews);
     } else if (const char* in_flight = value("--in-flight=")) {
       options->in_flight = std::atoi(in_flight);
     } else if (const char* warm_up = value("--warm-up=")) {
@@ -114,13 +121,40 @@ class Places : public JobListener {
   absl::Status status_;
 };
 
+class Evaluations : public EngineObserver {
+ public:
+  struct Totals {
+    int64_t evaluations = 0, rows = 0;
+    double seconds = 0;
+  };
+  void OnEvaluation(const std::string& /*model*/, const std::string& /*device*/, int rows,
+                    int /*bucket*/, double seconds) override {
+    std::lock_guard lock(mutex_);
+    ++totals_.evaluations;
+    totals_.rows += rows;
+    totals_.seconds += seconds;
+  }
+  Totals totals() const {
+    std::lock_guard lock(mutex_);
+    return totals_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  Totals totals_;
+};
+
 absl::Status Run(const Options& options) {
+  Evaluations observed;
   EngineOptions engine_options = options.engine;
   engine_options.max_queued_images = std::max(engine_options.max_queued_images, options.in_flight);
   DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine, Engine::Create(engine_options));
+  engine->SetObserver(&observed);
   DENOISED_RETURN_IF_ERROR(engine->Open("model", options.model));
   JobSpec spec = {.model = "model", .seed = 0};
   spec.sampler.steps = options.steps;
+  spec.previews = options.previews > 0;
+  if (spec.previews) spec.preview_every = options.previews;
   std::vector<FieldViolation> violations;
   DENOISED_ASSIGN_OR_RETURN(EffectiveJob job, engine->Resolve(spec, &violations));
   if (!violations.empty()) {
@@ -147,6 +181,7 @@ absl::Status Run(const Options& options) {
   }
   while (places->Take(after(options.warm_up))) DENOISED_RETURN_IF_ERROR(submit());
   const int64_t images = places->images();
+  const Evaluations::Totals before = observed.totals();
   const double cpu = CpuSeconds();
   const auto begin = Clock::now();
   const auto end = begin + std::chrono::duration<double>(options.seconds);
@@ -157,10 +192,19 @@ absl::Status Run(const Options& options) {
   const auto drawn = static_cast<double>(places->images() - images);
   const double cpu_per_image = drawn > 0 ? (CpuSeconds() - cpu) / drawn : 0;
   DENOISED_RETURN_IF_ERROR(places->status());
+  const Evaluations::Totals finished = observed.totals();
+  const double evaluations =
+      std::max(1.0, static_cast<double>(finished.evaluations - before.evaluations));
+  const auto devices = static_cast<double>(options.engine.devices.size());
   engine->Drain(Clock::now());
   fmt::print(
-      "{{\"images_per_second\": {:.4f}, \"cpu_seconds_per_image\": {:.6f}, \"images\": {}}}\n",
-      drawn / seconds, cpu_per_image, drawn);
+      "{{\"images_per_second\": {:.4f}, \"cpu_seconds_per_image\": {:.6f}, \"images\": {}, "
+      "\"rows_per_evaluation\": {:.2f}, \"device_ms_per_evaluation\": {:.4f}, "
+      "\"ms_per_evaluation\": {:.4f}}}\n",
+      drawn / seconds, cpu_per_image, drawn,
+      static_cast<double>(finished.rows - before.rows) / evaluations,
+      1e3 * (finished.seconds - before.seconds) / evaluations,
+      1e3 * seconds * devices / evaluations);
   return absl::OkStatus();
 }
 
