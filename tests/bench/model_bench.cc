@@ -1,12 +1,16 @@
 // One evaluation of a UNet2DModel, sampler step included, by rows: milliseconds and FLOP/s.
 //
 //   denoised-bench [--device=cpu|cuda] [--fp32] [--generic] --config=DIR/config.json --rows=1,16,64
-//                  [--beside=DIR/config.json] [Google Benchmark's flags, e.g. --benchmark_out=FILE]
+//                  [--weights=FILE.safetensors] [--beside=DIR/config.json]
+//                  [Google Benchmark's flags, e.g. --benchmark_out=FILE]
 //
-// Weights are synthetic: speed does not depend on them. Times are the device's own, between markers
-// around each evaluation, and the figure is their median; FLOPs are counted by the dry run that
-// plans memory. MiB_device is what the model, its activations, images and graph took of the device,
-// ms_forward the time of the model alone, measured in turns with the evaluation.
+// Weights are synthetic, for speed does not depend on them. Times are the device's own, between
+// markers around each evaluation, and the figure is their median; FLOPs are counted by the dry run
+// that plans memory. MiB_device is what the model, its activations, images and graph took of the
+// device, ms_forward the time of the model alone, measured in turns with the evaluation.
+//
+// --weights takes them from a file, as synthetic-model writes one, and tells how fast they were on
+// the device in the form of its kernels: from the page cache, if the file was touched just before.
 //
 // --beside evaluates a second model at the same time, in a queue of its own: milliseconds of an
 // evaluation of each, alone and together, by the host's clock; `shares` is how much of its speed
@@ -19,6 +23,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <optional>
 #include <random>
 #include <thread>
@@ -33,7 +38,7 @@ namespace {
 
 struct Options {
   BackendOptions backend;
-  std::string config, beside;
+  std::string config, weights, beside;
   std::vector<int> rows;
 };
 
@@ -52,6 +57,8 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->backend.generic_kernels = true;
     } else if (const char* config = value("--config=")) {
       options->config = config;
+    } else if (const char* weights = value("--weights=")) {
+      options->weights = weights;
     } else if (const char* beside = value("--beside=")) {
       options->beside = beside;
     } else if (const char* rows = value("--rows=")) {
@@ -68,6 +75,8 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
   if (options->rows.empty()) options->rows = {1, 16};
   return absl::OkStatus();
 }
+
+using Clock = std::chrono::steady_clock;
 
 constexpr size_t kLeastSamples = 9, kMostSamples = 99;
 constexpr double kWarmUpSeconds = 0.1, kLongestSeconds = 2;  // an idle chip clocks down
@@ -203,14 +212,28 @@ struct Resident {
   std::shared_ptr<const Denoiser> model;
 };
 
-absl::StatusOr<Resident> Load(const BackendOptions& options, const std::string& file) {
+absl::StatusOr<Resident> Load(const BackendOptions& options, const std::string& file,
+                              const std::string& weights_file) {
   Resident resident;
   DENOISED_ASSIGN_OR_RETURN(resident.backend, OpenBackend(options));
   resident.free_before = resident.backend->memory().free;
   DENOISED_ASSIGN_OR_RETURN(const auto json, ReadJsonFile(file));
   DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config, UNet2DConfig::Parse(json, file));
-  DENOISED_ASSIGN_OR_RETURN(resident.model,
-                            LoadUNet2D(*resident.backend, config, Weights::Synthetic(1)));
+  const Clock::time_point begin = Clock::now();
+  Weights weights = Weights::Synthetic(1);
+  if (!weights_file.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(Safetensors tensors, Safetensors::Open(weights_file));
+    weights = Weights(std::move(tensors), weights_file);
+  }
+  DENOISED_ASSIGN_OR_RETURN(resident.model, LoadUNet2D(*resident.backend, config, weights));
+  DENOISED_RETURN_IF_ERROR(resident.backend->Synchronize());
+  const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  if (!weights_file.empty()) {
+    const auto bytes = static_cast<double>(std::filesystem::file_size(weights_file));
+    benchmark::AddCustomContext(
+        "weights", fmt::format("{:.0f} MB in {:.3f} s: {:.2f} GB/s", 1e-6 * bytes, seconds,
+                               1e-9 * bytes / seconds));
+  }
   return resident;
 }
 
@@ -244,7 +267,6 @@ absl::Status Measure(const Resident& resident, int rows, benchmark::State& state
 
 /// How many evaluations the device makes within the time, the host one ahead as in the engine.
 absl::StatusOr<int> CountEvaluations(Backend& backend, Drawing& drawing, double seconds) {
-  using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   std::unique_ptr<Marker> last;
   int count = 0;
@@ -292,11 +314,12 @@ absl::Status MeasureBeside(const Resident& one, const Resident& other, int rows,
 }
 
 absl::Status Run(const Options& options) {
-  DENOISED_ASSIGN_OR_RETURN(const Resident resident, Load(options.backend, options.config));
+  DENOISED_ASSIGN_OR_RETURN(const Resident resident,
+                            Load(options.backend, options.config, options.weights));
   benchmark::AddCustomContext("device", resident.backend->description());
   Resident other;
   if (!options.beside.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(other, Load(options.backend, options.beside));
+    DENOISED_ASSIGN_OR_RETURN(other, Load(options.backend, options.beside, ""));
   }
   for (const int rows : options.rows) {
     const std::string name =
