@@ -4,11 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <mutex>
-#include <numeric>
 #include <random>
 #include <thread>
 
+#include "tests/batching/cancel_storm.h"
+#include "tests/batching/collector.h"
 #include "tests/batching/simulation.h"
 
 namespace denoised {
@@ -27,12 +27,6 @@ Simulation::Options With(int devices) {
 /// Ends device `index` at its next evaluation.
 void Break(Simulation& simulation, int index) {
   simulation.devices[index].backend->fault = [] { return Internal("it fell off the bus"); };
-}
-
-void ExpectNothingLeft(const Admission::Totals& totals) {
-  EXPECT_EQ(totals.active_images, 0);
-  EXPECT_EQ(std::accumulate(totals.queued_images.begin(), totals.queued_images.end(), 0), 0);
-  EXPECT_EQ(std::accumulate(totals.queued_requests.begin(), totals.queued_requests.end(), 0), 0);
 }
 
 TEST(Devices, ThroughputGrowsWithThem) {
@@ -214,111 +208,20 @@ TEST(Devices, OneThatIsLostLosesNoImage) {
 }
 
 TEST(Devices, CancelsAndALossLeaveNothingBehindAndChangeNoBit) {
-  constexpr int kShapes = 9;
-  const auto request = [](int shape) {
-    return Request{.steps = 1 + 2 * shape,
-                   .seed = static_cast<uint64_t>(shape),
-                   .count = 1 + shape % 3,
-                   .guidance = shape % 2 ? 2.0 : 1.0,
-                   .priority = static_cast<Priority>(shape % 3),
-                   .client = std::to_string(shape % 4)};
-  };
-  std::vector<std::map<int, std::vector<float>>> idle;
-  for (int shape = 0; shape < kShapes; ++shape) {
-    Simulation simulation({.max_rows = 6});
-    const auto heard = simulation.Submit(request(shape));
-    simulation.RunAll();
-    idle.push_back(heard->images);
-  }
   Simulation simulation(
       {.devices = 3, .max_rows = 6, .limits = {.requests = 20'000, .images = 40'000}});
-  std::mt19937 random(4);
-  std::vector<JobId> doomed;
-  std::vector<std::pair<int, std::shared_ptr<Heard>>> survivors;
+  CancelStorm storm(simulation, 4);
   for (int event = 0; event < 6000; ++event) {
     if (event == 2000) Break(simulation, 2);
     if (event == 4000) Break(simulation, 0);
-    const int shape = static_cast<int>(random() % kShapes);
-    switch (random() % 8) {
-      case 0:
-        survivors.emplace_back(shape, simulation.Submit(request(shape)));
-        break;
-      case 1:
-        simulation.Submit(request(shape));
-        doomed.push_back(simulation.last_id);
-        break;
-      case 2: {
-        if (doomed.empty()) break;
-        const size_t which = random() % doomed.size();
-        simulation.queue.End(doomed[which], Cancelled("gone"), EndReason::kCancelled);
-        doomed.erase(doomed.begin() + static_cast<std::ptrdiff_t>(which));
-        break;
-      }
-      default:
-        simulation.Step();
-    }
+    storm.Next();
   }
-  simulation.RunAll();
+  ASSERT_NO_FATAL_FAILURE(storm.Finish());
   EXPECT_TRUE(simulation.devices[0].lost && simulation.devices[2].lost);
-  ASSERT_GT(survivors.size(), 100u);
-  for (const auto& [shape, heard] : survivors) {
-    ASSERT_TRUE(heard->done->ok()) << *heard->done;
-    EXPECT_EQ(heard->images, idle[shape]);
-  }
-  ExpectNothingLeft(simulation.Totals());
 }
 
-/// What a job of several threads told.
-class Collected : public JobListener {
- public:
-  void OnProgress(int done, int) override {
-    const std::lock_guard lock(mutex_);
-    EXPECT_GT(done, progress_);
-    EXPECT_FALSE(done_) << "nothing follows OnDone";
-    progress_ = done;
-  }
-  void OnImage(ImageResult image) override {
-    const std::lock_guard lock(mutex_);
-    EXPECT_TRUE(images_.emplace(image.index, image.pixels.ToFloats()).second);
-  }
-  void OnDone(const absl::Status& status, const JobTiming&) override {
-    const std::lock_guard lock(mutex_);
-    EXPECT_FALSE(done_) << "OnDone comes once";
-    done_ = status;
-  }
-  std::map<int, std::vector<float>> images() {
-    const std::lock_guard lock(mutex_);
-    return images_;
-  }
-  std::optional<absl::Status> done() {
-    const std::lock_guard lock(mutex_);
-    return done_;
-  }
-
- private:
-  std::mutex mutex_;
-  int progress_ = 0;
-  std::map<int, std::vector<float>> images_;
-  std::optional<absl::Status> done_;
-};
-
 TEST(Devices, OnThreadsOfTheirOwnOneMayBeLostInTheMiddleOfAStep) {
-  constexpr int kDevices = 3, kShapes = 6;
-  const auto request = [](int shape) {
-    return Request{.steps = 2 + 5 * shape,
-                   .seed = static_cast<uint64_t>(shape),
-                   .count = 1 + shape % 3,
-                   .guidance = shape % 2 ? 2.0 : 1.0,
-                   .priority = static_cast<Priority>(shape % 3)};
-  };
-  Simulation requests({.max_rows = 6});
-  std::vector<std::map<int, std::vector<float>>> idle;
-  for (int shape = 0; shape < kShapes; ++shape) {
-    const auto heard = requests.Submit(request(shape));
-    requests.RunAll();
-    idle.push_back(heard->images);
-  }
-
+  constexpr int kDevices = 3;
   Admission admission({.requests = 20'000, .images = 40'000});
   JobQueue queue(admission);
   std::atomic<bool> stop{false};
@@ -348,10 +251,11 @@ TEST(Devices, OnThreadsOfTheirOwnOneMayBeLostInTheMiddleOfAStep) {
 
   std::mt19937 random(6);
   std::vector<JobId> doomed;
-  std::vector<std::pair<int, std::shared_ptr<Collected>>> survivors;
+  std::vector<std::pair<int, std::shared_ptr<Collector>>> survivors;
+  Simulation requests({});
   const auto submit = [&](int shape) {
-    auto collected = std::make_shared<Collected>();
-    const auto id = queue.Submit(requests.Job(request(shape)), collected);
+    auto collected = std::make_shared<Collector>();
+    const auto id = queue.Submit(requests.Job(RequestOfShape(shape)), collected);
     EXPECT_TRUE(id.ok()) << id.status();
     doomed.push_back(*id);
     return collected;
@@ -370,10 +274,11 @@ TEST(Devices, OnThreadsOfTheirOwnOneMayBeLostInTheMiddleOfAStep) {
   EXPECT_TRUE(queue.WaitForNone(nullptr, deadline));
   stop = true;
   for (std::thread& device : devices) device.join();
+  const auto alone = ImagesOfShapes();
   for (const auto& [shape, collected] : survivors) {
     ASSERT_TRUE(collected->done().has_value());
     ASSERT_TRUE(collected->done()->ok()) << *collected->done();
-    EXPECT_EQ(collected->images(), idle[shape]);
+    EXPECT_EQ(collected->images(), alone[shape]);
   }
   ExpectNothingLeft(admission.Read("fake", JobQueue::Clock::now()));
   EXPECT_EQ(admission.RoomToPark(1), size_t{1} << 30);
@@ -388,7 +293,7 @@ TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
     queue.AddModel("fake", device);
     queue.Opened({lane, "fake", Simulation::kSize, Simulation::kSize}, device, absl::OkStatus());
   }
-  const auto collected = std::make_shared<Collected>();
+  const auto collected = std::make_shared<Collector>();
   ASSERT_TRUE(queue.Submit(requests.Job({.steps = 5}), collected).ok());
   const auto draw = [&](int device) {
     const auto job = queue.First(lane, device, 0);

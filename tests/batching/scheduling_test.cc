@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <numeric>
 #include <random>
 
+#include "tests/batching/cancel_storm.h"
 #include "tests/batching/simulation.h"
 
 namespace denoised {
@@ -356,67 +356,12 @@ TEST(Faults, MemoryForASizeIsRefusedWhenItComesAndNeverLater) {
 }
 
 TEST(Faults, TenThousandCancelsLeakNoSlotAndChangeNoBit) {
-  constexpr int kShapes = 12;
-  const auto request = [](int shape) {
-    return Request{.steps = 1 + 2 * shape,
-                   .seed = static_cast<uint64_t>(shape),
-                   .count = 1 + shape % 3,
-                   .guidance = shape % 2 ? 2.0 : 1.0,
-                   .priority = static_cast<Priority>(shape % 3),
-                   .client = std::to_string(shape % 5)};
-  };
-  std::vector<std::map<int, std::vector<float>>> idle;
-  for (int shape = 0; shape < kShapes; ++shape) {
-    Simulation simulation({.max_rows = 8});
-    const auto heard = simulation.Submit(request(shape));
-    simulation.RunAll();
-    idle.push_back(heard->images);
-  }
-
   Simulation simulation({.max_rows = 8, .limits = {.requests = 20'000, .images = 40'000}});
-  std::mt19937 random(2);
-  std::vector<JobId> doomed;
-  std::vector<std::pair<int, std::shared_ptr<Heard>>> survivors;
-  int cancelled = 0;
-  while (cancelled < 10'000) {
-    const int shape = static_cast<int>(random() % kShapes);
-    switch (random() % 11) {
-      case 0:
-        if (survivors.size() < 500)
-          survivors.emplace_back(shape, simulation.Submit(request(shape)));
-        break;
-      case 1:
-      case 2:
-      case 3:
-        simulation.Submit(request(shape));
-        doomed.push_back(simulation.last_id);
-        break;
-      case 4:
-      case 5:
-      case 6: {
-        if (doomed.empty()) break;
-        const size_t which = random() % doomed.size();
-        simulation.End(doomed[which], EndReason::kCancelled);
-        doomed.erase(doomed.begin() + static_cast<std::ptrdiff_t>(which));
-        ++cancelled;
-        break;
-      }
-      default:
-        simulation.Step();
-    }
-  }
-  simulation.RunAll();
-  const Admission::Totals totals = simulation.Totals();
-  EXPECT_GT(totals.wasted_rows[static_cast<size_t>(EndReason::kCancelled)], 1'000u)
+  CancelStorm storm(simulation, 2);
+  while (storm.cancelled() < 10'000) storm.Next();
+  ASSERT_NO_FATAL_FAILURE(storm.Finish());
+  EXPECT_GT(simulation.Totals().wasted_rows[static_cast<size_t>(EndReason::kCancelled)], 1'000u)
       << "many had begun";
-  EXPECT_EQ(totals.active_images, 0);
-  EXPECT_EQ(std::accumulate(totals.queued_images.begin(), totals.queued_images.end(), 0), 0);
-  EXPECT_EQ(std::accumulate(totals.queued_requests.begin(), totals.queued_requests.end(), 0), 0);
-  ASSERT_GT(survivors.size(), 100u);
-  for (const auto& [shape, heard] : survivors) {
-    ASSERT_TRUE(heard->done->ok()) << *heard->done;
-    EXPECT_EQ(heard->images, idle[shape]);
-  }
   // All slots are there to be had.
   simulation.Submit({.steps = 1, .count = 8});
   simulation.widest = 0;

@@ -12,8 +12,8 @@
 #include "engine/backend/cuda/cuda_backend.h"
 #include "engine/device_engine.h"
 #include "tests/batching/simulated_backend.h"
-#include "tests/engine/collector.h"
-#include "tests/engine/trap.h"
+#include "tests/engine/busy_gpu.h"
+#include "tests/engine/submit.h"
 
 namespace denoised {
 namespace {
@@ -22,16 +22,6 @@ using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
 const std::string kDigits = DENOISED_SOURCE_DIR "/models/mnist-32";
-
-std::shared_ptr<Collector> Submit(Engine& engine, const JobSpec& spec) {
-  std::vector<FieldViolation> violations;
-  const auto job = engine.Resolve(spec, &violations);
-  EXPECT_TRUE(job.ok()) << job.status();
-  auto collector = std::make_shared<Collector>();
-  const auto id = engine.Submit(*job, collector);
-  EXPECT_TRUE(id.ok()) << id.status();
-  return collector;
-}
 
 JobSpec Digits(uint64_t seed, int count, int steps) {
   JobSpec spec{.model = "digits", .seed = seed, .count = count};
@@ -224,8 +214,9 @@ TEST(SeveralDevices, MustBeOfOneKindAndNamedOnce) {
   EXPECT_FALSE(Engine::Create({.device = "cpu", .devices = {-1}}).ok());
 }
 
-/// On a machine with two GPUs, by an error that CUDA itself reports.
-TEST(SeveralDevices, AGpuThatFailsLeavesItsImagesToTheOther) {
+/// On a machine with two GPUs. A kernel that fails there is no subject of this test: CUDA then
+/// fails on every GPU of the process (docs/scaling.md).
+TEST(SeveralDevices, AGpuThatHangsLeavesItsImagesToTheOther) {
   if (CudaDeviceCount() < 2) GTEST_SKIP() << "there are no two GPUs";
   constexpr int kJobs = 24;
   std::vector<std::map<int, std::vector<float>>> alone;
@@ -239,7 +230,7 @@ TEST(SeveralDevices, AGpuThatFailsLeavesItsImagesToTheOther) {
       alone.push_back(job->images());
     }
   }
-  auto engine = Engine::Create({.device = "cuda", .devices = {0, 1}});
+  auto engine = Engine::Create({.device = "cuda", .devices = {0, 1}, .watchdog_seconds = 2});
   ASSERT_TRUE(engine.ok()) << engine.status();
   Counter counter;
   (*engine)->SetObserver(&counter);
@@ -247,15 +238,16 @@ TEST(SeveralDevices, AGpuThatFailsLeavesItsImagesToTheOther) {
   std::vector<std::shared_ptr<Collector>> jobs;
   for (int i = 0; i < kJobs; ++i) jobs.push_back(Submit(**engine, Digits(i, 8, 200)));
   while (counter.evaluations()["cuda:1"] < 50) std::this_thread::yield();
-  ASSERT_TRUE(TrapOnGpu(1));
+  const BusyGpu busy(1);
+  ASSERT_TRUE(busy.ok());
   for (int i = 0; i < kJobs; ++i) {
     const absl::Status status = jobs[i]->Wait();
     ASSERT_TRUE(status.ok()) << status;
     EXPECT_EQ(jobs[i]->images(), alone[i]) << i;
   }
   EXPECT_TRUE((*engine)->Health().ok());
-  EXPECT_FALSE((*engine)->Devices()[1].health.ok());
-  fmt::print("lost: {}\n", std::string((*engine)->Devices()[1].health.message()));
+  EXPECT_THAT(std::string((*engine)->Devices()[1].health.message()),
+              HasSubstr("did not return within 2 s"));
   EXPECT_GT((*engine)->Stats()[0].wasted_rows[static_cast<size_t>(EndReason::kFailed)], 0u);
 }
 

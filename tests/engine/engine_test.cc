@@ -16,7 +16,7 @@
 #include "engine/core/config_reader.h"
 #include "engine/device_engine.h"
 #include "tests/batching/simulated_backend.h"
-#include "tests/engine/collector.h"
+#include "tests/engine/submit.h"
 
 namespace denoised {
 namespace {
@@ -43,19 +43,6 @@ class EngineTest : public ::testing::TestWithParam<std::string> {
     const absl::Status opened = (*engine)->Open("digits", kDigits);
     EXPECT_TRUE(opened.ok()) << opened;
     return *std::move(engine);
-  }
-
-  static std::shared_ptr<Collector> Submit(Engine& engine, const JobSpec& spec,
-                                           JobId* id = nullptr) {
-    std::vector<FieldViolation> violations;
-    auto job = engine.Resolve(spec, &violations);
-    EXPECT_TRUE(job.ok()) << job.status();
-    EXPECT_TRUE(violations.empty()) << violations[0].field << " " << violations[0].description;
-    auto collector = std::make_shared<Collector>();
-    const auto submitted = engine.Submit(*job, collector);
-    EXPECT_TRUE(submitted.ok()) << submitted.status();
-    if (id) *id = *submitted;
-    return collector;
   }
 };
 

@@ -4,12 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <future>
 
 #include "engine/backend/cuda/cuda_backend.h"
 #include "engine/core/config_reader.h"
 #include "engine/engine.h"
 #include "engine/io/safetensors.h"
+#include "tests/engine/submit.h"
 #include "tests/models/golden.h"
 
 namespace denoised {
@@ -33,15 +33,6 @@ std::vector<Target> Targets() {
   }
   return targets;
 }
-
-class Images : public JobListener {
- public:
-  explicit Images(int count) : images(count) {}
-  void OnImage(ImageResult image) override { images[image.index] = image.pixels.ToFloats(); }
-  void OnDone(const absl::Status& status, const JobTiming&) override { done.set_value(status); }
-  std::vector<std::vector<float>> images;
-  std::promise<absl::Status> done;
-};
 
 class RunParity : public ::testing::TestWithParam<std::tuple<std::string, Target>> {};
 
@@ -70,17 +61,12 @@ TEST_P(RunParity, FromTheSameNoiseToTheSameImage) {
       labels != tensors->tensors().end())
     for (const int64_t label : labels->second.span<int64_t>())
       spec.class_labels.push_back(static_cast<int>(label));
-  std::vector<FieldViolation> violations;
-  auto job = (*engine)->Resolve(spec, &violations);
-  ASSERT_TRUE(job.ok()) << job.status();
-  ASSERT_TRUE(violations.empty()) << violations[0].field << " " << violations[0].description;
-  auto images = std::make_shared<Images>(spec.count);
-  ASSERT_TRUE((*engine)->Submit(*job, images).ok());
-  const absl::Status done = images->done.get_future().get();
+  const auto job = Submit(**engine, spec);
+  const absl::Status done = job->Wait();
   ASSERT_TRUE(done.ok()) << done;
 
   std::vector<float> drawn;
-  for (const std::vector<float>& image : images->images)
+  for (const auto& [index, image] : job->images())
     drawn.insert(drawn.end(), image.begin(), image.end());
   const double error = RelativeError(drawn, expected.span<float>());
   EXPECT_LE(error, target.tolerance);

@@ -4,7 +4,6 @@
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <grpcpp/generic/generic_stub.h>
-#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -18,12 +17,7 @@
 #include <fstream>
 #include <limits>
 
-#include "denoised/v1/image_generation.grpc.pb.h"
-#include "google/rpc/error_details.pb.h"
-#include "google/rpc/status.pb.h"
-#include "server/server.h"
-#include "tests/server/fake_engine.h"
-#include "tests/server/observe.h"
+#include "tests/server/server_fixture.h"
 
 namespace denoised {
 namespace {
@@ -111,22 +105,10 @@ std::string GenerateHeaders() {
          Header("content-type", "application/grpc");
 }
 
-class HostileTest : public ::testing::Test {
+class HostileTest : public ServerFixture {
  protected:
-  HostileTest() {
-    config_.listen = "127.0.0.1:0";
-    config_.metrics_listen = "";
-    config_.models = {{"digits", "models/digits"}};
-    log::Configure(log::Format::kText, log::Level::kError);
-  }
-
-  void Start(const FakeEngineOptions& options = {}) {
-    auto engine = std::make_unique<FakeEngine>(options);
-    engine_ = engine.get();
-    auto server = Server::Start(config_, std::move(engine));
-    ASSERT_TRUE(server.ok()) << server.status().message();
-    server_ = *std::move(server);
-    ASSERT_TRUE(server_->Loaded(10s));
+  void Start() {
+    ServerFixture::Start();
     stub_ = v1::ImageGeneration::NewStub(Connect());
   }
 
@@ -135,41 +117,14 @@ class HostileTest : public ::testing::Test {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-    arguments.SetMaxReceiveMessageSize(-1);
-    return grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()),
-                                     grpc::InsecureChannelCredentials(), arguments);
+    return ServerFixture::Connect(grpc::InsecureChannelCredentials(), arguments);
   }
 
-  grpc::Status Generate(const v1::GenerateRequest& request = {}) {
+  grpc::Status CallByName(const std::string& path, const std::string& request) const {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + 20s);
-    v1::GenerateResponse response;
-    return stub_->Generate(&context, request, &response);
+    return denoised::CallByName(Connect(), &context, path, request);
   }
-
-  /// A unary call whose message is `bytes`, whatever they are.
-  grpc::Status CallWith(const std::string& path, const std::string& bytes) {
-    grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + 20s);
-    grpc::Slice slice(bytes);
-    const grpc::ByteBuffer send(&slice, 1);
-    grpc::ByteBuffer receive;
-    grpc::GenericStub stub(Connect());
-    grpc::CompletionQueue queue;
-    auto call = stub.PrepareUnaryCall(&context, path, send, &queue);
-    call->StartCall();
-    grpc::Status status;
-    call->Finish(&receive, &status, nullptr);
-    void* tag;
-    bool ok;
-    queue.Next(&tag, &ok);
-    return status;
-  }
-
-  Config config_;
-  FakeEngine* engine_ = nullptr;
-  std::unique_ptr<Server> server_;
-  std::unique_ptr<v1::ImageGeneration::Stub> stub_;
 };
 
 TEST_F(HostileTest, MalformedMessagesAreRefused) {
@@ -183,7 +138,7 @@ TEST_F(HostileTest, MalformedMessagesAreRefused) {
        {std::string("\x0a\x7f"), std::string("\x0a\xff\xff\xff\xff\x0f"), std::string("\x08"),
         std::string(64, '\xff'), std::string("\x0b\x0b\x0b"), std::string("\x0a\x03\x0a\x01\xff"),
         std::string("\x00\x01", 2), nested}) {
-    const grpc::Status status = CallWith("/denoised.v1.ImageGeneration/Generate", bytes);
+    const grpc::Status status = CallByName("/denoised.v1.ImageGeneration/Generate", bytes);
     EXPECT_FALSE(status.ok()) << testing::PrintToString(bytes);
   }
   EXPECT_EQ(engine_->evaluations(), 0);
@@ -194,7 +149,7 @@ TEST_F(HostileTest, UnknownMethodsAreUnimplemented) {
   Start();
   for (const char* path : {"/denoised.v1.ImageGeneration/Nothing", "/a/b", "/", "/../../etc/passwd",
                            "/denoised.v1.ImageGeneration/Generate/"}) {
-    EXPECT_EQ(CallWith(path, "").error_code(), StatusCode::UNIMPLEMENTED) << path;
+    EXPECT_EQ(CallByName(path, "").error_code(), StatusCode::UNIMPLEMENTED) << path;
   }
   EXPECT_TRUE(Generate().ok());
 }
@@ -537,8 +492,7 @@ TEST_F(HostileTest, TooManyConnectionsAreClosedAndTheRestServed) {
     stub_ = v1::ImageGeneration::NewStub(Connect());
     return Generate().ok();
   }));
-  EXPECT_THAT(Scrape(server_->metrics_port()),
-              ::testing::ContainsRegex("denoised_refused_connections_total [1-9]"));
+  EXPECT_THAT(Scrape(), ::testing::ContainsRegex("denoised_refused_connections_total [1-9]"));
 }
 
 /// Streams that were begun and whose request never comes.

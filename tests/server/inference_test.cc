@@ -4,8 +4,6 @@
 #include "server/inference.h"
 
 #include <gmock/gmock.h>
-#include <grpcpp/grpcpp.h>
-#include <grpcpp/support/error_details.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -14,14 +12,9 @@
 #include <limits>
 #include <map>
 
-#include "denoised/v1/image_generation.grpc.pb.h"
-#include "google/rpc/error_details.pb.h"
-#include "google/rpc/status.pb.h"
 #include "inference/open_inference.grpc.pb.h"
 #include "server/encoding/formats.h"
-#include "server/server.h"
-#include "tests/server/fake_engine.h"
-#include "tests/server/observe.h"
+#include "tests/server/server_fixture.h"
 
 namespace denoised {
 namespace {
@@ -120,44 +113,17 @@ Output Find(const ModelInferResponse& response, const std::string& name) {
   return {};
 }
 
-std::vector<std::string> Violated(const grpc::Status& status) {
-  google::rpc::Status rpc;
-  EXPECT_TRUE(grpc::ExtractErrorDetails(status, &rpc).ok());
-  google::rpc::BadRequest bad;
-  for (const auto& any : rpc.details()) any.UnpackTo(&bad);
-  std::vector<std::string> fields;
-  for (const auto& violation : bad.field_violations()) fields.push_back(violation.field());
-  return fields;
-}
-
-class InferenceTest : public ::testing::Test {
+class InferenceTest : public ServerFixture {
  protected:
-  InferenceTest() {
-    config_.listen = "127.0.0.1:0";
-    config_.metrics_listen = "";
-    config_.models = {{"digits", "models/digits"}};
-    log::Configure(log::Format::kText, log::Level::kError);
-  }
-
   void Start(const FakeEngineOptions& options = {}) {
-    auto engine = std::make_unique<FakeEngine>(options);
-    engine_ = engine.get();
-    auto server = Server::Start(config_, std::move(engine));
-    ASSERT_TRUE(server.ok()) << server.status().message();
-    server_ = *std::move(server);
-    ASSERT_TRUE(server_->Loaded(10s));
-    grpc::ChannelArguments arguments;
-    arguments.SetMaxReceiveMessageSize(-1);
-    const auto channel = grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()),
-                                                   grpc::InsecureChannelCredentials(), arguments);
-    stub_ = inference::GRPCInferenceService::NewStub(channel);
-    generation_ = v1::ImageGeneration::NewStub(channel);
+    ServerFixture::Start(options);
+    inference_ = inference::GRPCInferenceService::NewStub(channel_);
   }
 
   grpc::Status Infer(const ModelInferRequest& request, ModelInferResponse* response) {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + 20s);
-    return stub_->ModelInfer(&context, request, response);
+    return inference_->ModelInfer(&context, request, response);
   }
   grpc::Status Infer(const ModelInferRequest& request) {
     ModelInferResponse response;
@@ -166,15 +132,11 @@ class InferenceTest : public ::testing::Test {
   bool Ready() {
     grpc::ClientContext context;
     inference::ServerReadyResponse response;
-    EXPECT_TRUE(stub_->ServerReady(&context, {}, &response).ok());
+    EXPECT_TRUE(inference_->ServerReady(&context, {}, &response).ok());
     return response.ready();
   }
 
-  Config config_;
-  FakeEngine* engine_ = nullptr;
-  std::unique_ptr<Server> server_;
-  std::unique_ptr<inference::GRPCInferenceService::Stub> stub_;
-  std::unique_ptr<v1::ImageGeneration::Stub> generation_;
+  std::unique_ptr<inference::GRPCInferenceService::Stub> inference_;
 };
 
 TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
@@ -182,7 +144,7 @@ TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
   Start();
   grpc::ClientContext live_context, ready_context, bad_context, none_context, server_context;
   inference::ServerLiveResponse live;
-  ASSERT_TRUE(stub_->ServerLive(&live_context, {}, &live).ok());
+  ASSERT_TRUE(inference_->ServerLive(&live_context, {}, &live).ok());
   EXPECT_TRUE(live.live());
   EXPECT_TRUE(Ready());
 
@@ -190,28 +152,28 @@ TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
   inference::ModelReadyResponse ready;
   model.set_name("digits");
   model.set_version("1");
-  ASSERT_TRUE(stub_->ModelReady(&ready_context, model, &ready).ok());
+  ASSERT_TRUE(inference_->ModelReady(&ready_context, model, &ready).ok());
   EXPECT_TRUE(ready.ready());
   model.set_name("missing");
-  ASSERT_TRUE(stub_->ModelReady(&bad_context, model, &ready).ok());
+  ASSERT_TRUE(inference_->ModelReady(&bad_context, model, &ready).ok());
   EXPECT_FALSE(ready.ready());
   model.set_name("digits");
   model.set_version("9");
-  const grpc::Status none = stub_->ModelReady(&none_context, model, &ready);
+  const grpc::Status none = inference_->ModelReady(&none_context, model, &ready);
   EXPECT_EQ(none.error_code(), StatusCode::NOT_FOUND);
   EXPECT_THAT(none.error_message(), HasSubstr("\"digits@9\""));
 
   inference::ServerMetadataResponse server;
-  ASSERT_TRUE(stub_->ServerMetadata(&server_context, {}, &server).ok());
+  ASSERT_TRUE(inference_->ServerMetadata(&server_context, {}, &server).ok());
   EXPECT_EQ(server.name(), "denoised");
   EXPECT_FALSE(server.version().empty());
 
   engine_->BreakDevice(0, absl::UnavailableError("lost"));
   grpc::ClientContext half_context, lost_context;
-  ASSERT_TRUE(stub_->ServerLive(&half_context, {}, &live).ok());
+  ASSERT_TRUE(inference_->ServerLive(&half_context, {}, &live).ok());
   EXPECT_TRUE(live.live());
   engine_->BreakDevice(1, absl::UnavailableError("lost"));
-  ASSERT_TRUE(stub_->ServerLive(&lost_context, {}, &live).ok());
+  ASSERT_TRUE(inference_->ServerLive(&lost_context, {}, &live).ok());
   EXPECT_FALSE(live.live());
 }
 
@@ -221,7 +183,7 @@ TEST_F(InferenceTest, TheMetadataListsTensors) {
   inference::ModelMetadataRequest request;
   request.set_name("digits");
   inference::ModelMetadataResponse metadata;
-  ASSERT_TRUE(stub_->ModelMetadata(&context, request, &metadata).ok());
+  ASSERT_TRUE(inference_->ModelMetadata(&context, request, &metadata).ok());
   EXPECT_EQ(metadata.name(), "digits");
   EXPECT_THAT(metadata.versions(), ElementsAre("1"));
   const auto text = [](const auto& tensors) {
@@ -243,7 +205,7 @@ TEST_F(InferenceTest, TheMetadataListsTensors) {
   EXPECT_THAT(text(metadata.outputs()), ElementsAre("image UINT8 -1 -1 -1 1", "encoded BYTES -1",
                                                     "seed UINT64 -1", "label INT32 -1"));
   request.set_name("nobody");
-  EXPECT_EQ(stub_->ModelMetadata(&bad_context, request, &metadata).error_code(),
+  EXPECT_EQ(inference_->ModelMetadata(&bad_context, request, &metadata).error_code(),
             StatusCode::NOT_FOUND);
 }
 
@@ -275,9 +237,7 @@ TEST(InferenceTensorsTest, FollowTheModel) {
 }
 
 TEST_F(InferenceTest, ABatchOfSeedsIsAnImageForEach) {
-  FakeEngineOptions options;
-  options.channels = 3;
-  Start(options);
+  Start({.channels = 3});
   ModelInferRequest request;
   request.set_model_name("digits");
   request.set_id("mine");
@@ -311,7 +271,7 @@ TEST_F(InferenceTest, ABatchOfSeedsIsAnImageForEach) {
     generate.mutable_params()->mutable_output()->set_format(format);
     grpc::ClientContext context;
     v1::GenerateResponse reply;
-    EXPECT_TRUE(generation_->Generate(&context, generate, &reply).ok());
+    EXPECT_TRUE(stub_->Generate(&context, generate, &reply).ok());
     return reply.images(0);
   };
   const std::string pixels = alone(v1::IMAGE_FORMAT_RAW_UINT8).tensor().data();
@@ -358,7 +318,7 @@ TEST_F(InferenceTest, EverySettingArrives) {
   v1::GenerateRequest generate;
   grpc::ClientContext context;
   v1::GenerateResponse picture;
-  ASSERT_TRUE(generation_->Generate(&context, generate, &picture).ok());
+  ASSERT_TRUE(stub_->Generate(&context, generate, &picture).ok());
 
   ModelInferRequest request;
   request.set_model_version("1");
@@ -598,16 +558,14 @@ TEST_F(InferenceTest, PixelsAndFilesTogetherCountTwice) {
 
 TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
   config_.metrics_listen = "127.0.0.1:0";
-  FakeEngineOptions options;
-  options.max_queued_images = 2;
-  Start(options);
+  Start({.max_queued_images = 2});
   engine_->Pause(true);
   ModelInferRequest request;
   AddSeeds(&request, {1, 2});
   grpc::ClientContext context;
   ModelInferResponse response;
   auto waiting = std::async(std::launch::async,
-                            [&] { return stub_->ModelInfer(&context, request, &response); });
+                            [&] { return inference_->ModelInfer(&context, request, &response); });
   ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("digits@1") == 2; }));
   const grpc::Status full = Infer(request);
   EXPECT_EQ(full.error_code(), StatusCode::RESOURCE_EXHAUSTED) << full.error_message();
@@ -624,7 +582,7 @@ TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
   request.clear_parameters();
   EXPECT_TRUE(Infer(request).ok());
   ASSERT_TRUE(Eventually([&] {
-    const std::string text = Scrape(server_->metrics_port());
+    const std::string text = Scrape();
     return text.find(
                "grpc_server_handled_total{grpc_code=\"RESOURCE_EXHAUSTED\",grpc_method="
                "\"ModelInfer\",grpc_service=\"inference.GRPCInferenceService\"") !=
@@ -634,9 +592,7 @@ TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
 }
 
 TEST_F(InferenceTest, ADrainIsToldAndRefusesNewWork) {
-  FakeEngineOptions options;
-  options.evaluation_cost = 20ms;
-  Start(options);
+  Start({.evaluation_cost = 20ms});
   ModelInferRequest request;
   AddInt(&request, "steps", 50);
   auto running = std::async(std::launch::async, [&] { return Infer(request); });

@@ -3,7 +3,6 @@
 #include "server/metrics.h"
 
 #include <gmock/gmock.h>
-#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -12,11 +11,8 @@
 #include <regex>
 #include <set>
 
-#include "denoised/v1/image_generation.grpc.pb.h"
-#include "server/server.h"
 #include "tests/io/temporary_directory.h"
-#include "tests/server/fake_engine.h"
-#include "tests/server/observe.h"
+#include "tests/server/server_fixture.h"
 #include "tests/tls/certificates.h"
 
 namespace denoised {
@@ -75,22 +71,20 @@ double ValueOf(const std::string& text, const std::string& series) {
   return at == std::string::npos ? -1 : std::stod(text.substr(at + series.size() + 2));
 }
 
-TEST(MetricsTest, TheDocumentListsWhatThereIs) {
-  log::Configure(log::Format::kText, log::Level::kError);
-  Config config;
-  config.listen = config.metrics_listen = "127.0.0.1:0";
-  config.models = {{"digits", "models/digits"}};
+class MetricsTest : public ServerFixture {
+ protected:
+  MetricsTest() { config_.metrics_listen = "127.0.0.1:0"; }
+};
+
+TEST_F(MetricsTest, TheDocumentListsWhatThereIs) {
   const TestAuthority authority;
   const KeyPair pair = authority.Issue("server", "IP:127.0.0.1");
   const TemporaryDirectory directory;
-  config.security.tls_cert = directory.Write("crt", pair.certificate);
-  config.security.tls_key = directory.Write("key", pair.key);
-  auto server = Server::Start(config, std::make_unique<FakeEngine>());
-  ASSERT_TRUE(server.ok()) << server.status().message();
-  ASSERT_TRUE((*server)->Loaded(10s));
+  config_.security.tls_cert = directory.Write("crt", pair.certificate);
+  config_.security.tls_key = directory.Write("key", pair.key);
+  Start();
   const auto stub = v1::ImageGeneration::NewStub(
-      grpc::CreateChannel("127.0.0.1:" + std::to_string((*server)->port()),
-                          grpc::SslCredentials({.pem_root_certs = authority.certificate()})));
+      Connect(grpc::SslCredentials({.pem_root_certs = authority.certificate()})));
   v1::StreamGenerateRequest request;
   request.mutable_params()->set_count(3);
   request.mutable_params()->set_priority(v1::PRIORITY_INTERACTIVE);
@@ -104,10 +98,10 @@ TEST(MetricsTest, TheDocumentListsWhatThereIs) {
 
   std::string text;
   ASSERT_TRUE(Eventually([&] {
-    text = Scrape((*server)->metrics_port());
+    text = Scrape();
     return text.find("denoised_client_calls_total") != std::string::npos;
   }));
-  text = Scrape((*server)->metrics_port());  // the exposer counts a scrape when it is over
+  text = Scrape();  // the exposer counts a scrape when it is over
   EXPECT_EQ(Scraped(text), Documented());
 
   EXPECT_EQ(ValueOf(text, "denoised_client_images_total{client=\"anonymous\"}"), 3);
@@ -125,43 +119,27 @@ TEST(MetricsTest, TheDocumentListsWhatThereIs) {
   EXPECT_NEAR(ValueOf(text, "denoised_certificate_expiry_time_seconds"), now + 3600, 60);
 }
 
-TEST(MetricsTest, ADrainIsSeen) {
-  log::Configure(log::Format::kText, log::Level::kError);
-  Config config;
-  config.listen = config.metrics_listen = "127.0.0.1:0";
-  config.models = {{"digits", "models/digits"}};
-  auto engine = std::make_unique<FakeEngine>();
-  FakeEngine* fake = engine.get();
-  auto server = Server::Start(config, std::move(engine));
-  ASSERT_TRUE(server.ok()) << server.status().message();
-  ASSERT_TRUE((*server)->Loaded(10s));
-  const auto stub = v1::ImageGeneration::NewStub(grpc::CreateChannel(
-      "127.0.0.1:" + std::to_string((*server)->port()), grpc::InsecureChannelCredentials()));
-  const auto value = [&](const std::string& series) {
-    return ValueOf(Scrape((*server)->metrics_port()), series);
-  };
+TEST_F(MetricsTest, ADrainIsSeen) {
+  Start();
+  const auto value = [&](const std::string& series) { return ValueOf(Scrape(), series); };
   const auto state = [&](const std::string& name) {
     return value("denoised_server_state{state=\"" + name + "\"}");
   };
   const auto told = [&] {
     grpc::ClientContext context;
     v1::GetServerInfoResponse info;
-    EXPECT_TRUE(stub->GetServerInfo(&context, {}, &info).ok());
+    EXPECT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
     return info.state();
   };
   EXPECT_EQ(state("serving"), 1);
   EXPECT_EQ(state("draining"), 0);
   EXPECT_EQ(value("denoised_drain_deadline_time_seconds"), 0);
 
-  fake->Pause(true);
-  auto call = std::async(std::launch::async, [&] {
-    grpc::ClientContext context;
-    v1::GenerateResponse response;
-    return stub->Generate(&context, {}, &response);
-  });
-  ASSERT_TRUE(Eventually([&] { return fake->QueuedImages("digits@1") == 1; }));
+  engine_->Pause(true);
+  auto call = std::async(std::launch::async, [&] { return Generate(); });
+  ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("digits@1") == 1; }));
   const double now = static_cast<double>(std::time(nullptr));
-  auto drain = std::async(std::launch::async, [&] { (*server)->Drain(100s, 1s); });
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(100s, 1s); });
   EXPECT_TRUE(Eventually([&] { return told() == v1::SERVER_STATE_LAME_DUCK; }));
   EXPECT_EQ(state("lame_duck"), 1);
   EXPECT_EQ(state("serving"), 0);
@@ -169,11 +147,11 @@ TEST(MetricsTest, ADrainIsSeen) {
   EXPECT_TRUE(Eventually([&] { return told() == v1::SERVER_STATE_DRAINING; }));
   EXPECT_EQ(state("draining"), 1);
   EXPECT_EQ(state("lame_duck"), 0);
-  fake->Pause(false);
+  engine_->Pause(false);
   EXPECT_TRUE(call.get().ok());
 }
 
-TEST(MetricsTest, BeyondAHundredClientsTheRestIsOne) {
+TEST_F(MetricsTest, BeyondAHundredClientsTheRestIsOne) {
   Metrics metrics;
   for (int i = 0; i < 150; ++i) metrics.ImageDone("digits", "client " + std::to_string(i));
   metrics.ImageDone("digits", "client 0");

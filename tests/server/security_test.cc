@@ -1,23 +1,16 @@
 // Who may call, over TLS on loopback, with a FakeEngine behind.
 
 #include <gmock/gmock.h>
-#include <grpcpp/generic/generic_stub.h>
-#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
 #include <regex>
 #include <thread>
 
-#include "denoised/v1/image_generation.grpc.pb.h"
 #include "denoised/v1/model_admin.grpc.pb.h"
-#include "google/rpc/error_details.pb.h"
-#include "google/rpc/status.pb.h"
 #include "inference/open_inference.grpc.pb.h"
 #include "server/clients.h"
-#include "server/server.h"
 #include "tests/io/temporary_directory.h"
-#include "tests/server/fake_engine.h"
-#include "tests/server/observe.h"
+#include "tests/server/server_fixture.h"
 #include "tests/tls/certificates.h"
 
 namespace denoised {
@@ -40,15 +33,9 @@ struct Token {
   std::string value, digest;
 };
 
-class SecurityTest : public ::testing::Test {
+class SecurityTest : public ServerFixture {
  protected:
-  SecurityTest() {
-    config_.listen = "127.0.0.1:0";
-    config_.metrics_listen = "";
-    config_.models = {{"digits", "models/digits"}};
-    config_.security.refresh = 1s;
-    log::Configure(log::Format::kText, log::Level::kError);
-  }
+  SecurityTest() { config_.security.refresh = 1s; }
 
   void WriteKeyPair(const KeyPair& pair) {
     config_.security.tls_cert = directory_.Write("server.crt", pair.certificate);
@@ -57,13 +44,7 @@ class SecurityTest : public ::testing::Test {
 
   void Start() {
     if (!config_.security.tls()) WriteKeyPair(authority_.Issue("server", kLocal));
-    auto engine = std::make_unique<FakeEngine>(FakeEngineOptions{});
-    engine_ = engine.get();
-    auto server = Server::Start(config_, std::move(engine));
-    ASSERT_TRUE(server.ok()) << server.status().message();
-    server_ = *std::move(server);
-    const auto loaded = server_->Loaded(10s);
-    ASSERT_TRUE(loaded && loaded->ok());
+    ServerFixture::Start();
   }
 
   std::string StartError() {
@@ -75,8 +56,7 @@ class SecurityTest : public ::testing::Test {
   std::shared_ptr<grpc::Channel> Connect(const std::string& ca, const KeyPair& own = {}) const {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-    return grpc::CreateCustomChannel(
-        "127.0.0.1:" + std::to_string(server_->port()),
+    return ServerFixture::Connect(
         grpc::SslCredentials(
             {.pem_root_certs = ca, .pem_private_key = own.key, .pem_cert_chain = own.certificate}),
         arguments);
@@ -101,33 +81,15 @@ class SecurityTest : public ::testing::Test {
     return v1::ImageGeneration::NewStub(channel)->Generate(&context, request, &response);
   }
 
-  /// A unary call without message fields, of any service.
-  static grpc::Status CallByName(const std::shared_ptr<grpc::Channel>& channel,
-                                 const std::string& path, const Metadata& metadata = {}) {
+  static StatusCode CallByName(const std::shared_ptr<grpc::Channel>& channel,
+                               const std::string& path, const Metadata& metadata = {}) {
     grpc::ClientContext context;
     Prepare(&context, metadata);
-    grpc::ByteBuffer send, receive;
-    grpc::Slice empty("");
-    send = grpc::ByteBuffer(&empty, 1);
-    grpc::GenericStub stub(channel);
-    grpc::CompletionQueue queue;
-    auto call = stub.PrepareUnaryCall(&context, path, send, &queue);
-    call->StartCall();
-    grpc::Status status;
-    call->Finish(&receive, &status, nullptr);
-    void* tag;
-    bool ok;
-    queue.Next(&tag, &ok);
-    return status;
+    return denoised::CallByName(channel, &context, path).error_code();
   }
-
-  std::string Scraped() const { return Scrape(server_->metrics_port()); }
 
   TestAuthority authority_;
   TemporaryDirectory directory_;
-  Config config_;
-  FakeEngine* engine_ = nullptr;
-  std::unique_ptr<Server> server_;
 };
 
 TEST_F(SecurityTest, TlsIsSpokenAndNothingElse) {
@@ -135,9 +97,7 @@ TEST_F(SecurityTest, TlsIsSpokenAndNothingElse) {
   EXPECT_TRUE(Generate(Connect()).ok());
   const TestAuthority stranger;
   EXPECT_EQ(Generate(Connect(stranger.certificate())).error_code(), StatusCode::UNAVAILABLE);
-  const auto plain = grpc::CreateChannel("127.0.0.1:" + std::to_string(server_->port()),
-                                         grpc::InsecureChannelCredentials());
-  EXPECT_EQ(Generate(plain).error_code(), StatusCode::UNAVAILABLE);
+  EXPECT_EQ(Generate(channel_).error_code(), StatusCode::UNAVAILABLE);
   EXPECT_TRUE(Generate(Connect()).ok());
 }
 
@@ -196,12 +156,12 @@ TEST_F(SecurityTest, MutualTlsAsksForACertificateAndNamesItsOwner) {
       Generate(Connect(authority_.certificate(), authority_.Issue("x", "DNS:studio.example.org")))
           .ok());
   ASSERT_TRUE(Eventually([&] {
-    const std::string text = Scraped();
+    const std::string text = Scrape();
     return text.find("denoised_client_calls_total{client=\"alice\",grpc_code=\"OK\"} 1") !=
                std::string::npos &&
            text.find("denoised_client_calls_total{client=\"studio.example.org\"") !=
                std::string::npos;
-  })) << Scraped();
+  })) << Scrape();
 }
 
 TEST_F(SecurityTest, ATokenIsAskedForEachCallButHealth) {
@@ -223,22 +183,21 @@ TEST_F(SecurityTest, ATokenIsAskedForEachCallButHealth) {
   EXPECT_TRUE(Generate(channel, Bearer(studio.value)).ok());
   EXPECT_EQ(engine_->evaluations(), 10) << "only the last one reached the engine";
 
-  EXPECT_TRUE(CallByName(channel, "/grpc.health.v1.Health/Check").ok());
+  EXPECT_EQ(CallByName(channel, "/grpc.health.v1.Health/Check"), StatusCode::OK);
   const std::string reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
   for (const std::string& path :
        {reflection, std::string("/denoised.v1.ImageGeneration/ListModels"),
         std::string("/inference.GRPCInferenceService/ModelInfer"),
         std::string("/denoised.v1.ImageGeneration/NoSuchMethod"), std::string("/x/y"),
         std::string("/grpc.health.v1.Health")}) {
-    EXPECT_EQ(CallByName(channel, path).error_code(), StatusCode::UNAUTHENTICATED) << path;
+    EXPECT_EQ(CallByName(channel, path), StatusCode::UNAUTHENTICATED) << path;
   }
-  EXPECT_EQ(CallByName(channel, "/x/y", Bearer(studio.value)).error_code(),
-            StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(CallByName(channel, "/x/y", Bearer(studio.value)), StatusCode::UNIMPLEMENTED);
   ASSERT_TRUE(Eventually([&] {
-    return Scraped().find("denoised_client_calls_total{client=\"studio\",grpc_code=\"OK\"} 1") !=
+    return Scrape().find("denoised_client_calls_total{client=\"studio\",grpc_code=\"OK\"} 1") !=
            std::string::npos;
   }));
-  const std::string text = Scraped();
+  const std::string text = Scrape();
   EXPECT_THAT(text, HasSubstr("grpc_server_handled_total{grpc_code=\"UNAUTHENTICATED\","
                               "grpc_method=\"Generate\",grpc_service=\"denoised.v1.ImageGeneration"
                               "\",grpc_type=\"unary\"} 7"));
@@ -343,10 +302,8 @@ TEST_F(SecurityTest, LimitsOfAClientAreItsOwn) {
   EXPECT_EQ(third.error_code(), StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_THAT(third.error_message(),
               HasSubstr("client small has 2 calls under way, and may have 2"));
-  google::rpc::Status details;
-  ASSERT_TRUE(details.ParseFromString(third.error_details()));
-  EXPECT_THAT(details.ShortDebugString(), HasSubstr("CLIENT_LIMIT"));
-  EXPECT_THAT(details.ShortDebugString(), HasSubstr("RetryInfo"));
+  EXPECT_EQ(Find<google::rpc::ErrorInfo>(third).reason(), "CLIENT_LIMIT");
+  EXPECT_TRUE(Find<google::rpc::RetryInfo>(third).has_retry_delay());
   engine_->Pause(false);
   EXPECT_TRUE(Generate(channel, Bearer(large.value)).ok());
   for (auto& reader : readers) {
@@ -435,7 +392,7 @@ TEST_F(SecurityTest, ReflectionCanBeOff) {
   const std::string path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
   config_.reflection = false;
   Start();
-  EXPECT_EQ(CallByName(Connect(), path).error_code(), StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(CallByName(Connect(), path), StatusCode::UNIMPLEMENTED);
 }
 
 TEST_F(SecurityTest, TheTraceIsContinuedAndReturned) {

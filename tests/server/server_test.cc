@@ -1,12 +1,8 @@
 // The whole server in process, over loopback, on a FakeEngine.
 
-#include "server/server.h"
-
 #include <gmock/gmock.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/generic/generic_stub.h>
-#include <grpcpp/grpcpp.h>
-#include <grpcpp/support/error_details.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -17,13 +13,9 @@
 #include <thread>
 #include <utility>
 
-#include "denoised/v1/image_generation.grpc.pb.h"
 #include "denoised/v1/model_admin.grpc.pb.h"
-#include "google/rpc/error_details.pb.h"
-#include "google/rpc/status.pb.h"
 #include "server/encoding/formats.h"
-#include "tests/server/fake_engine.h"
-#include "tests/server/observe.h"
+#include "tests/server/server_fixture.h"
 
 namespace denoised {
 namespace {
@@ -35,18 +27,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Event = v1::StreamGenerateResponse;
 
-template <typename Detail>
-Detail Find(const grpc::Status& status) {
-  google::rpc::Status rpc;
-  EXPECT_TRUE(grpc::ExtractErrorDetails(status, &rpc).ok());
-  Detail detail;
-  for (const auto& any : rpc.details()) {
-    if (any.UnpackTo(&detail)) return detail;
-  }
-  ADD_FAILURE() << "no " << detail.GetTypeName() << " in " << rpc.ShortDebugString();
-  return detail;
-}
-
 std::string Reason(const grpc::Status& status) {
   return Find<google::rpc::ErrorInfo>(status).reason();
 }
@@ -54,61 +34,17 @@ std::string Reason(const grpc::Status& status) {
 /// grpc.health.v1.Health/Check on its two one-field messages, written by hand: the distribution
 /// ships no compiled health.proto. 1 is SERVING, 2 NOT_SERVING, −1 an error.
 int CheckHealth(const std::shared_ptr<grpc::Channel>& channel, const std::string& service) {
-  std::string request;
+  std::string request, response;
   if (!service.empty()) request = std::string("\x0a") + char(service.size()) + service;
-  grpc::Slice slice(request);
-  grpc::ByteBuffer send(&slice, 1), receive;
-  grpc::GenericStub stub(channel);
   grpc::ClientContext context;
-  grpc::CompletionQueue queue;
-  auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", send, &queue);
-  call->StartCall();
-  grpc::Status status;
-  call->Finish(&receive, &status, nullptr);
-  void* tag;
-  bool ok;
-  queue.Next(&tag, &ok);
+  const grpc::Status status =
+      CallByName(channel, &context, "/grpc.health.v1.Health/Check", request, &response);
   if (!status.ok()) return -1;
-  std::vector<grpc::Slice> slices;
-  if (!receive.Dump(&slices).ok() || slices.empty() || slices[0].size() < 2) return 0;
-  return slices[0].begin()[1];
+  return response.size() < 2 ? 0 : response[1];
 }
 
-class ServerTest : public ::testing::Test {
+class ServerTest : public ServerFixture {
  protected:
-  ServerTest() {
-    config_.listen = "127.0.0.1:0";
-    config_.metrics_listen = "";
-    config_.models = {{"digits", "models/digits"}};
-    log::Configure(log::Format::kText, log::Level::kError);
-  }
-
-  void Start(const FakeEngineOptions& options = {}, bool wait = true) {
-    auto engine = std::make_unique<FakeEngine>(options);
-    engine_ = engine.get();
-    auto server = Server::Start(config_, std::move(engine));
-    ASSERT_TRUE(server.ok()) << server.status().message();
-    server_ = *std::move(server);
-    grpc::ChannelArguments arguments;
-    arguments.SetMaxReceiveMessageSize(-1);
-    channel_ = grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()),
-                                         grpc::InsecureChannelCredentials(), arguments);
-    stub_ = v1::ImageGeneration::NewStub(channel_);
-    if (wait) {
-      const auto loaded = server_->Loaded(10s);
-      ASSERT_TRUE(loaded && loaded->ok());
-    }
-  }
-
-  grpc::Status Generate(const v1::GenerateRequest& request, v1::GenerateResponse* response) {
-    grpc::ClientContext context;
-    return stub_->Generate(&context, request, response);
-  }
-  grpc::Status Generate(const v1::GenerateRequest& request) {
-    v1::GenerateResponse response;
-    return Generate(request, &response);
-  }
-
   grpc::Status Stream(const v1::StreamGenerateRequest& request, std::vector<Event>* events) {
     grpc::ClientContext context;
     auto reader = stub_->StreamGenerate(&context, request);
@@ -116,12 +52,6 @@ class ServerTest : public ::testing::Test {
     while (reader->Read(&event)) events->push_back(event);
     return reader->Finish();
   }
-
-  Config config_;
-  FakeEngine* engine_ = nullptr;
-  std::unique_ptr<Server> server_;
-  std::shared_ptr<grpc::Channel> channel_;
-  std::unique_ptr<v1::ImageGeneration::Stub> stub_;
 };
 
 TEST_F(ServerTest, GenerateReturnsImagesAndWhatWasRun) {
@@ -177,9 +107,7 @@ TEST_F(ServerTest, TheLastImageAloneHasTheSameBytes) {
 }
 
 TEST_F(ServerTest, StreamTellsTheStoryInOrder) {
-  FakeEngineOptions options;
-  options.evaluation_cost = 5ms;
-  Start(options);
+  Start({.evaluation_cost = 5ms});
   v1::StreamGenerateRequest request;
   request.mutable_params()->set_request_id("story");
   request.mutable_params()->set_count(2);
@@ -230,13 +158,8 @@ TEST_F(ServerTest, AllViolationsOfServerAndEngineAtOnce) {
   const grpc::Status status = Generate(request);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(Reason(status), "INVALID_FIELDS");
-  std::vector<std::string> fields;
-  const auto bad = Find<google::rpc::BadRequest>(status);
-  for (const auto& violation : bad.field_violations()) {
-    fields.push_back(violation.field());
-  }
-  EXPECT_THAT(fields, ElementsAre("params.eta", "params.class_labels.labels[0]", "params.steps",
-                                  "params.sampler", "params.width"));
+  EXPECT_THAT(Violated(status), ElementsAre("params.eta", "params.class_labels.labels[0]",
+                                            "params.steps", "params.sampler", "params.width"));
 }
 
 TEST_F(ServerTest, UnknownModelsAndTheChoiceOfModels) {
@@ -251,7 +174,7 @@ TEST_F(ServerTest, UnknownModelsAndTheChoiceOfModels) {
   request.mutable_params()->clear_model();
   status = Generate(request);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(Find<google::rpc::BadRequest>(status).field_violations(0).field(), "params.model");
+  EXPECT_THAT(Violated(status), ElementsAre("params.model"));
   request.mutable_params()->set_model("faces");
   EXPECT_TRUE(Generate(request).ok());
 
@@ -274,9 +197,7 @@ TEST_F(ServerTest, UnknownModelsAndTheChoiceOfModels) {
 }
 
 TEST_F(ServerTest, CancelReachesTheEngineWithinAnEvaluation) {
-  FakeEngineOptions options;
-  options.evaluation_cost = 5ms;
-  Start(options);
+  Start({.evaluation_cost = 5ms});
   v1::StreamGenerateRequest request;
   request.mutable_params()->set_steps(1000);
   grpc::ClientContext context;
@@ -305,10 +226,7 @@ TEST_F(ServerTest, CancelOfAQueuedUnaryCall) {
 }
 
 TEST_F(ServerTest, AJobSurvivesItsStreamAndIsWatchedFromWhereItWasLost) {
-  FakeEngineOptions options;
-  options.evaluation_cost = 2ms;
-  options.max_rows = 1;
-  Start(options);
+  Start({.evaluation_cost = 2ms, .max_rows = 1});
   v1::StreamGenerateRequest request;
   request.mutable_params()->set_request_id("mine");
   request.mutable_params()->set_seed(5);
@@ -445,10 +363,7 @@ TEST_F(ServerTest, JobsAreListedInPages) {
   v1::ListJobsResponse response;
   const grpc::Status status = ask(&response);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  const auto bad = Find<google::rpc::BadRequest>(status);
-  ASSERT_EQ(bad.field_violations_size(), 2);
-  EXPECT_EQ(bad.field_violations(0).field(), "page_size");
-  EXPECT_EQ(bad.field_violations(1).field(), "page_token");
+  EXPECT_THAT(Violated(status), ElementsAre("page_size", "page_token"));
 }
 
 TEST_F(ServerTest, UnknownJobsAreNotFound) {
@@ -458,7 +373,7 @@ TEST_F(ServerTest, UnknownJobsAreNotFound) {
   grpc::ClientContext none, unknown, watch_context, cancel_context;
   grpc::Status status = stub_->GetJob(&none, get, &got);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(Find<google::rpc::BadRequest>(status).field_violations(0).field(), "request_id");
+  EXPECT_THAT(Violated(status), ElementsAre("request_id"));
   get.set_request_id("nobody's");
   status = stub_->GetJob(&unknown, get, &got);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
@@ -511,9 +426,7 @@ TEST_F(ServerTest, DeadlineEndsTheJob) {
 }
 
 TEST_F(ServerTest, FullQueueSaysWhenToComeBack) {
-  FakeEngineOptions options;
-  options.max_queued_images = 4;
-  Start(options);
+  Start({.max_queued_images = 4});
   engine_->Pause(true);
   v1::StreamGenerateRequest stream;
   stream.mutable_params()->set_count(4);
@@ -521,7 +434,7 @@ TEST_F(ServerTest, FullQueueSaysWhenToComeBack) {
   auto reader = stub_->StreamGenerate(&context, stream);
   Event event;
   ASSERT_TRUE(reader->Read(&event) && event.has_queued());
-  const grpc::Status status = Generate({});
+  const grpc::Status status = Generate();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_EQ(Reason(status), "QUEUE_FULL");
   const auto delay = Find<google::rpc::RetryInfo>(status).retry_delay();
@@ -530,7 +443,7 @@ TEST_F(ServerTest, FullQueueSaysWhenToComeBack) {
   while (reader->Read(&event)) {
   }
   EXPECT_TRUE(reader->Finish().ok());
-  EXPECT_TRUE(Generate({}).ok());
+  EXPECT_TRUE(Generate().ok());
 }
 
 TEST_F(ServerTest, OversizeRequestsAreRefused) {
@@ -541,14 +454,11 @@ TEST_F(ServerTest, OversizeRequestsAreRefused) {
   const grpc::Status status = Generate(request);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_THAT(status.error_message(), HasSubstr("1048576"));
-  EXPECT_TRUE(Generate({}).ok());
+  EXPECT_TRUE(Generate().ok());
 }
 
 TEST_F(ServerTest, RepliesMayExceedTheDefaultFourMegabytes) {
-  FakeEngineOptions options;
-  options.size = 1024;
-  options.channels = 3;
-  Start(options);
+  Start({.size = 1024, .channels = 3});
   v1::GenerateRequest request;
   request.mutable_params()->set_steps(1);
   request.mutable_params()->mutable_output()->set_format(v1::IMAGE_FORMAT_RAW_FLOAT32);
@@ -558,9 +468,7 @@ TEST_F(ServerTest, RepliesMayExceedTheDefaultFourMegabytes) {
 }
 
 TEST_F(ServerTest, TwoHundredStreamsAtOnce) {
-  FakeEngineOptions options;
-  options.max_rows = 64;
-  Start(options);
+  Start({.max_rows = 64});
   constexpr int kStreams = 200;
   std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
   std::vector<std::unique_ptr<grpc::ClientReader<Event>>> readers;
@@ -593,9 +501,7 @@ TEST_F(ServerTest, TwoHundredStreamsAtOnce) {
 }
 
 TEST_F(ServerTest, RandomCancelsLeaveNothingBehind) {
-  FakeEngineOptions options;
-  options.evaluation_cost = 1ms;
-  Start(options);
+  Start({.evaluation_cost = 1ms});
   std::vector<std::thread> clients;
   for (int i = 0; i < 8; ++i) {
     clients.emplace_back([this, i] {
@@ -616,7 +522,7 @@ TEST_F(ServerTest, RandomCancelsLeaveNothingBehind) {
   for (std::thread& client : clients) client.join();
   EXPECT_TRUE(Eventually(
       [&] { return engine_->QueuedImages("") == 0 && engine_->Stats()[0].active_images == 0; }));
-  EXPECT_TRUE(Generate({}).ok());
+  EXPECT_TRUE(Generate().ok());
 }
 
 /// Reads nothing while far more is sent than gRPC buffers: the write must time out and the device
@@ -624,11 +530,7 @@ TEST_F(ServerTest, RandomCancelsLeaveNothingBehind) {
 TEST_F(ServerTest, AStalledReaderIsCancelled) {
   config_.write_timeout = 300ms;
   config_.metrics_listen = "127.0.0.1:0";
-  FakeEngineOptions options;
-  options.size = 512;
-  options.channels = 3;
-  options.evaluation_cost = 1ms;
-  Start(options);
+  Start({.evaluation_cost = 1ms, .size = 512, .channels = 3});
   v1::StreamGenerateRequest request;
   request.mutable_params()->set_count(32);
   request.mutable_params()->set_steps(1);
@@ -636,11 +538,7 @@ TEST_F(ServerTest, AStalledReaderIsCancelled) {
   grpc::ClientContext context;
   auto reader = stub_->StreamGenerate(&context, request);
   EXPECT_TRUE(Eventually(
-      [&] {
-        return Scrape(server_->metrics_port()).find("denoised_stalled_readers_total 1") !=
-               std::string::npos;
-      },
-      10s));
+      [&] { return Scrape().find("denoised_stalled_readers_total 1") != std::string::npos; }, 10s));
   Event event;
   while (reader->Read(&event)) {
   }
@@ -648,14 +546,12 @@ TEST_F(ServerTest, AStalledReaderIsCancelled) {
 }
 
 TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
-  FakeEngineOptions options;
-  options.open_cost = 300ms;
-  Start(options, /*wait=*/false);
+  StartLoading({.open_cost = 300ms});
   EXPECT_EQ(CheckHealth(channel_, ""), 2);
   EXPECT_EQ(CheckHealth(channel_, "denoised.v1.ImageGeneration"), 2);
   EXPECT_EQ(CheckHealth(channel_, "liveness"), 1);
   EXPECT_EQ(CheckHealth(channel_, "nobody"), -1);
-  const grpc::Status status = Generate({});
+  const grpc::Status status = Generate();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
   EXPECT_EQ(Reason(status), "MODEL_LOADING");
   grpc::ClientContext context;
@@ -674,7 +570,7 @@ TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
   auto drain = std::async(std::launch::async, [&] { server_->Drain(10s); });
   ASSERT_TRUE(Eventually([&] { return CheckHealth(channel_, "") == 2; }));
   EXPECT_EQ(CheckHealth(channel_, "liveness"), 1);
-  const grpc::Status refused = Generate({});
+  const grpc::Status refused = Generate();
   EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(Reason(refused), "DRAINING");
   engine_->Pause(false);
@@ -687,7 +583,7 @@ TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
 TEST_F(ServerTest, TheEndOfTheGracePeriodEndsJobs) {
   Start();
   engine_->Pause(true);
-  auto running = std::async(std::launch::async, [&] { return Generate({}); });
+  auto running = std::async(std::launch::async, [&] { return Generate(); });
   ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("") == 1; }));
   server_->Drain(50ms);
   const grpc::Status status = running.get();
@@ -698,9 +594,7 @@ TEST_F(ServerTest, TheEndOfTheGracePeriodEndsJobs) {
 /// Clients that begin requests until they are refused, and a server that drains meanwhile: every
 /// request that was accepted is answered in full.
 TEST_F(ServerTest, NoAcceptedRequestIsLostInADrain) {
-  FakeEngineOptions options;
-  options.evaluation_cost = 1ms;
-  Start(options);
+  Start({.evaluation_cost = 1ms});
   std::atomic<int> accepted{0}, completed{0}, refused{0}, lost{0};
   std::vector<std::thread> clients;
   for (int client = 0; client < 16; ++client) {
@@ -744,9 +638,9 @@ TEST_F(ServerTest, ALameDuckStillTakesRequests) {
   Start();
   auto drain = std::async(std::launch::async, [&] { server_->Drain(10s, /*lame_duck=*/400ms); });
   ASSERT_TRUE(Eventually([&] { return CheckHealth(channel_, "") == 2; }));
-  EXPECT_TRUE(Generate({}).ok());
+  EXPECT_TRUE(Generate().ok());
   drain.get();
-  EXPECT_EQ(Generate({}).error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(Generate().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
 TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
@@ -812,10 +706,7 @@ TEST_F(ServerTest, BadAdminRequestsNameTheField) {
   };
   grpc::Status status = load("../etc", "a b", "/no/such/place");
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  std::vector<std::string> fields;
-  const auto bad = Find<google::rpc::BadRequest>(status);
-  for (const auto& violation : bad.field_violations()) fields.push_back(violation.field());
-  EXPECT_THAT(fields, ElementsAre("name", "version", "directory"));
+  EXPECT_THAT(Violated(status), ElementsAre("name", "version", "directory"));
   status = load("nothing", "", "");
   EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
   EXPECT_EQ(Reason(status), "MODEL_NOT_FOUND");
@@ -826,7 +717,7 @@ TEST_F(ServerTest, BadAdminRequestsNameTheField) {
   status = load("digits", "", testing::TempDir());
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(Reason(status), "MODEL_FAILED");
-  EXPECT_TRUE(Generate({}).ok()) << "the old version serves on";
+  EXPECT_TRUE(Generate().ok()) << "the old version serves on";
   v1::UnloadModelRequest unload;
   unload.set_name("digits/1");
   v1::UnloadModelResponse unloaded;
@@ -837,9 +728,7 @@ TEST_F(ServerTest, BadAdminRequestsNameTheField) {
 
 /// Requests that arrive while their model is replaced over and over all get images.
 TEST_F(ServerTest, ReplacingAModelLosesNoRequest) {
-  FakeEngineOptions options;
-  options.evaluation_cost = 200us;
-  Start(options);
+  Start({.evaluation_cost = 200us});
   const auto admin = v1::ModelAdmin::NewStub(channel_);
   std::atomic<bool> stop{false};
   std::atomic<int> drawn{0};
@@ -847,7 +736,7 @@ TEST_F(ServerTest, ReplacingAModelLosesNoRequest) {
   for (int client = 0; client < 6; ++client) {
     clients.emplace_back([&] {
       while (!stop) {
-        const grpc::Status status = Generate({});
+        const grpc::Status status = Generate();
         EXPECT_TRUE(status.ok()) << status.error_message();
         ++drawn;
       }
@@ -910,7 +799,7 @@ TEST_F(ServerTest, ABrokenModelLeavesTheOthers) {
 
 TEST_F(ServerTest, NoModelAtAllIsAnError) {
   config_.models = {{"bad", "broken"}};
-  Start({}, /*wait=*/false);
+  StartLoading();
   const auto loaded = server_->Loaded(5s);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->code(), absl::StatusCode::kNotFound);
@@ -932,7 +821,7 @@ TEST_F(ServerTest, OneLostDeviceLeavesTheOtherServing) {
   ASSERT_EQ(info.devices_size(), 2);
   EXPECT_EQ(info.devices(0).error(), "an illegal memory access");
   EXPECT_EQ(info.devices(1).error(), "");
-  const std::string text = Scrape(server_->metrics_port());
+  const std::string text = Scrape();
   EXPECT_THAT(text, HasSubstr("denoised_device_up{device=\"fake:0\"} 0"));
   EXPECT_THAT(text, HasSubstr("denoised_device_up{device=\"fake:1\"} 1"));
 }
@@ -970,7 +859,7 @@ TEST_F(ServerTest, MetricsTellWhatHappened) {
       "grpc_method=\"Generate\",grpc_service=\"denoised.v1.ImageGeneration\",grpc_type=\"unary\"";
   std::string text;
   ASSERT_TRUE(Eventually([&] {
-    text = Scrape(server_->metrics_port());
+    text = Scrape();
     return text.find("grpc_server_handled_total{grpc_code=\"INVALID_ARGUMENT\"," + labels +
                      "} 1") != std::string::npos;
   })) << text;

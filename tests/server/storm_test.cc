@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
-#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
@@ -14,10 +13,7 @@
 #include <set>
 #include <thread>
 
-#include "denoised/v1/image_generation.grpc.pb.h"
-#include "server/server.h"
-#include "tests/server/fake_engine.h"
-#include "tests/server/observe.h"
+#include "tests/server/server_fixture.h"
 
 namespace denoised {
 namespace {
@@ -119,26 +115,12 @@ class Stream final : public grpc::ClientReadReactor<Event> {
   grpc::Status status_;
 };
 
-class StormTest : public ::testing::Test {
+class StormTest : public ServerFixture {
  protected:
-  void Start(const FakeEngineOptions& options) {
-    log::Configure(log::Format::kText, log::Level::kError);
-    Config config;
-    config.listen = "127.0.0.1:0";
-    config.metrics_listen = "127.0.0.1:0";
-    config.models = {{"digits", "models/digits"}};
-    config.connections.max_streams = 100'000;
-    config.connections.max_streams_per_client = 100'000;
-    auto engine = std::make_unique<FakeEngine>(options);
-    engine_ = engine.get();
-    auto server = Server::Start(config, std::move(engine));
-    ASSERT_TRUE(server.ok()) << server.status().message();
-    server_ = *std::move(server);
-    const auto loaded = server_->Loaded(10s);
-    ASSERT_TRUE(loaded && loaded->ok());
-    channel_ = grpc::CreateChannel("127.0.0.1:" + std::to_string(server_->port()),
-                                   grpc::InsecureChannelCredentials());
-    stub_ = v1::ImageGeneration::NewStub(channel_);
+  StormTest() {
+    config_.metrics_listen = "127.0.0.1:0";
+    config_.connections.max_streams = 100'000;
+    config_.connections.max_streams_per_client = 100'000;
   }
 
   static v1::GenerationParams Params(uint64_t seed, int steps, int count = 1) {
@@ -156,11 +138,6 @@ class StormTest : public ::testing::Test {
     }
     return true;
   }
-
-  FakeEngine* engine_ = nullptr;
-  std::unique_ptr<Server> server_;
-  std::shared_ptr<grpc::Channel> channel_;
-  std::unique_ptr<v1::ImageGeneration::Stub> stub_;
 };
 
 TEST_F(StormTest, AThousandStreamsAtOnce) {
@@ -208,9 +185,8 @@ TEST_F(StormTest, TenThousandCancelsLeaveNothingAndChangeNobodysBytes) {
   ASSERT_TRUE(crowd.WaitForNone());
   const double seconds = SecondsSince(begin);
   EXPECT_TRUE(Eventually([&] { return Idle(); })) << "a slot is leaked";
-  EXPECT_TRUE(Eventually([&] {
-    return Scrape(server_->metrics_port()).find("denoised_jobs 0") != std::string::npos;
-  })) << "a job is leaked";
+  EXPECT_TRUE(Eventually([&] { return Scrape().find("denoised_jobs 0") != std::string::npos; }))
+      << "a job is leaked";
 
   // The idle server draws what the survivors got.
   int survivors = 0, cancelled = 0;

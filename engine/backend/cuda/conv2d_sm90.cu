@@ -16,7 +16,6 @@
 // that see the same pixel).
 
 #include <algorithm>
-#include <cmath>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv_sm90.cuh"
@@ -604,30 +603,7 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
   }
 }
 
-/// Microseconds as measured on an H200 over the layers of our models: docs/kernels.md.
-struct TileCost {
-  HopperTile tile;
-  int m, n;
-  int blocks;  // of a multiprocessor
-  bool clustered;
-  double launch, step, finish, fold;  // a launch; a step along k, an end, an added split of a tile
-};
-constexpr TileCost kTileCosts[] = {
-    {HopperTile::k64x64, 64, 64, 2, false, 2.4, 0.32, 1.5, 0.2},
-    {HopperTile::k64x64, 64, 64, 1, true, 1.0, 0.25, 2.8, 0},
-    {HopperTile::k128x32, 128, 32, 1, false, 2.0, 0.25, 1.5, 0},
-    {HopperTile::k128x128, 128, 128, 1, false, 1.5, 0.39, 2.2, 0.32},
-    {HopperTile::k128x128Turns, 128, 128, 1, false, 3.0, 0.38, 1.35, 0},
-    {HopperTile::k128x160, 128, 160, 1, false, 1.4, 0.43, 2.6, 0.5},
-    {HopperTile::k128x192, 128, 192, 1, false, 2.0, 0.49, 2.8, 0.5},
-    {HopperTile::k128x256, 128, 256, 1, false, 2.6, 0.64, 4.0, 0},
-    {HopperTile::kPatch128, 128, 128, 1, false, 2.5, 0.315, 2.6, 0.45},
-    {HopperTile::kPatch192, 128, 192, 1, false, 2.5, 0.445, 3.5, 0.5},
-    {HopperTile::kPatch128Turns, 128, 128, 1, false, 4.7, 0.315, 1.3, 0},
-    {HopperTile::kPatch192Turns, 128, 192, 1, false, 4.7, 0.46, 1.9, 0},
-};
 constexpr int kSharedBytesOfTwo = 115 * 1024;  // two blocks fit a multiprocessor's 228 KiB
-constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
 
 /// Pixels of [images, height, width, channels] for the outputs of `conv`, `pixels` at a time.
 CUresult EncodePixels(CUtensorMap* map, const Rows& rows, int channels, int images, int height,
@@ -748,51 +724,6 @@ bool SuitsHopper(const Conv2dLaunch& conv) {
          conv.input_activation == Activation::kNone && conv.pad_top < 128 && conv.pad_left < 128;
 }
 
-HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
-  const int phases = conv.upsample2x ? 4 : 1;
-  const int taps = conv.upsample2x ? 4 : conv.kernel * conv.kernel;
-  const int steps = taps * (ChunksOf(conv.channels) + ChunksOf(conv.channels2));
-  const int64_t image_pixels = int64_t{conv.out_height} * conv.out_width / phases;
-  const auto tiles = [&](int64_t pixels, int m, int n) {
-    return phases * ((pixels + m - 1) / m) * ((conv.outputs + n - 1) / n);
-  };
-
-  // Splits let one image fill more of the device, and cost a large batch the widest tiles unless
-  // one that folds fits the outputs: then only small images get any.
-  const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
-  const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
-  const int64_t of_an_image = tiles(image_pixels, 64, 64);
-  HopperPlan best;
-  while (of_an_image < few && best.splits < kMaxSplits && of_an_image * best.splits * 2 <= enough &&
-         steps >= best.splits * 2 * kMinSplitSteps) {
-    best.splits *= 2;
-  }
-
-  const int64_t pixels = conv.images * image_pixels;
-  const bool vectors = HasVectorOutputs(conv), patches = SuitsPatches(conv);
-  double least = 0;
-  for (const TileCost& cost : kTileCosts) {
-    const bool narrow = cost.n <= 64;
-    if ((!narrow && !vectors) || (cost.n == 32 && conv.outputs > 32)) continue;
-    if (IsPatch(cost.tile) && !patches) continue;
-    if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
-    if (best.splits > 1 ? !cost.clustered && cost.fold == 0 : cost.clustered) continue;
-    const int64_t blocks = tiles(pixels, cost.m, cost.n) * (cost.clustered ? best.splits : 1);
-    const double waves = std::ceil(static_cast<double>(blocks) /
-                                   static_cast<double>(queue.multiprocessors * cost.blocks));
-    const double microseconds =
-        cost.launch +
-        waves * (static_cast<double>(steps) / (cost.clustered ? best.splits : 1) * cost.step +
-                 cost.finish + (best.splits > 1 ? best.splits * cost.fold : 0));
-    if (least == 0 || microseconds < least) {
-      least = microseconds;
-      best.tile = cost.tile;
-      best.clustered = cost.clustered;
-    }
-  }
-  return best;
-}
-
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue) {
   if (IsPatch(plan.tile)) return LaunchConv3x3(conv, plan, queue);
@@ -802,9 +733,10 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
 }
 
 cudaError_t LoadConv2dHopperKernels() {
-  for (const TileCost& cost : kTileCosts) {
-    if (IsPatch(cost.tile)) continue;
-    const cudaError_t error = WithTile(cost.tile, [](auto chosen) {
+  for (int i = 0; i < kHopperTiles; ++i) {
+    const HopperTile tile = static_cast<HopperTile>(i);
+    if (IsPatch(tile)) continue;
+    const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
       return LoadKernel(Conv2dHopperKernel<T>, T::kSharedBytes);
     });

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <vector>
+
 #include "engine/backend/cuda/launch.h"
 
-/// Convolution and linear on Hopper: conv2d_sm90.cu, and conv3x3_sm90.cu for what SuitsPatches().
+/// Convolution and linear on Hopper: conv2d_sm90.cu, and conv3x3_sm90.cu for what SuitsPatches();
+/// plan_hopper.cc chooses how.
 
 namespace denoised::cuda {
 
@@ -30,6 +33,7 @@ inline bool Normalises(HopperTile tile) {
 
 /// Channels of x, or of x2, that are multiplied at a time.
 constexpr int kStep = 64;
+inline int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {
@@ -38,13 +42,29 @@ struct HopperPlan {
   bool clustered = false;  // a block for each split; k64x64 alone
 };
 
+inline bool InVectors(const Rows& rows) {
+  return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
+}
+/// Outputs that wide tiles can make.
+inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
+  return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
+         InVectors(conv.residual) &&
+         (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
+}
 /// Whether the copy engine can read the sources: bf16 in multiples of eight channels, aligned.
 bool SuitsHopper(const Conv2dLaunch& conv);
 /// Whether it is a 3×3 convolution with bf16 outputs of images that patches cover without much left
 /// over. With input_factors its input_activation must be SiLU: the input is then
 /// silu(concat(x, x2) · factor + offset), rounded to bf16.
 bool SuitsPatches(const Conv2dLaunch& conv);
-/// Splits by the shape of one image; the tile by what the whole launch should cost.
+struct HopperCandidate {
+  HopperPlan plan;
+  double microseconds = 0;  // that a launch should take
+};
+/// Every plan for `conv`, for which SuitsHopper() or SuitsPatches(), the cheapest first. `splits`
+/// follows from the shape of one image and is the same in all, so all give the same bits.
+std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue);
+/// The first of them.
 HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue);
 /// conv.weight: [phases, outputs, taps, channels + channels2] without padding; phases are 4 and
 /// taps 2×2 with upsample2x, else 1 and kernel². An error for a tile that cannot do what is asked.

@@ -20,14 +20,12 @@
 #include <algorithm>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
-#include "engine/backend/cuda/conv_sm90.cuh"
+#include "engine/backend/cuda/conv3x3_sm90.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
 
 namespace denoised::cuda {
 namespace {
 
-constexpr int kTaps = 9;
-constexpr int kUnit = 8;               // pixels of an edge of what a product takes: 64 in all
 constexpr int kPatchSlot = 25 * 1024;  // two patches of 10×10 pixels of 128 bytes; 18×10 take less
 constexpr int kBoxBytes = 64 * 64 * 2;
 
@@ -60,7 +58,7 @@ struct Work {
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of kShared
   int images_at_once = 1;
   int pitch = 0;          // pixels of a line of a patch
-  int pitch_inverse = 0;  // of 65536, rounded up: for its few pixels an exact division
+  int pitch_inverse = 0;  // PixelsInside()'s
   int unit_pixel = 0;     // of a patch, where its second unit begins
   int patch_bytes = 0;
   int splits = 1;
@@ -78,105 +76,6 @@ __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
   const int line = m / work.tiles_x;
   return {line / work.tiles_y * work.images_at_once, line % work.tiles_y * kUnit,
           (m - line * work.tiles_x) * 2 * kUnit, n * T::kN};
-}
-
-/// Adds what is added per image to a thread's sums of pixels of `image`.
-template <int kSums>
-__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Work& work, int image, int n0,
-                                   float (&sums)[kSums]) {
-  const int first = n0 + threadIdx.x % 4 * 2;
-  const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(work.add.data) +
-                                    int64_t{min(image, conv.images - 1)} * work.add.stride + first;
-#pragma unroll
-  for (int j = 0; j < kSums / 4; ++j) {
-    const uint32_t pair =
-        first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
-    AddPair(pair, sums[4 * j], sums[4 * j + 1]);
-    AddPair(pair, sums[4 * j + 2], sums[4 * j + 3]);
-  }
-}
-
-/// The left operand of a product: 8 lines of 8 pixels of a patch, `pitch` pixels from line to line.
-__device__ inline uint64_t PatchDescriptor(const void* patch, int pitch) {
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
-  return MatrixDescriptor(patch) - kEightRows + (uint64_t(pitch * kStepBytes >> 4) << 32);
-}
-
-__device__ inline void LoadEight(const float* from, float (&v)[8]) {
-  const float4 a = *reinterpret_cast<const float4*>(from);
-  const float4 b = *reinterpret_cast<const float4*>(from + 4);
-  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-
-/// A transformer normalises eight channels of every kPixelStride-th pixel of a patch. Bit i: the
-/// i-th of them lies in the image, and in the patch. What does not stays zero.
-template <int kPixelStride>
-__device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, const Work& work, int thread,
-                                        int y0, int x0) {
-  uint32_t inside = 0;
-  constexpr int kPixels = (2 * kUnit + 2) * (kUnit + 2);
-  for (int i = 0; i < (kPixels + kPixelStride - 1) / kPixelStride; ++i) {
-    const int pixel = thread / 8 + i * kPixelStride;
-    const int line = pixel * work.pitch_inverse >> 16, column = pixel - line * work.pitch;
-    const bool is = line < kUnit + 2 &&
-                    static_cast<unsigned>(y0 + line) < static_cast<unsigned>(conv.height) &&
-                    static_cast<unsigned>(x0 + column) < static_cast<unsigned>(conv.width);
-    inside |= static_cast<uint32_t>(is) << i;
-  }
-  return inside;
-}
-
-/// SiluOfHalf() of each, with its instructions. Eight at a time and in this order, which the
-/// compiler would not keep: one after the other they wait for the special function unit.
-__device__ inline void SiluOfHalf(float (&h)[8]) {
-  float tanh[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) asm volatile("tanh.approx.f32 %0, %1;" : "=f"(tanh[j]) : "f"(h[j]));
-#pragma unroll
-  for (int j = 0; j < 8; ++j) h[j] = fmaf(h[j], tanh[j], h[j]);
-}
-
-/// silu(2 · (x · factor + offset)) in place.
-template <int kPixelStride>
-__device__ inline void Normalise(unsigned char* patch, int first_pixel, int thread, uint32_t inside,
-                                 const float (&factor)[8], const float (&offset)[8]) {
-  constexpr int kAtOnce = 2;
-  // From pixel to pixel one bit of the swizzle changes, and back.
-  static_assert(kPixelStride % 8 == 4);
-  const int first = first_pixel + thread / 8, chunk = thread % 8 ^ first % 8;
-  unsigned char* even = patch + first * kStepBytes + chunk * 16;
-  unsigned char* odd = patch + first * kStepBytes + (chunk ^ 4) * 16;
-#pragma unroll 1
-  for (; inside != 0; inside >>= kAtOnce) {
-    const auto at = [&](int i) {
-      return reinterpret_cast<uint4*>((i % 2 == 0 ? even : odd) + i * kPixelStride * kStepBytes);
-    };
-    uint4 bits[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (inside >> i & 1) bits[i] = *at(i);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const uint32_t words[4] = {bits[i].x, bits[i].y, bits[i].z, bits[i].w};
-      float v[8];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        v[2 * j] = fmaf(__uint_as_float(words[j] << 16), factor[2 * j], offset[2 * j]);
-        v[2 * j + 1] =
-            fmaf(__uint_as_float(words[j] & 0xffff0000u), factor[2 * j + 1], offset[2 * j + 1]);
-      }
-      SiluOfHalf(v);
-      bits[i] = PackBf16(v);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (inside >> i & 1) *at(i) = bits[i];
-    }
-    even += kAtOnce * kPixelStride * kStepBytes;
-    odd += kAtOnce * kPixelStride * kStepBytes;
-  }
 }
 
 template <typename T>
@@ -290,8 +189,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       int slot = 0, round = 0;
       for (int index = first_tile; index < tiles; index += stride) {
         const TileAt tile = TileOf<T>(work, index, rank);
-        const uint32_t inside =
-            PixelsInside<T::kTransformers / 8>(conv, work, thread, tile.y - 1, tile.x - 1);
+        const uint32_t inside = PixelsInside<T::kTransformers / 8, (2 * kUnit + 2) * (kUnit + 2)>(
+            conv, work.pitch, work.pitch_inverse, thread, tile.y - 1, tile.x - 1);
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; ++chunk) {
           const int from_source = (chunk < work.chunks ? chunk : chunk - work.chunks) * kStep;
@@ -418,7 +317,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         if (work.add.data != nullptr && split == 0) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
-            AddPerImage(conv, work, unit_of(tile, i).image, tile.n0, sums[i]);
+            AddPerImage(conv, work.add, unit_of(tile, i).image, tile.n0, sums[i]);
           }
         }
         if constexpr (T::kFold) {
@@ -481,24 +380,6 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
     default:
       return cudaErrorInvalidValue;
   }
-}
-
-/// Boxes of 64 channels of width × height pixels of so many images.
-CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels, const Conv2dLaunch& conv,
-                      int width, int height, int images) {
-  const cuuint64_t pixel_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
-  const cuuint64_t dims[4] = {
-      static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(conv.width),
-      static_cast<cuuint64_t>(conv.height), static_cast<cuuint64_t>(conv.images)};
-  const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * dims[1],
-                                 pixel_bytes * dims[1] * dims[2]};
-  const cuuint32_t box[4] = {kStep, static_cast<cuuint32_t>(width), static_cast<cuuint32_t>(height),
-                             static_cast<cuuint32_t>(images)};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 template <typename T>

@@ -17,8 +17,6 @@ namespace denoised::cuda {
 static_assert(kStep == 64);  // 128 bytes of bf16, the widest swizzle
 constexpr int kStepBytes = kStep * 2;
 
-inline int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
-
 __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
   a += __uint_as_float(pair << 16);
   b += __uint_as_float(pair & 0xffff0000u);
@@ -101,16 +99,6 @@ inline CUresult EncodeWeight(CUtensorMap* map, const Conv2dLaunch& conv, int tap
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(conv.weight), dims, strides, box,
       element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-}
-
-inline bool InVectors(const Rows& rows) {
-  return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
-}
-/// Outputs that wide tiles can make.
-inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
-  return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
-         InVectors(conv.residual) &&
-         (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
 }
 
 }  // namespace denoised::cuda

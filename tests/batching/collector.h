@@ -2,25 +2,35 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <vector>
 
-#include "engine/engine.h"
+#include "engine/batching/job.h"
 
 namespace denoised {
 
-/// Collects what a job tells, for a test that waits on another thread.
+/// Collects what a job tells from other threads, and holds it against the contract.
 class Collector : public JobListener {
  public:
-  void OnProgress(int done, int) override { progress_ = done; }
-  void OnPreview(const ImageResult&, int) override { ++previews_; }
+  void OnProgress(int done, int total) override {
+    std::lock_guard lock(mutex_);
+    EXPECT_GT(done, progress_);
+    EXPECT_LE(done, total);
+    EXPECT_FALSE(status_.has_value()) << "nothing follows OnDone";
+    progress_ = done;
+  }
+  void OnPreview(const ImageResult&, int) override {
+    std::lock_guard lock(mutex_);
+    ++previews_;
+  }
   void OnImage(ImageResult image) override {
     std::lock_guard lock(mutex_);
-    images_[image.index] = image.pixels.ToFloats();
+    EXPECT_TRUE(images_.emplace(image.index, image.pixels.ToFloats()).second)
+        << "an image comes once";
     labels_[image.index] = image.label;
   }
   void OnDone(const absl::Status& status, const JobTiming& timing) override {
@@ -36,6 +46,10 @@ class Collector : public JobListener {
     EXPECT_TRUE(done_.wait_for(lock, std::chrono::minutes(1), [&] { return status_.has_value(); }));
     return status_.value_or(Internal("the job never ended"));
   }
+  std::optional<absl::Status> done() {
+    std::lock_guard lock(mutex_);
+    return status_;
+  }
   std::map<int, std::vector<float>> images() {
     std::lock_guard lock(mutex_);
     return images_;
@@ -48,8 +62,14 @@ class Collector : public JobListener {
     std::lock_guard lock(mutex_);
     return timing_;
   }
-  int progress() const { return progress_; }
-  int previews() const { return previews_; }
+  int progress() {
+    std::lock_guard lock(mutex_);
+    return progress_;
+  }
+  int previews() {
+    std::lock_guard lock(mutex_);
+    return previews_;
+  }
 
  private:
   std::mutex mutex_;
@@ -58,7 +78,7 @@ class Collector : public JobListener {
   std::map<int, int> labels_;
   std::optional<absl::Status> status_;
   JobTiming timing_;
-  std::atomic<int> progress_{0}, previews_{0};
+  int progress_ = 0, previews_ = 0;
 };
 
 }  // namespace denoised

@@ -1,0 +1,133 @@
+#pragma once
+
+#include "engine/backend/cuda/conv_sm90.cuh"
+
+/// What the 3×3 convolutions from patches share: conv3x3_sm90.cu, conv3x3_unit_sm90.cu.
+///
+/// A unit is 8×8 pixels of an image, the left operand of a product; a patch is one or two units and
+/// one pixel around them, 128 bytes (64 channels) a pixel, swizzled, `pitch` pixels a line. The
+/// operand of a tap is the patch from another pixel on.
+
+namespace denoised::cuda {
+
+constexpr int kTaps = 9;
+constexpr int kUnit = 8;  // pixels of an edge of what a product takes: 64 in all
+
+/// Adds what is added per image to a thread's sums of pixels of `image`.
+template <int kSums>
+__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
+                                   float (&sums)[kSums]) {
+  const int first = n0 + threadIdx.x % 4 * 2;
+  const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(add.data) +
+                                    int64_t{min(image, conv.images - 1)} * add.stride + first;
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j) {
+    const uint32_t pair =
+        first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
+    AddPair(pair, sums[4 * j], sums[4 * j + 1]);
+    AddPair(pair, sums[4 * j + 2], sums[4 * j + 3]);
+  }
+}
+
+/// The left operand of a product: 8 lines of 8 pixels of a patch, `pitch` pixels from line to line.
+__device__ inline uint64_t PatchDescriptor(const void* patch, int pitch) {
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
+  return MatrixDescriptor(patch) - kEightRows + (uint64_t(pitch * kStepBytes >> 4) << 32);
+}
+
+__device__ inline void LoadEight(const float* from, float (&v)[8]) {
+  const float4 a = *reinterpret_cast<const float4*>(from);
+  const float4 b = *reinterpret_cast<const float4*>(from + 4);
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+/// A transformer normalises eight channels of every kPixelStride-th pixel of a patch. Bit i: the
+/// i-th of them lies in the image, and in the patch of kPixels at most. What does not stays zero.
+/// `pitch_inverse`: of 65536, rounded up; for the few pixels of a patch an exact division.
+template <int kPixelStride, int kPixels>
+__device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, int pitch, int pitch_inverse,
+                                        int thread, int y0, int x0) {
+  uint32_t inside = 0;
+  for (int i = 0; i < (kPixels + kPixelStride - 1) / kPixelStride; ++i) {
+    const int pixel = thread / 8 + i * kPixelStride;
+    const int line = pixel * pitch_inverse >> 16, column = pixel - line * pitch;
+    const bool is = line < kUnit + 2 &&
+                    static_cast<unsigned>(y0 + line) < static_cast<unsigned>(conv.height) &&
+                    static_cast<unsigned>(x0 + column) < static_cast<unsigned>(conv.width);
+    inside |= static_cast<uint32_t>(is) << i;
+  }
+  return inside;
+}
+
+/// SiluOfHalf() of each, with its instructions. Eight at a time and in this order, which the
+/// compiler would not keep: one after the other they wait for the special function unit.
+__device__ inline void SiluOfHalf(float (&h)[8]) {
+  float tanh[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) asm volatile("tanh.approx.f32 %0, %1;" : "=f"(tanh[j]) : "f"(h[j]));
+#pragma unroll
+  for (int j = 0; j < 8; ++j) h[j] = fmaf(h[j], tanh[j], h[j]);
+}
+
+/// silu(2 · (x · factor + offset)) in place, of every kPixelStride-th pixel from first_pixel on.
+template <int kPixelStride>
+__device__ inline void Normalise(unsigned char* patch, int first_pixel, int thread, uint32_t inside,
+                                 const float (&factor)[8], const float (&offset)[8]) {
+  constexpr int kAtOnce = 2;
+  // From pixel to pixel one bit of the swizzle changes, and back.
+  static_assert(kPixelStride % 8 == 4);
+  const int first = first_pixel + thread / 8, chunk = thread % 8 ^ first % 8;
+  unsigned char* even = patch + first * kStepBytes + chunk * 16;
+  unsigned char* odd = patch + first * kStepBytes + (chunk ^ 4) * 16;
+#pragma unroll 1
+  for (; inside != 0; inside >>= kAtOnce) {
+    const auto at = [&](int i) {
+      return reinterpret_cast<uint4*>((i % 2 == 0 ? even : odd) + i * kPixelStride * kStepBytes);
+    };
+    uint4 bits[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (inside >> i & 1) bits[i] = *at(i);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t words[4] = {bits[i].x, bits[i].y, bits[i].z, bits[i].w};
+      float v[8];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        v[2 * j] = fmaf(__uint_as_float(words[j] << 16), factor[2 * j], offset[2 * j]);
+        v[2 * j + 1] =
+            fmaf(__uint_as_float(words[j] & 0xffff0000u), factor[2 * j + 1], offset[2 * j + 1]);
+      }
+      SiluOfHalf(v);
+      bits[i] = PackBf16(v);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (inside >> i & 1) *at(i) = bits[i];
+    }
+    even += kAtOnce * kPixelStride * kStepBytes;
+    odd += kAtOnce * kPixelStride * kStepBytes;
+  }
+}
+
+/// Boxes of 64 channels of width × height pixels of so many images.
+inline CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels,
+                             const Conv2dLaunch& conv, int width, int height, int images) {
+  const cuuint64_t pixel_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
+  const cuuint64_t dims[4] = {
+      static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(conv.width),
+      static_cast<cuuint64_t>(conv.height), static_cast<cuuint64_t>(conv.images)};
+  const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * dims[1],
+                                 pixel_bytes * dims[1] * dims[2]};
+  const cuuint32_t box[4] = {kStep, static_cast<cuuint32_t>(width), static_cast<cuuint32_t>(height),
+                             static_cast<cuuint32_t>(images)};
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+}  // namespace denoised::cuda

@@ -1,0 +1,87 @@
+#include <algorithm>
+#include <cmath>
+
+#include "engine/backend/cuda/conv2d_sm90.h"
+
+/// Which tiles can compute a convolution on Hopper, in how many runs of k, and what each should
+/// cost.
+
+namespace denoised::cuda {
+namespace {
+
+/// Microseconds as measured on an H200 over the layers of our models: docs/kernels.md.
+struct TileCost {
+  HopperTile tile;
+  int m, n;
+  int blocks;  // of a multiprocessor
+  bool clustered;
+  double launch, step, finish, fold;  // a launch; a step along k, an end, an added split of a tile
+};
+constexpr TileCost kTileCosts[] = {
+    {HopperTile::k64x64, 64, 64, 2, false, 2.4, 0.32, 1.5, 0.2},
+    {HopperTile::k64x64, 64, 64, 1, true, 1.0, 0.25, 2.8, 0},
+    {HopperTile::k128x32, 128, 32, 1, false, 2.0, 0.25, 1.5, 0},
+    {HopperTile::k128x128, 128, 128, 1, false, 1.5, 0.39, 2.2, 0.32},
+    {HopperTile::k128x128Turns, 128, 128, 1, false, 3.0, 0.38, 1.35, 0},
+    {HopperTile::k128x160, 128, 160, 1, false, 1.4, 0.43, 2.6, 0.5},
+    {HopperTile::k128x192, 128, 192, 1, false, 2.0, 0.49, 2.8, 0.5},
+    {HopperTile::k128x256, 128, 256, 1, false, 2.6, 0.64, 4.0, 0},
+    {HopperTile::kPatch128, 128, 128, 1, false, 2.5, 0.315, 2.6, 0.45},
+    {HopperTile::kPatch192, 128, 192, 1, false, 2.5, 0.445, 3.5, 0.5},
+    {HopperTile::kPatch128Turns, 128, 128, 1, false, 4.7, 0.315, 1.3, 0},
+    {HopperTile::kPatch192Turns, 128, 192, 1, false, 4.7, 0.46, 1.9, 0},
+};
+constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
+
+}  // namespace
+
+std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue) {
+  const int phases = conv.upsample2x ? 4 : 1;
+  const int taps = conv.upsample2x ? 4 : conv.kernel * conv.kernel;
+  const int steps = taps * (ChunksOf(conv.channels) + ChunksOf(conv.channels2));
+  const int64_t image_pixels = int64_t{conv.out_height} * conv.out_width / phases;
+  const auto tiles = [&](int64_t pixels, int m, int n) {
+    return phases * ((pixels + m - 1) / m) * ((conv.outputs + n - 1) / n);
+  };
+
+  // Splits let one image fill more of the device, and cost a large batch the widest tiles unless
+  // one that folds fits the outputs: then only small images get any.
+  const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
+  const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
+  const int64_t of_an_image = tiles(image_pixels, 64, 64);
+  int splits = 1;
+  while (of_an_image < few && splits < kMaxSplits && of_an_image * splits * 2 <= enough &&
+         steps >= splits * 2 * kMinSplitSteps) {
+    splits *= 2;
+  }
+
+  const int64_t pixels = conv.images * image_pixels;
+  const bool vectors = HasVectorOutputs(conv), patches = SuitsPatches(conv);
+  std::vector<HopperCandidate> candidates;
+  for (const TileCost& cost : kTileCosts) {
+    const bool narrow = cost.n <= 64;
+    if ((!narrow && !vectors) || (cost.n == 32 && conv.outputs > 32)) continue;
+    if (IsPatch(cost.tile) && !patches) continue;
+    if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
+    if (splits > 1 ? !cost.clustered && cost.fold == 0 : cost.clustered) continue;
+    const int64_t blocks = tiles(pixels, cost.m, cost.n) * (cost.clustered ? splits : 1);
+    const double waves = std::ceil(static_cast<double>(blocks) /
+                                   static_cast<double>(queue.multiprocessors * cost.blocks));
+    const double microseconds =
+        cost.launch +
+        waves * (static_cast<double>(steps) / (cost.clustered ? splits : 1) * cost.step +
+                 cost.finish + (splits > 1 ? splits * cost.fold : 0));
+    candidates.push_back({{cost.tile, splits, cost.clustered}, microseconds});
+  }
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const HopperCandidate& a, const HopperCandidate& b) {
+                     return a.microseconds < b.microseconds;
+                   });
+  return candidates;
+}
+
+HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
+  return HopperCandidates(conv, queue).front().plan;
+}
+
+}  // namespace denoised::cuda

@@ -1,7 +1,0 @@
-#include "tests/engine/trap.h"
-
-namespace denoised {
-
-bool TrapOnGpu(int) { return false; }
-
-}  // namespace denoised

@@ -1,0 +1,101 @@
+#include "tests/server/server_fixture.h"
+
+#include <grpcpp/generic/generic_stub.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+namespace denoised {
+
+using namespace std::chrono_literals;
+
+ServerFixture::ServerFixture() {
+  config_.listen = "127.0.0.1:0";
+  config_.metrics_listen = "";
+  config_.models = {{"digits", "models/digits"}};
+  log::Configure(log::Format::kText, log::Level::kError);
+}
+
+void ServerFixture::Start(const FakeEngineOptions& options) {
+  ASSERT_NO_FATAL_FAILURE(StartLoading(options));
+  const auto loaded = server_->Loaded(10s);
+  ASSERT_TRUE(loaded && loaded->ok());
+}
+
+void ServerFixture::StartLoading(const FakeEngineOptions& options) {
+  auto engine = std::make_unique<FakeEngine>(options);
+  engine_ = engine.get();
+  auto server = Server::Start(config_, std::move(engine));
+  ASSERT_TRUE(server.ok()) << server.status().message();
+  server_ = *std::move(server);
+  channel_ = Connect(grpc::InsecureChannelCredentials());
+  stub_ = v1::ImageGeneration::NewStub(channel_);
+}
+
+std::shared_ptr<grpc::Channel> ServerFixture::Connect(
+    const std::shared_ptr<grpc::ChannelCredentials>& credentials,
+    grpc::ChannelArguments arguments) const {
+  arguments.SetMaxReceiveMessageSize(-1);
+  return grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()), credentials,
+                                   arguments);
+}
+
+grpc::Status ServerFixture::Generate(const v1::GenerateRequest& request,
+                                     v1::GenerateResponse* response) {
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + 20s);
+  return stub_->Generate(&context, request, response);
+}
+grpc::Status ServerFixture::Generate(const v1::GenerateRequest& request) {
+  v1::GenerateResponse response;
+  return Generate(request, &response);
+}
+
+std::string ServerFixture::Scrape() const {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(server_->metrics_port()));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  std::string text;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
+    const std::string get = "GET /metrics HTTP/1.0\r\n\r\n";
+    if (write(fd, get.data(), get.size()) == static_cast<ssize_t>(get.size())) {
+      char buffer[65536];
+      for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) text.append(buffer, n);
+    }
+  }
+  close(fd);
+  return text;
+}
+
+grpc::Status CallByName(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext* context,
+                        const std::string& path, const std::string& request,
+                        std::string* response) {
+  const grpc::Slice slice(request);
+  const grpc::ByteBuffer send(&slice, 1);
+  grpc::ByteBuffer receive;
+  grpc::GenericStub stub(channel);
+  grpc::CompletionQueue queue;
+  auto call = stub.PrepareUnaryCall(context, path, send, &queue);
+  call->StartCall();
+  grpc::Status status;
+  call->Finish(&receive, &status, nullptr);
+  void* tag;
+  bool ok;
+  queue.Next(&tag, &ok);
+  std::vector<grpc::Slice> slices;
+  if (response && status.ok() && receive.Dump(&slices).ok()) {
+    for (const grpc::Slice& part : slices) response->append(part.begin(), part.end());
+  }
+  return status;
+}
+
+std::vector<std::string> Violated(const grpc::Status& status) {
+  const auto bad = Find<google::rpc::BadRequest>(status);
+  std::vector<std::string> fields;
+  for (const auto& violation : bad.field_violations()) fields.push_back(violation.field());
+  return fields;
+}
+
+}  // namespace denoised
