@@ -10,6 +10,7 @@
 
 #include "engine/batching/job.h"
 #include "engine/core/class_condition.h"
+#include "engine/core/notify.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 #include "engine/sampling/sampler.h"
@@ -33,10 +34,13 @@ struct EngineOptions {
   std::vector<int> devices = {0};
   bool fp32 = false;
   bool generic_kernels = false;  // as BackendOptions::generic_kernels
-  int max_rows = 0;              // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
-  int max_slots = 0;             // images in flight per model and device; 0: max_rows
-  int max_evaluations = 2000;    // longest plan, per image
-  int max_count = 256;           // images of one request
+  bool autotune = true;          // as BackendOptions::autotune, and the next two
+  std::string autotune_cache;
+  Notify notify;               // on any thread
+  int max_rows = 0;            // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
+  int max_slots = 0;           // images in flight per model and device; 0: max_rows
+  int max_evaluations = 2000;  // longest plan, per image
+  int max_count = 256;         // images of one request
   // What may wait; beyond any of these Submit says ResourceExhausted.
   int max_queued_requests = 4096;
   int max_queued_images = 4096;

@@ -25,6 +25,18 @@ std::string EnvironmentName(const std::string& flag) {
   return name;
 }
 
+/// Of this user, for what can be made again; empty when there is no home.
+std::string CacheDirectory() {
+  const auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  // The XDG specification: a relative path is as good as none.
+  const std::string cache = variable("XDG_CACHE_HOME"), home = variable("HOME");
+  if (fs::path(cache).is_absolute()) return cache + "/denoised";
+  return fs::path(home).is_absolute() ? home + "/.cache/denoised" : "";
+}
+
 /// Teaches CLI11 to read its config file as one JSON object whose keys are the long flags:
 ///   {"listen": "0.0.0.0:50051", "model": {"digits": "models/mnist-32"}, "fp32": true}
 /// CLI11's contract is to throw its own exceptions; ParseCommandLine turns them into a Status.
@@ -278,7 +290,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   double refresh = config.security.refresh.count() / 1e3;
   std::string token_for;
   bool print_config = false;
-  std::string reflection = "auto", admin = "auto";
+  std::string reflection = "auto", admin = "auto", autotune_cache = "auto";
   double grace = config.grace.count() / 1e3;
   double lame_duck = config.lame_duck.count() / 1e3;
   double reload_models = config.reload_models.count() / 1e3;
@@ -399,6 +411,14 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Engine");
   app.add_flag("--generic-kernels", config.engine.generic_kernels,
                "On a Hopper GPU, compute with the kernels that every chip can run")
+      ->group("Engine");
+  AddChoice<bool>(&app, "--autotune", &config.engine.autotune, {{"on", true}, {"off", false}}, "on",
+                  "On a Hopper GPU, measure which kernels are the fastest for a model's shapes "
+                  "when it is first loaded: \"on\" or \"off\". Images do not depend on it")
+      ->group("Engine");
+  app.add_option("--autotune-cache", autotune_cache,
+                 "Directory that keeps what was measured for the next start; \"auto\": denoised in "
+                 "$XDG_CACHE_HOME or ~/.cache. Empty: it is measured at every start")
       ->group("Engine");
   app.add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU")
       ->group("Engine");
@@ -559,6 +579,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   config.connections.max_idle = milliseconds(max_connection_idle);
   config.connections.handshake = milliseconds(handshake_timeout);
   config.security.refresh = milliseconds(refresh);
+  config.engine.autotune_cache = autotune_cache == "auto" ? CacheDirectory() : autotune_cache;
   const bool loopback = IsLoopback(config.listen);
   config.reflection = reflection == "on" || (reflection == "auto" && loopback);
   config.admin =

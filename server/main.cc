@@ -57,6 +57,10 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   return exit_code;
 }
 
+void LogOfEngine(Severity severity, const std::string& message) {
+  (severity == Severity::kWarning ? log::Warning : log::Info)("engine: " + message, {});
+}
+
 /// What gRPC has to say, in our lines. Its errors are mostly of clients, such as a failed
 /// handshake.
 void LogOfGrpc(gpr_log_func_args* args) {
@@ -92,7 +96,7 @@ int Main(int argc, char** argv) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
 
-  const auto line = ParseCommandLine(argc, argv);
+  auto line = ParseCommandLine(argc, argv);
   if (!line.ok()) {
     fmt::print(stderr, "denoised: {}\n", std::string(line.status().message()));
     return 2;
@@ -101,6 +105,7 @@ int Main(int argc, char** argv) {
     fmt::print("{}", *line->print);
     return 0;
   }
+  line->config.engine.notify = LogOfEngine;
   const Config& config = line->config;
   log::Configure(config.log_format, config.log_level);
   gpr_set_log_function(LogOfGrpc);

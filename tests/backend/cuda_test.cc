@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "tests/backend/backend_fixture.h"
+#include "tests/io/temporary_directory.h"
 
 /// What only the CUDA backend can get wrong: each tile size and head dimension of its kernels, bits
 /// across batches that choose different tiles, transfers beside running kernels, and graphs. The
@@ -447,6 +448,69 @@ TEST_P(CudaTest, GraphsReplayWhatWasRecorded) {
     body();
     EXPECT_TRUE(replayed == Bytes(out)) << i;
   }
+}
+
+TEST_P(CudaTest, TunedGraphsHaveTheSameBits) {
+  const Tensor x = Upload(Random({6, 16, 16, 128})), normed = Output({6, 16, 16, 128});
+  const auto packed = PackConv2d(Random({256, 128, 3, 3}, activation(), 0.03), Array());
+  const auto linear = PackLinear(Random({384, 256}, activation(), 0.06), Array());
+  const Tensor gamma = Upload(Random({128}, DType::kF32), DType::kF32);
+  const Tensor y = Output({6, 16, 16, 256}), out = Output({6, 16, 16, 384});
+  const auto enqueue = [&](Backend& on) {
+    on.NormConv2d({.x = x,
+                   .gamma = gamma,
+                   .beta = gamma,
+                   .groups = 8,
+                   .activation = Activation::kSilu,
+                   .out = normed},
+                  {.x = normed,
+                   .weight = packed.get(),
+                   .pad_top = 1,
+                   .pad_left = 1,
+                   .pad_bottom = 1,
+                   .pad_right = 1,
+                   .out = y});
+    on.Linear({.x = y, .weight = linear.get(), .out = out});
+  };
+  enqueue(backend());
+  const auto expected = Bytes(out);
+
+  const TemporaryDirectory cache;
+  BackendOptions options = GetParam().options;
+  options.autotune = true;
+  options.autotune_cache = cache / "new";
+  std::vector<std::string> warnings;
+  options.notify = [&](Severity severity, const std::string& message) {
+    if (severity == Severity::kWarning) warnings.push_back(message);
+  };
+  const auto runs_to_capture = [&] {
+    const auto tuned = OpenBackend(options).value();
+    int runs = 0;
+    const auto graph = tuned->Capture([&] {
+      enqueue(*tuned);
+      ++runs;
+    });
+    EXPECT_TRUE(graph.ok()) << graph.status();
+    tuned->Copy(x, y.Slice(0, 3).Reshape(x.shape()));  // so that nothing is left of before
+    tuned->Copy(y, out.Slice(0, 4).Reshape(y.shape()));
+    tuned->Launch(**graph);
+    EXPECT_TRUE(tuned->Synchronize().ok());
+    EXPECT_TRUE(Bytes(out) == expected);
+    return runs;
+  };
+  const bool on_hopper = !fp32() && !options.generic_kernels &&
+                         (backend().description().find("H100") != std::string::npos ||
+                          backend().description().find("H200") != std::string::npos);
+  EXPECT_EQ(runs_to_capture(), on_hopper ? 2 : 1);
+  EXPECT_EQ(runs_to_capture(), 1) << "what was measured was not kept";
+  EXPECT_TRUE(warnings.empty()) << warnings.front();
+  if (!on_hopper) return;
+  const auto file = *std::filesystem::directory_iterator(options.autotune_cache);
+  std::ofstream(file.path()) << "{\"ways\": ";
+  EXPECT_EQ(runs_to_capture(), 2);
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_NE(warnings[0].find(file.path().string()), std::string::npos) << warnings[0];
+  EXPECT_EQ(runs_to_capture(), 1) << "the file was not made anew";
 }
 
 TEST_P(CudaTest, UploadsLargerThanTheRingArriveWhole) {

@@ -198,8 +198,7 @@ using BySplits = std::array<std::optional<double>, kSplits.size()>;
 absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& queue) {
   constexpr int kMinSplitSteps = 4;
   const int taps = launch.upsample2x ? 4 : launch.kernel * launch.kernel;
-  const int steps =
-      taps * ((launch.channels + kStep - 1) / kStep + (launch.channels2 + kStep - 1) / kStep);
+  const int steps = taps * (ChunksOf(launch.channels) + ChunksOf(launch.channels2));
   BySplits fastest;
   for (size_t i = 0; i < kSplits.size(); ++i) {
     const int splits = kSplits[i];
@@ -207,7 +206,8 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
     for (int tile = 0; tile < kHopperTiles; ++tile) {
       for (const bool clustered : {false, true}) {
         const HopperPlan plan{static_cast<HopperTile>(tile), splits, clustered};
-        if (clustered && (plan.tile != HopperTile::k64x64 || splits == 1)) continue;
+        const bool clusters = plan.tile == HopperTile::k64x64 || plan.tile == HopperTile::kUnit;
+        if (clustered && (splits == 1 || !clusters)) continue;
         DENOISED_ASSIGN_OR_RETURN(const auto microseconds, Time(launch, plan, queue, fastest[i]));
         if (microseconds && (!fastest[i] || *microseconds < *fastest[i])) fastest[i] = microseconds;
       }
@@ -226,6 +226,7 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
   const Queue queue{context->compute(), properties.multiProcessorCount, true, true};
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv2dHopperKernels(), "loading kernels"));
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv3x3Kernels(), "loading kernels"));
+  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv3x3UnitKernel(), "loading kernels"));
   Operands operands;
   DENOISED_RETURN_IF_ERROR(operands.Allocate());
 
@@ -249,7 +250,7 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
     for (const auto& [key, noted] : recorder.noted()) {
       const Conv2dLaunch launch = LaunchOf(noted.product, images, operands);
       if (SuitsFewInputs(launch) || SuitsFewOutputs(launch) || !SuitsHopper(launch)) continue;
-      const int fixed = PlanHopper(launch, queue).splits;
+      const int fixed = HopperCandidates(launch, queue).front().plan.splits;
       DENOISED_ASSIGN_OR_RETURN(const BySplits fastest, FastestTiles(launch, queue));
       double by_shape = 0, any = 0;
       std::string all;

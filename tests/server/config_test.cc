@@ -320,6 +320,27 @@ TEST_F(ConfigTest, ListsComeFromTheEnvironmentToo) {
   EXPECT_EQ(line->config.engine.priority_weights, (std::array<double, kPriorities>{9, 3, 0.5}));
 }
 
+TEST_F(ConfigTest, MeasuredKernelsAreKeptInTheCacheOfTheUser) {
+  const auto engine = [&](std::vector<std::string> flags) {
+    flags.insert(flags.begin(), {"--model", "m=" + Path("a-model")});
+    const auto line = Parse(flags);
+    EXPECT_TRUE(line.ok()) << line.status().message();
+    return line.ok() ? line->config.engine : EngineOptions();
+  };
+  const Variable home("HOME", "/home/me"), cache("XDG_CACHE_HOME", "/caches");
+  EXPECT_TRUE(engine({}).autotune);
+  EXPECT_FALSE(engine({"--autotune", "off"}).autotune);
+  EXPECT_EQ(engine({}).autotune_cache, "/caches/denoised");
+  EXPECT_EQ(engine({"--autotune-cache", "/var/cache/mine"}).autotune_cache, "/var/cache/mine");
+  EXPECT_EQ(engine({"--autotune-cache", ""}).autotune_cache, "");
+  setenv("XDG_CACHE_HOME", "relative", 1);
+  EXPECT_EQ(engine({}).autotune_cache, "/home/me/.cache/denoised");
+  setenv("XDG_CACHE_HOME", "", 1);
+  EXPECT_EQ(engine({}).autotune_cache, "/home/me/.cache/denoised");
+  setenv("HOME", "", 1);
+  EXPECT_EQ(engine({}).autotune_cache, "");
+}
+
 TEST_F(ConfigTest, DevicesAreNumbered) {
   const auto devices = [&](std::vector<std::string> arguments) {
     arguments.insert(arguments.end(), {"--model", "m=" + Path("a-model")});

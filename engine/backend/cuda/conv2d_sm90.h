@@ -1,16 +1,17 @@
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "engine/backend/cuda/launch.h"
 
-/// Convolution and linear on Hopper: conv2d_sm90.cu, and conv3x3_sm90.cu for what SuitsPatches();
-/// plan_hopper.cc chooses how.
+/// Convolution and linear on Hopper: conv2d_sm90.cu, and for what SuitsPatches() conv3x3_sm90.cu
+/// and conv3x3_unit_sm90.cu; plan_hopper.cc chooses how.
 
 namespace denoised::cuda {
 
 /// Pixels × outputs that a block makes at a time. Turns: its two consumers take tiles in turn.
-/// Patch: of conv3x3_sm90.cu, 128 pixels.
+/// Patch: of conv3x3_sm90.cu, 128 pixels. Unit: of conv3x3_unit_sm90.cu, 64×64.
 enum class HopperTile : uint8_t {
   k64x64,
   k128x32,
@@ -19,16 +20,18 @@ enum class HopperTile : uint8_t {
   k128x160,
   k128x192,
   k128x256,
+  kUnit,
+  kPatch64,
   kPatch128,
   kPatch192,
   kPatch128Turns,
   kPatch192Turns,
 };
-constexpr int kHopperTiles = 11;
-inline bool IsPatch(HopperTile tile) { return tile >= HopperTile::kPatch128; }
+constexpr int kHopperTiles = 13;
+inline bool IsPatch(HopperTile tile) { return tile >= HopperTile::kUnit; }
 /// Whether the tile takes input_factors.
 inline bool Normalises(HopperTile tile) {
-  return tile == HopperTile::kPatch128 || tile == HopperTile::kPatch128Turns;
+  return IsPatch(tile) && tile != HopperTile::kPatch192 && tile != HopperTile::kPatch192Turns;
 }
 
 /// Channels of x, or of x2, that are multiplied at a time.
@@ -39,7 +42,7 @@ inline int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 struct HopperPlan {
   HopperTile tile = HopperTile::k64x64;
   int splits = 1;          // runs of k that are summed apart
-  bool clustered = false;  // a block for each split; k64x64 alone
+  bool clustered = false;  // a block for each split; k64x64 and kUnit alone
 };
 
 inline bool InVectors(const Rows& rows) {
@@ -64,14 +67,17 @@ struct HopperCandidate {
 /// Every plan for `conv`, for which SuitsHopper() or SuitsPatches(), the cheapest first. `splits`
 /// follows from the shape of one image and is the same in all, so all give the same bits.
 std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue);
-/// The first of them.
-HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue);
+/// Names of a plan, among those for one launch, and of all of a launch that bears on their speed.
+std::string NameOf(const HopperPlan& plan);
+std::string Describe(const Conv2dLaunch& conv);
 /// conv.weight: [phases, outputs, taps, channels + channels2] without padding; phases are 4 and
 /// taps 2×2 with upsample2x, else 1 and kernel². An error for a tile that cannot do what is asked.
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
 cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
+cudaError_t LaunchConv3x3Unit(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
 cudaError_t LoadConv3x3Kernels();
+cudaError_t LoadConv3x3UnitKernel();
 
 }  // namespace denoised::cuda

@@ -22,6 +22,7 @@
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/moments.cuh"
 
 namespace denoised::cuda {
 namespace {
@@ -342,15 +343,35 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         }
         FenceForCopies();
         SyncWarpgroup(group);
+        const TileAt at = unit_of(tile, i);
         if (leads) {
-          const TileAt at = unit_of(tile, i);
           for (int box = 0; box < T::kBoxes; ++box) {
             StoreBox(&work.out, my_staging + box * kBoxBytes, tile.n0 + box * 64, at.x, at.y,
                      at.image);
           }
           CommitStores();
         }
+        UnitMoments moments[T::kBoxes];
+        if (conv.moments != nullptr) {
+#pragma unroll
+          for (int box = 0; box < T::kBoxes; ++box) {
+            moments[box] = MomentsOf(my_staging + box * kBoxBytes);
+          }
+          SyncWarpgroup(group);  // before the staging is written again
+        }
         if (i + 1 < T::kRows) begin_staging(tile, i + 1);
+        if (conv.moments != nullptr && at.image < conv.images) {
+          const int unit = (at.y * conv.width / kUnit + at.x) / kUnit;
+          ChannelMoments* const to =
+              conv.moments +
+              (int64_t{at.image} * (conv.height * conv.width / kMomentPixels) + unit) *
+                  conv.outputs;
+#pragma unroll
+          for (int box = 0; box < T::kBoxes; ++box) {
+            const int n = tile.n0 + box * 64;
+            StoreMoments(moments[box], (conv.outputs - n) / 8, to + n);
+          }
+        }
       }
     }
     if (leads) WaitUntilStoresRead();
@@ -361,6 +382,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #endif
 }
 
+using Tile64 = Tile<64, false, 3, 8, 184, 72, 512>;
 using Tile128 = Tile<128, false, 3, 6, 184, 72, 512>;
 using Tile192 = Tile<192, false, 3, 4, 232, 40, 384>;
 using Tile128Turns = Tile<128, true, 3, 6, 184, 72, 512>;
@@ -369,6 +391,8 @@ using Tile192Turns = Tile<192, true, 3, 4, 232, 40, 384>;
 template <typename Do>
 cudaError_t WithTile(HopperTile tile, const Do& what) {
   switch (tile) {
+    case HopperTile::kPatch64:
+      return what(Tile64());
     case HopperTile::kPatch128:
       return what(Tile128());
     case HopperTile::kPatch192:
@@ -444,20 +468,20 @@ bool SuitsPatches(const Conv2dLaunch& conv) {
   return conv.kernel == 3 && conv.stride == 1 && conv.pad_top == 1 && conv.pad_left == 1 &&
          !conv.upsample2x && conv.out_height == conv.height && conv.out_width == conv.width &&
          conv.height % kUnit == 0 && (conv.width % (2 * kUnit) == 0 || conv.width == kUnit) &&
-         (conv.outputs % 128 == 0 || conv.outputs % 192 == 0) && InVectors(conv.x) &&
-         InVectors(conv.x2) && conv.channels % 8 == 0 && conv.channels2 % 8 == 0 &&
-         HasVectorOutputs(conv) &&
+         conv.outputs % 64 == 0 && InVectors(conv.x) && InVectors(conv.x2) &&
+         conv.channels % 8 == 0 && conv.channels2 % 8 == 0 && HasVectorOutputs(conv) &&
          (conv.input_factors != nullptr) == (conv.input_activation == Activation::kSilu);
 }
 
 cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  if (plan.tile == HopperTile::kUnit) return LaunchConv3x3Unit(conv, plan, queue);
   return WithTile(plan.tile,
                   [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
 }
 
 cudaError_t LoadConv3x3Kernels() {
-  for (HopperTile tile : {HopperTile::kPatch128, HopperTile::kPatch192, HopperTile::kPatch128Turns,
-                          HopperTile::kPatch192Turns}) {
+  for (HopperTile tile : {HopperTile::kPatch64, HopperTile::kPatch128, HopperTile::kPatch192,
+                          HopperTile::kPatch128Turns, HopperTile::kPatch192Turns}) {
     const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
       return LoadKernel(Conv3x3Kernel<T>, T::kSharedBytes);

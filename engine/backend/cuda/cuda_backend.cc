@@ -1,10 +1,15 @@
 #include "engine/backend/cuda/cuda_backend.h"
 
+#include <algorithm>
+#include <cctype>
+#include <optional>
+
 #include "engine/backend/check.h"
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/device.h"
 #include "engine/backend/cuda/launch.h"
 #include "engine/backend/cuda/transfer.h"
+#include "engine/backend/cuda/tuner.h"
 #include "engine/backend/cuda/weights.h"
 
 /// backend.h on CUDA: validates the arguments, turns tensors into pointers and sizes, and enqueues
@@ -16,6 +21,13 @@ namespace {
 
 /// Partial moments of group norms: any size works, this one takes 256 images at 32 groups at once.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
+
+/// What tells this build of the kernels from others: measured ways are those of one build.
+#ifdef DENOISED_KERNELS
+constexpr const char* kKernels = DENOISED_KERNELS;
+#else
+constexpr const char* kKernels = "";
+#endif
 
 Element ElementOf(DType dtype) {
   switch (dtype) {
@@ -97,19 +109,29 @@ struct CudaGraph final : Graph {
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::shared_ptr<Context> context, std::unique_ptr<UploadRing> uploads,
-              DeviceMemory norm_memory, const cudaDeviceProp& properties, int driver, bool fp32,
-              bool hopper)
+              DeviceMemory norm_memory, const cudaDeviceProp& properties, int driver,
+              const BackendOptions& options, bool hopper)
       : context_(std::move(context)),
         uploads_(std::move(uploads)),
         downloads_(context_),
         norm_memory_(std::move(norm_memory)),
         queue_{context_->compute(), properties.multiProcessorCount, hopper, properties.major >= 9},
-        fp32_(fp32),
+        fp32_(options.fp32),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
                                  properties.multiProcessorCount,
                                  static_cast<double>(properties.totalGlobalMem) / (1 << 30),
-                                 driver / 1000, driver % 1000 / 10, fp32 ? ", fp32" : "")) {
+                                 driver / 1000, driver % 1000 / 10, fp32_ ? ", fp32" : "")) {
+    if (hopper && options.autotune) {
+      std::optional<TuningFile> file;
+      if (!options.autotune_cache.empty()) {
+        std::string name = properties.name;
+        std::replace_if(
+            name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '-');
+        file.emplace(options.autotune_cache + "/" + name + ".json", description_, kKernels);
+      }
+      tuner_.emplace(queue_.stream, std::move(file), options.notify);
+    }
     context_->Record(cudaMemsetAsync(norm_memory_.get(), 0, kGroupNormExchangeBytes, queue_.stream),
                      "the memory of group norms");
   }
@@ -205,8 +227,8 @@ class CudaBackend final : public Backend {
   }
 
   void NormConv2d(const GroupNormArgs& norm_args, const Conv2dArgs& conv_args) override {
-    GroupNormLaunch norm = LaunchOf(norm_args);
-    Conv2dLaunch conv = LaunchOf(conv_args);
+    const GroupNormLaunch norm = LaunchOf(norm_args);
+    const Conv2dLaunch conv = LaunchOf(conv_args);
     DENOISED_CHECK(conv_args.x.data() == norm_args.out.data() && !conv_args.x2);
     context_->Use();
     if (!CanFuse(norm, conv)) {
@@ -214,15 +236,38 @@ class CudaBackend final : public Backend {
       Multiply(conv, "NormConv2d");
       return;
     }
-    norm.factors = static_cast<float*>(norm.workspace);
-    Normalise(norm);
-    conv.x = norm.x;
-    conv.x2 = norm.x2;
-    conv.channels = norm.channels;
-    conv.channels2 = norm.channels2;
-    conv.input_factors = norm.factors;
-    conv.input_activation = norm.activation;
-    context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), "NormConv2d");
+    GroupNormLaunch factors = norm;
+    factors.factors = static_cast<float*>(norm.workspace);
+    Conv2dLaunch fused = conv;
+    fused.x = norm.x;
+    fused.x2 = norm.x2;
+    fused.channels = norm.channels;
+    fused.channels2 = norm.channels2;
+    fused.input_factors = factors.factors;
+    fused.input_activation = norm.activation;
+    std::vector<Way> ways;
+    for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
+      ways.push_back({"normalising " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
+                        const cudaError_t error = LaunchGroupNormCluster(factors, queue_);
+                        return error == cudaSuccess
+                                   ? LaunchConv2dHopper(fused, candidate.plan, queue_)
+                                   : error;
+                      }});
+    }
+    for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
+      ways.push_back({NameOf(candidate.plan), candidate.microseconds, [=, this] {
+                        const cudaError_t error = LaunchGroupNormCluster(norm, queue_);
+                        return error == cudaSuccess
+                                   ? LaunchConv2dHopper(conv, candidate.plan, queue_)
+                                   : error;
+                      }});
+    }
+    // Of ways with the same tile the one that normalises by itself goes first.
+    std::stable_sort(ways.begin(), ways.end(),
+                     [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
+    Go(fmt::format("{} groups{} of {}", norm.groups,
+                   norm.scale_shift.data != nullptr ? ", scaled," : "", Describe(fused)),
+       ways, "NormConv2d");
   }
 
   void Linear(const LinearArgs& args) override {
@@ -369,21 +414,15 @@ class CudaBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
     BeginTransfer("Capture");
     DENOISED_RETURN_IF_ERROR(context_->status());
-    DENOISED_RETURN_IF_ERROR(ToStatus(
-        cudaStreamBeginCapture(queue_.stream, cudaStreamCaptureModeThreadLocal), "Capture"));
-    capturing_ = true;
-    body();
-    capturing_ = false;
-    cudaGraph_t recorded = nullptr;
-    context_->Record(cudaStreamEndCapture(queue_.stream, &recorded), "Capture");
-    const RecordedGraph owner(recorded);
-    DENOISED_RETURN_IF_ERROR(context_->status());
+    DENOISED_ASSIGN_OR_RETURN(RecordedGraph recorded, Record(body));
+    if (tuner_ && tuner_->has_unknown()) {
+      DENOISED_RETURN_IF_ERROR(tuner_->Measure());
+      DENOISED_ASSIGN_OR_RETURN(recorded, Record(body));
+    }
     auto graph = std::make_unique<CudaGraph>();
-    cudaGraphExec_t exec = nullptr;
+    DENOISED_ASSIGN_OR_RETURN(graph->exec, Instantiate(recorded.get()));
     DENOISED_RETURN_IF_ERROR(
-        ToStatus(cudaGraphInstantiateWithFlags(&exec, recorded, 0), "cudaGraphInstantiate"));
-    graph->exec.reset(exec);
-    DENOISED_RETURN_IF_ERROR(ToStatus(cudaGraphUpload(exec, queue_.stream), "cudaGraphUpload"));
+        ToStatus(cudaGraphUpload(graph->exec.get(), queue_.stream), "cudaGraphUpload"));
     return graph;
   }
 
@@ -415,6 +454,22 @@ class CudaBackend final : public Backend {
 
  private:
   TensorRules rules() const { return {Device::kCuda, activation_dtype()}; }
+
+  absl::StatusOr<RecordedGraph> Record(const std::function<void()>& body) {
+    capturing_ = true;
+    absl::StatusOr<RecordedGraph> recorded = RecordGraph(queue_.stream, body);
+    capturing_ = false;
+    context_->Record(recorded.status());  // unless an op failed, which says more
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    return recorded;
+  }
+
+  /// Goes the way that is known to be the fastest, else the first. What is not part of a graph is
+  /// not measured: its results are wanted now.
+  void Go(const std::string& what, const std::vector<Way>& ways, const char* op) {
+    const Way& way = tuner_ && capturing_ ? tuner_->Choose(what, ways) : ways.front();
+    context_->Record(way.enqueue(), op);
+  }
 
   /// What cannot be part of a graph: it uses host memory or events that change from call to call.
   void BeginTransfer(const char* op) {
@@ -483,12 +538,12 @@ class CudaBackend final : public Backend {
     return norm;
   }
 
-  /// Whether `conv` should normalise what it reads by itself.
+  /// Whether `conv` can normalise what it reads by itself.
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
     const size_t factors = size_t{2} * norm.images * (norm.channels + norm.channels2);
     return queue_.hopper && norm.activation == Activation::kSilu &&
            SuitsGroupNormCluster(norm, queue_) && !SuitsFewInputs(conv) && !SuitsFewOutputs(conv) &&
-           SuitsPatches(conv) && Normalises(PlanHopper(conv, queue_).tile) &&
+           SuitsPatches(conv) &&
            // The steps along k of x and x2 must be those of the normalised tensor.
            (norm.channels2 == 0 || norm.channels % kStep == 0) &&
            factors * sizeof(float) <= kNormWorkspaceBytes;
@@ -522,7 +577,12 @@ class CudaBackend final : public Backend {
     } else if (fp32_) {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
     } else if (queue_.hopper && SuitsHopper(conv)) {
-      context_->Record(LaunchConv2dHopper(conv, PlanHopper(conv, queue_), queue_), op);
+      std::vector<Way> ways;
+      for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
+        ways.push_back({NameOf(candidate.plan), candidate.microseconds,
+                        [=, this] { return LaunchConv2dHopper(conv, candidate.plan, queue_); }});
+      }
+      Go(Describe(conv), ways, op);
     } else {
       context_->Record(LaunchConv2d(conv, queue_), op);
     }
@@ -582,6 +642,7 @@ class CudaBackend final : public Backend {
   const Queue queue_;
   const bool fp32_;
   const std::string name_, description_;
+  std::optional<Tuner> tuner_;
   bool capturing_ = false;
 };
 
@@ -590,6 +651,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
         hopper ? LoadConv3x3Kernels() : cudaSuccess,
+        hopper ? LoadConv3x3UnitKernel() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadConv2dNarrowKernels(),
@@ -635,8 +697,8 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
       cuda::AllocateDevice(cuda::kGroupNormExchangeBytes + cuda::kNormWorkspaceBytes,
                            "the memory of group norms"));
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
-                                             std::move(norm_memory), properties, driver,
-                                             options.fp32, hopper);
+                                             std::move(norm_memory), properties, driver, options,
+                                             hopper);
 }
 
 int CudaDeviceCount() {

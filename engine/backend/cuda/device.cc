@@ -25,6 +25,24 @@ absl::StatusOr<Event> NewEvent(bool timing) {
   return Event(event);
 }
 
+absl::StatusOr<RecordedGraph> RecordGraph(cudaStream_t stream, const std::function<void()>& body) {
+  DENOISED_RETURN_IF_ERROR(
+      ToStatus(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "Capture"));
+  body();
+  cudaGraph_t recorded = nullptr;
+  const cudaError_t error = cudaStreamEndCapture(stream, &recorded);
+  RecordedGraph owner(recorded);
+  DENOISED_RETURN_IF_ERROR(ToStatus(error, "Capture"));
+  return owner;
+}
+
+absl::StatusOr<GraphExec> Instantiate(cudaGraph_t recorded) {
+  cudaGraphExec_t graph = nullptr;
+  DENOISED_RETURN_IF_ERROR(
+      ToStatus(cudaGraphInstantiateWithFlags(&graph, recorded, 0), "cudaGraphInstantiate"));
+  return GraphExec(graph);
+}
+
 absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes, std::string_view purpose) {
   void* data = nullptr;
   const cudaError_t error = cudaMalloc(&data, bytes > 0 ? bytes : 1);

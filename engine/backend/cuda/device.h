@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -38,6 +39,9 @@ absl::Status ToStatus(cudaError_t error, std::string_view what);
 
 absl::StatusOr<Stream> NewStream();
 absl::StatusOr<Event> NewEvent(bool timing);
+/// What `body` enqueues to `stream`, recorded instead of executed.
+absl::StatusOr<RecordedGraph> RecordGraph(cudaStream_t stream, const std::function<void()>& body);
+absl::StatusOr<GraphExec> Instantiate(cudaGraph_t recorded);
 /// On the current device. ResourceExhausted says what `purpose` needed and what is free.
 absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes, std::string_view purpose);
 /// Page-locked host memory.

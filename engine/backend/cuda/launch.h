@@ -34,6 +34,13 @@ struct Queue {
   bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
+/// Of 64 pixels of an image, in one channel: their mean, and the sum of the squares of how far each
+/// is from it. Which pixels belong together is the affair of whoever wrote them.
+struct ChannelMoments {
+  float mean, squares;
+};
+constexpr int kMomentPixels = 64;
+
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
 ///   out = act((conv(input_act(concat(x, x2))) + bias + add + residual) · scale)
 struct Conv2dLaunch {
@@ -56,6 +63,8 @@ struct Conv2dLaunch {
   float scale = 1;
   Activation activation = Activation::kNone;
   Rows out;  // [images · out_height · out_width, outputs]
+  ChannelMoments* moments =
+      nullptr;  // [images, out_height · out_width / 64, outputs], of out; or null
 };
 constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 8;

@@ -1,10 +1,12 @@
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 
-/// Which tiles can compute a convolution on Hopper, in how many runs of k, and what each should
-/// cost.
+/// Which tiles can compute a convolution on Hopper, in how many runs of k, what each should cost,
+/// and the names by which measurements are kept.
 
 namespace denoised::cuda {
 namespace {
@@ -26,6 +28,8 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k128x160, 128, 160, 1, false, 1.4, 0.43, 2.6, 0.5},
     {HopperTile::k128x192, 128, 192, 1, false, 2.0, 0.49, 2.8, 0.5},
     {HopperTile::k128x256, 128, 256, 1, false, 2.6, 0.64, 4.0, 0},
+    {HopperTile::kUnit, 64, 64, 1, true, 0.2, 0.24, 1.9, 0},
+    {HopperTile::kPatch64, 128, 64, 1, false, 1.4, 0.23, 0.75, 0.22},
     {HopperTile::kPatch128, 128, 128, 1, false, 2.5, 0.315, 2.6, 0.45},
     {HopperTile::kPatch192, 128, 192, 1, false, 2.5, 0.445, 3.5, 0.5},
     {HopperTile::kPatch128Turns, 128, 128, 1, false, 4.7, 0.315, 1.3, 0},
@@ -80,8 +84,24 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
   return candidates;
 }
 
-HopperPlan PlanHopper(const Conv2dLaunch& conv, const Queue& queue) {
-  return HopperCandidates(conv, queue).front().plan;
+std::string NameOf(const HopperPlan& plan) {
+  constexpr const char* kNames[kHopperTiles] = {
+      "64x64",   "128x32",   "128x128",  "128x128 turns",  "128x160",       "128x192",
+      "128x256", "patch128", "patch192", "patch128 turns", "patch192 turns"};
+  return fmt::format("{}{}", kNames[static_cast<int>(plan.tile)],
+                     plan.clustered ? " clustered" : "");
+}
+
+std::string Describe(const Conv2dLaunch& conv) {
+  return fmt::format("{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}",
+                     conv.images, conv.height, conv.width, conv.channels, conv.channels2,
+                     conv.upsample2x ? " doubled" : "", conv.out_height, conv.out_width,
+                     conv.outputs, conv.kernel, conv.kernel, conv.stride, conv.pad_top,
+                     conv.pad_left, conv.add.data != nullptr ? ", add" : "",
+                     conv.residual.data != nullptr ? ", residual" : "",
+                     conv.input_factors != nullptr ? ", normalised" : "",
+                     conv.activation != Activation::kNone ? ", activation" : "",
+                     HasVectorOutputs(conv) ? "" : ", one by one");
 }
 
 }  // namespace denoised::cuda

@@ -1,0 +1,71 @@
+#include "engine/backend/tuning_file.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "engine/core/config_reader.h"
+
+namespace denoised {
+
+namespace fs = std::filesystem;
+
+absl::StatusOr<TunedWays> TuningFile::Read() const {
+  const auto json = ReadJsonFile(path_);
+  if (absl::IsNotFound(json.status())) return TunedWays();
+  const auto garbled = [](const absl::Status& status) {
+    return InvalidArgument("{}; what it should hold is measured again and will replace it",
+                           std::string(status.message()));
+  };
+  if (!json.ok()) return garbled(json.status());
+  std::string device, kernels;
+  ConfigReader config(*json, path_);
+  config.Read("device", &device);
+  config.Read("kernels", &kernels);
+  TunedWays ways;
+  const nlohmann::json& held = config.Raw("ways");
+  if (!held.is_object()) config.Complain("ways", "it must be an object");
+  for (const auto& [what, way] : held.items()) {
+    if (way.is_string()) {
+      ways[what] = way.get<std::string>();
+    } else if (held.is_object()) {
+      config.Complain("ways", "\"" + what + "\" must be a string");
+    }
+  }
+  if (const absl::Status status = config.Finish(); !status.ok()) return garbled(status);
+  if (device != device_ || kernels != kernels_) return TunedWays();
+  return ways;
+}
+
+absl::Status TuningFile::Add(const TunedWays& ways) const {
+  const auto held = Read();
+  TunedWays all = ways;
+  if (held.ok()) all.insert(held->begin(), held->end());
+  const std::string text =
+      nlohmann::ordered_json{{"device", device_}, {"kernels", kernels_}, {"ways", all}}.dump(
+          1, ' ', false, nlohmann::json::error_handler_t::replace) +
+      "\n";
+
+  const auto failed = [this](const std::string& why) {
+    return FailedPrecondition("{} cannot be written: {}", path_, why);
+  };
+  std::error_code error;
+  fs::create_directories(fs::path(path_).parent_path(), error);
+  if (error) return failed(error.message());
+  std::string unfinished = path_ + ".XXXXXX";
+  const int file = ::mkstemp(unfinished.data());
+  if (file < 0) return failed(std::strerror(errno));
+  const ssize_t written = ::write(file, text.data(), text.size());
+  const int problem = written < 0 ? errno : ENOSPC;
+  if (::close(file) == 0 && written == static_cast<ssize_t>(text.size())) {
+    fs::rename(unfinished, path_, error);
+    if (!error) return absl::OkStatus();
+  }
+  ::unlink(unfinished.c_str());
+  return failed(error ? error.message() : std::strerror(problem));
+}
+
+}  // namespace denoised

@@ -1,0 +1,170 @@
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <set>
+
+#include "engine/backend/backend.h"
+#include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/cuda_backend.h"
+#include "engine/backend/cuda/device.h"
+
+/// Whatever the tuner chooses, the bits are the same: every candidate for a launch, by itself, on a
+/// Hopper GPU.
+
+namespace denoised::cuda {
+namespace {
+
+struct Case {
+  int images, height, width, channels, channels2, outputs, kernel;
+  int stride = 1;
+  bool upsample2x = false, narrow = false;
+};
+
+class HopperPlansTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    cudaDeviceProp properties;
+    if (CudaDeviceCount() == 0 || cudaGetDeviceProperties(&properties, 0) != cudaSuccess ||
+        properties.major != 9) {
+      GTEST_SKIP() << "there is no Hopper GPU";
+    }
+    auto backend = OpenBackend({.device = "cuda"});  // loads the kernels
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    auto stream = NewStream();
+    ASSERT_TRUE(stream.ok()) << stream.status();
+    stream_ = *std::move(stream);
+    queue_ = {stream_.get(), properties.multiProcessorCount, true, true};
+  }
+
+  Tensor Random(const Shape& shape, DType dtype, float deviation = 1) {
+    std::normal_distribution<float> normal(0, deviation);
+    Tensor host = Tensor::Host(shape, dtype);
+    for (int64_t i = 0; i < shape.elements(); ++i) {
+      const float value = normal(random_);
+      if (dtype == DType::kF32) {
+        host.as<float>()[i] = value;
+      } else {
+        host.as<uint16_t>()[i] = FloatToBFloat16(value);
+      }
+    }
+    Tensor tensor = Zeros(shape, dtype);
+    backend_->Upload(host.data(), host.bytes(), tensor);
+    return tensor;
+  }
+  Tensor Zeros(const Shape& shape, DType dtype) {
+    Tensor tensor = backend_->Allocate(shape, dtype, "a test").value();
+    EXPECT_EQ(cudaMemset(tensor.data(), 0, tensor.bytes()), cudaSuccess);
+    kept_.push_back(tensor);
+    return tensor;
+  }
+  static Rows View(const Tensor& tensor) {
+    return {tensor.data(), tensor.dim(-1),
+            tensor.dtype() == DType::kF32 ? Element::kF32 : Element::kBf16, true};
+  }
+
+  Conv2dLaunch Launch(const Case& c) {
+    Conv2dLaunch conv;
+    conv.images = c.images, conv.height = c.height, conv.width = c.width;
+    conv.channels = c.channels, conv.channels2 = c.channels2, conv.outputs = c.outputs;
+    conv.kernel = c.kernel, conv.stride = c.stride, conv.upsample2x = c.upsample2x;
+    conv.pad_top = conv.pad_left = c.kernel / 2;
+    const int factor = c.upsample2x ? 2 : 1;
+    conv.out_height = (c.height * factor - 1) / c.stride + 1;
+    conv.out_width = (c.width * factor - 1) / c.stride + 1;
+    const int64_t pixels = int64_t{c.images} * c.height * c.width;
+    const int64_t out_pixels = int64_t{c.images} * conv.out_height * conv.out_width;
+    conv.x = View(Random({pixels, c.channels}, DType::kBF16));
+    if (c.channels2 > 0) conv.x2 = View(Random({pixels, c.channels2}, DType::kBF16));
+    const int64_t depth =
+        int64_t{c.upsample2x ? 4 : c.kernel * c.kernel} * (c.channels + c.channels2);
+    const Tensor weight = Random({int64_t{c.upsample2x ? 4 : 1} * c.outputs,
+                                  (depth + kDepthPadding - 1) / kDepthPadding * kDepthPadding},
+                                 DType::kBF16, 1 / std::sqrt(static_cast<float>(depth)));
+    conv.weight = weight.data();
+    conv.weight_stride = static_cast<int>(weight.dim(1));
+    conv.weight_element = Element::kBf16;
+    conv.bias = Random({c.outputs + kBiasPadding}, DType::kF32).as<float>();
+    conv.add = View(Random({c.images, c.outputs}, DType::kBF16));
+    conv.residual = View(Random({out_pixels, c.outputs}, DType::kBF16));
+    conv.activation = Activation::kSilu;
+    out_ = Zeros({out_pixels, c.outputs}, c.narrow ? DType::kF32 : DType::kBF16);
+    conv.out = View(out_);
+    return conv;
+  }
+
+  std::vector<std::byte> Run(const Conv2dLaunch& conv, const HopperPlan& plan) {
+    std::vector<std::byte> bytes(out_.bytes());
+    EXPECT_EQ(cudaMemsetAsync(out_.data(), 0xff, out_.bytes(), stream_.get()), cudaSuccess);
+    EXPECT_EQ(LaunchConv2dHopper(conv, plan, queue_), cudaSuccess) << NameOf(plan);
+    EXPECT_EQ(cudaMemcpyAsync(bytes.data(), out_.data(), bytes.size(), cudaMemcpyDeviceToHost,
+                              stream_.get()),
+              cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(stream_.get()), cudaSuccess) << NameOf(plan);
+    return bytes;
+  }
+
+  std::mt19937 random_{3};
+  std::unique_ptr<Backend> backend_;
+  std::vector<Tensor> kept_;
+  Stream stream_;
+  Queue queue_;
+  Tensor out_;
+};
+
+TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
+  std::set<std::string> seen;
+  for (const Case& c : {Case{3, 32, 32, 128, 0, 128, 3}, Case{5, 16, 16, 256, 128, 384, 3},
+                        Case{9, 8, 8, 256, 0, 256, 3}, Case{2, 64, 64, 192, 0, 192, 3},
+                        Case{70, 4, 4, 320, 64, 320, 3}, Case{1, 8, 8, 768, 0, 768, 3},
+                        Case{6, 16, 16, 128, 0, 160, 3, 1, true}, Case{3, 15, 17, 64, 0, 72, 3, 2},
+                        Case{40, 1, 256, 192, 0, 576, 1}, Case{2, 64, 64, 64, 0, 24, 3},
+                        Case{3, 16, 16, 64, 32, 40, 3, 1, false, true}}) {
+    kept_.clear();
+    const Conv2dLaunch conv = Launch(c);
+    SCOPED_TRACE(Describe(conv));
+    ASSERT_TRUE(SuitsHopper(conv));
+    const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);
+    ASSERT_FALSE(candidates.empty());
+    const std::vector<std::byte> first = Run(conv, candidates.front().plan);
+    EXPECT_NE(first, std::vector<std::byte>(first.size(), std::byte{0xff}));
+    std::set<std::string> names;
+    for (const HopperCandidate& candidate : candidates) {
+      EXPECT_TRUE(names.insert(NameOf(candidate.plan)).second) << NameOf(candidate.plan);
+      EXPECT_EQ(candidate.plan.splits, candidates.front().plan.splits);
+      EXPECT_GE(candidate.microseconds, candidates.front().microseconds);
+      EXPECT_TRUE(Run(conv, candidate.plan) == first) << NameOf(candidate.plan);
+    }
+    seen.merge(names);
+    if (candidates.front().plan.splits > 1) {
+      EXPECT_FALSE(Run(conv, {.tile = HopperTile::k64x64, .splits = 1}) == first)
+          << "splits do bear on the bits";
+    }
+  }
+  EXPECT_EQ(seen.size(), kHopperTiles + 1u) << "a tile was never among the candidates";
+}
+
+TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
+  for (const Case& c : {Case{3, 32, 32, 128, 0, 128, 3}, Case{2, 64, 64, 192, 0, 192, 3},
+                        Case{5, 16, 16, 256, 128, 384, 3}, Case{9, 8, 8, 256, 0, 256, 3}}) {
+    kept_.clear();
+    Conv2dLaunch conv = Launch(c);
+    conv.input_factors =
+        Random({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
+    conv.input_activation = Activation::kSilu;
+    SCOPED_TRACE(Describe(conv));
+    ASSERT_TRUE(SuitsPatches(conv));
+    const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);
+    ASSERT_FALSE(candidates.empty());
+    const std::vector<std::byte> first = Run(conv, candidates.front().plan);
+    EXPECT_NE(first, std::vector<std::byte>(first.size(), std::byte{0xff}));
+    for (const HopperCandidate& candidate : candidates) {
+      EXPECT_TRUE(Run(conv, candidate.plan) == first) << NameOf(candidate.plan);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace denoised::cuda
