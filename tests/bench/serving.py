@@ -260,21 +260,23 @@ def start(options):
         subprocess.run([options.synthetic_model, CONFIGS / config / "config.json", model],
                        check=True)
         weights = (model / "diffusion_pytorch_model.safetensors").stat().st_size
-        for flags in ((), ("--max-rows", "2")):  # all row buckets, and the fewest
+        for rows in ("0", "2"):  # all row buckets, and the fewest
+            flags = ("--max-rows", rows, "--autotune-cache", options.work / f"{config}-{rows}")
             runs = []
             for _ in range(options.rounds):
-                with Server(options, model, "--autotune-cache", options.work, *flags) as server:
+                with Server(options, model, *flags) as server:
                     runs.append([server.seconds_to(event)
                                  for event in ("listening", "model ready", "serving")])
-            listening, ready, serving = (statistics.median(run[i] for run in runs)
-                                         for i in range(3))
-            print(f"  {config} {' '.join(flags) or 'as it ships'}: device open after "
-                  f"{listening:.2f} s, model of {weights >> 20} MiB after {ready:.2f}, serving "
-                  f"after {serving:.2f} (at the first start, which measures kernels, "
-                  f"{runs[0][2]:.2f})", flush=True)
-            if not flags:
-                good &= report(f"start, {config}", f"{serving:.2f} s", f"<= {limit} s",
-                               serving <= limit)
+            for name, some in (("first start, kernels measured", runs[:1]), ("later", runs[1:])):
+                if some:
+                    listening, ready, serving = map(statistics.median, zip(*some))
+                    print(f"  {config}, --max-rows {rows}, {name}: device open after "
+                          f"{listening:.2f} s, model of {weights >> 20} MiB after {ready:.2f}, "
+                          f"serving after {serving:.2f}", flush=True)
+            if rows == "0":
+                first = runs[0][-1]
+                good &= report(f"start, {config}", f"{first:.2f} s", f"<= {limit} s",
+                               first <= limit)
     return good
 
 
