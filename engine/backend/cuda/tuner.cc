@@ -14,8 +14,8 @@ constexpr double kWorthATry = 1.5;  // of the least cost
 /// launches overlap as they do in a model.
 constexpr double kGraphMicroseconds = 100;
 constexpr int kRounds = 3;
-/// The first stays unless another is clearly faster: a launch among its like is not quite what it is
-/// in a model. With 0.98 a model of 256 rows lost 0.3 % to choices that seemed to gain 3 %.
+/// The first stays unless another is clearly faster: a launch among its like is not quite what it
+/// is in a model. With 0.98 a model of 256 rows lost 0.3 % to choices that seemed to gain 3 %.
 constexpr double kClearly = 0.96;
 
 std::vector<Way> Contenders(const std::vector<Way>& ways) {
