@@ -90,9 +90,11 @@ const Way& Tuner::Choose(const std::string& what, const std::vector<Way>& ways) 
 }
 
 absl::Status Tuner::Measure() {
-  TunedWays measured;
   // Their operands may be gone by the next time, whatever becomes of this one.
   const auto unknown = std::exchange(unknown_, {});
+  // Evaluations of other models that are under way would slow down what is measured beside them.
+  DENOISED_RETURN_IF_ERROR(ToStatus(cudaDeviceSynchronize(), "tuning"));
+  TunedWays measured;
   for (const auto& [what, contenders] : unknown) {
     DENOISED_ASSIGN_OR_RETURN(const size_t fastest, Fastest(contenders, stream_));
     measured[what] = contenders[fastest].name;
