@@ -82,7 +82,7 @@ void DeviceWorker::LoseIfHanging(std::chrono::duration<double> limit) {
 }
 
 void DeviceWorker::LoseIfBroken() {
-  if (const absl::Status status = backend_->status(); !status.ok()) Lose(status);
+  if (const absl::Status status = batcher_->status(); !status.ok()) Lose(status);
 }
 
 void DeviceWorker::Lose(const absl::Status& status) {

@@ -323,12 +323,13 @@ absl::Status DeviceEngine::Close(const std::string& name) {
   return status;
 }
 
-/// With a backend of its own on the same device, since the worker's is its thread's alone.
+/// With a backend of its own on the same device, since the worker's is its thread's alone. The
+/// worker's thread then evaluates the model in that one's queue.
 absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, const ModelFiles& files,
                                                 ModelInfo* info) const {
   const ModelDirectory& directory = files.directory;
   DENOISED_ASSIGN_OR_RETURN(const Weights weights, directory.OpenWeights());
-  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend, worker.OpenAnother());
+  DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Backend> backend, worker.OpenAnother());
   BatchedModel model{.name = info->name};
   DENOISED_ASSIGN_OR_RETURN(model.denoiser, LoadUNet2D(*backend, files.config, weights));
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
@@ -341,6 +342,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   }
   const SchedulerConfig& scheduler = files.scheduler;
   const bool cpu = backend->device() == Device::kCpu;
+  if (!cpu) model.backend = backend;  // on a CPU one evaluation takes all cores
   model.max_rows = options_.max_rows ? options_.max_rows : cpu ? 16 : 64;
   model.slots = options_.max_slots ? options_.max_slots : model.max_rows;
   model.max_evaluations = options_.max_evaluations;

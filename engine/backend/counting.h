@@ -16,7 +16,7 @@ struct Work {
 /// Computes nothing and touches no tensor memory: it checks every op as the real backends do and
 /// counts its work. Together with Arena::Measuring() it tells what a model needs before any memory
 /// is taken. Packed weights hold sizes only.
-class CountingBackend final : public Backend {
+class CountingBackend : public Backend {
  public:
   CountingBackend(Device device, DType activation_dtype);
 

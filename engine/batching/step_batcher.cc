@@ -1,6 +1,7 @@
 #include "engine/batching/step_batcher.h"
 
 #include <algorithm>
+#include <thread>
 
 namespace denoised {
 namespace {
@@ -72,6 +73,16 @@ StepBatcher::StepBatcher(Backend& backend, Admission& admission, JobQueue& queue
 
 StepBatcher::~StepBatcher() = default;
 
+Backend& StepBatcher::BackendOf(const BatchedModel& model) const {
+  return model.backend ? *model.backend : backend_;
+}
+
+absl::Status StepBatcher::status() const {
+  absl::Status status = backend_.status();
+  for (const auto& [name, model] : models_) status.Update(BackendOf(model).status());
+  return status;
+}
+
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
   auto lane = MakeLane(model, height, width);
   if (!lane.ok()) return lane.status();
@@ -92,6 +103,8 @@ absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
 }
 
 absl::StatusOr<bool> StepBatcher::WarmUp(Lane& lane) {
+  // It is measured, so nothing may run beside it.
+  for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
   DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, lane.evaluator->WarmUp());
   admission_.Measured(*lane.share, warmed.bucket, warmed.seconds);
   return warmed.more;
@@ -99,7 +112,9 @@ absl::StatusOr<bool> StepBatcher::WarmUp(Lane& lane) {
 
 absl::Status StepBatcher::RemoveModel(const std::string& model) {
   // Its last evaluation may be on the device still, though nobody waits for it.
-  const absl::Status status = backend_.Synchronize();
+  absl::Status status;
+  if (const auto known = models_.find(model); known != models_.end())
+    status = BackendOf(known->second).Synchronize();
   std::erase_if(evaluated_, [&](const auto& evaluated) { return evaluated.model == model; });
   std::erase_if(lanes_, [&](const auto& lane) { return lane->model.name == model; });
   models_.erase(model);
@@ -112,7 +127,7 @@ absl::Status StepBatcher::RemoveModel(const std::string& model) {
 absl::Status StepBatcher::OpenSizes() {
   while (const auto size = queue_.ToOpen(options_.device)) {
     const absl::Status status = OpenSize(*size);
-    DENOISED_RETURN_IF_ERROR(backend_.status());
+    DENOISED_RETURN_IF_ERROR(this->status());
     queue_.Opened(*size, options_.device, status);
   }
   return absl::OkStatus();
@@ -143,7 +158,7 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const B
   auto lane = std::make_unique<Lane>();
   lane->model = model;
   DENOISED_ASSIGN_OR_RETURN(lane->evaluator,
-                            Evaluator::Create(backend_, model.denoiser,
+                            Evaluator::Create(BackendOf(model), model.denoiser,
                                               {.height = height,
                                                .width = width,
                                                .max_rows = model.max_rows,
@@ -168,7 +183,8 @@ bool StepBatcher::EvictIdleLane(const std::string* model) {
         (model && candidate.model.name != *model) ||
         !queue_.Close(candidate.share, options_.device))
       continue;
-    if (!backend_.Synchronize().ok()) return false;  // the next Step reports it
+    // The next Step reports it.
+    if (!BackendOf(candidate.model).Synchronize().ok()) return false;
     lanes_.erase(lane);
     return true;
   }
@@ -247,7 +263,7 @@ absl::Status StepBatcher::Admit(Lane& lane) {
     while (lane.slots[slot]) ++slot;
     Begin(lane, slot, std::move(image));
   }
-  return backend_.status();
+  return BackendOf(lane.model).status();
 }
 
 /// The images, at most `most`, that have to be parked for `job` to have room, of those that come
@@ -340,9 +356,10 @@ absl::Status StepBatcher::Launch(Lane& lane) {
   Evaluated evaluated{
       .model = lane.model.name, .share = lane.share, .rows = static_cast<int>(rows.size())};
   evaluated.parked.swap(parked_);
-  evaluated.begin = backend_.Mark();
+  Backend& backend = BackendOf(lane.model);
+  evaluated.begin = backend.Mark();
   DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, lane.evaluator->Evaluate(rows));
-  evaluated.end = backend_.Mark();
+  evaluated.end = backend.Mark();
   evaluated.charge = admission_.Launched(*lane.share, evaluated.rows, evaluated.bucket);
 
   for (int s = 0; s < static_cast<int>(lane.slots.size()); ++s) {
@@ -374,11 +391,31 @@ absl::Status StepBatcher::Launch(Lane& lane) {
   return absl::OkStatus();
 }
 
+/// Waits for the evaluation that ends next; those of one model end in their order.
+absl::StatusOr<StepBatcher::Evaluated> StepBatcher::NextToEnd() {
+  auto next = evaluated_.begin();
+  const bool several = std::any_of(next, evaluated_.end(), [&](const Evaluated& evaluated) {
+    return evaluated.model != next->model;
+  });
+  while (several && !next->end->reached()) {
+    if (++next != evaluated_.end()) continue;
+    next = evaluated_.begin();
+    std::this_thread::yield();
+  }
+  DENOISED_RETURN_IF_ERROR(next->end->Wait());
+  Evaluated evaluated = std::move(*next);
+  evaluated_.erase(next);
+  return evaluated;
+}
+
 absl::Status StepBatcher::Report() {
-  Evaluated evaluated = std::move(evaluated_.front());
-  evaluated_.pop_front();
-  DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
-  const double seconds = evaluated.end->SecondsSince(*evaluated.begin);
+  DENOISED_ASSIGN_OR_RETURN(Evaluated evaluated, NextToEnd());
+  double seconds = evaluated.end->SecondsSince(*evaluated.begin);
+  // Of what ran beside others the time until the last of them ended is theirs, so that the seconds
+  // of evaluations never add up to more than passed.
+  if (last_end_)
+    seconds = std::min(seconds, std::max(0.0, evaluated.end->SecondsSince(*last_end_)));
+  last_end_ = std::move(evaluated.end);
   admission_.Measured(*evaluated.share, evaluated.bucket, seconds, &evaluated.charge);
   if (observer_)
     observer_->OnEvaluation(evaluated.model, device_name_, evaluated.rows, evaluated.bucket,

@@ -17,6 +17,9 @@ namespace denoised {
 /// A model on the device, as the step batcher runs it.
 struct BatchedModel {
   std::string name;
+  /// The queue of its evaluations, which then overlap with those of other models; null: the
+  /// batcher's. On the batcher's device, and its thread's alone.
+  std::shared_ptr<Backend> backend;
   std::shared_ptr<const Denoiser> denoiser;
   int null_label = -1;  // the class of unconditional rows; −1: guidance is not offered
   int max_rows = 0;     // of one evaluation
@@ -61,6 +64,8 @@ class StepBatcher {
   /// gives slots to waiting images, enqueues one evaluation and reports an earlier one. The error
   /// is the device's, and final.
   absl::Status Step();
+  /// The first error of the device, in any queue.
+  absl::Status status() const;
 
  private:
   using Job = JobQueue::Job;
@@ -73,6 +78,7 @@ class StepBatcher {
   absl::StatusOr<std::unique_ptr<Lane>> MakeLane(const BatchedModel& model, int height, int width);
   absl::StatusOr<bool> WarmUp(Lane& lane);
   bool EvictIdleLane(const std::string* model);
+  Backend& BackendOf(const BatchedModel& model) const;
   void FreeEnded();
   absl::Status Admit(Lane& lane);
   std::vector<int> Victims(const Lane& lane, const Job& job, size_t most) const;
@@ -80,6 +86,7 @@ class StepBatcher {
   void Park(Lane& lane, int slot);
   void Begin(Lane& lane, int slot, std::shared_ptr<Image> image);
   absl::Status Launch(Lane& lane);
+  absl::StatusOr<Evaluated> NextToEnd();
   absl::Status Report();
 
   Backend& backend_;
@@ -92,6 +99,7 @@ class StepBatcher {
   std::list<std::unique_ptr<Lane>> lanes_;      // the longest unused first
   std::vector<std::shared_ptr<Image>> parked_;  // since the last launch
   std::deque<Evaluated> evaluated_;             // enqueued, not yet reported
+  std::unique_ptr<Marker> last_end_;            // of what was reported
 };
 
 }  // namespace denoised

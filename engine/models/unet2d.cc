@@ -406,8 +406,9 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
           {.table = class_table_, .index = input.label, .out = class_embedding});
       break;
     case ClassCondition::kValue:
-      class_embedding = (*class_embedding_)(
-          context, time_projection_(context, input.embedding.Reshape({rows})), Tensor());
+      class_embedding =
+          (*class_embedding_)(context, time_projection_(context, input.embedding.Reshape({rows})),
+                              Tensor(), Activation::kNone);
       break;
     case ClassCondition::kVector:
       class_embedding = context.New({rows, config_.time_embedding_dim});
@@ -415,13 +416,15 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
                           class_embedding);
       break;
   }
-  return time_embedding_(context, time_projection_(context, input.condition), class_embedding);
+  // All readers are resnets, which activate it first.
+  return time_embedding_(context, time_projection_(context, input.condition), class_embedding,
+                         config_.activation);
 }
 
 Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
   const Tensor embedding = Embed(context, input);
   context.Trace("emb", embedding);
-  const Tensor time = resnet_projections_(context, embedding, config_.activation);
+  const Tensor time = resnet_projections_(context, embedding);
 
   Tensor x = input.x;
   if (config_.center_input_sample) {

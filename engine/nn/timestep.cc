@@ -42,10 +42,10 @@ absl::StatusOr<TimestepEmbedding> TimestepEmbedding::Load(Backend& backend, cons
   return embedding;
 }
 
-Tensor TimestepEmbedding::operator()(Context& context, const Tensor& x,
-                                     const Tensor& residual) const {
+Tensor TimestepEmbedding::operator()(Context& context, const Tensor& x, const Tensor& residual,
+                                     Activation activation) const {
   const Tensor hidden = linear_1_(context, {.x = x, .activation = Activation::kSilu});
-  return linear_2_(context, {.x = hidden, .residual = residual});
+  return linear_2_(context, {.x = hidden, .residual = residual, .activation = activation});
 }
 
 absl::StatusOr<int> TimeProjections::Add(const Weights& time_emb_proj, int in_features,
@@ -66,11 +66,8 @@ absl::Status TimeProjections::Pack(Backend& backend) {
   return absl::OkStatus();
 }
 
-Tensor TimeProjections::operator()(Context& context, const Tensor& embedding,
-                                   Activation activation) const {
-  const Tensor activated = context.New(embedding.shape());
-  context.backend.Add(embedding, 1.0f, Tensor(), 0.0f, activation, activated);
-  return linear_(context, {.x = activated});
+Tensor TimeProjections::operator()(Context& context, const Tensor& embedding) const {
+  return linear_(context, {.x = embedding});
 }
 
 }  // namespace denoised::nn

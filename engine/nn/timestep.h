@@ -26,13 +26,14 @@ class TimestepProjection {
   Tensor fourier_weight_;
 };
 
-/// diffusers' TimestepEmbedding: linear, SiLU, linear.
+/// diffusers' TimestepEmbedding: linear, SiLU, linear; and what its reader applies to it.
 class TimestepEmbedding {
  public:
   static absl::StatusOr<TimestepEmbedding> Load(Backend& backend, const Weights& weights,
                                                 int in_features, int out_features);
-  /// [N, in_features] → [N, out_features], plus `residual` when defined.
-  Tensor operator()(Context& context, const Tensor& x, const Tensor& residual) const;
+  /// [N, in_features] → [N, out_features], plus `residual` when defined, then `activation`.
+  Tensor operator()(Context& context, const Tensor& x, const Tensor& residual,
+                    Activation activation) const;
 
  private:
   Linear linear_1_, linear_2_;
@@ -46,8 +47,8 @@ class TimeProjections {
   absl::StatusOr<int> Add(const Weights& time_emb_proj, int in_features, int out_features);
   /// Call once, after all blocks were loaded.
   absl::Status Pack(Backend& backend);
-  /// [N, in_features] → [N, all outputs]: act(embedding) times all weights.
-  Tensor operator()(Context& context, const Tensor& embedding, Activation activation) const;
+  /// The activated embedding [N, in_features] → [N, all outputs].
+  Tensor operator()(Context& context, const Tensor& embedding) const;
 
  private:
   std::vector<Weights> layers_;

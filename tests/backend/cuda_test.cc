@@ -127,7 +127,9 @@ TEST_P(CudaTest, NormConv2dHasTheBitsOfItsParts) {
   } cases[] = {{67, 32, 32, 128, 0, 128, false}, {130, 8, 8, 256, 0, 256, true},
                {33, 16, 16, 128, 64, 384, true}, {21, 24, 48, 64, 96, 192, false},
                {40, 16, 16, 96, 96, 128, false}, {3, 64, 64, 192, 0, 192, true},
-               {5, 7, 9, 32, 0, 64, false},      {1, 128, 128, 64, 0, 128, false}};
+               {5, 7, 9, 32, 0, 64, false},      {1, 128, 128, 64, 0, 128, false},
+               {2, 192, 256, 64, 0, 64, true},   {1, 16, 16, 256, 0, 256, true},
+               {16, 8, 8, 256, 256, 320, false}};
   for (const auto& c : cases) {
     const int64_t channels = c.channels + c.channels2;
     const Array weight = Random({c.outputs, channels, 3, 3}, activation(),

@@ -215,6 +215,28 @@ TEST_P(LinearTest, AnyShapeAndFusion) {
   }
 }
 
+TEST_P(LinearTest, OneVectorASample) {
+  for (const int64_t rows : {1, 5, 17, 70}) {
+    for (const int64_t in : {8, 72, 512, 600}) {
+      const int64_t out = RandomInt(1, 300);
+      const bool out_f32 = Coin();
+      const Array x = Random({rows, in}), weight = Random({out, in}, activation(), 1 / 16.0);
+      const Array bias = Coin() ? Random({out}, DType::kF32) : Array();
+      const auto packed = PackLinear(weight, bias);
+      LinearArgs args{.x = Upload(x), .weight = packed.get()};
+      args.activation = kActivations[RandomInt(0, 4)];
+      args.scale = Coin() ? 1.0f : 0.7071f;
+      const Array residual = Coin() ? Random({rows, out}) : Array();
+      args.residual = UploadOptional(residual);
+      args.out = Output({rows, out}, out_f32 ? DType::kF32 : activation());
+      backend().Linear(args);
+      EXPECT_LT(Error(Read(args.out), reference::Linear(args, x, weight, bias, residual)),
+                Tolerance(kTolerance))
+          << rows << ": " << in << " -> " << out;
+    }
+  }
+}
+
 TEST_P(LinearTest, SeveralWeightsBecomeOne) {
   const int64_t in = 48;
   const Array q = Random({64, in}), k = Random({64, in}), v = Random({32, in});

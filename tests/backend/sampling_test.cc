@@ -28,6 +28,7 @@ class SamplingTest : public OnBackend {
 
   /// Images of 5·3·3 = 45 elements: no multiple of Philox's four.
   Shape image_{5, 3, 3};
+  bool sparse_ = false;  // plans: many weights are zero, also all of an output
   SlotState state_;
   std::vector<reference::SlotImages> images_;
   std::vector<std::vector<Evaluation<double>>> plans_;
@@ -48,7 +49,8 @@ class SamplingTest : public OnBackend {
     e.log_variance_min = static_cast<float>(-3 + 0.1 * number(1));
     e.log_variance_max = static_cast<float>(-1 + 0.1 * number(1));
     for (auto& row : e.weights) {
-      for (double& weight : row) weight = number(0.5);
+      const bool absent = sparse_ && Coin();
+      for (double& weight : row) weight = absent || (sparse_ && Coin()) ? 0 : number(0.5);
     }
     return e;
   }
@@ -182,6 +184,45 @@ TEST_P(SamplingTest, AdvanceFollowsThePlan) {
         }
         EXPECT_EQ(ReadEvaluation(resting), evaluation_[resting]);
       }
+    }
+  }
+}
+
+TEST_P(SamplingTest, AdvanceOfImagesOfOtherSizes) {
+  // In vectors of four elements; and more of them than CUDA has threads for one image.
+  for (const Shape& image : {Shape{4, 5, 3}, Shape{296, 296, 3}}) {
+    image_ = image;
+    MakeSlots(NoiseScale::kLearnedRange);
+    const Array output = RandomOutput(2, true);
+    backend().Advance({.state = state_,
+                       .rows = UploadRows({{1, 0, 1, 1}, {1, 0, -1, 0}}),
+                       .model_output = Upload(output, DType::kF32)});
+    ExpectSlot(1, Expected(1, Row(output, 0), Row(output, 1)), evaluation_[1] + 1);
+    MakeSlots(NoiseScale::kFixed);
+    const Array fixed = RandomOutput(2, false);
+    backend().Advance({.state = state_,
+                       .rows = UploadRows({{4, 0, 1, 1}, {4, 0, -1, 0}}),
+                       .model_output = Upload(fixed, DType::kF32)});
+    ExpectSlot(4, Expected(4, Row(fixed, 0), Row(fixed, 1)), evaluation_[4] + 1);
+    EXPECT_EQ(Error(ReadSlot(state_.x, 1), images_[1].x), 0);
+  }
+}
+
+TEST_P(SamplingTest, WhatIsNotKeptIsZeroForTheNextEvaluation) {
+  sparse_ = true;
+  for (int repeat = 0; repeat < 6; ++repeat) {
+    if (repeat == 3) image_ = {4, 5, 3};
+    MakeSlots(NoiseScale::kFixed);
+    backend().BeginSlot({.state = state_, .slot = 2});  // registers held something
+    for (int e = 0; e < kEvaluations; ++e) {
+      evaluation_[2] = e;
+      images_[2] = {ReadSlot(state_.x, 2), ReadSlot(state_.x0, 2), {}};
+      for (int k = 0; k < kRegisters; ++k) images_[2].registers.push_back(ReadRegister(2, k));
+      const Array output = RandomOutput(1, false);
+      backend().Advance({.state = state_,
+                         .rows = UploadRows({{2, 0, -1, 1}}),
+                         .model_output = Upload(output, DType::kF32)});
+      ExpectSlot(2, Expected(2, Row(output, 0), {}), e + 1);
     }
   }
 }

@@ -2,20 +2,34 @@
 //
 //   denoised-bench [--device=cpu|cuda] [--fp32] [--generic] [--autotune=off|DIRECTORY]
 //                  --config=DIR/config.json --rows=1,16,64
+//                  [--weights=FILE.safetensors] [--beside=DIR/config.json]
 //                  [Google Benchmark's flags, e.g. --benchmark_out=FILE]
 //
-// Weights are synthetic: speed does not depend on them. Times are the device's own, between markers
-// around each evaluation, and the figure is their median; FLOPs are counted by the dry run that
-// plans memory. MiB_device is what the model, its activations, images and graph took of the device;
-// s_first the seconds of the first evaluation, with what was measured to choose kernels and the
-// capture. Kernels are chosen as by the server; --autotune=DIRECTORY keeps what was measured there.
+// Weights are synthetic, for speed does not depend on them. Times are the device's own, between
+// markers around each evaluation, and the figure is their median; FLOPs are counted by the dry run
+// that plans memory. MiB_device is what the model, its activations, images and graph took of the
+// device; s_first the seconds of the first evaluation, with what was measured to choose kernels and
+// the capture; ms_forward the time of the model alone, measured in turns with the evaluation.
+// Kernels are chosen as by the server; --autotune=DIRECTORY keeps what was measured there.
+//
+// --weights takes them from a file, as synthetic-model writes one, and tells how fast they were on
+// the device in the form of its kernels: from the page cache, if the file was touched just before.
+//
+// --beside evaluates a second model at the same time, in a queue of its own: milliseconds of an
+// evaluation of each, alone and together, by the host's clock; `shares` is how much of its speed
+// alone each keeps, summed up: 1 is what taking turns would give.
 
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <optional>
+#include <random>
+#include <thread>
 
 #include "engine/batching/evaluator.h"
 #include "engine/core/config_reader.h"
@@ -27,7 +41,7 @@ namespace {
 
 struct Options {
   BackendOptions backend = {.autotune = true};
-  std::string config;
+  std::string config, weights, beside;
   std::vector<int> rows;
 };
 
@@ -50,6 +64,10 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->backend.autotune_cache = directory;
     } else if (const char* config = value("--config=")) {
       options->config = config;
+    } else if (const char* weights = value("--weights=")) {
+      options->weights = weights;
+    } else if (const char* beside = value("--beside=")) {
+      options->beside = beside;
     } else if (const char* rows = value("--rows=")) {
       for (char* at = const_cast<char*>(rows); *at;) {
         options->rows.push_back(static_cast<int>(std::strtol(at, &at, 10)));
@@ -65,93 +83,277 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
   return absl::OkStatus();
 }
 
+using Clock = std::chrono::steady_clock;
+
 constexpr size_t kLeastSamples = 9, kMostSamples = 99;
 constexpr double kWarmUpSeconds = 0.1, kLongestSeconds = 2;  // an idle chip clocks down
+constexpr int kLongestPlan = 1000;
 
-absl::Status Measure(Backend& backend, size_t free_before, std::shared_ptr<const Denoiser> model,
-                     int rows, benchmark::State& state) {
-  const DenoiserTraits& traits = model->traits();
-  constexpr int kLongestPlan = 1000;
-  DENOISED_ASSIGN_OR_RETURN(auto evaluator, Evaluator::Create(backend, model,
-                                                              {.height = traits.height,
-                                                               .width = traits.width,
-                                                               .max_rows = rows,
-                                                               .slots = rows,
-                                                               .max_evaluations = kLongestPlan}));
-  DENOISED_ASSIGN_OR_RETURN(
-      const SchedulerConfig scheduler,
-      SchedulerConfig::Parse(nlohmann::json{{"_class_name", "DDIMScheduler"}}, "scheduler"));
-  DENOISED_ASSIGN_OR_RETURN(const StepPlan plan, scheduler.Compile({.steps = kLongestPlan}));
-  const std::vector<DeviceEvaluation> evaluations = ToDevice(plan);
-  std::vector<EvaluationRow> table;
-  int done = kLongestPlan;
-  const auto begin_all = [&] {
+/// A model on a device, and `rows` images of it that are drawn over and over.
+class Drawing {
+ public:
+  static absl::StatusOr<std::unique_ptr<Drawing>> Create(Backend& backend,
+                                                         std::shared_ptr<const Denoiser> model,
+                                                         int rows) {
+    auto drawing = std::make_unique<Drawing>();
+    const DenoiserTraits& traits = model->traits();
+    DENOISED_ASSIGN_OR_RETURN(drawing->evaluator_,
+                              Evaluator::Create(backend, std::move(model),
+                                                {.height = traits.height,
+                                                 .width = traits.width,
+                                                 .max_rows = rows,
+                                                 .slots = rows,
+                                                 .max_evaluations = kLongestPlan}));
+    DENOISED_ASSIGN_OR_RETURN(
+        const SchedulerConfig scheduler,
+        SchedulerConfig::Parse(nlohmann::json{{"_class_name", "DDIMScheduler"}}, "scheduler"));
+    DENOISED_ASSIGN_OR_RETURN(const StepPlan plan, scheduler.Compile({.steps = kLongestPlan}));
+    drawing->plan_ = ToDevice(plan);
     for (int slot = 0; slot < rows; ++slot)
-      evaluator->Begin(slot, {.plan = &evaluations, .seed = static_cast<uint64_t>(slot)});
-    done = 0;
-  };
-  for (int slot = 0; slot < rows; ++slot)
-    table.push_back({.slot = slot, .label = 0, .unconditional_row = -1, .advances = 1});
-  begin_all();
-  DENOISED_RETURN_IF_ERROR(backend.Synchronize());
-  const auto before_first = std::chrono::steady_clock::now();
-  for (int warm = 0; warm < 3; ++warm, ++done) {
-    DENOISED_RETURN_IF_ERROR(evaluator->Evaluate(table).status());
+      drawing->table_.push_back({.slot = slot, .label = 0, .unconditional_row = -1, .advances = 1});
     DENOISED_RETURN_IF_ERROR(backend.Synchronize());
-    if (warm == 0) {
-      state.counters["s_first"] =
-          std::chrono::duration<double>(std::chrono::steady_clock::now() - before_first).count();
+    const Clock::time_point before_first = Clock::now();
+    for (int warm = 0; warm < 3; ++warm) {
+      DENOISED_RETURN_IF_ERROR(drawing->Evaluate());
+      DENOISED_RETURN_IF_ERROR(backend.Synchronize());
+      if (warm == 0) {
+        drawing->first_seconds_ =
+            std::chrono::duration<double>(Clock::now() - before_first).count();
+      }
     }
+    return drawing;
   }
-  for (auto _ : state) {
-    std::vector<double> seconds;
-    double sum = 0;
-    while (seconds.size() < kLeastSamples ||
-           (seconds.size() < kMostSamples && sum < kLongestSeconds)) {
-      if (done++ >= kLongestPlan - 1) begin_all();
+
+  absl::Status Evaluate() {
+    if (done_ == kLongestPlan) done_ = 0;
+    if (done_++ == 0) {
+      for (const EvaluationRow& row : table_)
+        evaluator_->Begin(row.slot, {.plan = &plan_, .seed = static_cast<uint64_t>(row.slot)});
+    }
+    return evaluator_->Evaluate(table_).status();
+  }
+
+  const Evaluator& evaluator() const { return *evaluator_; }
+  double first_seconds() const { return first_seconds_; }
+
+ private:
+  std::unique_ptr<Evaluator> evaluator_;
+  std::vector<DeviceEvaluation> plan_;
+  std::vector<EvaluationRow> table_;
+  int done_ = 0;
+  double first_seconds_ = 0;
+};
+
+/// A graph of the model alone, with nothing around it that gathers, samples or scatters.
+class Forward {
+ public:
+  static absl::StatusOr<std::unique_ptr<Forward>> Create(Backend& backend,
+                                                         std::shared_ptr<const Denoiser> model,
+                                                         int rows, size_t activation_bytes) {
+    auto forward = std::make_unique<Forward>();
+    forward->model_ = std::move(model);
+    const DenoiserTraits& traits = forward->model_->traits();
+    const auto random = [&](Tensor* input, const Shape& shape, DType dtype) -> absl::Status {
+      DENOISED_ASSIGN_OR_RETURN(*input, backend.Allocate(shape, dtype, "a benchmark's input"));
+      std::mt19937 bits{7};
+      std::normal_distribution<float> normal;
+      const Tensor host = Tensor::Host(shape, dtype);
+      for (int64_t i = 0; i < shape.elements(); ++i) {
+        if (dtype == DType::kI32) host.as<int32_t>()[i] = 0;
+        if (dtype == DType::kF32) host.as<float>()[i] = normal(bits);
+        if (dtype == DType::kBF16) host.as<uint16_t>()[i] = FloatToBFloat16(normal(bits));
+      }
+      backend.Upload(host.data(), host.bytes(), *input);
+      return absl::OkStatus();
+    };
+    DenoiserInput& input = forward->input_;
+    DENOISED_RETURN_IF_ERROR(random(&input.x, {rows, traits.height, traits.width, traits.channels},
+                                    backend.activation_dtype()));
+    DENOISED_RETURN_IF_ERROR(random(&input.condition, {rows}, DType::kF32));
+    if (traits.condition == ClassCondition::kLabel)
+      DENOISED_RETURN_IF_ERROR(random(&input.label, {rows}, DType::kI32));
+    if (traits.class_vector_size > 0)
+      DENOISED_RETURN_IF_ERROR(
+          random(&input.embedding, {rows, traits.class_vector_size}, DType::kF32));
+    DENOISED_ASSIGN_OR_RETURN(Tensor block,
+                              backend.Allocate({static_cast<int64_t>(activation_bytes)}, DType::kU8,
+                                               "a benchmark's activations"));
+    forward->arena_.emplace(std::move(block));
+    DENOISED_ASSIGN_OR_RETURN(forward->graph_, backend.Capture([&backend, forward = forward.get()] {
+      nn::Context context{backend, *forward->arena_};
+      forward->model_->Forward(context, forward->input_);
+    }));
+    return forward;
+  }
+
+  Graph& graph() { return *graph_; }
+
+ private:
+  std::shared_ptr<const Denoiser> model_;
+  DenoiserInput input_;
+  std::optional<Arena> arena_;
+  std::unique_ptr<Graph> graph_;
+};
+
+/// Median device seconds of each, in turns.
+absl::StatusOr<std::vector<double>> MedianSeconds(
+    Backend& backend, const std::vector<std::function<absl::Status()>>& works) {
+  std::vector<std::vector<double>> seconds(works.size());
+  double sum = 0;
+  while (seconds[0].size() < kLeastSamples ||
+         (seconds[0].size() < kMostSamples && sum < kLongestSeconds)) {
+    const bool warm = sum > kWarmUpSeconds;
+    for (size_t i = 0; i < works.size(); ++i) {
       const auto begin = backend.Mark();
-      DENOISED_RETURN_IF_ERROR(evaluator->Evaluate(table).status());
+      DENOISED_RETURN_IF_ERROR(works[i]());
       const auto end = backend.Mark();
       DENOISED_RETURN_IF_ERROR(end->Wait());
       const double elapsed = end->SecondsSince(*begin);
-      if (sum > kWarmUpSeconds) seconds.push_back(elapsed);
+      if (warm) seconds[i].push_back(elapsed);
       sum += elapsed;
     }
-    const auto median = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
-    std::nth_element(seconds.begin(), median, seconds.end());
-    state.SetIterationTime(*median);
   }
-  state.counters["FLOP/s"] = benchmark::Counter(evaluator->flops_per_row() * rows,
-                                                benchmark::Counter::kIsIterationInvariantRate);
-  state.counters["MiB_activations"] =
-      static_cast<double>(evaluator->activation_bytes()) / (1 << 20);
+  std::vector<double> medians;
+  for (std::vector<double>& each : seconds) {
+    const auto median = each.begin() + static_cast<std::ptrdiff_t>(each.size() / 2);
+    std::nth_element(each.begin(), median, each.end());
+    medians.push_back(*median);
+  }
+  return medians;
+}
+
+/// A model with a queue of its own on the device.
+struct Resident {
+  std::unique_ptr<Backend> backend;
+  size_t free_before = 0;  // bytes of the device
+  std::shared_ptr<const Denoiser> model;
+};
+
+absl::StatusOr<Resident> Load(const BackendOptions& options, const std::string& file,
+                              const std::string& weights_file) {
+  Resident resident;
+  DENOISED_ASSIGN_OR_RETURN(resident.backend, OpenBackend(options));
+  resident.free_before = resident.backend->memory().free;
+  DENOISED_ASSIGN_OR_RETURN(const auto json, ReadJsonFile(file));
+  DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config, UNet2DConfig::Parse(json, file));
+  const Clock::time_point begin = Clock::now();
+  Weights weights = Weights::Synthetic(1);
+  if (!weights_file.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(Safetensors tensors, Safetensors::Open(weights_file));
+    weights = Weights(std::move(tensors), weights_file);
+  }
+  DENOISED_ASSIGN_OR_RETURN(resident.model, LoadUNet2D(*resident.backend, config, weights));
+  DENOISED_RETURN_IF_ERROR(resident.backend->Synchronize());
+  const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  if (!weights_file.empty()) {
+    const auto bytes = static_cast<double>(std::filesystem::file_size(weights_file));
+    benchmark::AddCustomContext(
+        "weights", fmt::format("{:.0f} MB in {:.3f} s: {:.2f} GB/s", 1e-6 * bytes, seconds,
+                               1e-9 * bytes / seconds));
+  }
+  return resident;
+}
+
+absl::Status Measure(const Resident& resident, int rows, benchmark::State& state) {
+  Backend& backend = *resident.backend;
+  const std::shared_ptr<const Denoiser>& model = resident.model;
+  DENOISED_ASSIGN_OR_RETURN(const auto drawing, Drawing::Create(backend, model, rows));
+  const Evaluator& evaluator = drawing->evaluator();
   if (backend.device() == Device::kCuda) {
     state.counters["MiB_device"] =
-        static_cast<double>(free_before - backend.memory().free) / (1 << 20);
+        static_cast<double>(resident.free_before - backend.memory().free) / (1 << 20);
   }
+  DENOISED_ASSIGN_OR_RETURN(const auto forward,
+                            Forward::Create(backend, model, rows, evaluator.activation_bytes()));
+  for (auto _ : state) {
+    DENOISED_ASSIGN_OR_RETURN(const std::vector<double> seconds,
+                              MedianSeconds(backend, {[&] { return drawing->Evaluate(); },
+                                                      [&] {
+                                                        backend.Launch(forward->graph());
+                                                        return backend.status();
+                                                      }}));
+    state.SetIterationTime(seconds[0]);
+    state.counters["ms_forward"] = 1e3 * seconds[1];
+  }
+  state.counters["FLOP/s"] = benchmark::Counter(evaluator.flops_per_row() * rows,
+                                                benchmark::Counter::kIsIterationInvariantRate);
+  state.counters["s_first"] = drawing->first_seconds();
+  state.counters["MiB_activations"] = static_cast<double>(evaluator.activation_bytes()) / (1 << 20);
   state.SetItemsProcessed(state.iterations() * rows);
   return absl::OkStatus();
 }
 
+/// How many evaluations the device makes within the time, the host one ahead as in the engine.
+absl::StatusOr<int> CountEvaluations(Backend& backend, Drawing& drawing, double seconds) {
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  std::unique_ptr<Marker> last;
+  int count = 0;
+  for (; Clock::now() < end; ++count) {
+    DENOISED_RETURN_IF_ERROR(drawing.Evaluate());
+    auto marker = backend.Mark();
+    if (last) DENOISED_RETURN_IF_ERROR(last->Wait());
+    last = std::move(marker);
+  }
+  return count;
+}
+
+/// Two models at a time, each in a queue of its own: the sum of what they get of the device, as
+/// shares of what each has alone. 1 is what taking turns gives.
+absl::Status MeasureBeside(const Resident& one, const Resident& other, int rows,
+                           benchmark::State& state) {
+  constexpr double kSeconds = 1;
+  const std::array<const Resident*, 2> residents = {&one, &other};
+  std::array<std::unique_ptr<Drawing>, 2> drawings;
+  std::array<double, 2> alone;
+  std::array<absl::StatusOr<int>, 2> counts;
+  for (size_t i = 0; i < 2; ++i) {
+    Backend& backend = *residents[i]->backend;
+    DENOISED_ASSIGN_OR_RETURN(drawings[i], Drawing::Create(backend, residents[i]->model, rows));
+    DENOISED_ASSIGN_OR_RETURN(const int count, CountEvaluations(backend, *drawings[i], kSeconds));
+    alone[i] = kSeconds / count;
+  }
+  for (auto _ : state) {
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < 2; ++i)
+      threads.emplace_back(
+          [&, i] { counts[i] = CountEvaluations(*residents[i]->backend, *drawings[i], kSeconds); });
+    for (std::thread& thread : threads) thread.join();
+    double sum = 0;
+    for (size_t i = 0; i < 2; ++i) {
+      DENOISED_RETURN_IF_ERROR(counts[i].status());
+      sum += alone[i] * *counts[i] / kSeconds;
+      state.counters[i == 0 ? "ms_alone" : "ms_other_alone"] = 1e3 * alone[i];
+    }
+    state.SetIterationTime(kSeconds / *counts[0]);
+    state.counters["ms_other"] = 1e3 * kSeconds / *counts[1];
+    state.counters["shares"] = sum;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Run(const Options& options) {
-  DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<Backend> backend, OpenBackend(options.backend));
-  const size_t free_before = backend->memory().free;
-  DENOISED_ASSIGN_OR_RETURN(const auto json, ReadJsonFile(options.config));
-  DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config, UNet2DConfig::Parse(json, options.config));
-  DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const Denoiser> model,
-                            LoadUNet2D(*backend, config, Weights::Synthetic(1)));
-  benchmark::AddCustomContext("device", backend->description());
-  for (const int rows : options.rows)
-    benchmark::RegisterBenchmark(fmt::format("{}/rows:{}", options.config, rows).c_str(),
-                                 [&backend, free_before, model, rows](benchmark::State& state) {
+  DENOISED_ASSIGN_OR_RETURN(const Resident resident,
+                            Load(options.backend, options.config, options.weights));
+  benchmark::AddCustomContext("device", resident.backend->description());
+  Resident other;
+  if (!options.beside.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(other, Load(options.backend, options.beside, ""));
+  }
+  for (const int rows : options.rows) {
+    const std::string name =
+        fmt::format("{}{}{}/rows:{}", options.config, other.model ? "+" : "", options.beside, rows);
+    benchmark::RegisterBenchmark(name.c_str(),
+                                 [&, rows](benchmark::State& state) {
                                    const absl::Status status =
-                                       Measure(*backend, free_before, model, rows, state);
+                                       other.model ? MeasureBeside(resident, other, rows, state)
+                                                   : Measure(resident, rows, state);
                                    if (!status.ok())
                                      state.SkipWithError(std::string(status.message()).c_str());
                                  })
         ->Iterations(1)
         ->UseManualTime()
         ->Unit(benchmark::kMillisecond);
+  }
   benchmark::RunSpecifiedBenchmarks();
   return absl::OkStatus();
 }

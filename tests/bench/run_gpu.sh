@@ -2,7 +2,7 @@
 # Measures denoised on this machine's GPU beside PyTorch, in one go, and prints a table.
 #
 #   tests/bench/run_gpu.sh [--bin=build/release/tests/bench] [--out=build/bench]
-#                          [--kernels=REGEX] [--models=cifar10-32,adm-64] [--rows=1,16,64]
+#                          [--kernels=REGEX] [--models=cifar10-32:1:64,adm-64:1 | all]
 #                          [--compile=reduce-overhead,max-autotune] [--earlier-peers=FILE]
 #                          [--generic]
 #
@@ -10,9 +10,11 @@
 # --out            where the raw figures go, as JSON
 # --kernels        which ops of backend-throughput: a regular expression; "all" are the default when
 #                  no models are named. About a minute for all.
-# --models --rows  whole forwards of these models of tests/models/configs, of so many rows each
-# --compile        modes of torch.compile, 1 to 4 minutes for each model and count of rows; "none":
-#                  PyTorch eager in a CUDA graph. Default: reduce-overhead.
+# --models         whole forwards of these models of tests/models/configs, of so many rows; "all" are
+#                  those of the table in docs/benchmarks.md
+# --compile        modes of torch.compile: reduce-overhead, the default, XXX minutes on 16 cores for
+#                  all; max-autotune, 2 to 4 minutes for each model and count of rows; or "none":
+#                  PyTorch eager in a CUDA graph
 # --earlier-peers  a peer_models.json from a GPU of the same kind instead of running PyTorch on the
 #                  models again; the table marks its figures
 # --generic        denoised's kernels for any chip, also on one that has its own
@@ -23,7 +25,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 bin=$root/build/release/tests/bench out=$root/build/bench
-kernels="" models="" rows=1,16,64 compile=reduce-overhead earlier="" python=${PYTHON:-python3}
+kernels="" models="" compile=reduce-overhead earlier="" python=${PYTHON:-python3}
 device=(--device=cuda)
 for flag in "$@"; do
   case $flag in
@@ -31,7 +33,6 @@ for flag in "$@"; do
     --out=*) out=${flag#*=} ;;
     --kernels=*) kernels=${flag#*=} ;;
     --models=*) models=${flag#*=} ;;
-    --rows=*) rows=${flag#*=} ;;
     --compile=*) compile=${flag#*=} ;;
     --earlier-peers=*) earlier=${flag#*=} ;;
     --generic) device+=(--generic) ;;
@@ -39,8 +40,9 @@ for flag in "$@"; do
   esac
 done
 [[ -n "$kernels$models" ]] || kernels=all
+[[ "$models" == all ]] && models=cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16
 mkdir -p "$out"
-ours=() peers=()
+ours=() peers=() status=0
 
 if [[ -n "$kernels" ]]; then
   [[ "$kernels" == all ]] && kernels=.
@@ -52,20 +54,22 @@ if [[ -n "$kernels" ]]; then
   ours+=("$out/kernels.json") peers+=("$out/peer_kernels.json")
 fi
 
-for model in ${models//,/ }; do
+for each in ${models//,/ }; do
+  IFS=: read -r model rows <<<"$each"
   echo "$model: denoised" >&2
   "$bin/denoised-bench" "${device[@]}" "--config=$root/tests/models/configs/$model/config.json" \
-    "--rows=$rows" "--benchmark_out=$out/$model.json" --benchmark_out_format=json \
+    "--rows=${rows//:/,}" "--benchmark_out=$out/$model.json" --benchmark_out_format=json \
     >"$out/$model.txt"
   ours+=("$out/$model.json")
 done
 if [[ -n "$models" && -z "$earlier" ]]; then
   echo "Models: PyTorch" >&2
-  "$python" "$here/peer_models.py" "--models=$models" "--rows=$rows" "--compile=$compile" \
-    "--out=$out/peer_models.json" >&2
+  "$python" "$here/peer_models.py" "--models=$models" "--compile=$compile" \
+    "--out=$out/peer_models.json" >&2 || status=1
   peers+=("$out/peer_models.json")
 fi
 
 join() { local IFS=,; echo "$*"; }
 "$python" "$here/compare_peer.py" "--ours=$(join "${ours[@]}")" "--peers=$(join "${peers[@]}")" \
   "--earlier-peers=$earlier" | tee "$out/table.md"
+exit $status

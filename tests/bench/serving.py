@@ -13,6 +13,8 @@
   streams     1,000 streams at any time, without an error
   storm       10,000 requests cancelled at random moments: nothing stays behind, and the survivors'
               images are those of an idle server
+  start       from the start of the process until it serves, graphs captured and warmed, for two
+              models with random weights
   soak        20 minutes at saturation: whether resident memory grows after the warm-up, and how
               many bytes more than after the first quarter an idle server has allocated at the end
 
@@ -24,6 +26,7 @@ synthetic-model"""
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import pathlib
@@ -39,6 +42,8 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALLEST = ROOT / "tests/models/goldens/run_edm_euler"  # 8 x 8 pixels, 18,521 weights
+CONFIGS = ROOT / "tests/models/configs"
+START_SECONDS = {"cifar10-32": 3, "adm-64": 6}  # what start allows a GPU
 
 
 def on(cores):
@@ -65,6 +70,7 @@ class Server:
         command = [options.denoised, "--model", f"model={model}", "--listen", self.address]
         command += ["--metrics-listen", self.metrics, "--device", options.device]
         command += ["--max-queued-images", "100000", *flags, *options.server_flag]
+        self.started = datetime.datetime.now(datetime.timezone.utc)
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log,
                                         env=os.environ | (environment or {}),
                                         preexec_fn=on(options.server_cores if apart else None))
@@ -88,6 +94,13 @@ class Server:
             stdout=subprocess.PIPE, env=os.environ | (environment or {}), check=trusted, text=True,
             preexec_fn=on(self.client_cores))
         return json.loads(result.stdout)
+
+    def seconds_to(self, event):
+        """From before the start of the process to the latest line of its log with this event."""
+        lines = pathlib.Path(self.log.name).read_text().splitlines()
+        line = [line for line in lines if re.match(rf"\S+ info +{event}\b", line)][-1]
+        time_of_day = datetime.datetime.fromisoformat(line.split()[0].replace("Z", "+00:00"))
+        return (time_of_day - self.started).total_seconds()
 
     def cpu_seconds(self):
         stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text()
@@ -240,6 +253,33 @@ def storm(options):
                   ">= 10,000; 0; 0", good)
 
 
+def start(options):
+    good = True
+    for config, limit in START_SECONDS.items():
+        model = options.work / config
+        subprocess.run([options.synthetic_model, CONFIGS / config / "config.json", model],
+                       check=True)
+        weights = (model / "diffusion_pytorch_model.safetensors").stat().st_size
+        for rows in ("0", "2"):  # all row buckets, and the fewest
+            flags = ("--max-rows", rows, "--autotune-cache", options.work / f"{config}-{rows}")
+            runs = []
+            for _ in range(options.rounds):
+                with Server(options, model, *flags) as server:
+                    runs.append([server.seconds_to(event)
+                                 for event in ("listening", "model ready", "serving")])
+            for name, some in (("first start, kernels measured", runs[:1]), ("later", runs[1:])):
+                if some:
+                    listening, ready, serving = map(statistics.median, zip(*some))
+                    print(f"  {config}, --max-rows {rows}, {name}: device open after "
+                          f"{listening:.2f} s, model of {weights >> 20} MiB after {ready:.2f}, "
+                          f"serving after {serving:.2f}", flush=True)
+            if rows == "0":
+                first = runs[0][-1]
+                good &= report(f"start, {config}", f"{first:.2f} s", f"<= {limit} s",
+                               first <= limit)
+    return good
+
+
 def slope(samples):
     """KiB per minute and its standard error, by least squares over (seconds, KiB)."""
     xs, ys = [x / 60 for x, _ in samples], [y for _, y in samples]
@@ -298,7 +338,8 @@ def soak(options):
                   "3 errors or 1 % in all, no error", flat and failed == 0)
 
 
-BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, soak)}
+BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, start,
+                                         soak)}
 
 
 def main():
@@ -315,7 +356,7 @@ def main():
     parser.add_argument("--batch", type=int, default=64, help="of the first two: rows")
     parser.add_argument("--seconds", type=float, default=20, help="of the first two, a round")
     parser.add_argument("--warm-up", type=float, default=5, help="of the first two, seconds")
-    parser.add_argument("--rounds", type=int, default=3, help="of saturation")
+    parser.add_argument("--rounds", type=int, default=3, help="of saturation and start")
     parser.add_argument("--client-cores", type=int, metavar="N",
                         help="of the first two: cores for the client alone; default: an eighth, at "
                         "least one. 0: it shares those of the server")
@@ -325,6 +366,7 @@ def main():
     options = parser.parse_args()
     options.denoised = options.denoised or options.build / "server/denoised"
     options.denoise = options.build / "client/denoise"
+    options.synthetic_model = options.build / "tests/bench/synthetic-model"
     options.engine_throughput = options.build / "tests/bench/engine-throughput"
     cores = sorted(os.sched_getaffinity(0))
     clients = options.client_cores
@@ -336,8 +378,7 @@ def main():
         options.work = pathlib.Path(work)
         if options.model.is_file():
             directory = options.work / "model"
-            synthetic_model = options.build / "tests/bench/synthetic-model"
-            subprocess.run([synthetic_model, options.model, directory], check=True)
+            subprocess.run([options.synthetic_model, options.model, directory], check=True)
             options.model = directory
         met = [BENCHMARKS[name](options) for name in options.benchmarks]
     return 0 if all(met) else 1

@@ -113,6 +113,55 @@ TEST_P(EngineTest, SameBytesAloneAndInCompany) {
   }
 }
 
+/// Adds up what evaluations took.
+class Seconds : public EngineObserver {
+ public:
+  void OnEvaluation(const std::string&, const std::string&, int, int, double seconds) override {
+    std::lock_guard lock(mutex_);
+    sum_ += seconds;
+  }
+  double sum() {
+    std::lock_guard lock(mutex_);
+    return sum_;
+  }
+
+ private:
+  std::mutex mutex_;
+  double sum_ = 0;
+};
+
+// On a GPU each model has a queue of its own, and their evaluations overlap.
+TEST_P(EngineTest, SameBytesBesideAnotherModel) {
+  Seconds evaluating;
+  const auto engine = Open({.max_rows = 8});
+  ASSERT_TRUE(engine->Open("other digits", kDigits).ok());
+  const auto spec = [](const std::string& model, int i) {
+    JobSpec spec{.model = model, .seed = i, .class_labels = {i % 10}};
+    spec.sampler.steps = 3 + 7 * i % 11;
+    return spec;
+  };
+  constexpr int kJobs = 12;
+  std::vector<std::vector<float>> alone;
+  for (int i = 0; i < kJobs; ++i) {
+    const auto job = Submit(*engine, spec("digits", i));
+    ASSERT_TRUE(job->Wait().ok());
+    alone.push_back(job->images()[0]);
+  }
+  engine->SetObserver(&evaluating);
+  const auto begin = Clock::now();
+  std::vector<std::shared_ptr<Collector>> jobs;
+  for (int i = 0; i < kJobs; ++i)
+    for (const char* model : {"digits", "other digits"})
+      jobs.push_back(Submit(*engine, spec(model, i)));
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    ASSERT_TRUE(jobs[i]->Wait().ok());
+    EXPECT_EQ(jobs[i]->images()[0], alone[i / 2]) << "job " << i;
+  }
+  const double passed = std::chrono::duration<double>(Clock::now() - begin).count();
+  EXPECT_GT(evaluating.sum(), 0);
+  EXPECT_LE(evaluating.sum(), passed) << "what overlaps counts once";
+}
+
 TEST_P(EngineTest, CancelDeadlineAndQueueLimit) {
   const auto engine = Open({.max_rows = 2, .max_queued_images = 5});
   JobSpec slow{.model = "digits", .count = 4};

@@ -16,6 +16,8 @@
 // that the copy engine fills in, as are keys beyond the last.
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 #include <type_traits>
 
 #include "engine/backend/cuda/dependent_launch.h"
@@ -29,6 +31,7 @@ namespace {
 constexpr int kUnit = 64;      // queries: what one wgmma multiplies
 constexpr int kLine = 64;      // dimensions: 128 bytes of bf16, the widest swizzle
 constexpr int kMaxPart = 256;  // columns of the output that a warpgroup's registers hold
+constexpr int kMaxShared = 232448;
 
 /// Heads of up to kDim dimensions. kBlocks of a multiprocessor share it.
 template <int kDim_, int kKeys_, int kStages_, int kGroups_, int kBlocks_>
@@ -39,11 +42,15 @@ struct Tile {
   static constexpr int kLines = (kPart + kLine - 1) / kLine;  // beside each other, of a part
   static constexpr int kStageBytes = kLines * kKeys * kLine * 2;
   static constexpr int kUnitBytes = kParts * kLines * kUnit * kLine * 2;
-  static constexpr int kBarriers = 2 * kStages + 2;
-  static constexpr int kSharedBytes = kGroups * kUnitBytes + kStages * kStageBytes + kBarriers * 8;
+  static constexpr int kStepBytes = kGroups * kUnitBytes;
+  // The queries of a block's next step come early where there is room for two steps'.
+  static constexpr int kAhead =
+      (2 * kStepBytes + kStages * kStageBytes + 2048) * kBlocks <= kMaxShared ? 2 : 1;
+  static constexpr int kBarriers = 2 * (kStages + kAhead);
+  static constexpr int kSharedBytes = kAhead * kStepBytes + kStages * kStageBytes + kBarriers * 8;
   // With several consumers a whole warpgroup produces, for its registers to go to them.
   static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
-  static_assert(kPart % 8 == 0 && kKeys % 16 == 0 && kSharedBytes <= 232448);
+  static_assert(kPart % 8 == 0 && kKeys % 16 == 0 && kSharedBytes <= kMaxShared);
 };
 
 /// What the kernel knows besides the AttentionLaunch. A step is what the warpgroups of a block do
@@ -53,14 +60,19 @@ struct Work {
   CUtensorMap q, k, v;
   int units = 0;  // of a head
   int wide_heads = 0, narrow = 1, steps = 0;
+  int shift = 0;  // from one round of steps to the next, in blocks
 };
 
 struct Step {
   int active = 0;  // units
   int query = 0, part = 0, head = 0, image = 0;
 };
+/// Number `turn` of this block; beyond the last, no units.
 template <typename T>
-__device__ inline Step StepAt(const AttentionLaunch& attention, const Work& work, int index) {
+__device__ inline Step StepAt(const AttentionLaunch& attention, const Work& work, int turn) {
+  const int blocks = gridDim.x;
+  int index = turn * blocks + (blockIdx.x + turn * work.shift) % blocks;
+  if (index >= work.steps) return {};
   const int wide_steps = (work.units + T::kGroups - 1) / T::kGroups;
   const bool wide = index < work.wide_heads * wide_steps;
   const int width = wide ? T::kGroups : work.narrow;
@@ -190,11 +202,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
                           const __grid_constant__ Work work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char queries[];  // as the swizzle wants it
-  unsigned char* const ring = queries + T::kGroups * T::kUnitBytes;
+  unsigned char* const ring = queries + T::kAhead * T::kStepBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(ring + T::kStages * T::kStageBytes);
   uint64_t* const empty = full + T::kStages;
   uint64_t* const queries_full = empty + T::kStages;
-  uint64_t* const queries_empty = queries_full + 1;
+  uint64_t* const queries_empty = queries_full + T::kAhead;
 
   // The same in all lanes, and known to be, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
@@ -206,13 +218,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], T::kGroups);
     }
-    InitBarrier(queries_full, 1);
-    InitBarrier(queries_empty, T::kGroups);
+    for (int i = 0; i < T::kAhead; ++i) {
+      InitBarrier(&queries_full[i], 1);
+      InitBarrier(&queries_empty[i], T::kGroups);
+    }
     FenceBarrierInit();
   }
   __syncthreads();
 
-  int stage = 0, round = 0, turn = 0;
+  int stage = 0, round = 0;
   const auto advance = [&](int stages) {
     round += (stage + stages) / T::kStages;
     stage = (stage + stages) % T::kStages;
@@ -225,8 +239,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       PrefetchMap(&work.k);
       PrefetchMap(&work.v);
       WaitForPredecessors();  // consumers wait for what the copies bring
-      for (int index = blockIdx.x; index < work.steps; index += gridDim.x, ++turn) {
-        const Step step = StepAt<T>(attention, work, index);
+      Step step;
+      for (int turn = 0; (step = StepAt<T>(attention, work, turn)).active > 0; ++turn) {
+        const int ahead = turn % T::kAhead;
         const auto copy = [&](unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
                               int rows, int first_line, int token) {
 #pragma unroll
@@ -245,12 +260,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         const auto load_keys = [&](int key_tile) {
           for (int part = 0; part < T::kParts; ++part) load(&work.k, key_tile, part);
         };
-        Wait(queries_empty, (turn & 1) ^ 1);
-        ArriveExpecting(queries_full, step.active * T::kUnitBytes);
+        Wait(&queries_empty[ahead], (turn / T::kAhead & 1) ^ 1);
+        ArriveExpecting(&queries_full[ahead], step.active * T::kUnitBytes);
         for (int i = 0; i < step.active; ++i) {
           for (int part = 0; part < T::kParts; ++part) {
-            copy(queries + i * T::kUnitBytes + part * T::kUnitBytes / T::kParts, &work.q,
-                 queries_full, kUnit, part * T::kLines, step.query + i * kUnit);
+            copy(queries + ahead * T::kStepBytes + i * T::kUnitBytes +
+                     part * T::kUnitBytes / T::kParts,
+                 &work.q, &queries_full[ahead], kUnit, part * T::kLines, step.query + i * kUnit);
           }
         }
         load_keys(0);
@@ -271,13 +287,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   uint32_t weights[T::kKeys / 4];
   Softmax softmax;
 
-  const auto multiply_keys = [&] {
+  const auto multiply_keys = [&](int ahead) {
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
       Wait(&full[stage], round & 1);
       FenceProducts();
-      const uint64_t q =
-          MatrixDescriptor(queries + group * T::kUnitBytes + part * T::kUnitBytes / T::kParts);
+      const uint64_t q = MatrixDescriptor(queries + ahead * T::kStepBytes + group * T::kUnitBytes +
+                                          part * T::kUnitBytes / T::kParts);
       const uint64_t k = MatrixDescriptor(ring + stage * T::kStageBytes);
 #pragma unroll
       for (int d = 0; d < T::kPart; d += 16) {
@@ -324,9 +340,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   };
   if (T::kGroups > 1 && group == 1) ArriveNamed(1, 256);
 
-  for (int index = blockIdx.x; index < work.steps; index += gridDim.x, ++turn) {
-    const Step step = StepAt<T>(attention, work, index);
-    Wait(queries_full, turn & 1);
+  Step step;
+  for (int turn = 0; (step = StepAt<T>(attention, work, turn)).active > 0; ++turn) {
+    const int ahead = turn % T::kAhead;
+    Wait(&queries_full[ahead], turn / T::kAhead & 1);
     if (group >= step.active) {  // has nothing to do but to give stages back
       // A warp that came two phases late would wait for a third.
       SyncNamed(1 + T::kGroups + group, 128);
@@ -337,7 +354,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
           Wait(&full[at], (round + (stage + i) / T::kStages) & 1);
           if (signals) Arrive(&empty[at]);
         }
-        if (signals) Arrive(queries_empty);
+        if (signals) Arrive(&queries_empty[ahead]);
         __syncwarp();
       }
       advance(stages);
@@ -347,7 +364,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 #pragma unroll
     for (int i = 0; i < T::kPart / 2; ++i) output[i] = 0;
-    multiply_keys();
+    multiply_keys(ahead);
     WaitProducts<0>();
     HoldRegisters(scores);
     release(T::kParts);
@@ -360,7 +377,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const auto add_tile = [&](auto last) {
       constexpr bool kLast = decltype(last)::value;
       await_turn(step.active);
-      multiply_keys();
+      multiply_keys(ahead);
       multiply_values();  // of the tile before
       pass_turn(step.active);
       WaitProducts<1>();  // the scores
@@ -384,7 +401,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     WaitProducts<0>();
     HoldRegisters(output);
     release(1);
-    if (signals) Arrive(queries_empty);
+    if (signals) Arrive(&queries_empty[ahead]);
     WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
   }
   if (T::kGroups > 1 && group == 0) SyncNamed(1, 256);  // nobody leaves a turn behind
@@ -418,19 +435,23 @@ CUresult EncodeHeads(CUtensorMap* map, const Rows& rows, const AttentionLaunch& 
 }
 
 /// Wide steps are the quickest a unit, but the last round of blocks may have few of them. So some
-/// heads, or all, are cut into narrower ones, by what the rounds should cost.
+/// heads, or all, are cut into narrower ones, by what the rounds should cost. The last of a head's
+/// wide steps may have fewer units than there are warpgroups: over the rounds each block gets its
+/// share of these.
 void CutIntoSteps(int heads, int groups, int blocks, Work* work) {
   const auto rounds = [&](int steps) { return (steps + blocks - 1) / blocks; };
-  const auto cost = [](int width) { return 6 + 5 * width; };  // of a step: measured, on an H200
+  const auto cost = [](double width) { return 6 + 5 * width; };  // of a step: measured on an H200
   const int wide_steps = (work->units + groups - 1) / groups;
+  const double mean_cost = cost(static_cast<double>(work->units) / wide_steps);
+  while (std::gcd(blocks + work->shift, wide_steps) != 1) ++work->shift;
   const int full_rounds = static_cast<int>(int64_t{heads} * wide_steps / blocks);
-  int64_t least = INT64_MAX;
+  double least = INFINITY;
   for (int wide_heads : {heads, static_cast<int>(int64_t{full_rounds} * blocks / wide_steps), 0}) {
     for (int narrow = groups; narrow > 0; --narrow) {
       const int wide = wide_heads * wide_steps;
       const int steps = wide + (heads - wide_heads) * ((work->units + narrow - 1) / narrow);
-      const int64_t total = int64_t{rounds(wide)} * cost(groups) +
-                            int64_t{rounds(steps) - rounds(wide)} * cost(narrow);
+      const double total = (wide > 0 ? (rounds(wide) - 1) * mean_cost + cost(groups) : 0) +
+                           (rounds(steps) - rounds(wide)) * cost(narrow);
       if (total < least) {
         least = total;
         work->wide_heads = wide_heads, work->narrow = narrow, work->steps = steps;

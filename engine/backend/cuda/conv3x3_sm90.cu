@@ -22,7 +22,6 @@
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/moments.cuh"
 
 namespace denoised::cuda {
 namespace {
@@ -31,25 +30,27 @@ constexpr int kPatchSlot = 25 * 1024;  // two patches of 10×10 pixels of 128 by
 constexpr int kBoxBytes = 64 * 64 * 2;
 
 /// Tiles of 128 pixels and kN outputs for two consumer warpgroups.
-template <int kN_, bool kTurns_, int kPatches_, int kStages_, int kRegisters_, int kFree_,
-          int kThreads_>
+template <int kN_, bool kTurns_, int kPatches_, int kStages_, int kBuffers_, int kRegisters_,
+          int kFree_, int kThreads_>
 struct Tile {
   static constexpr int kN = kN_, kPatches = kPatches_, kStages = kStages_;
+  static constexpr int kBuffers = kBuffers_;  // of a consumer, for units on their way out
   static constexpr bool kTurns = kTurns_, kFold = !kTurns;
   static constexpr int kShared = 2;             // blocks of a cluster that share their weights
   static constexpr int kRows = kTurns ? 2 : 1;  // units of 64 pixels, a consumer
   static constexpr int kSums = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
   static constexpr int kBoxes = kN / 64;  // of 64 pixels × 64 outputs
-  static constexpr int kStagingBytes = 2 * kBoxes * kBoxBytes;
-  static constexpr int kBarriers = 2 * kStages + 3 * kPatches + 4;
+  static constexpr int kBufferBytes = kBoxes * kBoxBytes;
+  static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
+  static constexpr int kBarriers = 2 * kStages + 3 * kPatches + 2 + 2 * kBuffers;
   static constexpr int kSharedBytes =
       kPatches * kPatchSlot + kStages * kStageBytes + kStagingBytes + kBarriers * 8;
   static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
   static constexpr int kThreads = kThreads_;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
   static constexpr bool kNormalises = kThreads > 384;        // has the registers and warps for it
-  static_assert(kN % 64 == 0 && kSharedBytes <= 232448);
+  static_assert(kN % 64 == 0 && kRows % kBuffers == 0 && kSharedBytes <= 232448);
 };
 
 struct Work {
@@ -92,7 +93,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   uint64_t* const patch_normal = patch_full + T::kPatches;  // transformed
   uint64_t* const patch_empty = patch_normal + T::kPatches;
   uint64_t* const turn = patch_empty + T::kPatches;  // [2]: a consumer's turn to multiply
-  uint64_t* const staged = turn + 2;  // [2]: a consumer's staging is free, its residual there
+  // [2, kBuffers]: a consumer's buffer is free, its residual there.
+  uint64_t* const staged = turn + 2;
   const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
   const auto patch_of = [&](int slot) { return shared + slot * kPatchSlot; };
 
@@ -126,10 +128,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       InitBarrier(&patch_normal[slot], T::kTransformers);
       InitBarrier(&patch_empty[slot], T::kTurns ? 1 : 2);
     }
-    for (int i = 0; i < 2; ++i) {
-      InitBarrier(&turn[i], 4);  // a lane of each warp
-      InitBarrier(&staged[i], 1);
-    }
+    for (int i = 0; i < 2; ++i) InitBarrier(&turn[i], 4);  // a lane of each warp
+    for (int i = 0; i < 2 * T::kBuffers; ++i) InitBarrier(&staged[i], 1);
     FenceBarrierInit();
   }
   __syncthreads();
@@ -227,7 +227,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       if (threadIdx.x % 128 < T::kShared) ArriveAt(&empty[done], threadIdx.x % 128);
     };
     const bool leads = threadIdx.x % 128 == 0;
-    unsigned char* const my_staging = staging + group * T::kBoxes * kBoxBytes;
+    // Of a unit of the tile: its buffer, by number.
+    const auto buffer_of = [&](int i) { return group * T::kBuffers + i % T::kBuffers; };
     // Of a unit of the tile: its first pixel.
     const auto unit_of = [&](const TileAt& tile, int i) {
       const int unit = T::kTurns ? i : group;
@@ -241,21 +242,21 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     };
     const auto begin_staging = [&](const TileAt& tile, int i) {
       if (!leads) return;
-      WaitUntilStoresRead();
       const bool has_residual = conv.residual.data != nullptr;
-      ArriveExpecting(&staged[group], has_residual ? T::kBoxes * kBoxBytes : 0);
+      const int buffer = buffer_of(i);
+      ArriveExpecting(&staged[buffer], has_residual ? T::kBufferBytes : 0);
       if (!has_residual) return;
       const TileAt at = unit_of(tile, i);
       for (int box = 0; box < T::kBoxes; ++box) {
-        CopyBox(my_staging + box * kBoxBytes, &work.residual, &staged[group], tile.n0 + box * 64,
-                at.x, at.y, at.image);
+        CopyBox(staging + buffer * T::kBufferBytes + box * kBoxBytes, &work.residual,
+                &staged[buffer], tile.n0 + box * 64, at.x, at.y, at.image);
       }
     };
 
     constexpr int kTakers = T::kTurns ? 2 : 1;
     // In the sequences of steps and of patches.
     int step_at = T::kTurns ? group * steps : 0, patch_at = T::kTurns ? group * chunks : 0;
-    int tiles_done = 0, units_done = 0;
+    int tiles_done = 0;
 
     WaitForPredecessors();  // whose output is read and overwritten from here on
     for (int index = first_tile + (T::kTurns ? group * stride : 0); index < tiles;
@@ -264,7 +265,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       int stage = step_at % T::kStages, round = step_at / T::kStages;
       int slot = patch_at % T::kPatches, patch_round = patch_at / T::kPatches;
       step_at += kTakers * steps, patch_at += kTakers * chunks;
-      begin_staging(tile, 0);
 
       float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
       int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
@@ -276,6 +276,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           PinSums(sums[i]);
         }
         if (T::kTurns) Wait(&turn[group], (tiles_done + group + 1) & 1);
+        if (split == 0) {
+          if (leads) WaitUntilStoresRead();  // of the tile before
+#pragma unroll
+          for (int i = 0; i < T::kBuffers; ++i) begin_staging(tile, i);
+        }
         const int count = steps * (split + 1) / splits - steps * split / splits;
 #pragma unroll 1
         for (int step = 0; step < count; ++step) {
@@ -334,43 +339,26 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
 #pragma unroll
       for (int i = 0; i < T::kRows; ++i) {
-        Wait(&staged[group], units_done & 1);
-        ++units_done;
+        const int buffer = buffer_of(i);
+        unsigned char* const unit = staging + buffer * T::kBufferBytes;
+        Wait(&staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + i / T::kBuffers) & 1);
         if constexpr (T::kFold) {
-          FinishStaged<64>(conv, my_staging, total[i]);
+          FinishStaged<64>(conv, unit, total[i]);
         } else {
-          FinishStaged<64>(conv, my_staging, sums[i]);
+          FinishStaged<64>(conv, unit, sums[i]);
         }
         FenceForCopies();
         SyncWarpgroup(group);
         const TileAt at = unit_of(tile, i);
         if (leads) {
           for (int box = 0; box < T::kBoxes; ++box) {
-            StoreBox(&work.out, my_staging + box * kBoxBytes, tile.n0 + box * 64, at.x, at.y,
-                     at.image);
+            StoreBox(&work.out, unit + box * kBoxBytes, tile.n0 + box * 64, at.x, at.y, at.image);
           }
           CommitStores();
         }
-        UnitMoments moments[T::kBoxes];
-        if (conv.moments != nullptr) {
-#pragma unroll
-          for (int box = 0; box < T::kBoxes; ++box) {
-            moments[box] = MomentsOf(my_staging + box * kBoxBytes);
-          }
-          SyncWarpgroup(group);  // before the staging is written again
-        }
-        if (i + 1 < T::kRows) begin_staging(tile, i + 1);
-        if (conv.moments != nullptr && at.image < conv.images) {
-          const int unit = (at.y * conv.width / kUnit + at.x) / kUnit;
-          ChannelMoments* const to =
-              conv.moments +
-              (int64_t{at.image} * (conv.height * conv.width / kMomentPixels) + unit) *
-                  conv.outputs;
-#pragma unroll
-          for (int box = 0; box < T::kBoxes; ++box) {
-            const int n = tile.n0 + box * 64;
-            StoreMoments(moments[box], (conv.outputs - n) / 8, to + n);
-          }
+        if (i + T::kBuffers < T::kRows) {
+          if (leads) WaitUntilStoresRead();
+          begin_staging(tile, i + T::kBuffers);
         }
       }
     }
@@ -382,11 +370,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #endif
 }
 
-using Tile64 = Tile<64, false, 3, 8, 184, 72, 512>;
-using Tile128 = Tile<128, false, 3, 6, 184, 72, 512>;
-using Tile192 = Tile<192, false, 3, 4, 232, 40, 384>;
-using Tile128Turns = Tile<128, true, 3, 6, 184, 72, 512>;
-using Tile192Turns = Tile<192, true, 3, 4, 232, 40, 384>;
+using Tile64 = Tile<64, false, 3, 8, 1, 184, 72, 512>;
+using Tile128 = Tile<128, false, 3, 6, 1, 184, 72, 512>;
+using Tile192 = Tile<192, false, 3, 4, 1, 232, 40, 384>;
+using Tile128Turns = Tile<128, true, 3, 5, 2, 184, 72, 512>;
+using Tile192Turns = Tile<192, true, 3, 4, 1, 232, 40, 384>;
 
 template <typename Do>
 cudaError_t WithTile(HopperTile tile, const Do& what) {

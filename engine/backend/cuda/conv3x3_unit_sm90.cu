@@ -11,7 +11,6 @@
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/moments.cuh"
 
 namespace denoised::cuda {
 namespace {
@@ -19,13 +18,13 @@ namespace {
 constexpr int kPixels = kUnit * kUnit, kOutputs = 64;
 constexpr int kPitch = kUnit + 2, kPatchPixels = kPitch * kPitch;
 constexpr int kPatches = 3, kPatchSlot = 13 * 1024, kPatchBytes = kPatchPixels * kStepBytes;
-constexpr int kStages = 6, kStageBytes = kOutputs * kStepBytes;
-constexpr int kSumsBytes = kPixels * kOutputs * 4, kUnitBytes = kPixels * kOutputs * 2;
+constexpr int kStages = 7, kStageBytes = kOutputs * kStepBytes;
+constexpr int kSumsBytes = kPixels * kOutputs * 4;
 constexpr int kThreads = 256, kConsumers = 128, kTransformers = kThreads - kConsumers - 32;
 constexpr int kPixelStride = kTransformers / 8;
 constexpr int kBarriers = 2 * kStages + 3 * kPatches + 1;
 constexpr int kSharedBytes =
-    kPatches * kPatchSlot + kStages * kStageBytes + kSumsBytes + kUnitBytes + kBarriers * 8;
+    kPatches * kPatchSlot + kStages * kStageBytes + kSumsBytes + kBarriers * 8;
 static_assert(kPatchBytes <= kPatchSlot && kSharedBytes <= 115 * 1024);  // two blocks
 constexpr int kMostVectors = kPixels * kOutputs / 8 / kConsumers / 2;    // of outputs, a thread
 
@@ -40,12 +39,12 @@ struct Work {
 };
 
 struct TileAt {
-  int image, unit, y, x, n0;
+  int image, y, x, n0;
 };
 __device__ inline TileAt TileOf(const Work& work, int index) {
   const int n = index % work.n_tiles, m = index / work.n_tiles;
   const int image = m / work.units, unit = m % work.units;
-  return {image, unit, unit / work.units_x * kUnit, unit % work.units_x * kUnit, n * kOutputs};
+  return {image, unit / work.units_x * kUnit, unit % work.units_x * kUnit, n * kOutputs};
 }
 
 __global__ void __launch_bounds__(kThreads, 2)
@@ -54,9 +53,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char shared[];  // as the swizzle wants it
   unsigned char* const ring = shared + kPatches * kPatchSlot;
-  unsigned char* const unit = ring + kStages * kStageBytes;  // finished, as the copy engine lays it
-  float* const sums_received = reinterpret_cast<float*>(unit + kUnitBytes);
-  uint64_t* const full = reinterpret_cast<uint64_t*>(unit + kUnitBytes + kSumsBytes);
+  float* const sums_received = reinterpret_cast<float*>(ring + kStages * kStageBytes);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + kStages * kStageBytes + kSumsBytes);
   uint64_t* const empty = full + kStages;
   uint64_t* const patch_full = empty + kStages;
   uint64_t* const patch_normal = patch_full + kPatches;  // transformed
@@ -262,18 +260,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       AddPair(residual[i].w, v[6], v[7]);
     }
     FinishSums(conv, v);
-    const uint4 packed = PackBf16(v);
     *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
-                              output) = packed;
-    *reinterpret_cast<uint4*>(unit + pixel * 128 + (column / 8 ^ pixel % 8) * 16) = packed;
+                              output) = PackBf16(v);
   });
-  if (conv.moments != nullptr) {
-    SyncWarpgroup(0);
-    const int first = tile.n0 + rank * width;
-    StoreMoments(
-        MomentsOf(unit), min(width, conv.outputs - first) / 8,
-        conv.moments + (int64_t{tile.image} * work.units + tile.unit) * conv.outputs + first);
-  }
 #endif
 }
 

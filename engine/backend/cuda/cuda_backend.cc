@@ -21,6 +21,8 @@ namespace {
 
 /// Partial moments of group norms: any size works, this one takes 256 images at 32 groups at once.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
+/// Factors of group norms: those of 1024 images of 1024 channels at once.
+constexpr size_t kNormFactorBytes = size_t{8} << 20;
 
 /// What tells this build of the kernels from others: measured ways are those of one build.
 #ifdef DENOISED_KERNELS
@@ -40,19 +42,34 @@ Element ElementOf(DType dtype) {
   }
 }
 
+bool Aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0; }
+
 Rows View(const Tensor& tensor) {
   if (!tensor) return {};
   const size_t stride_bytes = tensor.row_stride() * SizeOf(tensor.dtype());
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0 && stride_bytes % 16 == 0;
-  return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()), aligned};
+  return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()),
+          Aligned(tensor) && stride_bytes % 16 == 0};
+}
+
+/// Images [first, first + most) of a group norm.
+GroupNormLaunch Images(GroupNormLaunch norm, int first, int most) {
+  const auto skip = [](Rows* rows, int64_t count) {
+    if (rows->data == nullptr) return;
+    rows->data = static_cast<std::byte*>(rows->data) +
+                 count * rows->stride * (rows->element == Element::kF32 ? 4 : 2);
+  };
+  norm.images = std::min(norm.images - first, most);
+  for (Rows* rows : {&norm.x, &norm.x2, &norm.out}) skip(rows, int64_t{first} * norm.pixels);
+  skip(&norm.scale_shift, first);
+  return norm;
 }
 
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
 
 float* Floats(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullptr; }
 
-SlotsLaunch View(const SlotState& state) {
+/// `images`: an evaluation's, beside the slots'.
+SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
   SlotsLaunch slots;
   slots.x = Floats(state.x);
   slots.registers = Floats(state.registers);
@@ -69,6 +86,8 @@ SlotsLaunch View(const SlotState& state) {
   }
   slots.elements = state.x.elements() / state.x.dim(0);
   slots.channels = Extent(state.x, 3);
+  slots.vector = slots.elements % 4 == 0 && Aligned(state.x) && Aligned(state.registers) &&
+                 Aligned(state.x0) && Aligned(images);
   return slots;
 }
 
@@ -132,8 +151,6 @@ class CudaBackend final : public Backend {
       }
       tuner_.emplace(queue_.stream, std::move(file), options.notify);
     }
-    context_->Record(cudaMemsetAsync(norm_memory_.get(), 0, kGroupNormExchangeBytes, queue_.stream),
-                     "the memory of group norms");
   }
 
   ~CudaBackend() override { static_cast<void>(Synchronize()); }  // before memory goes
@@ -236,8 +253,7 @@ class CudaBackend final : public Backend {
       Multiply(conv, "NormConv2d");
       return;
     }
-    GroupNormLaunch factors = norm;
-    factors.factors = static_cast<float*>(norm.workspace);
+    const GroupNormLaunch factors = WithFactors(norm);
     Conv2dLaunch fused = conv;
     fused.x = norm.x;
     fused.x2 = norm.x2;
@@ -248,7 +264,7 @@ class CudaBackend final : public Backend {
     std::vector<Way> ways;
     for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
       ways.push_back({"normalising " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
-                        const cudaError_t error = LaunchGroupNormCluster(factors, queue_);
+                        const cudaError_t error = MakeFactors(factors);
                         return error == cudaSuccess
                                    ? LaunchConv2dHopper(fused, candidate.plan, queue_)
                                    : error;
@@ -256,7 +272,7 @@ class CudaBackend final : public Backend {
     }
     for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
       ways.push_back({NameOf(candidate.plan), candidate.microseconds, [=, this] {
-                        const cudaError_t error = LaunchGroupNormCluster(norm, queue_);
+                        const cudaError_t error = Normalised(norm);
                         return error == cudaSuccess
                                    ? LaunchConv2dHopper(conv, candidate.plan, queue_)
                                    : error;
@@ -396,7 +412,7 @@ class CudaBackend final : public Backend {
     x.stride = args.x.elements() / args.x.dim(0);  // an image is a row
     context_->Use();
     context_->Record(
-        LaunchGather(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0), x,
+        LaunchGather(View(args.state, args.x), args.rows.as<int32_t>(), Extent(args.rows, 0), x,
                      Floats(args.condition), args.label ? args.label.as<int32_t>() : nullptr,
                      Floats(args.embedding), queue_),
         "Gather");
@@ -405,8 +421,9 @@ class CudaBackend final : public Backend {
   void Advance(const AdvanceArgs& args) override {
     Check(args, rules());
     context_->Use();
-    context_->Record(LaunchAdvance(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0),
-                                   Floats(args.model_output), Extent(args.model_output, 3), queue_),
+    context_->Record(LaunchAdvance(View(args.state, args.model_output), args.rows.as<int32_t>(),
+                                   Extent(args.rows, 0), Floats(args.model_output),
+                                   Extent(args.model_output, 3), queue_),
                      "Advance");
   }
 
@@ -531,21 +548,35 @@ class CudaBackend final : public Backend {
     norm.scale_shift = View(args.scale_shift);
     norm.activation = args.activation;
     norm.out = View(args.out);
-    norm.exchange = norm_memory_.get();
-    norm.workspace = static_cast<std::byte*>(norm_memory_.get()) + kGroupNormExchangeBytes;
+    norm.workspace = norm_memory_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
     return norm;
   }
 
+  bool InOnePass(const GroupNormLaunch& norm) const {
+    return queue_.hopper && SuitsGroupNormCluster(norm, queue_);
+  }
+  /// Images whose factors there is memory for.
+  static int ImagesAtOnce(const GroupNormLaunch& norm) {
+    return static_cast<int>(kNormFactorBytes /
+                            (2 * sizeof(float) * (norm.channels + norm.channels2)));
+  }
+  GroupNormLaunch WithFactors(GroupNormLaunch norm) const {
+    norm.factors =
+        reinterpret_cast<float*>(static_cast<std::byte*>(norm_memory_.get()) + kNormWorkspaceBytes);
+    return norm;
+  }
+  cudaError_t MakeFactors(const GroupNormLaunch& norm) const {
+    return (InOnePass(norm) ? LaunchGroupNormCluster : LaunchGroupNormFactors)(norm, queue_);
+  }
+
   /// Whether `conv` can normalise what it reads by itself.
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
-    const size_t factors = size_t{2} * norm.images * (norm.channels + norm.channels2);
-    return queue_.hopper && norm.activation == Activation::kSilu &&
-           SuitsGroupNormCluster(norm, queue_) && !SuitsFewInputs(conv) && !SuitsFewOutputs(conv) &&
-           SuitsPatches(conv) &&
+    return queue_.hopper && (InOnePass(norm) || SuitsGroupNormFactors(norm)) &&
+           norm.images <= ImagesAtOnce(norm) && norm.activation == Activation::kSilu &&
+           !SuitsFewInputs(conv) && !SuitsFewOutputs(conv) && SuitsPatches(conv) &&
            // The steps along k of x and x2 must be those of the normalised tensor.
-           (norm.channels2 == 0 || norm.channels % kStep == 0) &&
-           factors * sizeof(float) <= kNormWorkspaceBytes;
+           (norm.channels2 == 0 || norm.channels % kStep == 0);
   }
 
   void AddWeight(Conv2dLaunch* conv, const Tensor& weight, const Tensor& bias) {
@@ -560,10 +591,17 @@ class CudaBackend final : public Backend {
                    conv->out_height, conv->out_width);
   }
 
-  void Normalise(const GroupNormLaunch& norm) {
-    const bool in_one_pass = queue_.hopper && SuitsGroupNormCluster(norm, queue_);
-    context_->Record((in_one_pass ? LaunchGroupNormCluster : LaunchGroupNorm)(norm, queue_),
-                     "GroupNorm");
+  void Normalise(const GroupNormLaunch& norm) { context_->Record(Normalised(norm), "GroupNorm"); }
+
+  cudaError_t Normalised(const GroupNormLaunch& norm) const {
+    if (InOnePass(norm)) return LaunchGroupNormCluster(norm, queue_);
+    if (!queue_.hopper || !SuitsGroupNormFactors(norm)) return LaunchGroupNorm(norm, queue_);
+    for (int first = 0; first < norm.images; first += ImagesAtOnce(norm)) {
+      const GroupNormLaunch part = WithFactors(Images(norm, first, ImagesAtOnce(norm)));
+      if (cudaError_t error = MakeFactors(part); error != cudaSuccess) return error;
+      if (cudaError_t error = LaunchGroupScale(part, queue_); error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
   }
 
   void Multiply(const Conv2dLaunch& conv, const char* op) {
@@ -637,7 +675,7 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<Context> context_;
   const std::unique_ptr<UploadRing> uploads_;
   DownloadPool downloads_;
-  const DeviceMemory norm_memory_;  // kGroupNormExchangeBytes, then kNormWorkspaceBytes
+  const DeviceMemory norm_memory_;  // kNormWorkspaceBytes, then kNormFactorBytes
   const Queue queue_;
   const bool fp32_;
   const std::string name_, description_;
@@ -649,8 +687,7 @@ class CudaBackend final : public Backend {
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
-        hopper ? LoadConv3x3Kernels() : cudaSuccess,
-        hopper ? LoadConv3x3UnitKernel() : cudaSuccess,
+        hopper ? LoadConv3x3Kernels() : cudaSuccess, hopper ? LoadConv3x3UnitKernel() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadConv2dNarrowKernels(),
@@ -691,10 +728,9 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
   DENOISED_RETURN_IF_ERROR(cuda::LoadKernels(properties, hopper));
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
                             cuda::UploadRing::Open(context));
-  DENOISED_ASSIGN_OR_RETURN(
-      cuda::DeviceMemory norm_memory,
-      cuda::AllocateDevice(cuda::kGroupNormExchangeBytes + cuda::kNormWorkspaceBytes,
-                           "the memory of group norms"));
+  DENOISED_ASSIGN_OR_RETURN(cuda::DeviceMemory norm_memory,
+                            cuda::AllocateDevice(cuda::kNormWorkspaceBytes + cuda::kNormFactorBytes,
+                                                 "the memory of group norms"));
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
                                              std::move(norm_memory), properties, driver, options,
                                              hopper);

@@ -23,26 +23,26 @@ __device__ void StoreSineOrCosine(const Rows& out, int row, int i, int half, boo
 
 // diffusers' get_timestep_embedding: t · scale · max_period^(−i / (half − freq_shift)).
 __global__ void TimestepEmbeddingKernel(const __grid_constant__ TimestepEmbeddingLaunch embedding) {
-  WaitForPredecessors();
-  ReleaseDependents();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
-  if (i >= embedding.dim) return;
   const int half = embedding.dim / 2, k = i < half ? i : i - half;
   const double frequency = exp(-log(embedding.max_period) * k / (half - embedding.freq_shift));
+  WaitForPredecessors();  // most of the time goes by before it
+  ReleaseDependents();
+  if (i >= embedding.dim) return;
   const double angle = embedding.t[row] * frequency * embedding.scale;
   StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, angle);
 }
 
 // diffusers' GaussianFourierProjection: 2π · weight · t, or of ln t.
 __global__ void FourierEmbeddingKernel(const __grid_constant__ FourierEmbeddingLaunch embedding) {
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  const int half = embedding.dim / 2, k = i < half ? i : i - half;
+  const double frequency = i < 2 * half ? 6.283185307179586 * embedding.weight[k] : 0.0;
   WaitForPredecessors();
   ReleaseDependents();
-  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= embedding.dim) return;
-  const int half = embedding.dim / 2, k = i < half ? i : i - half;
   const double t = embedding.log ? log(static_cast<double>(embedding.t[row])) : embedding.t[row];
-  const double angle = i < 2 * half ? 6.283185307179586 * embedding.weight[k] * t : 0.0;
-  StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, angle);
+  StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, frequency * t);
 }
 
 __global__ void EmbeddingKernel(Rows table, int entries, int dim, const int32_t* index, Rows out) {

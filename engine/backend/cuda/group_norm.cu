@@ -1,9 +1,12 @@
 // Group normalisation with scale, shift and activation, over one source or two side by side.
 //
-// Policy. Two launches. GroupMoments: an image is cut into at most kChunks runs of pixels, by its
-// size alone; a block reads one run of all channels, each thread a fixed set of channels, and
-// leaves the mean and the sum of squared deviations of every group. GroupApply: every block
-// combines the runs of its image in order and normalises some pixels.
+// Policy. Two launches. GroupMoments: an image is cut into runs of pixels, by its size alone; a
+// block reads one run of all channels, each thread a fixed set of channels, and leaves the mean and
+// the sum of squared deviations of every group. GroupApply: every block combines the runs of its
+// image in order and normalises some pixels.
+//
+// Where a convolution may normalise what it reads by itself, GroupFactors combines the runs, and
+// GroupScale does what the convolution else does, with the same bits.
 //
 // Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that
 // a mean that is large against the spread cancels before it is squared. Runs are combined by M2 = Σ
@@ -19,8 +22,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kChunks = 32;
-constexpr int kUnrolled = 4;  // pixels that a thread loads at once
+constexpr int kChunks = 32;     // runs of pixels, at most
+constexpr int kLaneChunks = 4;  // GroupFactors takes four times as many, of large images
+constexpr int kUnrolled = 4;    // pixels that a thread loads at once
 
 /// Of one group over some pixels.
 struct Moments {
@@ -53,8 +57,8 @@ __device__ void LoadSources(const GroupNormLaunch& norm, int64_t pixel, int chan
 struct Chunks {
   int pixels, count;
 };
-Chunks ChunksOf(const Layout& layout, int pixels) {
-  const int chunk = std::max(layout.lines * kUnrolled, (pixels + kChunks - 1) / kChunks);
+Chunks ChunksOf(const Layout& layout, int pixels, int most) {
+  const int chunk = std::max(layout.lines * kUnrolled, (pixels + most - 1) / most);
   return {chunk, (pixels + chunk - 1) / chunk};
 }
 
@@ -205,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int V, Element kElement>
 cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   const Layout layout = LayoutOf<V>(norm);
-  const Chunks chunks = ChunksOf(layout, norm.pixels);
+  const Chunks chunks = ChunksOf(layout, norm.pixels, kChunks);
   // Statistics are combined anew by each block, so on large maps it has more pixels.
   const int block_pixels = layout.lines * kUnrolled * (norm.pixels > 1024 ? 4 : 1);
   const int blocks = (norm.pixels + block_pixels - 1) / block_pixels;
@@ -230,6 +234,97 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   return cudaSuccess;
 }
 
+/// grid (groups / kWarps, images): a warp for each group. `factors` [images][2][channels].
+__global__ void __launch_bounds__(kThreads)
+    GroupFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, int chunks,
+                       int chunk_pixels, const Moments* chunk_moments) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  const int lane = threadIdx.x % 32, group = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (group >= norm.groups) return;
+  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const Moments* const of_group =
+      chunk_moments + static_cast<int64_t>(blockIdx.y) * chunks * norm.groups + group;
+  const double origin = of_group->mean;
+  float deviations[kLaneChunks], pixels[kLaneChunks], shift = 0, m2 = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneChunks; ++i) {
+    const int chunk = lane + i * 32;
+    const Moments part =
+        chunk < chunks ? of_group[static_cast<int64_t>(chunk) * norm.groups] : Moments{origin, 0};
+    pixels[i] = static_cast<float>(max(0, min(chunk_pixels, norm.pixels - chunk * chunk_pixels)));
+    deviations[i] = static_cast<float>(part.mean - origin);
+    shift = fmaf(pixels[i], deviations[i], shift);
+    m2 += static_cast<float>(part.m2);
+  }
+  shift = WarpSum(shift) / norm.pixels;
+#pragma unroll
+  for (int i = 0; i < kLaneChunks; ++i) {
+    const float offset = deviations[i] - shift;
+    m2 = fmaf(pixels[i] * group_channels, offset * offset, m2);
+  }
+  const float variance = WarpSum(m2) / (static_cast<float>(norm.pixels) * group_channels);
+  const float inverse_deviation = rsqrtf(variance + norm.eps);
+  const float mean = static_cast<float>(origin + shift);
+
+  const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;  // SiluOfHalf
+  const int64_t image = first_image + blockIdx.y;
+  float* const to = norm.factors + image * 2 * channels;
+  for (int c = group * group_channels + lane; c < (group + 1) * group_channels; c += 32) {
+    float factor = unit * norm.gamma[c], offset = unit * norm.beta[c];
+    if (norm.scale_shift.data != nullptr) {
+      const float scale = 1.0f + Load(norm.scale_shift, image, c);
+      factor *= scale;
+      offset = fmaf(offset, scale, unit * Load(norm.scale_shift, image, channels + c));
+    }
+    factor *= inverse_deviation;
+    to[c] = factor;
+    to[channels + c] = fmaf(-mean, factor, offset);
+  }
+}
+
+constexpr int kScaleUnrolled = 8, kScaleRounds = 2;
+
+/// grid (blocks of pixels, images): bf16 in vectors of eight, activation none or SiLU.
+__global__ void __launch_bounds__(kThreads)
+    GroupScaleKernel(const __grid_constant__ GroupNormLaunch norm, int block_pixels) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  constexpr int V = 8;
+  const Layout layout = LayoutOf<V>(norm);
+  const int64_t image = blockIdx.y;
+  const int begin = blockIdx.x * block_pixels, end = min(begin + block_pixels, norm.pixels);
+  const bool silu = norm.activation == Activation::kSilu;
+  for (int i = threadIdx.x; i < layout.vectors * layout.lines; i += kThreads) {
+    const int line = i / layout.vectors, channel = i % layout.vectors * V;
+    const float* const from = norm.factors + image * 2 * layout.channels + channel;
+    float factor[V], offset[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) factor[j] = from[j], offset[j] = from[layout.channels + j];
+    for (int pixel = begin + line; pixel < end; pixel += layout.lines * kScaleUnrolled) {
+      float v[kScaleUnrolled][V];  // all loads before the first store, which they might alias
+#pragma unroll
+      for (int u = 0; u < kScaleUnrolled; ++u) {
+        const int p = pixel + u * layout.lines;
+        if (p < end) {
+          LoadSources<V, Element::kBf16>(norm, image * norm.pixels + p, channel, v[u]);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kScaleUnrolled; ++u) {
+        const int p = pixel + u * layout.lines;
+        if (p >= end) break;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float h = fmaf(v[u][j], factor[j], offset[j]);
+          v[u][j] = silu ? SiluOfHalf(h) : h;
+        }
+        StoreVector(norm.out, image * norm.pixels + p, channel, v[u]);
+      }
+    }
+  }
+}
+
 // Consumer chips of sm_86 and later have 99 KiB of shared memory a block.
 constexpr int kSharedLimit = 96 * 1024;
 static_assert(kMaxNormChannels * sizeof(float2) <= kSharedLimit);
@@ -250,8 +345,48 @@ cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
   return vector ? Launch<8, Element::kF32>(norm, queue) : Launch<1, Element::kF32>(norm, queue);
 }
 
+bool SuitsGroupNormFactors(const GroupNormLaunch& norm) {
+  return norm.x.element == Element::kBf16 && norm.x.vector && norm.channels % 8 == 0 &&
+         norm.out.element == Element::kBf16 && norm.out.vector &&
+         (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % 8 == 0)) &&
+         (norm.activation == Activation::kNone || norm.activation == Activation::kSilu);
+}
+
+cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue) {
+  const Layout layout = LayoutOf<8>(norm);
+  constexpr int kFewPixels = 128;  // of a run
+  const int most = std::clamp(norm.pixels / kFewPixels, kChunks, kChunks * kLaneChunks);
+  const Chunks chunks = ChunksOf(layout, norm.pixels, most);
+  auto* chunk_moments = static_cast<Moments*>(norm.workspace);
+  const size_t image_bytes = kLaneChunks * GroupNormWorkspaceBytes(1, norm.groups);
+  const int images_at_once =
+      static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
+  for (int first = 0; first < norm.images; first += images_at_once) {
+    const unsigned images = std::min(images_at_once, norm.images - first);
+    const unsigned blocks = (norm.groups + kWarps - 1) / kWarps;
+    for (cudaError_t error :
+         {LaunchDependent(GroupMomentsKernel<8, Element::kBf16>,
+                          {dim3(chunks.count, images), kThreads,
+                           sizeof(float2) * layout.lines * layout.channels},
+                          queue, norm, first, chunks.pixels, chunk_moments),
+          LaunchDependent(GroupFactorsKernel, {dim3(blocks, images), kThreads}, queue, norm, first,
+                          chunks.count, chunks.pixels, chunk_moments)}) {
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {
+  const int block_pixels = LayoutOf<8>(norm).lines * kScaleUnrolled * kScaleRounds;
+  const unsigned blocks = (norm.pixels + block_pixels - 1) / block_pixels;
+  return LaunchDependent(GroupScaleKernel, {dim3(blocks, norm.images), kThreads}, queue, norm,
+                         block_pixels);
+}
+
 cudaError_t LoadGroupNormKernels() {
-  for (cudaError_t error : {LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
+  for (cudaError_t error : {LoadKernel(GroupFactorsKernel), LoadKernel(GroupScaleKernel),
+                            LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
                             LoadKernel(GroupApplyKernel<8, Element::kBf16>, kSharedLimit),
                             LoadKernel(GroupMomentsKernel<1, Element::kBf16>, kSharedLimit),
                             LoadKernel(GroupApplyKernel<1, Element::kBf16>, kSharedLimit),

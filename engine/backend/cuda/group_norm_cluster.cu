@@ -3,8 +3,8 @@
 // Policy. The channels of an image are cut into slices of whole groups, and the pixels of a slice
 // among blocks. A thread keeps eight channels of up to eight pixels in registers, as they came from
 // memory, from the sums until the store, so memory sees one read and one write. Blocks of a slice
-// tell each other their sums: through shared memory where they form a cluster, through global
-// memory where a cluster is too small.
+// form a cluster and tell each other their sums through shared memory. What is larger than a
+// cluster is group_norm.cu's.
 //
 // Sums. What is summed is d = x − pivot, an element of the same group, so that a mean that is large
 // against the spread cancels before anything is squared: d is exact in bf16 if x and the pivot are
@@ -34,7 +34,6 @@ constexpr int kLeafPixels = kLeafVectors * kQuad;
 constexpr int kMaxThreads = 512;
 constexpr int kMaxLeaves = 128;  // of a block: four for each lane of a warp
 constexpr int kMaxCluster = 16;
-constexpr int kMaxBlocks = 128;  // of a slice: four for each lane of a warp
 constexpr int kSharedLimit = 48 * 1024;
 
 /// How an image lies over blocks.
@@ -73,28 +72,6 @@ struct Statistics {
   float mean, inverse_deviation;
 };
 
-/// What blocks that form no cluster tell each other, in GroupNormLaunch::exchange. All but `sums`
-/// is zero between launches.
-struct Exchange {
-  unsigned* ticket = nullptr;
-  unsigned* counters = nullptr;  // [images · slices, 2]: blocks that came, blocks that went
-  Sums* sums = nullptr;          // [images · slices, blocks, slice_groups]
-};
-constexpr int kMaxExchanges = 4096;  // images · slices of a launch
-constexpr size_t kExchangeSums =
-    (kGroupNormExchangeBytes - (2 + 2 * kMaxExchanges) * sizeof(unsigned)) / sizeof(Sums);
-
-/// Counts a block whose writes are done; who sees it counted sees them.
-__device__ void CountIn(unsigned* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ void WaitForCount(const unsigned* counter, unsigned count) {
-  unsigned seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  } while (seen < count);
-}
-
 /// The pieces of a block's shared memory, in bytes from its beginning.
 struct Layout {
   int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
@@ -102,11 +79,10 @@ struct Layout {
 
   __host__ __device__ Layout(const Plan& plan, int run)
       : leaf_stride(plan.slice_channels / run | 1),
-        factors(16),  // a barrier and the ticket come first
+        factors(16),  // a barrier comes first
         leaves(factors + 2 * plan.slice_channels * static_cast<int>(sizeof(float))),
         of_blocks(leaves + plan.leaves * leaf_stride * static_cast<int>(sizeof(Sums))),
-        statistics(of_blocks + (plan.blocks <= kMaxCluster ? plan.blocks * plan.slice_groups : 0) *
-                                   static_cast<int>(sizeof(Sums))),
+        statistics(of_blocks + plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums))),
         pivots(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))),
         bytes(pivots + plan.slice_groups * static_cast<int>(sizeof(float))) {}
 };
@@ -138,21 +114,18 @@ __device__ void AddProducts(float (&sums)[4], uint32_t d) {
       : "r"(d), "r"(kOnes));
 }
 
-/// block (kQuad, plan.line_vectors, plan.lines); grid (plan.blocks: a cluster, slices, images), or
-/// with kAcross, where there are more blocks than a cluster has, all of these in one dimension.
+/// block (kQuad, plan.line_vectors, plan.lines); grid (plan.blocks: a cluster, slices, images).
 /// kRun: neighbouring channels that are of one group wherever in a vector they begin; it divides
 /// kVector and plan.group_channels.
-template <int kVectors, int kRun, bool kAcross>
+template <int kVectors, int kRun>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
-                           const __grid_constant__ Plan plan,
-                           const __grid_constant__ Exchange exchange) {
+                           const __grid_constant__ Plan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kWords = kVector / 2, kRunWords = kRun / 2, kRuns = kVector / kRun;
   extern __shared__ __align__(16) unsigned char shared[];
   const Layout layout(plan, kRun);
   auto* barrier = reinterpret_cast<uint64_t*>(shared);
-  volatile auto* ticket = reinterpret_cast<unsigned*>(shared + sizeof(uint64_t));
   auto* factors = reinterpret_cast<float*>(shared + layout.factors);
   float* offsets = factors + plan.slice_channels;
   auto* leaves = reinterpret_cast<Sums*>(shared + layout.leaves);
@@ -164,25 +137,15 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const unsigned thread = threadIdx.x + kQuad * (threadIdx.y + plan.line_vectors * line);
   const unsigned threads = kQuad * plan.line_vectors * plan.lines;
   const unsigned warp = thread / 32, lane = thread % 32, warps = threads / 32;
-  const bool alone = plan.blocks == 1, cluster = !alone && !kAcross;
-  int rank = blockIdx.x, slice = blockIdx.y, image = blockIdx.z;
+  const bool cluster = plan.blocks > 1;
+  const int rank = blockIdx.x, slice = blockIdx.y, image = blockIdx.z;
   if (cluster) {
     if (thread == 0) {
       InitBarrier(barrier, 1);
       FenceBarrierInit();
     }
     ArriveAtClusterRelaxed();  // "I am running": others may store into my shared memory
-  } else if (kAcross) {
-    // Blocks that wait for each other take turns in the order in which they began, so those that
-    // are waited for do run. A predecessor has drawn all of its tickets, since it let this begin.
-    if (thread == 0) *ticket = atomicInc(exchange.ticket, gridDim.x - 1);
-    __syncthreads();
-    const unsigned drawn = *ticket;
-    rank = drawn % plan.blocks;
-    slice = drawn / plan.blocks % plan.slices;
-    image = drawn / plan.blocks / plan.slices;
   }
-  const int of_image = image * plan.slices + slice;
   const int slice_begin = slice * plan.slice_channels, slice_channel = threadIdx.y * kVector;
   const int channel = slice_begin + slice_channel;
   const int begin = rank * plan.leaves * kLeafPixels + line * kVectors * kQuad + threadIdx.x;
@@ -307,11 +270,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       }
       const Sums sums = SumLanes((of_lane[0] + of_lane[1]) + (of_lane[2] + of_lane[3]), bits);
       if (of_group >= plan.slice_groups) continue;
-      if (kAcross) {
-        if (part == 0) {
-          exchange.sums[(of_image * plan.blocks + rank) * plan.slice_groups + of_group] = sums;
-        }
-      } else if (alone) {
+      if (!cluster) {
         finish(sums, of_group, part, bits);
       } else {
         for (int to = part; to < plan.blocks; to += 1 << bits) {
@@ -321,19 +280,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       }
     }
   }
-  if (!alone) {
-    const Sums* from_blocks = of_blocks;
-    if (!kAcross) {
-      WaitForStores(barrier, 0);
-    } else {
-      from_blocks = exchange.sums + of_image * plan.blocks * plan.slice_groups;
-      __syncthreads();
-      if (thread == 0) {
-        CountIn(&exchange.counters[2 * of_image]);
-        WaitForCount(&exchange.counters[2 * of_image], plan.blocks);
-      }
-      __syncthreads();
-    }
+  if (cluster) {
+    WaitForStores(barrier, 0);
     const int bits = plan.block_bits, part = lane & ((1 << bits) - 1);
     for (int first = warp << (5 - bits); first < plan.slice_groups; first += warps << (5 - bits)) {
       const int of_group = first + (lane >> bits);
@@ -342,9 +290,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       for (int b = 0; b < 4; ++b) {
         const int block = part * plan.lane_blocks + b;
         if (b < plan.lane_blocks && block < plan.blocks && of_group < plan.slice_groups) {
-          const Sums* of_block = from_blocks + block * plan.slice_groups + of_group;
-          of_lane[b] =
-              !kAcross ? *of_block : Sums{__ldcg(&of_block->d), __ldcg(&of_block->squares)};
+          of_lane[b] = of_blocks[block * plan.slice_groups + of_group];
         }
       }
       const Sums sums = SumLanes((of_lane[0] + of_lane[1]) + (of_lane[2] + of_lane[3]), bits);
@@ -396,37 +342,32 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
           make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
     }
   }
-  if (kAcross && thread == 0) {
-    unsigned* counters = exchange.counters + 2 * (*ticket / plan.blocks);
-    if (atomicAdd(&counters[1], 1) == plan.blocks - 1) counters[0] = counters[1] = 0;
-  }
 #endif
 }
 
-using Kernel = void(GroupNormLaunch, Plan, Exchange);
+using Kernel = void(GroupNormLaunch, Plan);
 
-template <int kVectors, bool kAcross>
+template <int kVectors>
 Kernel* KernelOf(int run) {
   switch (run) {
     case 2:
-      return GroupNormClusterKernel<kVectors, 2, kAcross>;
+      return GroupNormClusterKernel<kVectors, 2>;
     case 4:
-      return GroupNormClusterKernel<kVectors, 4, kAcross>;
+      return GroupNormClusterKernel<kVectors, 4>;
     case 8:
-      return GroupNormClusterKernel<kVectors, 8, kAcross>;
+      return GroupNormClusterKernel<kVectors, 8>;
   }
   return nullptr;
 }
 /// Null when there is none.
-Kernel* KernelOf(int vectors, int run, bool across) {
-  if (across) return vectors == kMaxVectors ? KernelOf<kMaxVectors, true>(run) : nullptr;
+Kernel* KernelOf(int vectors, int run) {
   switch (vectors) {
     case 2:
-      return KernelOf<2, false>(run);
+      return KernelOf<2>(run);
     case 4:
-      return KernelOf<4, false>(run);
+      return KernelOf<4>(run);
     case 8:
-      return KernelOf<8, false>(run);
+      return KernelOf<8>(run);
   }
   return nullptr;
 }
@@ -462,16 +403,9 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int lines, int ve
   return plan;
 }
 
-/// That the blocks of an image tell each other.
-size_t ImageSums(const Plan& plan) {
-  return size_t{1} * plan.slices * plan.blocks * plan.slice_groups;
-}
-
 bool Possible(const Plan& plan) {
   return Threads(plan) % 32 == 0 && Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves &&
-         plan.blocks <= (plan.vectors == kMaxVectors ? kMaxBlocks : kMaxCluster) &&
-         plan.slices <= kMaxExchanges && ImageSums(plan) <= kExchangeSums &&
-         Layout(plan, RunOf(plan)).bytes <= kSharedLimit;
+         plan.blocks <= kMaxCluster && Layout(plan, RunOf(plan)).bytes <= kSharedLimit;
 }
 
 /// The fewest channels of whole vectors and groups that cut all of them evenly, from `least` on;
@@ -485,8 +419,8 @@ int SliceChannels(const GroupNormLaunch& norm, int least, bool sectors) {
   return slice;
 }
 
-/// Blocks of about 128 threads, and larger ones where there would be more than `blocks`.
-Plan Fit(const GroupNormLaunch& norm, int least_channels, int vectors, int threads, int blocks) {
+/// Blocks of about 128 threads, and larger ones where there would be more than a cluster has.
+Plan Fit(const GroupNormLaunch& norm, int least_channels, int vectors, int threads) {
   const int slice_channels = SliceChannels(norm, least_channels, vectors == kMaxVectors);
   Plan plan = MakePlan(norm, slice_channels, 1, vectors);
   const auto grow_while = [&](auto wanted) {
@@ -496,15 +430,15 @@ Plan Fit(const GroupNormLaunch& norm, int least_channels, int vectors, int threa
   };
   grow_while([&] { return Threads(plan) % 32 != 0 || (Threads(plan) < 128 && plan.blocks > 1); });
   grow_while([&] { return plan.blocks > kMaxCluster / 2 && 2 * Threads(plan) <= 256; });
-  grow_while([&] { return plan.blocks > blocks && 2 * Threads(plan) <= threads; });
+  grow_while([&] { return plan.blocks > kMaxCluster && 2 * Threads(plan) <= threads; });
   return plan;
 }
 
-/// With `vectors` a thread and blocks that form clusters, or none (no vectors).
+/// With `vectors` a thread, or none (no vectors).
 Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
-  for (const Plan& plan : {Fit(norm, vectors == kMaxVectors ? 64 : 32, vectors, 288, kMaxCluster),
-                           Fit(norm, 32, vectors, kMaxThreads, kMaxCluster)}) {
-    if (Possible(plan) && plan.blocks <= kMaxCluster) return plan;
+  for (const Plan& plan : {Fit(norm, vectors == kMaxVectors ? 64 : 32, vectors, 288),
+                           Fit(norm, 32, vectors, kMaxThreads)}) {
+    if (Possible(plan)) return plan;
   }
   return {};
 }
@@ -525,9 +459,8 @@ Plan PlanOf(const GroupNormLaunch& norm, int multiprocessors) {
       (norm.activation != Activation::kNone && norm.activation != Activation::kSilu)) {
     return {};
   }
-  Plan of_many = FitCluster(norm, kMaxVectors);
-  if (of_many.vectors == 0) of_many = Fit(norm, 32, kMaxVectors, kMaxThreads, 1);
-  if (!Possible(of_many)) return {};
+  const Plan of_many = FitCluster(norm, kMaxVectors);
+  if (of_many.vectors == 0) return {};
 
   const int64_t vectors =
       int64_t{norm.images} * norm.pixels * (channels / kVector) / multiprocessors;
@@ -538,45 +471,6 @@ Plan PlanOf(const GroupNormLaunch& norm, int multiprocessors) {
   return of_many;
 }
 
-cudaError_t LaunchPlan(const GroupNormLaunch& norm, const Plan& plan, const Queue& queue) {
-  const int run = RunOf(plan);
-  const auto launch = [&](const GroupNormLaunch& part, bool across, const Exchange& exchange) {
-    const unsigned blocks = plan.blocks, slices = plan.slices, images = part.images;
-    return LaunchDependent(
-        KernelOf(plan.vectors, run, across),
-        {.grid = across ? dim3(blocks * slices * images) : dim3(blocks, slices, images),
-         .block = dim3(kQuad, plan.line_vectors, plan.lines),
-         .shared_bytes = static_cast<size_t>(Layout(plan, run).bytes),
-         .cluster = across ? 1 : blocks},
-        queue, part, plan, exchange);
-  };
-  if (plan.blocks <= kMaxCluster) return launch(norm, false, {});
-
-  Exchange exchange;
-  exchange.ticket = static_cast<unsigned*>(norm.exchange);
-  exchange.counters = exchange.ticket + 2;
-  exchange.sums = reinterpret_cast<Sums*>(exchange.counters + 2 * kMaxExchanges);
-  const int at_once = std::min<int>(kExchangeSums / ImageSums(plan), kMaxExchanges / plan.slices);
-  const auto move = [](Rows rows, int64_t by) {
-    if (rows.data == nullptr) return rows;
-    rows.data = static_cast<__nv_bfloat16*>(rows.data) + by * rows.stride;
-    return rows;
-  };
-  for (int first = 0; first < norm.images; first += at_once) {
-    GroupNormLaunch part = norm;
-    part.images = std::min(at_once, norm.images - first);
-    part.x = move(norm.x, int64_t{first} * norm.pixels);
-    part.x2 = move(norm.x2, int64_t{first} * norm.pixels);
-    part.out = move(norm.out, int64_t{first} * norm.pixels);
-    part.scale_shift = move(norm.scale_shift, first);
-    if (norm.factors != nullptr) {
-      part.factors = norm.factors + int64_t{first} * 2 * (norm.channels + norm.channels2);
-    }
-    if (cudaError_t error = launch(part, true, exchange); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
 }  // namespace
 
 bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
@@ -584,26 +478,29 @@ bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
 }
 
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
-  return LaunchPlan(norm, PlanOf(norm, queue.multiprocessors), queue);
+  const Plan plan = PlanOf(norm, queue.multiprocessors);
+  const int run = RunOf(plan);
+  const unsigned blocks = plan.blocks, slices = plan.slices, images = norm.images;
+  return LaunchDependent(KernelOf(plan.vectors, run),
+                         {.grid = dim3(blocks, slices, images),
+                          .block = dim3(kQuad, plan.line_vectors, plan.lines),
+                          .shared_bytes = static_cast<size_t>(Layout(plan, run).bytes),
+                          .cluster = blocks},
+                         queue, norm, plan);
 }
 
 cudaError_t LoadGroupNormClusterKernels() {
   for (int vectors : {2, 4, kMaxVectors}) {
     for (int run : {2, 4, 8}) {
-      for (bool across : {false, true}) {
-        Kernel* kernel = KernelOf(vectors, run, across);
-        if (kernel == nullptr) continue;
-        // Loads under way have their place in L1, so kernels that move much leave it large. The
-        // others share a multiprocessor with kernels that want it small, and a change takes time.
-        const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
-        if (cudaError_t error = LoadKernel(kernel, shared_bytes); error != cudaSuccess) {
-          return error;
-        }
-        if (cudaError_t error =
-                cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-            error != cudaSuccess) {
-          return error;
-        }
+      Kernel* kernel = KernelOf(vectors, run);
+      // Loads under way have their place in L1, so kernels that move much leave it large. The
+      // others share a multiprocessor with kernels that want it small, and a change takes time.
+      const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
+      if (cudaError_t error = LoadKernel(kernel, shared_bytes); error != cudaSuccess) return error;
+      if (cudaError_t error =
+              cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+          error != cudaSuccess) {
+        return error;
       }
     }
   }

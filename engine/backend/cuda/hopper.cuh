@@ -189,13 +189,6 @@ __device__ inline void LoadMatrices(uint32_t address, uint32_t (&m)[4]) {
                : "r"(address)
                : "memory");
 }
-/// Each matrix transposed: a lane holds column lane/4, rows 2·(lane%4) and the next.
-__device__ inline void LoadMatricesTransposed(uint32_t address, uint32_t (&m)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
-               : "memory");
-}
 /// The four warps of a warpgroup wait for each other.
 __device__ inline void SyncWarpgroup(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");

@@ -34,13 +34,6 @@ struct Queue {
   bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
-/// Of 64 pixels of an image, in one channel: their mean, and the sum of the squares of how far each
-/// is from it. Which pixels belong together is the affair of whoever wrote them.
-struct ChannelMoments {
-  float mean, squares;
-};
-constexpr int kMomentPixels = 64;
-
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
 ///   out = act((conv(input_act(concat(x, x2))) + bias + add + residual) · scale)
 struct Conv2dLaunch {
@@ -63,8 +56,6 @@ struct Conv2dLaunch {
   float scale = 1;
   Activation activation = Activation::kNone;
   Rows out;  // [images · out_height · out_width, outputs]
-  ChannelMoments* moments =
-      nullptr;  // [images, out_height · out_width / 64, outputs], of out; or null
 };
 constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 8;
@@ -90,20 +81,22 @@ struct GroupNormLaunch {
   Rows scale_shift;  // [images, 2 · (channels + channels2)], or null
   Activation activation = Activation::kNone;
   Rows out;  // [images · pixels, channels + channels2]
-  /// LaunchGroupNormCluster: instead of `out`, what makes it of x: [images, 2, channels +
-  /// channels2], factors and then offsets, both halved before SiLU (SiluOfHalf), for
-  /// Conv2dLaunch::input_factors.
+  /// [images, 2, channels + channels2]: what makes `out` of x, factors and then offsets, both
+  /// halved before SiLU (SiluOfHalf), as Conv2dLaunch::input_factors. LaunchGroupNormCluster makes
+  /// them instead of `out` when they are not null; LaunchGroupNorm knows nothing of them.
   float* factors = nullptr;
   void* workspace = nullptr;   // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
-  size_t workspace_bytes = 0;  //   works, a larger one takes more images a launch
-  void* exchange = nullptr;    // LaunchGroupNormCluster's: kGroupNormExchangeBytes, zero at first
-};
+  size_t workspace_bytes = 0;  //   works (factors: four times that), a larger one takes more
+};                             //   images a launch
 constexpr int kMaxNormChannels = 6144;
 size_t GroupNormWorkspaceBytes(int images, int groups);
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
+/// The factors, and `out` of them: for bf16 of any size, for what SuitsGroupNormFactors().
+bool SuitsGroupNormFactors(const GroupNormLaunch& norm);
+cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
+cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
 /// The same in one pass over memory, without a workspace, from sm_90 on; for what
-/// SuitsGroupNormCluster().
-constexpr size_t kGroupNormExchangeBytes = size_t{2} << 20;
+/// SuitsGroupNormCluster(). Its factors have bits of their own.
 bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 
@@ -188,6 +181,7 @@ struct SlotsLaunch {
   int embedding_dim = 0;
   int64_t elements = 0;
   int channels = 0;
+  bool vector = false;  // every image, also an evaluation's, begins at a multiple of 16 bytes
 };
 /// source and noise: [elements], or null.
 cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,

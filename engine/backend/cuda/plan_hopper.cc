@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 
@@ -85,9 +86,10 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
 }
 
 std::string NameOf(const HopperPlan& plan) {
-  constexpr const char* kNames[kHopperTiles] = {
-      "64x64",   "128x32",   "128x128",  "128x128 turns",  "128x160",       "128x192",
-      "128x256", "patch128", "patch192", "patch128 turns", "patch192 turns"};
+  constexpr const char* kNames[] = {
+      "64x64", "128x32",  "128x128",  "128x128 turns", "128x160",        "128x192",       "128x256",
+      "unit",  "patch64", "patch128", "patch192",      "patch128 turns", "patch192 turns"};
+  static_assert(std::size(kNames) == kHopperTiles);
   return fmt::format("{}{}", kNames[static_cast<int>(plan.tile)],
                      plan.clustered ? " clustered" : "");
 }

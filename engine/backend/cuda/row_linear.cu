@@ -5,7 +5,8 @@
 // in chunks of 32, warp w taking chunks w, w + kWarps, …, and their sums are added in order. A lane
 // reads eight neighbouring inputs of a weight's row and of x's rows; which of them an mma takes
 // together does not matter as long as both sides agree. The weight is asked for before the
-// predecessor has ended. However many rows there are, and whatever the block, each is summed alike.
+// predecessor has ended, and all inputs at once: they are bf16 and need nothing before the mma.
+// However many rows there are, and whatever the block, each is summed alike.
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
@@ -19,12 +20,11 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kChunk = 32;  // inputs: two mma
 static_assert(kDepthPadding % kChunk == 0);
 
-/// Inputs k … k + 7 of a row in bf16, zeros beyond the end.
-__device__ uint4 LoadInputs(const Conv2dLaunch& linear, int row, int k) {
-  if (row >= linear.images || k >= linear.channels) return make_uint4(0, 0, 0, 0);
-  float v[8];
-  LoadVector(linear.x, row, k, v);
-  return PackBf16(v);
+/// Elements k … k + 7 of a row, zeros beyond the end.
+__device__ uint4 LoadEight(const void* data, int64_t stride, int rows, int columns, int row,
+                           int k) {
+  const auto* from = static_cast<const __nv_bfloat16*>(data) + row * stride + k;
+  return row < rows && k < columns ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 }
 
 /// grid (columns / (8 · kGroups), rows / (16 · kTiles)). kAhead chunks of the weight are on their
@@ -37,7 +37,12 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = blockIdx.y * kRows, first_column = blockIdx.x * kColumns;
   const int chunks = linear.weight_stride / kChunk;
-  const auto* weight = static_cast<const __nv_bfloat16*>(linear.weight);
+
+  // A thread's outputs lie below each other.
+  static_assert(kThreads % kColumns == 0);
+  const int my_column = first_column + threadIdx.x % kColumns;
+  const bool has_bias = linear.bias != nullptr && my_column < linear.outputs;
+  const float bias = has_bias ? linear.bias[my_column] : 0.0f;
 
   float sum[kTiles][kGroups][4] = {};
   int chunk = warp;
@@ -49,11 +54,8 @@ __global__ void __launch_bounds__(kThreads)
       const int k = (chunk + i * kWarps) * kChunk + lane % 4 * 8;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        const int column = first_column + g * 8 + lane / 4;
-        const bool inside = k < linear.weight_stride && column < linear.outputs;
-        b[i][g] = inside ? *reinterpret_cast<const uint4*>(
-                               weight + static_cast<int64_t>(column) * linear.weight_stride + k)
-                         : make_uint4(0, 0, 0, 0);
+        b[i][g] = LoadEight(linear.weight, linear.weight_stride, linear.outputs,
+                            linear.weight_stride, first_column + g * 8 + lane / 4, k);
       }
     }
     if (!waited) {
@@ -61,13 +63,21 @@ __global__ void __launch_bounds__(kThreads)
       ReleaseDependents();
       waited = true;
     }
+    uint4 a[kAhead][kTiles][2];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int k = (chunk + i * kWarps) * kChunk + lane % 4 * 8;
 #pragma unroll
+      for (int h = 0; h < 2 * kTiles; ++h) {
+        a[i][h / 2][h % 2] = LoadEight(linear.x.data, linear.x.stride, linear.images,
+                                       linear.channels, first_row + 8 * h + lane / 4, k);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        const int row = first_row + 16 * t + lane / 4;
-        const uint4 upper = LoadInputs(linear, row, k), lower = LoadInputs(linear, row + 8, k);
+        const uint4 upper = a[i][t][0], lower = a[i][t][1];
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
           Multiply(sum[t][g], {upper.x, lower.x, upper.y, lower.y}, b[i][g].x, b[i][g].y);
@@ -91,14 +101,14 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     for (int i = threadIdx.x; i < 16 * kColumns; i += kThreads) {
-      const int row = first_row + 16 * t + i / kColumns, column = first_column + i % kColumns;
-      if (row >= linear.images || column >= linear.outputs) continue;
+      const int row = first_row + 16 * t + i / kColumns;
+      if (row >= linear.images || my_column >= linear.outputs) continue;
       float v = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) v += sums[w][i / kColumns][i % kColumns];
-      if (linear.bias != nullptr) v += linear.bias[column];
-      if (linear.residual.data != nullptr) v += Load(linear.residual, row, column);
-      Store(linear.out, row, column, Activate(linear.activation, v * linear.scale));
+      v += bias;
+      if (linear.residual.data != nullptr) v += Load(linear.residual, row, my_column);
+      Store(linear.out, row, my_column, Activate(linear.activation, v * linear.scale));
     }
   }
 }
@@ -112,7 +122,8 @@ constexpr int kMaxRowOutputs = 2048;
 bool SuitsRowLinear(const Conv2dLaunch& linear) {
   return linear.out_height * linear.out_width == 1 && linear.kernel == 1 &&
          linear.height * linear.width == 1 && linear.x2.data == nullptr &&
-         linear.add.data == nullptr && linear.x.vector && linear.channels % 8 == 0 &&
+         linear.add.data == nullptr && linear.x.element == Element::kBf16 && linear.x.vector &&
+         linear.channels % 8 == 0 &&
          linear.outputs <= kMaxRowOutputs && linear.weight_element == Element::kBf16;
 }
 

@@ -2,8 +2,13 @@
 // on. The formulas are step_plan.h's; one kernel runs every sampler.
 //
 // Policy. A thread owns four neighbouring elements of an image, the four normals of one Philox
-// block, so noise depends on (seed, evaluation, element) alone. The index of the evaluation moves
-// on in a launch of its own, after every element has read it.
+// block, so noise depends on (seed, evaluation, element) alone. Bound by memory: a vector a load
+// where images are multiples of one, and no register is read or written whose weights are zero. The
+// index of the evaluation moves on when the last block of an image has read it: its upper bits
+// count them.
+
+#include <algorithm>
+#include <climits>
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
@@ -13,7 +18,11 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOwned = 4;  // elements a thread owns
+constexpr int kOwned = 4;         // elements a thread owns
+constexpr int kMostBlocks = 256;  // of an image; a larger one has threads own several times four
+constexpr int kIndexBits = 20;
+constexpr int kMostEvaluations = 1 << kIndexBits;
+static_assert(kMostBlocks <= INT_MAX >> kIndexBits);
 
 unsigned Blocks(int64_t elements) {
   return static_cast<unsigned>((elements + kOwned * kThreads - 1) / (kOwned * kThreads));
@@ -24,13 +33,45 @@ struct Row {
   int32_t slot, label, unconditional_row, advances;
 };
 
-__device__ int EvaluationOf(const SlotsLaunch& slots, int slot) {
+/// The index of a slot's evaluation, without the bits that count.
+__device__ int IndexOf(const SlotsLaunch& slots, int slot) {
+  const int index = __ldcg(&slots.evaluation[slot]) & (kMostEvaluations - 1);
   // A slot past its plan is the caller's bug; it must not read beyond the table.
-  return max(0, min(slots.evaluation[slot], slots.max_evaluations - 1));
+  return min(index, slots.max_evaluations - 1);
 }
-__device__ const DeviceEvaluation& PlanOf(const SlotsLaunch& slots, int slot, int evaluation) {
+__device__ const DeviceEvaluation* PlanAt(const SlotsLaunch& slots, int slot, int index) {
   const auto* plans = reinterpret_cast<const unsigned char*>(slots.plans);
-  return reinterpret_cast<const DeviceEvaluation*>(plans + slot * slots.plan_bytes)[evaluation];
+  return reinterpret_cast<const DeviceEvaluation*>(plans + slot * slots.plan_bytes) + index;
+}
+
+/// A thread's elements of an image; `vector`: all four are there, at multiples of 16 bytes.
+struct Owned {
+  int64_t first = 0;
+  int count = 0;
+  bool vector = false;
+};
+__device__ Owned OwnedAt(int64_t block, const SlotsLaunch& slots) {
+  const int64_t first = block * kOwned;
+  return {first, static_cast<int>(min(int64_t{kOwned}, slots.elements - first)), slots.vector};
+}
+__device__ void Load(const float* image, const Owned& owned, float (&v)[kOwned]) {
+  if (owned.vector) {
+    const float4 four = *reinterpret_cast<const float4*>(image + owned.first);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kOwned; ++j) v[j] = j < owned.count ? image[owned.first + j] : 0.0f;
+}
+__device__ void Store(float* image, const Owned& owned, const float (&v)[kOwned]) {
+  if (owned.vector) {
+    *reinterpret_cast<float4*>(image + owned.first) = make_float4(v[0], v[1], v[2], v[3]);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kOwned; ++j) {
+    if (j < owned.count) image[owned.first + j] = v[j];
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -64,20 +105,31 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     GatherKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows, Rows x,
                  float* condition, int32_t* label, float* embedding) {
+  const int row = blockIdx.y;
+  const Row what = rows[row];
   WaitForPredecessors();
   ReleaseDependents();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
-  const int row = blockIdx.y;
-  const Row what = rows[row];
   const bool padding = what.slot < 0;
   const DeviceEvaluation* plan =
-      padding ? nullptr : &PlanOf(slots, what.slot, EvaluationOf(slots, what.slot));
+      padding ? nullptr : PlanAt(slots, what.slot, IndexOf(slots, what.slot));
 
-  for (int j = 0; j < kOwned; ++j) {
-    const int64_t i = thread * kOwned + j;
-    if (i >= slots.elements) break;
-    Store(x, row, i, padding ? 0.0f : plan->input_scale * slots.x[what.slot * slots.elements + i]);
+  if (const Owned owned = OwnedAt(thread, slots); owned.count > 0) {
+    float v[kOwned] = {};
+    if (!padding) {
+      Load(slots.x + what.slot * slots.elements, owned, v);
+      for (float& value : v) value *= plan->input_scale;
+    }
+    const int64_t to = row * slots.elements + owned.first;
+    if (x.element == Element::kF32) {
+      Store(static_cast<float*>(x.data) + row * slots.elements, owned, v);
+    } else if (owned.vector) {
+      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(x.data) + to) =
+          make_uint2(PackBf16(v[0], v[1]), PackBf16(v[2], v[3]));
+    } else {
+      for (int j = 0; j < owned.count; ++j) Store(x, 0, to + j, v[j]);
+    }
   }
   if (thread == 0) {
     condition[row] = padding ? 0.0f : plan->condition;
@@ -90,6 +142,29 @@ __global__ void __launch_bounds__(kThreads)
           zero ? 0.0f : slots.embedding[static_cast<int64_t>(what.slot) * slots.embedding_dim + i];
     }
   }
+}
+
+/// Which weights of an evaluation are not zero: bit o · kPlanInputs + k. A weight of zero means
+/// absent, whatever it would be multiplied with.
+using Present = uint64_t;
+constexpr int kWeights = kPlanOutputs * kPlanInputs;
+static_assert(kWeights > 32 && kWeights <= 64);
+__device__ constexpr Present WeightBit(int o, int k) { return Present{1} << (o * kPlanInputs + k); }
+__device__ constexpr Present OutputBits(int o) {
+  return ((Present{1} << kPlanInputs) - 1) << (o * kPlanInputs);
+}
+__device__ constexpr Present InputBits(int k) {
+  Present bits = 0;
+  for (int o = 0; o < kPlanOutputs; ++o) bits |= WeightBit(o, k);
+  return bits;
+}
+/// Of a whole warp.
+__device__ Present PresentIn(const DeviceEvaluation& plan) {
+  const float* weights = &plan.weights[0][0];
+  const int lane = threadIdx.x % 32;
+  const Present low = __ballot_sync(~0u, weights[lane] != 0);
+  const Present high = __ballot_sync(~0u, lane + 32 < kWeights && weights[lane + 32] != 0);
+  return high << 32 | low;
 }
 
 /// The factor of the noise column: 1, or what the model learned (step_plan.h's NoiseScale).
@@ -107,75 +182,132 @@ __device__ float NoiseFactor(const DeviceEvaluation& plan, float learned) {
   return 1.0f;
 }
 
+/// What an evaluation starts from, at a thread's elements.
+struct Inputs {
+  float x[kOwned], model[kOwned], variance[kOwned];
+};
+
 /// grid (blocks over an image, rows).
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     AdvanceKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
                   const float* model_output, int model_channels) {
-  WaitForPredecessors();
-  ReleaseDependents();
-  const Row what = rows[blockIdx.y];
-  if (what.slot < 0 || what.advances == 0) return;
-  const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (block * kOwned >= slots.elements) return;
-
-  const int evaluation = EvaluationOf(slots, what.slot);
-  const DeviceEvaluation& plan = PlanOf(slots, what.slot, evaluation);
-  const int64_t base = static_cast<int64_t>(what.slot) * slots.elements;
+  constexpr int kWords = sizeof(DeviceEvaluation) / sizeof(uint32_t);
+  __shared__ uint32_t words[2 * kWords];  // of the evaluation before, and of this one
+  const Row what = rows[blockIdx.y];      // uploaded, as all of a slot but its index and images
+  if (what.slot < 0 || what.advances == 0) {
+    WaitForPredecessors();
+    return;
+  }
+  const float guidance = slots.guidance[what.slot];
+  const uint64_t seed = static_cast<uint64_t>(slots.seed[what.slot]);
   const int64_t output_elements = slots.elements / slots.channels * model_channels;
   const float* conditional = model_output + blockIdx.y * output_elements;
   const float* unconditional = what.unconditional_row < 0
                                    ? nullptr
                                    : model_output + what.unconditional_row * output_elements;
-  const float guidance = slots.guidance[what.slot];
-
-  bool noisy = false;
-  for (int o = 0; o < kPlanOutputs; ++o) noisy |= plan.weights[o][kInputNoise] != 0;
-  Normal4 noise = {};
-  if (noisy) noise = PhiloxNormal(static_cast<uint64_t>(slots.seed[what.slot]), evaluation, block);
-
-  for (int j = 0; j < kOwned; ++j) {
-    const int64_t i = block * kOwned + j;
-    if (i >= slots.elements) return;
-    const int64_t at = i / slots.channels * model_channels + i % slots.channels;
-    float model = conditional[at];
-    if (unconditional != nullptr) {
-      model = unconditional[at] + guidance * (model - unconditional[at]);
-    }
-    const float x = slots.x[base + i];
-    float x0 = plan.x0_from_x * x + plan.x0_from_model * model;
-    if (plan.clip > 0) x0 = fminf(fmaxf(x0, -plan.clip), plan.clip);
-
-    float in[kPlanInputs];
-    in[kInputX] = x;
-    in[kInputModel] = model;
-    in[kInputX0] = x0;
-    // A learned variance is the conditional row's own: guidance extrapolates the mean alone.
-    const bool learns = model_channels > slots.channels;
-    in[kInputNoise] =
-        noisy ? noise.v[j] * NoiseFactor(plan, learns ? conditional[at + slots.channels] : 1.0f)
-              : 0.0f;
-    float* registers = slots.registers + base * kRegisters + i;
-    for (int r = 0; r < kRegisters; ++r) in[kInputRegister + r] = registers[r * slots.elements];
-
-    for (int o = 0; o < kPlanOutputs; ++o) {
-      float sum = 0;
-      for (int k = 0; k < kPlanInputs; ++k) {
-        // A weight of zero means absent, whatever the other side holds.
-        if (plan.weights[o][k] != 0) sum = fmaf(plan.weights[o][k], in[k], sum);
-      }
-      float* to =
-          o == kOutputX ? slots.x + base + i : registers + (o - kOutputRegister) * slots.elements;
-      *to = sum;
-    }
-    slots.x0[base + i] = x0;
-  }
-}
-
-__global__ void CountEvaluationKernel(int32_t* evaluation, const Row* rows, int count) {
+  float* images = slots.x + what.slot * slots.elements;
+  float* registers = slots.registers + what.slot * kRegisters * slots.elements;
+  float* predicted = slots.x0 + what.slot * slots.elements;
   WaitForPredecessors();
   ReleaseDependents();
-  const int row = blockIdx.x * kThreads + threadIdx.x;
-  if (row < count && rows[row].slot >= 0 && rows[row].advances != 0) ++evaluation[rows[row].slot];
+
+  const auto load = [&](const Owned& owned) {
+    Inputs in = {};
+    float unguided[kOwned] = {};
+    Load(images, owned, in.x);
+    if (model_channels == slots.channels) {
+      Load(conditional, owned, in.model);
+      if (unconditional != nullptr) Load(unconditional, owned, unguided);
+    } else {  // variances lie between the pixels
+      int channel = static_cast<int>(owned.first % slots.channels);
+      int64_t at = owned.first / slots.channels * model_channels + channel;
+#pragma unroll
+      for (int j = 0; j < kOwned; ++j) {
+        if (j >= owned.count) break;
+        in.model[j] = conditional[at];
+        // The conditional row's own: guidance extrapolates the mean alone.
+        in.variance[j] = conditional[at + slots.channels];
+        if (unconditional != nullptr) unguided[j] = unconditional[at];
+        const bool next_pixel = ++channel == slots.channels;
+        at += next_pixel ? model_channels - slots.channels + 1 : 1;
+        if (next_pixel) channel = 0;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kOwned && unconditional != nullptr; ++j) {
+      in.model[j] = unguided[j] + guidance * (in.model[j] - unguided[j]);
+    }
+    return in;
+  };
+  int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  Owned owned = OwnedAt(block, slots);
+  Inputs in = {};
+  if (owned.count > 0) in = load(owned);  // on the way beside the plan
+
+  const int index = IndexOf(slots, what.slot);
+  const auto* now = reinterpret_cast<const uint32_t*>(PlanAt(slots, what.slot, index));
+  for (int i = threadIdx.x; i < 2 * kWords; i += kThreads) {
+    words[i] = i < kWords && index == 0 ? 0 : now[i - kWords];
+  }
+  __syncthreads();  // all have read the index
+  if (threadIdx.x == 0) {
+    const int arrived = atomicAdd(&slots.evaluation[what.slot], kMostEvaluations) >> kIndexBits;
+    if (arrived == static_cast<int>(gridDim.x) - 1) slots.evaluation[what.slot] = index + 1;
+  }
+  const auto& before = reinterpret_cast<const DeviceEvaluation&>(words[0]);
+  const auto& plan = reinterpret_cast<const DeviceEvaluation&>(words[kWords]);
+  const Present present = PresentIn(plan);
+  // What a register was not kept for is zero already: BeginSlot() or an evaluation wrote that.
+  const Present written = present | PresentIn(before);
+
+  while (owned.count > 0) {
+    float sums[kPlanOutputs][kOwned] = {};
+    const auto add = [&](int k, const float(&input)[kOwned]) {
+#pragma unroll
+      for (int o = 0; o < kPlanOutputs; ++o) {
+        if ((present & WeightBit(o, k)) == 0) continue;
+#pragma unroll
+        for (int j = 0; j < kOwned; ++j) {
+          sums[o][j] = fmaf(plan.weights[o][k], input[j], sums[o][j]);
+        }
+      }
+    };
+    float x0[kOwned];
+#pragma unroll
+    for (int j = 0; j < kOwned; ++j) {
+      x0[j] = plan.x0_from_x * in.x[j] + plan.x0_from_model * in.model[j];
+      if (plan.clip > 0) x0[j] = fminf(fmaxf(x0[j], -plan.clip), plan.clip);
+    }
+    add(kInputX, in.x);
+    add(kInputModel, in.model);
+    add(kInputX0, x0);
+    if (present & InputBits(kInputNoise)) {
+      Normal4 noise = PhiloxNormal(seed, index, block);
+      if (model_channels > slots.channels) {
+#pragma unroll
+        for (int j = 0; j < kOwned; ++j) noise.v[j] *= NoiseFactor(plan, in.variance[j]);
+      }
+      add(kInputNoise, noise.v);
+    }
+#pragma unroll
+    for (int r = 0; r < kRegisters; ++r) {
+      if ((present & InputBits(kInputRegister + r)) == 0) continue;
+      float held[kOwned];
+      Load(registers + r * slots.elements, owned, held);
+      add(kInputRegister + r, held);
+    }
+
+    Store(predicted, owned, x0);
+    Store(images, owned, sums[kOutputX]);
+#pragma unroll
+    for (int r = 0; r < kRegisters; ++r) {
+      if ((written & OutputBits(kOutputRegister + r)) == 0) continue;
+      Store(registers + r * slots.elements, owned, sums[kOutputRegister + r]);
+    }
+    block += int64_t{gridDim.x} * kThreads;
+    owned = OwnedAt(block, slots);
+    if (owned.count > 0) in = load(owned);
+  }
 }
 
 }  // namespace
@@ -195,20 +327,15 @@ cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int coun
 
 cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int count,
                           const float* model_output, int model_channels, const Queue& queue) {
-  const Row* of_rows = reinterpret_cast<const Row*>(rows);
-  if (cudaError_t error =
-          LaunchDependent(AdvanceKernel, {dim3(Blocks(slots.elements), count), kThreads}, queue,
-                          slots, of_rows, model_output, model_channels);
-      error != cudaSuccess) {
-    return error;
-  }
-  return LaunchDependent(CountEvaluationKernel, {dim3((count + kThreads - 1) / kThreads), kThreads},
-                         queue, slots.evaluation, of_rows, count);
+  if (slots.max_evaluations > kMostEvaluations) return cudaErrorInvalidValue;
+  const unsigned blocks = std::min<unsigned>(Blocks(slots.elements), kMostBlocks);
+  return LaunchDependent(AdvanceKernel, {dim3(blocks, count), kThreads}, queue, slots,
+                         reinterpret_cast<const Row*>(rows), model_output, model_channels);
 }
 
 cudaError_t LoadSamplingKernels() {
-  for (cudaError_t error : {LoadKernel(BeginSlotKernel), LoadKernel(GatherKernel),
-                            LoadKernel(AdvanceKernel), LoadKernel(CountEvaluationKernel)}) {
+  for (cudaError_t error :
+       {LoadKernel(BeginSlotKernel), LoadKernel(GatherKernel), LoadKernel(AdvanceKernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
