@@ -105,8 +105,7 @@ Tensor Resize(const Tensor& image, int height, int width) {
         .Reshape({height, width, channels});
   }
   const Tensor high = FilterMiddle(image, 1, from_height, height, from_width * channels);
-  return FilterMiddle(high, height, from_width, width, channels)
-      .Reshape({height, width, channels});
+  return FilterMiddle(high, height, from_width, width, channels).Reshape({height, width, channels});
 }
 
 Tensor FitWithin(const Tensor& image, int max_edge) {
