@@ -76,4 +76,5 @@ def measure(model, rows, way, parent):
     ms = peer.median_ms(run, samples=50)
     parent.send({"ms": ms, "seconds_to_first": round(first, 1),
                  "MiB_allocated": torch.cuda.max_memory_allocated() >> 20,
-                 "MiB_reserved": torch.cuda.max_memory_reserved() >> 20})
+                 "MiB_reserved": torch.cuda.max_memory_reserved() >> 20,
+                 "context": peer.context()})

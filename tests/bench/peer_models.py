@@ -14,10 +14,12 @@ after the other. max-autotune times kernels while it compiles: it is alone. What
 --limit seconds after its start is left out.
 """
 import argparse
+import json
 import multiprocessing
 import os
 import sys
 import time
+from pathlib import Path
 
 
 def measure(*args):
@@ -65,7 +67,7 @@ def main():
     parser.add_argument("--ways", default="eager,reduce-overhead")
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--limit", type=float, default=600)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     shapes = [(model, int(rows)) for model, *all_rows in
               (each.split(":") for each in args.models.split(",")) for rows in all_rows]
@@ -78,19 +80,21 @@ def main():
                           "details": {}} for shape in shapes}
     failed = False
     for batch in batches + [[work] for work in alone]:
-        for (model, rows, way), details in zip(batch, measured(batch, args.limit)):
+        for details, (model, rows, way) in zip(measured(batch, args.limit), batch):
             benchmark = benchmarks[model, rows]
             label = "eager in a graph" if way == "eager" else f"torch.compile {way}"
-            print(f"{benchmark['name']} {label}: {details or 'failed'}", flush=True)
             if details is None:
+                print(f"{benchmark['name']} {label}: failed", flush=True)
                 failed = True
                 continue
             benchmark["peers"][label] = details["ms"]
             benchmark["details"][label] = details
             # Written after each, since compiling takes minutes and may be cut short.
-            import peer
-
-            peer.write(args.out, benchmarks=[b for b in benchmarks.values() if b["peers"]])
+            args.out.write_text(json.dumps({
+                "context": details.pop("context"),
+                "benchmarks": [b for b in benchmarks.values() if b["peers"]],
+            }, indent=1) + "\n")
+            print(f"{benchmark['name']} {label}: {details}", flush=True)
     return 1 if failed else 0
 
 
