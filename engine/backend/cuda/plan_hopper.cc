@@ -21,20 +21,20 @@ struct TileCost {
   double launch, step, finish, fold;  // a launch; a step along k, an end, an added split of a tile
 };
 constexpr TileCost kTileCosts[] = {
-    {HopperTile::k64x64, 64, 64, 2, false, 2.4, 0.32, 1.5, 0.2},
-    {HopperTile::k64x64, 64, 64, 1, true, 1.0, 0.25, 2.8, 0},
+    {HopperTile::k64x64, 64, 64, 2, false, 0.5, 0.354, 1.6, 0.05},
+    {HopperTile::k64x64, 64, 64, 1, true, 0.6, 0.388, 2.2, 0},
     {HopperTile::k128x32, 128, 32, 1, false, 2.0, 0.25, 1.5, 0},
-    {HopperTile::k128x128, 128, 128, 1, false, 1.5, 0.39, 2.2, 0.32},
-    {HopperTile::k128x128Turns, 128, 128, 1, false, 3.0, 0.38, 1.35, 0},
-    {HopperTile::k128x160, 128, 160, 1, false, 1.4, 0.43, 2.6, 0.5},
-    {HopperTile::k128x192, 128, 192, 1, false, 2.0, 0.49, 2.8, 0.5},
-    {HopperTile::k128x256, 128, 256, 1, false, 2.6, 0.64, 4.0, 0},
+    {HopperTile::k128x128, 128, 128, 1, false, 1.3, 0.395, 2.3, 0.38},
+    {HopperTile::k128x128Turns, 128, 128, 1, false, 2.8, 0.414, 1.4, 0},
+    {HopperTile::k128x160, 128, 160, 1, false, 1.3, 0.462, 2.9, 0.44},
+    {HopperTile::k128x192, 128, 192, 1, false, 1.7, 0.541, 3.6, 0.49},
+    {HopperTile::k128x256, 128, 256, 1, false, 2.4, 0.714, 4.2, 0},
     {HopperTile::kUnit, 64, 64, 1, true, 0.2, 0.24, 1.9, 0},
     {HopperTile::kPatch64, 128, 64, 1, false, 1.4, 0.23, 0.75, 0.22},
-    {HopperTile::kPatch128, 128, 128, 1, false, 2.5, 0.315, 2.6, 0.45},
-    {HopperTile::kPatch192, 128, 192, 1, false, 2.5, 0.445, 3.5, 0.5},
-    {HopperTile::kPatch128Turns, 128, 128, 1, false, 4.7, 0.315, 1.3, 0},
-    {HopperTile::kPatch192Turns, 128, 192, 1, false, 4.7, 0.46, 1.9, 0},
+    {HopperTile::kPatch128, 128, 128, 1, false, 1.3, 0.324, 2.4, 0.66},
+    {HopperTile::kPatch192, 128, 192, 1, false, 3.6, 0.48, 4.1, 0.77},
+    {HopperTile::kPatch128Turns, 128, 128, 1, false, 3.7, 0.322, 1.0, 0},
+    {HopperTile::kPatch192Turns, 128, 192, 1, false, 4.7, 0.473, 2.1, 0},
 };
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
 

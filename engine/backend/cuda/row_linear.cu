@@ -123,8 +123,8 @@ bool SuitsRowLinear(const Conv2dLaunch& linear) {
   return linear.out_height * linear.out_width == 1 && linear.kernel == 1 &&
          linear.height * linear.width == 1 && linear.x2.data == nullptr &&
          linear.add.data == nullptr && linear.x.element == Element::kBf16 && linear.x.vector &&
-         linear.channels % 8 == 0 &&
-         linear.outputs <= kMaxRowOutputs && linear.weight_element == Element::kBf16;
+         linear.channels % 8 == 0 && linear.outputs <= kMaxRowOutputs &&
+         linear.weight_element == Element::kBf16;
 }
 
 cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue) {

@@ -14,8 +14,8 @@ constexpr double kWorthATry = 1.5;  // of the least cost
 /// launches overlap as they do in a model.
 constexpr double kGraphMicroseconds = 100;
 constexpr int kRounds = 3;
-/// The first stays unless another is clearly faster: a launch among its like is not quite what it is
-/// in a model. With 0.98 a model of 256 rows lost 0.3 % to choices that seemed to gain 3 %.
+/// The first stays unless another is clearly faster: a launch among its like is not quite what it
+/// is in a model. With 0.98 a model of 256 rows lost 0.3 % to choices that seemed to gain 3 %.
 constexpr double kClearly = 0.96;
 
 std::vector<Way> Contenders(const std::vector<Way>& ways) {
@@ -90,9 +90,11 @@ const Way& Tuner::Choose(const std::string& what, const std::vector<Way>& ways) 
 }
 
 absl::Status Tuner::Measure() {
-  TunedWays measured;
   // Their operands may be gone by the next time, whatever becomes of this one.
   const auto unknown = std::exchange(unknown_, {});
+  // Evaluations of other models that are under way would slow down what is measured beside them.
+  DENOISED_RETURN_IF_ERROR(ToStatus(cudaDeviceSynchronize(), "tuning"));
+  TunedWays measured;
   for (const auto& [what, contenders] : unknown) {
     DENOISED_ASSIGN_OR_RETURN(const size_t fastest, Fastest(contenders, stream_));
     measured[what] = contenders[fastest].name;
