@@ -3,8 +3,8 @@
 #
 #   tests/bench/run_gpu.sh [--bin=build/release/tests/bench] [--out=build/bench]
 #                          [--kernels=REGEX] [--models=cifar10-32:1:64,adm-64:1 | all]
-#                          [--compile=reduce-overhead,max-autotune] [--earlier-peers=FILE]
-#                          [--generic]
+#                          [--ways=eager,reduce-overhead,max-autotune] [--limit=SECONDS]
+#                          [--earlier-peers=FILE] [--generic]
 #
 # --bin            where denoised-bench and backend-throughput are
 # --out            where the raw figures go, as JSON
@@ -12,9 +12,10 @@
 #                  no models are named. About a minute for all.
 # --models         whole forwards of these models of tests/models/configs, of so many rows; "all" are
 #                  those of the table in docs/benchmarks.md
-# --compile        modes of torch.compile: reduce-overhead, the default, XXX minutes on 16 cores for
-#                  all; max-autotune, 2 to 4 minutes for each model and count of rows; or "none":
-#                  PyTorch eager in a CUDA graph
+# --ways           of PyTorch: eager, in a CUDA graph, and modes of torch.compile. Default:
+#                  eager,reduce-overhead. max-autotune takes 2 to 4 minutes for each model and count
+#                  of rows; the others compile side by side
+# --limit          for compiling, 600 by default; what takes longer is left out
 # --earlier-peers  a peer_models.json from a GPU of the same kind instead of running PyTorch on the
 #                  models again; the table marks its figures
 # --generic        denoised's kernels for any chip, also on one that has its own
@@ -25,7 +26,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 bin=$root/build/release/tests/bench out=$root/build/bench
-kernels="" models="" compile=reduce-overhead earlier="" python=${PYTHON:-python3}
+kernels="" models="" ways=eager,reduce-overhead limit=600 earlier="" python=${PYTHON:-python3}
 device=(--device=cuda)
 for flag in "$@"; do
   case $flag in
@@ -33,7 +34,8 @@ for flag in "$@"; do
     --out=*) out=${flag#*=} ;;
     --kernels=*) kernels=${flag#*=} ;;
     --models=*) models=${flag#*=} ;;
-    --compile=*) compile=${flag#*=} ;;
+    --ways=*) ways=${flag#*=} ;;
+    --limit=*) limit=${flag#*=} ;;
     --earlier-peers=*) earlier=${flag#*=} ;;
     --generic) device+=(--generic) ;;
     *) echo "unknown flag '$flag'; see the head of tests/bench/run_gpu.sh" >&2; exit 2 ;;
@@ -64,7 +66,7 @@ for each in ${models//,/ }; do
 done
 if [[ -n "$models" && -z "$earlier" ]]; then
   echo "Models: PyTorch" >&2
-  "$python" "$here/peer_models.py" "--models=$models" "--compile=$compile" \
+  "$python" "$here/peer_models.py" "--models=$models" "--ways=$ways" "--limit=$limit" \
     "--out=$out/peer_models.json" >&2 || status=1
   peers+=("$out/peer_models.json")
 fi
