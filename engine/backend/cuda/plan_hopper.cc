@@ -55,7 +55,9 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
   const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = tiles(image_pixels, 64, 64);
   int splits = 1;
-  while (of_an_image < few && splits < kMaxSplits && of_an_image * splits * 2 <= enough &&
+  // A 1×1 layer has few steps: only the longest gain, and all lose in a batch.
+  const bool worth = taps > 1 || steps >= 16;
+  while (worth && of_an_image < few && splits < kMaxSplits && of_an_image * splits * 2 <= enough &&
          steps >= splits * 2 * kMinSplitSteps) {
     splits *= 2;
   }
