@@ -58,6 +58,7 @@ struct StepBatcher::Evaluated {
   Admission::Charge charge;
   int rows = 0, bucket = 0;
   std::unique_ptr<Marker> begin, end;
+  double seconds = 0;  // of its share of the device before others ended
   std::vector<Row> images;
   std::vector<std::shared_ptr<Image>> parked;  // before it
 };
@@ -410,11 +411,21 @@ absl::StatusOr<StepBatcher::Evaluated> StepBatcher::NextToEnd() {
 
 absl::Status StepBatcher::Report() {
   DENOISED_ASSIGN_OR_RETURN(Evaluated evaluated, NextToEnd());
-  double seconds = evaluated.end->SecondsSince(*evaluated.begin);
-  // Of what ran beside others the time until the last of them ended is theirs, so that the seconds
-  // of evaluations never add up to more than passed.
-  if (last_end_)
-    seconds = std::min(seconds, std::max(0.0, evaluated.end->SecondsSince(*last_end_)));
+  // Time in which two models were evaluated is divided among them, so that the seconds of
+  // evaluations never add up to more than passed.
+  const auto ran = [&](const Evaluated& each) {  // since an end was last reported
+    double seconds = evaluated.end->SecondsSince(*each.begin);
+    if (last_end_) seconds = std::min(seconds, evaluated.end->SecondsSince(*last_end_));
+    return std::max(seconds, 0.0);
+  };
+  double alone = ran(evaluated);
+  for (Evaluated& other : evaluated_) {
+    if (!other.begin->reached()) continue;
+    const double seconds = ran(other), together = std::min(alone, seconds);
+    other.seconds += seconds - together / 2;
+    alone -= together / 2;
+  }
+  const double seconds = evaluated.seconds + alone;
   last_end_ = std::move(evaluated.end);
   admission_.Measured(*evaluated.share, evaluated.bucket, seconds, &evaluated.charge);
   if (observer_)
