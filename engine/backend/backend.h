@@ -35,11 +35,19 @@ class PackedConv2d {
   virtual ~PackedConv2d() = default;
   int in_channels = 0, out_channels = 0, kernel = 0;
   bool upsample2x = false;
+  bool has_bias = false;
 };
 class PackedLinear {
  public:
   virtual ~PackedLinear() = default;
   int in_features = 0, out_features = 0;
+};
+
+/// A 1×1 convolution, stride 1, of concat(x, x2), whose result another one adds to its own.
+struct Conv2dShortcut {
+  Tensor x;   // [N, Ho, Wo, C]: the height and width of what it is added to
+  Tensor x2;  // optional [N, Ho, Wo, C2]
+  const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias belongs into the other's
 };
 
 struct Conv2dArgs {
@@ -50,9 +58,10 @@ struct Conv2dArgs {
                             // kernel is 3 × 3, the stride 1 and the padding 1 on all sides
   int stride = 1;
   int pad_top = 0, pad_left = 0, pad_bottom = 0, pad_right = 0;
-  Tensor add;          // optional [N, Cout], rows may be a Columns() view: added to every pixel
-  Tensor residual;     // optional, shape of out
-  float scale = 1.0f;  // out = act((conv + bias + add + residual) · scale)
+  Tensor add;       // optional [N, Cout], rows may be a Columns() view: added to every pixel
+  Tensor residual;  // optional, shape of out
+  Conv2dShortcut shortcut;  // optional, in place of a residual; `out` must not overlap its inputs
+  float scale = 1.0f;       // out = act((conv + bias + add + residual or shortcut) · scale)
   Activation activation = Activation::kNone;
   Tensor out;  // [N, Ho, Wo, Cout]; activation dtype, or F32
 };

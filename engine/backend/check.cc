@@ -117,6 +117,30 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
     CheckTensor("add", args.add, {x[0], weight.out_channels}, rules.activation, rules, true);
   }
   if (args.residual) CheckTensor("residual", args.residual, out, rules.activation, rules);
+  if (args.shortcut.weight == nullptr) return;
+  const PackedConv2d& shortcut = *args.shortcut.weight;
+  DENOISED_CHECK(!args.residual, "both a residual and a shortcut");
+  DENOISED_CHECK(!shortcut.has_bias, "a shortcut with a bias; add it to that of the convolution");
+  DENOISED_CHECK(
+      shortcut.kernel == 1 && !shortcut.upsample2x && shortcut.out_channels == weight.out_channels,
+      "a shortcut with a kernel of {} and {} outputs, must be 1 and {}", shortcut.kernel,
+      shortcut.out_channels, weight.out_channels);
+  CheckRank("shortcut.x", args.shortcut.x, 4);
+  int64_t shortcut_channels = args.shortcut.x.dim(3);
+  CheckTensor("shortcut.x", args.shortcut.x, WithLast(out, shortcut_channels), rules.activation,
+              rules);
+  if (args.shortcut.x2) {
+    CheckRank("shortcut.x2", args.shortcut.x2, 4);
+    CheckTensor("shortcut.x2", args.shortcut.x2, WithLast(out, args.shortcut.x2.dim(3)),
+                rules.activation, rules);
+    shortcut_channels += args.shortcut.x2.dim(3);
+  }
+  DENOISED_CHECK(args.out.data() != args.shortcut.x.data() &&
+                     (!args.shortcut.x2 || args.out.data() != args.shortcut.x2.data()),
+                 "out is an input of the shortcut");
+  DENOISED_CHECK(shortcut_channels == shortcut.in_channels,
+                 "the shortcut has {} channels, its weight {}", shortcut_channels,
+                 shortcut.in_channels);
 }
 
 void Check(const LinearArgs& args, const TensorRules& rules) {

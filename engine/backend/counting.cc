@@ -82,6 +82,7 @@ absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const 
   packed->in_channels = static_cast<int>(weight_oihw.dim(1));
   packed->kernel = static_cast<int>(weight_oihw.dim(2));
   packed->upsample2x = upsample2x;
+  packed->has_bias = bias.defined();
   weight_bytes_ += weight_oihw.elements() * SizeOf(rules_.activation);
   if (bias) weight_bytes_ += bias.elements() * sizeof(float);
   return packed;
@@ -111,9 +112,12 @@ absl::StatusOr<Tensor> CountingBackend::PackVector(const Tensor& values) {
 void CountingBackend::Conv2d(const Conv2dArgs& args) {
   Check(args, rules_);
   const PackedConv2d& weight = *args.weight;
-  const double taps = static_cast<double>(weight.kernel) * weight.kernel * weight.in_channels;
-  Count(2.0 * args.out.elements() * taps, taps * weight.out_channels * SizeOf(rules_.activation),
-        {&args.x, &args.x2, &args.add, &args.residual, &args.out});
+  double inputs = static_cast<double>(weight.kernel) * weight.kernel * weight.in_channels;
+  if (args.shortcut.weight != nullptr) inputs += args.shortcut.weight->in_channels;
+  Count(2.0 * args.out.elements() * inputs,
+        inputs * weight.out_channels * SizeOf(rules_.activation),
+        {&args.x, &args.x2, &args.add, &args.residual, &args.shortcut.x, &args.shortcut.x2,
+         &args.out});
 }
 
 void CountingBackend::Linear(const LinearArgs& args) {

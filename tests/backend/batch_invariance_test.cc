@@ -82,25 +82,43 @@ TEST_P(BatchInvarianceTest, Conv2d) {
     int64_t height, width, c1, c2, out, kernel;
     int stride;
     bool upsample;
+    int64_t shortcut = 0, shortcut2 = 0;
   } shapes[] = {
-      {32, 32, 1, 0, 64, 3, 1, false},   {32, 32, 64, 0, 1, 3, 1, false},
-      {16, 16, 64, 0, 64, 3, 1, false},  {16, 16, 64, 64, 64, 3, 1, false},
-      {16, 16, 128, 0, 64, 1, 1, false}, {16, 16, 64, 0, 64, 3, 2, false},
-      {8, 8, 128, 0, 128, 3, 1, true},   {8, 8, 256, 0, 256, 3, 1, false},
-      {4, 4, 256, 0, 256, 3, 1, false},  {2, 2, 512, 512, 256, 3, 1, false},
-      {7, 5, 13, 6, 11, 3, 1, false},    {9, 9, 3, 0, 5, 3, 2, false},
+      {32, 32, 1, 0, 64, 3, 1, false},
+      {32, 32, 64, 0, 1, 3, 1, false},
+      {16, 16, 64, 0, 64, 3, 1, false},
+      {16, 16, 64, 64, 64, 3, 1, false},
+      {16, 16, 128, 0, 64, 1, 1, false},
+      {16, 16, 64, 0, 64, 3, 2, false},
+      {8, 8, 128, 0, 128, 3, 1, true},
+      {8, 8, 256, 0, 256, 3, 1, false},
+      {4, 4, 256, 0, 256, 3, 1, false},
+      {2, 2, 512, 512, 256, 3, 1, false},
+      {7, 5, 13, 6, 11, 3, 1, false},
+      {9, 9, 3, 0, 5, 3, 2, false},
       {1, 1, 40, 0, 24, 1, 1, false},
+      {16, 16, 64, 0, 128, 3, 1, false, 64, 32},
+      {8, 8, 192, 0, 192, 3, 1, false, 192, 128},
+      {4, 4, 256, 0, 256, 3, 1, false, 256, 256},
+      {7, 5, 16, 0, 24, 3, 1, false, 40, 0},
   };
   for (const auto& s : shapes) {
     const Array weight = Random({s.out, s.c1 + s.c2, s.kernel, s.kernel}, activation(), 0.05);
     const auto packed = PackConv2d(weight, Random({s.out}, DType::kF32), s.upsample);
+    const auto shortcut =
+        s.shortcut > 0
+            ? PackConv2d(Random({s.out, s.shortcut + s.shortcut2, 1, 1}, activation(), 0.05),
+                         Array())
+            : nullptr;
     const int pad = static_cast<int>(s.kernel / 2), up = s.upsample ? 2 : 1;
     const int64_t out_height = (s.height * up + 2 * pad - s.kernel) / s.stride + 1;
     const int64_t out_width = (s.width * up + 2 * pad - s.kernel) / s.stride + 1;
-    std::vector<Input> inputs = {{{s.height, s.width, s.c1}, activation()},
-                                 {{s.out}, activation()},
-                                 {{out_height, out_width, s.out}, activation()}};
+    std::vector<Input> inputs = {
+        {{s.height, s.width, s.c1}, activation()},
+        {{s.out}, activation()},
+        {{out_height, out_width, shortcut ? s.shortcut : s.out}, activation()}};
     if (s.c2 > 0) inputs.push_back({{s.height, s.width, s.c2}, activation()});
+    if (s.shortcut2 > 0) inputs.push_back({{out_height, out_width, s.shortcut2}, activation()});
     const std::string what =
         fmt::format("convolution {}x{}x{}+{} to {}", s.height, s.width, s.c1, s.c2, s.out);
     ExpectInvariant(what.c_str(), inputs, [&](const std::vector<Tensor>& in, int64_t rows) {
@@ -113,10 +131,15 @@ TEST_P(BatchInvarianceTest, Conv2d) {
                       .pad_bottom = pad,
                       .pad_right = pad,
                       .add = in[1],
-                      .residual = in[2],
                       .scale = 0.7071f,
                       .activation = Activation::kSilu};
       if (s.c2 > 0) args.x2 = in[3];
+      if (shortcut) {
+        args.shortcut = {.x = in[2], .weight = shortcut.get()};
+        if (s.shortcut2 > 0) args.shortcut.x2 = in.back();
+      } else {
+        args.residual = in[2];
+      }
       args.out = Output({rows, out_height, out_width, s.out});
       backend().Conv2d(args);
       return args.out;

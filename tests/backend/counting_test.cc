@@ -35,6 +35,21 @@ TEST_F(CountingTest, ConvolutionsAndTheirBytes) {
   EXPECT_EQ(backend_.work().ops, 1);
 }
 
+TEST_F(CountingTest, AShortcutBelongsToItsConvolution) {
+  auto packed = backend_.PackConv2d(Host({64, 64, 3, 3}), {}, false);
+  auto shortcut = backend_.PackConv2d(Host({64, 48, 1, 1}), {}, false);
+  ASSERT_TRUE(packed.ok() && shortcut.ok());
+  Conv2dArgs args{.x = New({2, 8, 8, 64}), .weight = packed->get()};
+  args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+  args.shortcut = {.x = New({2, 8, 8, 32}), .x2 = New({2, 8, 8, 16}), .weight = shortcut->get()};
+  args.out = New({2, 8, 8, 64});
+  backend_.Conv2d(args);
+  const double inputs = 64 * 9 + 48, pixels = 2 * 8 * 8;
+  EXPECT_EQ(backend_.work().flops, 2 * pixels * 64 * inputs);
+  EXPECT_EQ(backend_.work().bytes, 2 * (pixels * (64 + 48 + 64) + 64 * inputs));
+  EXPECT_EQ(backend_.work().ops, 1);
+}
+
 TEST_F(CountingTest, LinearsAndAttention) {
   auto packed = backend_.PackLinear({Host({32, 16}), Host({8, 16})}, {Host({32}), Host({8})});
   ASSERT_TRUE(packed.ok()) << packed.status();
@@ -89,6 +104,22 @@ TEST_F(CountingDeathTest, ChecksWhatBackendsCheck) {
   EXPECT_DEATH(
       backend_.Conv2d({.x = New({2, 8, 8, 48}, DType::kF32), .weight = packed->get(), .out = x}),
       "x is F32, must be BF16");
+  auto shortcut = backend_.PackConv2d(Host({48, 16, 1, 1}), {}, false);
+  Conv2dArgs args{.x = x, .weight = packed->get(), .out = New({2, 6, 6, 64})};
+  args.shortcut = {.x = New({2, 6, 6, 16}), .weight = shortcut->get()};
+  EXPECT_DEATH(backend_.Conv2d(args), "a kernel of 1 and 48 outputs, must be 1 and 64");
+  auto fitting = backend_.PackConv2d(Host({64, 16, 1, 1}), {}, false);
+  args.shortcut.weight = fitting->get();
+  args.shortcut.x = New({2, 8, 8, 16});
+  EXPECT_DEATH(backend_.Conv2d(args), "shortcut.x is \\[2, 8, 8, 16\\], must be \\[2, 6, 6, 16\\]");
+  args.shortcut.x = New({2, 6, 6, 8});
+  EXPECT_DEATH(backend_.Conv2d(args), "the shortcut has 8 channels, its weight 16");
+  args.shortcut.x = New({2, 6, 6, 16});
+  auto biased = backend_.PackConv2d(Host({64, 16, 1, 1}), Host({64}), false);
+  args.shortcut.weight = biased->get();
+  EXPECT_DEATH(backend_.Conv2d(args), "a shortcut with a bias");
+  args.residual = New({2, 6, 6, 64});
+  EXPECT_DEATH(backend_.Conv2d(args), "both a residual and a shortcut");
   EXPECT_DEATH(backend_.Add(Host({4}), 1, {}, 0, Activation::kNone, New({4})), "wrong device");
   EXPECT_DEATH(backend_.Resample2x(Resample::kNearestUp, x, New({2, 16, 8, 48})), "out is");
   EXPECT_DEATH(backend_.Attention({.q = x, .k = x, .v = x, .out = x}), "must have 3 dimensions");

@@ -50,6 +50,7 @@ struct ConvCase {
   int64_t rows, size, channels, channels2, outputs, kernel;
   int stride = 1;
   bool upsample2x = false;
+  int64_t shortcut = 0, shortcut2 = 0;
 };
 
 // Grids with ragged edges, for which the generic kernels choose these tiles on an H200.
@@ -67,8 +68,25 @@ const ConvCase kConvCases[] = {
     {2, 16, 8, 4, 40, 5},              // a source of odd channels
 };
 
-TEST_P(CudaTest, EveryConvolutionTile) {
-  for (const ConvCase& c : kConvCases) {
+// With a shortcut, for Hopper's tiles where it goes along, and where it goes first.
+const ConvCase kShortcutCases[] = {
+    {70, 16, 256, 0, 256, 3, 1, false, 256, 256},  // patches
+    {33, 16, 64, 0, 192, 3, 1, false, 96, 192},   {4, 16, 128, 128, 64, 3, 1, false, 320, 0},
+    {70, 8, 256, 0, 256, 3, 1, false, 256, 512},  // of two images
+    {70, 4, 256, 0, 256, 3, 1, false, 256, 256},  {12, 31, 64, 32, 192, 3, 1, false, 64, 64},
+    {12, 14, 64, 0, 320, 3, 1, false, 72, 0},     {5, 13, 72, 0, 120, 3, 1, false, 40, 24},
+    {6, 12, 64, 0, 24, 3, 1, false, 64, 8},       {4, 8, 512, 0, 192, 3, 1, false, 192, 0},
+    {6, 15, 32, 32, 200, 3, 2, false, 64, 0},     // stride 2
+    {17, 32, 128, 0, 128, 3, 1, false, 128, 64},  // a larger image
+    {2, 9, 32, 0, 64, 3, 1, true, 64, 0},         // doubled
+    {2, 9, 32, 0, 64, 3, 1, false, 5, 0},         // odd channels
+    {2, 16, 64, 0, 3, 3, 1, false, 64, 0},        // few outputs
+};
+
+class CudaConv2dTest : public CudaTest {
+ protected:
+  /// Against the CPU backend, and whether a row alone has the same bits.
+  void Run(const ConvCase& c) {
     const int64_t channels = c.channels + c.channels2;
     const Array x = Random({c.rows, c.size, c.size, c.channels});
     const Array x2 = c.channels2 > 0 ? Random({c.rows, c.size, c.size, c.channels2}) : Array();
@@ -88,7 +106,19 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     args.x = Upload(x);
     args.x2 = UploadOptional(x2);
     args.add = Upload(add);
-    args.residual = Upload(residual);
+    const bool has_shortcut = c.shortcut > 0;
+    const Array shortcut_x = has_shortcut ? Random({c.rows, size, size, c.shortcut}) : Array(),
+                shortcut_x2 = c.shortcut2 > 0 ? Random({c.rows, size, size, c.shortcut2}) : Array();
+    const Array shortcut_weight =
+        has_shortcut ? Random({c.outputs, c.shortcut + c.shortcut2, 1, 1}, activation(), 0.1)
+                     : Array();
+    const auto shortcut = has_shortcut ? PackConv2d(shortcut_weight, Array()) : nullptr;
+    if (has_shortcut) {
+      args.shortcut = {
+          .x = Upload(shortcut_x), .x2 = UploadOptional(shortcut_x2), .weight = shortcut.get()};
+    } else {
+      args.residual = Upload(residual);
+    }
     args.out = Output(residual.shape);
     backend().Conv2d(args);
     const Tensor out = args.out;
@@ -99,7 +129,9 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     alone.x = args.x.Slice(c.rows - 1, 1);
     if (args.x2) alone.x2 = args.x2.Slice(c.rows - 1, 1);
     alone.add = args.add.Slice(c.rows - 1, 1);
-    alone.residual = args.residual.Slice(c.rows - 1, 1);
+    if (args.residual) alone.residual = args.residual.Slice(c.rows - 1, 1);
+    if (has_shortcut) alone.shortcut.x = args.shortcut.x.Slice(c.rows - 1, 1);
+    if (args.shortcut.x2) alone.shortcut.x2 = args.shortcut.x2.Slice(c.rows - 1, 1);
     alone.out = Output({1, size, size, c.outputs});
     backend().Conv2d(alone);
     ExpectSameBits(alone.out, out, c.rows - 1);
@@ -112,24 +144,49 @@ TEST_P(CudaTest, EveryConvolutionTile) {
     expected.x = UploadToCpu(x);
     if (x2.defined()) expected.x2 = UploadToCpu(x2);
     expected.add = UploadToCpu(add);
-    expected.residual = UploadToCpu(residual);
+    std::unique_ptr<PackedConv2d> cpu_shortcut;
+    if (has_shortcut) {
+      cpu_shortcut = cpu_->PackConv2d(ToHost(shortcut_weight, DType::kF32), {}, false).value();
+      expected.shortcut = {.x = UploadToCpu(shortcut_x), .weight = cpu_shortcut.get()};
+      if (shortcut_x2.defined()) expected.shortcut.x2 = UploadToCpu(shortcut_x2);
+    } else {
+      expected.residual = UploadToCpu(residual);
+    }
     expected.out = cpu_->Allocate(residual.shape, DType::kF32, "a test").value();
     cpu_->Conv2d(expected);
     EXPECT_LT(Error(actual, ReadFromCpu(expected.out)), Tolerance(4e-6))
-        << x.shape.ToString() << " + " << c.channels2 << " -> " << c.outputs;
+        << x.shape.ToString() << " + " << c.channels2 << " -> " << c.outputs << ", shortcut "
+        << c.shortcut << " + " << c.shortcut2;
   }
+};
+
+TEST_P(CudaConv2dTest, EveryTile) {
+  for (const ConvCase& c : kConvCases) Run(c);
+}
+
+TEST_P(CudaConv2dTest, ShortcutsOfEveryTile) {
+  for (const ConvCase& c : kShortcutCases) Run(c);
 }
 
 TEST_P(CudaTest, NormConv2dHasTheBitsOfItsParts) {
   struct {
     int64_t rows, height, width, channels, channels2, outputs;
     bool scale_shift;
-  } cases[] = {{67, 32, 32, 128, 0, 128, false}, {130, 8, 8, 256, 0, 256, true},
-               {33, 16, 16, 128, 64, 384, true}, {21, 24, 48, 64, 96, 192, false},
-               {40, 16, 16, 96, 96, 128, false}, {3, 64, 64, 192, 0, 192, true},
-               {5, 7, 9, 32, 0, 64, false},      {1, 128, 128, 64, 0, 128, false},
-               {2, 192, 256, 64, 0, 64, true},   {1, 16, 16, 256, 0, 256, true},
-               {16, 8, 8, 256, 256, 320, false}};
+    int64_t shortcut = 0, shortcut2 = 0;
+  } cases[] = {{67, 32, 32, 128, 0, 128, false, 128, 256},
+               {130, 8, 8, 256, 0, 256, true, 128},
+               {33, 16, 16, 128, 64, 384, true},
+               {21, 24, 48, 64, 96, 192, false},
+               {40, 16, 16, 96, 96, 128, false, 72, 40},
+               {3, 64, 64, 192, 0, 192, true, 384},
+               {5, 7, 9, 32, 0, 64, false, 64, 3},
+               {1, 128, 128, 64, 0, 128, false},
+               {2, 192, 256, 64, 0, 64, true},
+               {1, 16, 16, 256, 0, 256, true},
+               {16, 8, 8, 256, 256, 320, false},
+               {1, 16, 16, 256, 0, 256, true, 256, 128},
+               {9, 8, 8, 192, 0, 192, false, 96},
+               {50, 16, 16, 192, 0, 192, true, 64}};
   for (const auto& c : cases) {
     const int64_t channels = c.channels + c.channels2;
     const Array weight = Random({c.outputs, channels, 3, 3}, activation(),
@@ -143,10 +200,20 @@ TEST_P(CudaTest, NormConv2dHasTheBitsOfItsParts) {
     if (c.channels2 > 0) norm.x2 = Upload(Random({c.rows, c.height, c.width, c.channels2}));
     if (c.scale_shift) norm.scale_shift = Upload(Random({c.rows, 2 * channels}));
     norm.out = Output({c.rows, c.height, c.width, channels});
-    Conv2dArgs conv{.x = norm.out,
-                    .weight = packed.get(),
-                    .add = Upload(Random({c.rows, c.outputs})),
-                    .residual = Upload(Random({c.rows, c.height, c.width, c.outputs}))};
+    Conv2dArgs conv{
+        .x = norm.out, .weight = packed.get(), .add = Upload(Random({c.rows, c.outputs}))};
+    std::unique_ptr<PackedConv2d> shortcut;
+    if (c.shortcut > 0) {
+      shortcut = PackConv2d(Random({c.outputs, c.shortcut + c.shortcut2, 1, 1}, activation(), 0.1),
+                            Array());
+      conv.shortcut = {.x = Upload(Random({c.rows, c.height, c.width, c.shortcut})),
+                       .weight = shortcut.get()};
+    } else {
+      conv.residual = Upload(Random({c.rows, c.height, c.width, c.outputs}));
+    }
+    if (c.shortcut2 > 0) {
+      conv.shortcut.x2 = Upload(Random({c.rows, c.height, c.width, c.shortcut2}));
+    }
     conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
     conv.out = Output({c.rows, c.height, c.width, c.outputs});
     backend().NormConv2d(norm, conv);
@@ -599,7 +666,9 @@ TEST_P(CudaTest, ADeviceThatIsNotThere) {
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaTest);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaConv2dTest);
 INSTANTIATE_TEST_SUITE_P(Cuda, CudaTest, testing::ValuesIn(CudaBackends()), BackendName);
+INSTANTIATE_TEST_SUITE_P(Cuda, CudaConv2dTest, testing::ValuesIn(CudaBackends()), BackendName);
 
 }  // namespace
 }  // namespace denoised

@@ -20,6 +20,7 @@ struct Case {
   int images, height, width, channels, channels2, outputs, kernel;
   int stride = 1;
   bool upsample2x = false, narrow = false;
+  int shortcut = 0, shortcut2 = 0;
 };
 
 class HopperPlansTest : public testing::Test {
@@ -88,11 +89,28 @@ class HopperPlansTest : public testing::Test {
     conv.weight_element = Element::kBf16;
     conv.bias = Random({c.outputs + kBiasPadding}, DType::kF32).as<float>();
     conv.add = View(Random({c.images, c.outputs}, DType::kBF16));
-    conv.residual = View(Random({out_pixels, c.outputs}, DType::kBF16));
+    if (c.shortcut > 0) {
+      conv.shortcut = Shortcut(c, out_pixels);
+    } else {
+      conv.residual = View(Random({out_pixels, c.outputs}, DType::kBF16));
+    }
     conv.activation = Activation::kSilu;
     out_ = Zeros({out_pixels, c.outputs}, c.narrow ? DType::kF32 : DType::kBF16);
     conv.out = View(out_);
     return conv;
+  }
+
+  ShortcutLaunch Shortcut(const Case& c, int64_t out_pixels) {
+    ShortcutLaunch shortcut;
+    shortcut.channels = c.shortcut, shortcut.channels2 = c.shortcut2;
+    shortcut.x = View(Random({out_pixels, c.shortcut}, DType::kBF16));
+    if (c.shortcut2 > 0) shortcut.x2 = View(Random({out_pixels, c.shortcut2}, DType::kBF16));
+    const int depth = c.shortcut + c.shortcut2;
+    shortcut.weight_stride = (depth + kDepthPadding - 1) / kDepthPadding * kDepthPadding;
+    shortcut.weight = Random({c.outputs, shortcut.weight_stride}, DType::kBF16,
+                             1 / std::sqrt(static_cast<float>(depth)))
+                          .data();
+    return shortcut;
   }
 
   std::vector<std::byte> Run(const Conv2dLaunch& conv, const HopperPlan& plan) {
@@ -121,7 +139,11 @@ TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
                         Case{70, 4, 4, 320, 64, 320, 3}, Case{1, 8, 8, 768, 0, 768, 3},
                         Case{6, 16, 16, 128, 0, 160, 3, 1, true}, Case{3, 15, 17, 64, 0, 72, 3, 2},
                         Case{40, 1, 256, 192, 0, 576, 1}, Case{2, 64, 64, 64, 0, 24, 3},
-                        Case{3, 16, 16, 64, 32, 40, 3, 1, false, true}}) {
+                        Case{3, 16, 16, 64, 32, 40, 3, 1, false, true},
+                        Case{5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
+                        Case{9, 8, 8, 256, 0, 256, 3, 1, false, false, 256, 512},
+                        Case{70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
+                        Case{3, 15, 17, 64, 0, 72, 3, 2, false, false, 64, 8}}) {
     kept_.clear();
     const Conv2dLaunch conv = Launch(c);
     SCOPED_TRACE(Describe(conv));
@@ -148,7 +170,9 @@ TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
 
 TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
   for (const Case& c : {Case{3, 32, 32, 128, 0, 128, 3}, Case{2, 64, 64, 192, 0, 192, 3},
-                        Case{5, 16, 16, 256, 128, 384, 3}, Case{9, 8, 8, 256, 0, 256, 3}}) {
+                        Case{5, 16, 16, 256, 128, 384, 3}, Case{9, 8, 8, 256, 0, 256, 3},
+                        Case{5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
+                        Case{9, 8, 8, 256, 0, 256, 3, 1, false, false, 72, 0}}) {
     kept_.clear();
     Conv2dLaunch conv = Launch(c);
     conv.input_factors =

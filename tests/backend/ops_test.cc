@@ -19,6 +19,10 @@ class Conv2dTest : public OnBackend {
     Conv2dArgs args;
     Array x, x2, weight, bias, add, residual;
     std::unique_ptr<PackedConv2d> packed;
+    struct {
+      Array x, x2, weight;
+      std::unique_ptr<PackedConv2d> packed;
+    } shortcut;
   };
 
   /// Fills in tensors for images [rows, height, width, c1 + c2].
@@ -49,10 +53,28 @@ class Conv2dTest : public OnBackend {
     return c;
   }
 
+  /// In place of a residual, of c1 + c2 channels.
+  void AddShortcut(Case* c, int64_t c1, int64_t c2) {
+    const Shape& out = c->args.out.shape();
+    auto& shortcut = c->shortcut;
+    shortcut.x = Random({out[0], out[1], out[2], c1});
+    if (c2 > 0) shortcut.x2 = Random({out[0], out[1], out[2], c2});
+    shortcut.weight =
+        Random({out[3], c1 + c2, 1, 1}, activation(), 1 / std::sqrt(static_cast<double>(c1 + c2)));
+    shortcut.packed = PackConv2d(shortcut.weight, Array());
+    c->args.shortcut = {.x = Upload(shortcut.x),
+                        .x2 = UploadOptional(shortcut.x2),
+                        .weight = shortcut.packed.get()};
+  }
+
   double ErrorOf(const Case& c) {
     backend().Conv2d(c.args);
-    return Error(Read(c.args.out),
-                 reference::Conv2d(c.args, c.x, c.x2, c.weight, c.bias, c.add, c.residual));
+    const Array shortcut =
+        c.shortcut.x.defined()
+            ? reference::Conv2d({}, c.shortcut.x, c.shortcut.x2, c.shortcut.weight, {}, {}, {})
+            : Array();
+    return Error(Read(c.args.out), reference::Conv2d(c.args, c.x, c.x2, c.weight, c.bias, c.add,
+                                                     shortcut.defined() ? shortcut : c.residual));
   }
 
   const double kTolerance = 4e-6;  // measured 1.2e-6, at up to 25·110 products a sum
@@ -85,6 +107,32 @@ TEST_P(Conv2dTest, ModelShapes) {
   }
 }
 
+TEST_P(Conv2dTest, ShortcutsOfModels) {
+  struct {
+    int64_t rows, height, width, c1, c2, out, shortcut, shortcut2;
+  } shapes[] = {
+      {2, 16, 16, 128, 0, 128, 128, 64}, {3, 8, 8, 192, 0, 192, 96, 0},
+      {1, 32, 16, 64, 0, 128, 40, 72},   {2, 4, 4, 256, 0, 256, 256, 256},
+      {2, 16, 16, 64, 64, 64, 8, 136},   {1, 24, 40, 32, 0, 384, 200, 0},
+      {2, 8, 8, 128, 0, 160, 128, 0},    {2, 8, 8, 64, 0, 32, 16, 0},
+  };
+  for (const auto& s : shapes) {
+    Case c = Make({.pad_top = 1, .pad_left = 1, .pad_bottom = 1, .pad_right = 1, .scale = 0.7071f},
+                  s.rows, s.height, s.width, s.c1, s.c2, s.out, 3, true, true, false);
+    AddShortcut(&c, s.shortcut, s.shortcut2);
+    EXPECT_LT(ErrorOf(c), Tolerance(kTolerance))
+        << c.x.shape.ToString() << " -> " << s.out << ", " << s.shortcut << " + " << s.shortcut2;
+  }
+}
+
+TEST_P(Conv2dTest, AResidualInItsOwnPlace) {
+  Case c = Make({.pad_top = 1, .pad_left = 1, .pad_bottom = 1, .pad_right = 1}, 3, 9, 8, 64, 0, 128,
+                3, true, false, true);
+  backend().Copy(c.args.residual, c.args.out);
+  c.args.residual = c.args.out;
+  EXPECT_LT(ErrorOf(c), Tolerance(kTolerance));
+}
+
 TEST_P(Conv2dTest, AnyShapeAndFusion) {
   for (int i = 0; i < 60; ++i) {
     Conv2dArgs geometry;
@@ -103,9 +151,11 @@ TEST_P(Conv2dTest, AnyShapeAndFusion) {
     // Half of them in eights, which is what fast kernels are for.
     const bool eights = Coin();
     const auto channels = [&] { return eights ? 8 * RandomInt(1, 25) : RandomInt(1, 70); };
-    const Case c =
+    const bool residual = Coin();
+    Case c =
         Make(geometry, RandomInt(1, 3), RandomInt(kernel, 13), RandomInt(kernel, 13), channels(),
-             Coin() ? channels() : 0, channels(), kernel, Coin(), Coin(), Coin());
+             Coin() ? channels() : 0, channels(), kernel, Coin(), Coin(), residual);
+    if (!residual && Coin()) AddShortcut(&c, channels(), Coin() ? channels() : 0);
     EXPECT_LT(ErrorOf(c), Tolerance(kTolerance))
         << i << ": " << c.x.shape.ToString() << " -> " << c.args.out.shape().ToString()
         << " kernel " << kernel << " stride " << geometry.stride;
@@ -157,6 +207,11 @@ TEST_P(Conv2dTest, TheTestCanFail) {
   Case one_pixel = Make(geometry, 1, 8, 8, 16, 0, 16, 3, true, true, false);
   one_pixel.x.at(17) += 5;
   EXPECT_GT(ErrorOf(one_pixel), Tolerance(kTolerance));
+
+  Case swapped = Make(geometry, 1, 8, 8, 16, 0, 16, 3, true, true, false);
+  AddShortcut(&swapped, 8, 8);
+  std::swap(swapped.shortcut.x, swapped.shortcut.x2);
+  EXPECT_GT(ErrorOf(swapped), 10 * Tolerance(kTolerance));
 
   Case shifted = Make(geometry, 1, 8, 8, 16, 0, 16, 3, true, true, false);
   backend().Conv2d(shifted.args);

@@ -83,18 +83,22 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
   const std::vector<Band> bands = CutIntoBands(convolution, whole, out_height, out_width);
   const bool assemble = call.x2 != nullptr || call.upsample2x;
 
-  // Each thread's part: the primitive's scratchpad, the bias of the row, the assembled lines.
+  const bool in_place = call.residual == call.out;
+
+  // Each thread's part: the primitive's scratchpad, the bias of the row, the assembled lines, and
+  // the result where the residual lies in its place.
   constexpr size_t kAlignment = 64 / sizeof(float);
   const auto aligned = [](size_t floats) {
     return (floats + kAlignment - 1) / kAlignment * kAlignment;
   };
-  size_t scratchpad = 0, lines = 0;
+  size_t scratchpad = 0, lines = 0, result = 0;
   for (const Band& band : bands) {
     scratchpad = std::max(scratchpad, band.plan->scratchpad.get_size() / sizeof(float) + 1);
     if (assemble) lines = std::max(lines, band.plan->source.get_size() / sizeof(float));
+    if (in_place) result = std::max(result, band.plan->destination.get_size() / sizeof(float));
   }
   const size_t bias_at = aligned(scratchpad), lines_at = bias_at + aligned(out);
-  const size_t each = lines_at + aligned(lines);
+  const size_t result_at = lines_at + aligned(lines), each = result_at + aligned(result);
   float* const working = scratch.Take<float>(each * Threads());
 
   const auto units = static_cast<int64_t>(bands.size());
@@ -115,9 +119,10 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
     }
     const int64_t at = (row * out_height + band.begin) * out_width * out;
     const int64_t count = (band.end - band.begin) * out_width * out;
-    convolution.Run(*band.plan, source, bias, call.out + at, mine);
-    AddScale(call.out + at, call.residual != nullptr ? call.residual + at : nullptr, call.scale,
-             count);
+    float* const sums = in_place ? mine + result_at : call.out + at;
+    convolution.Run(*band.plan, source, bias, sums, mine);
+    const float* const residual = call.residual != nullptr ? call.residual + at : nullptr;
+    AddScale(call.out + at, in_place ? sums : residual, call.scale, count);
     Activate(call.activation, call.out + at, count);
   });
 }
@@ -140,6 +145,14 @@ void Conv2d(const Conv2dArgs& args, Scratch& scratch) {
     call.add_stride = args.add.row_stride();
   }
   if (args.residual) call.residual = args.residual.as<float>();
+  if (args.shortcut.weight != nullptr) {
+    Conv2d({.x = args.shortcut.x,
+            .x2 = args.shortcut.x2,
+            .weight = args.shortcut.weight,
+            .out = args.out},
+           scratch);
+    call.residual = args.out.as<float>();
+  }
   call.scale = args.scale;
   call.activation = args.activation;
   call.out = args.out.as<float>();

@@ -116,6 +116,7 @@ class CpuBackend final : public Backend {
     packed->in_channels = static_cast<int>(weight_oihw.dim(1));
     packed->kernel = static_cast<int>(weight_oihw.dim(2));
     packed->upsample2x = upsample2x;
+    packed->has_bias = bias.defined();
     packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
                                 packed->in_channels, packed->kernel);
     packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);

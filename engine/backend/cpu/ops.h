@@ -51,7 +51,7 @@ struct ConvolutionCall {
   const float* bias = nullptr;
   const float* add = nullptr;  // optional, rows of [out]
   int64_t add_stride = 0;
-  const float* residual = nullptr;  // optional, as out
+  const float* residual = nullptr;  // optional, as out; may be `out`
   float scale = 1;
   Activation activation = Activation::kNone;
   float* out = nullptr;  // rows of [Ho, Wo, out]

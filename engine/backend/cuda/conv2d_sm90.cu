@@ -78,6 +78,7 @@ struct Work {
   bool vectors = false;    // bf16 in vectors of eight throughout, no activation but SiLU
   bool flat = false;       // one tap, over pixels that follow each other in memory
   bool staged = false;     // vectors, and the tile is a run of pixels of the output
+  ShortcutWork shortcut;
 };
 
 __device__ inline int FirstStep(const Work& work, int split) {
@@ -305,7 +306,7 @@ __device__ inline void FinishInCluster(const Conv2dLaunch& conv, const Work& wor
   WaitForStores(received, 0);  // nobody leaves while stores to it are under way
 }
 
-template <typename T>
+template <typename T, bool kShortcut>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
                        const __grid_constant__ Work work) {
@@ -334,27 +335,28 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int tiles = work.phases * (work.m_tiles / T::kShared) * work.n_tiles;
   const int first_tile = blockIdx.x / blocks_per_tile, stride = gridDim.x / blocks_per_tile;
 
-  const int taps = work.taps_x * work.taps_x;
-  const auto copy_weights = [&](const TileAt& tile, int tap, int chunk, int at) {
-    const int channel =
-        chunk < work.chunks ? chunk * kStep : conv.channels + (chunk - work.chunks) * kStep;
+  const int taps = work.taps_x * work.taps_x, windowed = work.chunks + work.chunks2;
+  const auto copy_weights = [&](const TileAt& tile, const StepAt& step, int at) {
+    const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, step.chunk);
     if constexpr (T::kShared == 1) {
-      CopyBox(weights_of(at), &work.weight, &full[at], channel, tap, tile.n0, tile.phase);
+      CopyBox(weights_of(at), chunk.weight, &full[at], chunk.weight_channel, step.tap, tile.n0,
+              tile.phase);
     } else {
       constexpr int kPart = T::kN / T::kShared;
-      CopyBoxTo(weights_of(at) + share * kPart * kStepBytes, &work.weight, &full[at], channel, tap,
-                tile.n0 + share * kPart, tile.phase, static_cast<uint16_t>((1 << T::kShared) - 1));
+      CopyBoxTo(weights_of(at) + share * kPart * kStepBytes, chunk.weight, &full[at],
+                chunk.weight_channel, step.tap, tile.n0 + share * kPart, tile.phase,
+                static_cast<uint16_t>((1 << T::kShared) - 1));
     }
   };
   // Weights are nobody's output: the first ones travel while the predecessor still runs.
   int early = 0;
   const auto copy_early = [&] {
     const TileAt tile = TileOf<T>(work, first_tile, share);
-    int chunk = first_step / taps, tap = first_step % taps;
+    StepAt at = StepOf<kShortcut>(first_step, windowed, taps);
     for (; early < min(T::kStages, end_step - first_step); ++early) {
       ArriveExpecting(&full[early], T::kStageBytes);
-      copy_weights(tile, tap, chunk, early);
-      if (++tap == taps) tap = 0, ++chunk;
+      copy_weights(tile, at, early);
+      Advance<kShortcut>(at, windowed, taps);
     }
   };
 
@@ -390,27 +392,25 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const int image = tile.m0 / work.grid_pixels, pixel = tile.m0 % work.grid_pixels;
         const int y = pixel / work.grid_width * work.stride - work.pad_top;
         const int x = pixel % work.grid_width * work.stride - work.pad_left;
-        int chunk = first_step / taps, tap = first_step % taps;
+        StepAt at = StepOf<kShortcut>(first_step, windowed, taps);
         for (int step = first_step; step < end_step; ++step) {
           if (early > 0) {
             --early;
           } else {
             Wait(&empty[stage], (round & 1) ^ 1);
             ArriveExpecting(&full[stage], T::kStageBytes);
-            copy_weights(tile, tap, chunk, stage);
+            copy_weights(tile, at, stage);
           }
-          const bool from_x = chunk < work.chunks;
-          const CUtensorMap* const source = from_x ? &work.x : &work.x2;
-          const int channel = (from_x ? chunk : chunk - work.chunks) * kStep;
-          if (work.flat) {
-            CopyBox(inputs_of(stage), source, &full[stage], channel, tile.m0);
+          const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, at.chunk);
+          if (work.flat || (kShortcut && at.chunk >= windowed)) {
+            CopyBox(inputs_of(stage), chunk.source, &full[stage], chunk.channel, tile.m0);
           } else {
-            const int tap_y = tap / work.taps_x, tap_x = tap - tap_y * work.taps_x;
-            CopyPixels(inputs_of(stage), source, &full[stage], channel, x, y, image,
+            const int tap_y = at.tap / work.taps_x, tap_x = at.tap - tap_y * work.taps_x;
+            CopyPixels(inputs_of(stage), chunk.source, &full[stage], chunk.channel, x, y, image,
                        static_cast<uint16_t>(tap_x + tile.phase % 2),
                        static_cast<uint16_t>(tap_y + tile.phase / 2));
           }
-          if (++tap == taps) tap = 0, ++chunk;
+          Advance<kShortcut>(at, windowed, taps);
           if (++stage == T::kStages) stage = 0, ++round;
         }
       }
@@ -663,16 +663,15 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   work.grid_width = out_width;
   work.grid_pixels = out_height * out_width;
   work.pixels = images * work.grid_pixels;  // CudaBackend saw to it that it fits
-  work.chunks = ChunksOf(conv.channels);
-  work.chunks2 = ChunksOf(conv.channels2);
-  const int taps = work.taps_x * work.taps_x;
-  work.steps = taps * (work.chunks + work.chunks2);
+  work.steps = StepsOf(conv);
   const int64_t m_tiles = (work.pixels + T::kM - 1) / T::kM;
   work.m_tiles = static_cast<int>((m_tiles + T::kShared - 1) / T::kShared * T::kShared);
   work.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
   work.splits = plan.splits;
   work.clustered = T::kCluster && plan.clustered && plan.splits > 1;
-  if (plan.splits > 1 && !T::kFold) return cudaErrorInvalidValue;
+  if ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFold) {
+    return cudaErrorInvalidValue;
+  }
   work.bias = conv.bias;
   work.add = conv.add;
   work.add_pairs = InVectors(conv.add);
@@ -682,18 +681,14 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   if (T::kN > 64 && !work.vectors) return cudaErrorInvalidValue;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels) {
-    return work.flat ? EncodeRows(map, rows, channels, work.pixels, kStep, T::kM)
-                     : EncodePixels(map, rows, channels, images, height, width, work, out_height,
-                                    out_width, T::kM);
+  // The pixels of a tile follow each other in the output, and so in what a shortcut reads.
+  const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
+    return work.flat || shortcut ? EncodeRows(map, rows, channels, work.pixels, kStep, T::kM)
+                                 : EncodePixels(map, rows, channels, images, height, width, work,
+                                                out_height, out_width, T::kM);
   };
-  CUresult result = encode(&work.x, conv.x, conv.channels);
-  if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
-    result = encode(&work.x2, conv.x2, conv.channels2);
-  }
-  if (result == CUDA_SUCCESS) {
-    result = EncodeWeight(&work.weight, conv, taps, work.phases, T::kN / T::kShared);
-  }
+  CUresult result =
+      EncodeDepth(&work, conv, work.taps_x * work.taps_x, work.phases, T::kN / T::kShared, encode);
   if (result == CUDA_SUCCESS && work.staged) {
     result = EncodeRows(&work.out, conv.out, conv.outputs, work.pixels, T::kBox, 64);
   }
@@ -709,19 +704,26 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
       work.clustered ? tiles : queue.multiprocessors * per_multiprocessor / per_tile;
   conv.bias = nullptr;  // sums begin with it
   conv.add = {};        // and with this
-  return LaunchDependent(Conv2dHopperKernel<T>,
-                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * per_tile),
-                          .block = T::kThreads,
-                          .shared_bytes = T::kSharedBytes,
-                          .cluster = per_tile},
-                         queue, conv, work);
+  const auto launch = [&](auto kernel) {
+    return LaunchDependent(kernel,
+                           {.grid = static_cast<unsigned>(std::min(tiles, at_once) * per_tile),
+                            .block = T::kThreads,
+                            .shared_bytes = T::kSharedBytes,
+                            .cluster = per_tile},
+                           queue, conv, work);
+  };
+  if constexpr (T::kFold) {
+    if (conv.shortcut.x.data != nullptr) return launch(Conv2dHopperKernel<T, true>);
+  }
+  return launch(Conv2dHopperKernel<T, false>);
 }
 
 }  // namespace
 
 bool SuitsHopper(const Conv2dLaunch& conv) {
   return conv.x.element == Element::kBf16 && HasVectorInputs(conv) &&
-         conv.input_activation == Activation::kNone && conv.pad_top < 128 && conv.pad_left < 128;
+         conv.input_activation == Activation::kNone && conv.pad_top < 128 && conv.pad_left < 128 &&
+         SuitsShortcut(conv);
 }
 
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
@@ -738,7 +740,11 @@ cudaError_t LoadConv2dHopperKernels() {
     if (IsPatch(tile)) continue;
     const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
-      return LoadKernel(Conv2dHopperKernel<T>, T::kSharedBytes);
+      if constexpr (T::kFold) {
+        const cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, true>, T::kSharedBytes);
+        if (loaded != cudaSuccess) return loaded;
+      }
+      return LoadKernel(Conv2dHopperKernel<T, false>, T::kSharedBytes);
     });
     if (error != cudaSuccess) return error;
   }

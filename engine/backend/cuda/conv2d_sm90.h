@@ -54,6 +54,11 @@ inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
          InVectors(conv.residual) &&
          (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
 }
+/// Of one output along k, those of a shortcut included.
+int StepsOf(const Conv2dLaunch& conv);
+/// Whether there is no shortcut, or one that goes along as steps: of an image that leaves most of
+/// the device idle, so that k is split. By the layer's shape alone.
+bool SuitsShortcut(const Conv2dLaunch& conv);
 /// Whether the copy engine can read the sources: bf16 in multiples of eight channels, aligned.
 bool SuitsHopper(const Conv2dLaunch& conv);
 /// Whether it is a 3×3 convolution with bf16 outputs of images that patches cover without much left

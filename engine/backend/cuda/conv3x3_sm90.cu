@@ -15,6 +15,9 @@
 //   transforms:          patch c+1 in place
 //   multiplies: nine taps of patch c
 //
+// A shortcut's channels are patches too, multiplied under the tap in the middle alone and never
+// normalised.
+//
 // The steps of k, their order and their splits are those of conv2d_sm90.cu, and so are the bits.
 
 #include <algorithm>
@@ -66,6 +69,7 @@ struct Work {
   int splits = 1;
   const float* bias = nullptr;
   Rows add;  // per image
+  ShortcutWork shortcut;
 };
 
 struct TileAt {
@@ -80,7 +84,7 @@ __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
           (m - line * work.tiles_x) * 2 * kUnit, n * T::kN};
 }
 
-template <typename T>
+template <typename T, bool kShortcut>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Work work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -101,7 +105,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   // The same in all lanes, and known to be, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int rank = static_cast<int>(ClusterRank());
-  const int chunks = work.chunks + work.chunks2, steps = chunks * kTaps;
+  const int windowed = work.chunks + work.chunks2;  // chunks under nine taps
+  const int chunks = kShortcut ? windowed + work.shortcut.chunks + work.shortcut.chunks2 : windowed;
+  const int steps = windowed * (kTaps - 1) + chunks;
   const int tiles = work.m_tiles / T::kShared * work.n_tiles;
   const int first_tile = blockIdx.x / T::kShared, stride = gridDim.x / T::kShared;
   const bool normalises = T::kNormalises && conv.input_factors != nullptr;
@@ -111,8 +117,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   };
   const auto copy_weights = [&](const TileAt& tile, int tap, int chunk, int at) {
     constexpr int kPart = T::kN / T::kShared;
-    CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, &work.weight, &full[at],
-              channel_of(chunk), tap, tile.n0 + rank * kPart, 0,
+    const ChunkAt from = ChunkOf<kShortcut>(conv, work, chunk);
+    CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, from.weight, &full[at],
+              from.weight_channel, tap, tile.n0 + rank * kPart, 0,
               static_cast<uint16_t>((1 << T::kShared) - 1));
   };
 
@@ -154,10 +161,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const TileAt tile = TileOf<T>(work, patch_tile, rank);
         Wait(&patch_empty[slot], (patch_round & 1) ^ 1);
         ArriveExpecting(&patch_full[slot], work.patch_bytes);
-        const bool from_x = patch_chunk < work.chunks;
-        CopyBox(patch_of(slot), from_x ? &work.x : &work.x2, &patch_full[slot],
-                (from_x ? patch_chunk : patch_chunk - work.chunks) * kStep, tile.x - 1, tile.y - 1,
-                tile.image);
+        const ChunkAt from = ChunkOf<kShortcut>(conv, work, patch_chunk);
+        CopyBox(patch_of(slot), from.source, &patch_full[slot], from.channel, tile.x - 1,
+                tile.y - 1, tile.image);
         if (++slot == T::kPatches) slot = 0, ++patch_round;
         if (++patch_chunk == chunks) patch_chunk = 0, patch_tile += stride;
       };
@@ -165,12 +171,16 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
       // When this tap's weights find room, the patch before has been used up.
       constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
+      // With a shortcut, when the last step of the patch before has made room for weights. Waiting
+      // longer is no choice there: products would wait for a patch, and these weights for products.
+      int until_patch = T::kStages - 1, used_chunk = 0;
       int stage = 0, round = 0;
       for (int index = first_tile; index < tiles; index += stride) {
         const TileAt tile = TileOf<T>(work, index, rank);
         for (int chunk = 0; chunk < chunks; ++chunk) {
+          const int taps = kShortcut && chunk >= windowed ? 1 : kTaps;
 #pragma unroll 1
-          for (int tap = 0; tap < kTaps; ++tap) {
+          for (int tap = 0; tap < taps; ++tap) {
             if (early > 0) {
               --early;
             } else {
@@ -178,11 +188,18 @@ __global__ void __launch_bounds__(T::kThreads, 1)
               ArriveExpecting(&full[stage], T::kStageBytes);
               copy_weights(tile, tap, chunk, stage);
             }
-            if (tap == kLead) copy_next_patch();
+            if (kShortcut ? until_patch-- == 0 : tap == kLead) {
+              copy_next_patch();
+              if (kShortcut) {
+                until_patch = used_chunk < windowed ? kTaps - 1 : 0;
+                if (++used_chunk == chunks) used_chunk = 0;
+              }
+            }
             if (++stage == T::kStages) stage = 0, ++round;
           }
         }
       }
+      while (kShortcut && patch_tile < tiles) copy_next_patch();
     } else if (warp > 8 && normalises) {
       const int thread = threadIdx.x - 9 * 32, vector = thread % 8;
       const int channels = conv.channels + conv.channels2;
@@ -196,6 +213,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         for (int chunk = 0; chunk < chunks; ++chunk) {
           const int from_source = (chunk < work.chunks ? chunk : chunk - work.chunks) * kStep;
           const bool has_channels =
+              (!kShortcut || chunk < windowed) &&
               from_source + vector * 8 < (chunk < work.chunks ? conv.channels : conv.channels2);
 #pragma unroll 1
           for (int i = 0; i < work.images_at_once; ++i) {
@@ -268,6 +286,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
       float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
       int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
+      int chunk = 0, taps = kTaps;
       const int splits = work.splits;
       for (int split = 0; split < splits; ++split) {
 #pragma unroll
@@ -304,11 +323,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           if (previous >= 0) release(previous);
           previous = stage;
           if (previous_slot >= 0 && leads) Arrive(&patch_empty[previous_slot]);
-          previous_slot = tap == kTaps - 1 ? slot : -1;
+          previous_slot = tap == taps - 1 ? slot : -1;
           ++tap, ++tap_x, ++tap_pixel;
           if (tap_x == 3) tap_x = 0, tap_pixel += work.pitch - 3;
-          if (tap == kTaps) {
+          if (tap == taps) {
             tap = tap_pixel = 0;
+            if (kShortcut && ++chunk >= windowed) {
+              taps = 1, tap_x = 0, tap_pixel = work.pitch + 1;
+            }
             if (++slot == T::kPatches) slot = 0, ++patch_round;
           }
           if (++stage == T::kStages) stage = 0, ++round;
@@ -396,13 +418,11 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
 
 template <typename T>
 cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue) {
-  if (!SuitsPatches(conv) || (plan.splits > 1 && !T::kFold) ||
+  if (!SuitsPatches(conv) || ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFold) ||
       (conv.input_factors != nullptr && !T::kNormalises)) {
     return cudaErrorInvalidValue;
   }
   Work work;
-  work.chunks = ChunksOf(conv.channels);
-  work.chunks2 = ChunksOf(conv.channels2);
   work.images_at_once = conv.width <= kUnit ? 2 : 1;
   work.tiles_x = work.images_at_once == 2 ? 1 : (conv.width + 2 * kUnit - 1) / (2 * kUnit);
   work.tiles_y = (conv.height + kUnit - 1) / kUnit;
@@ -420,16 +440,10 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   work.add = conv.add;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels) {
+  const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels, bool) {
     return EncodeImages(map, rows, channels, conv, work.pitch, kUnit + 2, work.images_at_once);
   };
-  CUresult result = encode_patch(&work.x, conv.x, conv.channels);
-  if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
-    result = encode_patch(&work.x2, conv.x2, conv.channels2);
-  }
-  if (result == CUDA_SUCCESS) {
-    result = EncodeWeight(&work.weight, conv, kTaps, /*phases=*/1, T::kN / T::kShared);
-  }
+  CUresult result = EncodeDepth(&work, conv, kTaps, /*phases=*/1, T::kN / T::kShared, encode_patch);
   if (result == CUDA_SUCCESS) {
     result = EncodeImages(&work.out, conv.out, conv.outputs, conv, kUnit, kUnit, 1);
   }
@@ -442,12 +456,18 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   const int64_t at_once = queue.multiprocessors / T::kShared;
   conv.bias = nullptr;  // sums begin with it
   conv.add = {};        // and with this
-  return LaunchDependent(Conv3x3Kernel<T>,
-                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * T::kShared),
-                          .block = T::kThreads,
-                          .shared_bytes = T::kSharedBytes,
-                          .cluster = T::kShared},
-                         queue, conv, work);
+  const auto launch = [&](auto kernel) {
+    return LaunchDependent(kernel,
+                           {.grid = static_cast<unsigned>(std::min(tiles, at_once) * T::kShared),
+                            .block = T::kThreads,
+                            .shared_bytes = T::kSharedBytes,
+                            .cluster = T::kShared},
+                           queue, conv, work);
+  };
+  if constexpr (T::kFold) {
+    if (conv.shortcut.x.data != nullptr) return launch(Conv3x3Kernel<T, true>);
+  }
+  return launch(Conv3x3Kernel<T, false>);
 }
 
 }  // namespace
@@ -458,6 +478,7 @@ bool SuitsPatches(const Conv2dLaunch& conv) {
          conv.height % kUnit == 0 && (conv.width % (2 * kUnit) == 0 || conv.width == kUnit) &&
          conv.outputs % 64 == 0 && InVectors(conv.x) && InVectors(conv.x2) &&
          conv.channels % 8 == 0 && conv.channels2 % 8 == 0 && HasVectorOutputs(conv) &&
+         SuitsShortcut(conv) &&
          (conv.input_factors != nullptr) == (conv.input_activation == Activation::kSilu);
 }
 
@@ -472,7 +493,11 @@ cudaError_t LoadConv3x3Kernels() {
                           HopperTile::kPatch128Turns, HopperTile::kPatch192Turns}) {
     const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
-      return LoadKernel(Conv3x3Kernel<T>, T::kSharedBytes);
+      if constexpr (T::kFold) {
+        const cudaError_t loaded = LoadKernel(Conv3x3Kernel<T, true>, T::kSharedBytes);
+        if (loaded != cudaSuccess) return loaded;
+      }
+      return LoadKernel(Conv3x3Kernel<T, false>, T::kSharedBytes);
     });
     if (error != cudaSuccess) return error;
   }

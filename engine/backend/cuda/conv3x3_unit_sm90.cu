@@ -36,6 +36,7 @@ struct Work {
   int splits = 1;
   const float* bias = nullptr;
   Rows add;  // per image
+  ShortcutWork shortcut;
 };
 
 struct TileAt {
@@ -47,6 +48,7 @@ __device__ inline TileAt TileOf(const Work& work, int index) {
   return {image, unit / work.units_x * kUnit, unit % work.units_x * kUnit, n * kOutputs};
 }
 
+template <bool kShortcut>
 __global__ void __launch_bounds__(kThreads, 2)
     Conv3x3UnitKernel(const __grid_constant__ Conv2dLaunch conv,
                       const __grid_constant__ Work work) {
@@ -66,9 +68,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   // The same in all lanes, and known to be, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int rank = static_cast<int>(ClusterRank());
-  const int chunks = work.chunks + work.chunks2, steps = chunks * kTaps;
+  const int windowed = work.chunks + work.chunks2;  // chunks under nine taps
+  const int chunks = kShortcut ? windowed + work.shortcut.chunks + work.shortcut.chunks2 : windowed;
+  const int steps = windowed * (kTaps - 1) + chunks;
   const int first_step = steps * rank / work.splits, end_step = steps * (rank + 1) / work.splits;
-  const int first_chunk = first_step / kTaps, end_chunk = (end_step + kTaps - 1) / kTaps;
+  const StepAt first = StepOf<kShortcut>(first_step, windowed, kTaps);
+  const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, kTaps).chunk + 1;
   const TileAt tile = TileOf(work, blockIdx.x / work.splits);
   const bool normalises = conv.input_factors != nullptr;
 
@@ -76,10 +81,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     return chunk < work.chunks ? chunk * kStep : conv.channels + (chunk - work.chunks) * kStep;
   };
   const auto copy_weights = [&](int step, int at) {
-    const int chunk = step / kTaps;
+    const StepAt from = StepOf<kShortcut>(step, windowed, kTaps);
+    const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, from.chunk);
     ArriveExpecting(&full[at], kStageBytes);
-    CopyBox(weights_of(at), &work.weight, &full[at], channel_of(chunk), step - chunk * kTaps,
-            tile.n0, 0);
+    CopyBox(weights_of(at), chunk.weight, &full[at], chunk.weight_channel, from.tap, tile.n0, 0);
   };
 
   ReleaseDependents();
@@ -109,15 +114,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (warp >= kConsumers / 32) {
     if (copies) {
       WaitForPredecessors();
-      int patch_chunk = first_chunk, slot = 0, patch_round = 0;
+      int patch_chunk = first.chunk, slot = 0, patch_round = 0;
       const auto copy_next_patch = [&] {
         if (patch_chunk == end_chunk) return;
         Wait(&patch_empty[slot], (patch_round & 1) ^ 1);
         ArriveExpecting(&patch_full[slot], kPatchBytes);
-        const bool from_x = patch_chunk < work.chunks;
-        CopyBox(patch_of(slot), from_x ? &work.x : &work.x2, &patch_full[slot],
-                (from_x ? patch_chunk : patch_chunk - work.chunks) * kStep, tile.x - 1, tile.y - 1,
-                tile.image);
+        const ChunkAt from = ChunkOf<kShortcut>(conv, work, patch_chunk);
+        CopyBox(patch_of(slot), from.source, &patch_full[slot], from.channel, tile.x - 1,
+                tile.y - 1, tile.image);
         if (++slot == kPatches) slot = 0, ++patch_round;
         ++patch_chunk;
       };
@@ -126,6 +130,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       // When this tap's weights find room, the patch before has been used up.
       constexpr int kLead = kStages + 1;
       static_assert(kLead < kTaps);
+      // With a shortcut as in conv3x3_sm90.cu.
+      int until_patch = kStages - 1, until_used = (first.chunk < windowed ? kTaps : 1) - first.tap;
+      int used_chunk = first.chunk;
       int stage = 0, round = 0;
 #pragma unroll 1
       for (int step = first_step; step < end_step; ++step) {
@@ -133,9 +140,16 @@ __global__ void __launch_bounds__(kThreads, 2)
           Wait(&empty[stage], (round & 1) ^ 1);
           copy_weights(step, stage);
         }
-        if (step % kTaps == kLead) copy_next_patch();
+        if (kShortcut ? until_patch-- == 0 : step % kTaps == kLead) {
+          copy_next_patch();
+          if (kShortcut) {
+            until_patch = until_used - 1;
+            until_used = ++used_chunk < windowed ? kTaps : 1;
+          }
+        }
         if (++stage == kStages) stage = 0, ++round;
       }
+      while (kShortcut && patch_chunk < end_chunk) copy_next_patch();
     } else if (warp > kConsumers / 32 && normalises) {
       const int thread = threadIdx.x - kConsumers - 32, vector = thread % 8;
       const int channels = conv.channels + conv.channels2;
@@ -144,9 +158,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       const uint32_t inside = PixelsInside<kPixelStride, kPatchPixels>(
           conv, kPitch, 65536 / kPitch + 1, thread, tile.y - 1, tile.x - 1);
 #pragma unroll 1
-      for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+      for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
         const int from_source = (chunk < work.chunks ? chunk : chunk - work.chunks) * kStep;
         const bool has_channels =
+            (!kShortcut || chunk < windowed) &&
             from_source + vector * 8 < (chunk < work.chunks ? conv.channels : conv.channels2);
         float factor[8], offset[8];
         if (has_channels) {
@@ -199,7 +214,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   float sums[kOutputs / 2];
   BeginSums(conv, rank == 0 ? work.bias : nullptr, tile.n0, sums);
   PinSums(sums);
-  int stage = 0, round = 0, slot = 0, patch_round = 0, tap = first_step % kTaps, previous = -1;
+  int stage = 0, round = 0, slot = 0, patch_round = 0, tap = first.tap, previous = -1;
+  int chunk = first.chunk;
   bool new_patch = true;
 #pragma unroll 1
   for (int step = first_step; step < end_step; ++step) {
@@ -207,6 +223,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     Wait(&full[stage], round & 1);
     FenceProducts();
     const uint64_t weight = MatrixDescriptor(weights_of(stage));
+    const bool in_shortcut = kShortcut && chunk >= windowed;
+    if (in_shortcut) tap = kTaps / 2;  // the one in the middle
     const uint64_t input =
         PatchDescriptor(patch_of(slot), kPitch) + ((tap / 3 * kPitch + tap % 3) * kStepBytes >> 4);
 #pragma unroll
@@ -218,9 +236,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       Arrive(&patch_empty[slot == 0 ? kPatches - 1 : slot - 1]);
     }
     previous = stage;
-    new_patch = ++tap == kTaps;
+    new_patch = ++tap == kTaps || in_shortcut;
     if (new_patch) {
-      tap = 0;
+      tap = 0, ++chunk;
       if (++slot == kPatches) slot = 0, ++patch_round;
     }
     if (++stage == kStages) stage = 0, ++round;
@@ -271,8 +289,6 @@ __global__ void __launch_bounds__(kThreads, 2)
 cudaError_t LaunchConv3x3Unit(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue) {
   if (!SuitsPatches(conv) || !plan.clustered || plan.splits < 2) return cudaErrorInvalidValue;
   Work work;
-  work.chunks = ChunksOf(conv.channels);
-  work.chunks2 = ChunksOf(conv.channels2);
   work.units_x = conv.width / kUnit;
   work.units = work.units_x * (conv.height / kUnit);
   work.n_tiles = (conv.outputs + kOutputs - 1) / kOutputs;
@@ -281,25 +297,28 @@ cudaError_t LaunchConv3x3Unit(Conv2dLaunch conv, const HopperPlan& plan, const Q
   work.add = conv.add;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  CUresult result = EncodeImages(&work.x, conv.x, conv.channels, conv, kPitch, kPitch, 1);
-  if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
-    result = EncodeImages(&work.x2, conv.x2, conv.channels2, conv, kPitch, kPitch, 1);
-  }
-  if (result == CUDA_SUCCESS) result = EncodeWeight(&work.weight, conv, kTaps, 1, kOutputs);
+  const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels, bool) {
+    return EncodeImages(map, rows, channels, conv, kPitch, kPitch, 1);
+  };
+  const CUresult result = EncodeDepth(&work, conv, kTaps, /*phases=*/1, kOutputs, encode_patch);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const int64_t tiles = int64_t{conv.images} * work.units * work.n_tiles;
   const unsigned splits = work.splits;
   conv.bias = nullptr;  // sums begin with it
   conv.add = {};        // and with this
-  return LaunchDependent(Conv3x3UnitKernel,
-                         {.grid = static_cast<unsigned>(tiles) * splits,
-                          .block = kThreads,
-                          .shared_bytes = kSharedBytes,
-                          .cluster = splits},
-                         queue, conv, work);
+  return LaunchDependent(
+      conv.shortcut.x.data != nullptr ? Conv3x3UnitKernel<true> : Conv3x3UnitKernel<false>,
+      {.grid = static_cast<unsigned>(tiles) * splits,
+       .block = kThreads,
+       .shared_bytes = kSharedBytes,
+       .cluster = splits},
+      queue, conv, work);
 }
 
-cudaError_t LoadConv3x3UnitKernel() { return LoadKernel(Conv3x3UnitKernel, kSharedBytes); }
+cudaError_t LoadConv3x3UnitKernel() {
+  const cudaError_t error = LoadKernel(Conv3x3UnitKernel<true>, kSharedBytes);
+  return error == cudaSuccess ? LoadKernel(Conv3x3UnitKernel<false>, kSharedBytes) : error;
+}
 
 }  // namespace denoised::cuda

@@ -9,13 +9,57 @@
 /// the copy engine is told of weights.
 ///
 /// A step is 64 channels under one tap. k is walked chunk by chunk of 64 channels, those of x
-/// before those of x2, and under every tap of the window before the next chunk: so the two kernels
-/// add in the same order, and give the same bits.
+/// before those of x2, and under every tap of the window before the next chunk; then come those of
+/// the shortcut's x and x2, a step each. So the kernels add in the same order, and give the same
+/// bits.
 
 namespace denoised::cuda {
 
 static_assert(kStep == 64);  // 128 bytes of bf16, the widest swizzle
 constexpr int kStepBytes = kStep * 2;
+
+/// A shortcut as the copy engine knows it.
+struct ShortcutWork {
+  CUtensorMap x, x2, weight;
+  int chunks = 0, chunks2 = 0;
+};
+
+/// A step along k. The first `windowed` chunks have `taps` each, those of a shortcut one.
+struct StepAt {
+  int chunk, tap;
+};
+template <bool kShortcut>
+__device__ inline StepAt StepOf(int step, int windowed, int taps) {
+  const int beyond = step - windowed * taps;
+  if (kShortcut && beyond >= 0) return {windowed + beyond, 0};
+  return {step / taps, step % taps};
+}
+template <bool kShortcut>
+__device__ inline void Advance(StepAt& at, int windowed, int taps) {
+  if (++at.tap == taps || (kShortcut && at.chunk >= windowed)) at.tap = 0, ++at.chunk;
+}
+
+/// Where a chunk lies.
+struct ChunkAt {
+  const CUtensorMap* source;
+  const CUtensorMap* weight;
+  int channel, weight_channel;  // of the source and of the weight
+};
+template <bool kShortcut, typename Work>
+__device__ inline ChunkAt ChunkOf(const Conv2dLaunch& conv, const Work& work, int chunk) {
+  const int of_shortcut = chunk - work.chunks - work.chunks2;
+  if (kShortcut && of_shortcut >= 0) {
+    const ShortcutWork& shortcut = work.shortcut;
+    const bool from_x = of_shortcut < shortcut.chunks;
+    const int channel = (from_x ? of_shortcut : of_shortcut - shortcut.chunks) * kStep;
+    return {from_x ? &shortcut.x : &shortcut.x2, &shortcut.weight, channel,
+            from_x ? channel : conv.shortcut.channels + channel};
+  }
+  const bool from_x = chunk < work.chunks;
+  const int of_x2 = chunk - work.chunks;
+  return {from_x ? &work.x : &work.x2, &work.weight, (from_x ? chunk : of_x2) * kStep,
+          from_x ? chunk * kStep : conv.channels + of_x2 * kStep};
+}
 
 __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
   a += __uint_as_float(pair << 16);
@@ -83,22 +127,51 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* sta
   }
 }
 
-/// conv.weight, [phases, outputs, taps, channels + channels2], in boxes of a step for
-/// `outputs_at_once`.
-inline CUresult EncodeWeight(CUtensorMap* map, const Conv2dLaunch& conv, int taps, int phases,
-                             int outputs_at_once) {
-  const cuuint64_t channels = static_cast<cuuint64_t>(conv.channels + conv.channels2);
-  const cuuint64_t outputs = static_cast<cuuint64_t>(conv.outputs);
-  const cuuint64_t row_bytes = static_cast<cuuint64_t>(conv.weight_stride) * 2;
-  const cuuint64_t dims[4] = {channels, static_cast<cuuint64_t>(taps), outputs,
-                              static_cast<cuuint64_t>(phases)};
-  const cuuint64_t strides[3] = {channels * 2, row_bytes, row_bytes * outputs};
+/// A weight [phases, outputs, taps, channels], in boxes of a step for `outputs_at_once`. `stride`:
+/// elements from one output to the next.
+inline CUresult EncodeWeight(CUtensorMap* map, const void* weight, int stride, int channels,
+                             int taps, int outputs, int phases, int outputs_at_once) {
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(stride) * 2;
+  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(taps),
+                              static_cast<cuuint64_t>(outputs), static_cast<cuuint64_t>(phases)};
+  const cuuint64_t strides[3] = {dims[0] * 2, row_bytes, row_bytes * dims[2]};
   const cuuint32_t box[4] = {kStep, 1, static_cast<cuuint32_t>(outputs_at_once), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(conv.weight), dims, strides, box,
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(weight), dims, strides, box,
       element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+/// What `work` tells of k: chunks, sources and weights, these in boxes for `outputs_at_once`.
+/// `encode(map, rows, channels, shortcut)` tells the copy engine of a source.
+template <typename Work, typename Encode>
+CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int taps, int phases,
+                     int outputs_at_once, const Encode& encode) {
+  work->chunks = ChunksOf(conv.channels);
+  work->chunks2 = ChunksOf(conv.channels2);
+  CUresult result = encode(&work->x, conv.x, conv.channels, false);
+  if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
+    result = encode(&work->x2, conv.x2, conv.channels2, false);
+  }
+  if (result == CUDA_SUCCESS) {
+    result =
+        EncodeWeight(&work->weight, conv.weight, conv.weight_stride, conv.channels + conv.channels2,
+                     taps, conv.outputs, phases, outputs_at_once);
+  }
+  const ShortcutLaunch& from = conv.shortcut;
+  if (result != CUDA_SUCCESS || from.x.data == nullptr) return result;
+  ShortcutWork& shortcut = work->shortcut;
+  shortcut.chunks = ChunksOf(from.channels);
+  shortcut.chunks2 = ChunksOf(from.channels2);
+  result = encode(&shortcut.x, from.x, from.channels, true);
+  if (result == CUDA_SUCCESS && from.x2.data != nullptr) {
+    result = encode(&shortcut.x2, from.x2, from.channels2, true);
+  }
+  if (result != CUDA_SUCCESS) return result;
+  return EncodeWeight(&shortcut.weight, from.weight, from.weight_stride,
+                      from.channels + from.channels2, /*taps=*/1, conv.outputs, /*phases=*/1,
+                      outputs_at_once);
 }
 
 }  // namespace denoised::cuda

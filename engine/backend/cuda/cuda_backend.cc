@@ -212,6 +212,7 @@ class CudaBackend final : public Backend {
     packed->in_channels = Extent(weight_oihw, 1);
     packed->kernel = Extent(weight_oihw, 2);
     packed->upsample2x = upsample2x;
+    packed->has_bias = bias.defined();
     packed->in_phases =
         queue_.hopper && upsample2x && packed->kernel == 3 && packed->in_channels % 8 == 0;
     DENOISED_ASSIGN_OR_RETURN(packed->weight,
@@ -238,16 +239,15 @@ class CudaBackend final : public Backend {
   }
 
   void Conv2d(const Conv2dArgs& args) override {
-    const Conv2dLaunch conv = LaunchOf(args);
     context_->Use();
-    Multiply(conv, "Conv2d");
+    Multiply(LaunchOf(args), "Conv2d");
   }
 
   void NormConv2d(const GroupNormArgs& norm_args, const Conv2dArgs& conv_args) override {
-    const GroupNormLaunch norm = LaunchOf(norm_args);
-    const Conv2dLaunch conv = LaunchOf(conv_args);
     DENOISED_CHECK(conv_args.x.data() == norm_args.out.data() && !conv_args.x2);
     context_->Use();
+    const GroupNormLaunch norm = LaunchOf(norm_args);
+    const Conv2dLaunch conv = LaunchOf(conv_args);
     if (!CanFuse(norm, conv)) {
       Normalise(norm);
       Multiply(conv, "NormConv2d");
@@ -524,9 +524,32 @@ class CudaBackend final : public Backend {
     conv.scale = args.scale;
     conv.activation = args.activation;
     conv.out = View(args.out);
-    DENOISED_CHECK(!weight.in_phases || SuitsHopper(conv));
     AddWeight(&conv, weight.weight, weight.bias);
+    if (args.shortcut.weight != nullptr) AddShortcut(&conv, args);
+    DENOISED_CHECK(!weight.in_phases || SuitsHopper(conv));
     return conv;
+  }
+
+  /// As a part of `conv` where its kernel can, else by itself, and `conv` goes on from there.
+  void AddShortcut(Conv2dLaunch* conv, const Conv2dArgs& args) {
+    const Conv2dShortcut& shortcut = args.shortcut;
+    const auto& weight = static_cast<const CudaConv2d&>(*shortcut.weight);
+    conv->shortcut.x = View(shortcut.x);
+    conv->shortcut.x2 = View(shortcut.x2);
+    conv->shortcut.channels = Extent(shortcut.x, 3);
+    conv->shortcut.channels2 = shortcut.x2 ? Extent(shortcut.x2, 3) : 0;
+    conv->shortcut.weight = weight.weight.data();
+    conv->shortcut.weight_stride = Extent(weight.weight, 1);
+    if (IsForHopper(*conv)) return;
+    Conv2d({.x = shortcut.x, .x2 = shortcut.x2, .weight = shortcut.weight, .out = args.out});
+    conv->shortcut = {};
+    conv->residual = conv->out;
+  }
+
+  /// Whether one of the convolutions for Hopper is the one for it.
+  bool IsForHopper(const Conv2dLaunch& conv) const {
+    return queue_.hopper && !SuitsRowLinear(conv) && !SuitsFewInputs(conv) &&
+           !SuitsFewOutputs(conv) && SuitsHopper(conv);
   }
 
   GroupNormLaunch LaunchOf(const GroupNormArgs& args) {
@@ -572,9 +595,9 @@ class CudaBackend final : public Backend {
 
   /// Whether `conv` can normalise what it reads by itself.
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
-    return queue_.hopper && (InOnePass(norm) || SuitsGroupNormFactors(norm)) &&
+    return IsForHopper(conv) && (InOnePass(norm) || SuitsGroupNormFactors(norm)) &&
            norm.images <= ImagesAtOnce(norm) && norm.activation == Activation::kSilu &&
-           !SuitsFewInputs(conv) && !SuitsFewOutputs(conv) && SuitsPatches(conv) &&
+           SuitsPatches(conv) &&
            // The steps along k of x and x2 must be those of the normalised tensor.
            (norm.channels2 == 0 || norm.channels % kStep == 0);
   }
@@ -605,7 +628,14 @@ class CudaBackend final : public Backend {
   }
 
   void Multiply(const Conv2dLaunch& conv, const char* op) {
-    if (SuitsRowLinear(conv)) {
+    if (IsForHopper(conv)) {
+      std::vector<Way> ways;
+      for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
+        ways.push_back({NameOf(candidate.plan), candidate.microseconds,
+                        [=, this] { return LaunchConv2dHopper(conv, candidate.plan, queue_); }});
+      }
+      Go(Describe(conv), ways, op);
+    } else if (SuitsRowLinear(conv)) {
       context_->Record(LaunchRowLinear(conv, queue_), op);
     } else if (SuitsFewInputs(conv)) {
       context_->Record(LaunchConv2dFewInputs(conv, queue_), op);
@@ -613,13 +643,6 @@ class CudaBackend final : public Backend {
       context_->Record(LaunchConv2dFewOutputs(conv, queue_), op);
     } else if (fp32_) {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
-    } else if (queue_.hopper && SuitsHopper(conv)) {
-      std::vector<Way> ways;
-      for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
-        ways.push_back({NameOf(candidate.plan), candidate.microseconds,
-                        [=, this] { return LaunchConv2dHopper(conv, candidate.plan, queue_); }});
-      }
-      Go(Describe(conv), ways, op);
     } else {
       context_->Record(LaunchConv2d(conv, queue_), op);
     }

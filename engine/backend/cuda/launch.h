@@ -34,8 +34,16 @@ struct Queue {
   bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
+/// A 1×1 convolution of concat(x, x2) whose products another convolution adds to its own.
+struct ShortcutLaunch {
+  Rows x, x2;  // [images · out_height · out_width, channels] and channels2; x null: no shortcut
+  int channels = 0, channels2 = 0;
+  const void* weight = nullptr;  // [outputs, channels + channels2], rows padded as below
+  int weight_stride = 0;
+};
+
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
-///   out = act((conv(input_act(concat(x, x2))) + bias + add + residual) · scale)
+///   out = act((conv(input_act(concat(x, x2))) + bias + add + residual + shortcut) · scale)
 struct Conv2dLaunch {
   Rows x, x2;  // [images · height · width, channels] and channels2
   int channels = 0, channels2 = 0;
@@ -51,8 +59,9 @@ struct Conv2dLaunch {
   int outputs = 0;
   const float* input_factors = nullptr;  // GroupNormLaunch::factors, or null
   Activation input_activation = Activation::kNone;
-  Rows add;       // [images, outputs], or null
-  Rows residual;  // as out, or null
+  Rows add;                 // [images, outputs], or null
+  Rows residual;            // as out, or null; may be `out`
+  ShortcutLaunch shortcut;  // for LaunchConv2dHopper alone
   float scale = 1;
   Activation activation = Activation::kNone;
   Rows out;  // [images · out_height · out_width, outputs]

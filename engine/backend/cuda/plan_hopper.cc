@@ -38,31 +38,49 @@ constexpr TileCost kTileCosts[] = {
 };
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
 
-}  // namespace
+int64_t ImagePixels(const Conv2dLaunch& conv) {  // of a phase
+  return int64_t{conv.out_height} * conv.out_width / (conv.upsample2x ? 4 : 1);
+}
 
-std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue) {
-  const int phases = conv.upsample2x ? 4 : 1;
-  const int taps = conv.upsample2x ? 4 : conv.kernel * conv.kernel;
-  const int steps = taps * (ChunksOf(conv.channels) + ChunksOf(conv.channels2));
-  const int64_t image_pixels = int64_t{conv.out_height} * conv.out_width / phases;
-  const auto tiles = [&](int64_t pixels, int m, int n) {
-    return phases * ((pixels + m - 1) / m) * ((conv.outputs + n - 1) / n);
-  };
+int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n) {
+  return (conv.upsample2x ? 4 : 1) * ((pixels + m - 1) / m) * ((conv.outputs + n - 1) / n);
+}
 
-  // Splits let one image fill more of the device, and cost a large batch the widest tiles unless
-  // one that folds fits the outputs: then only small images get any.
+/// Splits let one image fill more of the device, and cost a large batch the widest tiles unless one
+/// that folds fits the outputs: then only small images get any.
+int SplitsOf(const Conv2dLaunch& conv) {
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
   const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
-  const int64_t of_an_image = tiles(image_pixels, 64, 64);
+  const int64_t of_an_image = TilesOf(conv, ImagePixels(conv), 64, 64);
   int splits = 1;
   // A 1×1 layer has few steps: only the longest gain, and all lose in a batch.
-  const bool worth = taps > 1 || steps >= 16;
+  const int steps = StepsOf(conv);
+  const bool worth = conv.kernel > 1 || steps >= 16;
   while (worth && of_an_image < few && splits < kMaxSplits && of_an_image * splits * 2 <= enough &&
          steps >= splits * 2 * kMinSplitSteps) {
     splits *= 2;
   }
+  return splits;
+}
 
-  const int64_t pixels = conv.images * image_pixels;
+}  // namespace
+
+int StepsOf(const Conv2dLaunch& conv) {
+  const int taps = conv.upsample2x ? 4 : conv.kernel * conv.kernel;
+  return taps * (ChunksOf(conv.channels) + ChunksOf(conv.channels2)) +
+         ChunksOf(conv.shortcut.channels) + ChunksOf(conv.shortcut.channels2);
+}
+
+bool SuitsShortcut(const Conv2dLaunch& conv) {
+  const ShortcutLaunch& shortcut = conv.shortcut;
+  return shortcut.x.data == nullptr ||
+         (InVectors(shortcut.x) && InVectors(shortcut.x2) && shortcut.channels % 8 == 0 &&
+          shortcut.channels2 % 8 == 0 && !conv.upsample2x && SplitsOf(conv) > 1);
+}
+
+std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue) {
+  const int steps = StepsOf(conv), splits = SplitsOf(conv);
+  const int64_t pixels = conv.images * ImagePixels(conv);
   const bool vectors = HasVectorOutputs(conv), patches = SuitsPatches(conv);
   std::vector<HopperCandidate> candidates;
   for (const TileCost& cost : kTileCosts) {
@@ -71,7 +89,7 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
     if (IsPatch(cost.tile) && !patches) continue;
     if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
     if (splits > 1 ? !cost.clustered && cost.fold == 0 : cost.clustered) continue;
-    const int64_t blocks = tiles(pixels, cost.m, cost.n) * (cost.clustered ? splits : 1);
+    const int64_t blocks = TilesOf(conv, pixels, cost.m, cost.n) * (cost.clustered ? splits : 1);
     const double waves = std::ceil(static_cast<double>(blocks) /
                                    static_cast<double>(queue.multiprocessors * cost.blocks));
     const double microseconds =
@@ -97,15 +115,18 @@ std::string NameOf(const HopperPlan& plan) {
 }
 
 std::string Describe(const Conv2dLaunch& conv) {
-  return fmt::format("{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}",
-                     conv.images, conv.height, conv.width, conv.channels, conv.channels2,
-                     conv.upsample2x ? " doubled" : "", conv.out_height, conv.out_width,
-                     conv.outputs, conv.kernel, conv.kernel, conv.stride, conv.pad_top,
-                     conv.pad_left, conv.add.data != nullptr ? ", add" : "",
-                     conv.residual.data != nullptr ? ", residual" : "",
-                     conv.input_factors != nullptr ? ", normalised" : "",
-                     conv.activation != Activation::kNone ? ", activation" : "",
-                     HasVectorOutputs(conv) ? "" : ", one by one");
+  return fmt::format(
+      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}", conv.images,
+      conv.height, conv.width, conv.channels, conv.channels2, conv.upsample2x ? " doubled" : "",
+      conv.out_height, conv.out_width, conv.outputs, conv.kernel, conv.kernel, conv.stride,
+      conv.pad_top, conv.pad_left, conv.add.data != nullptr ? ", add" : "",
+      conv.residual.data != nullptr ? ", residual" : "",
+      conv.shortcut.x.data != nullptr
+          ? fmt::format(", shortcut of {}+{}", conv.shortcut.channels, conv.shortcut.channels2)
+          : "",
+      conv.input_factors != nullptr ? ", normalised" : "",
+      conv.activation != Activation::kNone ? ", activation" : "",
+      HasVectorOutputs(conv) ? "" : ", one by one");
 }
 
 }  // namespace denoised::cuda
