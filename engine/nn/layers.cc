@@ -12,6 +12,29 @@ absl::StatusOr<Conv2d> Conv2d::Load(Backend& backend, const Weights& weights, in
   return conv;
 }
 
+absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(Backend& backend, const Weights& weights,
+                                                int in_channels, int out_channels, int kernel,
+                                                const Weights& shortcut_weights,
+                                                int shortcut_channels) {
+  DENOISED_ASSIGN_OR_RETURN(Tensor weight,
+                            weights.Get("weight", {out_channels, in_channels, kernel, kernel}));
+  DENOISED_ASSIGN_OR_RETURN(
+      Tensor shortcut, shortcut_weights.Get("weight", {out_channels, shortcut_channels, 1, 1}));
+  // Both biases are of the same sums.
+  const Tensor sum = Tensor::HostF32({out_channels}, std::vector<float>(out_channels));
+  for (const Weights& layer : {weights, shortcut_weights}) {
+    DENOISED_ASSIGN_OR_RETURN(const Tensor bias, layer.GetOptional("bias", {out_channels}));
+    if (!bias) continue;
+    const std::vector<float> values = bias.ToFloats();
+    for (int i = 0; i < out_channels; ++i) sum.as<float>()[i] += values[i];
+  }
+  Conv2d conv;
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_, backend.PackConv2d(weight, sum, /*upsample2x=*/false));
+  DENOISED_ASSIGN_OR_RETURN(conv.shortcut_,
+                            backend.PackConv2d(shortcut, Tensor(), /*upsample2x=*/false));
+  return conv;
+}
+
 Tensor Conv2d::operator()(Context& context, Conv2dArgs args) const {
   args = Same(context, std::move(args));
   context.backend.Conv2d(args);
@@ -41,6 +64,7 @@ Conv2dArgs Conv2d::Same(Context& context, Conv2dArgs args) const {
 
 Conv2dArgs Conv2d::Complete(Context& context, Conv2dArgs args) const {
   args.weight = weight_.get();
+  args.shortcut.weight = shortcut_.get();
   args.upsample2x = weight_->upsample2x;
   if (!args.out) {
     const int up = args.upsample2x ? 2 : 1, kernel = weight_->kernel;

@@ -34,8 +34,13 @@ class Conv2d {
   /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call.
   static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
                                      int out_channels, int kernel, bool upsample2x = false);
+  /// With a 1×1 convolution of other channels, which args.shortcut.x and x2 are for at every call.
+  static absl::StatusOr<Conv2d> LoadWithShortcut(Backend& backend, const Weights& weights,
+                                                 int in_channels, int out_channels, int kernel,
+                                                 const Weights& shortcut_weights,
+                                                 int shortcut_channels);
 
-  /// Convolves args.x (and args.x2) with whatever fusions `args` names; fills in weight, padding
+  /// Convolves args.x (and args.x2) with whatever fusions `args` names; fills in weights, padding
   /// (kernel / 2 all around) and, when undefined, a new output in activation dtype.
   Tensor operator()(Context& context, Conv2dArgs args) const;
   /// The same of a normalised input, args.x being norm.out (GroupNorm::Complete), which nobody else
@@ -49,7 +54,7 @@ class Conv2d {
   /// Fills in what is missing for "same" padding, or, with padding, for the output.
   Conv2dArgs Same(Context& context, Conv2dArgs args) const;
   Conv2dArgs Complete(Context& context, Conv2dArgs args) const;
-  std::shared_ptr<const PackedConv2d> weight_;
+  std::shared_ptr<const PackedConv2d> weight_, shortcut_;
 };
 
 /// torch.nn.Linear over the last dimension.

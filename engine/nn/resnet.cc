@@ -29,17 +29,20 @@ absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& w
                                             options.scale_shift ? 2 * out : out));
   DENOISED_ASSIGN_OR_RETURN(
       block.norm2_, GroupNorm::Load(backend, weights / "norm2", out, options.groups, options.eps));
-  DENOISED_ASSIGN_OR_RETURN(block.conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3));
-  if (in != out) {
-    DENOISED_ASSIGN_OR_RETURN(block.shortcut_,
-                              Conv2d::Load(backend, weights / "conv_shortcut", in, out, 1));
+  if (in == out) {
+    DENOISED_ASSIGN_OR_RETURN(block.conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3));
+  } else {
+    DENOISED_ASSIGN_OR_RETURN(block.conv2_,
+                              Conv2d::LoadWithShortcut(backend, weights / "conv2", out, out, 3,
+                                                       weights / "conv_shortcut", in));
   }
   return block;
 }
 
 Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& skip,
                                const Tensor& time) const {
-  DENOISED_CHECK(!skip || shortcut_);
+  const bool has_shortcut = options_.in_channels != options_.out_channels;
+  DENOISED_CHECK(!skip || has_shortcut);
   const bool up = options_.resample == ResnetOptions::Resample::kUp;
   const bool down = options_.resample == ResnetOptions::Resample::kDown;
   const Tensor time_columns =
@@ -59,13 +62,17 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
     if (up) input = Resampled(context, Resample::kNearestUp, input);
     hidden = conv1_(context, norm1_.Complete(context, first), conv1);
   }
-  if (shortcut_) input = (*shortcut_)(context, {.x = input, .x2 = skip});
-  return conv2_(
-      context,
-      norm2_.Complete(context, {.x = hidden,
-                                .scale_shift = options_.scale_shift ? time_columns : none,
-                                .activation = options_.activation}),
-      {.residual = input, .scale = static_cast<float>(1.0 / options_.output_scale_factor)});
+  Conv2dArgs conv2{.scale = static_cast<float>(1.0 / options_.output_scale_factor)};
+  if (has_shortcut) {
+    conv2.shortcut = {.x = input, .x2 = skip};
+  } else {
+    conv2.residual = input;
+  }
+  return conv2_(context,
+                norm2_.Complete(context, {.x = hidden,
+                                          .scale_shift = options_.scale_shift ? time_columns : none,
+                                          .activation = options_.activation}),
+                conv2);
 }
 
 }  // namespace denoised::nn

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <optional>
-
 #include "engine/nn/layers.h"
 #include "engine/nn/timestep.h"
 
@@ -35,7 +33,6 @@ class ResnetBlock {
   int time_column_ = 0;
   GroupNorm norm1_, norm2_;
   Conv2d conv1_, conv2_;
-  std::optional<Conv2d> shortcut_;
 };
 
 }  // namespace denoised::nn
