@@ -152,6 +152,36 @@ absl::Status Conv(Backend& backend, benchmark::State& state, Resampling resampli
   });
 }
 
+/// rows, size, in, out, shortcut: the end of a resnet, whose shortcut has so many channels
+absl::Status ConvShortcut(Backend& backend, benchmark::State& state) {
+  const int64_t rows = state.range(0), size = state.range(1), in = state.range(2),
+                out = state.range(3), shortcut = state.range(4);
+  const Shape x{rows, size, size, in}, skip{rows, size, size, shortcut}, y{rows, size, size, out};
+  Op op(backend);
+  op.RotateFor((x.elements() + skip.elements() + y.elements()) *
+               static_cast<int64_t>(SizeOf(backend.activation_dtype())));
+  const Tensor bias = Op::Parameters({out}, 1);
+  DENOISED_ASSIGN_OR_RETURN(
+      const auto weight,
+      backend.PackConv2d(Op::Parameters({out, in, 3, 3}, 9 * in), bias, /*upsample2x=*/false));
+  DENOISED_ASSIGN_OR_RETURN(const auto shortcut_weight,
+                            backend.PackConv2d(Op::Parameters({out, shortcut, 1, 1}, shortcut),
+                                               Tensor(), /*upsample2x=*/false));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor skips, op.Activations(skip));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
+  Conv2dArgs args{.weight = weight.get()};
+  args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+  args.shortcut.weight = shortcut_weight.get();
+  CountFlop(state, y.elements() * (in * 9 + shortcut));
+  return op.Measure(state, [&](int64_t i) {
+    args.x = Copy(xs, i, x);
+    args.shortcut.x = Copy(skips, i, skip);
+    args.out = Copy(ys, i, y);
+    backend.Conv2d(args);
+  });
+}
+
 /// rows, tokens, in, out
 absl::Status Linear(Backend& backend, benchmark::State& state) {
   const int64_t in = state.range(2), out = state.range(3);
@@ -269,6 +299,18 @@ void RegisterAll(Backend& backend) {
   const std::vector<std::string> image = {"rows", "size", "in", "out"};
   Register("conv", image, convolutions, conv(Resampling::kNone, false));
   Register("conv_bias_residual_silu", image, convolutions, conv(Resampling::kNone, true));
+  Register("conv_shortcut", {"rows", "size", "in", "out", "shortcut"},
+           {{64, 32, 128, 128, 256},
+            {256, 32, 128, 128, 384},
+            {64, 16, 256, 256, 512},
+            {64, 64, 192, 192, 384},
+            {64, 32, 384, 384, 768},
+            {16, 256, 128, 128, 256},
+            {1, 32, 128, 128, 256},
+            {1, 16, 256, 256, 512},
+            {1, 4, 256, 256, 512},
+            {1, 64, 192, 192, 384}},
+           [&backend](benchmark::State& state) { return ConvShortcut(backend, state); });
   Register("conv_down", image, {{64, 32, 128, 128}, {16, 64, 320, 320}, {1, 32, 128, 128}},
            conv(Resampling::kDown, false));
   Register("conv_up", image, {{64, 16, 256, 256}, {16, 32, 640, 640}, {1, 16, 256, 256}},

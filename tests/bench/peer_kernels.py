@@ -36,7 +36,8 @@ def convolutions(name, rows, size, **channels):
     cin, cout = channels["in"], channels["out"]
     out_size = {"conv_down": size // 2, "conv_up": size * 2}.get(name, size)
     fused = name == "conv_bias_residual_silu"
-    elements = rows * (size**2 * cin + out_size**2 * cout * (2 if fused else 1))
+    shortcut = channels.get("shortcut", 0)
+    elements = rows * (size**2 * (cin + shortcut) + out_size**2 * cout * (2 if fused else 1))
     copies = peer.copies_for(2 * elements)
     xs = alike(copies, image(rows, size, cin))
     weight = torch.randn(cout, cin, 3, 3, **BF16) / (9 * cin) ** 0.5
@@ -50,6 +51,15 @@ def convolutions(name, rows, size, **channels):
         up = lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest")
         return {"cuDNN + interpolate": lambda i: F.conv2d(up(xs[i]), weight, padding=1)}, copies
     bias = torch.randn(cout, **BF16)
+    if name == "conv_shortcut":
+        skips = alike(copies, image(rows, size, shortcut))
+        skip_weight = torch.randn(cout, shortcut, 1, 1, **BF16) / shortcut**0.5
+        skip_weight = skip_weight.to(memory_format=torch.channels_last)
+
+        def with_shortcut(i):
+            return F.conv2d(xs[i], weight, bias, padding=1) + F.conv2d(skips[i], skip_weight, bias)
+
+        return {"cuDNN + passes": with_shortcut}, copies
     residuals = alike(copies, image(rows, size, cout))
 
     def passes(i):
@@ -107,8 +117,8 @@ def group_norms(name, rows, size, channels):
     return {"eager": lambda i: eager(xs[i]), "compiled": lambda i: compiled(xs[i])}, copies
 
 
-OPS = {"conv": convolutions, "conv_bias_residual_silu": convolutions, "conv_down": convolutions,
-       "conv_up": convolutions, "linear": linears, "attention": attentions,
+OPS = {"conv": convolutions, "conv_bias_residual_silu": convolutions, "conv_shortcut": convolutions,
+       "conv_down": convolutions, "conv_up": convolutions, "linear": linears, "attention": attentions,
        "group_norm_silu": group_norms}
 
 
