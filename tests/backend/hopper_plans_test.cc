@@ -58,6 +58,7 @@ class HopperPlansTest : public testing::Test {
   Tensor Zeros(const Shape& shape, DType dtype) {
     Tensor tensor = backend_->Allocate(shape, dtype, "a test").value();
     EXPECT_EQ(cudaMemset(tensor.data(), 0, tensor.bytes()), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // uploads are in a stream of their own
     kept_.push_back(tensor);
     return tensor;
   }
@@ -95,6 +96,7 @@ class HopperPlansTest : public testing::Test {
       conv.residual = View(Random({out_pixels, c.outputs}, DType::kBF16));
     }
     conv.activation = Activation::kSilu;
+    EXPECT_TRUE(backend_->Synchronize().ok());  // what Run() launches is in another stream
     out_ = Zeros({out_pixels, c.outputs}, c.narrow ? DType::kF32 : DType::kBF16);
     conv.out = View(out_);
     return conv;

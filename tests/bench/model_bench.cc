@@ -261,7 +261,8 @@ absl::Status Measure(const Resident& resident, int rows, benchmark::State& state
   const Evaluator& evaluator = drawing->evaluator();
   if (backend.device() == Device::kCuda) {
     state.counters["MiB_device"] =
-        static_cast<double>(resident.free_before - backend.memory().free) / (1 << 20);
+        (static_cast<double>(resident.free_before) - static_cast<double>(backend.memory().free)) /
+        (1 << 20);
   }
   DENOISED_ASSIGN_OR_RETURN(const auto forward,
                             Forward::Create(backend, model, rows, evaluator.activation_bytes()));
