@@ -58,7 +58,7 @@ class HopperPlansTest : public testing::Test {
   Tensor Zeros(const Shape& shape, DType dtype) {
     Tensor tensor = backend_->Allocate(shape, dtype, "a test").value();
     EXPECT_EQ(cudaMemset(tensor.data(), 0, tensor.bytes()), cudaSuccess);
-    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // uploads are in a stream of their own
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // before an upload in another stream
     kept_.push_back(tensor);
     return tensor;
   }
@@ -96,7 +96,6 @@ class HopperPlansTest : public testing::Test {
       conv.residual = View(Random({out_pixels, c.outputs}, DType::kBF16));
     }
     conv.activation = Activation::kSilu;
-    EXPECT_TRUE(backend_->Synchronize().ok());  // what Run() launches is in another stream
     out_ = Zeros({out_pixels, c.outputs}, c.narrow ? DType::kF32 : DType::kBF16);
     conv.out = View(out_);
     return conv;
@@ -116,6 +115,7 @@ class HopperPlansTest : public testing::Test {
   }
 
   std::vector<std::byte> Run(const Conv2dLaunch& conv, const HopperPlan& plan) {
+    EXPECT_TRUE(backend_->Synchronize().ok());  // uploads are in its stream
     std::vector<std::byte> bytes(out_.bytes());
     EXPECT_EQ(cudaMemsetAsync(out_.data(), 0xff, out_.bytes(), stream_.get()), cudaSuccess);
     EXPECT_EQ(LaunchConv2dHopper(conv, plan, queue_), cudaSuccess) << NameOf(plan);
