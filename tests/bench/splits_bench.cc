@@ -204,10 +204,9 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
     const int splits = kSplits[i];
     if (splits > 1 && steps < splits * kMinSplitSteps) continue;
     for (int tile = 0; tile < kHopperTiles; ++tile) {
-      for (const bool clustered : {false, true}) {
-        const HopperPlan plan{static_cast<HopperTile>(tile), splits, clustered};
-        const bool clusters = plan.tile == HopperTile::k64x64 || plan.tile == HopperTile::kUnit;
-        if (clustered && (splits == 1 || !clusters)) continue;
+      const bool is_unit = IsUnit(static_cast<HopperTile>(tile));
+      for (int cluster = 1; cluster <= (is_unit ? splits : 1); cluster *= 2) {
+        const HopperPlan plan{static_cast<HopperTile>(tile), splits, cluster};
         DENOISED_ASSIGN_OR_RETURN(const auto microseconds, Time(launch, plan, queue, fastest[i]));
         if (microseconds && (!fastest[i] || *microseconds < *fastest[i])) fastest[i] = microseconds;
       }
@@ -226,7 +225,7 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
   const Queue queue{context->compute(), properties.multiProcessorCount, true, true};
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv2dHopperKernels(), "loading kernels"));
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv3x3Kernels(), "loading kernels"));
-  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv3x3UnitKernel(), "loading kernels"));
+  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConvUnitKernels(), "loading kernels"));
   Operands operands;
   DENOISED_RETURN_IF_ERROR(operands.Allocate());
 

@@ -5,22 +5,22 @@
 
 #include "engine/backend/cuda/launch.h"
 
-/// Convolution and linear on Hopper: conv2d_sm90.cu, and for what SuitsPatches() conv3x3_sm90.cu
-/// and conv3x3_unit_sm90.cu; plan_hopper.cc chooses how.
+/// Convolution and linear on Hopper: conv2d_sm90.cu, conv_unit_sm90.cu for few pixels, and for what
+/// SuitsPatches() conv3x3_sm90.cu; plan_hopper.cc chooses how.
 
 namespace denoised::cuda {
 
-/// Pixels × outputs that a block makes at a time. Turns: its two consumers take tiles in turn.
-/// Patch: of conv3x3_sm90.cu, 128 pixels. Unit: of conv3x3_unit_sm90.cu, 64×64.
+/// Pixels × outputs that a block makes at a time. Unit: of conv_unit_sm90.cu, 64×64. Turns: its two
+/// consumers take tiles in turn. Patch: of SuitsPatches(); 128 pixels, or a unit's 64.
 enum class HopperTile : uint8_t {
-  k64x64,
+  kUnit,
+  kPatchUnit,
   k128x32,
   k128x128,
   k128x128Turns,
   k128x160,
   k128x192,
   k128x256,
-  kUnit,
   kPatch64,
   kPatch128,
   kPatch192,
@@ -28,7 +28,10 @@ enum class HopperTile : uint8_t {
   kPatch192Turns,
 };
 constexpr int kHopperTiles = 13;
-inline bool IsPatch(HopperTile tile) { return tile >= HopperTile::kUnit; }
+inline bool IsUnit(HopperTile tile) { return tile <= HopperTile::kPatchUnit; }
+inline bool IsPatch(HopperTile tile) {
+  return tile == HopperTile::kPatchUnit || tile >= HopperTile::kPatch64;
+}
 /// Whether the tile takes input_factors.
 inline bool Normalises(HopperTile tile) {
   return IsPatch(tile) && tile != HopperTile::kPatch192 && tile != HopperTile::kPatch192Turns;
@@ -40,9 +43,9 @@ inline int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {
-  HopperTile tile = HopperTile::k64x64;
-  int splits = 1;          // runs of k that are summed apart
-  bool clustered = false;  // a block for each split; k64x64 and kUnit alone
+  HopperTile tile = HopperTile::kUnit;
+  int splits = 1;   // runs of k that are summed apart: a power of two
+  int cluster = 1;  // blocks that share the splits of a tile, of units alone: it divides splits
 };
 
 inline bool InVectors(const Rows& rows) {
@@ -80,9 +83,9 @@ std::string Describe(const Conv2dLaunch& conv);
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
 cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
-cudaError_t LaunchConv3x3Unit(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue);
+cudaError_t LaunchConvUnit(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
 cudaError_t LoadConv3x3Kernels();
-cudaError_t LoadConv3x3UnitKernel();
+cudaError_t LoadConvUnitKernels();
 
 }  // namespace denoised::cuda

@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   ReleaseDependents();
   const bool copies = warp == 8 && ElectOne();
   if (copies) {
+    PrefetchMaps<kShortcut>(work);
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], (T::kTurns ? 1 : 2) * T::kShared);
@@ -483,7 +484,6 @@ bool SuitsPatches(const Conv2dLaunch& conv) {
 }
 
 cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  if (plan.tile == HopperTile::kUnit) return LaunchConv3x3Unit(conv, plan, queue);
   return WithTile(plan.tile,
                   [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
 }

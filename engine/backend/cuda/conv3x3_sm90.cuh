@@ -2,7 +2,7 @@
 
 #include "engine/backend/cuda/conv_sm90.cuh"
 
-/// What the 3×3 convolutions from patches share: conv3x3_sm90.cu, conv3x3_unit_sm90.cu.
+/// What the 3×3 convolutions from patches share: conv3x3_sm90.cu, conv_unit_sm90.cu.
 ///
 /// A unit is 8×8 pixels of an image, the left operand of a product; a patch is one or two units and
 /// one pixel around them, 128 bytes (64 channels) a pixel, swizzled, `pitch` pixels a line. The

@@ -6,7 +6,7 @@
 #include "engine/backend/cuda/tensor_map.h"
 
 /// What the convolution kernels for Hopper share: steps along k, how sums begin and leave, and how
-/// the copy engine is told of weights.
+/// the copy engine is told of pixels and weights.
 ///
 /// A step is 64 channels under one tap. k is walked chunk by chunk of 64 channels, those of x
 /// before those of x2, and under every tap of the window before the next chunk; then come those of
@@ -61,9 +61,97 @@ __device__ inline ChunkAt ChunkOf(const Conv2dLaunch& conv, const Work& work, in
           from_x ? chunk * kStep : conv.channels + of_x2 * kStep};
 }
 
+/// The copy engine looks a tensor up at its first use: for the thread that copies, before it has to
+/// wait for anything.
+template <bool kShortcut, typename Work>
+__device__ inline void PrefetchMaps(const Work& work) {
+  PrefetchMap(&work.weight);
+  PrefetchMap(&work.x);
+  if (work.chunks2 > 0) PrefetchMap(&work.x2);
+  if (!kShortcut) return;
+  PrefetchMap(&work.shortcut.weight);
+  PrefetchMap(&work.shortcut.x);
+  if (work.shortcut.chunks2 > 0) PrefetchMap(&work.shortcut.x2);
+}
+
+/// The output pixels of a phase, those of all images behind each other, as the copy engine walks
+/// them for one tap of a window after the other. Four phases are the parities of the outputs' rows
+/// and columns when the input is doubled.
+struct Grid {
+  int taps_x = 1, stride = 1, pad_top = 0, pad_left = 0;
+  int phases = 1;
+  int pixels = 0;                   // of a phase
+  int width = 0, image_pixels = 0;  // of an image of a phase
+  bool flat = false;                // 1×1: inputs lie as the outputs do
+};
+
+/// The input of a tile's first pixel under the window's first tap.
+struct StartAt {
+  int image, y, x;
+};
+__device__ inline StartAt StartOf(const Grid& grid, int m0) {
+  const int image = m0 / grid.image_pixels, pixel = m0 - image * grid.image_pixels;
+  const int y = pixel / grid.width;
+  return {image, y * grid.stride - grid.pad_top,
+          (pixel - y * grid.width) * grid.stride - grid.pad_left};
+}
+/// 64 channels under one tap of a run of pixels of a phase from m0 on. `rows`: of a chunk that lies
+/// as the outputs do.
+__device__ inline void CopyInputs(void* to, const Grid& grid, const ChunkAt& chunk, bool rows,
+                                  const StartAt& start, int m0, int phase, int tap,
+                                  uint64_t* barrier) {
+  if (rows) {
+    CopyBox(to, chunk.source, barrier, chunk.channel, m0);
+    return;
+  }
+  const int tap_y = tap / grid.taps_x, tap_x = tap - tap_y * grid.taps_x;
+  CopyPixels(to, chunk.source, barrier, chunk.channel, start.x, start.y, start.image,
+             static_cast<uint16_t>(tap_x + phase % 2), static_cast<uint16_t>(tap_y + phase / 2));
+}
+/// The output pixel of pixel m of a phase.
+__device__ inline int64_t OutputPixel(const Conv2dLaunch& conv, const Grid& grid, int m,
+                                      int phase) {
+  if (grid.phases == 1) return m;
+  const int image = m / grid.image_pixels, pixel = m - image * grid.image_pixels;
+  const int y = pixel / grid.width, x = pixel - y * grid.width;
+  return (static_cast<int64_t>(image) * conv.out_height + 2 * y + phase / 2) * conv.out_width +
+         2 * x + phase % 2;
+}
+
 __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
   a += __uint_as_float(pair << 16);
   b += __uint_as_float(pair & 0xffff0000u);
+}
+
+/// What is added per image to the sums of one row of a thread: of its outputs from n0 on, in pairs.
+/// Asked for before it is needed.
+template <int kPairs>
+__device__ inline void LoadPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
+                                    uint32_t (&pairs)[kPairs]) {
+  const int first = n0 + threadIdx.x % 4 * 2;
+  const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(add.data) +
+                                    static_cast<int64_t>(image) * add.stride + first;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    pairs[j] = first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
+  }
+}
+/// To row h of a thread's two.
+template <int kPairs, int kSums>
+__device__ inline void AddPerImage(const uint32_t (&pairs)[kPairs], int h, float (&sums)[kSums]) {
+  static_assert(kSums == 4 * kPairs);
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) AddPair(pairs[j], sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+}
+/// The same one by one, for any dtype and alignment.
+template <int kSums>
+__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
+                                   int h, float (&sums)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kSums / 2; ++i) {
+    const int n = n0 + threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2;
+    if (n < conv.outputs) sums[4 * (i / 2) + 2 * h + i % 2] += Load(add, image, n);
+  }
 }
 
 /// Sums begin with the bias of their output, so that it costs nothing at the end; those of a later
@@ -125,6 +213,63 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* sta
     for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
     StoreMatrices(at, packed);
   }
+}
+
+inline Grid GridOf(const Conv2dLaunch& conv) {
+  Grid grid;
+  grid.taps_x = conv.upsample2x ? 2 : conv.kernel;
+  grid.phases = conv.upsample2x ? 4 : 1;
+  grid.stride = conv.stride;
+  grid.pad_top = conv.pad_top, grid.pad_left = conv.pad_left;
+  grid.width = conv.upsample2x ? conv.width : conv.out_width;
+  grid.image_pixels = grid.width * (conv.upsample2x ? conv.height : conv.out_height);
+  grid.pixels = conv.images * grid.image_pixels;  // CudaBackend saw to it that it fits
+  grid.flat = conv.kernel == 1 && conv.stride == 1 && conv.pad_top == 0 && conv.pad_left == 0 &&
+              conv.out_height == conv.height && conv.out_width == conv.width;
+  return grid;
+}
+
+/// [pixels, channels] in boxes of `columns` (32 or 64, swizzled) × `rows`.
+inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels, int64_t pixels,
+                           int columns, int rows) {
+  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(pixels)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(pixels_of.stride) * 2};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows)};
+  const cuuint32_t element_strides[2] = {1, 1};
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, pixels_of.data, dims, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+/// What CopyInputs() copies, `pixels` at a time. `rows`: as it takes it.
+inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels,
+                             const Conv2dLaunch& conv, const Grid& grid, bool rows, int pixels) {
+  if (rows) return EncodeRows(map, rows_of, channels, grid.pixels, kStep, pixels);
+  const int width = conv.width, height = conv.height;
+  const int out_height = grid.image_pixels / grid.width;
+  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(width),
+                              static_cast<cuuint64_t>(height),
+                              static_cast<cuuint64_t>(conv.images)};
+  const cuuint64_t pixel_bytes = static_cast<cuuint64_t>(rows_of.stride) * 2;
+  const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * width, pixel_bytes * width * height};
+  const int lower[2] = {-grid.pad_left, -grid.pad_top};  // width before height
+  const int upper[2] = {(grid.width - 1) * grid.stride - grid.pad_left + 1 - width,
+                        (out_height - 1) * grid.stride - grid.pad_top + 1 - height};
+  const cuuint32_t stride = static_cast<cuuint32_t>(grid.stride);
+  const cuuint32_t element_strides[4] = {1, stride, stride, 1};
+  const CUresult result = GetTensorMapEncoders().im2col(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows_of.data, dims, strides, lower, upper, kStep,
+      static_cast<cuuint32_t>(pixels), element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  // Drivers up to 13.0 set a bit that is wrong for tensors below 128 KiB (as CUTLASS found).
+  constexpr cuuint64_t kSmall = 131072;
+  if (result == CUDA_SUCCESS && dims[3] * strides[2] < kSmall) {
+    reinterpret_cast<uint64_t*>(map)[1] &= ~(uint64_t{1} << 21);
+  }
+  return result;
 }
 
 /// A weight [phases, outputs, taps, channels], in boxes of a step for `outputs_at_once`. `stride`:

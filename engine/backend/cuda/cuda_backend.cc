@@ -710,7 +710,7 @@ class CudaBackend final : public Backend {
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
-        hopper ? LoadConv3x3Kernels() : cudaSuccess, hopper ? LoadConv3x3UnitKernel() : cudaSuccess,
+        hopper ? LoadConv3x3Kernels() : cudaSuccess, hopper ? LoadConvUnitKernels() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadConv2dNarrowKernels(),

@@ -16,25 +16,23 @@ namespace {
 struct TileCost {
   HopperTile tile;
   int m, n;
-  int blocks;  // of a multiprocessor
-  bool clustered;
   double launch, step, finish, fold;  // a launch; a step along k, an end, an added split of a tile
+  double alone = 1;                   // of a step, of a block with a multiprocessor for itself
 };
 constexpr TileCost kTileCosts[] = {
-    {HopperTile::k64x64, 64, 64, 2, false, 0.5, 0.354, 1.6, 0.05},
-    {HopperTile::k64x64, 64, 64, 1, true, 0.6, 0.388, 2.2, 0},
-    {HopperTile::k128x32, 128, 32, 1, false, 2.0, 0.25, 1.5, 0},
-    {HopperTile::k128x128, 128, 128, 1, false, 1.3, 0.395, 2.3, 0.38},
-    {HopperTile::k128x128Turns, 128, 128, 1, false, 2.8, 0.414, 1.4, 0},
-    {HopperTile::k128x160, 128, 160, 1, false, 1.3, 0.462, 2.9, 0.44},
-    {HopperTile::k128x192, 128, 192, 1, false, 1.7, 0.541, 3.6, 0.49},
-    {HopperTile::k128x256, 128, 256, 1, false, 2.4, 0.714, 4.2, 0},
-    {HopperTile::kUnit, 64, 64, 1, true, 0.2, 0.24, 1.9, 0},
-    {HopperTile::kPatch64, 128, 64, 1, false, 1.4, 0.23, 0.75, 0.22},
-    {HopperTile::kPatch128, 128, 128, 1, false, 1.3, 0.324, 2.4, 0.66},
-    {HopperTile::kPatch192, 128, 192, 1, false, 3.6, 0.48, 4.1, 0.77},
-    {HopperTile::kPatch128Turns, 128, 128, 1, false, 3.7, 0.322, 1.0, 0},
-    {HopperTile::kPatch192Turns, 128, 192, 1, false, 4.7, 0.473, 2.1, 0},
+    {HopperTile::kUnit, 64, 64, 0.36, 0.449, 3.13, 0.04, 0.66},
+    {HopperTile::kPatchUnit, 64, 64, 0.31, 0.262, 3.3, 0.18, 0.72},
+    {HopperTile::k128x32, 128, 32, 0.24, 0.367, 1.48, 0},
+    {HopperTile::k128x128, 128, 128, 1.3, 0.395, 2.3, 0.38},
+    {HopperTile::k128x128Turns, 128, 128, 2.8, 0.414, 1.4, 0},
+    {HopperTile::k128x160, 128, 160, 1.3, 0.462, 2.9, 0.44},
+    {HopperTile::k128x192, 128, 192, 1.7, 0.541, 3.6, 0.49},
+    {HopperTile::k128x256, 128, 256, 2.4, 0.714, 4.2, 0},
+    {HopperTile::kPatch64, 128, 64, 1.4, 0.23, 0.75, 0.22},
+    {HopperTile::kPatch128, 128, 128, 1.3, 0.324, 2.4, 0.66},
+    {HopperTile::kPatch192, 128, 192, 3.6, 0.48, 4.1, 0.77},
+    {HopperTile::kPatch128Turns, 128, 128, 3.7, 0.322, 1.0, 0},
+    {HopperTile::kPatch192Turns, 128, 192, 4.7, 0.473, 2.1, 0},
 };
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
 
@@ -85,18 +83,24 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
   std::vector<HopperCandidate> candidates;
   for (const TileCost& cost : kTileCosts) {
     const bool narrow = cost.n <= 64;
-    if ((!narrow && !vectors) || (cost.n == 32 && conv.outputs > 32)) continue;
+    if (!narrow && !vectors) continue;
     if (IsPatch(cost.tile) && !patches) continue;
     if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
-    if (splits > 1 ? !cost.clustered && cost.fold == 0 : cost.clustered) continue;
-    const int64_t blocks = TilesOf(conv, pixels, cost.m, cost.n) * (cost.clustered ? splits : 1);
-    const double waves = std::ceil(static_cast<double>(blocks) /
-                                   static_cast<double>(queue.multiprocessors * cost.blocks));
-    const double microseconds =
-        cost.launch +
-        waves * (static_cast<double>(steps) / (cost.clustered ? splits : 1) * cost.step +
-                 cost.finish + (splits > 1 ? splits * cost.fold : 0));
-    candidates.push_back({{cost.tile, splits, cost.clustered}, microseconds});
+    if (splits > 1 && cost.fold == 0) continue;
+    const int64_t tiles = TilesOf(conv, pixels, cost.m, cost.n);
+    const bool unit = IsUnit(cost.tile);
+    for (int cluster = 1; cluster <= (unit ? splits : 1); cluster *= 2) {
+      const int runs = splits / cluster;  // of a block
+      // Clusters of fewer blocks than runs receive more sums, and have no room for two.
+      const int beside = unit && (cluster == 1 || runs == 1) ? 2 : 1;
+      const double waves = static_cast<double>(tiles * cluster) / (queue.multiprocessors * beside);
+      const double step =
+          cost.step * (beside == 2 ? std::clamp(waves, cost.alone, 1.0) : cost.alone);
+      const double microseconds =
+          cost.launch + std::ceil(waves) * (steps * step / cluster + cost.finish +
+                                            (runs > 1 ? runs * cost.fold : 0));
+      candidates.push_back({{cost.tile, splits, cluster}, microseconds});
+    }
   }
   std::stable_sort(candidates.begin(), candidates.end(),
                    [](const HopperCandidate& a, const HopperCandidate& b) {
@@ -107,11 +111,11 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
 
 std::string NameOf(const HopperPlan& plan) {
   constexpr const char* kNames[] = {
-      "64x64", "128x32",  "128x128",  "128x128 turns", "128x160",        "128x192",       "128x256",
-      "unit",  "patch64", "patch128", "patch192",      "patch128 turns", "patch192 turns"};
+      "unit",    "patch unit", "128x32",   "128x128",  "128x128 turns",  "128x160",       "128x192",
+      "128x256", "patch64",    "patch128", "patch192", "patch128 turns", "patch192 turns"};
   static_assert(std::size(kNames) == kHopperTiles);
   return fmt::format("{}{}", kNames[static_cast<int>(plan.tile)],
-                     plan.clustered ? " clustered" : "");
+                     plan.cluster > 1 ? fmt::format(" in clusters of {}", plan.cluster) : "");
 }
 
 std::string Describe(const Conv2dLaunch& conv) {

@@ -1,0 +1,484 @@
+// Convolution and linear for Hopper, for few pixels: the products of conv2d_sm90.cu and
+// conv3x3_sm90.cu in the smallest pieces, so that the device is filled soon.
+//
+// Policy. A unit is 64 pixels and 64 outputs. The runs of k that its layer is split into are shared
+// by the blocks of a cluster: one block for each where there are few units, fewer and down to one
+// where there are many. Nothing is persistent: a block makes its runs, sends their sums to the
+// blocks that own the outputs, adds what it received in the order of the runs, and ends. Who adds
+// does not bear on the bits.
+//
+// One warp copies and one warpgroup multiplies. What is copied of the input is either 64 pixels
+// under one tap for each step, as in conv2d_sm90.cu, or, for a 3×3 convolution, patches of 8×8
+// pixels and one around them for nine steps each, as in conv3x3_sm90.cu; where a group norm comes
+// before, three more warps normalise these.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/conv3x3_sm90.cuh"
+#include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/implicit_gemm.cuh"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kPixels = 64, kOutputs = 64, kConsumers = 128;
+constexpr int kSums = kPixels * kOutputs / kConsumers;         // a thread
+constexpr int kVectors = kPixels * kOutputs / 8 / kConsumers;  // of outputs, a thread at most
+constexpr int kPitch = kUnit + 2, kPatchPixels = kPitch * kPitch;
+constexpr int kPatchSlot = 13 * 1024, kPatchBytes = kPatchPixels * kStepBytes;
+static_assert(kPatchBytes <= kPatchSlot);
+
+/// How inputs come: in patches, or in boxes of 64 pixels, one a step.
+template <bool kInPatches>
+struct Unit {
+  static constexpr int kPatches = kInPatches ? 3 : 0;
+  static constexpr int kWeightBytes = kOutputs * kStepBytes;
+  static constexpr int kStageBytes = kWeightBytes + (kInPatches ? 0 : kPixels * kStepBytes);
+  static constexpr int kTransformers = kInPatches ? 96 : 0;
+  static constexpr int kThreads = kConsumers + 32 + kTransformers;
+  static constexpr int kPixelStride = kTransformers / 8;
+  /// What leaves room for two blocks. More weights ahead keep the first pixels waiting.
+  static constexpr int kStages = kInPatches ? 7 : 6;
+  static constexpr int kBarriers = (2 * kStages + 3 * kPatches + 1 + 1) / 2 * 2;
+  /// Without the received sums.
+  static constexpr int kBytes = kPatches * kPatchSlot + kStages * kStageBytes + kBarriers * 8;
+};
+
+struct Work {
+  CUtensorMap x, x2, weight;
+  int chunks = 0, chunks2 = 0;
+  Grid grid;
+  int m_tiles = 0, n_tiles = 0;          // m_tiles: boxes of a phase, or units of all images
+  int units_x = 0, units = 0;            // of an image, in patches
+  int split_bits = 0, cluster_bits = 0;  // binary logarithms
+  const float* bias = nullptr;
+  Rows add;                // per image
+  bool add_pairs = false;  // in pairs of bf16
+  bool vectors = false;    // bf16 in vectors of eight throughout, no activation but SiLU
+  ShortcutWork shortcut;
+};
+
+/// Runs of the first block are added up before they are sent, the others are sent as they are.
+__host__ __device__ inline int SlotsOf(int split_bits, int cluster_bits) {
+  return 1 + (((1 << cluster_bits) - 1) << (split_bits - cluster_bits));
+}
+__host__ __device__ inline int ReceivedBytes(int split_bits, int cluster_bits) {
+  return SlotsOf(split_bits, cluster_bits) * (kPixels * kOutputs >> cluster_bits) * 4;
+}
+
+struct TileAt {
+  int m0, phase;    // of boxes
+  int image, y, x;  // of a patch
+  int n0;
+};
+template <bool kInPatches>
+__device__ inline TileAt TileOf(const Work& work, int index) {
+  const int m = index / work.n_tiles, n0 = (index - m * work.n_tiles) * kOutputs;
+  if constexpr (kInPatches) {
+    const int image = m / work.units, unit = m - image * work.units, line = unit / work.units_x;
+    return {0, 0, image, line * kUnit, (unit - line * work.units_x) * kUnit, n0};
+  } else {
+    const int phase = m / work.m_tiles;
+    return {(m - phase * work.m_tiles) * kPixels, phase, 0, 0, 0, n0};
+  }
+}
+template <bool kInPatches>
+__device__ inline int ImageOf(const Work& work, const TileAt& tile, int pixel) {
+  if constexpr (kInPatches) return tile.image;
+  return min(tile.m0 + pixel, work.grid.pixels - 1) / work.grid.image_pixels;
+}
+/// The output pixel of a pixel of the tile, or -1.
+template <bool kInPatches>
+__device__ inline int64_t RowOf(const Conv2dLaunch& conv, const Work& work, const TileAt& tile,
+                                int pixel) {
+  if constexpr (kInPatches) {
+    return (int64_t{tile.image} * conv.height + tile.y + pixel / kUnit) * conv.width + tile.x +
+           pixel % kUnit;
+  }
+  const int m = tile.m0 + pixel;
+  return m < work.grid.pixels ? OutputPixel(conv, work.grid, m, tile.phase) : -1;
+}
+
+template <bool kInPatches, bool kShortcut>
+__global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
+    ConvUnitKernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Work work) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using U = Unit<kInPatches>;
+  extern __shared__ __align__(1024) unsigned char shared[];  // as the swizzle wants it
+  unsigned char* const ring = shared + U::kPatches * kPatchSlot;
+  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + U::kStages * U::kStageBytes);
+  uint64_t* const empty = full + U::kStages;
+  uint64_t* const patch_full = empty + U::kStages;
+  uint64_t* const patch_normal = patch_full + U::kPatches;  // transformed
+  uint64_t* const patch_empty = patch_normal + U::kPatches;
+  uint64_t* const received = patch_empty + U::kPatches;
+  float* const sums_received = reinterpret_cast<float*>(full + U::kBarriers);
+  const auto weights_of = [&](int stage) { return ring + stage * U::kStageBytes; };
+  const auto inputs_of = [&](int stage) { return weights_of(stage) + U::kWeightBytes; };
+  const auto patch_of = [&](int slot) { return shared + slot * kPatchSlot; };
+
+  // The same in all lanes, and known to be, so that descriptors live in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  const int rank = static_cast<int>(ClusterRank());
+  const int taps = kInPatches ? kTaps : work.grid.taps_x * work.grid.taps_x;
+  const int windowed = work.chunks + work.chunks2;  // chunks under all taps
+  const int chunks = kShortcut ? windowed + work.shortcut.chunks + work.shortcut.chunks2 : windowed;
+  const int steps = windowed * (taps - 1) + chunks;
+  const auto begin_of = [&](int split) { return steps * split >> work.split_bits; };
+  const int runs = 1 << (work.split_bits - work.cluster_bits);  // of a block
+  const int first_step = begin_of(rank * runs), end_step = begin_of((rank + 1) * runs);
+  const StepAt first = StepOf<kShortcut>(first_step, windowed, taps);
+  const TileAt tile = TileOf<kInPatches>(work, blockIdx.x >> work.cluster_bits);
+  const bool clustered = work.cluster_bits > 0;
+  const bool normalises = kInPatches && conv.input_factors != nullptr;
+
+  const auto copy_weights = [&](const StepAt& at, int stage) {
+    const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, at.chunk);
+    ArriveExpecting(&full[stage], U::kStageBytes);
+    CopyBox(weights_of(stage), chunk.weight, &full[stage], chunk.weight_channel, at.tap, tile.n0,
+            tile.phase);
+  };
+
+  ReleaseDependents();
+  const bool copies = warp == kConsumers / 32 && ElectOne();
+  const int early = min(U::kStages, end_step - first_step);
+  if (copies) {
+    PrefetchMaps<kShortcut>(work);
+    for (int stage = 0; stage < U::kStages; ++stage) {
+      InitBarrier(&full[stage], 1);
+      InitBarrier(&empty[stage], 1);
+    }
+    for (int slot = 0; slot < U::kPatches; ++slot) {
+      InitBarrier(&patch_full[slot], 1);
+      InitBarrier(&patch_normal[slot], U::kTransformers);
+      InitBarrier(&patch_empty[slot], 1);
+    }
+    InitBarrier(received, 1);
+    FenceBarrierInit();
+    if (clustered) {
+      ArriveExpecting(received, ReceivedBytes(work.split_bits, work.cluster_bits));
+    }
+    // Weights are nobody's output: the first ones travel while the predecessor still runs.
+    StepAt at = first;
+    for (int step = 0; step < early; ++step) {
+      copy_weights(at, step);
+      Advance<kShortcut>(at, windowed, taps);
+    }
+  }
+  __syncthreads();
+  if (clustered) ArriveAtCluster();
+
+  if (warp >= kConsumers / 32) {
+    if (copies) {
+      WaitForPredecessors();
+      const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, taps).chunk + 1;
+      int patch_chunk = first.chunk, slot = 0, patch_round = 0;
+      const auto copy_next_patch = [&] {
+        if (patch_chunk == end_chunk) return;
+        Wait(&patch_empty[slot], (patch_round & 1) ^ 1);
+        ArriveExpecting(&patch_full[slot], kPatchBytes);
+        const ChunkAt from = ChunkOf<kShortcut>(conv, work, patch_chunk);
+        CopyBox(patch_of(slot), from.source, &patch_full[slot], from.channel, tile.x - 1,
+                tile.y - 1, tile.image);
+        if (++slot == U::kPatches) slot = 0, ++patch_round;
+        ++patch_chunk;
+      };
+      const StartAt start = kInPatches ? StartAt{} : StartOf(work.grid, tile.m0);
+      // The next patch is asked for when the last step of the first one has made room for weights.
+      // To wait for it itself is no choice: products would wait for weights that come after it.
+      for (int i = 0; i < U::kPatches; ++i) copy_next_patch();
+      int until_patch = (first.chunk < windowed ? taps : 1) - first.tap + U::kStages - 1;
+      int used_chunk = first.chunk;
+
+      StepAt at = first;
+      int stage = 0, round = 0;
+#pragma unroll 1
+      for (int step = first_step; step < end_step; ++step) {
+        if (step >= first_step + early) {
+          Wait(&empty[stage], (round & 1) ^ 1);
+          copy_weights(at, stage);
+        }
+        if constexpr (kInPatches) {
+          if (until_patch-- == 0) {
+            copy_next_patch();
+            until_patch = (++used_chunk < windowed ? taps : 1) - 1;
+          }
+        } else {
+          const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, at.chunk);
+          const bool rows = work.grid.flat || (kShortcut && at.chunk >= windowed);
+          CopyInputs(inputs_of(stage), work.grid, chunk, rows, start, tile.m0, tile.phase, at.tap,
+                     &full[stage]);
+        }
+        Advance<kShortcut>(at, windowed, taps);
+        if (++stage == U::kStages) stage = 0, ++round;
+      }
+      while (kInPatches && patch_chunk < end_chunk) copy_next_patch();
+    } else if (warp > kConsumers / 32 && normalises) {
+      if constexpr (kInPatches) {
+        const int thread = threadIdx.x - kConsumers - 32, vector = thread % 8;
+        const int channels = conv.channels + conv.channels2;
+        const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, taps).chunk + 1;
+        int slot = 0, round = 0;
+        const uint32_t inside = PixelsInside<U::kPixelStride, kPatchPixels>(
+            conv, kPitch, 65536 / kPitch + 1, thread, tile.y - 1, tile.x - 1);
+        WaitForPredecessors();
+#pragma unroll 1
+        for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
+          const bool from_x = chunk < work.chunks;
+          const int channel = (from_x ? chunk : chunk - work.chunks) * kStep + vector * 8;
+          const bool has_channels = (!kShortcut || chunk < windowed) &&
+                                    channel < (from_x ? conv.channels : conv.channels2);
+          float factor[8], offset[8];
+          if (has_channels) {
+            const float* const from = conv.input_factors + int64_t{tile.image} * 2 * channels +
+                                      (from_x ? 0 : conv.channels) + channel;
+            LoadEight(from, factor);
+            LoadEight(from + channels, offset);
+          }
+          Wait(&patch_full[slot], round & 1);
+          if (has_channels) {
+            Normalise<U::kPixelStride>(patch_of(slot), 0, thread, inside, factor, offset);
+          }
+          FenceForCopies();  // products read by the same way as the copy engine
+          Arrive(&patch_normal[slot]);
+          if (++slot == U::kPatches) slot = 0, ++round;
+        }
+      }
+    }
+    if (clustered) WaitForCluster();
+    return;
+  }
+
+  // What this thread finishes: vectors of eight outputs of the `width` that the block owns.
+  const int width = kOutputs >> work.cluster_bits;
+  const auto for_vectors = [&](const auto& what) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int vector = i * kConsumers + threadIdx.x;
+      const int pixel = vector >> (3 - work.cluster_bits);
+      const int column = (vector & (width / 8 - 1)) * 8, output = tile.n0 + rank * width + column;
+      if (pixel >= kPixels || output >= conv.outputs) continue;
+      const int64_t row = RowOf<kInPatches>(conv, work, tile, pixel);
+      if (row >= 0) what(i, pixel, column, row, output);
+    }
+  };
+  const bool leads = threadIdx.x == 0;
+  const bool has_residual = work.vectors && conv.residual.data != nullptr;
+  uint64_t* const patch_ready = normalises ? patch_normal : patch_full;
+  const int my_pixel = warp * 16 + threadIdx.x % 32 / 4;  // and the eighth after it
+
+  float sums[kSums], total[kSums];
+  BeginSums(conv, rank == 0 ? work.bias : nullptr, tile.n0, sums);
+  WaitForPredecessors();  // whose output is read and overwritten from here on
+  const auto load_residual = [&](int64_t row, int output) {
+    return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
+                                           row * conv.residual.stride + output);
+  };
+  constexpr int kEarly = kInPatches ? kVectors / 2 : kVectors;  // as many as registers are left
+  uint4 early_residual[kEarly];
+  if (has_residual) {
+    for_vectors([&](int i, int, int, int64_t row, int output) {
+      if (i < kEarly) early_residual[i] = load_residual(row, output);
+    });
+  }
+  constexpr int kAdds = kInPatches ? 1 : 2;  // a unit in patches is of one image
+  uint32_t add[kAdds][kSums / 4];
+  const bool adds = rank == 0 && work.add.data != nullptr;
+  if (adds && work.add_pairs) {
+#pragma unroll
+    for (int h = 0; h < kAdds; ++h) {
+      LoadPerImage(conv, work.add, ImageOf<kInPatches>(work, tile, my_pixel + 8 * h), tile.n0,
+                   add[h]);
+    }
+  }
+
+  // A run's sums to their owners, [slots, pixels, width].
+  const auto send = [&](int to_slot, const float(&values)[kSums]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int j = 0; j < kOutputs / 8; ++j) {
+        const int owner = j * 8 >> (6 - work.cluster_bits);
+        const int column = (j * 8 & (width - 1)) + threadIdx.x % 4 * 2;
+        float* const to = sums_received + (to_slot * kPixels + my_pixel + 8 * h) * width + column;
+        const float a = values[4 * j + 2 * h], b = values[4 * j + 2 * h + 1];
+        if (clustered) {
+          StoreAt(AddressAt(to, owner), AddressAt(received, owner), a, b);
+        } else {
+          *reinterpret_cast<float2*>(to) = {a, b};
+        }
+      }
+    }
+  };
+
+  int stage = 0, round = 0, slot = 0, patch_round = 0, tap = first.tap, previous = -1;
+  int chunk = first.chunk, step = first_step;
+  bool new_patch = true;
+  for (int run = 0; run < runs; ++run) {
+    const int end = begin_of(rank * runs + run + 1);
+    PinSums(sums);
+#pragma unroll 1
+    for (; step < end; ++step) {
+      if (kInPatches && new_patch) Wait(&patch_ready[slot], patch_round & 1);
+      Wait(&full[stage], round & 1);
+      FenceProducts();
+      const uint64_t weight = MatrixDescriptor(weights_of(stage));
+      uint64_t input;
+      bool in_shortcut = false;
+      if constexpr (kInPatches) {
+        in_shortcut = kShortcut && chunk >= windowed;
+        if (in_shortcut) tap = kTaps / 2;  // the one in the middle
+        input = PatchDescriptor(patch_of(slot), kPitch) +
+                ((tap / 3 * kPitch + tap % 3) * kStepBytes >> 4);
+      } else {
+        input = MatrixDescriptor(inputs_of(stage));
+      }
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) MultiplyAdd(sums, input + 2 * k, weight + 2 * k);
+      CommitProducts();
+      WaitProducts<1>();  // the previous step's
+      if (previous >= 0 && leads) Arrive(&empty[previous]);
+      previous = stage;
+      if constexpr (kInPatches) {
+        if (new_patch && step > first_step && leads) {
+          Arrive(&patch_empty[slot == 0 ? U::kPatches - 1 : slot - 1]);
+        }
+        new_patch = ++tap == kTaps || in_shortcut;
+        if (new_patch) {
+          tap = 0, ++chunk;
+          if (++slot == U::kPatches) slot = 0, ++patch_round;
+        }
+      }
+      if (++stage == U::kStages) stage = 0, ++round;
+    }
+    WaitProducts<0>();
+    PinSums(sums);
+    if (adds && run == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (work.add_pairs) {
+          AddPerImage(add[kAdds == 1 ? 0 : h], h, sums);
+        } else {
+          AddPerImage(conv, work.add, ImageOf<kInPatches>(work, tile, my_pixel + 8 * h), tile.n0, h,
+                      sums);
+        }
+      }
+    }
+    if (clustered && run == 0) WaitForCluster();  // its blocks have begun
+    if (rank > 0) send(1 + (rank - 1) * runs + run, sums);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      total[i] = run == 0 ? sums[i] : total[i] + sums[i];
+      sums[i] = 0;
+    }
+  }
+  if (rank == 0) send(0, total);
+
+  if (clustered) {
+    WaitForStores(received, 0);
+  } else {
+    SyncWarpgroup(0);
+  }
+  const int slots = SlotsOf(work.split_bits, work.cluster_bits);
+  for_vectors([&](int i, int pixel, int column, int64_t row, int output) {
+    float v[8];
+    for (int from = 0; from < slots; ++from) {
+      float part[8];
+      LoadEight(sums_received + (from * kPixels + pixel) * width + column, part);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = from == 0 ? part[j] : v[j] + part[j];
+    }
+    if (!work.vectors) {
+      FinishOutputs(conv, row, output, v);
+      return;
+    }
+    if (has_residual) {
+      const uint4 residual = i < kEarly ? early_residual[i] : load_residual(row, output);
+      AddPair(residual.x, v[0], v[1]);
+      AddPair(residual.y, v[2], v[3]);
+      AddPair(residual.z, v[4], v[5]);
+      AddPair(residual.w, v[6], v[7]);
+    }
+    FinishSums(conv, v);
+    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
+                              output) = PackBf16(v);
+  });
+#endif
+}
+
+/// Of a power of two; of what is none, that of a larger one.
+int BinaryLogarithm(int value) {
+  int bits = 0;
+  while (1 << bits < value) ++bits;
+  return bits;
+}
+
+constexpr int kMostReceivedBytes = 40 * 1024;  // in clusters of two for eight runs
+
+template <bool kInPatches>
+cudaError_t Launch(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue) {
+  using U = Unit<kInPatches>;
+  Work work;
+  work.grid = GridOf(conv);
+  if (kInPatches) {
+    work.units_x = conv.width / kUnit;
+    work.units = work.units_x * (conv.height / kUnit);
+    work.m_tiles = conv.images * work.units;
+  } else {
+    work.m_tiles = (work.grid.pixels + kPixels - 1) / kPixels;
+  }
+  work.n_tiles = (conv.outputs + kOutputs - 1) / kOutputs;
+  work.split_bits = BinaryLogarithm(plan.splits);
+  work.cluster_bits = BinaryLogarithm(plan.cluster);
+  work.bias = conv.bias;
+  work.add = conv.add;
+  work.add_pairs = InVectors(conv.add);
+  work.vectors = HasVectorOutputs(conv);
+  const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
+
+  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
+  const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
+    return kInPatches ? EncodeImages(map, rows, channels, conv, kPitch, kPitch, 1)
+                      : EncodeInputs(map, rows, channels, conv, work.grid,
+                                     work.grid.flat || shortcut, kPixels);
+  };
+  const CUresult result = EncodeDepth(&work, conv, work.grid.taps_x * work.grid.taps_x,
+                                      work.grid.phases, kOutputs, encode);
+  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+
+  conv.bias = nullptr;  // sums begin with it
+  conv.add = {};        // and with this
+  return LaunchDependent(conv.shortcut.x.data != nullptr ? ConvUnitKernel<kInPatches, true>
+                                                         : ConvUnitKernel<kInPatches, false>,
+                         {.grid = static_cast<unsigned>(tiles * plan.cluster),
+                          .block = U::kThreads,
+                          .shared_bytes = static_cast<size_t>(
+                              U::kBytes + ReceivedBytes(work.split_bits, work.cluster_bits)),
+                          .cluster = static_cast<unsigned>(plan.cluster)},
+                         queue, conv, work);
+}
+
+template <bool kInPatches>
+cudaError_t Load() {
+  constexpr int kBytes = Unit<kInPatches>::kBytes + kMostReceivedBytes;
+  const cudaError_t error = LoadKernel(ConvUnitKernel<kInPatches, true>, kBytes);
+  return error == cudaSuccess ? LoadKernel(ConvUnitKernel<kInPatches, false>, kBytes) : error;
+}
+
+}  // namespace
+
+cudaError_t LaunchConvUnit(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
+                      plan.cluster == 1 << BinaryLogarithm(plan.cluster);
+  if (!powers || plan.cluster > plan.splits || plan.splits > 8) return cudaErrorInvalidValue;
+  if (plan.tile != HopperTile::kPatchUnit) return Launch<false>(conv, plan, queue);
+  return SuitsPatches(conv) ? Launch<true>(conv, plan, queue) : cudaErrorInvalidValue;
+}
+
+cudaError_t LoadConvUnitKernels() {
+  const cudaError_t error = Load<true>();
+  return error == cudaSuccess ? Load<false>() : error;
+}
+
+}  // namespace denoised::cuda
