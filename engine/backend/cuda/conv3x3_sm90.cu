@@ -66,7 +66,8 @@ struct Work {
   int pitch_inverse = 0;  // PixelsInside()'s
   int unit_pixel = 0;     // of a patch, where its second unit begins
   int patch_bytes = 0;
-  int splits = 1;
+  int log_splits = 0;
+  int lag = 0;  // steps of a tile that a consumer is ahead of the other; Tile::kFold
   const float* bias = nullptr;
   Rows add;  // per image
   ShortcutWork shortcut;
@@ -245,7 +246,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const auto release = [&](int done) {
       if (threadIdx.x % 128 < T::kShared) ArriveAt(&empty[done], threadIdx.x % 128);
     };
-    const bool leads = threadIdx.x % 128 == 0;
+    const auto give_turn = [&] {
+      if (threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
+    };
+    const bool leads = threadIdx.x % 128 == 0, adds = work.add.data != nullptr;
     // Of a unit of the tile: its buffer, by number.
     const auto buffer_of = [&](int i) { return group * T::kBuffers + i % T::kBuffers; };
     // Of a unit of the tile: its first pixel.
@@ -286,22 +290,27 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       step_at += kTakers * steps, patch_at += kTakers * chunks;
 
       float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
+      uint32_t added[T::kFold ? T::kSums / 4 : 1];
       int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
-      int chunk = 0, taps = kTaps;
-      const int splits = work.splits;
-      for (int split = 0; split < splits; ++split) {
+      int chunk = 0, taps = kTaps, until_turn = work.lag;
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
-          BeginSums(conv, split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
-          PinSums(sums[i]);
-        }
-        if (T::kTurns) Wait(&turn[group], (tiles_done + group + 1) & 1);
-        if (split == 0) {
+      for (int i = 0; i < T::kRows; ++i) BeginSums(conv, work.bias, tile.n0, sums[i]);
+      if constexpr (T::kFold) {
+        if (adds) LoadPerImage(conv, work.add, unit_of(tile, 0).image, tile.n0, added);
+      }
+      if (T::kTurns || group == 1) Wait(&turn[group], (tiles_done + group + 1) & 1);
+      const int last_split = (1 << work.log_splits) - 1;
+      for (int split = 0; split <= last_split; ++split) {
+#pragma unroll
+        for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
+        if (split == last_split) {
           if (leads) WaitUntilStoresRead();  // of the tile before
 #pragma unroll
           for (int i = 0; i < T::kBuffers; ++i) begin_staging(tile, i);
         }
-        const int count = steps * (split + 1) / splits - steps * split / splits;
+        bool continues = split == 0;  // the sum that there is
+        const int count =
+            (steps * (split + 1) >> work.log_splits) - (steps * split >> work.log_splits);
 #pragma unroll 1
         for (int step = 0; step < count; ++step) {
           if (tap == 0) Wait(&patch_ready[slot], patch_round & 1);
@@ -315,11 +324,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
             for (int i = 0; i < T::kRows; ++i) {
-              MultiplyAdd(sums[i], input + 2 * k + i * (work.unit_pixel * kStepBytes >> 4),
-                          weight + 2 * k);
+              const uint64_t unit = input + 2 * k + i * (work.unit_pixel * kStepBytes >> 4);
+              if (T::kFold && k == 0) {
+                Multiply(sums[i], unit, weight, continues);
+              } else {
+                MultiplyAdd(sums[i], unit, weight + 2 * k);
+              }
             }
           }
           CommitProducts();
+          continues = true;
+          if (T::kFold && --until_turn == 0 && group == 0) give_turn();
           WaitProducts<1>();  // the previous step's
           if (previous >= 0) release(previous);
           previous = stage;
@@ -336,26 +351,26 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           }
           if (++stage == T::kStages) stage = 0, ++round;
         }
-        if (T::kTurns && threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
+        if (T::kTurns) give_turn();
         WaitProducts<0>();
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
         if (previous >= 0) release(previous);
         if (previous_slot >= 0 && leads) Arrive(&patch_empty[previous_slot]);
         previous = previous_slot = -1;
-        if (work.add.data != nullptr && split == 0) {
+        if constexpr (T::kFold) {
+          if (split == 0) {
+            if (adds) AddPerImage(added, sums[0]);
+#pragma unroll
+            for (int j = 0; j < T::kSums; ++j) total[0][j] = sums[0][j];
+          } else {
+#pragma unroll
+            for (int j = 0; j < T::kSums; ++j) total[0][j] += sums[0][j];
+          }
+        } else if (adds) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
             AddPerImage(conv, work.add, unit_of(tile, i).image, tile.n0, sums[i]);
-          }
-        }
-        if constexpr (T::kFold) {
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-#pragma unroll
-            for (int j = 0; j < T::kSums; ++j) {
-              total[i][j] = split == 0 ? sums[i][j] : total[i][j] + sums[i][j];
-            }
           }
         }
       }
@@ -394,8 +409,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 }
 
 using Tile64 = Tile<64, false, 3, 8, 1, 184, 72, 512>;
-using Tile128 = Tile<128, false, 3, 6, 1, 184, 72, 512>;
-using Tile192 = Tile<192, false, 3, 4, 1, 232, 40, 384>;
+using Tile128 = Tile<128, false, 3, 7, 1, 184, 72, 512>;
+using Tile192 = Tile<192, false, 2, 5, 1, 232, 40, 384>;
 using Tile128Turns = Tile<128, true, 3, 5, 2, 184, 72, 512>;
 using Tile192Turns = Tile<192, true, 3, 4, 1, 232, 40, 384>;
 
@@ -419,11 +434,14 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
 
 template <typename T>
 cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue) {
+  Work work;
+  while (1 << work.log_splits < plan.splits) ++work.log_splits;
+  // Each split has a step: there are kTaps and more.
+  if (plan.splits != 1 << work.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
   if (!SuitsPatches(conv) || ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFold) ||
       (conv.input_factors != nullptr && !T::kNormalises)) {
     return cudaErrorInvalidValue;
   }
-  Work work;
   work.images_at_once = conv.width <= kUnit ? 2 : 1;
   work.tiles_x = work.images_at_once == 2 ? 1 : (conv.width + 2 * kUnit - 1) / (2 * kUnit);
   work.tiles_y = (conv.height + kUnit - 1) / kUnit;
@@ -436,7 +454,7 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   const int patch_pixels = work.pitch * (kUnit + 2);
   work.unit_pixel = work.images_at_once == 2 ? patch_pixels : kUnit;
   work.patch_bytes = patch_pixels * work.images_at_once * kStepBytes;
-  work.splits = plan.splits;
+  work.lag = std::clamp(StepsOf(conv) / plan.splits / 2, 1, T::kStages - 3);
   work.bias = conv.bias;
   work.add = conv.add;
 

@@ -160,10 +160,11 @@ template <int kSums>
 __device__ inline void BeginSums(const Conv2dLaunch& conv, const float* bias, int n0,
                                  float (&sums)[kSums]) {
   const int first = n0 + threadIdx.x % 4 * 2;
+  const int biased = bias == nullptr ? 0 : conv.outputs;  // outputs
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j) {
     float2 pair = {0, 0};
-    if (bias != nullptr && first + j * 8 < conv.outputs) {
+    if (first + j * 8 < biased) {
       pair = __ldg(reinterpret_cast<const float2*>(bias + first + j * 8));
     }
     sums[4 * j] = sums[4 * j + 2] = pair.x;
