@@ -134,7 +134,7 @@ __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, f
     AddPair(residual.z, v[4], v[5]);
     AddPair(residual.w, v[6], v[7]);
   }
-  FinishSums(conv, v);
+  FinishSums(conv, conv.activation == Activation::kSilu, v);
   return PackBf16(v);
 }
 __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, int n) {
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       for (int split = 0; split < work.splits; ++split) {
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
-          BeginSums(conv, split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
+          BeginSums(split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
         }
         if (kEarlyTurns > 0 && split == 0) {
           if (work.vectors) {

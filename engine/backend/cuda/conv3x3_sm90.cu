@@ -263,6 +263,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       return at;
     };
+    const auto image_of = [&](const TileAt& tile, int i) {  // that exists
+      return min(unit_of(tile, i).image, conv.images - 1);
+    };
     const auto begin_staging = [&](const TileAt& tile, int i) {
       if (!leads) return;
       const bool has_residual = conv.residual.data != nullptr;
@@ -294,9 +297,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
       int chunk = 0, taps = kTaps, until_turn = work.lag;
 #pragma unroll
-      for (int i = 0; i < T::kRows; ++i) BeginSums(conv, work.bias, tile.n0, sums[i]);
+      for (int i = 0; i < T::kRows; ++i) BeginSums(work.bias, tile.n0, sums[i]);
       if constexpr (T::kFold) {
-        if (adds) LoadPerImage(conv, work.add, unit_of(tile, 0).image, tile.n0, added);
+        if (adds) LoadPerImage(conv, work.add, image_of(tile, 0), tile.n0, added);
       }
       if (T::kTurns || group == 1) Wait(&turn[group], (tiles_done + group + 1) & 1);
       const int last_split = (1 << work.log_splits) - 1;
@@ -360,7 +363,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         previous = previous_slot = -1;
         if constexpr (T::kFold) {
           if (split == 0) {
-            if (adds) AddPerImage(added, sums[0]);
+            if (adds) {
+              AddPerImage(added, 0, sums[0]);
+              AddPerImage(added, 1, sums[0]);
+            }
 #pragma unroll
             for (int j = 0; j < T::kSums; ++j) total[0][j] = sums[0][j];
           } else {
@@ -370,7 +376,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         } else if (adds) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
-            AddPerImage(conv, work.add, unit_of(tile, i).image, tile.n0, sums[i]);
+            uint32_t late[T::kSums / 4];
+            LoadPerImage(conv, work.add, image_of(tile, i), tile.n0, late);
+            AddPerImage(late, 0, sums[i]);
+            AddPerImage(late, 1, sums[i]);
           }
         }
       }

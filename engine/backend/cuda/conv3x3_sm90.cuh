@@ -13,34 +13,6 @@ namespace denoised::cuda {
 constexpr int kTaps = 9;
 constexpr int kUnit = 8;  // pixels of an edge of what a product takes: 64 in all
 
-/// What is added per image to a thread's sums of pixels of `image`, in pairs of outputs.
-template <int kPairs>
-__device__ inline void LoadPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
-                                    uint32_t (&pairs)[kPairs]) {
-  const int first = n0 + threadIdx.x % 4 * 2;
-  const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(add.data) +
-                                    int64_t{min(image, conv.images - 1)} * add.stride + first;
-#pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    pairs[j] = first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
-  }
-}
-template <int kPairs>
-__device__ inline void AddPerImage(const uint32_t (&pairs)[kPairs], float (&sums)[4 * kPairs]) {
-#pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    AddPair(pairs[j], sums[4 * j], sums[4 * j + 1]);
-    AddPair(pairs[j], sums[4 * j + 2], sums[4 * j + 3]);
-  }
-}
-template <int kSums>
-__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
-                                   float (&sums)[kSums]) {
-  uint32_t pairs[kSums / 4];
-  LoadPerImage(conv, add, image, n0, pairs);
-  AddPerImage(pairs, sums);
-}
-
 /// The left operand of a product: 8 lines of 8 pixels of a patch, `pitch` pixels from line to line.
 __device__ inline uint64_t PatchDescriptor(const void* patch, int pitch) {
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;

@@ -155,45 +155,42 @@ __device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, in
 }
 
 /// Sums begin with the bias of their output, so that it costs nothing at the end; those of a later
-/// split begin with zero. Without branches: products read the sums later than it seems.
+/// split (bias null) begin with zero. Without branches: products read the sums later than it seems.
+__device__ const float kNoBias[kBiasPadding] = {};
 template <int kSums>
-__device__ inline void BeginSums(const Conv2dLaunch& conv, const float* bias, int n0,
-                                 float (&sums)[kSums]) {
-  const int first = n0 + threadIdx.x % 4 * 2;
-  const int biased = bias == nullptr ? 0 : conv.outputs;  // outputs
+__device__ inline void BeginSums(const float* bias, int n0, float (&sums)[kSums]) {
+  static_assert(kSums <= kBiasPadding / 2);
+  const float* const from = (bias != nullptr ? bias + n0 : kNoBias) + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j) {
-    float2 pair = {0, 0};
-    if (first + j * 8 < biased) {
-      pair = __ldg(reinterpret_cast<const float2*>(bias + first + j * 8));
-    }
+    const float2 pair = __ldg(reinterpret_cast<const float2*>(from + j * 8));
     sums[4 * j] = sums[4 * j + 2] = pair.x;
     sums[4 * j + 1] = sums[4 * j + 3] = pair.y;
   }
 }
 
 /// act(sum · scale), in place.
-__device__ inline void FinishSums(const Conv2dLaunch& conv, float (&v)[8]) {
+__device__ inline void FinishSums(const Conv2dLaunch& conv, bool silu, float (&v)[8]) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) v[j] *= conv.scale;
-  if (conv.activation != Activation::kSilu) return;
+  if (!silu) return;
 #pragma unroll
   for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
 }
 
 /// A warpgroup's sums of 64 pixels through shared memory, in boxes of 64 pixels × kBox outputs as
 /// the copy engine lays them: the residual, when there is one, lies in `staging` already; the
-/// outputs take its place.
-template <int kBox, int kSums>
-__device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* staging,
-                                    const float (&sums)[kSums]) {
+/// outputs take its place. What it does is known beforehand: instructions that are jumped over for
+/// every eight sums took several times as long to fetch as all the others to run.
+template <int kBox, bool kResidual, bool kSilu, int kSums>
+__device__ inline void FinishStagedAs(const Conv2dLaunch& conv, unsigned char* staging,
+                                      const float (&sums)[kSums]) {
   constexpr int kLine = kBox * 2;  // bytes
   constexpr int kChunks = kBox / 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   // This lane's row of the four matrices: rows 0…7 and 8…15 of eight outputs, then of the next.
   const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
   const int swizzle = kBox == 64 ? row % 8 : row / 2 % 4;
-  const bool has_residual = conv.residual.data != nullptr;
 #pragma unroll
   for (int j = 0; j < kSums / 4; j += 2) {
     const int chunk = j % kChunks + lane / 16;
@@ -202,17 +199,33 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* sta
     float v[8];
 #pragma unroll
     for (int c = 0; c < 8; ++c) v[c] = sums[4 * j + c];
-    if (has_residual) {
+    if (kResidual) {
       uint32_t residual[4];
       LoadMatrices(at, residual);
 #pragma unroll
       for (int c = 0; c < 4; ++c) AddPair(residual[c], v[2 * c], v[2 * c + 1]);
     }
-    FinishSums(conv, v);
+    FinishSums(conv, kSilu, v);
     uint32_t packed[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
     StoreMatrices(at, packed);
+  }
+}
+template <int kBox, int kSums>
+__device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* staging,
+                                    const float (&sums)[kSums]) {
+  const bool has_residual = conv.residual.data != nullptr;
+  if (conv.activation == Activation::kSilu) {
+    if (has_residual) {
+      FinishStagedAs<kBox, true, true>(conv, staging, sums);
+    } else {
+      FinishStagedAs<kBox, false, true>(conv, staging, sums);
+    }
+  } else if (has_residual) {
+    FinishStagedAs<kBox, true, false>(conv, staging, sums);
+  } else {
+    FinishStagedAs<kBox, false, false>(conv, staging, sums);
   }
 }
 

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   const int my_pixel = warp * 16 + threadIdx.x % 32 / 4;  // and the eighth after it
 
   float sums[kSums], total[kSums];
-  BeginSums(conv, rank == 0 ? work.bias : nullptr, tile.n0, sums);
+  BeginSums(rank == 0 ? work.bias : nullptr, tile.n0, sums);
   WaitForPredecessors();  // whose output is read and overwritten from here on
   const auto load_residual = [&](int64_t row, int output) {
     return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       AddPair(residual.z, v[4], v[5]);
       AddPair(residual.w, v[6], v[7]);
     }
-    FinishSums(conv, v);
+    FinishSums(conv, conv.activation == Activation::kSilu, v);
     *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
                               output) = PackBf16(v);
   });

@@ -55,7 +55,7 @@ struct Conv2dLaunch {
   int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; for
                           //   LaunchConv2dHopper after upsample2x [4, outputs, 2 · 2 · …]
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
-  const float* bias = nullptr;  // [outputs], padded to a multiple of kBiasPadding, or null
+  const float* bias = nullptr;  // [outputs + kBiasPadding], or null
   int outputs = 0;
   const float* input_factors = nullptr;  // GroupNormLaunch::factors, or null
   Activation input_activation = Activation::kNone;
@@ -67,7 +67,7 @@ struct Conv2dLaunch {
   Rows out;  // [images · out_height · out_width, outputs]
 };
 constexpr int kDepthPadding = 32;
-constexpr int kBiasPadding = 8;
+constexpr int kBiasPadding = 256;  // outputs of the widest tile
 cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
 /// Of few inputs under a window, or of few outputs: for what SuitsFewInputs(), SuitsFewOutputs().

@@ -20,19 +20,19 @@ struct TileCost {
   double alone = 1;                   // of a step, of a block with a multiprocessor for itself
 };
 constexpr TileCost kTileCosts[] = {
-    {HopperTile::kUnit, 64, 64, 0.36, 0.449, 3.13, 0.04, 0.66},
-    {HopperTile::kPatchUnit, 64, 64, 0.31, 0.262, 3.3, 0.18, 0.72},
-    {HopperTile::k128x32, 128, 32, 0.24, 0.367, 1.48, 0},
-    {HopperTile::k128x128, 128, 128, 1.3, 0.395, 2.3, 0.38},
-    {HopperTile::k128x128Turns, 128, 128, 2.8, 0.414, 1.4, 0},
-    {HopperTile::k128x160, 128, 160, 1.3, 0.462, 2.9, 0.44},
-    {HopperTile::k128x192, 128, 192, 1.7, 0.541, 3.6, 0.49},
-    {HopperTile::k128x256, 128, 256, 2.4, 0.714, 4.2, 0},
-    {HopperTile::kPatch64, 128, 64, 1.4, 0.23, 0.75, 0.22},
-    {HopperTile::kPatch128, 128, 128, 1.3, 0.324, 2.4, 0.66},
-    {HopperTile::kPatch192, 128, 192, 3.6, 0.48, 4.1, 0.77},
-    {HopperTile::kPatch128Turns, 128, 128, 3.7, 0.322, 1.0, 0},
-    {HopperTile::kPatch192Turns, 128, 192, 4.7, 0.473, 2.1, 0},
+    {HopperTile::kUnit, 64, 64, 0.02, 0.405, 3.44, 0.23, 0.66},
+    {HopperTile::kPatchUnit, 64, 64, 0.01, 0.298, 3.36, 0.29, 0.67},
+    {HopperTile::k128x32, 128, 32, 0.68, 0.358, 0.78, 0},
+    {HopperTile::k128x128, 128, 128, 2.1, 0.41, 1.33, 0.28},
+    {HopperTile::k128x128Turns, 128, 128, 2.5, 0.419, 0.7, 0},
+    {HopperTile::k128x160, 128, 160, 1.9, 0.411, 2.22, 0.43},
+    {HopperTile::k128x192, 128, 192, 1.9, 0.492, 2.76, 0.44},
+    {HopperTile::k128x256, 128, 256, 1.6, 0.732, 3.26, 0},
+    {HopperTile::kPatch64, 128, 64, 1.1, 0.233, 1.66, 0.18},
+    {HopperTile::kPatch128, 128, 128, 1.5, 0.323, 2.08, 0.14},
+    {HopperTile::kPatch192, 128, 192, 0.8, 0.474, 2.75, 0.01},
+    {HopperTile::kPatch128Turns, 128, 128, 2.0, 0.323, 1.08, 0},
+    {HopperTile::kPatch192Turns, 128, 192, 1.7, 0.492, 1.26, 0},
 };
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
 

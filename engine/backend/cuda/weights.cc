@@ -14,7 +14,7 @@ Tensor PackBias(const std::vector<Tensor>& biases) {
     if (bias) outputs += bias.dim(0);
   }
   if (outputs == 0) return Tensor();
-  Tensor packed = Tensor::Host({RoundUp(outputs, kBiasPadding)}, DType::kF32);
+  Tensor packed = Tensor::Host({outputs + kBiasPadding}, DType::kF32);
   std::fill_n(packed.as<float>(), packed.elements(), 0.0f);
   float* to = packed.as<float>();
   for (const Tensor& bias : biases) {

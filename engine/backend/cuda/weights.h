@@ -14,7 +14,7 @@ namespace denoised::cuda {
 struct CudaConv2d final : PackedConv2d {
   Tensor weight;  // device [phases · outputs, padded k]
   bool in_phases = false;
-  Tensor bias;  // device F32, padded to kBiasPadding; or undefined
+  Tensor bias;  // device F32, [outputs + kBiasPadding]; or undefined
 };
 
 struct CudaLinear final : PackedLinear {
