@@ -49,13 +49,14 @@ int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n) {
 int SplitsOf(const Conv2dLaunch& conv) {
   if (!HasVectorOutputs(conv)) return 1;
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
-  const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
+  const int64_t few = folds_wide ? 100 : 64, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = TilesOf(conv, ImagePixels(conv), 64, 64);
   int splits = 1;
   // A 1×1 layer has few steps: only the longest gain, and all lose in a batch.
   const int steps = StepsOf(conv);
   const bool worth = conv.kernel > 1 || steps >= 16;
-  while (worth && of_an_image < few && splits < kMaxSplits && of_an_image * splits * 2 <= enough &&
+  while (worth && of_an_image < few && splits < kMaxSplits &&
+         (splits == 1 || of_an_image * splits * 2 <= enough) &&
          steps >= splits * 2 * kMinSplitSteps) {
     splits *= 2;
   }
