@@ -200,26 +200,23 @@ struct FinishVectors {
   }
 };
 
-/// The same for any dtype, alignment, activation and number of outputs.
-template <int kRows, int kN>
+/// The same for any dtype, alignment, activation and number of outputs: 64 pixels and 32 outputs.
+/// One row after the other, for it is much code.
 __device__ inline void FinishElements(const Conv2dLaunch& conv, const Work& work, int phase, int m0,
-                                      int n0, const float (&sums)[kRows][kN / 2]) {
-  const int lane = threadIdx.x % 32;
+                                      int n0, const float (&sums)[1][16]) {
+  const int n = n0 + threadIdx.x % 4 * 8;
+#pragma unroll 1
+  for (int h = 0; h < 2; ++h) {
+    const int m = m0 + threadIdx.x / 32 % 4 * 16 + h * 8 + threadIdx.x % 32 / 4;
+    float v[8];
 #pragma unroll
-  for (int i = 0; i < 2 * kRows; ++i) {
-    const int m = m0 + i / 2 * 64 + threadIdx.x / 32 % 4 * 16 + i % 2 * 8 + lane / 4;
-    const int64_t pixel = OutputPixel(conv, work.grid, m, phase);
-#pragma unroll
-    for (int group = 0; group < kN / 32; ++group) {
-      float v[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        v[j] = sums[i / 2][4 * (group * 4 + j / 2) + 2 * (i % 2) + j % 2];
-      }
-      ExchangeInQuad(v);
-      const int n = n0 + (group * 4 + lane % 4) * 8;
-      if (m < work.grid.pixels && n < conv.outputs) FinishOutputs(conv, pixel, n, v);
+    for (int j = 0; j < 8; ++j) {
+      const int at = 4 * (j / 2) + j % 2;
+      v[j] = h == 0 ? sums[0][at] : sums[0][at + 2];
     }
+    ExchangeInQuad(v);
+    if (m >= work.grid.pixels || n >= conv.outputs) continue;
+    FinishOutputs(conv, OutputPixel(conv, work.grid, m, phase), n, v);
   }
 }
 
@@ -447,8 +444,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           }
         } else if (T::kN > 64 || work.vectors) {
           finisher.Finish(from, kEarlyTurns);
-        } else if constexpr (T::kN <= 64) {
-          FinishElements<T::kRows, T::kN>(conv, work, tile.phase, m0, tile.n0, from);
+        } else if constexpr (T::kN == 32) {
+          FinishElements(conv, work, tile.phase, m0, tile.n0, from);
         }
       };
       if constexpr (T::kFold) {

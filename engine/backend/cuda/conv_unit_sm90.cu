@@ -17,14 +17,12 @@
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/implicit_gemm.cuh"
 
 namespace denoised::cuda {
 namespace {
 
 constexpr int kPixels = 64, kOutputs = 64, kConsumers = 128;
-constexpr int kSums = kPixels * kOutputs / kConsumers;         // a thread
-constexpr int kVectors = kPixels * kOutputs / 8 / kConsumers;  // of outputs, a thread at most
+constexpr int kSums = kPixels * kOutputs / kConsumers;  // a thread
 constexpr int kPitch = kUnit + 2, kPatchPixels = kPitch * kPitch;
 constexpr int kPatchSlot = 13 * 1024, kPatchBytes = kPatchPixels * kStepBytes;
 static_assert(kPatchBytes <= kPatchSlot);
@@ -37,7 +35,6 @@ struct Unit {
   static constexpr int kStageBytes = kWeightBytes + (kInPatches ? 0 : kPixels * kStepBytes);
   static constexpr int kTransformers = kInPatches ? 96 : 0;
   static constexpr int kThreads = kConsumers + 32 + kTransformers;
-  static constexpr int kPixelStride = kTransformers / 8;
   /// What leaves room for two blocks. More weights ahead keep the first pixels waiting.
   static constexpr int kStages = kInPatches ? 7 : 6;
   static constexpr int kBarriers = (2 * kStages + 3 * kPatches + 1 + 1) / 2 * 2;
@@ -53,9 +50,7 @@ struct Work {
   int units_x = 0, units = 0;            // of an image, in patches
   int split_bits = 0, cluster_bits = 0;  // binary logarithms
   const float* bias = nullptr;
-  Rows add;                // per image
-  bool add_pairs = false;  // in pairs of bf16
-  bool vectors = false;    // bf16 in vectors of eight throughout, no activation but SiLU
+  Rows add;  // per image
   ShortcutWork shortcut;
 };
 
@@ -220,7 +215,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
         const int channels = conv.channels + conv.channels2;
         const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, taps).chunk + 1;
         int slot = 0, round = 0;
-        const uint32_t inside = PixelsInside<U::kPixelStride, kPatchPixels>(
+        const uint32_t inside = PixelsInside<(U::kTransformers / 8), kPatchPixels>(
             conv, kPitch, 65536 / kPitch + 1, thread, tile.y - 1, tile.x - 1);
         WaitForPredecessors();
 #pragma unroll 1
@@ -238,7 +233,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
           }
           Wait(&patch_full[slot], round & 1);
           if (has_channels) {
-            Normalise<U::kPixelStride>(patch_of(slot), 0, thread, inside, factor, offset);
+            Normalise<(U::kTransformers / 8)>(patch_of(slot), 0, thread, inside, factor, offset);
           }
           FenceForCopies();  // products read by the same way as the copy engine
           Arrive(&patch_normal[slot]);
@@ -250,42 +245,31 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     return;
   }
 
-  // What this thread finishes: vectors of eight outputs of the `width` that the block owns.
-  const int width = kOutputs >> work.cluster_bits;
-  const auto for_vectors = [&](const auto& what) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int vector = i * kConsumers + threadIdx.x;
-      const int pixel = vector >> (3 - work.cluster_bits);
-      const int column = (vector & (width / 8 - 1)) * 8, output = tile.n0 + rank * width + column;
-      if (pixel >= kPixels || output >= conv.outputs) continue;
-      const int64_t row = RowOf<kInPatches>(conv, work, tile, pixel);
-      if (row >= 0) what(i, pixel, column, row, output);
-    }
+  // What the block finishes: vectors of eight of its `width` outputs, one after the other.
+  const int width = kOutputs >> work.cluster_bits, vectors = kPixels * width / 8;
+  const auto pixel_of = [&](int vector) { return vector >> (3 - work.cluster_bits); };
+  const auto column_of = [&](int vector) { return (vector & (width / 8 - 1)) * 8; };
+  const auto output_of = [&](int vector) { return tile.n0 + rank * width + column_of(vector); };
+  const auto load_residual = [&](int vector) -> uint4 {
+    if (conv.residual.data == nullptr || vector >= vectors) return {};
+    const int64_t row = RowOf<kInPatches>(conv, work, tile, pixel_of(vector));
+    const int output = output_of(vector);
+    if (row < 0 || output >= conv.outputs) return {};
+    return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
+                                           row * conv.residual.stride + output);
   };
   const bool leads = threadIdx.x == 0;
-  const bool has_residual = work.vectors && conv.residual.data != nullptr;
   uint64_t* const patch_ready = normalises ? patch_normal : patch_full;
   const int my_pixel = warp * 16 + threadIdx.x % 32 / 4;  // and the eighth after it
 
   float sums[kSums], total[kSums];
   BeginSums(rank == 0 ? work.bias : nullptr, tile.n0, sums);
   WaitForPredecessors();  // whose output is read and overwritten from here on
-  const auto load_residual = [&](int64_t row, int output) {
-    return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
-                                           row * conv.residual.stride + output);
-  };
-  constexpr int kEarly = kInPatches ? kVectors / 2 : kVectors;  // as many as registers are left
-  uint4 early_residual[kEarly];
-  if (has_residual) {
-    for_vectors([&](int i, int, int, int64_t row, int output) {
-      if (i < kEarly) early_residual[i] = load_residual(row, output);
-    });
-  }
+  uint4 residual = load_residual(threadIdx.x);
   constexpr int kAdds = kInPatches ? 1 : 2;  // a unit in patches is of one image
   uint32_t add[kAdds][kSums / 4];
   const bool adds = rank == 0 && work.add.data != nullptr;
-  if (adds && work.add_pairs) {
+  if (adds) {
 #pragma unroll
     for (int h = 0; h < kAdds; ++h) {
       LoadPerImage(conv, work.add, ImageOf<kInPatches>(work, tile, my_pixel + 8 * h), tile.n0,
@@ -293,28 +277,10 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     }
   }
 
-  // A run's sums to their owners, [slots, pixels, width].
-  const auto send = [&](int to_slot, const float(&values)[kSums]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int j = 0; j < kOutputs / 8; ++j) {
-        const int owner = j * 8 >> (6 - work.cluster_bits);
-        const int column = (j * 8 & (width - 1)) + threadIdx.x % 4 * 2;
-        float* const to = sums_received + (to_slot * kPixels + my_pixel + 8 * h) * width + column;
-        const float a = values[4 * j + 2 * h], b = values[4 * j + 2 * h + 1];
-        if (clustered) {
-          StoreAt(AddressAt(to, owner), AddressAt(received, owner), a, b);
-        } else {
-          *reinterpret_cast<float2*>(to) = {a, b};
-        }
-      }
-    }
-  };
-
   int stage = 0, round = 0, slot = 0, patch_round = 0, tap = first.tap, previous = -1;
   int chunk = first.chunk, step = first_step;
   bool new_patch = true;
+#pragma unroll 1
   for (int run = 0; run < runs; ++run) {
     const int end = begin_of(rank * runs + run + 1);
     PinSums(sums);
@@ -356,24 +322,35 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     PinSums(sums);
     if (adds && run == 0) {
 #pragma unroll
+      for (int h = 0; h < 2; ++h) AddPerImage(add[kAdds == 1 ? 0 : h], h, sums);
+    }
+    // The first block's runs are one sum, the others' leave one by one.
+    const bool continues = rank == 0 && run > 0;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      total[i] = continues ? total[i] + sums[i] : sums[i];
+      sums[i] = 0;
+    }
+    if (clustered && run == 0) WaitForCluster();  // its blocks have begun
+    if (rank == 0 && run < runs - 1) continue;
+    // To their owners, [slots, pixels, width].
+    const int to_slot = rank == 0 ? 0 : 1 + (rank - 1) * runs + run;
+    float* const to = sums_received + (to_slot * kPixels + my_pixel) * width + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kOutputs / 8; ++j) {
+      const int owner = j * 8 >> (6 - work.cluster_bits), column = j * 8 & (width - 1);
+#pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (work.add_pairs) {
-          AddPerImage(add[kAdds == 1 ? 0 : h], h, sums);
+        float* const at = to + 8 * h * width + column;
+        const float a = total[4 * j + 2 * h], b = total[4 * j + 2 * h + 1];
+        if (clustered) {
+          StoreAt(AddressAt(at, owner), AddressAt(received, owner), a, b);
         } else {
-          AddPerImage(conv, work.add, ImageOf<kInPatches>(work, tile, my_pixel + 8 * h), tile.n0, h,
-                      sums);
+          *reinterpret_cast<float2*>(at) = {a, b};
         }
       }
     }
-    if (clustered && run == 0) WaitForCluster();  // its blocks have begun
-    if (rank > 0) send(1 + (rank - 1) * runs + run, sums);
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      total[i] = run == 0 ? sums[i] : total[i] + sums[i];
-      sums[i] = 0;
-    }
   }
-  if (rank == 0) send(0, total);
 
   if (clustered) {
     WaitForStores(received, 0);
@@ -381,29 +358,34 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     SyncWarpgroup(0);
   }
   const int slots = SlotsOf(work.split_bits, work.cluster_bits);
-  for_vectors([&](int i, int pixel, int column, int64_t row, int output) {
-    float v[8];
+  const bool silu = conv.activation == Activation::kSilu;
+#pragma unroll 1
+  for (int vector = threadIdx.x; vector < vectors; vector += kConsumers) {
+    const uint4 next = load_residual(vector + kConsumers);
+    const int64_t row = RowOf<kInPatches>(conv, work, tile, pixel_of(vector));
+    const int output = output_of(vector);
+    float v[8] = {};
+#pragma unroll 1
     for (int from = 0; from < slots; ++from) {
       float part[8];
-      LoadEight(sums_received + (from * kPixels + pixel) * width + column, part);
+      LoadEight(sums_received + (from * kPixels + pixel_of(vector)) * width + column_of(vector),
+                part);
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = from == 0 ? part[j] : v[j] + part[j];
     }
-    if (!work.vectors) {
-      FinishOutputs(conv, row, output, v);
-      return;
+    if (row >= 0 && output < conv.outputs) {
+      if (conv.residual.data != nullptr) {
+        AddPair(residual.x, v[0], v[1]);
+        AddPair(residual.y, v[2], v[3]);
+        AddPair(residual.z, v[4], v[5]);
+        AddPair(residual.w, v[6], v[7]);
+      }
+      FinishSums(conv, silu, v);
+      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
+                                output) = PackBf16(v);
     }
-    if (has_residual) {
-      const uint4 residual = i < kEarly ? early_residual[i] : load_residual(row, output);
-      AddPair(residual.x, v[0], v[1]);
-      AddPair(residual.y, v[2], v[3]);
-      AddPair(residual.z, v[4], v[5]);
-      AddPair(residual.w, v[6], v[7]);
-    }
-    FinishSums(conv, conv.activation == Activation::kSilu, v);
-    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
-                              output) = PackBf16(v);
-  });
+    residual = next;
+  }
 #endif
 }
 
@@ -433,8 +415,6 @@ cudaError_t Launch(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue
   work.cluster_bits = BinaryLogarithm(plan.cluster);
   work.bias = conv.bias;
   work.add = conv.add;
-  work.add_pairs = InVectors(conv.add);
-  work.vectors = HasVectorOutputs(conv);
   const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
@@ -471,7 +451,9 @@ cudaError_t Load() {
 cudaError_t LaunchConvUnit(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
                       plan.cluster == 1 << BinaryLogarithm(plan.cluster);
-  if (!powers || plan.cluster > plan.splits || plan.splits > 8) return cudaErrorInvalidValue;
+  if (!powers || plan.cluster > plan.splits || plan.splits > 8 || !HasVectorOutputs(conv)) {
+    return cudaErrorInvalidValue;
+  }
   if (plan.tile != HopperTile::kPatchUnit) return Launch<false>(conv, plan, queue);
   return SuitsPatches(conv) ? Launch<true>(conv, plan, queue) : cudaErrorInvalidValue;
 }

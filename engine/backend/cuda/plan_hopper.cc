@@ -47,6 +47,7 @@ int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n) {
 /// Splits let one image fill more of the device, and cost a large batch the widest tiles unless one
 /// that folds fits the outputs: then only small images get any.
 int SplitsOf(const Conv2dLaunch& conv) {
+  if (!HasVectorOutputs(conv)) return 1;
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
   const int64_t few = folds_wide ? 80 : 32, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = TilesOf(conv, ImagePixels(conv), 64, 64);
@@ -82,8 +83,8 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
   const bool vectors = HasVectorOutputs(conv), patches = SuitsPatches(conv);
   std::vector<HopperCandidate> candidates;
   for (const TileCost& cost : kTileCosts) {
-    const bool narrow = cost.n <= 64;
-    if (!narrow && !vectors) continue;
+    const bool narrow = cost.tile == HopperTile::k128x32;  // takes anything, with much code
+    if (narrow ? vectors && conv.outputs > 32 : !vectors) continue;
     if (IsPatch(cost.tile) && !patches) continue;
     if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
     if (splits > 1 && cost.fold == 0) continue;
