@@ -18,6 +18,11 @@
 // A shortcut's channels are patches too, multiplied under the tap in the middle alone and never
 // normalised.
 //
+// Where k is split a consumer adds the sums of each split to a total, which takes more registers
+// than two units have: the consumers then take a unit each, of the same tile. One that folds, or
+// ends a tile, multiplies nothing meanwhile, so the second begins a tile some steps after the
+// first, and each folds while the other multiplies. Else they take tiles in turn.
+//
 // The steps of k, their order and their splits are those of conv2d_sm90.cu, and so are the bits.
 
 #include <algorithm>
@@ -39,6 +44,7 @@ struct Tile {
   static constexpr int kN = kN_, kPatches = kPatches_, kStages = kStages_;
   static constexpr int kBuffers = kBuffers_;  // of a consumer, for units on their way out
   static constexpr bool kTurns = kTurns_, kFold = !kTurns;
+  static constexpr int kLag = 3;                // steps; kFold: the second consumer begins so late
   static constexpr int kShared = 2;             // blocks of a cluster that share their weights
   static constexpr int kRows = kTurns ? 2 : 1;  // units of 64 pixels, a consumer
   static constexpr int kSums = kN / 2;
@@ -53,21 +59,33 @@ struct Tile {
   static constexpr int kThreads = kThreads_;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
   static constexpr bool kNormalises = kThreads > 384;        // has the registers and warps for it
-  static_assert(kN % 64 == 0 && kRows % kBuffers == 0 && kSharedBytes <= 232448);
+  static_assert(kN % 64 == 0 && kRows % kBuffers == 0 && kLag < kStages);
+  static_assert(kSharedBytes <= 232448);
 };
+
+/// Of tile numbers, in a few cycles. Exact while the number times the divisor is less than 2³².
+struct Divisor {
+  int value = 1;
+  uint64_t inverse = 0;  // 2³² / value, rounded up
+  Divisor() = default;
+  explicit Divisor(int value) : value(value), inverse(((uint64_t{1} << 32) + value - 1) / value) {}
+};
+__device__ inline int Divide(int number, const Divisor& by) {
+  return static_cast<int>(static_cast<uint64_t>(number) * by.inverse >> 32);
+}
 
 struct Work {
   CUtensorMap x, x2, weight, residual, out;
   int chunks = 0, chunks2 = 0;
-  int tiles_x = 0, tiles_y = 0;  // of an image
-  int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of kShared
+  Divisor tiles_x, tiles_y;  // of an image
+  Divisor n_tiles;
+  int m_tiles = 0;  // a multiple of kShared
   int images_at_once = 1;
   int pitch = 0;          // pixels of a line of a patch
   int pitch_inverse = 0;  // PixelsInside()'s
   int unit_pixel = 0;     // of a patch, where its second unit begins
   int patch_bytes = 0;
   int log_splits = 0;
-  int lag = 0;  // steps of a tile that a consumer is ahead of the other; Tile::kFold
   const float* bias = nullptr;
   Rows add;  // per image
   ShortcutWork shortcut;
@@ -78,18 +96,20 @@ struct TileAt {
 };
 template <typename T>
 __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
-  const int n = index % work.n_tiles;
-  const int m = index / work.n_tiles * T::kShared + rank;
-  const int line = m / work.tiles_x;
-  return {line / work.tiles_y * work.images_at_once, line % work.tiles_y * kUnit,
-          (m - line * work.tiles_x) * 2 * kUnit, n * T::kN};
+  const int pair = Divide(index, work.n_tiles), m = pair * T::kShared + rank;
+  const int line = Divide(m, work.tiles_x), group = Divide(line, work.tiles_y);
+  return {group * work.images_at_once, (line - group * work.tiles_y.value) * kUnit,
+          (m - line * work.tiles_x.value) * 2 * kUnit, (index - pair * work.n_tiles.value) * T::kN};
 }
 
 template <typename T, bool kShortcut>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Work work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char shared[];  // as the swizzle wants it
+  extern __shared__ __align__(1024) unsigned char block_shared[];  // as the swizzle wants it
+  // Through a shuffle, or every step would ask again where it lies.
+  auto* const shared = static_cast<unsigned char*>(
+      __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
   unsigned char* const ring = shared + T::kPatches * kPatchSlot;
   unsigned char* const staging = ring + T::kStages * T::kStageBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
@@ -109,7 +129,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int windowed = work.chunks + work.chunks2;  // chunks under nine taps
   const int chunks = kShortcut ? windowed + work.shortcut.chunks + work.shortcut.chunks2 : windowed;
   const int steps = windowed * (kTaps - 1) + chunks;
-  const int tiles = work.m_tiles / T::kShared * work.n_tiles;
+  const int tiles = work.m_tiles / T::kShared * work.n_tiles.value;
   const int first_tile = blockIdx.x / T::kShared, stride = gridDim.x / T::kShared;
   const bool normalises = T::kNormalises && conv.input_factors != nullptr;
 
@@ -292,10 +312,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       int slot = patch_at % T::kPatches, patch_round = patch_at / T::kPatches;
       step_at += kTakers * steps, patch_at += kTakers * chunks;
 
-      float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
+      float sums[T::kRows][T::kSums], total[T::kFold ? T::kSums : 1];
       uint32_t added[T::kFold ? T::kSums / 4 : 1];
       int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
-      int chunk = 0, taps = kTaps, until_turn = work.lag;
+      int chunk = 0, taps = kTaps, until_turn = T::kLag;
 #pragma unroll
       for (int i = 0; i < T::kRows; ++i) BeginSums(work.bias, tile.n0, sums[i]);
       if constexpr (T::kFold) {
@@ -368,10 +388,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
               AddPerImage(added, 1, sums[0]);
             }
 #pragma unroll
-            for (int j = 0; j < T::kSums; ++j) total[0][j] = sums[0][j];
+            for (int j = 0; j < T::kSums; ++j) total[j] = sums[0][j];
           } else {
 #pragma unroll
-            for (int j = 0; j < T::kSums; ++j) total[0][j] += sums[0][j];
+            for (int j = 0; j < T::kSums; ++j) total[j] += sums[0][j];
           }
         } else if (adds) {
 #pragma unroll
@@ -390,7 +410,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         unsigned char* const unit = staging + buffer * T::kBufferBytes;
         Wait(&staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + i / T::kBuffers) & 1);
         if constexpr (T::kFold) {
-          FinishStaged<64>(conv, unit, total[i]);
+          FinishStaged<64>(conv, unit, total);
         } else {
           FinishStaged<64>(conv, unit, sums[i]);
         }
@@ -419,7 +439,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
 using Tile64 = Tile<64, false, 3, 8, 1, 184, 72, 512>;
 using Tile128 = Tile<128, false, 3, 7, 1, 184, 72, 512>;
-using Tile192 = Tile<192, false, 2, 5, 1, 232, 40, 384>;
+using Tile192 = Tile<192, false, 3, 4, 1, 232, 40, 384>;
 using Tile128Turns = Tile<128, true, 3, 5, 2, 184, 72, 512>;
 using Tile192Turns = Tile<192, true, 3, 4, 1, 232, 40, 384>;
 
@@ -452,18 +472,18 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
     return cudaErrorInvalidValue;
   }
   work.images_at_once = conv.width <= kUnit ? 2 : 1;
-  work.tiles_x = work.images_at_once == 2 ? 1 : (conv.width + 2 * kUnit - 1) / (2 * kUnit);
-  work.tiles_y = (conv.height + kUnit - 1) / kUnit;
+  const int tiles_x = work.images_at_once == 2 ? 1 : (conv.width + 2 * kUnit - 1) / (2 * kUnit);
+  const int tiles_y = (conv.height + kUnit - 1) / kUnit;
   const int groups = (conv.images + work.images_at_once - 1) / work.images_at_once;
-  const int m_tiles = work.tiles_x * work.tiles_y * groups;
+  const int m_tiles = tiles_x * tiles_y * groups;
   work.m_tiles = (m_tiles + T::kShared - 1) / T::kShared * T::kShared;
-  work.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
+  work.tiles_x = Divisor(tiles_x), work.tiles_y = Divisor(tiles_y);
+  work.n_tiles = Divisor((conv.outputs + T::kN - 1) / T::kN);
   work.pitch = work.images_at_once == 2 ? kUnit + 2 : 2 * kUnit + 2;
   work.pitch_inverse = 65536 / work.pitch + 1;
   const int patch_pixels = work.pitch * (kUnit + 2);
   work.unit_pixel = work.images_at_once == 2 ? patch_pixels : kUnit;
   work.patch_bytes = patch_pixels * work.images_at_once * kStepBytes;
-  work.lag = std::clamp(StepsOf(conv) / plan.splits / 2, 1, T::kStages - 3);
   work.bias = conv.bias;
   work.add = conv.add;
 
@@ -480,7 +500,7 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  const int64_t tiles = int64_t{work.m_tiles / T::kShared} * work.n_tiles;
+  const int64_t tiles = int64_t{work.m_tiles / T::kShared} * work.n_tiles.value;
   const int64_t at_once = queue.multiprocessors / T::kShared;
   conv.bias = nullptr;  // sums begin with it
   conv.add = {};        // and with this

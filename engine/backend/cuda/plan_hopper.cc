@@ -28,11 +28,11 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k128x160, 128, 160, 1.9, 0.411, 2.22, 0.43},
     {HopperTile::k128x192, 128, 192, 1.9, 0.492, 2.76, 0.44},
     {HopperTile::k128x256, 128, 256, 1.6, 0.732, 3.26, 0},
-    {HopperTile::kPatch64, 128, 64, 1.1, 0.233, 1.66, 0.18},
-    {HopperTile::kPatch128, 128, 128, 1.5, 0.323, 2.08, 0.14},
-    {HopperTile::kPatch192, 128, 192, 0.8, 0.474, 2.75, 0.01},
-    {HopperTile::kPatch128Turns, 128, 128, 2.0, 0.323, 1.08, 0},
-    {HopperTile::kPatch192Turns, 128, 192, 1.7, 0.492, 1.26, 0},
+    {HopperTile::kPatch64, 128, 64, 1.1, 0.235, 1.45, 0.1},
+    {HopperTile::kPatch128, 128, 128, 2.5, 0.301, 1.7, 0.07},
+    {HopperTile::kPatch192, 128, 192, 2.5, 0.456, 2.4, 0.01},
+    {HopperTile::kPatch128Turns, 128, 128, 3.0, 0.301, 1.1, 0},
+    {HopperTile::kPatch192Turns, 128, 192, 2.5, 0.456, 1.4, 0},
 };
 constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
 
