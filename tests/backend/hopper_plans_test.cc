@@ -180,7 +180,6 @@ TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
     Conv2dLaunch conv = Launch(c);
     conv.input_factors =
         Random({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
-    conv.input_activation = Activation::kSilu;
     SCOPED_TRACE(Describe(conv));
     ASSERT_TRUE(SuitsPatches(conv));
     const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);

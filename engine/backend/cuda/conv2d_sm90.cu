@@ -547,7 +547,7 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
 
 bool SuitsHopper(const Conv2dLaunch& conv) {
   return conv.x.element == Element::kBf16 && HasVectorInputs(conv) &&
-         conv.input_activation == Activation::kNone && conv.pad_top < 128 && conv.pad_left < 128 &&
+         conv.input_factors == nullptr && conv.pad_top < 128 && conv.pad_left < 128 &&
          SuitsShortcut(conv);
 }
 

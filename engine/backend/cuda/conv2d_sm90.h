@@ -65,8 +65,7 @@ bool SuitsShortcut(const Conv2dLaunch& conv);
 /// Whether the copy engine can read the sources: bf16 in multiples of eight channels, aligned.
 bool SuitsHopper(const Conv2dLaunch& conv);
 /// Whether it is a 3×3 convolution with bf16 outputs of images that patches cover without much left
-/// over. With input_factors its input_activation must be SiLU: the input is then
-/// silu(concat(x, x2) · factor + offset), rounded to bf16.
+/// over.
 bool SuitsPatches(const Conv2dLaunch& conv);
 struct HopperCandidate {
   HopperPlan plan;

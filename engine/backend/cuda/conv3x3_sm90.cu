@@ -526,8 +526,7 @@ bool SuitsPatches(const Conv2dLaunch& conv) {
          conv.height % kUnit == 0 && (conv.width % (2 * kUnit) == 0 || conv.width == kUnit) &&
          conv.outputs % 64 == 0 && InVectors(conv.x) && InVectors(conv.x2) &&
          conv.channels % 8 == 0 && conv.channels2 % 8 == 0 && HasVectorOutputs(conv) &&
-         SuitsShortcut(conv) &&
-         (conv.input_factors != nullptr) == (conv.input_activation == Activation::kSilu);
+         SuitsShortcut(conv);
 }
 
 cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {

@@ -260,7 +260,6 @@ class CudaBackend final : public Backend {
     fused.channels = norm.channels;
     fused.channels2 = norm.channels2;
     fused.input_factors = factors.factors;
-    fused.input_activation = norm.activation;
     std::vector<Way> ways;
     for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
       ways.push_back({"normalising " + NameOf(candidate.plan), candidate.microseconds, [=, this] {

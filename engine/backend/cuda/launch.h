@@ -57,8 +57,9 @@ struct Conv2dLaunch {
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;  // [outputs + kBiasPadding], or null
   int outputs = 0;
-  const float* input_factors = nullptr;  // GroupNormLaunch::factors, or null
-  Activation input_activation = Activation::kNone;
+  /// GroupNormLaunch::factors before SiLU, or null: the input is silu(concat(x, x2) · factor +
+  /// offset), rounded to bf16. For LaunchConv2dHopper and what SuitsPatches().
+  const float* input_factors = nullptr;
   Rows add;                 // [images, outputs], or null
   Rows residual;            // as out, or null; may be `out`
   ShortcutLaunch shortcut;  // for LaunchConv2dHopper alone
