@@ -55,7 +55,7 @@ struct Conv2dLaunch {
   int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; for
                           //   LaunchConv2dHopper after upsample2x [4, outputs, 2 · 2 · …]
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
-  const float* bias = nullptr;  // [outputs + kBiasPadding], or null
+  const float* bias = nullptr;             // [outputs + kBiasPadding], or null
   int outputs = 0;
   /// GroupNormLaunch::factors before SiLU, or null: the input is silu(concat(x, x2) · factor +
   /// offset), rounded to bf16. For LaunchConv2dHopper and what SuitsPatches().
