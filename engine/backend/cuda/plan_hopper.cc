@@ -49,7 +49,7 @@ int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n) {
 int SplitsOf(const Conv2dLaunch& conv) {
   if (!HasVectorOutputs(conv)) return 1;
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
-  const int64_t few = folds_wide ? 100 : 64, enough = folds_wide ? 160 : 96;
+  const int64_t few = folds_wide ? 100 : 32, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = TilesOf(conv, ImagePixels(conv), 64, 64);
   int splits = 1;
   // A 1×1 layer has few steps: only the longest gain, and all lose in a batch.
