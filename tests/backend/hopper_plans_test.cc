@@ -11,7 +11,7 @@
 #include "engine/backend/cuda/device.h"
 
 /// Whatever the tuner chooses, the bits are the same: every candidate for a launch, by itself, on a
-/// Hopper GPU.
+/// Hopper GPU. What is chosen from needs none.
 
 namespace denoised::cuda {
 namespace {
@@ -22,6 +22,74 @@ struct Case {
   bool upsample2x = false, narrow = false;
   int shortcut = 0, shortcut2 = 0;
 };
+
+const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
+                                  {5, 16, 16, 256, 128, 384, 3},
+                                  {9, 8, 8, 256, 0, 256, 3},
+                                  {2, 64, 64, 192, 0, 192, 3},
+                                  {70, 4, 4, 320, 64, 320, 3},
+                                  {1, 8, 8, 768, 0, 768, 3},
+                                  {6, 16, 16, 128, 0, 160, 3, 1, true},
+                                  {3, 15, 17, 64, 0, 72, 3, 2},
+                                  {40, 1, 256, 192, 0, 576, 1},
+                                  {2, 64, 64, 64, 0, 24, 3},
+                                  {3, 16, 16, 64, 32, 40, 3, 1, false, true},
+                                  {5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
+                                  {9, 8, 8, 256, 0, 256, 3, 1, false, false, 256, 512},
+                                  {70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
+                                  {3, 15, 17, 64, 0, 72, 3, 2, false, false, 64, 8}};
+
+/// A launch with pointers to nothing.
+Conv2dLaunch ShapeOf(const Case& c) {
+  Conv2dLaunch conv;
+  conv.images = c.images, conv.height = c.height, conv.width = c.width;
+  conv.channels = c.channels, conv.channels2 = c.channels2, conv.outputs = c.outputs;
+  conv.kernel = c.kernel, conv.stride = c.stride, conv.upsample2x = c.upsample2x;
+  conv.pad_top = conv.pad_left = c.kernel / 2;
+  const int factor = c.upsample2x ? 2 : 1;
+  conv.out_height = (c.height * factor - 1) / c.stride + 1;
+  conv.out_width = (c.width * factor - 1) / c.stride + 1;
+  static std::byte nothing;
+  const auto rows = [](int channels, bool fp32 = false) {
+    return channels == 0 ? Rows()
+                         : Rows{&nothing, channels, fp32 ? Element::kF32 : Element::kBf16, true};
+  };
+  conv.x = rows(c.channels), conv.x2 = rows(c.channels2);
+  conv.add = rows(c.outputs);
+  conv.shortcut.x = rows(c.shortcut), conv.shortcut.x2 = rows(c.shortcut2);
+  conv.shortcut.channels = c.shortcut, conv.shortcut.channels2 = c.shortcut2;
+  if (c.shortcut == 0) conv.residual = rows(c.outputs);
+  conv.activation = Activation::kSilu;
+  conv.out = rows(c.outputs, c.narrow);
+  return conv;
+}
+
+TEST(HopperCandidatesTest, RunsOfKFollowFromOneImage) {
+  std::set<std::string> seen;
+  for (Case c : kCases) {
+    std::set<int> splits;
+    for (const int images : {c.images, 1, 2, 16, 64, 256}) {
+      c.images = images;
+      const Conv2dLaunch conv = ShapeOf(c);
+      SCOPED_TRACE(Describe(conv));
+      ASSERT_TRUE(SuitsHopper(conv));
+      const std::vector<HopperCandidate> candidates =
+          HopperCandidates(conv, {.multiprocessors = 132, .hopper = true});
+      ASSERT_FALSE(candidates.empty());
+      std::set<std::string> names;
+      for (const HopperCandidate& candidate : candidates) {
+        EXPECT_TRUE(names.insert(NameOf(candidate.plan)).second) << NameOf(candidate.plan);
+        EXPECT_GE(candidate.microseconds, candidates.front().microseconds);
+        EXPECT_EQ(candidate.plan.splits % candidate.plan.cluster, 0) << NameOf(candidate.plan);
+        splits.insert(candidate.plan.splits);
+      }
+      seen.merge(names);
+    }
+    EXPECT_EQ(splits.size(), 1u) << Describe(ShapeOf(c));
+  }
+  // The units in clusters of 2, 4 and 8 besides.
+  EXPECT_EQ(seen.size(), kHopperTiles + 2 * 3u) << "a tile is never among the candidates";
+}
 
 class HopperPlansTest : public testing::Test {
  protected:
@@ -68,14 +136,7 @@ class HopperPlansTest : public testing::Test {
   }
 
   Conv2dLaunch Launch(const Case& c) {
-    Conv2dLaunch conv;
-    conv.images = c.images, conv.height = c.height, conv.width = c.width;
-    conv.channels = c.channels, conv.channels2 = c.channels2, conv.outputs = c.outputs;
-    conv.kernel = c.kernel, conv.stride = c.stride, conv.upsample2x = c.upsample2x;
-    conv.pad_top = conv.pad_left = c.kernel / 2;
-    const int factor = c.upsample2x ? 2 : 1;
-    conv.out_height = (c.height * factor - 1) / c.stride + 1;
-    conv.out_width = (c.width * factor - 1) / c.stride + 1;
+    Conv2dLaunch conv = ShapeOf(c);
     const int64_t pixels = int64_t{c.images} * c.height * c.width;
     const int64_t out_pixels = int64_t{c.images} * conv.out_height * conv.out_width;
     conv.x = View(Random({pixels, c.channels}, DType::kBF16));
@@ -95,7 +156,6 @@ class HopperPlansTest : public testing::Test {
     } else {
       conv.residual = View(Random({out_pixels, c.outputs}, DType::kBF16));
     }
-    conv.activation = Activation::kSilu;
     out_ = Zeros({out_pixels, c.outputs}, c.narrow ? DType::kF32 : DType::kBF16);
     conv.out = View(out_);
     return conv;
@@ -126,6 +186,17 @@ class HopperPlansTest : public testing::Test {
     return bytes;
   }
 
+  /// The bits that all candidates give.
+  std::vector<std::byte> RunAll(const Conv2dLaunch& conv) {
+    const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);
+    const std::vector<std::byte> first = Run(conv, candidates.front().plan);
+    EXPECT_NE(first, std::vector<std::byte>(first.size(), std::byte{0xff}));
+    for (const HopperCandidate& candidate : candidates) {
+      EXPECT_TRUE(Run(conv, candidate.plan) == first) << NameOf(candidate.plan);
+    }
+    return first;
+  }
+
   std::mt19937 random_{3};
   std::unique_ptr<Backend> backend_;
   std::vector<Tensor> kept_;
@@ -135,40 +206,16 @@ class HopperPlansTest : public testing::Test {
 };
 
 TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
-  std::set<std::string> seen;
-  for (const Case& c : {Case{3, 32, 32, 128, 0, 128, 3}, Case{5, 16, 16, 256, 128, 384, 3},
-                        Case{9, 8, 8, 256, 0, 256, 3}, Case{2, 64, 64, 192, 0, 192, 3},
-                        Case{70, 4, 4, 320, 64, 320, 3}, Case{1, 8, 8, 768, 0, 768, 3},
-                        Case{6, 16, 16, 128, 0, 160, 3, 1, true}, Case{3, 15, 17, 64, 0, 72, 3, 2},
-                        Case{40, 1, 256, 192, 0, 576, 1}, Case{2, 64, 64, 64, 0, 24, 3},
-                        Case{3, 16, 16, 64, 32, 40, 3, 1, false, true},
-                        Case{5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
-                        Case{9, 8, 8, 256, 0, 256, 3, 1, false, false, 256, 512},
-                        Case{70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
-                        Case{3, 15, 17, 64, 0, 72, 3, 2, false, false, 64, 8}}) {
+  for (const Case& c : kCases) {
     kept_.clear();
     const Conv2dLaunch conv = Launch(c);
     SCOPED_TRACE(Describe(conv));
-    ASSERT_TRUE(SuitsHopper(conv));
-    const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);
-    ASSERT_FALSE(candidates.empty());
-    const std::vector<std::byte> first = Run(conv, candidates.front().plan);
-    EXPECT_NE(first, std::vector<std::byte>(first.size(), std::byte{0xff}));
-    std::set<std::string> names;
-    for (const HopperCandidate& candidate : candidates) {
-      EXPECT_TRUE(names.insert(NameOf(candidate.plan)).second) << NameOf(candidate.plan);
-      EXPECT_EQ(candidate.plan.splits, candidates.front().plan.splits);
-      EXPECT_GE(candidate.microseconds, candidates.front().microseconds);
-      EXPECT_TRUE(Run(conv, candidate.plan) == first) << NameOf(candidate.plan);
-    }
-    seen.merge(names);
-    if (candidates.front().plan.splits > 1) {
+    const std::vector<std::byte> first = RunAll(conv);
+    if (HopperCandidates(conv, queue_).front().plan.splits > 1) {
       EXPECT_FALSE(Run(conv, {.tile = HopperTile::kUnit, .splits = 1}) == first)
           << "splits do bear on the bits";
     }
   }
-  // The units in clusters of 2, 4 and 8 besides.
-  EXPECT_EQ(seen.size(), kHopperTiles + 2 * 3u) << "a tile was never among the candidates";
 }
 
 TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
@@ -182,13 +229,7 @@ TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
         Random({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
     SCOPED_TRACE(Describe(conv));
     ASSERT_TRUE(SuitsPatches(conv));
-    const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);
-    ASSERT_FALSE(candidates.empty());
-    const std::vector<std::byte> first = Run(conv, candidates.front().plan);
-    EXPECT_NE(first, std::vector<std::byte>(first.size(), std::byte{0xff}));
-    for (const HopperCandidate& candidate : candidates) {
-      EXPECT_TRUE(Run(conv, candidate.plan) == first) << NameOf(candidate.plan);
-    }
+    RunAll(conv);
   }
 }
 
