@@ -14,11 +14,8 @@
 // doubling before a 3×3 convolution is four 2×2 convolutions, one for each parity of the output's
 // row and column (weights.cc adds up the taps that see the same pixel).
 
-#include <algorithm>
-
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv_sm90.cuh"
-#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/implicit_gemm.cuh"
 
 namespace denoised::cuda {
@@ -124,22 +121,6 @@ __device__ inline void ExchangeInQuad(float (&v)[8]) {
       }
     }
   }
-}
-
-/// Eight outputs from their sums: act((sum + residual) · scale).
-__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, float (&v)[8]) {
-  if (conv.residual.data != nullptr) {
-    AddPair(residual.x, v[0], v[1]);
-    AddPair(residual.y, v[2], v[3]);
-    AddPair(residual.z, v[4], v[5]);
-    AddPair(residual.w, v[6], v[7]);
-  }
-  FinishSums(conv, conv.activation == Activation::kSilu, v);
-  return PackBf16(v);
-}
-__device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, int n) {
-  return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
-                                         pixel * conv.residual.stride + n);
 }
 
 /// The tile of a warpgroup: kRows · 64 pixels from m0 on, kN outputs from n0 on. Works in turns of
@@ -492,7 +473,7 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
 }
 
 template <typename T>
-cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue) {
+cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   if (((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFold) ||
       (T::kN > 64 && !HasVectorOutputs(conv))) {
     return cudaErrorInvalidValue;
@@ -526,21 +507,12 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const int64_t tiles = int64_t{work.grid.phases} * (work.m_tiles / T::kShared) * work.n_tiles;
-  const int64_t at_once = queue.multiprocessors / T::kShared;
-  conv.bias = nullptr;  // sums begin with it
-  conv.add = {};        // and with this
-  const auto launch = [&](auto kernel) {
-    return LaunchDependent(kernel,
-                           {.grid = static_cast<unsigned>(std::min(tiles, at_once) * T::kShared),
-                            .block = T::kThreads,
-                            .shared_bytes = T::kSharedBytes,
-                            .cluster = T::kShared},
-                           queue, conv, work);
-  };
   if constexpr (T::kFold) {
-    if (conv.shortcut.x.data != nullptr) return launch(Conv2dHopperKernel<T, true>);
+    if (conv.shortcut.x.data != nullptr) {
+      return LaunchPersistent<T>(Conv2dHopperKernel<T, true>, tiles, conv, work, queue);
+    }
   }
-  return launch(Conv2dHopperKernel<T, false>);
+  return LaunchPersistent<T>(Conv2dHopperKernel<T, false>, tiles, conv, work, queue);
 }
 
 }  // namespace

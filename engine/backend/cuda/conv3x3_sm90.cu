@@ -25,11 +25,8 @@
 //
 // The steps of k, their order and their splits are those of conv2d_sm90.cu, and so are the bits.
 
-#include <algorithm>
-
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
-#include "engine/backend/cuda/dependent_launch.h"
 
 namespace denoised::cuda {
 namespace {
@@ -462,9 +459,9 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
 }
 
 template <typename T>
-cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue) {
+cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   Work work;
-  while (1 << work.log_splits < plan.splits) ++work.log_splits;
+  work.log_splits = BinaryLogarithm(plan.splits);
   // Each split has a step: there are kTaps and more.
   if (plan.splits != 1 << work.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
   if (!SuitsPatches(conv) || ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFold) ||
@@ -501,21 +498,12 @@ cudaError_t LaunchWithTile(Conv2dLaunch conv, const HopperPlan& plan, const Queu
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const int64_t tiles = int64_t{work.m_tiles / T::kShared} * work.n_tiles.value;
-  const int64_t at_once = queue.multiprocessors / T::kShared;
-  conv.bias = nullptr;  // sums begin with it
-  conv.add = {};        // and with this
-  const auto launch = [&](auto kernel) {
-    return LaunchDependent(kernel,
-                           {.grid = static_cast<unsigned>(std::min(tiles, at_once) * T::kShared),
-                            .block = T::kThreads,
-                            .shared_bytes = T::kSharedBytes,
-                            .cluster = T::kShared},
-                           queue, conv, work);
-  };
   if constexpr (T::kFold) {
-    if (conv.shortcut.x.data != nullptr) return launch(Conv3x3Kernel<T, true>);
+    if (conv.shortcut.x.data != nullptr) {
+      return LaunchPersistent<T>(Conv3x3Kernel<T, true>, tiles, conv, work, queue);
+    }
   }
-  return launch(Conv3x3Kernel<T, false>);
+  return LaunchPersistent<T>(Conv3x3Kernel<T, false>, tiles, conv, work, queue);
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <algorithm>
+
 #include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
@@ -178,6 +181,22 @@ __device__ inline void FinishSums(const Conv2dLaunch& conv, bool silu, float (&v
   for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
 }
 
+/// Eight outputs from their sums: act((sum + residual) · scale).
+__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, float (&v)[8]) {
+  if (conv.residual.data != nullptr) {
+    AddPair(residual.x, v[0], v[1]);
+    AddPair(residual.y, v[2], v[3]);
+    AddPair(residual.z, v[4], v[5]);
+    AddPair(residual.w, v[6], v[7]);
+  }
+  FinishSums(conv, conv.activation == Activation::kSilu, v);
+  return PackBf16(v);
+}
+__device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, int n) {
+  return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
+                                         pixel * conv.residual.stride + n);
+}
+
 /// A warpgroup's sums of 64 pixels through shared memory, in boxes of 64 pixels × kBox outputs as
 /// the copy engine lays them: the residual, when there is one, lies in `staging` already; the
 /// outputs take its place. What it does is known beforehand: instructions that are jumped over for
@@ -227,6 +246,13 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* sta
   } else {
     FinishStagedAs<kBox, false, false>(conv, staging, sums);
   }
+}
+
+/// Of a power of two; of what is none, that of a larger one.
+inline int BinaryLogarithm(int value) {
+  int bits = 0;
+  while (1 << bits < value) ++bits;
+  return bits;
 }
 
 inline Grid GridOf(const Conv2dLaunch& conv) {
@@ -331,6 +357,27 @@ CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int taps, int phases,
   return EncodeWeight(&shortcut.weight, from.weight, from.weight_stride,
                       from.channels + from.channels2, /*taps=*/1, conv.outputs, /*phases=*/1,
                       outputs_at_once);
+}
+
+/// What is left to do to sums that begin with `bias` and `add`, which Work has.
+inline Conv2dLaunch EpilogueOf(Conv2dLaunch conv) {
+  conv.bias = nullptr;
+  conv.add = {};
+  return conv;
+}
+
+/// Persistent blocks in clusters that share weights: as many as the device holds, or as `tiles`, of
+/// a cluster each, keep busy.
+template <typename T, typename Work>
+cudaError_t LaunchPersistent(void (*kernel)(Conv2dLaunch, Work), int64_t tiles,
+                             const Conv2dLaunch& conv, const Work& work, const Queue& queue) {
+  const int64_t at_once = queue.multiprocessors / T::kShared;
+  return LaunchDependent(kernel,
+                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * T::kShared),
+                          .block = T::kThreads,
+                          .shared_bytes = T::kSharedBytes,
+                          .cluster = T::kShared},
+                         queue, EpilogueOf(conv), work);
 }
 
 }  // namespace denoised::cuda

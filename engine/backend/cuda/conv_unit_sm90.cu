@@ -12,11 +12,8 @@
 // pixels and one around them for nine steps each, as in conv3x3_sm90.cu; where a group norm comes
 // before, three more warps normalise these.
 
-#include <algorithm>
-
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
-#include "engine/backend/cuda/dependent_launch.h"
 
 namespace denoised::cuda {
 namespace {
@@ -46,20 +43,20 @@ struct Work {
   CUtensorMap x, x2, weight;
   int chunks = 0, chunks2 = 0;
   Grid grid;
-  int m_tiles = 0, n_tiles = 0;          // m_tiles: boxes of a phase, or units of all images
-  int units_x = 0, units = 0;            // of an image, in patches
-  int split_bits = 0, cluster_bits = 0;  // binary logarithms
+  int m_tiles = 0, n_tiles = 0;         // m_tiles: boxes of a phase, or units of all images
+  int units_x = 0, units = 0;           // of an image, in patches
+  int log_splits = 0, log_cluster = 0;  // binary logarithms
   const float* bias = nullptr;
   Rows add;  // per image
   ShortcutWork shortcut;
 };
 
 /// Runs of the first block are added up before they are sent, the others are sent as they are.
-__host__ __device__ inline int SlotsOf(int split_bits, int cluster_bits) {
-  return 1 + (((1 << cluster_bits) - 1) << (split_bits - cluster_bits));
+__host__ __device__ constexpr int SlotsOf(int log_splits, int log_cluster) {
+  return 1 + (((1 << log_cluster) - 1) << (log_splits - log_cluster));
 }
-__host__ __device__ inline int ReceivedBytes(int split_bits, int cluster_bits) {
-  return SlotsOf(split_bits, cluster_bits) * (kPixels * kOutputs >> cluster_bits) * 4;
+__host__ __device__ constexpr int ReceivedBytes(int log_splits, int log_cluster) {
+  return SlotsOf(log_splits, log_cluster) * (kPixels * kOutputs >> log_cluster) * 4;
 }
 
 struct TileAt {
@@ -120,12 +117,12 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   const int windowed = work.chunks + work.chunks2;  // chunks under all taps
   const int chunks = kShortcut ? windowed + work.shortcut.chunks + work.shortcut.chunks2 : windowed;
   const int steps = windowed * (taps - 1) + chunks;
-  const auto begin_of = [&](int split) { return steps * split >> work.split_bits; };
-  const int runs = 1 << (work.split_bits - work.cluster_bits);  // of a block
+  const auto begin_of = [&](int split) { return steps * split >> work.log_splits; };
+  const int runs = 1 << (work.log_splits - work.log_cluster);  // of a block
   const int first_step = begin_of(rank * runs), end_step = begin_of((rank + 1) * runs);
   const StepAt first = StepOf<kShortcut>(first_step, windowed, taps);
-  const TileAt tile = TileOf<kInPatches>(work, blockIdx.x >> work.cluster_bits);
-  const bool clustered = work.cluster_bits > 0;
+  const TileAt tile = TileOf<kInPatches>(work, blockIdx.x >> work.log_cluster);
+  const bool clustered = work.log_cluster > 0;
   const bool normalises = kInPatches && conv.input_factors != nullptr;
 
   const auto copy_weights = [&](const StepAt& at, int stage) {
@@ -152,7 +149,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     InitBarrier(received, 1);
     FenceBarrierInit();
     if (clustered) {
-      ArriveExpecting(received, ReceivedBytes(work.split_bits, work.cluster_bits));
+      ArriveExpecting(received, ReceivedBytes(work.log_splits, work.log_cluster));
     }
     // Weights are nobody's output: the first ones travel while the predecessor still runs.
     StepAt at = first;
@@ -215,7 +212,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
         const int channels = conv.channels + conv.channels2;
         const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, taps).chunk + 1;
         int slot = 0, round = 0;
-        const uint32_t inside = PixelsInside<(U::kTransformers / 8), kPatchPixels>(
+        const uint32_t inside = PixelsInside<U::kTransformers / 8, kPatchPixels>(
             conv, kPitch, 65536 / kPitch + 1, thread, tile.y - 1, tile.x - 1);
         WaitForPredecessors();
 #pragma unroll 1
@@ -233,7 +230,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
           }
           Wait(&patch_full[slot], round & 1);
           if (has_channels) {
-            Normalise<(U::kTransformers / 8)>(patch_of(slot), 0, thread, inside, factor, offset);
+            Normalise<U::kTransformers / 8>(patch_of(slot), 0, thread, inside, factor, offset);
           }
           FenceForCopies();  // products read by the same way as the copy engine
           Arrive(&patch_normal[slot]);
@@ -246,8 +243,8 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   }
 
   // What the block finishes: vectors of eight of its `width` outputs, one after the other.
-  const int width = kOutputs >> work.cluster_bits, vectors = kPixels * width / 8;
-  const auto pixel_of = [&](int vector) { return vector >> (3 - work.cluster_bits); };
+  const int width = kOutputs >> work.log_cluster, vectors = kPixels * width / 8;
+  const auto pixel_of = [&](int vector) { return vector >> (3 - work.log_cluster); };
   const auto column_of = [&](int vector) { return (vector & (width / 8 - 1)) * 8; };
   const auto output_of = [&](int vector) { return tile.n0 + rank * width + column_of(vector); };
   const auto load_residual = [&](int vector) -> uint4 {
@@ -338,7 +335,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     float* const to = sums_received + (to_slot * kPixels + my_pixel) * width + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kOutputs / 8; ++j) {
-      const int owner = j * 8 >> (6 - work.cluster_bits), column = j * 8 & (width - 1);
+      const int owner = j * 8 >> (6 - work.log_cluster), column = j * 8 & (width - 1);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float* const at = to + 8 * h * width + column;
@@ -357,7 +354,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   } else {
     SyncWarpgroup(0);
   }
-  const int slots = SlotsOf(work.split_bits, work.cluster_bits);
+  const int slots = SlotsOf(work.log_splits, work.log_cluster);
   const bool silu = conv.activation == Activation::kSilu;
 #pragma unroll 1
   for (int vector = threadIdx.x; vector < vectors; vector += kConsumers) {
@@ -389,17 +386,12 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
 #endif
 }
 
-/// Of a power of two; of what is none, that of a larger one.
-int BinaryLogarithm(int value) {
-  int bits = 0;
-  while (1 << bits < value) ++bits;
-  return bits;
-}
-
-constexpr int kMostReceivedBytes = 40 * 1024;  // in clusters of two for eight runs
+constexpr int kMostSplits = 8;
+/// Of clusters of two.
+constexpr int kMostReceivedBytes = ReceivedBytes(/*log_splits=*/3, /*log_cluster=*/1);
 
 template <bool kInPatches>
-cudaError_t Launch(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue) {
+cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   using U = Unit<kInPatches>;
   Work work;
   work.grid = GridOf(conv);
@@ -411,8 +403,8 @@ cudaError_t Launch(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue
     work.m_tiles = (work.grid.pixels + kPixels - 1) / kPixels;
   }
   work.n_tiles = (conv.outputs + kOutputs - 1) / kOutputs;
-  work.split_bits = BinaryLogarithm(plan.splits);
-  work.cluster_bits = BinaryLogarithm(plan.cluster);
+  work.log_splits = BinaryLogarithm(plan.splits);
+  work.log_cluster = BinaryLogarithm(plan.cluster);
   work.bias = conv.bias;
   work.add = conv.add;
   const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
@@ -427,16 +419,14 @@ cudaError_t Launch(Conv2dLaunch conv, const HopperPlan& plan, const Queue& queue
                                       work.grid.phases, kOutputs, encode);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  conv.bias = nullptr;  // sums begin with it
-  conv.add = {};        // and with this
   return LaunchDependent(conv.shortcut.x.data != nullptr ? ConvUnitKernel<kInPatches, true>
                                                          : ConvUnitKernel<kInPatches, false>,
                          {.grid = static_cast<unsigned>(tiles * plan.cluster),
                           .block = U::kThreads,
                           .shared_bytes = static_cast<size_t>(
-                              U::kBytes + ReceivedBytes(work.split_bits, work.cluster_bits)),
+                              U::kBytes + ReceivedBytes(work.log_splits, work.log_cluster)),
                           .cluster = static_cast<unsigned>(plan.cluster)},
-                         queue, conv, work);
+                         queue, EpilogueOf(conv), work);
 }
 
 template <bool kInPatches>
@@ -451,7 +441,8 @@ cudaError_t Load() {
 cudaError_t LaunchConvUnit(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
                       plan.cluster == 1 << BinaryLogarithm(plan.cluster);
-  if (!powers || plan.cluster > plan.splits || plan.splits > 8 || !HasVectorOutputs(conv)) {
+  if (!powers || plan.cluster > plan.splits || plan.splits > kMostSplits ||
+      !HasVectorOutputs(conv)) {
     return cudaErrorInvalidValue;
   }
   if (plan.tile != HopperTile::kPatchUnit) return Launch<false>(conv, plan, queue);

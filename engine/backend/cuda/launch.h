@@ -43,7 +43,7 @@ struct ShortcutLaunch {
 };
 
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
-///   out = act((conv(input_act(concat(x, x2))) + bias + add + residual + shortcut) · scale)
+///   out = act((conv(concat(x, x2)) + bias + add + residual + shortcut) · scale)
 struct Conv2dLaunch {
   Rows x, x2;  // [images · height · width, channels] and channels2
   int channels = 0, channels2 = 0;
@@ -57,8 +57,8 @@ struct Conv2dLaunch {
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;             // [outputs + kBiasPadding], or null
   int outputs = 0;
-  /// GroupNormLaunch::factors before SiLU, or null: the input is silu(concat(x, x2) · factor +
-  /// offset), rounded to bf16. For LaunchConv2dHopper and what SuitsPatches().
+  /// GroupNormLaunch::factors before SiLU, or null. What is convolved then is silu(2 · (concat(x,
+  /// x2) · factor + offset)), rounded to bf16: for LaunchConv2dHopper and what SuitsPatches().
   const float* input_factors = nullptr;
   Rows add;                 // [images, outputs], or null
   Rows residual;            // as out, or null; may be `out`
