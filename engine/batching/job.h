@@ -118,8 +118,8 @@ using JobId = uint64_t;
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  /// `rows` of the `bucket` rows did work on `device`; `seconds` is its time, half of
-  /// that in which another model's ran beside it; < 0 when not measured.
+  /// `rows` of the `bucket` rows did work on `device`; `seconds` is its time, half of that in which
+  /// another model's ran beside it; < 0 when not measured.
   virtual void OnEvaluation(const std::string& model, const std::string& device, int rows,
                             int bucket, double seconds) = 0;
 };

@@ -197,15 +197,14 @@ using BySplits = std::array<std::optional<double>, kSplits.size()>;
 
 absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& queue) {
   constexpr int kMinSplitSteps = 4;
-  const int taps = launch.upsample2x ? 4 : launch.kernel * launch.kernel;
-  const int steps = taps * (ChunksOf(launch.channels) + ChunksOf(launch.channels2));
+  const int steps = StepsOf(launch);
   BySplits fastest;
   for (size_t i = 0; i < kSplits.size(); ++i) {
     const int splits = kSplits[i];
     if (splits > 1 && steps < splits * kMinSplitSteps) continue;
     for (int tile = 0; tile < kHopperTiles; ++tile) {
-      const bool is_unit = IsUnit(static_cast<HopperTile>(tile));
-      for (int cluster = 1; cluster <= (is_unit ? splits : 1); cluster *= 2) {
+      const int most = IsUnit(static_cast<HopperTile>(tile)) ? splits : 1;
+      for (int cluster = 1; cluster <= most; cluster *= 2) {
         const HopperPlan plan{static_cast<HopperTile>(tile), splits, cluster};
         DENOISED_ASSIGN_OR_RETURN(const auto microseconds, Time(launch, plan, queue, fastest[i]));
         if (microseconds && (!fastest[i] || *microseconds < *fastest[i])) fastest[i] = microseconds;

@@ -40,7 +40,8 @@ class ServingTest(unittest.TestCase):
         return server
 
     def denoise(self, server, *arguments):
-        return subprocess.run([CLIENT, "--server", server.wait_for("listening")["address"], *arguments], cwd=self.root,
+        address = server.wait_for("listening")["address"]
+        return subprocess.run([CLIENT, "--server", address, *arguments], cwd=self.root,
                               capture_output=True, text=True, timeout=60)
 
     def ok(self, server, *arguments):

@@ -123,6 +123,13 @@ __device__ inline void ExchangeInQuad(float (&v)[8]) {
   }
 }
 
+/// Eight outputs from their sums: act((sum + residual) · scale).
+__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, float (&v)[8]) {
+  if (conv.residual.data != nullptr) AddVector(residual, v);
+  FinishSums(conv, conv.activation == Activation::kSilu, v);
+  return PackBf16(v);
+}
+
 /// The tile of a warpgroup: kRows · 64 pixels from m0 on, kN outputs from n0 on. Works in turns of
 /// one row of each lane's quad; a turn's loads are under way while the turn before computes.
 template <int kRows, int kN>

@@ -37,10 +37,25 @@ inline bool Normalises(HopperTile tile) {
   return IsPatch(tile) && tile != HopperTile::kPatch192 && tile != HopperTile::kPatch192Turns;
 }
 
+/// Whether the tile can add up several runs of k.
+inline bool Folds(HopperTile tile) {
+  switch (tile) {
+    case HopperTile::k128x32:
+    case HopperTile::k128x128Turns:
+    case HopperTile::k128x256:
+    case HopperTile::kPatch128Turns:
+    case HopperTile::kPatch192Turns:
+      return false;
+    default:
+      return true;
+  }
+}
+
 /// Channels of x, or of x2, that are multiplied at a time.
 constexpr int kStep = 64;
 inline int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
+constexpr int kMaxSplits = 8;
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {
   HopperTile tile = HopperTile::kUnit;

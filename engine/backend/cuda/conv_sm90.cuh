@@ -125,6 +125,12 @@ __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
   a += __uint_as_float(pair << 16);
   b += __uint_as_float(pair & 0xffff0000u);
 }
+__device__ inline void AddVector(const uint4& pairs, float (&v)[8]) {
+  AddPair(pairs.x, v[0], v[1]);
+  AddPair(pairs.y, v[2], v[3]);
+  AddPair(pairs.z, v[4], v[5]);
+  AddPair(pairs.w, v[6], v[7]);
+}
 
 /// What is added per image to the sums of one row of a thread: of its outputs from n0 on, in pairs.
 /// Asked for before it is needed.
@@ -181,17 +187,7 @@ __device__ inline void FinishSums(const Conv2dLaunch& conv, bool silu, float (&v
   for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
 }
 
-/// Eight outputs from their sums: act((sum + residual) · scale).
-__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, float (&v)[8]) {
-  if (conv.residual.data != nullptr) {
-    AddPair(residual.x, v[0], v[1]);
-    AddPair(residual.y, v[2], v[3]);
-    AddPair(residual.z, v[4], v[5]);
-    AddPair(residual.w, v[6], v[7]);
-  }
-  FinishSums(conv, conv.activation == Activation::kSilu, v);
-  return PackBf16(v);
-}
+/// Eight outputs of the residual.
 __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, int n) {
   return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
                                          pixel * conv.residual.stride + n);
@@ -249,7 +245,7 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* sta
 }
 
 /// Of a power of two; of what is none, that of a larger one.
-inline int BinaryLogarithm(int value) {
+constexpr int BinaryLogarithm(int value) {
   int bits = 0;
   while (1 << bits < value) ++bits;
   return bits;

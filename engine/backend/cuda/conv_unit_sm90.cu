@@ -252,8 +252,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     const int64_t row = RowOf<kInPatches>(conv, work, tile, pixel_of(vector));
     const int output = output_of(vector);
     if (row < 0 || output >= conv.outputs) return {};
-    return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
-                                           row * conv.residual.stride + output);
+    return LoadResidual(conv, row, output);
   };
   const bool leads = threadIdx.x == 0;
   uint64_t* const patch_ready = normalises ? patch_normal : patch_full;
@@ -371,12 +370,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       for (int j = 0; j < 8; ++j) v[j] = from == 0 ? part[j] : v[j] + part[j];
     }
     if (row >= 0 && output < conv.outputs) {
-      if (conv.residual.data != nullptr) {
-        AddPair(residual.x, v[0], v[1]);
-        AddPair(residual.y, v[2], v[3]);
-        AddPair(residual.z, v[4], v[5]);
-        AddPair(residual.w, v[6], v[7]);
-      }
+      if (conv.residual.data != nullptr) AddVector(residual, v);
       FinishSums(conv, silu, v);
       *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
                                 output) = PackBf16(v);
@@ -386,9 +380,8 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
 #endif
 }
 
-constexpr int kMostSplits = 8;
 /// Of clusters of two.
-constexpr int kMostReceivedBytes = ReceivedBytes(/*log_splits=*/3, /*log_cluster=*/1);
+constexpr int kMostReceivedBytes = ReceivedBytes(BinaryLogarithm(kMaxSplits), /*log_cluster=*/1);
 
 template <bool kInPatches>
 cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
@@ -441,7 +434,7 @@ cudaError_t Load() {
 cudaError_t LaunchConvUnit(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
                       plan.cluster == 1 << BinaryLogarithm(plan.cluster);
-  if (!powers || plan.cluster > plan.splits || plan.splits > kMostSplits ||
+  if (!powers || plan.cluster > plan.splits || plan.splits > kMaxSplits ||
       !HasVectorOutputs(conv)) {
     return cudaErrorInvalidValue;
   }

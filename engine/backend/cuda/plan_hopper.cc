@@ -16,8 +16,9 @@ namespace {
 struct TileCost {
   HopperTile tile;
   int m, n;
-  double launch, step, finish, fold;  // a launch; a step along k, an end, an added split of a tile
-  double alone = 1;                   // of a step, of a block with a multiprocessor for itself
+  double launch, step, finish;  // a launch; a step along k and an end of a tile
+  double fold;                  // an added split of a tile that Folds()
+  double alone = 1;             // of a step, of a block with a multiprocessor for itself
 };
 constexpr TileCost kTileCosts[] = {
     {HopperTile::kUnit, 64, 64, 0.02, 0.405, 3.44, 0.23, 0.66},
@@ -30,11 +31,11 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k128x256, 128, 256, 1.6, 0.732, 3.26, 0},
     {HopperTile::kPatch64, 128, 64, 1.1, 0.235, 1.45, 0.1},
     {HopperTile::kPatch128, 128, 128, 2.5, 0.301, 1.7, 0.07},
-    {HopperTile::kPatch192, 128, 192, 2.5, 0.456, 2.4, 0.01},
+    {HopperTile::kPatch192, 128, 192, 2.5, 0.456, 2.4, 0},
     {HopperTile::kPatch128Turns, 128, 128, 3.0, 0.301, 1.1, 0},
     {HopperTile::kPatch192Turns, 128, 192, 2.5, 0.456, 1.4, 0},
 };
-constexpr int kMaxSplits = 8, kMinSplitSteps = 4;
+constexpr int kMinSplitSteps = 4;
 
 int64_t ImagePixels(const Conv2dLaunch& conv) {  // of a phase
   return int64_t{conv.out_height} * conv.out_width / (conv.upsample2x ? 4 : 1);
@@ -44,10 +45,12 @@ int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n) {
   return (conv.upsample2x ? 4 : 1) * ((pixels + m - 1) / m) * ((conv.outputs + n - 1) / n);
 }
 
-/// Splits let one image fill more of the device, and cost a large batch the widest tiles unless one
-/// that folds fits the outputs: then only small images get any.
+/// Splits let one image fill more of the device, and cost a large batch the tiles that do not fold.
+/// Where a wide one that does fits the outputs that is little, and images get two runs until they
+/// fill three quarters of the device; else only small images get any. How much that is either way:
+/// docs/benchmarks.md.
 int SplitsOf(const Conv2dLaunch& conv) {
-  if (!HasVectorOutputs(conv)) return 1;
+  if (!HasVectorOutputs(conv)) return 1;  // k128x32 alone makes them
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
   const int64_t few = folds_wide ? 100 : 32, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = TilesOf(conv, ImagePixels(conv), 64, 64);
@@ -88,7 +91,7 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
     if (narrow ? vectors && conv.outputs > 32 : !vectors) continue;
     if (IsPatch(cost.tile) && !patches) continue;
     if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
-    if (splits > 1 && cost.fold == 0) continue;
+    if (splits > 1 && !Folds(cost.tile)) continue;
     const int64_t tiles = TilesOf(conv, pixels, cost.m, cost.n);
     const bool unit = IsUnit(cost.tile);
     for (int cluster = 1; cluster <= (unit ? splits : 1); cluster *= 2) {
