@@ -74,7 +74,7 @@ inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
 }
 /// Of one output along k, those of a shortcut included.
 int StepsOf(const Conv2dLaunch& conv);
-/// Whether there is no shortcut, or one that goes along as steps: of an image that leaves most of
+/// Whether there is no shortcut, or one that goes along as steps: of an image that leaves much of
 /// the device idle, so that k is split. By the layer's shape alone.
 bool SuitsShortcut(const Conv2dLaunch& conv);
 /// Whether the copy engine can read the sources: bf16 in multiples of eight channels, aligned.

@@ -14,8 +14,8 @@
 /// kernel's end, wherever the call was, so it belongs where what is left is shorter than a launch,
 /// or where the next one's blocks fit beside this one's.
 ///
-/// Every kernel launched by LaunchDependent() waits, in every thread, on every path: it is what
-/// makes the order transitive. Kernels launched with <<<>>> mix with these; they start when all is
+/// In every kernel launched by LaunchDependent() each block has threads that wait, on every path: so
+/// none ends before its predecessors, which makes the order transitive. Kernels launched with <<<>>> mix with these; they start when all is
 /// over. Before sm_90 all of this is an ordinary launch.
 
 namespace denoised::cuda {
