@@ -14,9 +14,10 @@
 /// kernel's end, wherever the call was, so it belongs where what is left is shorter than a launch,
 /// or where the next one's blocks fit beside this one's.
 ///
-/// In every kernel launched by LaunchDependent() each block has threads that wait, on every path: so
-/// none ends before its predecessors, which makes the order transitive. Kernels launched with <<<>>> mix with these; they start when all is
-/// over. Before sm_90 all of this is an ordinary launch.
+/// In every kernel launched by LaunchDependent() each block has threads that wait, on every path:
+/// so none ends before its predecessors, which makes the order transitive. Kernels launched with
+/// <<<>>> mix with these; they start when all is over. Before sm_90 all of this is an ordinary
+/// launch.
 
 namespace denoised::cuda {
 
