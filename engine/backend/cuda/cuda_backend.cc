@@ -617,7 +617,7 @@ class CudaBackend final : public Backend {
 
   cudaError_t Normalised(const GroupNormLaunch& norm) const {
     if (InOnePass(norm)) return LaunchGroupNormCluster(norm, queue_);
-    if (!queue_.hopper || !SuitsGroupNormFactors(norm)) return LaunchGroupNorm(norm, queue_);
+    if (!SuitsGroupNormFactors(norm)) return LaunchGroupNorm(norm, queue_);
     for (int first = 0; first < norm.images; first += ImagesAtOnce(norm)) {
       const GroupNormLaunch part = WithFactors(Images(norm, first, ImagesAtOnce(norm)));
       if (cudaError_t error = MakeFactors(part); error != cudaSuccess) return error;

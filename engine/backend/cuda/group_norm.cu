@@ -5,14 +5,17 @@
 // the sum of squared deviations of every group. GroupApply: every block combines the runs of its
 // image in order and normalises some pixels.
 //
-// Where a convolution may normalise what it reads by itself, GroupFactors combines the runs, and
-// GroupScale does what the convolution else does, with the same bits.
+// Bf16 in vectors is made otherwise: factors and offsets of every channel first, by ImageFactors
+// where a block can read a slice of groups of the whole image, else by GroupFactors of the runs. A
+// convolution may then normalise what it reads by itself, and GroupScale does what it else does,
+// with the same bits.
 //
 // Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that
 // a mean that is large against the spread cancels before it is squared. Runs are combined by M2 = Σ
 // M2ᵢ + nᵢ (meanᵢ − mean)² (Chan, Golub, LeVeque 1979), means in double.
 
 #include <algorithm>
+#include <numeric>
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
@@ -234,6 +237,24 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   return cudaSuccess;
 }
 
+/// Factors and offsets of channel `c` of an image, of its group's statistics; halved for
+/// SiluOfHalf.
+__device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, int c, float mean,
+                                    float inverse_deviation) {
+  const int channels = norm.channels + norm.channels2;
+  const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;
+  float factor = unit * norm.gamma[c], offset = unit * norm.beta[c];
+  if (norm.scale_shift.data != nullptr) {
+    const float scale = 1.0f + Load(norm.scale_shift, image, c);
+    factor *= scale;
+    offset = fmaf(offset, scale, unit * Load(norm.scale_shift, image, channels + c));
+  }
+  factor *= inverse_deviation;
+  float* const to = norm.factors + image * 2 * channels;
+  to[c] = factor;
+  to[channels + c] = fmaf(-mean, factor, offset);
+}
+
 /// grid (groups / kWarps, images): a warp for each group. `factors` [images][2][channels].
 __global__ void __launch_bounds__(kThreads)
     GroupFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, int chunks,
@@ -267,23 +288,120 @@ __global__ void __launch_bounds__(kThreads)
   const float inverse_deviation = rsqrtf(variance + norm.eps);
   const float mean = static_cast<float>(origin + shift);
 
-  const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;  // SiluOfHalf
-  const int64_t image = first_image + blockIdx.y;
-  float* const to = norm.factors + image * 2 * channels;
   for (int c = group * group_channels + lane; c < (group + 1) * group_channels; c += 32) {
-    float factor = unit * norm.gamma[c], offset = unit * norm.beta[c];
-    if (norm.scale_shift.data != nullptr) {
-      const float scale = 1.0f + Load(norm.scale_shift, image, c);
-      factor *= scale;
-      offset = fmaf(offset, scale, unit * Load(norm.scale_shift, image, channels + c));
-    }
-    factor *= inverse_deviation;
-    to[c] = factor;
-    to[channels + c] = fmaf(-mean, factor, offset);
+    StoreFactors(norm, first_image + blockIdx.y, c, mean, inverse_deviation);
   }
 }
 
-constexpr int kScaleUnrolled = 8, kScaleRounds = 2;
+constexpr int kSliceThreads = 512, kSliceUnrolled = 4;
+constexpr int kMaxSliceVectors = 16;
+constexpr int kMaxSliceBytes = 256 * 1024;  // that a block reads
+
+/// Channels of a block: whole groups and whole vectors, two at least.
+int SliceChannels(int group_channels) {
+  const int channels = std::lcm(group_channels, 8);
+  return channels == 8 ? 16 : channels;
+}
+
+/// By the shape of an image alone. Groups of odd numbers of channels have no neighbours to add up.
+bool SuitsSlices(const GroupNormLaunch& norm) {
+  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const int slice = SliceChannels(group_channels);
+  return group_channels % 2 == 0 && channels % slice == 0 && slice <= 8 * kMaxSliceVectors &&
+         int64_t{norm.pixels} * slice * 2 <= kMaxSliceBytes;
+}
+
+/// grid (slices, images). kRun: neighbouring channels that are of one group wherever in a vector
+/// they begin. What is summed is x − pivot, an element of the group, so that a mean that is large
+/// against the spread cancels before it is squared.
+template <int kRun>
+__global__ void __launch_bounds__(kSliceThreads)
+    ImageFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int slice_channels) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  constexpr int V = 8, kRuns = V / kRun;
+  __shared__ float2 sums[kSliceThreads * kRuns];  // [vectors of a slice · kRuns][lines]
+  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const int vectors = slice_channels / V, lines = kSliceThreads / vectors;
+  const int64_t image = blockIdx.y, first_pixel = image * norm.pixels;
+  const int first_channel = blockIdx.x * slice_channels;
+  const auto pivot_of = [&](int channel) {
+    float pivot[1];
+    LoadSources<1, Element::kBf16>(norm, first_pixel, channel / group_channels * group_channels,
+                                   pivot);
+    return pivot[0];
+  };
+
+  const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
+  if (line < lines) {
+    const int channel = first_channel + vector * V;
+    float pivot[kRuns], sum[kRuns] = {}, squares[kRuns] = {};
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) pivot[r] = pivot_of(channel + r * kRun);
+    for (int pixel = line; pixel < norm.pixels; pixel += lines * kSliceUnrolled) {
+      float v[kSliceUnrolled][V];
+#pragma unroll
+      for (int u = 0; u < kSliceUnrolled; ++u) {
+        const int p = pixel + u * lines;
+        if (p < norm.pixels) {
+          LoadSources<V, Element::kBf16>(norm, first_pixel + p, channel, v[u]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < V; ++j) v[u][j] = pivot[j / kRun];
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kSliceUnrolled; ++u) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float deviation = v[u][j] - pivot[j / kRun];
+          sum[j / kRun] += deviation;
+          squares[j / kRun] = fmaf(deviation, deviation, squares[j / kRun]);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      sums[(vector * kRuns + r) * lines + line] = make_float2(sum[r], squares[r]);
+    }
+  }
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32, parts = group_channels / kRun * lines;  // of a group
+  for (int group = threadIdx.x / 32; group < slice_channels / group_channels;
+       group += kSliceThreads / 32) {
+    const int of_group = first_channel + group * group_channels;
+    const float pivot = pivot_of(of_group);
+    float sum = 0, squares = 0;
+    for (int i = lane; i < parts; i += 32) {
+      sum += sums[group * parts + i].x;
+      squares += sums[group * parts + i].y;
+    }
+    sum = WarpSum(sum);
+    squares = WarpSum(squares);
+    const float count = static_cast<float>(norm.pixels) * group_channels;
+    const float shift = sum / count;
+    const float variance = fmaxf(0.0f, fmaf(-shift, sum, squares) / count);
+    for (int c = lane; c < group_channels; c += 32) {
+      StoreFactors(norm, image, of_group + c, pivot + shift, rsqrtf(variance + norm.eps));
+    }
+  }
+}
+
+cudaError_t LaunchImageFactors(const GroupNormLaunch& norm, const Queue& queue) {
+  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const int slice = SliceChannels(group_channels);
+  auto* const kernel = group_channels % 8 == 0   ? &ImageFactorsKernel<8>
+                       : group_channels % 4 == 0 ? &ImageFactorsKernel<4>
+                                                 : &ImageFactorsKernel<2>;
+  return LaunchDependent(
+      kernel,
+      {dim3(static_cast<unsigned>(channels / slice), static_cast<unsigned>(norm.images)),
+       kSliceThreads},
+      queue, norm, slice);
+}
+
+constexpr int kScaleUnrolled = 8;
 
 /// grid (blocks of pixels, images): bf16 in vectors of eight, activation none or SiLU.
 __global__ void __launch_bounds__(kThreads)
@@ -353,6 +471,7 @@ bool SuitsGroupNormFactors(const GroupNormLaunch& norm) {
 }
 
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue) {
+  if (SuitsSlices(norm)) return LaunchImageFactors(norm, queue);
   const Layout layout = LayoutOf<8>(norm);
   constexpr int kFewPixels = 128;  // of a run
   const int most = std::clamp(norm.pixels / kFewPixels, kChunks, kChunks * kLaneChunks);
@@ -378,7 +497,12 @@ cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& que
 }
 
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {
-  const int block_pixels = LayoutOf<8>(norm).lines * kScaleUnrolled * kScaleRounds;
+  constexpr int kMost = 2 * kScaleUnrolled;  // pixels of a thread; fewer where the chip is not full
+  const int lines = LayoutOf<8>(norm).lines;
+  const int64_t pixels = int64_t{norm.images} * norm.pixels;
+  const int block_pixels =
+      lines * static_cast<int>(std::clamp<int64_t>(
+                  pixels / (int64_t{lines} * 4 * queue.multiprocessors), 1, kMost));
   const unsigned blocks = (norm.pixels + block_pixels - 1) / block_pixels;
   return LaunchDependent(GroupScaleKernel, {dim3(blocks, norm.images), kThreads}, queue, norm,
                          block_pixels);
@@ -386,6 +510,8 @@ cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {
 
 cudaError_t LoadGroupNormKernels() {
   for (cudaError_t error : {LoadKernel(GroupFactorsKernel), LoadKernel(GroupScaleKernel),
+                            LoadKernel(ImageFactorsKernel<8>), LoadKernel(ImageFactorsKernel<4>),
+                            LoadKernel(ImageFactorsKernel<2>),
                             LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
                             LoadKernel(GroupApplyKernel<8, Element::kBf16>, kSharedLimit),
                             LoadKernel(GroupMomentsKernel<1, Element::kBf16>, kSharedLimit),
