@@ -10,6 +10,7 @@
 // are padded with zeros in shared memory; dimensions that are no multiple of eight go to
 // attention_fp32.cu.
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/mma.cuh"
 
@@ -20,8 +21,8 @@ template <int kDim_, int kQueries_, int kKeys_, int kSplit_>
 struct Shape {
   static constexpr int kDim = kDim_, kQueries = kQueries_, kKeys = kKeys_, kSplit = kSplit_;
   static constexpr int kThreads = 32 * kQueries / 16 * kSplit;
-  static constexpr int kBlocks =
-      kDim <= 64 ? 4 : 2;                 // a multiprocessor: how many its registers hold
+  // A multiprocessor's: how many its registers hold.
+  static constexpr int kBlocks = (kDim <= 64 ? 512 : 256) / kThreads;
   static constexpr int kLine = kDim + 8;  // eight rows of an 8×8 matrix lie in different banks
   static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kLine * 2;
   static_assert(kDim % (16 * kSplit) == 0 && kQueries % 16 == 0 && kKeys % 16 == 0);
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_query = warp / S::kSplit * 16, warp_dim = warp % S::kSplit * kOutputDim;
 
+  WaitForPredecessors();
   CopyRows<S, S::kQueries>(attention.q, query_row, first_query, attention.tokens, head,
                            attention.dim, queries);
   CopyRows<S, S::kKeys>(attention.k, key_row, 0, attention.key_tokens, head, attention.dim, keys);
@@ -96,22 +98,28 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     }
     CommitCopies();
 
+    if (next_key > attention.key_tokens) {
+#pragma unroll
+      for (int j = 0; j < kKeyFragments; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int key = first_key + j * 8 + lane % 4 * 2 + e % 2;
+          if (key >= attention.key_tokens) scores[j][e] = -INFINITY;
+        }
+      }
+    }
     // Every tile has a valid key, so a maximum is finite from the first tile on.
     float tile_maximum[2] = {maximum[0], maximum[1]};
 #pragma unroll
     for (int j = 0; j < kKeyFragments; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int key = first_key + j * 8 + lane % 4 * 2 + e % 2;
-        scores[j][e] = key < attention.key_tokens ? scores[j][e] * scale_log2 : -INFINITY;
-        tile_maximum[e / 2] = fmaxf(tile_maximum[e / 2], scores[j][e]);
-      }
+      for (int e = 0; e < 4; ++e) tile_maximum[e / 2] = fmaxf(tile_maximum[e / 2], scores[j][e]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       tile_maximum[r] = fmaxf(tile_maximum[r], __shfl_xor_sync(~0u, tile_maximum[r], 1));
       tile_maximum[r] = fmaxf(tile_maximum[r], __shfl_xor_sync(~0u, tile_maximum[r], 2));
-      const float shrink = exp2f(maximum[r] - tile_maximum[r]);
+      const float shrink = Exp2((maximum[r] - tile_maximum[r]) * scale_log2);
       maximum[r] = tile_maximum[r];
       sum[r] *= shrink;
 #pragma unroll
@@ -120,11 +128,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
         output[d][2 * r + 1] *= shrink;
       }
     }
+    const float shift[2] = {maximum[0] * scale_log2, maximum[1] * scale_log2};
 #pragma unroll
     for (int j = 0; j < kKeyFragments; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[j][e] = exp2f(scores[j][e] - maximum[e / 2]);
+        scores[j][e] = Exp2(fmaf(scores[j][e], scale_log2, -shift[e / 2]));
         sum[e / 2] += scores[j][e];  // of this lane's columns; lanes are added at the end
       }
     }
@@ -155,6 +164,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     CommitCopies();
   }
   WaitCopies<0>();
+  ReleaseDependents();
 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -177,9 +187,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   }
 }
 
+// Up to 64 dimensions a block may take twice the queries, and then reads its keys half as often.
 using Dim32 = Shape<32, 64, 64, 1>;
 using Dim48 = Shape<48, 64, 64, 1>;
 using Dim64 = Shape<64, 64, 64, 1>;
+using WideDim32 = Shape<32, 128, 64, 1>;
+using WideDim48 = Shape<48, 128, 64, 1>;
+using WideDim64 = Shape<64, 128, 64, 1>;
 using Dim80 = Shape<80, 64, 64, 1>;
 using Dim96 = Shape<96, 64, 64, 1>;
 using Dim128 = Shape<128, 64, 64, 1>;
@@ -188,11 +202,25 @@ using Dim256 = Shape<256, 64, 32, 1>;
 using Dim512 = Shape<512, 32, 16, 2>;
 
 template <typename S>
-cudaError_t LaunchShape(const AttentionLaunch& attention, const Queue& queue) {
-  const dim3 grid((attention.tokens + S::kQueries - 1) / S::kQueries, attention.heads,
-                  attention.images);
-  AttentionKernel<S><<<grid, S::kThreads, S::kSharedBytes, queue.stream>>>(attention);
-  return cudaGetLastError();
+cudaError_t LaunchWith(const AttentionLaunch& attention, const Queue& queue) {
+  const unsigned blocks = (attention.tokens + S::kQueries - 1) / S::kQueries;
+  return LaunchDependent(AttentionKernel<S>,
+                         {.grid = dim3(blocks, static_cast<unsigned>(attention.heads),
+                                       static_cast<unsigned>(attention.images)),
+                          .block = dim3(S::kThreads),
+                          .shared_bytes = S::kSharedBytes},
+                         queue, attention);
+}
+
+/// S where the wide one's blocks would leave places on multiprocessors empty.
+template <typename S, typename Wide>
+cudaError_t LaunchWidest(const AttentionLaunch& attention, const Queue& queue) {
+  const int64_t blocks = int64_t{(attention.tokens + Wide::kQueries - 1) / Wide::kQueries} *
+                         attention.heads * attention.images;
+  const bool fills =
+      blocks >= int64_t{Wide::kBlocks} * queue.multiprocessors &&
+      (attention.tokens - 1) % Wide::kQueries >= S::kQueries;  // no half of a block idles
+  return fills ? LaunchWith<Wide>(attention, queue) : LaunchWith<S>(attention, queue);
 }
 
 template <typename... S>
@@ -210,21 +238,24 @@ cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue
   if (queue.hopper && SuitsHopper(attention)) return LaunchAttentionHopper(attention, queue);
   const bool vector = attention.q.vector && attention.k.vector && attention.v.vector &&
                       attention.out.vector && attention.dim % 8 == 0;
-  if (attention.fp32 || !vector) return LaunchAttentionFp32(attention, queue);
+  // With a scale that is not positive the greatest score would not have the greatest weight.
+  const bool suits = vector && attention.scale > 0;
+  if (attention.fp32 || !suits) return LaunchAttentionFp32(attention, queue);
   const int dim = attention.dim;
-  if (dim <= 32) return LaunchShape<Dim32>(attention, queue);
-  if (dim <= 48) return LaunchShape<Dim48>(attention, queue);
-  if (dim <= 64) return LaunchShape<Dim64>(attention, queue);
-  if (dim <= 80) return LaunchShape<Dim80>(attention, queue);
-  if (dim <= 96) return LaunchShape<Dim96>(attention, queue);
-  if (dim <= 128) return LaunchShape<Dim128>(attention, queue);
-  if (dim <= 160) return LaunchShape<Dim160>(attention, queue);
-  if (dim <= 256) return LaunchShape<Dim256>(attention, queue);
-  return LaunchShape<Dim512>(attention, queue);
+  if (dim <= 32) return LaunchWidest<Dim32, WideDim32>(attention, queue);
+  if (dim <= 48) return LaunchWidest<Dim48, WideDim48>(attention, queue);
+  if (dim <= 64) return LaunchWidest<Dim64, WideDim64>(attention, queue);
+  if (dim <= 80) return LaunchWith<Dim80>(attention, queue);
+  if (dim <= 96) return LaunchWith<Dim96>(attention, queue);
+  if (dim <= 128) return LaunchWith<Dim128>(attention, queue);
+  if (dim <= 160) return LaunchWith<Dim160>(attention, queue);
+  if (dim <= 256) return LaunchWith<Dim256>(attention, queue);
+  return LaunchWith<Dim512>(attention, queue);
 }
 
 cudaError_t LoadAttentionKernels() {
-  return LoadShapes<Dim32, Dim48, Dim64, Dim80, Dim96, Dim128, Dim160, Dim256, Dim512>();
+  return LoadShapes<Dim32, Dim48, Dim64, WideDim32, WideDim48, WideDim64, Dim80, Dim96, Dim128,
+                    Dim160, Dim256, Dim512>();
 }
 
 }  // namespace denoised::cuda

@@ -88,12 +88,6 @@ __device__ inline Step StepAt(const AttentionLaunch& attention, const Work& work
   return step;
 }
 
-__device__ inline float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// The softmax of two rows so far: of a thread's sums (hopper.cuh) index 0 and 1 are row 0, 2 and 3
 /// row 1, and so on.
 struct Softmax {
