@@ -16,8 +16,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "engine/backend/cuda/implicit_gemm.cuh"
-#include "engine/backend/cuda/mma.cuh"
+#include "engine/backend/cuda/conv_mma.cuh"
+#include "engine/backend/cuda/dependent_launch.h"
 
 namespace denoised::cuda {
 namespace {
@@ -43,47 +43,6 @@ __device__ inline int Swizzled(int row, int chunk) {
   return row * kDepth + (chunk ^ (row / 2 % 4)) * 8;
 }
 
-/// Of kParts pieces of work, those that fall to `turn` of kTurns.
-template <int kParts, int kTurns, typename Do>
-__device__ inline void Share(int turn, const Do& what) {
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    if (part * kTurns / kParts == turn) what(part);
-  }
-}
-
-/// Outputs that FinishVector makes: bf16 by eights, with at most one of add and residual beside
-/// them.
-bool HasVectorOutputs(const Conv2dLaunch& conv) {
-  const auto suits = [](const Rows& rows) {
-    return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
-  };
-  return conv.outputs % 8 == 0 && suits(conv.out) && suits(conv.add) && suits(conv.residual) &&
-         (conv.add.data == nullptr || conv.residual.data == nullptr) &&
-         (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
-}
-
-/// Eight outputs from their sums, which began with the bias: + beside, · scale, activation. For
-/// outputs that HasVectorOutputs() holds for.
-__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, uint4 beside,
-                                     float (&v)[8]) {
-  if (has_beside) {
-    const uint32_t words[4] = {beside.x, beside.y, beside.z, beside.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      v[2 * j] += __uint_as_float(words[j] << 16);
-      v[2 * j + 1] += __uint_as_float(words[j] & 0xffff0000u);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] *= conv.scale;
-  if (conv.activation == Activation::kSilu) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
-  }
-  return PackBf16(v);
-}
-
 /// `bias` is conv's, whose own is null: sums begin with it. kVectors: FinishVector makes the
 /// outputs.
 template <typename T, Inputs kInputs, bool kVectors>
@@ -94,7 +53,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   constexpr int kRows = T::kM / kRowsApart, kWeightRows = T::kN / kRowsApart;
   constexpr int kWarpM = T::kM / T::kWarpsM, kWarpN = T::kN / T::kWarpsN;
   constexpr int kFragmentsM = kWarpM / 16, kFragmentsN = kWarpN / 8;
-  static_assert(kRowsApart % 8 == 0 && kFragmentsN % 4 == 0);
+  static_assert(kRowsApart % 8 == 0 && kFragmentsN % 2 == 0);
 
   extern __shared__ __align__(128) unsigned char shared[];
   auto* input_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][kM][kDepth]
@@ -174,17 +133,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_m = warp / T::kWarpsN * kWarpM, warp_n = warp % T::kWarpsN * kWarpN;
   float sums[kFragmentsM][kFragmentsN][4];
-#pragma unroll
-  for (int j = 0; j < kFragmentsN; ++j) {
-    const int n = n0 + warp_n + j * 8 + lane % 4 * 2;
-    const bool biased = bias != nullptr && n < conv.outputs;  // padded to kBiasPadding
-    const float2 begin = biased ? *reinterpret_cast<const float2*>(bias + n) : float2{};
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-      sums[i][j][0] = sums[i][j][2] = begin.x;
-      sums[i][j][1] = sums[i][j][3] = begin.y;
-    }
-  }
+  BeginWithBias(bias, n0 + warp_n, conv.outputs, sums);
   uint32_t a[2][kFragmentsM][4], b[2][kFragmentsN / 2][4];  // one multiplied, one being loaded
   // Where this lane reads the first of its warp's rows. Sixteen rows further the bits that swizzle
   // are the same; sixteen deeper two chunks differ, which is one bit of the swizzled address.
@@ -202,9 +151,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   constexpr int kFills = kRows + kWeightRows, kLoads = kFragmentsM + kFragmentsN / 2;
 
   const int steps = conv.weight_stride / kDepth;
+  const __nv_bfloat16* const first_weight = weight;
+  for (int stage = 0; stage < kStages - 1; ++stage) {  // no other kernel's output
+    if (stage < steps) Share<kWeightRows, 1>(0, [&](int i) { fill_weights(stage, i); });
+    weight += kDepth;
+  }
+  weight = first_weight;
+  WaitForPredecessors();
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (stage < steps) {
-      Share<kFills, 1>(0, [&](int part) { fill(stage, part); });
+      Share<kRows, 1>(0, [&](int i) { fill_inputs(stage, i); });
       advance();
     }
     CommitCopies();
@@ -247,66 +203,17 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     }
   }
 
-  // Through shared memory, 16 rows of a warp at a time, so that each lane finishes vectors of eight
-  // neighbouring outputs. The loop stays one in the code, since the instructions that finish an
-  // output are many. Eight floats of padding put four rows into different banks.
-  constexpr int kLine = kWarpN + 8, kLanes = kWarpN / 8, kPasses = 16 * kLanes / 32;
-  static_assert(T::kWarpsM * T::kWarpsN * 16 * kLine * 4 <= T::kSharedBytes);
   WaitCopies<0>();
   __syncthreads();
-  float* staged = reinterpret_cast<float*>(shared) + warp * 16 * kLine;
-  const float* mine = staged + lane / kLanes * kLine + lane % kLanes * 8;
-  const int n = n0 + warp_n + lane % kLanes * 8;
-  const int image_pixels = conv.out_height * conv.out_width;
-  const int pixels_end = n < conv.outputs ? conv.images * image_pixels : 0;
-  const auto pixel_of = [&](int part, int pass) {
-    return m0 + warp_m + part * 16 + pass * (32 / kLanes) + lane / kLanes;
-  };
-  // What is added to a vector, asked for a part early.
-  const Rows& beside_rows = conv.residual.data != nullptr ? conv.residual : conv.add;
-  const bool has_beside = beside_rows.data != nullptr;
-  uint4 beside[kPasses];
-  const auto load_beside = [&](int part, int pass) {
-    const int pixel = pixel_of(part, pass);
-    if (!kVectors || !has_beside || pixel >= pixels_end) return;
-    const int row = conv.residual.data != nullptr ? pixel : pixel / image_pixels;
-    beside[pass] = *reinterpret_cast<const uint4*>(
-        static_cast<const __nv_bfloat16*>(beside_rows.data) + row * beside_rows.stride + n);
-  };
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) load_beside(0, pass);
-#pragma unroll 1
-  for (int part = 0; part < kFragmentsM; ++part) {
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-      if (i != part) continue;  // registers have no index
-#pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) {
-        float* to = staged + lane / 4 * kLine + j * 8 + lane % 4 * 2;
-        *reinterpret_cast<float2*>(to) = make_float2(sums[i][j][0], sums[i][j][1]);
-        *reinterpret_cast<float2*>(to + 8 * kLine) = make_float2(sums[i][j][2], sums[i][j][3]);
-      }
-    }
-    __syncwarp();
-#pragma unroll(kVectors ? kPasses : 1)
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int pixel = pixel_of(part, pass);
-      const float4* from = reinterpret_cast<const float4*>(mine + pass * (32 / kLanes) * kLine);
-      const float4 low = from[0], high = from[1];
-      float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      if constexpr (kVectors) {
-        const uint4 packed = FinishVector(conv, has_beside, beside[pass], v);
-        if (pixel < pixels_end) {
-          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
-                                    pixel * conv.out.stride + n) = packed;
-        }
-        if (part + 1 < kFragmentsM) load_beside(part + 1, pass);
-      } else {
-        if (pixel < pixels_end) FinishOutputs(conv, pixel, n, v);
-      }
-    }
-    __syncwarp();
-  }
+  ReleaseDependents();
+  static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
+  const int pixels_end = conv.images * conv.out_height * conv.out_width;
+  FinishWarp<kVectors>(conv, sums,
+                       reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4),
+                       n0 + warp_n, [&](int row) {
+                         const int pixel = m0 + warp_m + row;
+                         return pixel < pixels_end ? pixel : -1;
+                       });
 }
 
 int64_t Blocks(const Conv2dLaunch& conv, int tile_m, int tile_n) {
@@ -320,9 +227,10 @@ cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
   const unsigned blocks = static_cast<unsigned>(Blocks(conv, T::kM, T::kN));
   const float* bias = conv.bias;
   conv.bias = nullptr;
-  Conv2dKernel<T, kInputs, kVectors>
-      <<<blocks, T::kThreads, T::kSharedBytes, queue.stream>>>(conv, bias, n_tiles);
-  return cudaGetLastError();
+  return LaunchDependent(
+      Conv2dKernel<T, kInputs, kVectors>,
+      {.grid = dim3(blocks), .block = dim3(T::kThreads), .shared_bytes = T::kSharedBytes}, queue,
+      conv, bias, n_tiles);
 }
 
 template <typename T, Inputs kInputs, bool kVectors>
@@ -330,12 +238,10 @@ cudaError_t LoadTile() {
   return LoadKernel(Conv2dKernel<T, kInputs, kVectors>, T::kSharedBytes);
 }
 
-/// A tile for inputs that are copied and outputs that are vectors, and the microseconds that it
-/// takes on an H200: a step of 32 and all else, where a block has a multiprocessor to itself and
-/// where kBlocks share one.
+/// A tile for inputs that are copied and outputs that are vectors.
 struct Choice {
-  int m, n, blocks;
-  double step_alone, rest_alone, step_shared, rest_shared;
+  int m, n;
+  TileCost cost;
   cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue);
   cudaError_t (*load)();
 };
@@ -344,15 +250,13 @@ constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shar
                           double rest_shared) {
   return {T::kM,
           T::kN,
-          T::kBlocks,
-          step_alone,
-          rest_alone,
-          step_shared,
-          rest_shared,
+          {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
           LaunchTile<T, Inputs::kCopied, true>,
           LoadTile<T, Inputs::kCopied, true>};
 }
 using SmallTile = Tile<64, 64, 2, 2, 4, 4>;
+/// Fitted to 32 layers that were measured with every tile: for each of them the cheapest is the
+/// fastest, or one within 3 % of it.
 constexpr Choice kChoices[] = {
     ChoiceOf<Tile<128, 256, 2, 4, 4, 1>>(0.66, 6.3, 0.66, 4.4),
     ChoiceOf<Tile<128, 128, 2, 2, 3, 2>>(0.40, 5.1, 0.735, 4.0),
@@ -361,19 +265,9 @@ constexpr Choice kChoices[] = {
     ChoiceOf<SmallTile>(0.236, 0.8, 0.50, 2.3),
 };
 
-/// The busiest multiprocessor's time, without the launch. Fitted to 32 layers that were measured
-/// with every tile: for each of them it picks the fastest, or one within 3 % of it.
-double Microseconds(const Choice& choice, const Conv2dLaunch& conv, int multiprocessors) {
-  const int64_t blocks = Blocks(conv, choice.m, choice.n);
-  const int64_t most = (blocks + multiprocessors - 1) / multiprocessors;
-  const double steps = static_cast<double>(conv.weight_stride) / kDepth;
-  const double alone = steps * choice.step_alone + choice.rest_alone;
-  const double shared = steps * choice.step_shared + choice.rest_shared;
-  const int64_t left = most % choice.blocks;  // as many beside each other in the last round
-  const double last = left == 0 ? 0
-                                : alone + (shared - alone) * static_cast<double>(left - 1) /
-                                              std::max(1, choice.blocks - 1);
-  return static_cast<double>(most / choice.blocks) * shared + last;
+double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queue& queue) {
+  return Microseconds(choice.cost, Blocks(conv, choice.m, choice.n), conv.weight_stride / kDepth,
+                      queue.multiprocessors);
 }
 
 }  // namespace
@@ -384,11 +278,10 @@ cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue) {
     return LaunchTile<SmallTile, Inputs::kVector, false>(conv, queue);
   }
   if (!HasVectorOutputs(conv)) return LaunchTile<SmallTile, Inputs::kCopied, false>(conv, queue);
-  const Choice& best = *std::min_element(std::begin(kChoices), std::end(kChoices),
-                                         [&](const Choice& a, const Choice& b) {
-                                           return Microseconds(a, conv, queue.multiprocessors) <
-                                                  Microseconds(b, conv, queue.multiprocessors);
-                                         });
+  const Choice& best = *std::min_element(
+      std::begin(kChoices), std::end(kChoices), [&](const Choice& a, const Choice& b) {
+        return MicrosecondsOf(a, conv, queue) < MicrosecondsOf(b, conv, queue);
+      });
   return best.launch(conv, queue);
 }
 

@@ -99,7 +99,7 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
 cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LaunchConvUnit(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
-cudaError_t LoadConv3x3Kernels();
+cudaError_t LoadConv3x3HopperKernels();
 cudaError_t LoadConvUnitKernels();
 
 }  // namespace denoised::cuda

@@ -522,7 +522,7 @@ cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, cons
                   [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
 }
 
-cudaError_t LoadConv3x3Kernels() {
+cudaError_t LoadConv3x3HopperKernels() {
   for (HopperTile tile : {HopperTile::kPatch64, HopperTile::kPatch128, HopperTile::kPatch192,
                           HopperTile::kPatch128Turns, HopperTile::kPatch192Turns}) {
     const cudaError_t error = WithTile(tile, [](auto chosen) {

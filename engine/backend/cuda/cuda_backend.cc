@@ -642,6 +642,8 @@ class CudaBackend final : public Backend {
       context_->Record(LaunchConv2dFewOutputs(conv, queue_), op);
     } else if (fp32_) {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
+    } else if (SuitsConv3x3(conv)) {
+      context_->Record(LaunchConv3x3(conv, queue_), op);
     } else {
       context_->Record(LaunchConv2d(conv, queue_), op);
     }
@@ -709,13 +711,14 @@ class CudaBackend final : public Backend {
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
-        hopper ? LoadConv3x3Kernels() : cudaSuccess, hopper ? LoadConvUnitKernels() : cudaSuccess,
+        hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
+        hopper ? LoadConvUnitKernels() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
-        LoadConv2dFp32Kernels(), LoadRowLinearKernels(), LoadConv2dNarrowKernels(),
-        LoadGroupNormKernels(), LoadAttentionKernels(), LoadAttentionFp32Kernels(),
-        LoadEmbeddingKernels(), LoadElementwiseKernels(), LoadSamplingKernels(),
-        LoadPackWeightKernels()}) {
+        LoadConv3x3Kernels(), LoadConv2dFp32Kernels(), LoadRowLinearKernels(),
+        LoadConv2dNarrowKernels(), LoadGroupNormKernels(), LoadAttentionKernels(),
+        LoadAttentionFp32Kernels(), LoadEmbeddingKernels(), LoadElementwiseKernels(),
+        LoadSamplingKernels(), LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(

@@ -71,6 +71,9 @@ constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 256;  // outputs of the widest tile
 cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
+/// 3×3 on tensor cores, from patches of the image: for what SuitsConv3x3().
+bool SuitsConv3x3(const Conv2dLaunch& conv);
+cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const Queue& queue);
 /// Of few inputs under a window, or of few outputs: for what SuitsFewInputs(), SuitsFewOutputs().
 bool SuitsFewInputs(const Conv2dLaunch& conv);
 cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue);
@@ -207,6 +210,7 @@ cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int cou
 /// Loads every kernel and sets its shared-memory limit, so that none is loaded during a capture.
 /// cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.
 cudaError_t LoadConv2dKernels();
+cudaError_t LoadConv3x3Kernels();
 cudaError_t LoadConv2dFp32Kernels();
 cudaError_t LoadConv2dNarrowKernels();
 cudaError_t LoadRowLinearKernels();

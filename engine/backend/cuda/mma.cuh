@@ -16,6 +16,16 @@ __device__ inline void CopyAsync16(void* to, const void* from, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
+/// The same if `wanted`, without a branch, which would keep what is before it from what comes
+/// after.
+__device__ inline void CopyAsync16If(bool wanted, void* to, const void* from, bool valid) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;\n}\n" ::"r"(address),
+      "l"(from), "r"(valid ? 16 : 0), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 /// Until at most `kPending` of this thread's latest groups are under way.
 template <int kPending>

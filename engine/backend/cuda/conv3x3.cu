@@ -1,0 +1,343 @@
+// 3×3 convolution from patches, for every chip from sm_80 on; see docs/kernels.md.
+//
+// Policy. A unit is 8×8 pixels of an image; its patch, they and one pixel around them, is in shared
+// memory once for all nine taps, 32 channels at a time. A step along k are these channels under one
+// column of the window, three taps. A line of eight pixels is half of an mma's left operand, so a
+// warp that holds the lines of its pixels and two more in registers multiplies them with all three
+// taps: it reads them once where a matrix product reads them three times.
+//
+// An output is summed in the order (32 channels, column of the window, 16 of the channels, row of
+// the window), whatever the tile; which layers come here follows from their shape alone, so a row's
+// bits are the same in any batch.
+
+#include <algorithm>
+#include <iterator>
+
+#include "engine/backend/cuda/conv_mma.cuh"
+#include "engine/backend/cuda/dependent_launch.h"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kUnitEdge = 8;
+constexpr int kPatchEdge = 10;
+constexpr int kDepth = 32;           // channels of a patch and of a step: two mma
+constexpr int kChunks = kDepth / 8;  // of 16 bytes
+constexpr int kLineElements = kPatchEdge * kDepth;
+constexpr int kPatchElements = kPatchEdge * kLineElements;
+
+/// A block makes kUnits units × kN outputs, a warp kLines lines of a unit × kWarpN outputs. kBlocks
+/// share a multiprocessor, which caps the registers of a thread.
+template <int kUnits_, int kN_, int kLines_, int kWarpN_, int kStages_, int kPatches_, int kBlocks_>
+struct Tile {
+  static constexpr int kUnits = kUnits_, kN = kN_, kLines = kLines_, kWarpN = kWarpN_;
+  static constexpr int kStages = kStages_, kPatches = kPatches_, kBlocks = kBlocks_;
+  static constexpr int kWarpsM = kUnits * kUnitEdge / kLines, kWarpsN = kN / kWarpN;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kStageElements = 3 * kN * kDepth;
+  // A step is asked for kStages - 1 steps early; kPending of them are under way when it is needed.
+  // A patch is asked for during kTurns of the three steps of one, so early that it has come by
+  // then.
+  static constexpr int kPending = kStages - 2;
+  static constexpr int kTurns = std::min(3, 3 * (kPatches - 1) - kPending);
+  static_assert(kPending >= 0 && kTurns > 0);
+  static constexpr int kSharedBytes =
+      2 * (kStages * kStageElements + kPatches * kUnits * kPatchElements);
+  static_assert(kSharedBytes <= 99 * 1024, "what consumer chips have");
+};
+
+/// Where chunk `chunk` of a pixel of a line, or of a row of weights, lies in elements: neighbours,
+/// eight of which ldmatrix reads together, lie in different banks.
+__device__ inline int Swizzled(int row, int chunk) {
+  static_assert(kChunks == 4);  // two rows fill the 128 bytes of all banks
+  return row * kDepth + (chunk ^ (row / 2 % 4)) * 8;
+}
+
+/// Units of an image, and where one begins in its image.
+struct Units {
+  int across, of_image;
+};
+struct Unit {
+  int image, y, x;
+};
+__device__ inline Unit UnitAt(const Units& units, int unit) {
+  const int image = unit / units.of_image, in_image = unit - image * units.of_image;
+  const int y = in_image / units.across;
+  return {image, y * kUnitEdge, (in_image - y * units.across) * kUnitEdge};
+}
+
+/// `bias` is conv's, whose own is null: sums begin with it.
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const float* bias, Units units,
+                  int n_tiles) {
+  constexpr int kStages = T::kStages, kPatches = T::kPatches, kLines = T::kLines;
+  constexpr int kFragmentsM = kLines / 2, kFragmentsN = T::kWarpN / 8;
+  constexpr int kPairs = kFragmentsM + 2, kColumnPairs = kFragmentsN / 2;
+  // Of a step, each 16 outputs under one row of the window; copies are asked for in the first of
+  // them.
+  constexpr int kHalfParts = 3 * kColumnPairs, kParts = 2 * kHalfParts,
+                kFillParts = kHalfParts / 2 + 1;
+  static_assert(kFragmentsN % 2 == 0 && kLines % 2 == 0);
+
+  extern __shared__ __align__(128) unsigned char shared[];
+  auto* weight_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][3][kN][kDepth]
+  // [kPatches][kUnits][10][10][kDepth]
+  __nv_bfloat16* patch_ring = weight_ring + kStages * T::kStageElements;
+
+  const int first_unit = static_cast<int>(blockIdx.x) / n_tiles * T::kUnits;
+  const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
+  const int channels = conv.channels + conv.channels2;
+
+  // This thread copies chunk `chunk` of rows row, row + kRowsApart, … of a step's weights,
+  const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
+  constexpr int kRowsApart = T::kThreads / kChunks;
+  constexpr int kWeightFills = (3 * T::kN + kRowsApart - 1) / kRowsApart;
+  constexpr bool kWholeTaps = T::kN % kRowsApart == 0;  // which tap it is does not depend on `row`
+  const auto* weight = static_cast<const __nv_bfloat16*>(conv.weight) + chunk * 8 +
+                       static_cast<int64_t>(n0 + (kWholeTaps ? row : 0)) * conv.weight_stride;
+  const auto fill_weights = [&](int stage, int depth, int column, int i) {
+    const int more = i * kRowsApart, at = kWholeTaps ? more : row + more;
+    const int n = at % T::kN, tap = at / T::kN * 3 + column;
+    CopyAsync16If(3 * T::kN % kRowsApart == 0 || row + more < 3 * T::kN,
+                  weight_ring + stage * T::kStageElements + Swizzled(row, chunk) + more * kDepth,
+                  weight + (n * conv.weight_stride + tap * channels + depth),
+                  n0 + n + (kWholeTaps ? row : 0) < conv.outputs && depth < channels);
+  };
+  // and of column patch_x of every kLinesApart-th line of the patches from patch_line on, whose
+  // pixels are in `pixels`, or −1. Threads beyond the last of these lines copy none.
+  constexpr int kLineChunks = kPatchEdge * kChunks, kLinesApart = T::kThreads / kLineChunks;
+  constexpr int kPatchLines = T::kUnits * kPatchEdge;
+  constexpr int kPatchFills = (kPatchLines + kLinesApart - 1) / kLinesApart;
+  const int patch_x = threadIdx.x % kLineChunks / kChunks;
+  const int patch_line = threadIdx.x < kLinesApart * kLineChunks
+                             ? static_cast<int>(threadIdx.x) / kLineChunks
+                             : kPatchLines;
+  int pixels[kPatchFills];
+#pragma unroll
+  for (int i = 0; i < kPatchFills; ++i) {
+    const int line = patch_line + i * kLinesApart;
+    const Unit unit = UnitAt(units, first_unit + line / kPatchEdge);
+    const int y = unit.y + line % kPatchEdge - 1, x = unit.x + patch_x - 1;
+    const int up = conv.upsample2x ? 1 : 0;  // nearest neighbour: the doubled image is never made
+    const bool inside = unit.image < conv.images &&
+                        static_cast<unsigned>(y) < static_cast<unsigned>(conv.out_height) &&
+                        static_cast<unsigned>(x) < static_cast<unsigned>(conv.out_width);
+    pixels[i] = inside ? (unit.image * conv.height + (y >> up)) * conv.width + (x >> up) : -1;
+  }
+  const auto* const x = static_cast<const __nv_bfloat16*>(conv.x.data) + chunk * 8;
+  const auto* const x2 =
+      static_cast<const __nv_bfloat16*>(conv.x2.data) + chunk * 8 - conv.channels;
+  const int x_stride = static_cast<int>(conv.x.stride);
+  const int x2_stride = static_cast<int>(conv.x2.stride);
+  const auto fill_patch = [&](int slot, int depth, int i) {
+    const bool first = depth < conv.channels;
+    CopyAsync16If(
+        patch_line + i * kLinesApart < kPatchLines,
+        patch_ring + slot * T::kUnits * kPatchElements +
+            (patch_line + i * kLinesApart) * kLineElements + Swizzled(patch_x, chunk),
+        (first ? x : x2) + depth + static_cast<int64_t>(pixels[i]) * (first ? x_stride : x2_stride),
+        pixels[i] >= 0 && depth < channels);
+  };
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_n = warp % T::kWarpsN * T::kWarpN;
+  const int warp_line = warp / T::kWarpsN * kLines;  // of all units' pixels
+  const int warp_unit = warp_line / kUnitEdge, unit_line = warp_line % kUnitEdge;
+  const int weight_at = Swizzled(warp_n + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const int line_at =
+      warp_unit * kPatchElements + (unit_line + lane / 8 % 2 * kLines / 2) * kLineElements;
+
+  // Left operands are pairs of lines: the first with the one in the middle, and so on. A row of the
+  // window is one pair further on, so that three rows share all pairs but two. Right operands are
+  // of 16 outputs. While some are multiplied, others are loaded.
+  uint32_t pairs[2][kPairs][4], columns[2][4];
+  const auto load_pair = [&](int half, int slot, int window_column, int pair) {
+    LoadMatrices(pairs[half][pair],
+                 patch_ring + slot * T::kUnits * kPatchElements + line_at + pair * kLineElements +
+                     (Swizzled(window_column + lane % 8, lane / 16) ^ (half * 16)));
+  };
+  const auto load_columns = [&](int into, int stage, int part) {
+    const int half = part / kHalfParts, row_part = part % kHalfParts;
+    LoadMatrices(columns[into],
+                 weight_ring + stage * T::kStageElements +
+                     (row_part / kColumnPairs * T::kN + row_part % kColumnPairs * 16) * kDepth +
+                     (weight_at ^ (half * 16)));
+  };
+
+  float sums[kFragmentsM][kFragmentsN][4];
+#pragma unroll
+  for (int step = 0; step < kStages - 1; ++step) {  // no other kernel's output
+#pragma unroll
+    for (int i = 0; i < kWeightFills; ++i) fill_weights(step, step / 3 * kDepth, step % 3, i);
+  }
+  BeginWithBias(bias, n0 + warp_n, conv.outputs, sums);
+  WaitForPredecessors();
+#pragma unroll
+  for (int patch = 0; patch < kPatches - 1; ++patch) {
+#pragma unroll
+    for (int i = 0; i < kPatchFills; ++i) {
+      fill_patch(patch, patch * kDepth, i);
+    }
+    CommitCopies();
+  }
+  WaitCopies<kPatches - 2>();
+  __syncthreads();
+#pragma unroll
+  for (int pair = 0; pair < kFragmentsM; ++pair) load_pair(0, 0, 0, pair);
+  load_columns(0, 0, 0);
+
+  int stage = 0, empty_stage = kStages - 1, slot = 0, empty_slot = kPatches - 1;
+#pragma unroll 1
+  for (int depth = 0; depth < channels; depth += kDepth) {
+    const int next_slot = slot + 1 == kPatches ? 0 : slot + 1;
+    const int patch_depth = depth + (kPatches - 1) * kDepth;
+#pragma unroll
+    for (int window_column = 0; window_column < 3; ++window_column) {
+      const int next_stage = stage + 1 == kStages ? 0 : stage + 1;
+      const int later = window_column + kStages - 1;  // the step that is asked for
+      const int later_depth = depth + later / 3 * kDepth;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int half = part / kHalfParts, row = part % kHalfParts / kColumnPairs;
+        if (part == kParts - 1) {
+          // The next step's weights and pixels are there, and everyone has loaded this one's.
+          CommitCopies();
+          WaitCopies<T::kPending>();
+          __syncthreads();
+        }
+        // Copies and loads between the multiplications, which would otherwise wait for them.
+        const int now = part % 2;
+        if (part + 1 < kParts) {
+          load_columns(1 - now, stage, part + 1);
+          if (part % kColumnPairs == 0 && row < 2) {
+            load_pair(half, slot, window_column, kFragmentsM + row);
+          }
+          if (half == 0 && row == 2) {
+            Share<kFragmentsM, kColumnPairs>(
+                part % kColumnPairs, [&](int pair) { load_pair(1, slot, window_column, pair); });
+          }
+          Share<kWeightFills, kFillParts>(
+              part, [&](int i) { fill_weights(empty_stage, later_depth, later % 3, i); });
+          Share<kPatchFills, kFillParts * T::kTurns>(
+              part < kFillParts ? window_column * kFillParts + part : -1,
+              [&](int i) { fill_patch(empty_slot, patch_depth, i); });
+        } else {
+          load_columns(1 - now, next_stage, 0);
+#pragma unroll
+          for (int pair = 0; pair < kFragmentsM; ++pair) {
+            load_pair(0, window_column == 2 ? next_slot : slot, (window_column + 1) % 3, pair);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int i = 0; i < kFragmentsM; ++i) {
+            Multiply(sums[i][part % kColumnPairs * 2 + j], pairs[half][i + row],
+                     columns[now][j * 2], columns[now][j * 2 + 1]);
+          }
+        }
+      }
+      empty_stage = stage;
+      stage = next_stage;
+    }
+    empty_slot = slot;
+    slot = next_slot;
+  }
+  WaitCopies<0>();
+  __syncthreads();
+  ReleaseDependents();
+
+  static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
+  const Unit unit = UnitAt(units, first_unit + warp_unit);
+  FinishWarp<true>(
+      conv, sums, reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4),
+      n0 + warp_n, [&](int row) {
+        const int line = row / 16 + row / 8 % 2 * kLines / 2;
+        const int y = unit.y + unit_line + line, x = unit.x + row % 8;
+        const bool inside = unit.image < conv.images && y < conv.out_height && x < conv.out_width;
+        return inside ? (unit.image * conv.out_height + y) * conv.out_width + x : -1;
+      });
+}
+
+Units UnitsOf(const Conv2dLaunch& conv) {
+  const int across = (conv.out_width + kUnitEdge - 1) / kUnitEdge;
+  return {across, across * ((conv.out_height + kUnitEdge - 1) / kUnitEdge)};
+}
+
+template <typename T>
+cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
+  const Units units = UnitsOf(conv);
+  const int n_tiles = (conv.outputs + T::kN - 1) / T::kN;
+  const int m_tiles = (conv.images * units.of_image + T::kUnits - 1) / T::kUnits;
+  const float* bias = conv.bias;
+  conv.bias = nullptr;
+  return LaunchDependent(Conv3x3Kernel<T>,
+                         {.grid = dim3(static_cast<unsigned>(m_tiles * n_tiles)),
+                          .block = dim3(T::kThreads),
+                          .shared_bytes = T::kSharedBytes},
+                         queue, conv, bias, units, n_tiles);
+}
+
+template <typename T>
+cudaError_t LoadTile() {
+  return LoadKernel(Conv3x3Kernel<T>, T::kSharedBytes);
+}
+
+struct Choice {
+  int units, n;
+  TileCost cost;
+  cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue);
+  cudaError_t (*load)();
+};
+template <typename T>
+constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shared,
+                          double rest_shared) {
+  return {T::kUnits,
+          T::kN,
+          {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
+          LaunchTile<T>,
+          LoadTile<T>};
+}
+constexpr Choice kChoices[] = {
+    ChoiceOf<Tile<4, 128, 8, 64, 2, 2, 1>>(1.6, 5, 1.6, 5),
+    ChoiceOf<Tile<2, 128, 8, 64, 2, 2, 2>>(1.1, 4, 1.6, 5),
+    ChoiceOf<Tile<1, 64, 4, 32, 4, 3, 3>>(0.4, 3, 0.9, 4),
+    ChoiceOf<Tile<1, 32, 4, 16, 5, 3, 4>>(0.3, 2, 0.7, 3),
+};
+
+double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queue& queue) {
+  const int64_t units = int64_t{conv.images} * UnitsOf(conv).of_image;
+  return Microseconds(
+      choice.cost,
+      (units + choice.units - 1) / choice.units * ((conv.outputs + choice.n - 1) / choice.n),
+      3 * (conv.channels + conv.channels2) / kDepth, queue.multiprocessors);
+}
+
+}  // namespace
+
+bool SuitsConv3x3(const Conv2dLaunch& conv) {
+  const int up = conv.upsample2x ? 2 : 1;
+  return conv.kernel == 3 && conv.stride == 1 && conv.pad_top == 1 && conv.pad_left == 1 &&
+         conv.out_height == up * conv.height && conv.out_width == up * conv.width &&
+         conv.weight_element == Element::kBf16 && conv.x.element == Element::kBf16 &&
+         HasVectorInputs(conv) && conv.channels % kDepth == 0 && conv.channels2 % kDepth == 0 &&
+         HasVectorOutputs(conv);
+}
+
+cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const Queue& queue) {
+  const Choice& best = *std::min_element(
+      std::begin(kChoices), std::end(kChoices), [&](const Choice& a, const Choice& b) {
+        return MicrosecondsOf(a, conv, queue) < MicrosecondsOf(b, conv, queue);
+      });
+  return best.launch(conv, queue);
+}
+
+cudaError_t LoadConv3x3Kernels() {
+  for (const Choice& choice : kChoices) {
+    if (cudaError_t error = choice.load(); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace denoised::cuda

@@ -1,0 +1,162 @@
+#pragma once
+
+#include <algorithm>
+
+#include "engine/backend/cuda/implicit_gemm.cuh"
+#include "engine/backend/cuda/mma.cuh"
+
+/// What the convolutions on mma.sync share, conv2d.cu and conv3x3.cu: how work is spread between
+/// multiplications, where sums begin, how a warp's sums become outputs, and what a tile costs.
+
+namespace denoised::cuda {
+
+/// Of kParts pieces of work, those that fall to `turn` of kTurns.
+template <int kParts, int kTurns, typename Do>
+__device__ inline void Share(int turn, const Do& what) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    if (part * kTurns / kParts == turn) what(part);
+  }
+}
+
+/// Outputs that FinishVector makes: bf16 by eights, with at most one of add and residual beside
+/// them.
+inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
+  const auto suits = [](const Rows& rows) {
+    return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
+  };
+  return conv.outputs % 8 == 0 && suits(conv.out) && suits(conv.add) && suits(conv.residual) &&
+         (conv.add.data == nullptr || conv.residual.data == nullptr) &&
+         (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
+}
+
+/// Eight outputs from their sums, which began with the bias: + beside, · scale, activation. For
+/// outputs that HasVectorOutputs() holds for.
+__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, uint4 beside,
+                                     float (&v)[8]) {
+  if (has_beside) {
+    const uint32_t words[4] = {beside.x, beside.y, beside.z, beside.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      v[2 * j] += __uint_as_float(words[j] << 16);
+      v[2 * j + 1] += __uint_as_float(words[j] & 0xffff0000u);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] *= conv.scale;
+  if (conv.activation == Activation::kSilu) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
+  }
+  return PackBf16(v);
+}
+
+/// A warp's sums [16 · kM pixels, 8 · kN outputs], the first output being `n`, begin with the bias,
+/// which is padded to kBiasPadding.
+template <int kM, int kN>
+__device__ inline void BeginWithBias(const float* bias, int n, int outputs,
+                                     float (&sums)[kM][kN][4]) {
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+    const int at = n + j * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
+    const bool biased = bias != nullptr && at < outputs;
+    const float2 begin = biased ? *reinterpret_cast<const float2*>(bias + at) : float2{};
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      sums[i][j][0] = sums[i][j][2] = begin.x;
+      sums[i][j][1] = sums[i][j][3] = begin.y;
+    }
+  }
+}
+
+/// Bytes of shared memory that a warp finishes its outputs in: eight floats of padding put four
+/// rows into different banks.
+template <int kN>
+constexpr int kFinishBytes = 16 * (8 * kN + 8) * 4;
+
+/// Finishes the outputs of such sums, `pixel_of(row)` being where they belong, or −1. Through
+/// `staged`, kFinishBytes of the warp's own, 16 rows at a time, so that each lane finishes vectors
+/// of eight neighbouring outputs. The loop stays one in the code, since the instructions that
+/// finish an output are many. kVectors: FinishVector makes the outputs.
+template <bool kVectors, int kM, int kN, typename PixelOf>
+__device__ inline void FinishWarp(const Conv2dLaunch& conv, const float (&sums)[kM][kN][4],
+                                  float* staged, int first_n, const PixelOf& pixel_of) {
+  constexpr int kLine = 8 * kN + 8, kLanes = kN, kPasses = 16 * kLanes / 32;
+  const int lane = threadIdx.x % 32;
+  const int image_pixels = conv.out_height * conv.out_width;
+  static_assert(16 * kLanes % 32 == 0);
+  const auto row_at = [&](int pass) { return (pass * 32 + lane) / kLanes; };
+  const auto column_at = [&](int pass) { return (pass * 32 + lane) % kLanes * 8; };
+  const auto pixel_at = [&](int part, int pass) {
+    return first_n + column_at(pass) < conv.outputs ? pixel_of(part * 16 + row_at(pass)) : -1;
+  };
+  // What is added to a vector, asked for a part early.
+  const Rows& beside_rows = conv.residual.data != nullptr ? conv.residual : conv.add;
+  const bool has_beside = beside_rows.data != nullptr;
+  uint4 beside[kPasses];
+  const auto load_beside = [&](int part, int pass) {
+    const int pixel = pixel_at(part, pass);
+    if (!kVectors || !has_beside || pixel < 0) return;
+    const int row = conv.residual.data != nullptr ? pixel : pixel / image_pixels;
+    beside[pass] =
+        *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(beside_rows.data) +
+                                        row * beside_rows.stride + first_n + column_at(pass));
+  };
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) load_beside(0, pass);
+#pragma unroll 1
+  for (int part = 0; part < kM; ++part) {
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      if (i != part) continue;  // registers have no index
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        float* to = staged + lane / 4 * kLine + j * 8 + lane % 4 * 2;
+        *reinterpret_cast<float2*>(to) = make_float2(sums[i][j][0], sums[i][j][1]);
+        *reinterpret_cast<float2*>(to + 8 * kLine) = make_float2(sums[i][j][2], sums[i][j][3]);
+      }
+    }
+    __syncwarp();
+#pragma unroll(kVectors ? kPasses : 1)
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int pixel = pixel_at(part, pass);
+      const int n = first_n + column_at(pass);
+      const auto* from =
+          reinterpret_cast<const float4*>(staged + row_at(pass) * kLine + column_at(pass));
+      const float4 low = from[0], high = from[1];
+      float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      if constexpr (kVectors) {
+        const uint4 packed = FinishVector(conv, has_beside, beside[pass], v);
+        if (pixel >= 0) {
+          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
+                                    pixel * conv.out.stride + n) = packed;
+        }
+        if (part + 1 < kM) load_beside(part + 1, pass);
+      } else {
+        if (pixel >= 0) FinishOutputs(conv, pixel, n, v);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+/// The microseconds that a tile takes on an H200, a step along k and all else, where a block has a
+/// multiprocessor to itself and where `blocks` share one.
+struct TileCost {
+  int blocks;
+  double step_alone, rest_alone, step_shared, rest_shared;
+};
+
+/// The busiest multiprocessor's time for `tiles` of them, without the launch.
+inline double Microseconds(const TileCost& cost, int64_t tiles, int steps, int multiprocessors) {
+  const int64_t most = (tiles + multiprocessors - 1) / multiprocessors;
+  const double alone = steps * cost.step_alone + cost.rest_alone;
+  const double shared = steps * cost.step_shared + cost.rest_shared;
+  const int64_t left = most % cost.blocks;  // as many beside each other in the last round
+  const double last = left == 0 ? 0
+                                : alone + (shared - alone) * static_cast<double>(left - 1) /
+                                              std::max(1, cost.blocks - 1);
+  return static_cast<double>(most / cost.blocks) * shared + last;
+}
+
+}  // namespace denoised::cuda
