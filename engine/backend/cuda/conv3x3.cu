@@ -1,7 +1,8 @@
 // 3×3 convolution from patches, for every chip from sm_80 on; see docs/kernels.md.
 //
 // Policy. A unit is 8×8 pixels of an image; its patch, they and one pixel around them, is in shared
-// memory once for all nine taps, 32 channels at a time. A step along k are these channels under one
+// memory once for all nine taps, 32 channels at a time. Of images that are smaller a unit may be
+// four squares of 4×4, each with its pixels around it. A step along k are these channels under one
 // column of the window, three taps. A line of eight pixels is half of an mma's left operand, so a
 // warp that holds the lines of its pixels and two more in registers multiplies them with all three
 // taps: it reads them once where a matrix product reads them three times.
@@ -20,20 +21,23 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kUnitEdge = 8;
-constexpr int kPatchEdge = 10;
 constexpr int kDepth = 32;           // channels of a patch and of a step: two mma
 constexpr int kChunks = kDepth / 8;  // of 16 bytes
-constexpr int kLineElements = kPatchEdge * kDepth;
-constexpr int kPatchElements = kPatchEdge * kLineElements;
 
 /// A block makes kUnits units × kN outputs, a warp kLines lines of a unit × kWarpN outputs. kBlocks
-/// share a multiprocessor, which caps the registers of a thread.
-template <int kUnits_, int kN_, int kLines_, int kWarpN_, int kStages_, int kPatches_, int kBlocks_>
+/// share a multiprocessor, which caps the registers of a thread. kSquare: the edge of a unit's
+/// squares.
+template <int kUnits_, int kN_, int kLines_, int kWarpN_, int kStages_, int kPatches_, int kBlocks_,
+          int kSquare_ = kUnitEdge>
 struct Tile {
   static constexpr int kUnits = kUnits_, kN = kN_, kLines = kLines_, kWarpN = kWarpN_;
   static constexpr int kStages = kStages_, kPatches = kPatches_, kBlocks = kBlocks_;
   static constexpr int kWarpsM = kUnits * kUnitEdge / kLines, kWarpsN = kN / kWarpN;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kSquare = kSquare_, kSquares = kUnitEdge / kSquare;  // along an edge
+  static constexpr int kPatchEdge = kSquares * (kSquare + 2);
+  static constexpr int kLineElements = kPatchEdge * kDepth;
+  static constexpr int kPatchElements = kPatchEdge * kLineElements;
   static constexpr int kStageElements = 3 * kN * kDepth;
   // A step is asked for kStages - 1 steps early; kPending of them are under way when it is needed.
   // A patch is asked for during kTurns of the three steps of one, so early that it has come by
@@ -53,25 +57,28 @@ __device__ inline int Swizzled(int row, int chunk) {
   return row * kDepth + (chunk ^ (row / 2 % 4)) * 8;
 }
 
-/// Units of an image, and where one begins in its image.
-struct Units {
+/// Squares of an image, and where one begins in its image.
+struct Squares {
   int across, of_image;
 };
-struct Unit {
+struct Square {
   int image, y, x;
 };
-__device__ inline Unit UnitAt(const Units& units, int unit) {
-  const int image = unit / units.of_image, in_image = unit - image * units.of_image;
-  const int y = in_image / units.across;
-  return {image, y * kUnitEdge, (in_image - y * units.across) * kUnitEdge};
+template <typename T>
+__device__ inline Square SquareAt(const Squares& squares, int square) {
+  const int image = square / squares.of_image, in_image = square - image * squares.of_image;
+  const int y = in_image / squares.across;
+  return {image, y * T::kSquare, (in_image - y * squares.across) * T::kSquare};
 }
 
 /// `bias` is conv's, whose own is null: sums begin with it.
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const float* bias, Units units,
+    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const float* bias, Squares squares,
                   int n_tiles) {
   constexpr int kStages = T::kStages, kPatches = T::kPatches, kLines = T::kLines;
+  constexpr int kSquare = T::kSquare, kSquares = T::kSquares;
+  constexpr int kPatchEdge = T::kPatchEdge, kLineElements = T::kLineElements;
   constexpr int kFragmentsM = kLines / 2, kFragmentsN = T::kWarpN / 8;
   constexpr int kPairs = kFragmentsM + 2, kColumnPairs = kFragmentsN / 2;
   // Of a step, each 16 outputs under one row of the window; copies are asked for in the first of
@@ -82,7 +89,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
   extern __shared__ __align__(128) unsigned char shared[];
   auto* weight_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][3][kN][kDepth]
-  // [kPatches][kUnits][10][10][kDepth]
+  // [kPatches][kUnits][kPatchEdge][kPatchEdge][kDepth]
   __nv_bfloat16* patch_ring = weight_ring + kStages * T::kStageElements;
 
   const int first_unit = static_cast<int>(blockIdx.x) / n_tiles * T::kUnits;
@@ -117,13 +124,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
   for (int i = 0; i < kPatchFills; ++i) {
     const int line = patch_line + i * kLinesApart;
-    const Unit unit = UnitAt(units, first_unit + line / kPatchEdge);
-    const int y = unit.y + line % kPatchEdge - 1, x = unit.x + patch_x - 1;
+    constexpr int kAround = kSquare + 2;
+    const Square square =
+        SquareAt<T>(squares, (first_unit + line / kPatchEdge) * kSquares * kSquares +
+                                 line % kPatchEdge / kAround * kSquares + patch_x / kAround);
+    const int y = square.y + line % kAround - 1, x = square.x + patch_x % kAround - 1;
     const int up = conv.upsample2x ? 1 : 0;  // nearest neighbour: the doubled image is never made
-    const bool inside = unit.image < conv.images &&
+    const bool inside = square.image < conv.images &&
                         static_cast<unsigned>(y) < static_cast<unsigned>(conv.out_height) &&
                         static_cast<unsigned>(x) < static_cast<unsigned>(conv.out_width);
-    pixels[i] = inside ? (unit.image * conv.height + (y >> up)) * conv.width + (x >> up) : -1;
+    pixels[i] = inside ? (square.image * conv.height + (y >> up)) * conv.width + (x >> up) : -1;
   }
   const auto* const x = static_cast<const __nv_bfloat16*>(conv.x.data) + chunk * 8;
   const auto* const x2 =
@@ -134,7 +144,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const bool first = depth < conv.channels;
     CopyAsync16If(
         patch_line + i * kLinesApart < kPatchLines,
-        patch_ring + slot * T::kUnits * kPatchElements +
+        patch_ring + slot * T::kUnits * T::kPatchElements +
             (patch_line + i * kLinesApart) * kLineElements + Swizzled(patch_x, chunk),
         (first ? x : x2) + depth + static_cast<int64_t>(pixels[i]) * (first ? x_stride : x2_stride),
         pixels[i] >= 0 && depth < channels);
@@ -145,8 +155,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int warp_line = warp / T::kWarpsN * kLines;  // of all units' pixels
   const int warp_unit = warp_line / kUnitEdge, unit_line = warp_line % kUnitEdge;
   const int weight_at = Swizzled(warp_n + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const int line_at =
-      warp_unit * kPatchElements + (unit_line + lane / 8 % 2 * kLines / 2) * kLineElements;
+  const auto in_patch = [](int at) { return at + at / kSquare * 2; };  // of a line or column
+  const int line_at = warp_unit * T::kPatchElements +
+                      in_patch(unit_line + lane / 8 % 2 * kLines / 2) * kLineElements;
 
   // Left operands are pairs of lines: the first with the one in the middle, and so on. A row of the
   // window is one pair further on, so that three rows share all pairs but two. Right operands are
@@ -154,8 +165,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   uint32_t pairs[2][kPairs][4], columns[2][4];
   const auto load_pair = [&](int half, int slot, int window_column, int pair) {
     LoadMatrices(pairs[half][pair],
-                 patch_ring + slot * T::kUnits * kPatchElements + line_at + pair * kLineElements +
-                     (Swizzled(window_column + lane % 8, lane / 16) ^ (half * 16)));
+                 patch_ring + slot * T::kUnits * T::kPatchElements + line_at +
+                     pair * kLineElements +
+                     (Swizzled(window_column + in_patch(lane % 8), lane / 16) ^ (half * 16)));
   };
   const auto load_columns = [&](int into, int stage, int part) {
     const int half = part / kHalfParts, row_part = part % kHalfParts;
@@ -249,34 +261,44 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   ReleaseDependents();
 
   static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
-  const Unit unit = UnitAt(units, first_unit + warp_unit);
+  const int first_square = (first_unit + warp_unit) * kSquares * kSquares;
+  const Square first = SquareAt<T>(squares, first_square);
   FinishWarp<true>(
       conv, sums, reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4),
       n0 + warp_n, [&](int row) {
-        const int line = row / 16 + row / 8 % 2 * kLines / 2;
-        const int y = unit.y + unit_line + line, x = unit.x + row % 8;
-        const bool inside = unit.image < conv.images && y < conv.out_height && x < conv.out_width;
-        return inside ? (unit.image * conv.out_height + y) * conv.out_width + x : -1;
+        const int line = unit_line + row / 16 + row / 8 % 2 * kLines / 2, column = row % 8;
+        const Square square =
+            kSquares == 1
+                ? first
+                : SquareAt<T>(squares, first_square + line / kSquare * kSquares + column / kSquare);
+        const int y = square.y + line % kSquare, x = square.x + column % kSquare;
+        const bool inside = square.image < conv.images && y < conv.out_height && x < conv.out_width;
+        return inside ? (square.image * conv.out_height + y) * conv.out_width + x : -1;
       });
 }
 
-Units UnitsOf(const Conv2dLaunch& conv) {
-  const int across = (conv.out_width + kUnitEdge - 1) / kUnitEdge;
-  return {across, across * ((conv.out_height + kUnitEdge - 1) / kUnitEdge)};
+Squares SquaresOf(const Conv2dLaunch& conv, int square) {
+  const int across = (conv.out_width + square - 1) / square;
+  return {across, across * ((conv.out_height + square - 1) / square)};
+}
+
+/// Blocks along the pixels.
+int64_t BlocksOf(const Conv2dLaunch& conv, int square, int units) {
+  const int squares = units * (kUnitEdge / square) * (kUnitEdge / square);  // of a block
+  return (int64_t{conv.images} * SquaresOf(conv, square).of_image + squares - 1) / squares;
 }
 
 template <typename T>
 cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
-  const Units units = UnitsOf(conv);
   const int n_tiles = (conv.outputs + T::kN - 1) / T::kN;
-  const int m_tiles = (conv.images * units.of_image + T::kUnits - 1) / T::kUnits;
+  const auto m_tiles = static_cast<int>(BlocksOf(conv, T::kSquare, T::kUnits));
   const float* bias = conv.bias;
   conv.bias = nullptr;
   return LaunchDependent(Conv3x3Kernel<T>,
                          {.grid = dim3(static_cast<unsigned>(m_tiles * n_tiles)),
                           .block = dim3(T::kThreads),
                           .shared_bytes = T::kSharedBytes},
-                         queue, conv, bias, units, n_tiles);
+                         queue, conv, bias, SquaresOf(conv, T::kSquare), n_tiles);
 }
 
 template <typename T>
@@ -285,7 +307,7 @@ cudaError_t LoadTile() {
 }
 
 struct Choice {
-  int units, n;
+  int square, units, n;
   TileCost cost;
   cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue);
   cudaError_t (*load)();
@@ -293,25 +315,26 @@ struct Choice {
 template <typename T>
 constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shared,
                           double rest_shared) {
-  return {T::kUnits,
-          T::kN,
-          {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
-          LaunchTile<T>,
-          LoadTile<T>};
+  return {T::kSquare,    T::kUnits,
+          T::kN,         {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
+          LaunchTile<T>, LoadTile<T>};
 }
+/// Fitted to 30 layers that were measured with every tile: the cheapest is the fastest of them, or
+/// at most 18 % slower where what many small tiles want of the L2 at once is most of the time.
 constexpr Choice kChoices[] = {
-    ChoiceOf<Tile<4, 128, 8, 64, 2, 2, 1>>(1.6, 5, 1.6, 5),
-    ChoiceOf<Tile<2, 128, 8, 64, 2, 2, 2>>(1.1, 4, 1.6, 5),
-    ChoiceOf<Tile<1, 64, 4, 32, 4, 3, 3>>(0.4, 3, 0.9, 4),
-    ChoiceOf<Tile<1, 32, 4, 16, 5, 3, 4>>(0.3, 2, 0.7, 3),
+    ChoiceOf<Tile<2, 128, 8, 64, 2, 2, 2>>(0.927, 7.59, 1.57, 10.1),
+    ChoiceOf<Tile<2, 96, 8, 48, 3, 2, 2>>(0.713, 5.04, 1.214, 7.66),
+    ChoiceOf<Tile<2, 64, 8, 32, 3, 2, 2>>(0.572, 3.05, 0.882, 6.54),
+    ChoiceOf<Tile<1, 64, 4, 32, 3, 2, 4>>(0.342, 1.37, 0.983, 4.99),
+    ChoiceOf<Tile<1, 64, 4, 32, 3, 2, 4, 4>>(0.231, 6.05, 1.114, 9.01),
+    ChoiceOf<Tile<1, 32, 4, 16, 5, 3, 4>>(0.223, 1.13, 0.657, 3.87),
 };
 
 double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queue& queue) {
-  const int64_t units = int64_t{conv.images} * UnitsOf(conv).of_image;
-  return Microseconds(
-      choice.cost,
-      (units + choice.units - 1) / choice.units * ((conv.outputs + choice.n - 1) / choice.n),
-      3 * (conv.channels + conv.channels2) / kDepth, queue.multiprocessors);
+  const int64_t tiles =
+      BlocksOf(conv, choice.square, choice.units) * ((conv.outputs + choice.n - 1) / choice.n);
+  return Microseconds(choice.cost, tiles, 3 * (conv.channels + conv.channels2) / kDepth,
+                      queue.multiprocessors);
 }
 
 }  // namespace

@@ -30,18 +30,21 @@ __device__ inline uint32_t PackBf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+__device__ inline void UnpackBf16(const uint4& bits, float (&v)[8]) {
+  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {  // bf16 is the upper half of an fp32
+    v[2 * j] = __uint_as_float(words[j] << 16);
+    v[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+  }
+}
+
 /// Eight neighbours in memory as fp32. `i` is a multiple of 8, `rows.vector` holds.
 template <Element kElement>
 __device__ inline void LoadVectorOf(const Rows& rows, int64_t i, float (&v)[8]) {
   if constexpr (kElement == Element::kBf16) {
-    const uint4 bits =
-        *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(rows.data) + i);
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {  // bf16 is the upper half of an fp32
-      v[2 * j] = __uint_as_float(words[j] << 16);
-      v[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
-    }
+    UnpackBf16(*reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(rows.data) + i),
+               v);
   } else {
     const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(rows.data) + i);
     const float4 a = from[0], b = from[1];

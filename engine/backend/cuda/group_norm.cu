@@ -237,22 +237,29 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   return cudaSuccess;
 }
 
-/// Factors and offsets of channel `c` of an image, of its group's statistics; halved for
-/// SiluOfHalf.
-__device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, int c, float mean,
-                                    float inverse_deviation) {
-  const int channels = norm.channels + norm.channels2;
+/// What becomes of channel `c` of a normalised image; halved for SiluOfHalf.
+struct Affine {
+  float factor, offset;
+};
+__device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, int c) {
   const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;
-  float factor = unit * norm.gamma[c], offset = unit * norm.beta[c];
+  Affine affine = {unit * norm.gamma[c], unit * norm.beta[c]};
   if (norm.scale_shift.data != nullptr) {
     const float scale = 1.0f + Load(norm.scale_shift, image, c);
-    factor *= scale;
-    offset = fmaf(offset, scale, unit * Load(norm.scale_shift, image, channels + c));
+    const float shift = Load(norm.scale_shift, image, norm.channels + norm.channels2 + c);
+    affine = {affine.factor * scale, fmaf(affine.offset, scale, unit * shift)};
   }
-  factor *= inverse_deviation;
+  return affine;
+}
+
+/// The same of one that is not yet.
+__device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, int c,
+                                    const Affine& affine, float mean, float inverse_deviation) {
+  const int channels = norm.channels + norm.channels2;
+  const float factor = affine.factor * inverse_deviation;
   float* const to = norm.factors + image * 2 * channels;
   to[c] = factor;
-  to[channels + c] = fmaf(-mean, factor, offset);
+  to[channels + c] = fmaf(-mean, factor, affine.offset);
 }
 
 /// grid (groups / kWarps, images): a warp for each group. `factors` [images][2][channels].
@@ -289,72 +296,88 @@ __global__ void __launch_bounds__(kThreads)
   const float mean = static_cast<float>(origin + shift);
 
   for (int c = group * group_channels + lane; c < (group + 1) * group_channels; c += 32) {
-    StoreFactors(norm, first_image + blockIdx.y, c, mean, inverse_deviation);
+    const int64_t image = first_image + blockIdx.y;
+    StoreFactors(norm, image, c, AffineOf(norm, image, c), mean, inverse_deviation);
   }
 }
 
-constexpr int kSliceThreads = 512, kSliceUnrolled = 4;
-constexpr int kMaxSliceVectors = 16;
-constexpr int kMaxSliceBytes = 256 * 1024;  // that a block reads
+constexpr int kSliceThreads = 256, kSliceWarps = kSliceThreads / 32;
+constexpr int kSliceUnrolled = 8;
+constexpr int kMaxSliceVectors = 32;
+constexpr int kMaxSliceBytes = 256 * 1024;
+constexpr int kGoodSliceBytes = 32 * 1024, kGoodSliceChannels = 32;
 
-/// Channels of a block: whole groups and whole vectors, two at least.
-int SliceChannels(int group_channels) {
-  const int channels = std::lcm(group_channels, 8);
-  return channels == 8 ? 16 : channels;
-}
-
-/// By the shape of an image alone. Groups of odd numbers of channels have no neighbours to add up.
-bool SuitsSlices(const GroupNormLaunch& norm) {
+/// Channels of a block, by the shape of an image alone: whole groups and whole vectors, so many
+/// that the block has enough to read, and lines of memory that are worth it; or 0.
+int SliceChannels(const GroupNormLaunch& norm) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
-  const int slice = SliceChannels(group_channels);
-  return group_channels % 2 == 0 && channels % slice == 0 && slice <= 8 * kMaxSliceVectors &&
-         int64_t{norm.pixels} * slice * 2 <= kMaxSliceBytes;
+  const int least = std::lcm(group_channels, 8);
+  // Groups of odd numbers of channels have no neighbours to add up.
+  if (group_channels % 2 != 0 || channels % least != 0 || least > 8 * kMaxSliceVectors) return 0;
+  const auto bytes = [&](int slice) { return int64_t{norm.pixels} * slice * 2; };
+  if (bytes(least) > kMaxSliceBytes) return 0;
+  int slice = least;
+  for (int wider = least; wider <= std::min(channels, 8 * kMaxSliceVectors); wider += least) {
+    if (channels % wider != 0) continue;
+    if (bytes(slice) >= kGoodSliceBytes &&
+        (slice >= kGoodSliceChannels || bytes(wider) > 2 * kGoodSliceBytes)) {
+      break;
+    }
+    slice = wider;
+  }
+  return slice;
 }
 
 /// grid (slices, images). kRun: neighbouring channels that are of one group wherever in a vector
 /// they begin. What is summed is x − pivot, an element of the group, so that a mean that is large
 /// against the spread cancels before it is squared.
 template <int kRun>
-__global__ void __launch_bounds__(kSliceThreads)
+__global__ void __launch_bounds__(kSliceThreads, 3)
     ImageFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int slice_channels) {
-  WaitForPredecessors();
-  ReleaseDependents();
   constexpr int V = 8, kRuns = V / kRun;
-  __shared__ float2 sums[kSliceThreads * kRuns];  // [vectors of a slice · kRuns][lines]
+  __shared__ float2 sums[kSliceThreads * kRuns];  // [runs of a slice][lines]
+  __shared__ float pivots[kMaxSliceVectors * kRuns];
+  __shared__ float2 statistics[kMaxSliceVectors * kRuns];  // of groups: mean, 1 / deviation
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const int vectors = slice_channels / V, lines = kSliceThreads / vectors;
   const int64_t image = blockIdx.y, first_pixel = image * norm.pixels;
   const int first_channel = blockIdx.x * slice_channels;
-  const auto pivot_of = [&](int channel) {
-    float pivot[1];
-    LoadSources<1, Element::kBf16>(norm, first_pixel, channel / group_channels * group_channels,
-                                   pivot);
-    return pivot[0];
-  };
+  WaitForPredecessors();
+  ReleaseDependents();
 
+  static_assert(kSliceThreads == 8 * kMaxSliceVectors);
+  Affine affine = {};  // of this thread's channel, asked for early
+  if (threadIdx.x < slice_channels) affine = AffineOf(norm, image, first_channel + threadIdx.x);
   const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
   if (line < lines) {
     const int channel = first_channel + vector * V;
+    const bool first = channel < norm.channels;
+    const int64_t stride = first ? norm.x.stride : norm.x2.stride;
+    const auto* from = static_cast<const __nv_bfloat16*>(first ? norm.x.data : norm.x2.data) +
+                       first_pixel * stride + (first ? channel : channel - norm.channels);
     float pivot[kRuns], sum[kRuns] = {}, squares[kRuns] = {};
 #pragma unroll
-    for (int r = 0; r < kRuns; ++r) pivot[r] = pivot_of(channel + r * kRun);
+    for (int r = 0; r < kRuns; ++r) {
+      float of_group[1];
+      LoadSources<1, Element::kBf16>(
+          norm, first_pixel, (channel + r * kRun) / group_channels * group_channels, of_group);
+      pivot[r] = of_group[0];
+    }
     for (int pixel = line; pixel < norm.pixels; pixel += lines * kSliceUnrolled) {
-      float v[kSliceUnrolled][V];
+      uint4 bits[kSliceUnrolled];
 #pragma unroll
       for (int u = 0; u < kSliceUnrolled; ++u) {
         const int p = pixel + u * lines;
-        if (p < norm.pixels) {
-          LoadSources<V, Element::kBf16>(norm, first_pixel + p, channel, v[u]);
-        } else {
-#pragma unroll
-          for (int j = 0; j < V; ++j) v[u][j] = pivot[j / kRun];
-        }
+        if (p < norm.pixels) bits[u] = *reinterpret_cast<const uint4*>(from + p * stride);
       }
 #pragma unroll
       for (int u = 0; u < kSliceUnrolled; ++u) {
+        if (pixel + u * lines >= norm.pixels) break;
+        float v[V];
+        UnpackBf16(bits[u], v);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const float deviation = v[u][j] - pivot[j / kRun];
+          const float deviation = v[j] - pivot[j / kRun];
           sum[j / kRun] += deviation;
           squares[j / kRun] = fmaf(deviation, deviation, squares[j / kRun]);
         }
@@ -363,34 +386,41 @@ __global__ void __launch_bounds__(kSliceThreads)
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
       sums[(vector * kRuns + r) * lines + line] = make_float2(sum[r], squares[r]);
+      if (line == 0) pivots[vector * kRuns + r] = pivot[r];
     }
   }
   __syncthreads();
 
-  const int lane = threadIdx.x % 32, parts = group_channels / kRun * lines;  // of a group
+  const int lane = threadIdx.x % 32, group_runs = group_channels / kRun;
+  const int parts = group_runs * lines;  // of a group
   for (int group = threadIdx.x / 32; group < slice_channels / group_channels;
-       group += kSliceThreads / 32) {
-    const int of_group = first_channel + group * group_channels;
-    const float pivot = pivot_of(of_group);
+       group += kSliceWarps) {
     float sum = 0, squares = 0;
     for (int i = lane; i < parts; i += 32) {
-      sum += sums[group * parts + i].x;
-      squares += sums[group * parts + i].y;
+      const float2 part = sums[group * parts + i];
+      sum += part.x;
+      squares += part.y;
     }
     sum = WarpSum(sum);
     squares = WarpSum(squares);
     const float count = static_cast<float>(norm.pixels) * group_channels;
     const float shift = sum / count;
     const float variance = fmaxf(0.0f, fmaf(-shift, sum, squares) / count);
-    for (int c = lane; c < group_channels; c += 32) {
-      StoreFactors(norm, image, of_group + c, pivot + shift, rsqrtf(variance + norm.eps));
+    if (lane == 0) {
+      statistics[group] =
+          make_float2(pivots[group * group_runs] + shift, rsqrtf(variance + norm.eps));
     }
+  }
+  __syncthreads();
+
+  if (threadIdx.x < slice_channels) {
+    const float2 of_group = statistics[threadIdx.x / group_channels];
+    StoreFactors(norm, image, first_channel + threadIdx.x, affine, of_group.x, of_group.y);
   }
 }
 
-cudaError_t LaunchImageFactors(const GroupNormLaunch& norm, const Queue& queue) {
+cudaError_t LaunchImageFactors(const GroupNormLaunch& norm, int slice, const Queue& queue) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
-  const int slice = SliceChannels(group_channels);
   auto* const kernel = group_channels % 8 == 0   ? &ImageFactorsKernel<8>
                        : group_channels % 4 == 0 ? &ImageFactorsKernel<4>
                                                  : &ImageFactorsKernel<2>;
@@ -404,7 +434,7 @@ cudaError_t LaunchImageFactors(const GroupNormLaunch& norm, const Queue& queue) 
 constexpr int kScaleUnrolled = 8;
 
 /// grid (blocks of pixels, images): bf16 in vectors of eight, activation none or SiLU.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     GroupScaleKernel(const __grid_constant__ GroupNormLaunch norm, int block_pixels) {
   WaitForPredecessors();
   ReleaseDependents();
@@ -419,25 +449,29 @@ __global__ void __launch_bounds__(kThreads)
     float factor[V], offset[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) factor[j] = from[j], offset[j] = from[layout.channels + j];
+    const bool first = channel < norm.channels;
+    const Rows& rows = first ? norm.x : norm.x2;
+    const auto* x = static_cast<const __nv_bfloat16*>(rows.data) +
+                    image * norm.pixels * rows.stride + (first ? channel : channel - norm.channels);
     for (int pixel = begin + line; pixel < end; pixel += layout.lines * kScaleUnrolled) {
-      float v[kScaleUnrolled][V];  // all loads before the first store, which they might alias
+      uint4 bits[kScaleUnrolled];  // all loads before the first store, which they might alias
 #pragma unroll
       for (int u = 0; u < kScaleUnrolled; ++u) {
         const int p = pixel + u * layout.lines;
-        if (p < end) {
-          LoadSources<V, Element::kBf16>(norm, image * norm.pixels + p, channel, v[u]);
-        }
+        if (p < end) bits[u] = *reinterpret_cast<const uint4*>(x + p * rows.stride);
       }
 #pragma unroll
       for (int u = 0; u < kScaleUnrolled; ++u) {
         const int p = pixel + u * layout.lines;
         if (p >= end) break;
+        float v[V];
+        UnpackBf16(bits[u], v);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const float h = fmaf(v[u][j], factor[j], offset[j]);
-          v[u][j] = silu ? SiluOfHalf(h) : h;
+          const float h = fmaf(v[j], factor[j], offset[j]);
+          v[j] = silu ? SiluOfHalf(h) : h;
         }
-        StoreVector(norm.out, image * norm.pixels + p, channel, v[u]);
+        StoreVector(norm.out, image * norm.pixels + p, channel, v);
       }
     }
   }
@@ -471,7 +505,7 @@ bool SuitsGroupNormFactors(const GroupNormLaunch& norm) {
 }
 
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue) {
-  if (SuitsSlices(norm)) return LaunchImageFactors(norm, queue);
+  if (const int slice = SliceChannels(norm)) return LaunchImageFactors(norm, slice, queue);
   const Layout layout = LayoutOf<8>(norm);
   constexpr int kFewPixels = 128;  // of a run
   const int most = std::clamp(norm.pixels / kFewPixels, kChunks, kChunks * kLaneChunks);
