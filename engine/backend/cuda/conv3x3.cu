@@ -8,8 +8,10 @@
 // taps: it reads them once where a matrix product reads them three times.
 //
 // An output is summed in the order (32 channels, column of the window, 16 of the channels, row of
-// the window), whatever the tile; which layers come here follows from their shape alone, so a row's
-// bits are the same in any batch.
+// the window), whatever the tile. Of small images few blocks walk along many channels, so these are
+// four runs, whose sums are added in order: by one block in a second set of registers, or, where
+// few images leave the chip empty, of four blocks by the one that is done last. Which layers come
+// here and have runs follows from their shape alone, so a row's bits are the same in any batch.
 
 #include <algorithm>
 #include <iterator>
@@ -57,6 +59,18 @@ __device__ inline int Swizzled(int row, int chunk) {
   return row * kDepth + (chunk ^ (row / 2 % 4)) * 8;
 }
 
+/// How the runs of channels of a layer are made. kOne: it has one. kInTurn: by each block, one
+/// after the other. kByBlocks: by blocks of their own.
+enum class Runs { kOne, kInTurn, kByBlocks };
+constexpr int kRunCount = 4;
+
+/// kByBlocks: the sums of runs, [tiles][kRunCount][vectors of a thread][threads], and how many of a
+/// tile's blocks have stored theirs: zero, before and afterwards.
+struct RunSums {
+  float4* sums;
+  int* stored;
+};
+
 /// Squares of an image, and where one begins in its image.
 struct Squares {
   int across, of_image;
@@ -72,10 +86,10 @@ __device__ inline Square SquareAt(const Squares& squares, int square) {
 }
 
 /// `bias` is conv's, whose own is null: sums begin with it.
-template <typename T>
+template <typename T, Runs kRuns>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const float* bias, Squares squares,
-                  int n_tiles) {
+                  int n_tiles, RunSums run_sums) {
   constexpr int kStages = T::kStages, kPatches = T::kPatches, kLines = T::kLines;
   constexpr int kSquare = T::kSquare, kSquares = T::kSquares;
   constexpr int kPatchEdge = T::kPatchEdge, kLineElements = T::kLineElements;
@@ -95,6 +109,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int first_unit = static_cast<int>(blockIdx.x) / n_tiles * T::kUnits;
   const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
   const int channels = conv.channels + conv.channels2;
+  const auto run_begin = [&](int run) { return channels / kDepth * run / kRunCount * kDepth; };
+  const int run = kRuns == Runs::kByBlocks ? static_cast<int>(blockIdx.y) : 0;
+  const int begin = kRuns == Runs::kByBlocks ? run_begin(run) : 0;
+  const int end = kRuns == Runs::kByBlocks ? run_begin(run + 1) : channels;
 
   // This thread copies chunk `chunk` of rows row, row + kRowsApart, … of a step's weights,
   const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
@@ -109,7 +127,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     CopyAsync16If(3 * T::kN % kRowsApart == 0 || row + more < 3 * T::kN,
                   weight_ring + stage * T::kStageElements + Swizzled(row, chunk) + more * kDepth,
                   weight + (n * conv.weight_stride + tap * channels + depth),
-                  n0 + n + (kWholeTaps ? row : 0) < conv.outputs && depth < channels);
+                  n0 + n + (kWholeTaps ? row : 0) < conv.outputs && depth < end);
   };
   // and of column patch_x of every kLinesApart-th line of the patches from patch_line on, whose
   // pixels are in `pixels`, or −1. Threads beyond the last of these lines copy none.
@@ -147,7 +165,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         patch_ring + slot * T::kUnits * T::kPatchElements +
             (patch_line + i * kLinesApart) * kLineElements + Swizzled(patch_x, chunk),
         (first ? x : x2) + depth + static_cast<int64_t>(pixels[i]) * (first ? x_stride : x2_stride),
-        pixels[i] >= 0 && depth < channels);
+        pixels[i] >= 0 && depth < end);
   };
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -181,15 +199,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
   for (int step = 0; step < kStages - 1; ++step) {  // no other kernel's output
 #pragma unroll
-    for (int i = 0; i < kWeightFills; ++i) fill_weights(step, step / 3 * kDepth, step % 3, i);
+    for (int i = 0; i < kWeightFills; ++i)
+      fill_weights(step, begin + step / 3 * kDepth, step % 3, i);
   }
-  BeginWithBias(bias, n0 + warp_n, conv.outputs, sums);
+  BeginWithBias(run == 0 ? bias : nullptr, n0 + warp_n, conv.outputs, sums);
   WaitForPredecessors();
 #pragma unroll
   for (int patch = 0; patch < kPatches - 1; ++patch) {
 #pragma unroll
     for (int i = 0; i < kPatchFills; ++i) {
-      fill_patch(patch, patch * kDepth, i);
+      fill_patch(patch, begin + patch * kDepth, i);
     }
     CommitCopies();
   }
@@ -199,9 +218,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   for (int pair = 0; pair < kFragmentsM; ++pair) load_pair(0, 0, 0, pair);
   load_columns(0, 0, 0);
 
+  float totals[kFragmentsM][kFragmentsN][4] = {};
+  int runs_done = 0;
   int stage = 0, empty_stage = kStages - 1, slot = 0, empty_slot = kPatches - 1;
 #pragma unroll 1
-  for (int depth = 0; depth < channels; depth += kDepth) {
+  for (int depth = begin; depth < end; depth += kDepth) {
     const int next_slot = slot + 1 == kPatches ? 0 : slot + 1;
     const int patch_depth = depth + (kPatches - 1) * kDepth;
 #pragma unroll
@@ -255,17 +276,71 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     }
     empty_slot = slot;
     slot = next_slot;
+    if (kRuns == Runs::kInTurn && depth + kDepth == run_begin(runs_done + 1)) {
+      ++runs_done;
+#pragma unroll
+      for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            totals[i][j][e] += sums[i][j][e];
+            sums[i][j][e] = 0;
+          }
+        }
+      }
+    }
   }
   WaitCopies<0>();
   __syncthreads();
   ReleaseDependents();
+  if constexpr (kRuns == Runs::kByBlocks) {
+    const auto at = [&](int of_run, int vector) {
+      return ((blockIdx.x * kRunCount + of_run) * (kFragmentsM * kFragmentsN) + vector) *
+                 T::kThreads +
+             threadIdx.x;
+    };
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+        const float(&v)[4] = sums[i][j];
+        __stcg(run_sums.sums + at(run, i * kFragmentsN + j), make_float4(v[0], v[1], v[2], v[3]));
+      }
+    }
+    __shared__ bool is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      is_last = atomicAdd(run_sums.stored + blockIdx.x, 1) == kRunCount - 1;
+      if (is_last) run_sums.stored[blockIdx.x] = 0;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+        for (int of_run = 0; of_run < kRunCount; ++of_run) {
+          const float4 v = __ldcg(run_sums.sums + at(of_run, i * kFragmentsN + j));
+          totals[i][j][0] += v.x;
+          totals[i][j][1] += v.y;
+          totals[i][j][2] += v.z;
+          totals[i][j][3] += v.w;
+        }
+      }
+    }
+  }
 
   static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
   const int first_square = (first_unit + warp_unit) * kSquares * kSquares;
   const Square first = SquareAt<T>(squares, first_square);
   FinishWarp<true>(
-      conv, sums, reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4),
-      n0 + warp_n, [&](int row) {
+      conv, kRuns == Runs::kOne ? sums : totals,
+      reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4), n0 + warp_n,
+      [&](int row) {
         const int line = unit_line + row / 16 + row / 8 % 2 * kLines / 2, column = row % 8;
         const Square square =
             kSquares == 1
@@ -282,58 +357,91 @@ Squares SquaresOf(const Conv2dLaunch& conv, int square) {
   return {across, across * ((conv.out_height + square - 1) / square)};
 }
 
+constexpr double kNever = 1e9;  // µs
+
+int64_t TilesAcross(const Conv2dLaunch& conv, int n) { return (conv.outputs + n - 1) / n; }
+
 /// Blocks along the pixels.
 int64_t BlocksOf(const Conv2dLaunch& conv, int square, int units) {
   const int squares = units * (kUnitEdge / square) * (kUnitEdge / square);  // of a block
   return (int64_t{conv.images} * SquaresOf(conv, square).of_image + squares - 1) / squares;
 }
 
-template <typename T>
-cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
-  const int n_tiles = (conv.outputs + T::kN - 1) / T::kN;
-  const auto m_tiles = static_cast<int>(BlocksOf(conv, T::kSquare, T::kUnits));
-  const float* bias = conv.bias;
-  conv.bias = nullptr;
-  return LaunchDependent(Conv3x3Kernel<T>,
-                         {.grid = dim3(static_cast<unsigned>(m_tiles * n_tiles)),
-                          .block = dim3(T::kThreads),
-                          .shared_bytes = T::kSharedBytes},
-                         queue, conv, bias, SquaresOf(conv, T::kSquare), n_tiles);
+/// Of few pixels along many channels.
+bool HasRuns(const Conv2dLaunch& conv) {
+  return conv.out_height <= kUnitEdge && conv.out_width <= kUnitEdge &&
+         conv.channels + conv.channels2 >= 2 * kRunCount * kDepth;
 }
 
-template <typename T>
+template <typename T, Runs kRuns>
+cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
+  const auto n_tiles = static_cast<int>(TilesAcross(conv, T::kN));
+  const auto tiles = static_cast<unsigned>(BlocksOf(conv, T::kSquare, T::kUnits) * n_tiles);
+  const RunSums run_sums = {static_cast<float4*>(conv.workspace), conv.workspace_zeros};
+  const float* bias = conv.bias;
+  conv.bias = nullptr;
+  return LaunchDependent(Conv3x3Kernel<T, kRuns>,
+                         {.grid = dim3(tiles, kRuns == Runs::kByBlocks ? kRunCount : 1),
+                          .block = dim3(T::kThreads),
+                          .shared_bytes = T::kSharedBytes},
+                         queue, conv, bias, SquaresOf(conv, T::kSquare), n_tiles, run_sums);
+}
+
+template <typename T, Runs kRuns>
 cudaError_t LoadTile() {
-  return LoadKernel(Conv3x3Kernel<T>, T::kSharedBytes);
+  return LoadKernel(Conv3x3Kernel<T, kRuns>, T::kSharedBytes);
 }
 
 struct Choice {
   int square, units, n;
+  Runs runs;
   TileCost cost;
   cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue);
   cudaError_t (*load)();
 };
-template <typename T>
+template <typename T, Runs kRuns = Runs::kOne>
 constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shared,
                           double rest_shared) {
-  return {T::kSquare,    T::kUnits,
-          T::kN,         {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
-          LaunchTile<T>, LoadTile<T>};
+  return {T::kSquare,
+          T::kUnits,
+          T::kN,
+          kRuns,
+          {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
+          LaunchTile<T, kRuns>,
+          LoadTile<T, kRuns>};
 }
+using Tile2x64 = Tile<2, 64, 8, 32, 3, 2, 2>;
+using Tile1x64 = Tile<1, 64, 4, 32, 3, 2, 4>;
+using TileOfSquares = Tile<1, 64, 4, 32, 3, 2, 4, 4>;
+using Tile1x32 = Tile<1, 32, 4, 16, 5, 3, 4>;
 /// Fitted to 30 layers that were measured with every tile: the cheapest is the fastest of them, or
 /// at most 18 % slower where what many small tiles want of the L2 at once is most of the time.
 constexpr Choice kChoices[] = {
     ChoiceOf<Tile<2, 128, 8, 64, 2, 2, 2>>(0.927, 7.59, 1.57, 10.1),
     ChoiceOf<Tile<2, 96, 8, 48, 3, 2, 2>>(0.713, 5.04, 1.214, 7.66),
-    ChoiceOf<Tile<2, 64, 8, 32, 3, 2, 2>>(0.572, 3.05, 0.882, 6.54),
-    ChoiceOf<Tile<1, 64, 4, 32, 3, 2, 4>>(0.342, 1.37, 0.983, 4.99),
-    ChoiceOf<Tile<1, 64, 4, 32, 3, 2, 4, 4>>(0.231, 6.05, 1.114, 9.01),
-    ChoiceOf<Tile<1, 32, 4, 16, 5, 3, 4>>(0.223, 1.13, 0.657, 3.87),
+    ChoiceOf<Tile2x64>(0.572, 3.05, 0.882, 6.54),
+    ChoiceOf<Tile1x64>(0.342, 1.37, 0.983, 4.99),
+    ChoiceOf<TileOfSquares>(0.231, 6.05, 1.114, 9.01),
+    ChoiceOf<Tile1x32>(0.223, 1.13, 0.657, 3.87),
+    ChoiceOf<Tile2x64, Runs::kInTurn>(0.572, 3.35, 0.882, 7.0),
+    ChoiceOf<Tile1x64, Runs::kInTurn>(0.342, 1.57, 0.983, 5.3),
+    ChoiceOf<TileOfSquares, Runs::kInTurn>(0.231, 6.35, 1.114, 9.4),
+    ChoiceOf<Tile1x32, Runs::kByBlocks>(0.223, 3, 0.657, 5.5),
 };
 
 double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queue& queue) {
-  const int64_t tiles =
-      BlocksOf(conv, choice.square, choice.units) * ((conv.outputs + choice.n - 1) / choice.n);
-  return Microseconds(choice.cost, tiles, 3 * (conv.channels + conv.channels2) / kDepth,
+  const int runs = choice.runs == Runs::kByBlocks ? kRunCount : 1;
+  const int64_t tiles = BlocksOf(conv, choice.square, choice.units) * TilesAcross(conv, choice.n);
+  if ((choice.runs != Runs::kOne) != HasRuns(conv)) return kNever;
+  if (runs > 1) {
+    const int64_t sums = tiles * kRunCount * choice.units * kUnitEdge * kUnitEdge * choice.n;
+    if (sums * static_cast<int64_t>(sizeof(float)) > conv.workspace_bytes ||
+        tiles > kWorkspaceZeros) {
+      return kNever;
+    }
+  }
+  return Microseconds(choice.cost, tiles * runs,
+                      3 * (conv.channels + conv.channels2) / (kDepth * runs),
                       queue.multiprocessors);
 }
 

@@ -626,6 +626,15 @@ class CudaBackend final : public Backend {
     return cudaSuccess;
   }
 
+  /// The moments of norms are done with when a convolution runs.
+  Conv2dLaunch WithWorkspace(Conv2dLaunch conv) const {
+    conv.workspace = norm_memory_.get();
+    conv.workspace_bytes = kNormWorkspaceBytes;
+    conv.workspace_zeros = reinterpret_cast<int*>(static_cast<std::byte*>(norm_memory_.get()) +
+                                                  kNormWorkspaceBytes + kNormFactorBytes);
+    return conv;
+  }
+
   void Multiply(const Conv2dLaunch& conv, const char* op) {
     if (IsForHopper(conv)) {
       std::vector<Way> ways;
@@ -643,7 +652,7 @@ class CudaBackend final : public Backend {
     } else if (fp32_) {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
     } else if (SuitsConv3x3(conv)) {
-      context_->Record(LaunchConv3x3(conv, queue_), op);
+      context_->Record(LaunchConv3x3(WithWorkspace(conv), queue_), op);
     } else {
       context_->Record(LaunchConv2d(conv, queue_), op);
     }
@@ -699,7 +708,8 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<Context> context_;
   const std::unique_ptr<UploadRing> uploads_;
   DownloadPool downloads_;
-  const DeviceMemory norm_memory_;  // kNormWorkspaceBytes, then kNormFactorBytes
+  /// kNormWorkspaceBytes, kNormFactorBytes, and kWorkspaceZeros of WithWorkspace().
+  const DeviceMemory norm_memory_;
   const Queue queue_;
   const bool fp32_;
   const std::string name_, description_;
@@ -753,9 +763,15 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
   DENOISED_RETURN_IF_ERROR(cuda::LoadKernels(properties, hopper));
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
                             cuda::UploadRing::Open(context));
-  DENOISED_ASSIGN_OR_RETURN(cuda::DeviceMemory norm_memory,
-                            cuda::AllocateDevice(cuda::kNormWorkspaceBytes + cuda::kNormFactorBytes,
-                                                 "the memory of group norms"));
+  constexpr size_t kNormBytes = cuda::kNormWorkspaceBytes + cuda::kNormFactorBytes;
+  constexpr size_t kZeroBytes = cuda::kWorkspaceZeros * sizeof(int);
+  DENOISED_ASSIGN_OR_RETURN(
+      cuda::DeviceMemory norm_memory,
+      cuda::AllocateDevice(kNormBytes + kZeroBytes, "the memory of group norms"));
+  DENOISED_RETURN_IF_ERROR(
+      cuda::ToStatus(cudaMemsetAsync(static_cast<std::byte*>(norm_memory.get()) + kNormBytes, 0,
+                                     kZeroBytes, context->compute()),
+                     "clearing the memory of group norms"));
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
                                              std::move(norm_memory), properties, driver, options,
                                              hopper);

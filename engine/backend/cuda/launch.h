@@ -66,7 +66,13 @@ struct Conv2dLaunch {
   float scale = 1;
   Activation activation = Activation::kNone;
   Rows out;  // [images · out_height · out_width, outputs]
+  // For LaunchConv3x3 of small images: sums of parts of k; without it, or where it is too small,
+  // other tiles are chosen.
+  void* workspace = nullptr;
+  int64_t workspace_bytes = 0;
+  int* workspace_zeros = nullptr;  // kWorkspaceZeros, and zero again afterwards
 };
+constexpr int kWorkspaceZeros = 1024;
 constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 256;  // outputs of the widest tile
 cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
