@@ -187,7 +187,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   }
 }
 
-// Up to 64 dimensions a block may take twice the queries, and then reads its keys half as often.
+// Where there are many a block takes twice the queries, and reads its keys half as often; or half
+// of them, where a warp has much to do for each.
 using Dim32 = Shape<32, 64, 64, 1>;
 using Dim48 = Shape<48, 64, 64, 1>;
 using Dim64 = Shape<64, 64, 64, 1>;
@@ -198,7 +199,8 @@ using Dim80 = Shape<80, 64, 64, 1>;
 using Dim96 = Shape<96, 64, 64, 1>;
 using Dim128 = Shape<128, 64, 64, 1>;
 using Dim160 = Shape<160, 64, 32, 1>;
-using Dim256 = Shape<256, 64, 32, 1>;
+using Dim256 = Shape<256, 32, 32, 2>;
+using WideDim256 = Shape<256, 64, 32, 1>;
 using Dim512 = Shape<512, 32, 16, 2>;
 
 template <typename S>
@@ -249,13 +251,13 @@ cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue
   if (dim <= 96) return LaunchWith<Dim96>(attention, queue);
   if (dim <= 128) return LaunchWith<Dim128>(attention, queue);
   if (dim <= 160) return LaunchWith<Dim160>(attention, queue);
-  if (dim <= 256) return LaunchWith<Dim256>(attention, queue);
+  if (dim <= 256) return LaunchWidest<Dim256, WideDim256>(attention, queue);
   return LaunchWith<Dim512>(attention, queue);
 }
 
 cudaError_t LoadAttentionKernels() {
   return LoadShapes<Dim32, Dim48, Dim64, WideDim32, WideDim48, WideDim64, Dim80, Dim96, Dim128,
-                    Dim160, Dim256, Dim512>();
+                    Dim160, Dim256, WideDim256, Dim512>();
 }
 
 }  // namespace denoised::cuda

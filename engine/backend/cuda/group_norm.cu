@@ -301,8 +301,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kSliceThreads = 256, kSliceWarps = kSliceThreads / 32;
-constexpr int kSliceUnrolled = 8;
+constexpr int kSliceThreads = 256, kMaxSliceThreads = 512;
 constexpr int kMaxSliceVectors = 32;
 constexpr int kMaxSliceBytes = 256 * 1024;
 constexpr int kGoodSliceBytes = 32 * 1024, kGoodSliceChannels = 32;
@@ -332,14 +331,15 @@ int SliceChannels(const GroupNormLaunch& norm) {
 /// they begin. What is summed is x − pivot, an element of the group, so that a mean that is large
 /// against the spread cancels before it is squared.
 template <int kRun>
-__global__ void __launch_bounds__(kSliceThreads, 3)
+__global__ void __launch_bounds__(kMaxSliceThreads, 2)
     ImageFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int slice_channels) {
   constexpr int V = 8, kRuns = V / kRun;
-  __shared__ float2 sums[kSliceThreads * kRuns];  // [runs of a slice][lines]
+  constexpr int kAtOnce = kRun == 2 ? 6 : 8;         // vectors, as registers allow
+  __shared__ float2 sums[kMaxSliceThreads * kRuns];  // [runs of a slice][lines]
   __shared__ float pivots[kMaxSliceVectors * kRuns];
   __shared__ float2 statistics[kMaxSliceVectors * kRuns];  // of groups: mean, 1 / deviation
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
-  const int vectors = slice_channels / V, lines = kSliceThreads / vectors;
+  const int vectors = slice_channels / V, lines = blockDim.x / vectors;
   const int64_t image = blockIdx.y, first_pixel = image * norm.pixels;
   const int first_channel = blockIdx.x * slice_channels;
   WaitForPredecessors();
@@ -363,15 +363,15 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
           norm, first_pixel, (channel + r * kRun) / group_channels * group_channels, of_group);
       pivot[r] = of_group[0];
     }
-    for (int pixel = line; pixel < norm.pixels; pixel += lines * kSliceUnrolled) {
-      uint4 bits[kSliceUnrolled];
+    for (int pixel = line; pixel < norm.pixels; pixel += lines * kAtOnce) {
+      uint4 bits[kAtOnce];
 #pragma unroll
-      for (int u = 0; u < kSliceUnrolled; ++u) {
+      for (int u = 0; u < kAtOnce; ++u) {
         const int p = pixel + u * lines;
         if (p < norm.pixels) bits[u] = *reinterpret_cast<const uint4*>(from + p * stride);
       }
 #pragma unroll
-      for (int u = 0; u < kSliceUnrolled; ++u) {
+      for (int u = 0; u < kAtOnce; ++u) {
         if (pixel + u * lines >= norm.pixels) break;
         float v[V];
         UnpackBf16(bits[u], v);
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   const int lane = threadIdx.x % 32, group_runs = group_channels / kRun;
   const int parts = group_runs * lines;  // of a group
   for (int group = threadIdx.x / 32; group < slice_channels / group_channels;
-       group += kSliceWarps) {
+       group += blockDim.x / 32) {
     float sum = 0, squares = 0;
     for (int i = lane; i < parts; i += 32) {
       const float2 part = sums[group * parts + i];
@@ -421,6 +421,8 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
 
 cudaError_t LaunchImageFactors(const GroupNormLaunch& norm, int slice, const Queue& queue) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const bool much = int64_t{norm.pixels} * slice * 2 > 2 * kGoodSliceBytes;
+  const int threads = much ? kMaxSliceThreads : kSliceThreads;
   auto* const kernel = group_channels % 8 == 0   ? &ImageFactorsKernel<8>
                        : group_channels % 4 == 0 ? &ImageFactorsKernel<4>
                                                  : &ImageFactorsKernel<2>;
