@@ -121,7 +121,7 @@ TEST_P(BatchInvarianceTest, Conv2d) {
     if (s.shortcut2 > 0) inputs.push_back({{out_height, out_width, s.shortcut2}, activation()});
     const std::string what =
         fmt::format("convolution {}x{}x{}+{} to {}", s.height, s.width, s.c1, s.c2, s.out);
-    ExpectInvariant(what.c_str(), inputs, [&](const std::vector<Tensor>& in, int64_t rows) {
+    const auto conv = [&](bool with_add, const std::vector<Tensor>& in, int64_t rows) {
       Conv2dArgs args{.x = in[0],
                       .weight = packed.get(),
                       .upsample2x = s.upsample,
@@ -130,9 +130,9 @@ TEST_P(BatchInvarianceTest, Conv2d) {
                       .pad_left = pad,
                       .pad_bottom = pad,
                       .pad_right = pad,
-                      .add = in[1],
                       .scale = 0.7071f,
                       .activation = Activation::kSilu};
+      if (with_add) args.add = in[1];
       if (s.c2 > 0) args.x2 = in[3];
       if (shortcut) {
         args.shortcut = {.x = in[2], .weight = shortcut.get()};
@@ -143,7 +143,12 @@ TEST_P(BatchInvarianceTest, Conv2d) {
       args.out = Output({rows, out_height, out_width, s.out});
       backend().Conv2d(args);
       return args.out;
-    });
+    };
+    for (bool with_add : {true, false}) {  // kernels that store vectors take one of the two
+      ExpectInvariant(what.c_str(), inputs, [&](const std::vector<Tensor>& in, int64_t rows) {
+        return conv(with_add, in, rows);
+      });
+    }
   }
 }
 

@@ -53,19 +53,33 @@ struct ConvCase {
   int64_t shortcut = 0, shortcut2 = 0;
 };
 
-// Grids with ragged edges, for which the generic kernels choose these tiles on an H200.
+// Grids with ragged edges, for which the generic kernels choose these tiles on an H200 where they
+// have vectors of outputs. First those of conv2d.cu,
 const ConvCase kConvCases[] = {
-    {6, 52, 192, 0, 248, 3},           // 128 × 256
-    {6, 61, 64, 0, 264, 3},            // 128 × 128
-    {6, 31, 32, 32, 200, 3, 1, true},  // 128 × 128, two sources, doubled
+    {6, 52, 200, 0, 248, 3},           // 128 × 256
+    {6, 61, 72, 0, 264, 3},            // 128 × 128
+    {6, 31, 24, 40, 200, 3, 1, true},  // 128 × 128, two sources, doubled
     {6, 61, 32, 32, 200, 3, 2},        // stride 2
-    {6, 61, 64, 0, 136, 3},            // 256 × 64
-    {6, 61, 64, 0, 72, 3},             // 128 × 64
-    {6, 61, 64, 0, 48, 3},             // 64 × 64, a large grid
-    {2, 8, 64, 64, 72, 3},             // 64 × 64
-    {3, 9, 512, 0, 8, 1},              // 64 × 64, long sums
+    {6, 61, 72, 0, 72, 3},             // 128 × 64
+    {6, 61, 72, 0, 48, 3},             // 64 × 64
+    {2, 8, 64, 40, 72, 3},             // 64 × 32
+    {3, 9, 512, 0, 8, 1},              // 64 × 32, long sums
     {6, 61, 3, 0, 136, 3},             // odd channels
     {2, 16, 8, 4, 40, 5},              // a source of odd channels
+    // then those of conv3x3.cu,
+    {9, 61, 64, 0, 248, 3},           // two units × 128
+    {30, 31, 32, 32, 96, 3},          // two units × 96, two sources
+    {7, 61, 64, 0, 264, 3},           // more outputs than a multiple of a tile
+    {5, 61, 64, 0, 72, 3},            // a unit × 64
+    {6, 15, 32, 64, 56, 3, 1, true},  // a unit × 64, two sources, doubled
+    {2, 15, 32, 0, 40, 3},            // a unit × 32, as many channels as a step has
+    {300, 3, 64, 0, 40, 3},           // four squares × 64
+    // and with runs of channels: a row alone is made by blocks.
+    {66, 8, 256, 0, 256, 3},    // two units × 64
+    {24, 7, 192, 128, 200, 3},  // a unit × 64, runs of two and of three steps
+    {130, 4, 256, 0, 136, 3},   // four squares × 64
+    {40, 8, 256, 0, 72, 3},     // a unit × 32
+    {9, 5, 288, 0, 64, 3},      // by blocks
 };
 
 // With a shortcut, for Hopper's tiles where it goes along, and where it goes first.
@@ -492,18 +506,18 @@ TEST_P(CudaTest, LinearRowsDoNotDependOnTheirCompany) {
 }
 
 TEST_P(CudaTest, GraphsReplayWhatWasRecorded) {
-  const Array weight = Random({64, 64, 3, 3}, activation(), 1.0 / 24);
-  const auto packed = PackConv2d(weight, Random({64}, DType::kF32));
-  const Tensor gamma = Upload(Random({64}, DType::kF32), DType::kF32),
-               beta = Upload(Random({64}, DType::kF32), DType::kF32);
-  const Tensor x = Upload(Random({2, 16, 16, 64})), norm = Output({2, 16, 16, 64}),
-               attended = Output({2, 256, 64}), out = Output({2, 16, 16, 64});
+  const Array weight = Random({256, 256, 3, 3}, activation(), 1.0 / 48);
+  const auto packed = PackConv2d(weight, Random({256}, DType::kF32));
+  const Tensor gamma = Upload(Random({256}, DType::kF32), DType::kF32),
+               beta = Upload(Random({256}, DType::kF32), DType::kF32);
+  const Tensor x = Upload(Random({2, 8, 8, 256})), norm = Output({2, 8, 8, 256}),
+               attended = Output({2, 64, 256}), out = Output({2, 8, 8, 256});
   const auto body = [&] {
     backend().GroupNorm({.x = x, .gamma = gamma, .beta = beta, .groups = 32, .out = norm});
-    const Tensor tokens = norm.Reshape({2, 256, 64});
+    const Tensor tokens = norm.Reshape({2, 64, 256});
     backend().Attention(
         {.q = tokens, .k = tokens, .v = tokens, .heads = 2, .scale = 0.2f, .out = attended});
-    Conv2dArgs conv{.x = attended.Reshape({2, 16, 16, 64}), .weight = packed.get(), .residual = x};
+    Conv2dArgs conv{.x = attended.Reshape({2, 8, 8, 256}), .weight = packed.get(), .residual = x};
     conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
     conv.out = out;
     backend().Conv2d(conv);
@@ -512,7 +526,7 @@ TEST_P(CudaTest, GraphsReplayWhatWasRecorded) {
   ASSERT_TRUE(graph.ok()) << graph.status();
   EXPECT_TRUE(std::isnan(Read(out).at(0))) << "recording must not execute";
   for (int i = 0; i < 3; ++i) {
-    const Array fresh = Random({2, 16, 16, 64});
+    const Array fresh = Random({2, 8, 8, 256});
     const Tensor host = ToHost(fresh, activation());
     backend().Upload(host.data(), host.bytes(), x);
     backend().Launch(**graph);

@@ -3,8 +3,8 @@
 //
 // Policy. One block takes kQueries queries of one head of one image over all keys, in tiles of
 // kKeys and in order, so a row's bits are the same in any batch. Each warp owns 16 queries: their
-// scores, running maximum, running sum and output stay in its registers; above 256 dimensions two
-// warps share 16 queries, each with half of the output, and both compute the scores. Keys and
+// scores, running maximum, running sum and output stay in its registers; from 256 dimensions on two
+// warps may share 16 queries, each with half of the output, and both compute the scores. Keys and
 // values are copied to shared memory asynchronously, the values while the scores are made and the
 // next keys while the output is. Softmax in fp32; bf16 operands. Dimensions between the listed ones
 // are padded with zeros in shared memory; dimensions that are no multiple of eight go to
@@ -214,13 +214,13 @@ cudaError_t LaunchWith(const AttentionLaunch& attention, const Queue& queue) {
                          queue, attention);
 }
 
-/// S where the wide one's blocks would leave places on multiprocessors empty.
+/// S where the wide one's blocks would leave multiprocessors empty.
 template <typename S, typename Wide>
 cudaError_t LaunchWidest(const AttentionLaunch& attention, const Queue& queue) {
   const int64_t blocks = int64_t{(attention.tokens + Wide::kQueries - 1) / Wide::kQueries} *
                          attention.heads * attention.images;
   const bool fills =
-      blocks >= int64_t{Wide::kBlocks} * queue.multiprocessors &&
+      blocks >= queue.multiprocessors &&
       (attention.tokens - 1) % Wide::kQueries >= S::kQueries;  // no half of a block idles
   return fills ? LaunchWith<Wide>(attention, queue) : LaunchWith<S>(attention, queue);
 }

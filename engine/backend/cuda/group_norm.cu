@@ -436,7 +436,7 @@ cudaError_t LaunchImageFactors(const GroupNormLaunch& norm, int slice, const Que
 constexpr int kScaleUnrolled = 8;
 
 /// grid (blocks of pixels, images): bf16 in vectors of eight, activation none or SiLU.
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 2)
     GroupScaleKernel(const __grid_constant__ GroupNormLaunch norm, int block_pixels) {
   WaitForPredecessors();
   ReleaseDependents();
