@@ -253,7 +253,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   };
 
-  ReleaseDependents();
   const bool producer = group == kGroups;
   const bool copies = producer && warp == kGroups * 4 && ElectOne();
   if (copies) {
@@ -299,6 +298,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           if (++stage == T::kStages) stage = 0, ++round;
         }
       }
+      ReleaseDependents();
     }
   } else {
     TakeRegisters<232>();

@@ -141,7 +141,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
               static_cast<uint16_t>((1 << T::kShared) - 1));
   };
 
-  ReleaseDependents();
   const bool copies = warp == 8 && ElectOne();
   if (copies) {
     PrefetchMaps<kShortcut>(work);
@@ -219,6 +218,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         }
       }
       while (kShortcut && patch_tile < tiles) copy_next_patch();
+      ReleaseDependents();
     } else if (warp > 8 && normalises) {
       const int thread = threadIdx.x - 9 * 32, vector = thread % 8;
       const int channels = conv.channels + conv.channels2;

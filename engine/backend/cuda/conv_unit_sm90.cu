@@ -132,7 +132,6 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
                 tile.n0, tile.phase);
   };
 
-  ReleaseDependents();
   const bool copies = warp == kConsumers / 32 && ElectOne();
   const int early = min(U::kStages, end_step - first_step);
   if (copies) {
@@ -348,6 +347,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     }
   }
 
+  ReleaseDependents();
   if (clustered) {
     WaitForStores(received, 0);
   } else {
