@@ -206,7 +206,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int key_tiles = (attention.key_tokens + T::kKeys - 1) / T::kKeys;
 
-  ReleaseDependents();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
@@ -270,6 +269,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         }
         load(&work.v, key_tiles - 1, step.part);
       }
+      ReleaseDependents();
     }
     return;
   }

@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const auto copy_weights = [&](const TileAt& tile, const StepAt& step, int at) {
     const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, step.chunk);
     if constexpr (T::kShared == 1) {
-      CopyBox(weights_of(at), chunk.weight, &full[at], chunk.weight_channel, step.tap, tile.n0,
-              tile.phase);
+      CopyWeights(weights_of(at), chunk.weight, &full[at], chunk.weight_channel, step.tap, tile.n0,
+                  tile.phase);
     } else {
       constexpr int kPart = T::kN / T::kShared;
       CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, chunk.weight, &full[at],
@@ -253,7 +253,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   };
 
-  ReleaseDependents();
   const bool producer = group == kGroups;
   const bool copies = producer && warp == kGroups * 4 && ElectOne();
   if (copies) {
@@ -299,6 +298,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           if (++stage == T::kStages) stage = 0, ++round;
         }
       }
+      ReleaseDependents();
     }
   } else {
     TakeRegisters<232>();

@@ -141,7 +141,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
               static_cast<uint16_t>((1 << T::kShared) - 1));
   };
 
-  ReleaseDependents();
   const bool copies = warp == 8 && ElectOne();
   if (copies) {
     PrefetchMaps<kShortcut>(work);
@@ -219,6 +218,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         }
       }
       while (kShortcut && patch_tile < tiles) copy_next_patch();
+      ReleaseDependents();
     } else if (warp > 8 && normalises) {
       const int thread = threadIdx.x - 9 * 32, vector = thread % 8;
       const int channels = conv.channels + conv.channels2;
@@ -312,7 +312,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       float sums[T::kRows][T::kSums], total[T::kFold ? T::kSums : 1];
       uint32_t added[T::kFold ? T::kSums / 4 : 1];
       int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
-      int chunk = 0, taps = kTaps, until_turn = T::kLag;
+      int chunk = 0, taps = kTaps;
+      int until_turn = first_tile + stride < tiles ? T::kLag : 1;  // one tile: no end to hide
 #pragma unroll
       for (int i = 0; i < T::kRows; ++i) BeginSums(work.bias, tile.n0, sums[i]);
       if constexpr (T::kFold) {

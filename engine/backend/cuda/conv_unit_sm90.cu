@@ -128,11 +128,10 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   const auto copy_weights = [&](const StepAt& at, int stage) {
     const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, at.chunk);
     ArriveExpecting(&full[stage], U::kStageBytes);
-    CopyBox(weights_of(stage), chunk.weight, &full[stage], chunk.weight_channel, at.tap, tile.n0,
-            tile.phase);
+    CopyWeights(weights_of(stage), chunk.weight, &full[stage], chunk.weight_channel, at.tap,
+                tile.n0, tile.phase);
   };
 
-  ReleaseDependents();
   const bool copies = warp == kConsumers / 32 && ElectOne();
   const int early = min(U::kStages, end_step - first_step);
   if (copies) {
@@ -348,6 +347,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     }
   }
 
+  ReleaseDependents();
   if (clustered) {
     WaitForStores(received, 0);
   } else {

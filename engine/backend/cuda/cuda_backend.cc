@@ -461,7 +461,7 @@ class CudaBackend final : public Backend {
   absl::Status Synchronize() override {
     context_->Use();
     context_->Record(cudaStreamSynchronize(context_->compute()), "device");
-    context_->Record(cudaStreamSynchronize(context_->copies()), "device");
+    context_->Record(cudaStreamSynchronize(context_->downloads()), "device");
     return context_->status();
   }
 

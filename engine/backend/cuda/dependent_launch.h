@@ -11,8 +11,12 @@
 /// the model), and calls WaitForPredecessors() before it touches anything else, for writing too:
 /// what it overwrites may still be read. ReleaseDependents() lets the next kernel start likewise;
 /// without the call that happens when the kernel ends. The next one sees memory as it is at this
-/// kernel's end, wherever the call was, so it belongs where what is left is shorter than a launch,
-/// or where the next one's blocks fit beside this one's.
+/// kernel's end, wherever the call was.
+///
+/// Who has much to do (convolutions, attention) calls it when its last copies are asked for; a
+/// group norm, which is short and comes before one that has weights to ask for, at its start. If
+/// all did at their start, each would let the next begin as soon as it begins itself, and many
+/// would lie waiting on the multiprocessors (docs/kernels.md).
 ///
 /// In every kernel launched by LaunchDependent() each block has threads that wait, on every path:
 /// so none ends before its predecessors, which makes the order transitive. Kernels launched with

@@ -111,7 +111,8 @@ absl::StatusOr<std::shared_ptr<Context>> Context::Open(int device) {
   auto context = std::make_shared<Context>();
   context->device_ = device;
   DENOISED_ASSIGN_OR_RETURN(context->compute_, NewStream());
-  DENOISED_ASSIGN_OR_RETURN(context->copies_, NewStream());
+  DENOISED_ASSIGN_OR_RETURN(context->uploads_, NewStream());
+  DENOISED_ASSIGN_OR_RETURN(context->downloads_, NewStream());
   return context;
 }
 

@@ -47,7 +47,7 @@ absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes, std::string_view purpo
 /// Page-locked host memory.
 absl::StatusOr<PinnedMemory> AllocatePinned(size_t bytes, std::string_view purpose);
 
-/// One device, its two streams, and the first error it reported, which is final. Markers and
+/// One device, its three streams, and the first error it reported, which is final. Markers and
 /// downloads share it, so they may outlive the backend. One thread at a time.
 class Context {
  public:
@@ -56,7 +56,8 @@ class Context {
 
   int device() const { return device_; }
   cudaStream_t compute() const { return compute_.get(); }
-  cudaStream_t copies() const { return copies_.get(); }
+  cudaStream_t uploads() const { return uploads_.get(); }
+  cudaStream_t downloads() const { return downloads_.get(); }
 
   /// Makes the device current on this thread; before any other call of CUDA.
   void Use();
@@ -70,7 +71,7 @@ class Context {
 
  private:
   int device_ = 0;
-  Stream compute_, copies_;
+  Stream compute_, uploads_, downloads_;
   absl::Status status_;
 };
 

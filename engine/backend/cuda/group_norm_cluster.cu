@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   auto* statistics = reinterpret_cast<Statistics*>(shared + layout.statistics);  // of runs
   auto* group_pivots = reinterpret_cast<float*>(shared + layout.pivots);
 
+  ReleaseDependents();
   const unsigned line = threadIdx.z;
   const unsigned thread = threadIdx.x + kQuad * (threadIdx.y + plan.line_vectors * line);
   const unsigned threads = kQuad * plan.line_vectors * plan.lines;
@@ -209,7 +210,6 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       offsets[c] = fmaf(offsets[c], scale, unit * __bfloat162float(shifts[c]));
     }
   }
-  ReleaseDependents();
 
   const unsigned row = lane / kQuad;
 #pragma unroll

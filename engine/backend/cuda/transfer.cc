@@ -62,7 +62,7 @@ absl::StatusOr<std::unique_ptr<UploadRing>> UploadRing::Open(std::shared_ptr<Con
 }
 
 size_t UploadRing::Take(size_t bytes) {
-  while (!pieces_.empty() && context_->Reached(pieces_.front().copied.get(), "upload")) {
+  while (!pieces_.empty() && context_->Reached(pieces_.front().consumed.get(), "upload")) {
     pieces_.pop_front();
   }
   if (head_ + bytes > kRingBytes) head_ = 0;
@@ -71,7 +71,7 @@ size_t UploadRing::Take(size_t bytes) {
   };
   // Pieces follow one another around the ring, so the oldest are those in the way.
   while (std::any_of(pieces_.begin(), pieces_.end(), overlaps)) {
-    context_->Record(cudaEventSynchronize(pieces_.front().copied.get()), "upload");
+    context_->Record(cudaEventSynchronize(pieces_.front().consumed.get()), "upload");
     pieces_.pop_front();
   }
   const size_t begin = head_;
@@ -79,28 +79,11 @@ size_t UploadRing::Take(size_t bytes) {
   return begin;
 }
 
-void UploadRing::UploadPiece(
-    const void* from, size_t bytes,
-    const std::function<cudaError_t(const void* staged, void* scratch)>& enqueue) {
-  absl::StatusOr<Event> copied = NewEvent(/*timing=*/false);
-  if (!copied.ok()) return context_->Record(copied.status());
-  const size_t begin = Take(bytes);
-  std::byte* staged = static_cast<std::byte*>(host_.get()) + begin;
-  std::memcpy(staged, from, bytes);
-  context_->Record(enqueue(staged, static_cast<std::byte*>(device_.get()) + begin), "upload");
-  context_->Record(cudaEventRecord(copied->get(), context_->compute()), "upload");
-  pieces_.push_back({begin, begin + bytes, *std::move(copied)});
-}
-
 void UploadRing::Upload(const void* from, size_t bytes, void* to) {
-  for (size_t done = 0; done < bytes; done += kPieceBytes) {
-    const size_t piece = std::min(kPieceBytes, bytes - done);
-    UploadPiece(static_cast<const std::byte*>(from) + done, piece,
-                [&](const void* staged, void* /*scratch*/) {
-                  return cudaMemcpyAsync(static_cast<std::byte*>(to) + done, staged, piece,
-                                         cudaMemcpyHostToDevice, context_->compute());
-                });
-  }
+  UploadThrough(from, bytes, 1, [&](const void* piece, size_t offset, size_t piece_bytes) {
+    return cudaMemcpyAsync(static_cast<std::byte*>(to) + offset, piece, piece_bytes,
+                           cudaMemcpyDeviceToDevice, context_->compute());
+  });
 }
 
 void UploadRing::UploadThrough(const void* from, size_t bytes, size_t unit,
@@ -108,14 +91,29 @@ void UploadRing::UploadThrough(const void* from, size_t bytes, size_t unit,
   DENOISED_CHECK(unit <= kPieceBytes && bytes % unit == 0, "{} bytes in units of {}", bytes, unit);
   const size_t most = kPieceBytes / unit * unit;
   for (size_t done = 0; done < bytes; done += most) {
-    const size_t piece = std::min(most, bytes - done);
-    UploadPiece(
-        static_cast<const std::byte*>(from) + done, piece, [&](const void* staged, void* scratch) {
-          const cudaError_t error =
-              cudaMemcpyAsync(scratch, staged, piece, cudaMemcpyHostToDevice, context_->compute());
-          return error != cudaSuccess ? error : consume(scratch, done, piece);
-        });
+    UploadPiece(static_cast<const std::byte*>(from) + done, done, std::min(most, bytes - done),
+                consume);
   }
+}
+
+void UploadRing::UploadPiece(const void* from, size_t offset, size_t bytes,
+                             const Consume& consume) {
+  absl::StatusOr<Event> arrived = NewEvent(/*timing=*/false);
+  if (!arrived.ok()) return context_->Record(arrived.status());
+  absl::StatusOr<Event> consumed = NewEvent(/*timing=*/false);
+  if (!consumed.ok()) return context_->Record(consumed.status());
+  Context& context = *context_;
+  const size_t begin = Take(bytes);
+  std::byte* const staged = static_cast<std::byte*>(host_.get()) + begin;
+  std::byte* const piece = static_cast<std::byte*>(device_.get()) + begin;
+  std::memcpy(staged, from, bytes);
+  context.Record(cudaMemcpyAsync(piece, staged, bytes, cudaMemcpyHostToDevice, context.uploads()),
+                 "upload");
+  context.Record(cudaEventRecord(arrived->get(), context.uploads()), "upload");
+  context.Record(cudaStreamWaitEvent(context.compute(), arrived->get(), 0), "upload");
+  context.Record(consume(piece, offset, bytes), "upload");
+  context.Record(cudaEventRecord(consumed->get(), context.compute()), "upload");
+  pieces_.push_back({begin, begin + bytes, *std::move(arrived), *std::move(consumed)});
 }
 
 absl::StatusOr<std::shared_ptr<const DownloadPool::Staging::Memory>> DownloadPool::Add(size_t bytes,
@@ -172,11 +170,11 @@ std::unique_ptr<Download> DownloadPool::Begin(const Tensor& from) {
                                  cudaMemcpyDeviceToDevice, context.compute()),
                  "download");
   context.Record(cudaEventRecord(staging.snapped.get(), context.compute()), "download");
-  context.Record(cudaStreamWaitEvent(context.copies(), staging.snapped.get(), 0), "download");
+  context.Record(cudaStreamWaitEvent(context.downloads(), staging.snapped.get(), 0), "download");
   context.Record(cudaMemcpyAsync(staging.host, staging.device, from.bytes(), cudaMemcpyDeviceToHost,
-                                 context.copies()),
+                                 context.downloads()),
                  "download");
-  context.Record(cudaEventRecord(staging.copied.get(), context.copies()), "download");
+  context.Record(cudaEventRecord(staging.copied.get(), context.downloads()), "download");
   return std::make_unique<StagedDownload>(context_, std::move(taken), from);
 }
 

@@ -12,15 +12,17 @@
 
 namespace denoised::cuda {
 
-/// Host memory to the device in stream order, through a ring of page-locked memory: `from` is free
-/// again on return. Waits only when the ring is full of copies that the device has not reached.
+/// Host memory to the device: the slow way in a stream of its own, to a ring on the device, and
+/// from there in the order of the compute stream. The host's side is a ring of page-locked memory:
+/// `from` is free again on return. Waits only when the rings are full of what the device has not
+/// reached.
 class UploadRing {
  public:
   static absl::StatusOr<std::unique_ptr<UploadRing>> Open(std::shared_ptr<Context> context);
 
   void Upload(const void* from, size_t bytes, void* to);
 
-  /// A piece of an upload in device memory that is free again after what it enqueues.
+  /// Enqueues what reads a piece of an upload, which lies in device memory until that is done.
   using Consume = std::function<cudaError_t(const void* piece, size_t offset, size_t bytes)>;
   /// In pieces of whole `unit`s, each of at most some MiB.
   void UploadThrough(const void* from, size_t bytes, size_t unit, const Consume& consume);
@@ -28,19 +30,17 @@ class UploadRing {
  private:
   struct Piece {
     size_t begin, end;
-    Event copied;
+    Event arrived, consumed;
   };
   UploadRing(std::shared_ptr<Context> context, PinnedMemory host, DeviceMemory device)
       : context_(std::move(context)), host_(std::move(host)), device_(std::move(device)) {}
-  /// `bytes` of the ring that no copy under way reads.
+  /// `bytes` of the rings that nothing under way reads.
   size_t Take(size_t bytes);
-  /// Stages a piece; `enqueue` gets it in the host's ring, and as much of the device's.
-  void UploadPiece(const void* from, size_t bytes,
-                   const std::function<cudaError_t(const void* staged, void* scratch)>& enqueue);
+  void UploadPiece(const void* from, size_t offset, size_t bytes, const Consume& consume);
 
   const std::shared_ptr<Context> context_;
   const PinnedMemory host_;
-  const DeviceMemory device_;  // of the same size, for pieces that are consumed
+  const DeviceMemory device_;  // of the same size
   std::deque<Piece> pieces_;   // oldest first
   size_t head_ = 0;
 };
