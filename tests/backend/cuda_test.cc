@@ -53,8 +53,8 @@ struct ConvCase {
   int64_t shortcut = 0, shortcut2 = 0;
 };
 
-// Grids with ragged edges, for which the generic kernels choose these tiles on an H200 where they
-// have vectors of outputs. First those of conv2d.cu,
+// Grids with ragged edges, for which conv2d.cu chooses these tiles on an H200 where it stores
+// vectors.
 const ConvCase kConvCases[] = {
     {6, 52, 200, 0, 248, 3},           // 128 × 256
     {6, 61, 72, 0, 264, 3},            // 128 × 128
@@ -66,7 +66,10 @@ const ConvCase kConvCases[] = {
     {3, 9, 512, 0, 8, 1},              // 64 × 32, long sums
     {6, 61, 3, 0, 136, 3},             // odd channels
     {2, 16, 8, 4, 40, 5},              // a source of odd channels
-    // then those of conv3x3.cu,
+};
+
+// The same for conv3x3.cu.
+const ConvCase kPatchCases[] = {
     {9, 61, 64, 0, 248, 3},           // two units × 128
     {30, 31, 32, 32, 96, 3},          // two units × 96, two sources
     {7, 61, 64, 0, 264, 3},           // more outputs than a multiple of a tile
@@ -74,7 +77,7 @@ const ConvCase kConvCases[] = {
     {6, 15, 32, 64, 56, 3, 1, true},  // a unit × 64, two sources, doubled
     {2, 15, 32, 0, 40, 3},            // a unit × 32, as many channels as a step has
     {300, 3, 64, 0, 40, 3},           // four squares × 64
-    // and with runs of channels: a row alone is made by blocks.
+    // With runs of channels: a row alone is made by blocks.
     {66, 8, 256, 0, 256, 3},    // two units × 64
     {24, 7, 192, 128, 200, 3},  // a unit × 64, runs of two and of three steps
     {130, 4, 256, 0, 136, 3},   // four squares × 64
@@ -174,11 +177,16 @@ class CudaConv2dTest : public CudaTest {
   }
 };
 
+// Tiles that store vectors take one of add and residual.
 TEST_P(CudaConv2dTest, EveryTile) {
   for (const ConvCase& c : kConvCases) {
     Run(c);
-    Run(c, /*with_add=*/false);  // the tiles of copies and vectors take one of add and residual
+    Run(c, /*with_add=*/false);
   }
+}
+
+TEST_P(CudaConv2dTest, EveryTileOfPatches) {
+  for (const ConvCase& c : kPatchCases) Run(c, /*with_add=*/false);
 }
 
 TEST_P(CudaConv2dTest, ShortcutsOfEveryTile) {
