@@ -578,10 +578,10 @@ class CudaBackend final : public Backend {
   bool InOnePass(const GroupNormLaunch& norm) const {
     return queue_.hopper && SuitsGroupNormCluster(norm, queue_);
   }
-  /// Images whose factors there is memory for.
+  /// Images whose factors there is memory for, and which a grid can count.
   static int ImagesAtOnce(const GroupNormLaunch& norm) {
-    return static_cast<int>(kNormFactorBytes /
-                            (2 * sizeof(float) * (norm.channels + norm.channels2)));
+    return static_cast<int>(std::min<size_t>(
+        65535, kNormFactorBytes / (2 * sizeof(float) * (norm.channels + norm.channels2))));
   }
   GroupNormLaunch WithFactors(GroupNormLaunch norm) const {
     norm.factors =
