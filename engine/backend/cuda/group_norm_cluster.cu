@@ -296,8 +296,8 @@ int SliceChannels(const GroupNormLaunch& norm, int least, bool sectors) {
 }
 
 /// Blocks of about 128 threads, and larger ones where there would be more than a cluster has.
-Plan Fit(const GroupNormLaunch& norm, int least_channels, int vectors, int threads) {
-  const int slice_channels = SliceChannels(norm, least_channels, vectors == kMaxVectors);
+Plan Fit(const GroupNormLaunch& norm, int least_channels, bool sectors, int vectors, int threads) {
+  const int slice_channels = SliceChannels(norm, least_channels, sectors);
   Plan plan = MakePlan(norm, slice_channels, 1, vectors);
   const auto grow_while = [&](auto wanted) {
     while (wanted() && 2 * plan.leaves <= kMaxLeaves) {
@@ -312,8 +312,10 @@ Plan Fit(const GroupNormLaunch& norm, int least_channels, int vectors, int threa
 
 /// With `vectors` a thread, or none (no vectors).
 Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
-  for (const Plan& plan : {Fit(norm, vectors == kMaxVectors ? 64 : 32, vectors, 288),
-                           Fit(norm, 32, vectors, kMaxThreads)}) {
+  const bool many = vectors == kMaxVectors;
+  for (const Plan& plan :
+       {Fit(norm, many ? 64 : 32, many, vectors, 288), Fit(norm, 32, many, vectors, kMaxThreads),
+        Fit(norm, 32, false, vectors, kMaxThreads)}) {
     if (Possible(plan)) return plan;
   }
   return {};
