@@ -1,6 +1,8 @@
 #include <cuda_runtime_api.h>
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <set>
@@ -10,8 +12,8 @@
 #include "engine/backend/cuda/cuda_backend.h"
 #include "engine/backend/cuda/device.h"
 
-/// Whatever the tuner chooses, the bits are the same: every candidate for a launch, by itself, on a
-/// Hopper GPU. What is chosen from needs none.
+/// Whatever the tuner or a launcher chooses, the bits are the same: every candidate for a launch,
+/// by itself, on a Hopper GPU. What is chosen from needs none.
 
 namespace denoised::cuda {
 namespace {
@@ -38,6 +40,11 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {9, 8, 8, 256, 0, 256, 3, 1, false, false, 256, 512},
                                   {70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
                                   {3, 15, 17, 64, 0, 72, 3, 2, false, false, 64, 8}};
+
+struct NormCase {
+  int images, height, width, channels, channels2, groups;
+  bool scaled = false;
+};
 
 /// A launch with pointers to nothing.
 Conv2dLaunch ShapeOf(const Case& c) {
@@ -161,6 +168,27 @@ class HopperPlansTest : public testing::Test {
     return conv;
   }
 
+  GroupNormLaunch Launch(const NormCase& c, bool factors) {
+    GroupNormLaunch norm;
+    const int64_t pixels = int64_t{c.images} * c.height * c.width;
+    const int channels = c.channels + c.channels2;
+    norm.channels = c.channels, norm.channels2 = c.channels2;
+    norm.images = c.images, norm.pixels = c.height * c.width;
+    norm.groups = c.groups;
+    norm.eps = 1e-5f;
+    norm.x = View(Random({pixels, c.channels}, DType::kBF16));
+    if (c.channels2 > 0) norm.x2 = View(Random({pixels, c.channels2}, DType::kBF16, 3));
+    norm.gamma = Random({channels}, DType::kF32).as<float>();
+    norm.beta = Random({channels}, DType::kF32).as<float>();
+    if (c.scaled) norm.scale_shift = View(Random({c.images, 2 * channels}, DType::kBF16));
+    norm.activation = c.scaled ? Activation::kSilu : Activation::kNone;
+    out_ = factors ? Zeros({c.images, 2 * channels}, DType::kF32)
+                   : Zeros({pixels, channels}, DType::kBF16);
+    norm.out = {out_.data(), channels, Element::kBf16, true};
+    if (factors) norm.factors = out_.as<float>();
+    return norm;
+  }
+
   ShortcutLaunch Shortcut(const Case& c, int64_t out_pixels) {
     ShortcutLaunch shortcut;
     shortcut.channels = c.shortcut, shortcut.channels2 = c.shortcut2;
@@ -174,16 +202,21 @@ class HopperPlansTest : public testing::Test {
     return shortcut;
   }
 
-  std::vector<std::byte> Run(const Conv2dLaunch& conv, const HopperPlan& plan) {
+  /// What `launch` leaves in out_.
+  template <typename Launch>
+  std::vector<std::byte> Run(const std::string& name, Launch launch) {
     EXPECT_TRUE(backend_->Synchronize().ok());  // uploads are in its stream
     std::vector<std::byte> bytes(out_.bytes());
     EXPECT_EQ(cudaMemsetAsync(out_.data(), 0xff, out_.bytes(), stream_.get()), cudaSuccess);
-    EXPECT_EQ(LaunchConv2dHopper(conv, plan, queue_), cudaSuccess) << NameOf(plan);
+    EXPECT_EQ(launch(), cudaSuccess) << name;
     EXPECT_EQ(cudaMemcpyAsync(bytes.data(), out_.data(), bytes.size(), cudaMemcpyDeviceToHost,
                               stream_.get()),
               cudaSuccess);
-    EXPECT_EQ(cudaStreamSynchronize(stream_.get()), cudaSuccess) << NameOf(plan);
+    EXPECT_EQ(cudaStreamSynchronize(stream_.get()), cudaSuccess) << name;
     return bytes;
+  }
+  std::vector<std::byte> Run(const Conv2dLaunch& conv, const HopperPlan& plan) {
+    return Run(NameOf(plan), [&] { return LaunchConv2dHopper(conv, plan, queue_); });
   }
 
   /// The bits that all candidates give.
@@ -231,6 +264,59 @@ TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
     ASSERT_TRUE(SuitsPatches(conv));
     RunAll(conv);
   }
+}
+
+// Runs of two, four and eight channels; clusters of one block to sixteen; pixels that chunks and
+// blocks do not divide; slices across both sources, of several pieces; more units than clusters.
+TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
+  for (const NormCase& c :
+       {NormCase{17, 64, 64, 192, 0, 32, true}, NormCase{2, 61, 67, 192, 0, 32},
+        NormCase{3, 64, 64, 384, 192, 32, true}, NormCase{3, 63, 65, 256, 256, 32, true},
+        NormCase{70, 16, 16, 576, 0, 32, true}, NormCase{9, 31, 33, 384, 384, 32},
+        NormCase{5, 31, 33, 576, 384, 32, true}, NormCase{2, 37, 41, 320, 0, 32},
+        NormCase{3, 16, 16, 768, 576, 32}, NormCase{40, 16, 16, 1152, 0, 32}}) {
+    for (const bool factors : {false, true}) {
+      kept_.clear();
+      const GroupNormLaunch norm = Launch(c, factors);
+      SCOPED_TRACE(fmt::format("{} of {} × {} × {} + {}, factors {}", c.images, c.height, c.width,
+                               c.channels, c.channels2, factors));
+      ASSERT_TRUE(SuitsGroupNormStream(norm));
+      const std::vector<std::byte> all =
+          Run("stream", [&] { return LaunchGroupNormStream(norm, queue_); });
+      if (SuitsGroupNormCluster(norm, queue_)) {
+        EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == all);
+      } else {
+        EXPECT_TRUE(PrefersGroupNormStream(norm, queue_));
+      }
+      GroupNormLaunch first = norm;
+      first.images = 1;
+      const std::vector<std::byte> alone =
+          Run("alone", [&] { return LaunchGroupNormStream(first, queue_); });
+      EXPECT_TRUE(std::equal(alone.begin(), alone.begin() + all.size() / c.images, all.begin()));
+      EXPECT_TRUE(std::all_of(alone.begin() + all.size() / c.images, alone.end(),
+                              [](std::byte byte) { return byte == std::byte{0xff}; }))
+          << "it wrote beyond its image";
+      GroupNormLaunch other = norm;
+      other.eps *= 2;
+      EXPECT_FALSE(Run("other", [&] { return LaunchGroupNormStream(other, queue_); }) == all);
+    }
+  }
+}
+
+TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesStream) {
+  static std::byte nothing;
+  const auto norm_of = [](int images, int size, int channels) {
+    const Rows rows = {&nothing, channels, Element::kBf16, true};
+    GroupNormLaunch norm;
+    norm.x = norm.out = rows;
+    norm.channels = channels, norm.groups = 32;
+    norm.images = images, norm.pixels = size * size;
+    return norm;
+  };
+  EXPECT_TRUE(PrefersGroupNormStream(norm_of(1024, 16, 576), queue_));
+  EXPECT_FALSE(PrefersGroupNormStream(norm_of(1, 16, 576), queue_));
+  EXPECT_FALSE(PrefersGroupNormStream(norm_of(1024, 16, 256), queue_));
+  EXPECT_FALSE(SuitsGroupNormStream(norm_of(1024, 8, 256)));
 }
 
 }  // namespace

@@ -576,7 +576,11 @@ class CudaBackend final : public Backend {
   }
 
   bool InOnePass(const GroupNormLaunch& norm) const {
-    return queue_.hopper && SuitsGroupNormCluster(norm, queue_);
+    return queue_.hopper && (SuitsGroupNormCluster(norm, queue_) || SuitsGroupNormStream(norm));
+  }
+  cudaError_t LaunchOnePass(const GroupNormLaunch& norm) const {
+    return PrefersGroupNormStream(norm, queue_) ? LaunchGroupNormStream(norm, queue_)
+                                                : LaunchGroupNormCluster(norm, queue_);
   }
   /// Images whose factors there is memory for, and which a grid can count.
   static int ImagesAtOnce(const GroupNormLaunch& norm) {
@@ -589,7 +593,7 @@ class CudaBackend final : public Backend {
     return norm;
   }
   cudaError_t MakeFactors(const GroupNormLaunch& norm) const {
-    return (InOnePass(norm) ? LaunchGroupNormCluster : LaunchGroupNormFactors)(norm, queue_);
+    return InOnePass(norm) ? LaunchOnePass(norm) : LaunchGroupNormFactors(norm, queue_);
   }
 
   /// Whether `conv` can normalise what it reads by itself.
@@ -616,7 +620,7 @@ class CudaBackend final : public Backend {
   void Normalise(const GroupNormLaunch& norm) { context_->Record(Normalised(norm), "GroupNorm"); }
 
   cudaError_t Normalised(const GroupNormLaunch& norm) const {
-    if (InOnePass(norm)) return LaunchGroupNormCluster(norm, queue_);
+    if (InOnePass(norm)) return LaunchOnePass(norm);
     if (!SuitsGroupNormFactors(norm)) return LaunchGroupNorm(norm, queue_);
     for (int first = 0; first < norm.images; first += ImagesAtOnce(norm)) {
       const GroupNormLaunch part = WithFactors(Images(norm, first, ImagesAtOnce(norm)));
@@ -724,6 +728,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
         hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
         hopper ? LoadConvUnitKernels() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
+        hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv3x3Kernels(), LoadConv2dFp32Kernels(), LoadRowLinearKernels(),
         LoadConv2dNarrowKernels(), LoadGroupNormKernels(), LoadAttentionKernels(),

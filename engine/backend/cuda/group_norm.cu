@@ -422,14 +422,13 @@ __global__ void __launch_bounds__(kMaxSliceThreads, 2)
 cudaError_t LaunchImageFactors(const GroupNormLaunch& norm, int slice, const Queue& queue) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const bool much = int64_t{norm.pixels} * slice * 2 > 2 * kGoodSliceBytes;
-  const int threads = much ? kMaxSliceThreads : kSliceThreads;
+  const unsigned threads = much ? kMaxSliceThreads : kSliceThreads;
   auto* const kernel = group_channels % 8 == 0   ? &ImageFactorsKernel<8>
                        : group_channels % 4 == 0 ? &ImageFactorsKernel<4>
                                                  : &ImageFactorsKernel<2>;
   return LaunchDependent(
       kernel,
-      {dim3(static_cast<unsigned>(channels / slice), static_cast<unsigned>(norm.images)),
-       kSliceThreads},
+      {dim3(static_cast<unsigned>(channels / slice), static_cast<unsigned>(norm.images)), threads},
       queue, norm, slice);
 }
 

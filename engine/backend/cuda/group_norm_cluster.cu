@@ -5,35 +5,20 @@
 // memory, from the sums until the store, so memory sees one read and one write. Blocks of a slice
 // form a cluster and tell each other their sums through shared memory. What is larger than a
 // cluster is group_norm.cu's.
-//
-// Sums. What is summed is d = x − pivot, an element of the same group, so that a mean that is large
-// against the spread cancels before anything is squared: d is exact in bf16 if x and the pivot are
-// within a factor of two, and else rounded as any bf16 is. Tensor cores add: of the eight rows of
-// D = {d₀ … d₁₅} of a warp, mma makes D·Dᵀ, whose diagonal are the sums of squares, and 1·Dᵀ.
-//
-// Order. Eight pixels of a group are a leaf, and the sums of leaves are added as a binary tree over
-// the image. A block has an aligned power of two of them. So how an image is cut does not bear on
-// the bits, and it may be cut one way alone and another in a batch.
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 
 namespace denoised::cuda {
 namespace {
 
-constexpr int kVector = 8;      // channels in 16 bytes
-constexpr int kQuad = 4;        // threads that have neighbouring pixels of the same channels
 constexpr int kMaxVectors = 8;  // of a thread
-constexpr int kLeafVectors = 2;
-constexpr int kLeafPixels = kLeafVectors * kQuad;
 constexpr int kMaxThreads = 512;
-constexpr int kMaxLeaves = 128;  // of a block: four for each lane of a warp
-constexpr int kMaxCluster = 16;
 constexpr int kSharedLimit = 48 * 1024;
 
 /// How an image lies over blocks.
@@ -46,30 +31,7 @@ struct Plan {
   int leaves = 0;           // of a block: lines · vectors / kLeafVectors
   int blocks = 0;           // of a slice
   float count_inverse = 0;  // of the elements of a group
-  // What lanes of a warp add up: 2^bits of them, up to four elements each.
-  int leaf_bits = 0, lane_leaves = 0;
-  int block_bits = 0, lane_blocks = 0;
-};
-
-/// Of d over some elements of a group.
-struct Sums {
-  float d, squares;
-};
-__device__ Sums operator+(const Sums& a, const Sums& b) {
-  return {a.d + b.d, a.squares + b.squares};
-}
-
-/// The sums of 2^bits neighbouring lanes, as a tree; in each of them.
-__device__ Sums SumLanes(Sums sums, int bits) {
-  for (int offset = 1; offset < 1 << bits; offset *= 2) {
-    sums.d += __shfl_xor_sync(~0u, sums.d, offset);
-    sums.squares += __shfl_xor_sync(~0u, sums.squares, offset);
-  }
-  return sums;
-}
-
-struct Statistics {
-  float mean, inverse_deviation;
+  SumTree tree;
 };
 
 /// The pieces of a block's shared memory, in bytes from its beginning.
@@ -87,31 +49,11 @@ struct Layout {
         bytes(pivots + plan.slice_groups * static_cast<int>(sizeof(float))) {}
 };
 
-/// The two channels of a word: bf16 is the upper half of an fp32.
-__device__ float Low(uint32_t word) { return __uint_as_float(word << 16); }
-__device__ float High(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
-
 /// Computes the pointer here and not where it is used, behind the wait for predecessors: no
 /// compiler moves what a trap depends on.
 __device__ void Pin(const __nv_bfloat16*& pointer) {
   asm volatile("{\n.reg .pred null;\nsetp.eq.u64 null, %0, 0;\n@null trap;\n}" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
-}
-
-__device__ uint32_t Subtract(uint32_t a, uint32_t b) {
-  uint32_t difference;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-  return difference;
-}
-
-/// Adds to sums, as a lane holds them of a matrix of 16 × 8, d·dᵀ in the upper and 1·dᵀ in the
-/// lower eight rows: row r of d is what the four lanes from 4r on hold, two bf16 each.
-__device__ void AddProducts(float (&sums)[4], uint32_t d) {
-  constexpr uint32_t kOnes = 0x3f803f80;
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5}, {%4}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(d), "r"(kOnes));
 }
 
 /// block (kQuad, plan.line_vectors, plan.lines); grid (plan.blocks: a cluster, slices, images).
@@ -122,7 +64,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
                            const __grid_constant__ Plan plan) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kWords = kVector / 2, kRunWords = kRun / 2, kRuns = kVector / kRun;
+  constexpr int kRunWords = kRun / 2, kRuns = kVector / kRun;
   extern __shared__ __align__(16) unsigned char shared[];
   const Layout layout(plan, kRun);
   auto* barrier = reinterpret_cast<uint64_t*>(shared);
@@ -161,21 +103,14 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     offsets[c] = unit * norm.beta[slice_begin + c];
   }
 
-  const auto at = [&](int64_t pixel, int c) {
-    const bool first = c < norm.channels;
-    const Rows& source = first ? norm.x : norm.x2;
-    return static_cast<const __nv_bfloat16*>(source.data) +
-           (static_cast<int64_t>(image) * norm.pixels + pixel) * source.stride +
-           (first ? c : c - norm.channels);
-  };
-  const __nv_bfloat16* from = at(begin, channel);
+  const __nv_bfloat16* from = ChannelAt(norm, image, begin, channel);
   const int from_step =
       kQuad * static_cast<int>(channel < norm.channels ? norm.x.stride : norm.x2.stride);
   const __nv_bfloat16* pivots_from[kRuns];
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) {
     const int group = (slice_channel + r * kRun) / plan.group_channels;
-    pivots_from[r] = at(norm.pixels / 2, slice_begin + group * plan.group_channels);
+    pivots_from[r] = PivotAt(norm, image, slice_begin + group * plan.group_channels);
   }
 
   Pin(from);
@@ -211,31 +146,15 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
   }
 
-  const unsigned row = lane / kQuad;
 #pragma unroll
   for (int leaf = 0; leaf < kVectors / kLeafVectors; ++leaf) {
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      float products[kLeafVectors][4] = {};
-#pragma unroll
-      for (int i = 0; i < kLeafVectors; ++i) {
-        const int vector = leaf * kLeafVectors + i;
-        const uint32_t pivot = vector < held ? pivots[r] : 0;  // what is not held adds zero
-#pragma unroll
-        for (int w = 0; w < kRunWords; ++w) {
-          AddProducts(products[i], Subtract(kept[vector][r * kRunWords + w], pivot));
-        }
-      }
-      // Columns 2t and 2t + 1 are lane t's of a quad.
-      if (threadIdx.x == row / 2) {
-        const auto sums_of = [&](const float(&product)[4]) {
-          return row % 2 == 0 ? Sums{product[2], product[0]} : Sums{product[3], product[1]};
-        };
-        const int of_block = line * (kVectors / kLeafVectors) + leaf;
-        leaves[of_block * layout.leaf_stride + threadIdx.y * kRuns + r] =
-            sums_of(products[0]) + sums_of(products[1]);
-      }
-    }
+    const int of_block = line * (kVectors / kLeafVectors) + leaf;
+    SumLeaf<kRun>(kept + leaf * kLeafVectors, held - leaf * kLeafVectors, pivots, lane,
+                  [&](int r, const Sums& sums) {
+                    if (HoldsSums(lane)) {
+                      leaves[of_block * layout.leaf_stride + threadIdx.y * kRuns + r] = sums;
+                    }
+                  });
   }
   if (cluster) WaitForCluster();
   __syncthreads();
@@ -243,59 +162,26 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     ArriveExpecting(barrier, plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums)));
   }
 
-  // By 2^bits lanes that have the sums.
-  const auto finish = [&](const Sums& sums, int group, int part, int bits) {
-    const float mean = sums.d * plan.count_inverse;
-    const float variance = fmaxf(fmaf(-mean, mean, sums.squares * plan.count_inverse), 0.0f);
-    Statistics of_group = {group_pivots[group] + mean};
-    asm("rsqrt.approx.ftz.f32 %0, %1;"
-        : "=f"(of_group.inverse_deviation)
-        : "f"(variance + norm.eps));
-    for (int r = part; r < runs; r += 1 << bits) statistics[group * runs + r] = of_group;
+  const auto finish = [&](const Sums& sums, int group, int part, int parts) {
+    const Statistics of_group =
+        StatisticsOf(sums, group_pivots[group], plan.count_inverse, norm.eps);
+    for (int r = part; r < runs; r += parts) statistics[group * runs + r] = of_group;
   };
-  {
-    const int bits = plan.leaf_bits, part = lane & ((1 << bits) - 1);
-    for (int first = warp << (5 - bits); first < plan.slice_groups; first += warps << (5 - bits)) {
-      const int of_group = first + (lane >> bits);
-      Sums of_lane[4] = {};
-      if (of_group < plan.slice_groups) {
-        const Sums* leaf = leaves + part * plan.lane_leaves * layout.leaf_stride + of_group * runs;
-#pragma unroll 1
-        for (int r = 0; r < runs; ++r) {
-#pragma unroll
-          for (int l = 0; l < 4; ++l) {
-            if (l < plan.lane_leaves) of_lane[l] = of_lane[l] + leaf[l * layout.leaf_stride + r];
-          }
-        }
-      }
-      const Sums sums = SumLanes((of_lane[0] + of_lane[1]) + (of_lane[2] + of_lane[3]), bits);
-      if (of_group >= plan.slice_groups) continue;
-      if (!cluster) {
-        finish(sums, of_group, part, bits);
-      } else {
-        for (int to = part; to < plan.blocks; to += 1 << bits) {
-          StoreAt(AddressAt(of_blocks + rank * plan.slice_groups + of_group, to),
-                  AddressAt(barrier, to), sums.d, sums.squares);
-        }
-      }
-    }
-  }
+  SumLeaves(plan.tree, leaves, layout.leaf_stride, runs, plan.slice_groups, warp, warps, lane,
+            [&](const Sums& sums, int group, int part) {
+              const int parts = 1 << plan.tree.leaf_bits;
+              if (!cluster) return finish(sums, group, part, parts);
+              for (int to = part; to < plan.blocks; to += parts) {
+                StoreAt(AddressAt(of_blocks + rank * plan.slice_groups + group, to),
+                        AddressAt(barrier, to), sums.d, sums.squares);
+              }
+            });
   if (cluster) {
     WaitForStores(barrier, 0);
-    const int bits = plan.block_bits, part = lane & ((1 << bits) - 1);
-    for (int first = warp << (5 - bits); first < plan.slice_groups; first += warps << (5 - bits)) {
-      const int of_group = first + (lane >> bits);
-      Sums of_lane[4] = {};
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const int block = part * plan.lane_blocks + b;
-        if (b < plan.lane_blocks && block < plan.blocks && of_group < plan.slice_groups) {
-          of_lane[b] = of_blocks[block * plan.slice_groups + of_group];
-        }
-      }
-      const Sums sums = SumLanes((of_lane[0] + of_lane[1]) + (of_lane[2] + of_lane[3]), bits);
-      if (of_group < plan.slice_groups) finish(sums, of_group, part, bits);
-    }
+    SumBlocks(plan.tree, of_blocks, plan.blocks, plan.slice_groups, warp, warps, lane,
+              [&](const Sums& sums, int group, int part) {
+                finish(sums, group, part, 1 << plan.tree.block_bits);
+              });
   }
   __syncthreads();
 
@@ -372,7 +258,6 @@ Kernel* KernelOf(int vectors, int run) {
   return nullptr;
 }
 
-int RunOf(const Plan& plan) { return std::gcd(plan.group_channels, kVector); }
 int Threads(const Plan& plan) { return kQuad * plan.line_vectors * plan.lines; }
 
 Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int lines, int vectors) {
@@ -389,23 +274,14 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int lines, int ve
   const int pixels = plan.leaves * kLeafPixels;
   plan.blocks = (norm.pixels + pixels - 1) / pixels;
   plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels);
-  const auto log2 = [](int count) {  // rounded up
-    int bits = 0;
-    while (1 << bits < count) ++bits;
-    return bits;
-  };
-  // Four elements a lane where that leaves lanes enough to tell the other blocks.
-  const int leaves = log2(plan.leaves), blocks = log2(plan.blocks);
-  plan.leaf_bits = std::min({std::max({leaves - 2, blocks - 1, 0}), leaves, 5});
-  plan.lane_leaves = plan.leaves >> plan.leaf_bits;
-  plan.block_bits = std::max(blocks - 2, 0);
-  plan.lane_blocks = 1 << (blocks - plan.block_bits);
+  plan.tree = MakeSumTree(plan.leaves, plan.blocks);
   return plan;
 }
 
 bool Possible(const Plan& plan) {
   return Threads(plan) % 32 == 0 && Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves &&
-         plan.blocks <= kMaxCluster && Layout(plan, RunOf(plan)).bytes <= kSharedLimit;
+         plan.blocks <= kMaxCluster &&
+         Layout(plan, RunOf(plan.group_channels)).bytes <= kSharedLimit;
 }
 
 /// The fewest channels of whole vectors and groups that cut all of them evenly, from `least` on;
@@ -420,8 +296,8 @@ int SliceChannels(const GroupNormLaunch& norm, int least, bool sectors) {
 }
 
 /// Blocks of about 128 threads, and larger ones where there would be more than a cluster has.
-Plan Fit(const GroupNormLaunch& norm, int least_channels, int vectors, int threads) {
-  const int slice_channels = SliceChannels(norm, least_channels, vectors == kMaxVectors);
+Plan Fit(const GroupNormLaunch& norm, int least_channels, bool sectors, int vectors, int threads) {
+  const int slice_channels = SliceChannels(norm, least_channels, sectors);
   Plan plan = MakePlan(norm, slice_channels, 1, vectors);
   const auto grow_while = [&](auto wanted) {
     while (wanted() && 2 * plan.leaves <= kMaxLeaves) {
@@ -436,8 +312,10 @@ Plan Fit(const GroupNormLaunch& norm, int least_channels, int vectors, int threa
 
 /// With `vectors` a thread, or none (no vectors).
 Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
-  for (const Plan& plan : {Fit(norm, vectors == kMaxVectors ? 64 : 32, vectors, 288),
-                           Fit(norm, 32, vectors, kMaxThreads)}) {
+  const bool many = vectors == kMaxVectors;
+  for (const Plan& plan :
+       {Fit(norm, many ? 64 : 32, many, vectors, 288), Fit(norm, 32, many, vectors, kMaxThreads),
+        Fit(norm, 32, false, vectors, kMaxThreads)}) {
     if (Possible(plan)) return plan;
   }
   return {};
@@ -449,21 +327,12 @@ Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
 /// Few images are soonest done by many threads that keep little; what fills the device moves most
 /// with eight vectors a thread and slices of 128 bytes.
 Plan PlanOf(const GroupNormLaunch& norm, int multiprocessors) {
-  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
-  const bool vector =
-      norm.x.vector && norm.channels % kVector == 0 && norm.out.vector &&
-      (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % kVector == 0));
-  if (!vector || norm.x.element != Element::kBf16 || norm.out.element != Element::kBf16 ||
-      (norm.scale_shift.data != nullptr && norm.scale_shift.element != Element::kBf16) ||
-      std::gcd(group_channels, kVector) < 2 ||
-      (norm.activation != Activation::kNone && norm.activation != Activation::kSilu)) {
-    return {};
-  }
+  if (!SuitsOnePass(norm)) return {};
   const Plan of_many = FitCluster(norm, kMaxVectors);
   if (of_many.vectors == 0) return {};
 
-  const int64_t vectors =
-      int64_t{norm.images} * norm.pixels * (channels / kVector) / multiprocessors;
+  const int64_t vectors = int64_t{norm.images} * norm.pixels *
+                          ((norm.channels + norm.channels2) / kVector) / multiprocessors;
   for (const auto [most, of_thread] : {std::pair{512, 2}, std::pair{1500, 4}}) {
     if (vectors > most) continue;
     if (const Plan plan = FitCluster(norm, of_thread); plan.vectors > 0) return plan;
@@ -479,7 +348,7 @@ bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
 
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
   const Plan plan = PlanOf(norm, queue.multiprocessors);
-  const int run = RunOf(plan);
+  const int run = RunOf(plan.group_channels);
   const unsigned blocks = plan.blocks, slices = plan.slices, images = norm.images;
   return LaunchDependent(KernelOf(plan.vectors, run),
                          {.grid = dim3(blocks, slices, images),

@@ -118,6 +118,11 @@ cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
 /// SuitsGroupNormCluster(). Its factors have bits of their own.
 bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
+/// The same bits by blocks that stay; `out` shares no memory with x, x2. Suits: by an image's shape
+/// alone. Prefers: whether what suits this or SuitsGroupNormCluster() is done sooner by this.
+bool SuitsGroupNormStream(const GroupNormLaunch& norm);
+bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
+cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
 
 struct AttentionLaunch {
   Rows q, k, v;  // [images · tokens, heads · dim]; k, v: key_tokens
@@ -222,6 +227,7 @@ cudaError_t LoadConv2dNarrowKernels();
 cudaError_t LoadRowLinearKernels();
 cudaError_t LoadGroupNormKernels();
 cudaError_t LoadGroupNormClusterKernels();
+cudaError_t LoadGroupNormStreamKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
 cudaError_t LoadAttentionHopperKernels();

@@ -1,0 +1,227 @@
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+
+#include "engine/backend/cuda/element.cuh"
+
+/// What the group norms of one pass over memory share, so that their bits are the same: how sums of
+/// an image are made and added, and what becomes of them.
+///
+/// Sums. What is summed is d = x − pivot, an element of the same group, so that a mean that is
+/// large against the spread cancels before anything is squared: d is exact in bf16 if x and the
+/// pivot are within a factor of two, and else rounded as any bf16 is. Tensor cores add: of the
+/// eight rows of D = {d₀ … d₁₅} of a warp, mma makes D·Dᵀ, whose diagonal are the sums of squares,
+/// and 1·Dᵀ.
+///
+/// Order. Eight pixels of a group are a leaf, and the sums of leaves are added as a binary tree
+/// over the image. A block has an aligned power of two of them. So how an image is cut does not
+/// bear on the bits, and it may be cut one way alone and another in a batch.
+
+namespace denoised::cuda {
+
+constexpr int kVector = 8;  // channels in 16 bytes
+constexpr int kWords = kVector / 2;
+constexpr int kQuad = 4;         // lanes that have neighbouring pixels of the same channels
+constexpr int kLeafVectors = 2;  // of a lane
+constexpr int kLeafPixels = kLeafVectors * kQuad;
+constexpr int kMaxLeaves = 128;  // of a block: four for each lane of a warp
+constexpr int kMaxCluster = 16;
+
+/// Neighbouring channels that are of one group wherever in a vector they begin: 2, 4 or 8, or 1
+/// where there is no such kernel.
+inline int RunOf(int group_channels) { return std::gcd(group_channels, kVector); }
+
+/// Bf16 in whole vectors, groups of an even number of channels, activation none or SiLU.
+inline bool SuitsOnePass(const GroupNormLaunch& norm) {
+  const bool vector =
+      norm.x.vector && norm.channels % kVector == 0 && norm.out.vector &&
+      (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % kVector == 0));
+  return vector && norm.x.element == Element::kBf16 && norm.out.element == Element::kBf16 &&
+         (norm.scale_shift.data == nullptr || norm.scale_shift.element == Element::kBf16) &&
+         RunOf((norm.channels + norm.channels2) / norm.groups) >= 2 &&
+         (norm.activation == Activation::kNone || norm.activation == Activation::kSilu);
+}
+
+/// Of d over some elements of a group.
+struct Sums {
+  float d, squares;
+};
+__device__ inline Sums operator+(const Sums& a, const Sums& b) {
+  return {a.d + b.d, a.squares + b.squares};
+}
+
+/// How lanes of a warp add up the leaves of a block, and the blocks of an image: 2^bits of them, up
+/// to four elements each.
+struct SumTree {
+  int leaf_bits = 0, lane_leaves = 0;
+  int block_bits = 0, lane_blocks = 0;
+};
+/// `leaves`: a power of two.
+inline SumTree MakeSumTree(int leaves, int blocks) {
+  const auto log2 = [](int count) {  // rounded up
+    int bits = 0;
+    while (1 << bits < count) ++bits;
+    return bits;
+  };
+  // Four elements a lane where that leaves lanes enough to tell the other blocks.
+  SumTree tree;
+  const int of_leaves = log2(leaves), of_blocks = log2(blocks);
+  tree.leaf_bits = std::min({std::max({of_leaves - 2, of_blocks - 1, 0}), of_leaves, 5});
+  tree.lane_leaves = leaves >> tree.leaf_bits;
+  tree.block_bits = std::max(of_blocks - 2, 0);
+  tree.lane_blocks = 1 << (of_blocks - tree.block_bits);
+  return tree;
+}
+
+/// The two channels of a word: bf16 is the upper half of an fp32.
+__device__ inline float Low(uint32_t word) { return __uint_as_float(word << 16); }
+__device__ inline float High(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
+
+/// Where a channel of concat(x, x2) lies, of bf16 sources.
+__device__ inline const __nv_bfloat16* ChannelAt(const GroupNormLaunch& norm, int image,
+                                                 int64_t pixel, int channel) {
+  const bool first = channel < norm.channels;
+  const Rows& source = first ? norm.x : norm.x2;
+  return static_cast<const __nv_bfloat16*>(source.data) +
+         (static_cast<int64_t>(image) * norm.pixels + pixel) * source.stride +
+         (first ? channel : channel - norm.channels);
+}
+/// A group's pivot, given its first channel.
+__device__ inline const __nv_bfloat16* PivotAt(const GroupNormLaunch& norm, int image,
+                                               int channel) {
+  return ChannelAt(norm, image, norm.pixels / 2, channel);
+}
+
+__device__ inline uint32_t Subtract(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
+/// Adds to sums, as a lane holds them of a matrix of 16 × 8, d·dᵀ in the upper and 1·dᵀ in the
+/// lower eight rows: row r of d is what the four lanes from 4r on hold, two bf16 each.
+__device__ inline void AddProducts(float (&sums)[4], uint32_t d) {
+  constexpr uint32_t kOnes = 0x3f803f80;
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%4}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(d), "r"(kOnes));
+}
+
+/// Of a quad the lane in which SumLeaf's sums are.
+__device__ inline bool HoldsSums(int lane) { return lane % kQuad == lane / kQuad / 2; }
+/// The sums of a leaf whose vectors the lanes of a quad hold, kLeafVectors each, as keep(r, sums)
+/// for each run r of a vector. `pivots`: each in both halves of a word. By whole warps, lanes in
+/// the order of their quads; `held`: of a lane's vectors, the others add zero.
+template <int kRun, typename Keep>
+__device__ inline void SumLeaf(const uint32_t (*vectors)[kWords], int held,
+                               const uint32_t (&pivots)[kVector / kRun], int lane, Keep keep) {
+#pragma unroll
+  for (int r = 0; r < kVector / kRun; ++r) {
+    float products[kLeafVectors][4] = {};
+#pragma unroll
+    for (int i = 0; i < kLeafVectors; ++i) {
+      const uint32_t pivot = i < held ? pivots[r] : 0;
+#pragma unroll
+      for (int w = r * kRun / 2; w < (r + 1) * kRun / 2; ++w) {
+        AddProducts(products[i], Subtract(vectors[i][w], pivot));
+      }
+    }
+    // Columns 2t and 2t + 1 are lane t's of a quad.
+    const auto sums_of = [&](const float(&product)[4]) {
+      return lane / kQuad % 2 == 0 ? Sums{product[2], product[0]} : Sums{product[3], product[1]};
+    };
+    keep(r, sums_of(products[0]) + sums_of(products[1]));
+  }
+}
+
+/// The sums of a number of elements of each group, by warps together, as take(sums, group, part) in
+/// each of 2^bits lanes, the parts, to which of_lane(group, part, sums) gives up to four elements.
+template <typename OfLane, typename Take>
+__device__ inline void SumGroups(int groups, int bits, int warp, int warps, int lane,
+                                 OfLane of_lane, Take take) {
+  const int part = lane & ((1 << bits) - 1);
+  for (int first = warp << (5 - bits); first < groups; first += warps << (5 - bits)) {
+    const int group = first + (lane >> bits);
+    Sums lanes[4] = {};
+    if (group < groups) of_lane(group, part, lanes);
+    Sums sums = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+    for (int offset = 1; offset < 1 << bits; offset *= 2) {  // as a tree
+      sums.d += __shfl_xor_sync(~0u, sums.d, offset);
+      sums.squares += __shfl_xor_sync(~0u, sums.squares, offset);
+    }
+    if (group < groups) take(sums, group, part);
+  }
+}
+/// Of leaves [leaf][stride], of which each group has `runs`.
+template <typename Take>
+__device__ inline void SumLeaves(const SumTree& tree, const Sums* leaves, int stride, int runs,
+                                 int groups, int warp, int warps, int lane, Take take) {
+  SumGroups(
+      groups, tree.leaf_bits, warp, warps, lane,
+      [&](int group, int part, Sums(&lanes)[4]) {
+        const Sums* leaf = leaves + part * tree.lane_leaves * stride + group * runs;
+#pragma unroll 1
+        for (int r = 0; r < runs; ++r) {
+#pragma unroll
+          for (int l = 0; l < 4; ++l) {
+            if (l < tree.lane_leaves) lanes[l] = lanes[l] + leaf[l * stride + r];
+          }
+        }
+      },
+      take);
+}
+/// Of blocks [blocks][groups].
+template <typename Take>
+__device__ inline void SumBlocks(const SumTree& tree, const Sums* of_blocks, int blocks, int groups,
+                                 int warp, int warps, int lane, Take take) {
+  SumGroups(
+      groups, tree.block_bits, warp, warps, lane,
+      [&](int group, int part, Sums(&lanes)[4]) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const int block = part * tree.lane_blocks + b;
+          if (b < tree.lane_blocks && block < blocks) lanes[b] = of_blocks[block * groups + group];
+        }
+      },
+      take);
+}
+
+struct Statistics {
+  float mean, inverse_deviation;
+};
+__device__ inline Statistics StatisticsOf(const Sums& sums, float pivot, float count_inverse,
+                                          float eps) {
+  const float mean = sums.d * count_inverse;
+  const float variance = fmaxf(fmaf(-mean, mean, sums.squares * count_inverse), 0.0f);
+  Statistics statistics = {pivot + mean};
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(statistics.inverse_deviation) : "f"(variance + eps));
+  return statistics;
+}
+
+/// y = x · factor + offset, or half of it where SiluOfHalf follows.
+struct Affine {
+  float factor, offset;
+};
+/// (x − mean) / deviation · factor + offset
+__device__ inline Affine Apply(const Affine& affine, const Statistics& statistics) {
+  const float factor = affine.factor * statistics.inverse_deviation;
+  return {factor, fmaf(-statistics.mean, factor, affine.offset)};
+}
+/// y · (1 + scale) + shift; `unit`: what y is halved by.
+__device__ inline Affine Apply(const Affine& affine, __nv_bfloat16 scale, __nv_bfloat16 shift,
+                               float unit) {
+  const float factor = 1.0f + __bfloat162float(scale);
+  return {affine.factor * factor, fmaf(affine.offset, factor, unit * __bfloat162float(shift))};
+}
+
+/// The two channels of a word, normalised.
+template <typename Activate>
+__device__ inline uint32_t NormaliseWord(uint32_t word, const Affine& low, const Affine& high,
+                                         Activate activate) {
+  return PackBf16(activate(fmaf(Low(word), low.factor, low.offset)),
+                  activate(fmaf(High(word), high.factor, high.offset)));
+}
+
+}  // namespace denoised::cuda

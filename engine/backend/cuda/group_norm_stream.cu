@@ -1,0 +1,658 @@
+// Group normalisation in one pass over memory, for batches of large images that fill the device
+// several times over. The bits are group_norm_cluster.cu's.
+//
+// Policy. Blocks stay. A unit of work is a slice of an image, of whole groups, and a cluster takes
+// one after another: each of its blocks has its pixels of a unit in shared memory, in chunks that
+// the copy engine brings and takes. The warps of a block divide the work by kind, so that at any
+// time chunks of one unit come in and are summed, and those of the one before are normalised and
+// leave; what the blocks of a cluster tell each other takes time that is nobody's:
+//
+//   copier        asks for chunks as room gets free, and for their way back
+//   summers       sum leaves as chunks come, and tell the cluster the sums of a unit
+//   statistician  makes factors and offsets of what all blocks told
+//   appliers      normalise chunks where they lie
+//
+//   memory ──▶ full ──▶ summers ──▶ told ──▶ statistician ──▶ ready ──▶ appliers ──▶ done ──▶
+//   memory
+//
+// Shared memory. A pixel's channels are a row, which the copy engine pads so that four neighbouring
+// pixels lie in different banks. Channels of two sources come in pieces, tiles side by side.
+//
+// Rings. Chunks in a block are of at most `ahead` units, from the one that is summed on. So when a
+// block has summed unit u, its appliers are done with unit u − ahead; for that all blocks had told
+// its sums, so they have applied unit u − 2 · ahead and need its sums no more. Hence the lengths of
+// the rings of sums and of factors, which nobody waits for to be free.
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/group_norm.cuh"
+#include "engine/backend/cuda/hopper.cuh"
+#include "engine/backend/cuda/tensor_map.h"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kMaxThreads = 640;
+constexpr int kSharedBytes = 227 * 1024;  // of a block that has a multiprocessor for itself
+constexpr int kMaxStages = 32;
+constexpr int kMaxAhead = 8;
+constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has in registers
+constexpr int kFewSummers = 128, kFewAppliers = 240;
+constexpr int kFewChunkBytes = 8192;
+constexpr int kFewChunkPixels = 32;
+constexpr int kMaxBoxChannels = 256;  // the copy engine's
+
+// Warps by kind: the first two alone, then summers, then appliers.
+constexpr int kCopier = 0, kStatistician = 1, kSummers = 2;
+
+struct Plan {
+  int group_channels = 0;
+  int slice_groups = 0, slice_channels = 0, slices = 0;
+  int units = 0;                        // images · slices
+  int piece_channels = 0, pieces = 0;   // of a slice
+  int pieces1 = 0;                      // of all that the first source has
+  int pitch = 0;                        // bytes from a pixel of a piece to the next
+  int vectors = 0;                      // of a pixel of a slice
+  int leaf_lines = 0, pixel_lines = 0;  // leaves, pixels that summers, appliers have at a time
+  int summers = 0, appliers = 0;        // threads, in whole warps
+  int chunk_pixels = 0, chunks = 0;     // of a block's part of a unit
+  int stages = 0;                       // chunks that there is room for
+  int ahead = 0;                        // units that these are of
+  int leaves = 0, blocks = 0;           // of a block; of a slice
+  float count_inverse = 0;              // of the elements of a group
+  SumTree tree;
+};
+
+struct Maps {
+  CUtensorMap x, x2, out;
+};
+
+/// The pieces of a block's shared memory, in bytes from its beginning, where the barriers are.
+struct Layout {
+  int chunk_bytes;
+  int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
+  int chunks, leaves, sums, affines, statistics, pivots, bytes;
+
+  __host__ __device__ Layout(const Plan& plan, int run)
+      : chunk_bytes(plan.pieces * plan.chunk_pixels * plan.pitch),
+        leaf_stride(plan.slice_channels / run | 1),
+        chunks(1024),
+        leaves(chunks + plan.stages * chunk_bytes),  // and one that idle lanes write
+        sums(leaves + (plan.leaves + 1) * leaf_stride * static_cast<int>(sizeof(Sums))),
+        affines(sums +
+                2 * plan.ahead * plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums))),
+        statistics(affines +
+                   (plan.ahead + 1) * plan.slice_channels * static_cast<int>(sizeof(Affine))),
+        pivots(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))),
+        bytes(pivots + plan.slice_groups * static_cast<int>(sizeof(float))) {}
+};
+static_assert((2 * kMaxStages + 3 * kMaxAhead + 1) * sizeof(uint64_t) <= 1024, "barriers");
+
+/// A place in a ring of `count`, and the parity of the barrier's phase there.
+struct Place {
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ void Next(int count) {
+    if (++index == count) index = 0, parity ^= 1;
+  }
+};
+
+/// A block, and what its warps do. kRun: as in group_norm_cluster.cu.
+template <int kRun>
+struct Block {
+  static constexpr int kRuns = kVector / kRun;
+
+  const GroupNormLaunch& norm;
+  const Plan& plan;
+  const Maps& maps;
+  Layout layout;
+  uint64_t *full, *done;   // [stages]
+  uint64_t *told, *ready;  // [2 · ahead], [ahead + 1]
+  unsigned char* chunks;   // [stages][pieces][chunk_pixels][pitch]
+  Sums* leaves;            // [leaves + 1][layout.leaf_stride], by runs
+  Sums* sums;              // [2 · ahead][blocks][slice_groups]
+  Affine* affines;         // [ahead + 1][slice_channels]
+  Statistics* statistics;  // [runs of a slice]
+  float* pivots;           // [slice_groups]
+  int warp, lane;
+  int rank;              // in the cluster
+  int first_unit, step;  // units that the cluster takes
+  int begin;             // of the block's pixels
+
+  __device__ Block(const GroupNormLaunch& norm, const Plan& plan, const Maps& maps,
+                   unsigned char* shared)
+      : norm(norm),
+        plan(plan),
+        maps(maps),
+        layout(plan, kRun),
+        full(reinterpret_cast<uint64_t*>(shared)),
+        done(full + kMaxStages),
+        told(done + kMaxStages),
+        ready(told + 2 * kMaxAhead),
+        chunks(shared + layout.chunks),
+        leaves(reinterpret_cast<Sums*>(shared + layout.leaves)),
+        sums(reinterpret_cast<Sums*>(shared + layout.sums)),
+        affines(reinterpret_cast<Affine*>(shared + layout.affines)),
+        statistics(reinterpret_cast<Statistics*>(shared + layout.statistics)),
+        pivots(reinterpret_cast<float*>(shared + layout.pivots)),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32),
+        rank(blockIdx.x),
+        first_unit(blockIdx.y),
+        step(gridDim.y),
+        begin(rank * plan.leaves * kLeafPixels) {}
+
+  __device__ bool InCluster() const { return plan.blocks > 1; }
+  __device__ int ImageOf(int unit) const { return unit / plan.slices; }
+  __device__ int ChannelOf(int unit) const { return unit % plan.slices * plan.slice_channels; }
+  __device__ int UnitSums() const { return plan.blocks * plan.slice_groups; }
+  __device__ int PieceBytes() const { return plan.chunk_pixels * plan.pitch; }
+  /// Of a vector of a pixel in a chunk, in bytes.
+  __device__ int PlaceOf(int vector) const {
+    const int piece_vectors = plan.piece_channels / kVector;
+    return vector / piece_vectors * PieceBytes() + vector % piece_vectors * 16;
+  }
+  __device__ uint32_t PivotOf(int unit, int group) const {
+    return *reinterpret_cast<const uint16_t*>(
+        PivotAt(norm, ImageOf(unit), ChannelOf(unit) + group * plan.group_channels));
+  }
+
+  /// By one thread, before any other uses them. Outside a cluster an arrival says that all is told,
+  /// in one so many bytes.
+  __device__ void InitBarriers() const {
+    for (int i = 0; i < plan.stages; ++i) {
+      InitBarrier(full + i, 1);
+      InitBarrier(done + i, plan.appliers / 32);
+    }
+    for (int i = 0; i < 2 * plan.ahead; ++i) {
+      InitBarrier(told + i, 1);
+      ExpectSums(i);
+    }
+    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, 1);
+    FenceBarrierInit();
+  }
+  __device__ void ExpectSums(int slot) const {
+    if (!InCluster()) return;
+    ArriveExpecting(told + slot, UnitSums() * static_cast<int>(sizeof(Sums)));
+  }
+
+  /// One thread.
+  __device__ void Copy() const {
+    struct Chunk {
+      int unit, chunk = 0;
+      Place place;
+    };
+    Chunk in = {first_unit}, out = {first_unit};
+    const auto each_piece = [&](const Chunk& of, auto copy) {
+      const int first = of.unit % plan.slices * plan.pieces;
+      for (int piece = 0; piece < plan.pieces; ++piece) {
+        copy(chunks + of.place.index * layout.chunk_bytes + piece * PieceBytes(), first + piece,
+             begin + of.chunk * plan.chunk_pixels, ImageOf(of.unit));
+      }
+    };
+    const auto next = [&](Chunk& of) {
+      of.place.Next(plan.stages);
+      if (++of.chunk == plan.chunks) of.chunk = 0, of.unit += step;
+    };
+    const auto load = [&] {
+      uint64_t* barrier = full + in.place.index;
+      ArriveExpecting(barrier, layout.chunk_bytes);
+      each_piece(in, [&](void* to, int piece, int pixel, int image) {
+        const bool first = piece < plan.pieces1;
+        CopyBox(to, first ? &maps.x : &maps.x2, barrier, 0, first ? piece : piece - plan.pieces1,
+                pixel, image);
+      });
+      next(in);
+      if (in.unit >= plan.units) ReleaseDependents();
+    };
+    for (int i = 0; i < plan.stages && in.unit < plan.units; ++i) load();
+    for (bool any_before = false; out.unit < plan.units; any_before = true) {
+      Wait(done + out.place.index, out.place.parity);
+      if (norm.factors == nullptr) {
+        each_piece(out, [&](const void* from, int piece, int pixel, int image) {
+          StoreBox(&maps.out, from, 0, piece, pixel, image);
+        });
+        CommitStores();
+      }
+      next(out);
+      // Where the chunk before was, which had time to leave.
+      if (any_before && in.unit < plan.units) {
+        WaitUntilStoresRead<1>();
+        load();
+      }
+    }
+    WaitUntilStoresRead();
+  }
+
+  /// One warp.
+  __device__ void MakeFactors() const {
+    Place slot, affine_slot;
+    const int runs = plan.group_channels / kRun;
+    const float half = norm.activation == Activation::kSilu ? 0.5f : 1.0f;  // SiluOfHalf
+    for (int unit = first_unit; unit < plan.units; unit += step) {
+      const int image = ImageOf(unit), channel = ChannelOf(unit);
+      Affine* const of_unit = affines + affine_slot.index * plan.slice_channels;
+      for (int g = lane; g < plan.slice_groups; g += 32) pivots[g] = Low(PivotOf(unit, g));
+      for (int c = lane; c < plan.slice_channels; c += 32) {
+        Affine affine = {half * norm.gamma[channel + c], half * norm.beta[channel + c]};
+        if (norm.scale_shift.data != nullptr) {
+          const auto* scales = static_cast<const __nv_bfloat16*>(norm.scale_shift.data) +
+                               image * norm.scale_shift.stride + channel;
+          const __nv_bfloat16* shifts = scales + norm.channels + norm.channels2;
+          affine = Apply(affine, scales[c], shifts[c], half);
+        }
+        of_unit[c] = affine;
+      }
+      __syncwarp();
+
+      WaitForStores(told + slot.index, slot.parity);
+      SumBlocks(plan.tree, sums + slot.index * UnitSums(), plan.blocks, plan.slice_groups, 0, 1,
+                lane, [&](const Sums& of_image, int group, int part) {
+                  const Statistics of_group =
+                      StatisticsOf(of_image, pivots[group], plan.count_inverse, norm.eps);
+                  for (int r = part; r < runs; r += 1 << plan.tree.block_bits) {
+                    statistics[group * runs + r] = of_group;
+                  }
+                });
+      __syncwarp();
+      if (lane == 0) ExpectSums(slot.index);
+      slot.Next(2 * plan.ahead);
+
+      const int64_t channels = norm.channels + norm.channels2;
+      float* const to = norm.factors + image * 2 * channels + channel;
+      for (int c = lane; c < plan.slice_channels; c += 32) {
+        const Affine affine = Apply(of_unit[c], statistics[c / kRun]);
+        if (norm.factors == nullptr) {
+          of_unit[c] = affine;
+        } else if (rank == 0) {
+          to[c] = affine.factor;
+          to[channels + c] = affine.offset;
+        }
+      }
+      __syncwarp();
+      if (lane == 0) Arrive(ready + affine_slot.index);
+      affine_slot.Next(plan.ahead + 1);
+    }
+  }
+
+  __device__ void Sum() const {
+    const int thread = threadIdx.x - 32 * kSummers, in_quad = thread % kQuad;
+    const int vector = thread / kQuad % plan.vectors;
+    const bool idle = thread / kQuad / plan.vectors >= plan.leaf_lines;  // fills the last warp
+    const int line = idle ? 0 : thread / kQuad / plan.vectors;
+    const int offset = PlaceOf(vector) + in_quad * plan.pitch;
+    const int chunk_leaves = plan.chunk_pixels / kLeafPixels;
+    const bool holds = HoldsSums(lane);
+
+    uint32_t next_pivots[kRuns];  // of the next unit: they are long on their way
+    const auto load_pivots = [&](int unit) {
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) {
+        next_pivots[r] = PivotOf(unit, (vector * kVector + r * kRun) / plan.group_channels);
+      }
+    };
+    load_pivots(first_unit);
+    Place stage;
+    int slot = 0;
+    for (int unit = first_unit; unit < plan.units; unit += step) {
+      uint32_t of_runs[kRuns];
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) of_runs[r] = next_pivots[r] | next_pivots[r] << 16;
+      if (unit + step < plan.units) load_pivots(unit + step);
+
+      for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+        Wait(full + stage.index, stage.parity);
+        const unsigned char* const from = chunks + stage.index * layout.chunk_bytes + offset;
+        const int pixel = begin + chunk * plan.chunk_pixels;
+        const auto sum = [&](auto held_from) {
+          for (int first = 0; first < chunk_leaves; first += kAtOnce * plan.leaf_lines) {
+            uint32_t kept[kAtOnce][kLeafVectors][kWords];
+#pragma unroll
+            for (int l = 0; l < kAtOnce; ++l) {
+              const int leaf = first + l * plan.leaf_lines + line;
+#pragma unroll
+              for (int i = 0; i < kLeafVectors; ++i) {
+                const uint4 v = *reinterpret_cast<const uint4*>(
+                    from + (leaf * kLeafPixels + i * kQuad) * plan.pitch);
+                uint32_t(&words)[kWords] = kept[l][i];
+                words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+              }
+            }
+#pragma unroll
+            for (int l = 0; l < kAtOnce; ++l) {
+              const int leaf = first + l * plan.leaf_lines + line;
+              Sums* const to =
+                  leaves + vector * kRuns +
+                  (idle ? plan.leaves : chunk * chunk_leaves + leaf) * layout.leaf_stride;
+              SumLeaf<kRun>(kept[l], held_from(pixel + leaf * kLeafPixels + in_quad), of_runs, lane,
+                            [&](int r, Sums of_run) {
+                              // Made by all: behind a branch instructions come late.
+                              asm volatile("" : "+f"(of_run.d), "+f"(of_run.squares));
+                              if (holds) {
+                                *reinterpret_cast<float2*>(to + r) =
+                                    make_float2(of_run.d, of_run.squares);
+                              }
+                            });
+            }
+          }
+        };
+        if (pixel + plan.chunk_pixels <= norm.pixels) {
+          sum([](int) { return kLeafVectors; });
+        } else {
+          sum([&](int first) { return (norm.pixels - first + kQuad - 1) / kQuad; });
+        }
+        stage.Next(plan.stages);
+      }
+
+      SyncNamed(1, plan.summers);
+      Sums* const mine = sums + slot * UnitSums() + rank * plan.slice_groups;
+      SumLeaves(plan.tree, leaves, layout.leaf_stride, plan.group_channels / kRun,
+                plan.slice_groups, warp - kSummers, plan.summers / 32, lane,
+                [&](const Sums& of_block, int group, int part) {
+                  if (!InCluster()) {
+                    mine[group] = of_block;
+                    return;
+                  }
+                  for (int to = part; to < plan.blocks; to += 1 << plan.tree.leaf_bits) {
+                    StoreAt(AddressAt(mine + group, to), AddressAt(told + slot, to), of_block.d,
+                            of_block.squares);
+                  }
+                });
+      SyncNamed(1, plan.summers);
+      if (!InCluster() && thread == 0) Arrive(told + slot);
+      if (++slot == 2 * plan.ahead) slot = 0;
+    }
+  }
+
+  template <typename Activate>
+  __device__ void Normalise(Activate activate) const {
+    const int thread = threadIdx.x - 32 * kSummers - plan.summers;
+    const int vector = thread % plan.vectors, line = thread / plan.vectors;
+    const int first_pixel = line < plan.pixel_lines ? line : plan.chunk_pixels;
+    const int offset = PlaceOf(vector), line_bytes = plan.pixel_lines * plan.pitch;
+    Place stage, affine_slot;
+    for (int unit = first_unit; unit < plan.units; unit += step) {
+      Wait(ready + affine_slot.index, affine_slot.parity);
+      Affine of_channels[kVector];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        of_channels[j] = affines[affine_slot.index * plan.slice_channels + vector * kVector + j];
+      }
+      affine_slot.Next(plan.ahead + 1);
+      for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+        if (norm.factors == nullptr) {
+          Wait(full + stage.index, stage.parity);
+          unsigned char* at =
+              chunks + stage.index * layout.chunk_bytes + offset + first_pixel * plan.pitch;
+          for (int pixel = first_pixel; pixel < plan.chunk_pixels;
+               pixel += kAtOnce * plan.pixel_lines) {
+            uint4 vectors[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              vectors[i] = *reinterpret_cast<const uint4*>(at + i * line_bytes);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              uint4& v = vectors[i];
+              v.x = NormaliseWord(v.x, of_channels[0], of_channels[1], activate);
+              v.y = NormaliseWord(v.y, of_channels[2], of_channels[3], activate);
+              v.z = NormaliseWord(v.z, of_channels[4], of_channels[5], activate);
+              v.w = NormaliseWord(v.w, of_channels[6], of_channels[7], activate);
+              *reinterpret_cast<uint4*>(at + i * line_bytes) = v;
+            }
+            at += kAtOnce * line_bytes;
+          }
+          FenceForCopies();
+          __syncwarp();
+        }
+        if (lane == 0) Arrive(done + stage.index);
+        stage.Next(plan.stages);
+      }
+    }
+  }
+};
+
+/// grid (plan.blocks: a cluster, clusters); block: a copier's and a statistician's warp, summers,
+/// appliers.
+template <int kRun>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    GroupNormStreamKernel(const __grid_constant__ GroupNormLaunch norm,
+                          const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char stream_shared[];
+  const Block<kRun> block(norm, plan, maps, stream_shared);
+  if (threadIdx.x == 0) block.InitBarriers();
+  __syncthreads();
+  if (block.InCluster()) {
+    ArriveAtCluster();
+    WaitForCluster();
+  }
+  WaitForPredecessors();
+  if (block.warp == kCopier) {
+    if (ElectOne()) block.Copy();
+  } else if (block.warp == kStatistician) {
+    block.MakeFactors();
+  } else if (block.warp < kSummers + plan.summers / 32) {
+    block.Sum();
+  } else if (norm.activation == Activation::kSilu) {
+    block.Normalise([](float h) { return SiluOfHalf(h); });
+  } else {
+    block.Normalise([](float y) { return y; });
+  }
+#endif
+}
+
+using Kernel = void(GroupNormLaunch, Plan, Maps);
+Kernel* KernelOf(const Plan& plan) {
+  switch (RunOf(plan.group_channels)) {
+    case 2:
+      return GroupNormStreamKernel<2>;
+    case 4:
+      return GroupNormStreamKernel<4>;
+    case 8:
+      return GroupNormStreamKernel<8>;
+  }
+  return nullptr;
+}
+
+/// Bytes of a row of so many channels: four of them lie in different banks, with their neighbours.
+int PitchOf(int channels) {
+  int bytes = channels * 2;
+  while (bytes % 64 != 32) bytes += 16;
+  return bytes;
+}
+int Threads(const Plan& plan) { return 32 * kSummers + plan.summers + plan.appliers; }
+int SharedBytes(const Plan& plan) { return Layout(plan, RunOf(plan.group_channels)).bytes; }
+
+/// `most_blocks`: a power of two.
+Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) {
+  const int channels = norm.channels + norm.channels2;
+  Plan plan;
+  plan.group_channels = channels / norm.groups;
+  plan.slice_channels = slice_channels;
+  plan.slice_groups = slice_channels / plan.group_channels;
+  plan.slices = channels / slice_channels;
+  plan.units = norm.images * plan.slices;
+  const int widest = std::gcd(slice_channels, norm.channels);
+  plan.piece_channels = widest;
+  for (int parts = 1; widest % parts != 0 || plan.piece_channels % kVector != 0 ||
+                      PitchOf(plan.piece_channels) > 2 * kMaxBoxChannels;) {
+    plan.piece_channels = widest / ++parts;
+  }
+  plan.pieces = slice_channels / plan.piece_channels;
+  plan.pieces1 = norm.channels / plan.piece_channels;
+  plan.pitch = PitchOf(plan.piece_channels);
+
+  plan.vectors = slice_channels / kVector;
+  const auto lines_for = [](int line_threads, int threads) {
+    int lines = 1;
+    while (lines * line_threads < threads) lines *= 2;
+    return lines;
+  };
+  const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
+  plan.leaf_lines = lines_for(kQuad * plan.vectors, kFewSummers);
+  plan.pixel_lines = lines_for(plan.vectors, kFewAppliers);
+  plan.summers = whole_warps(kQuad * plan.vectors * plan.leaf_lines);
+  plan.appliers = whole_warps(plan.vectors * plan.pixel_lines);
+
+  plan.chunk_pixels = std::max(
+      {kFewChunkPixels, kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines});
+  while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
+  int pixels = plan.chunk_pixels;  // of a block
+  while (pixels * most_blocks < norm.pixels) pixels *= 2;
+  plan.chunks = pixels / plan.chunk_pixels;
+  plan.leaves = pixels / kLeafPixels;
+  plan.blocks = (norm.pixels + pixels - 1) / pixels;
+  plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels);
+  plan.tree = MakeSumTree(plan.leaves, plan.blocks);
+
+  // More units need longer rings of sums and factors, and leave less room for chunks.
+  for (int ahead = 1; ahead <= kMaxAhead; ++ahead) {
+    Plan longer = plan;
+    longer.stages = 0;
+    longer.ahead = ahead;
+    const Layout empty(longer, RunOf(plan.group_channels));
+    longer.stages = std::min(
+        {(kSharedBytes - empty.bytes) / empty.chunk_bytes, ahead * plan.chunks, kMaxStages});
+    if (longer.stages > plan.stages) plan = longer;
+  }
+  return plan;
+}
+
+/// Possible, and worth its while: rows that the copy engine moves fast, units that outlast what
+/// blocks tell each other, and room for nearly two of them.
+bool Suits(const Plan& plan) {
+  constexpr int kFewPieceChannels = 48, kFewElements = 24 * 1024;
+  return Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves && plan.blocks <= kMaxCluster &&
+         plan.piece_channels >= kFewPieceChannels &&
+         plan.leaves * kLeafPixels * plan.slice_channels >= kFewElements &&
+         plan.stages >= kAtOnce + 1 && 8 * plan.stages >= 15 * plan.chunks;
+}
+
+LaunchShape ShapeOf(const Plan& plan, int clusters) {
+  const unsigned blocks = plan.blocks;
+  return {.grid = dim3(blocks, clusters),
+          .block = dim3(Threads(plan)),
+          .shared_bytes = static_cast<size_t>(SharedBytes(plan)),
+          .cluster = blocks};
+}
+
+/// Clusters that the device runs at a time, or none.
+int ClustersOf(const Plan& plan) {
+  const LaunchShape shape = ShapeOf(plan, 1);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {shape.cluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, KernelOf(plan), &config);
+  return error == cudaSuccess ? clusters : 0;
+}
+
+/// A plan, how many clusters there are for it, and how many units the busiest of them has.
+struct Choice {
+  Plan plan;
+  int clusters = 0, units = 0;
+};
+/// The one whose busiest cluster is done first; none (no clusters) where none suits, however many
+/// images there are.
+Choice Choose(const GroupNormLaunch& norm) {
+  constexpr int kUnitElements = 2048;  // that a block moves in the time that a unit takes besides
+  Choice choice;
+  if (!SuitsOnePass(norm)) return choice;
+  const int channels = norm.channels + norm.channels2;
+  const int unit = std::lcm(channels / norm.groups, kVector);
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int slice = unit; slice <= channels; slice += unit) {
+    if (channels % slice != 0) continue;
+    for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
+      const Plan plan = MakePlan(norm, slice, blocks);
+      const int clusters = Suits(plan) ? ClustersOf(plan) : 0;
+      if (clusters == 0) continue;
+      const int units = (plan.units + clusters - 1) / clusters;
+      const int64_t cost =
+          int64_t{units} * (plan.leaves * kLeafPixels * plan.slice_channels + kUnitElements);
+      if (cost < least) least = cost, choice = {plan, clusters, units};
+    }
+  }
+  return choice;
+}
+
+/// [images, pixels, channels / piece, piece] in boxes of a piece of a chunk's pixels, as wide as
+/// they lie in shared memory: what lies beyond the piece is zeros, and not written.
+CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNormLaunch& norm,
+                const Plan& plan) {
+  const cuuint64_t piece = plan.piece_channels,
+                   row_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
+  const cuuint64_t dims[4] = {piece, channels / piece, static_cast<cuuint64_t>(norm.pixels),
+                              static_cast<cuuint64_t>(norm.images)};
+  const cuuint64_t strides[3] = {piece * 2, row_bytes, row_bytes * norm.pixels};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(plan.pitch / 2), 1,
+                             static_cast<cuuint32_t>(plan.chunk_pixels), 1};
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+}  // namespace
+
+bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).clusters > 0; }
+
+/// As measured: where threads lie badly over groups, whose channels neither divide a vector nor are
+/// whole vectors, small clusters gain much; else only images for which there are large ones, and
+/// blocks that tell factors alone have little to overlap.
+bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
+  if (!SuitsGroupNormCluster(norm, queue)) return true;
+  if (norm.factors != nullptr) return false;
+  const auto [plan, clusters, units] = Choose(norm);
+  if (units < 2 || 10 * plan.units < 9 * units * clusters) return false;
+  const bool large = plan.blocks > 4;
+  switch (RunOf(plan.group_channels)) {
+    case 2:
+      return plan.group_channels > 2;
+    case 4:
+      return plan.group_channels > 4 && !large;
+    default:
+      return large;
+  }
+}
+
+cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
+  const Choice choice = Choose(norm);
+  const Plan& plan = choice.plan;
+  if (const cudaError_t error = GetTensorMapEncoders().error; error != cudaSuccess) return error;
+  Maps maps = {};
+  if (Encode(&maps.x, norm.x, norm.channels, norm, plan) != CUDA_SUCCESS ||
+      (norm.channels2 > 0 &&
+       Encode(&maps.x2, norm.x2, norm.channels2, norm, plan) != CUDA_SUCCESS) ||
+      Encode(&maps.out, norm.out, norm.channels + norm.channels2, norm, plan) != CUDA_SUCCESS) {
+    return cudaErrorInvalidValue;
+  }
+  return LaunchDependent(KernelOf(plan), ShapeOf(plan, std::min(choice.clusters, plan.units)),
+                         queue, norm, plan, maps);
+}
+
+cudaError_t LoadGroupNormStreamKernels() {
+  for (Kernel* kernel :
+       {GroupNormStreamKernel<2>, GroupNormStreamKernel<4>, GroupNormStreamKernel<8>}) {
+    if (cudaError_t error = LoadKernel(kernel, kSharedBytes); error != cudaSuccess) return error;
+    if (cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace denoised::cuda
