@@ -83,7 +83,7 @@ struct GroupNormArgs {
   float eps = 1e-5f;
   Tensor scale_shift;  // optional [N, 2·(C+C2)], may be a Columns() view: y·(1 + scale) + shift
   Activation activation = Activation::kNone;
-  Tensor out;  // [.., C + C2]
+  Tensor out;  // [.., C + C2]; must not overlap x, x2
 };
 
 struct AttentionArgs {
