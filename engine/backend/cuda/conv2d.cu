@@ -278,7 +278,7 @@ cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue) {
   if (conv.x.element == Element::kF32) {
     return LaunchTile<SmallTile, Inputs::kVector, false>(conv, queue);
   }
-  if (!HasVectorOutputs(conv)) return LaunchTile<SmallTile, Inputs::kCopied, false>(conv, queue);
+  if (!FinishesInVectors(conv)) return LaunchTile<SmallTile, Inputs::kCopied, false>(conv, queue);
   const Choice& best = *std::min_element(
       std::begin(kChoices), std::end(kChoices), [&](const Choice& a, const Choice& b) {
         return MicrosecondsOf(a, conv, queue) < MicrosecondsOf(b, conv, queue);

@@ -454,7 +454,7 @@ bool SuitsConv3x3(const Conv2dLaunch& conv) {
          conv.out_height == up * conv.height && conv.out_width == up * conv.width &&
          conv.weight_element == Element::kBf16 && conv.x.element == Element::kBf16 &&
          HasVectorInputs(conv) && conv.channels % kDepth == 0 && conv.channels2 % kDepth == 0 &&
-         HasVectorOutputs(conv);
+         FinishesInVectors(conv);
 }
 
 cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const Queue& queue) {

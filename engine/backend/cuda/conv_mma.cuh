@@ -21,7 +21,7 @@ __device__ inline void Share(int turn, const Do& what) {
 
 /// Outputs that FinishVector makes: bf16 by eights, with at most one of add and residual beside
 /// them.
-inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
+inline bool FinishesInVectors(const Conv2dLaunch& conv) {
   const auto suits = [](const Rows& rows) {
     return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
   };
@@ -31,7 +31,7 @@ inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
 }
 
 /// Eight outputs from their sums, which began with the bias: + beside, · scale, activation. For
-/// outputs that HasVectorOutputs() holds for.
+/// outputs that FinishesInVectors() holds for.
 __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, uint4 beside,
                                      float (&v)[8]) {
   if (has_beside) {
