@@ -6,6 +6,7 @@
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/hopper.cuh"
+#include "engine/backend/cuda/mma.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
 /// What the convolution kernels for Hopper share: steps along k, how sums begin and leave, and how
@@ -216,7 +217,7 @@ __device__ inline void FinishStagedAs(const Conv2dLaunch& conv, unsigned char* s
     for (int c = 0; c < 8; ++c) v[c] = sums[4 * j + c];
     if (kResidual) {
       uint32_t residual[4];
-      LoadMatrices(at, residual);
+      LoadMatrices(residual, at);
 #pragma unroll
       for (int c = 0; c < 4; ++c) AddPair(residual[c], v[2 * c], v[2 * c + 1]);
     }

@@ -189,18 +189,10 @@ __device__ inline void FenceForCopies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Matrices of 8 × 8 bf16, four at a time. Lane i names row i%8 of matrix i/8 in shared memory; of
-// each matrix a lane holds row lane/4, columns 2·(lane%4) and the next.
-
-__device__ inline void StoreMatrices(uint32_t address, const uint32_t (&m)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
-               : "memory");
-}
-__device__ inline void LoadMatrices(uint32_t address, uint32_t (&m)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
+/// Four matrices of 8 × 8 bf16 to shared memory, as LoadMatrices() of mma.cuh loads them.
+__device__ inline void StoreMatrices(uint32_t row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 /// The four warps of a warpgroup wait for each other.

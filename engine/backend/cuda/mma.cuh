@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-/// The three PTX instructions of the tensor-core path, for sm_80 and later. PTX ISA 9.0, "Matrix
+/// The PTX instructions of the tensor-core path, for sm_80 and later. PTX ISA 9.0, "Matrix
 /// instructions" and "Asynchronous copy".
 
 namespace denoised::cuda {
@@ -35,12 +35,14 @@ __device__ inline void WaitCopies() {
 
 /// Four 8×8 matrices of bf16; lane 8i + j passes the address of row j of matrix i. Lane l receives
 /// of each matrix elements 2(l mod 4), 2(l mod 4) + 1 of row l / 4.
-__device__ inline void LoadMatrices(uint32_t (&r)[4], const __nv_bfloat16* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
+               : "r"(row)
                : "memory");
+}
+__device__ inline void LoadMatrices(uint32_t (&r)[4], const __nv_bfloat16* row) {
+  LoadMatrices(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 /// The same, of each matrix's transpose.
 __device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], const __nv_bfloat16* row) {
