@@ -108,6 +108,7 @@ class LoadGenerator {
   bool arriving_ = true;
   std::optional<Arrival> next_;
   std::multiset<double> places_;  // of a closed loop: since or from when each is free
+  double last_place_ = 0;         // that was taken
   std::list<Request> under_way_;
   std::multimap<double, Request*> cancels_;
   int64_t sent_ = 0, counted_ = 0, succeeded_ = 0, failed_ = 0;
@@ -127,7 +128,9 @@ const Arrival* LoadGenerator::Next() {
   if (!arriving_ || (closed && (places_.empty() || *places_.begin() > Now()))) return nullptr;
   next_ = workload_.Next();
   if (next_ && closed) {
-    next_->at_seconds = *places_.begin();
+    // In order, as a trace has them: of two that ended, the later one may be heard of first.
+    last_place_ = std::max(last_place_, *places_.begin());
+    next_->at_seconds = last_place_;
     places_.erase(places_.begin());
   }
   if (!next_ || (options_.duration_seconds &&

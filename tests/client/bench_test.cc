@@ -297,6 +297,27 @@ TEST_F(LoadTest, AClosedLoopKeepsItsPlacesTaken) {
   }
 }
 
+// Calls that end at about the same time, on threads of their own, are heard of in any order.
+TEST_F(LoadTest, ArrivalsOfAClosedLoopAreInOrder) {
+  connection_ = std::make_shared<FakeConnection>(milliseconds(0));
+  auto workload = Workload::FromMix({}, 0, 1);
+  ASSERT_TRUE(workload.ok()) << workload.status();
+  // Busy cores keep what has ended from being told of.
+  std::vector<std::jthread> busy(2 * std::thread::hardware_concurrency());
+  for (std::jthread& thread : busy) {
+    thread = std::jthread([](const std::stop_token& stop) {
+      while (!stop.stop_requested()) {
+      }
+    });
+  }
+  std::vector<double> arrivals;
+  RunLoad({client::Client(connection_)}, *std::move(workload),
+          {.concurrency = 64, .requests = 5000},
+          [&](const Arrival& arrival) { arrivals.push_back(arrival.at_seconds); }, nullptr, {});
+  EXPECT_EQ(arrivals.size(), 5000u);
+  EXPECT_TRUE(std::is_sorted(arrivals.begin(), arrivals.end()));
+}
+
 TEST_F(LoadTest, WarmUpIsSentAndNotCounted) {
   const LoadResult result =
       Run({}, 0, {.concurrency = 2, .warm_up_seconds = 0.2, .duration_seconds = 0.3});
