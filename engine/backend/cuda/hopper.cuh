@@ -118,7 +118,17 @@ __device__ inline void CopyBox(void* to, const CUtensorMap* map, uint64_t* barri
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-/// The same of weights, which are read once an evaluation: the L2 lets them go first and keeps
+/// The same to the same place in every block of the cluster that `blocks` has a bit for; each one's
+/// own barrier counts the bytes.
+__device__ inline void CopyBoxTo(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                 int c1, int c2, int c3, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+      : "memory");
+}
+/// CopyBox() of weights, which are read once an evaluation: the L2 lets them go first and keeps
 /// activations and instructions.
 __device__ inline void CopyWeights(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
                                    int c1, int c2, int c3) {
@@ -128,16 +138,6 @@ __device__ inline void CopyWeights(void* to, const CUtensorMap* map, uint64_t* b
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(to)),
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(kEvictFirst)
-      : "memory");
-}
-/// The same to the same place in every block of the cluster that `blocks` has a bit for; each one's
-/// own barrier counts the bytes.
-__device__ inline void CopyBoxTo(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
-                                 int c1, int c2, int c3, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(to)),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
 /// Channels from `channel` on of consecutive pixels of [images, height, width, channels], the first
@@ -153,7 +153,7 @@ __device__ inline void CopyPixels(void* to, const CUtensorMap* map, uint64_t* ba
       : "memory");
 }
 
-/// The same as CopyBox for rank 2, and back: from shared memory to the tensor's part of the box.
+/// CopyBox() for rank 2, and back: from shared memory to the tensor's part of the box.
 __device__ inline void CopyBox(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
                                int c1) {
   asm volatile(
