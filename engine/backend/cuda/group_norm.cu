@@ -18,7 +18,7 @@
 #include <numeric>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/group_norm.cuh"
 
 namespace denoised::cuda {
 namespace {
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-struct Statistics {
+struct ExactStatistics {
   float mean, mean_rest;  // the mean in two floats
   float inverse_deviation;
 };
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   WaitForPredecessors();
   ReleaseDependents();
   extern __shared__ __align__(16) unsigned char shared[];
-  Statistics* statistics = reinterpret_cast<Statistics*>(shared);
+  ExactStatistics* statistics = reinterpret_cast<ExactStatistics*>(shared);
   const Layout layout = LayoutOf<V>(norm);
   const int group_channels = layout.channels / norm.groups;
   const int64_t image = first_image + blockIdx.y;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const int c = channel + j;
-      const Statistics& s = statistics[c / group_channels];
+      const ExactStatistics& s = statistics[c / group_channels];
       mean[j] = s.mean;
       factor[j] = s.inverse_deviation * norm.gamma[c];
       offset[j] = norm.beta[c] - s.mean_rest * factor[j];
@@ -229,18 +229,16 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
                           {dim3(chunks.count, images), kThreads, shared_bytes}, queue, norm, first,
                           chunks.pixels, chunk_moments),
           LaunchDependent(GroupApplyKernel<V, kElement>,
-                          {dim3(blocks, images), kThreads, sizeof(Statistics) * norm.groups}, queue,
-                          norm, first, chunks.count, chunks.pixels, chunk_moments, block_pixels)}) {
+                          {dim3(blocks, images), kThreads, sizeof(ExactStatistics) * norm.groups},
+                          queue, norm, first, chunks.count, chunks.pixels, chunk_moments,
+                          block_pixels)}) {
       if (error != cudaSuccess) return error;
     }
   }
   return cudaSuccess;
 }
 
-/// What becomes of channel `c` of a normalised image; halved for SiluOfHalf.
-struct Affine {
-  float factor, offset;
-};
+/// What becomes of channel `c` of a normalised image.
 __device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, int c) {
   const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;
   Affine affine = {unit * norm.gamma[c], unit * norm.beta[c]};
@@ -254,12 +252,12 @@ __device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, in
 
 /// The same of one that is not yet.
 __device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, int c,
-                                    const Affine& affine, float mean, float inverse_deviation) {
+                                    const Affine& affine, const Statistics& of_group) {
   const int channels = norm.channels + norm.channels2;
-  const float factor = affine.factor * inverse_deviation;
+  const Affine of_image = Apply(affine, of_group);
   float* const to = norm.factors + image * 2 * channels;
-  to[c] = factor;
-  to[channels + c] = fmaf(-mean, factor, affine.offset);
+  to[c] = of_image.factor;
+  to[channels + c] = of_image.offset;
 }
 
 /// grid (groups / kWarps, images): a warp for each group. `factors` [images][2][channels].
@@ -297,7 +295,7 @@ __global__ void __launch_bounds__(kThreads)
 
   for (int c = group * group_channels + lane; c < (group + 1) * group_channels; c += 32) {
     const int64_t image = first_image + blockIdx.y;
-    StoreFactors(norm, image, c, AffineOf(norm, image, c), mean, inverse_deviation);
+    StoreFactors(norm, image, c, AffineOf(norm, image, c), {mean, inverse_deviation});
   }
 }
 
@@ -415,7 +413,7 @@ __global__ void __launch_bounds__(kMaxSliceThreads, 2)
 
   if (threadIdx.x < slice_channels) {
     const float2 of_group = statistics[threadIdx.x / group_channels];
-    StoreFactors(norm, image, first_channel + threadIdx.x, affine, of_group.x, of_group.y);
+    StoreFactors(norm, image, first_channel + threadIdx.x, affine, {of_group.x, of_group.y});
   }
 }
 
@@ -481,7 +479,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // Consumer chips of sm_86 and later have 99 KiB of shared memory a block.
 constexpr int kSharedLimit = 96 * 1024;
 static_assert(kMaxNormChannels * sizeof(float2) <= kSharedLimit);
-static_assert(kMaxNormChannels * sizeof(Statistics) <= kSharedLimit, "one channel a group");
+static_assert(kMaxNormChannels * sizeof(ExactStatistics) <= kSharedLimit, "one channel a group");
 
 }  // namespace
 

@@ -6,7 +6,7 @@
 #include "engine/backend/cuda/element.cuh"
 
 /// What the group norms of one pass over memory share, so that their bits are the same: how sums of
-/// an image are made and added, and what becomes of them.
+/// an image are made and added. What becomes of them is group_norm.cu's, too.
 ///
 /// Sums. What is summed is d = x − pivot, an element of the same group, so that a mean that is
 /// large against the spread cancels before anything is squared: d is exact in bf16 if x and the
@@ -41,6 +41,13 @@ inline bool SuitsOnePass(const GroupNormLaunch& norm) {
          (norm.scale_shift.data == nullptr || norm.scale_shift.element == Element::kBf16) &&
          RunOf((norm.channels + norm.channels2) / norm.groups) >= 2 &&
          (norm.activation == Activation::kNone || norm.activation == Activation::kSilu);
+}
+
+/// LoadKernel(), for clusters of up to kMaxCluster blocks.
+template <typename Kernel>
+cudaError_t LoadClusterKernel(Kernel* kernel, int shared_bytes) {
+  if (cudaError_t error = LoadKernel(kernel, shared_bytes); error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
 /// Of d over some elements of a group.

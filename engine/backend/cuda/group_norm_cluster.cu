@@ -361,13 +361,10 @@ cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& que
 cudaError_t LoadGroupNormClusterKernels() {
   for (int vectors : {2, 4, kMaxVectors}) {
     for (int run : {2, 4, 8}) {
-      Kernel* kernel = KernelOf(vectors, run);
       // Loads under way have their place in L1, so kernels that move much leave it large. The
       // others share a multiprocessor with kernels that want it small, and a change takes time.
       const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
-      if (cudaError_t error = LoadKernel(kernel, shared_bytes); error != cudaSuccess) return error;
-      if (cudaError_t error =
-              cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      if (cudaError_t error = LoadClusterKernel(KernelOf(vectors, run), shared_bytes);
           error != cudaSuccess) {
         return error;
       }

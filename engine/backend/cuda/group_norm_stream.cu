@@ -645,10 +645,7 @@ cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queu
 cudaError_t LoadGroupNormStreamKernels() {
   for (Kernel* kernel :
        {GroupNormStreamKernel<2>, GroupNormStreamKernel<4>, GroupNormStreamKernel<8>}) {
-    if (cudaError_t error = LoadKernel(kernel, kSharedBytes); error != cudaSuccess) return error;
-    if (cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-        error != cudaSuccess) {
+    if (cudaError_t error = LoadClusterKernel(kernel, kSharedBytes); error != cudaSuccess) {
       return error;
     }
   }
