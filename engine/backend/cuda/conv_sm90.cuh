@@ -180,12 +180,13 @@ __device__ inline void BeginSums(const float* bias, int n0, float (&sums)[kSums]
 }
 
 /// act(sum · scale), in place.
-__device__ inline void FinishSums(const Conv2dLaunch& conv, bool silu, float (&v)[8]) {
+template <int kSums>
+__device__ inline void FinishSums(const Conv2dLaunch& conv, bool silu, float (&v)[kSums]) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] *= conv.scale;
+  for (int j = 0; j < kSums; ++j) v[j] *= conv.scale;
   if (!silu) return;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
+  for (int j = 0; j < kSums; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
 }
 
 /// Eight outputs of the residual.

@@ -32,12 +32,13 @@ struct Unit {
   static constexpr int kStageBytes = kWeightBytes + (kInPatches ? 0 : kPixels * kStepBytes);
   static constexpr int kTransformers = kInPatches ? 96 : 0;
   static constexpr int kThreads = kConsumers + 32 + kTransformers;
-  /// What leaves room for two blocks. More weights ahead keep the first pixels waiting.
+  /// At most: more weights ahead keep the first pixels waiting.
   static constexpr int kStages = kInPatches ? 7 : 6;
   static constexpr int kBarriers = (2 * kStages + 3 * kPatches + 1 + 1) / 2 * 2;
-  /// Without the received sums.
-  static constexpr int kBytes = kPatches * kPatchSlot + kStages * kStageBytes + kBarriers * 8;
 };
+/// Two blocks to a multiprocessor: of one launch, or of two, since the next one has its first
+/// weights and its instructions brought only if there is room for it beside.
+constexpr int kMostBytes = 228 * 1024 / 2 - 1024;
 
 struct Work {
   CUtensorMap x, x2, weight;
@@ -46,6 +47,7 @@ struct Work {
   int m_tiles = 0, n_tiles = 0;         // m_tiles: boxes of a phase, or units of all images
   int units_x = 0, units = 0;           // of an image, in patches
   int log_splits = 0, log_cluster = 0;  // binary logarithms
+  int stages = 0;                       // that there is room for
   const float* bias = nullptr;
   Rows add;  // per image
   ShortcutWork shortcut;
@@ -98,14 +100,15 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using U = Unit<kInPatches>;
   extern __shared__ __align__(1024) unsigned char shared[];  // as the swizzle wants it
+  const int stages = work.stages;
   unsigned char* const ring = shared + U::kPatches * kPatchSlot;
-  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + U::kStages * U::kStageBytes);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + stages * U::kStageBytes);
   uint64_t* const empty = full + U::kStages;
   uint64_t* const patch_full = empty + U::kStages;
   uint64_t* const patch_normal = patch_full + U::kPatches;  // transformed
   uint64_t* const patch_empty = patch_normal + U::kPatches;
   uint64_t* const received = patch_empty + U::kPatches;
-  float* const sums_received = reinterpret_cast<float*>(full + U::kBarriers);
+  float4* const sums_received = reinterpret_cast<float4*>(full + U::kBarriers);
   const auto weights_of = [&](int stage) { return ring + stage * U::kStageBytes; };
   const auto inputs_of = [&](int stage) { return weights_of(stage) + U::kWeightBytes; };
   const auto patch_of = [&](int slot) { return shared + slot * kPatchSlot; };
@@ -133,10 +136,11 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   };
 
   const bool copies = warp == kConsumers / 32 && ElectOne();
-  const int early = min(U::kStages, end_step - first_step);
+  const int early = min(stages, end_step - first_step);
   if (copies) {
     PrefetchMaps<kShortcut>(work);
-    for (int stage = 0; stage < U::kStages; ++stage) {
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], 1);
     }
@@ -152,6 +156,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     }
     // Weights are nobody's output: the first ones travel while the predecessor still runs.
     StepAt at = first;
+#pragma unroll 1
     for (int step = 0; step < early; ++step) {
       copy_weights(at, step);
       Advance<kShortcut>(at, windowed, taps);
@@ -179,7 +184,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       // The next patch is asked for when the last step of the first one has made room for weights.
       // To wait for it itself is no choice: products would wait for weights that come after it.
       for (int i = 0; i < U::kPatches; ++i) copy_next_patch();
-      int until_patch = (first.chunk < windowed ? taps : 1) - first.tap + U::kStages - 1;
+      int until_patch = (first.chunk < windowed ? taps : 1) - first.tap + stages - 1;
       int used_chunk = first.chunk;
 
       StepAt at = first;
@@ -202,8 +207,9 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
                      &full[stage]);
         }
         Advance<kShortcut>(at, windowed, taps);
-        if (++stage == U::kStages) stage = 0, ++round;
+        if (++stage == stages) stage = 0, ++round;
       }
+#pragma unroll 1
       while (kInPatches && patch_chunk < end_chunk) copy_next_patch();
     } else if (warp > kConsumers / 32 && normalises) {
       if constexpr (kInPatches) {
@@ -241,26 +247,37 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     return;
   }
 
-  // What the block finishes: vectors of eight of its `width` outputs, one after the other.
-  const int width = kOutputs >> work.log_cluster, vectors = kPixels * width / 8;
-  const auto pixel_of = [&](int vector) { return vector >> (3 - work.log_cluster); };
-  const auto column_of = [&](int vector) { return (vector & (width / 8 - 1)) * 8; };
-  const auto output_of = [&](int vector) { return tile.n0 + rank * width + column_of(vector); };
-  const auto load_residual = [&](int vector) -> uint4 {
-    if (conv.residual.data == nullptr || vector >= vectors) return {};
-    const int64_t row = RowOf<kInPatches>(conv, work, tile, pixel_of(vector));
-    const int output = output_of(vector);
-    if (row < 0 || output >= conv.outputs) return {};
-    return LoadResidual(conv, row, output);
+  // What the block finishes: so many of the eight blocks of eight outputs. As in a product's sums,
+  // a thread has two neighbouring outputs of each, of my_pixel and of the eighth pixel after it.
+  const int mine = kOutputs / 8 >> work.log_cluster;
+  const int my_pixel = warp * 16 + threadIdx.x % 32 / 4;
+  const int64_t rows[2] = {RowOf<kInPatches>(conv, work, tile, my_pixel),
+                           RowOf<kInPatches>(conv, work, tile, my_pixel + 8)};
+  const auto output_of = [&](int j) {
+    return tile.n0 + (rank * mine + j) * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
+  };
+  constexpr int kAtOnce = 2;  // blocks, whose residuals are on their way meanwhile
+  const auto load_residuals = [&](int j, uint32_t(&residuals)[2 * kAtOnce]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kAtOnce; ++i) {
+      const int64_t row = rows[i % 2];
+      const int output = output_of(j + i / 2);
+      const bool is =
+          conv.residual.data != nullptr && j + i / 2 < mine && row >= 0 && output < conv.outputs;
+      residuals[i] = is ? *reinterpret_cast<const uint32_t*>(
+                              static_cast<const __nv_bfloat16*>(conv.residual.data) +
+                              row * conv.residual.stride + output)
+                        : 0;
+    }
   };
   const bool leads = threadIdx.x == 0;
   uint64_t* const patch_ready = normalises ? patch_normal : patch_full;
-  const int my_pixel = warp * 16 + threadIdx.x % 32 / 4;  // and the eighth after it
 
   float sums[kSums], total[kSums];
   BeginSums(rank == 0 ? work.bias : nullptr, tile.n0, sums);
   WaitForPredecessors();  // whose output is read and overwritten from here on
-  uint4 residual = load_residual(threadIdx.x);
+  uint32_t residuals[2 * kAtOnce];
+  load_residuals(0, residuals);
   constexpr int kAdds = kInPatches ? 1 : 2;  // a unit in patches is of one image
   uint32_t add[kAdds][kSums / 4];
   const bool adds = rank == 0 && work.add.data != nullptr;
@@ -311,7 +328,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
           if (++slot == U::kPatches) slot = 0, ++patch_round;
         }
       }
-      if (++stage == U::kStages) stage = 0, ++round;
+      if (++stage == stages) stage = 0, ++round;
     }
     WaitProducts<0>();
     PinSums(sums);
@@ -328,60 +345,60 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     }
     if (clustered && run == 0) WaitForCluster();  // its blocks have begun
     if (rank == 0 && run < runs - 1) continue;
-    // To their owners, [slots, pixels, width].
+    // To their owners, [slots, mine, threads] of four sums.
     const int to_slot = rank == 0 ? 0 : 1 + (rank - 1) * runs + run;
-    float* const to = sums_received + (to_slot * kPixels + my_pixel) * width + threadIdx.x % 4 * 2;
+    float4* const to = sums_received + to_slot * mine * kConsumers + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < kOutputs / 8; ++j) {
-      const int owner = j * 8 >> (6 - work.log_cluster), column = j * 8 & (width - 1);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float* const at = to + 8 * h * width + column;
-        const float a = total[4 * j + 2 * h], b = total[4 * j + 2 * h + 1];
-        if (clustered) {
-          StoreAt(AddressAt(at, owner), AddressAt(received, owner), a, b);
-        } else {
-          *reinterpret_cast<float2*>(at) = {a, b};
-        }
+      const int owner = j >> (3 - work.log_cluster);
+      float4* const at = to + (j & (mine - 1)) * kConsumers;
+      const float4 four = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
+      if (clustered) {
+        StoreAt(AddressAt(at, owner), AddressAt(received, owner), four);
+      } else {
+        *at = four;
       }
     }
   }
 
   ReleaseDependents();
-  if (clustered) {
-    WaitForStores(received, 0);
-  } else {
-    SyncWarpgroup(0);
-  }
+  if (clustered) WaitForStores(received, 0);
   const int slots = SlotsOf(work.log_splits, work.log_cluster);
   const bool silu = conv.activation == Activation::kSilu;
 #pragma unroll 1
-  for (int vector = threadIdx.x; vector < vectors; vector += kConsumers) {
-    const uint4 next = load_residual(vector + kConsumers);
-    const int64_t row = RowOf<kInPatches>(conv, work, tile, pixel_of(vector));
-    const int output = output_of(vector);
-    float v[8] = {};
-#pragma unroll 1
-    for (int from = 0; from < slots; ++from) {
-      float part[8];
-      LoadEight(sums_received + (from * kPixels + pixel_of(vector)) * width + column_of(vector),
-                part);
+  for (int first = 0; first < mine; first += kAtOnce) {
+    uint32_t next[2 * kAtOnce];
+    load_residuals(first + kAtOnce, next);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] = from == 0 ? part[j] : v[j] + part[j];
-    }
-    if (row >= 0 && output < conv.outputs) {
-      if (conv.residual.data != nullptr) AddVector(residual, v);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int j = first + i;
+      if (j >= mine) break;
+      const float4* const from = sums_received + j * kConsumers + threadIdx.x;
+      float4 four = *from;
+#pragma unroll 1
+      for (int slot = 1; slot < slots; ++slot) {
+        const float4 part = from[slot * mine * kConsumers];
+        four.x += part.x, four.y += part.y, four.z += part.z, four.w += part.w;
+      }
+      float v[4] = {four.x, four.y, four.z, four.w};
+      if (conv.residual.data != nullptr) {
+        AddPair(residuals[2 * i], v[0], v[1]);
+        AddPair(residuals[2 * i + 1], v[2], v[3]);
+      }
       FinishSums(conv, silu, v);
-      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
-                                output) = PackBf16(v);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (rows[h] < 0 || output_of(j) >= conv.outputs) continue;
+        *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(conv.out.data) +
+                                     rows[h] * conv.out.stride + output_of(j)) =
+            PackBf16(v[2 * h], v[2 * h + 1]);
+      }
     }
-    residual = next;
+#pragma unroll
+    for (int i = 0; i < 2 * kAtOnce; ++i) residuals[i] = next[i];
   }
 #endif
 }
-
-/// Of clusters of two.
-constexpr int kMostReceivedBytes = ReceivedBytes(BinaryLogarithm(kMaxSplits), /*log_cluster=*/1);
 
 template <bool kInPatches>
 cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
@@ -398,6 +415,9 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
   work.n_tiles = (conv.outputs + kOutputs - 1) / kOutputs;
   work.log_splits = BinaryLogarithm(plan.splits);
   work.log_cluster = BinaryLogarithm(plan.cluster);
+  const int others = U::kPatches * kPatchSlot + U::kBarriers * 8 +
+                     ReceivedBytes(work.log_splits, work.log_cluster);
+  work.stages = std::min(U::kStages, (kMostBytes - others) / U::kStageBytes);
   work.bias = conv.bias;
   work.add = conv.add;
   const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
@@ -412,21 +432,20 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
                                       work.grid.phases, kOutputs, encode);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  return LaunchDependent(conv.shortcut.x.data != nullptr ? ConvUnitKernel<kInPatches, true>
-                                                         : ConvUnitKernel<kInPatches, false>,
-                         {.grid = static_cast<unsigned>(tiles * plan.cluster),
-                          .block = U::kThreads,
-                          .shared_bytes = static_cast<size_t>(
-                              U::kBytes + ReceivedBytes(work.log_splits, work.log_cluster)),
-                          .cluster = static_cast<unsigned>(plan.cluster)},
-                         queue, EpilogueOf(conv), work);
+  return LaunchDependent(
+      conv.shortcut.x.data != nullptr ? ConvUnitKernel<kInPatches, true>
+                                      : ConvUnitKernel<kInPatches, false>,
+      {.grid = static_cast<unsigned>(tiles * plan.cluster),
+       .block = U::kThreads,
+       .shared_bytes = static_cast<size_t>(work.stages * U::kStageBytes + others),
+       .cluster = static_cast<unsigned>(plan.cluster)},
+      queue, EpilogueOf(conv), work);
 }
 
 template <bool kInPatches>
 cudaError_t Load() {
-  constexpr int kBytes = Unit<kInPatches>::kBytes + kMostReceivedBytes;
-  const cudaError_t error = LoadKernel(ConvUnitKernel<kInPatches, true>, kBytes);
-  return error == cudaSuccess ? LoadKernel(ConvUnitKernel<kInPatches, false>, kBytes) : error;
+  const cudaError_t error = LoadKernel(ConvUnitKernel<kInPatches, true>, kMostBytes);
+  return error == cudaSuccess ? LoadKernel(ConvUnitKernel<kInPatches, false>, kMostBytes) : error;
 }
 
 }  // namespace

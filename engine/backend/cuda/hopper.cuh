@@ -94,6 +94,13 @@ __device__ inline void StoreAt(uint32_t address, uint32_t barrier, float a, floa
       "f"(a), "f"(b), "r"(barrier)
       : "memory");
 }
+__device__ inline void StoreAt(uint32_t address, uint32_t barrier, const float4& v) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
+}
 /// Wait(), for what other blocks stored.
 __device__ inline void WaitForStores(uint64_t* barrier, uint32_t parity) {
   asm volatile(
