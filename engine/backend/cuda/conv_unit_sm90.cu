@@ -53,12 +53,14 @@ struct Work {
   ShortcutWork shortcut;
 };
 
-/// Runs of the first block are added up before they are sent, the others are sent as they are.
+/// Runs of the first block are one sum, those of the others one each: in shared memory of the
+/// block that owns the outputs.
 __host__ __device__ constexpr int SlotsOf(int log_splits, int log_cluster) {
   return 1 + (((1 << log_cluster) - 1) << (log_splits - log_cluster));
 }
-__host__ __device__ constexpr int ReceivedBytes(int log_splits, int log_cluster) {
-  return SlotsOf(log_splits, log_cluster) * (kPixels * kOutputs >> log_cluster) * 4;
+constexpr int kMaxSlots = kMaxSplits;
+__host__ __device__ constexpr int SlotBytes(int log_cluster) {
+  return kPixels * kOutputs * 4 >> log_cluster;
 }
 
 struct TileAt {
@@ -152,7 +154,9 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     InitBarrier(received, 1);
     FenceBarrierInit();
     if (clustered) {
-      ArriveExpecting(received, ReceivedBytes(work.log_splits, work.log_cluster));
+      const int own = rank == 0 ? 1 : runs;
+      ArriveExpecting(received, (SlotsOf(work.log_splits, work.log_cluster) - own) *
+                                    SlotBytes(work.log_cluster));
     }
     // Weights are nobody's output: the first ones travel while the predecessor still runs.
     StepAt at = first;
@@ -353,7 +357,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       const int owner = j >> (3 - work.log_cluster);
       float4* const at = to + (j & (mine - 1)) * kConsumers;
       const float4 four = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
-      if (clustered) {
+      if (owner != rank) {
         StoreAt(AddressAt(at, owner), AddressAt(received, owner), four);
       } else {
         *at = four;
@@ -374,11 +378,17 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       const int j = first + i;
       if (j >= mine) break;
       const float4* const from = sums_received + j * kConsumers + threadIdx.x;
-      float4 four = *from;
-#pragma unroll 1
-      for (int slot = 1; slot < slots; ++slot) {
-        const float4 part = from[slot * mine * kConsumers];
-        four.x += part.x, four.y += part.y, four.z += part.z, four.w += part.w;
+      float4 parts[kMaxSlots];
+#pragma unroll
+      for (int slot = 0; slot < kMaxSlots; ++slot) {
+        if (slot < slots) parts[slot] = from[slot * mine * kConsumers];
+      }
+      float4 four = parts[0];
+#pragma unroll
+      for (int slot = 1; slot < kMaxSlots; ++slot) {
+        if (slot >= slots) continue;
+        four.x += parts[slot].x, four.y += parts[slot].y;
+        four.z += parts[slot].z, four.w += parts[slot].w;
       }
       float v[4] = {four.x, four.y, four.z, four.w};
       if (conv.residual.data != nullptr) {
@@ -416,7 +426,7 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
   work.log_splits = BinaryLogarithm(plan.splits);
   work.log_cluster = BinaryLogarithm(plan.cluster);
   const int others = U::kPatches * kPatchSlot + U::kBarriers * 8 +
-                     ReceivedBytes(work.log_splits, work.log_cluster);
+                     SlotsOf(work.log_splits, work.log_cluster) * SlotBytes(work.log_cluster);
   work.stages = std::min(U::kStages, (kMostBytes - others) / U::kStageBytes);
   work.bias = conv.bias;
   work.add = conv.add;
