@@ -58,7 +58,6 @@ struct Work {
 __host__ __device__ constexpr int SlotsOf(int log_splits, int log_cluster) {
   return 1 + (((1 << log_cluster) - 1) << (log_splits - log_cluster));
 }
-constexpr int kMaxSlots = kMaxSplits;
 __host__ __device__ constexpr int SlotBytes(int log_cluster) {
   return kPixels * kOutputs * 4 >> log_cluster;
 }
@@ -378,17 +377,11 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       const int j = first + i;
       if (j >= mine) break;
       const float4* const from = sums_received + j * kConsumers + threadIdx.x;
-      float4 parts[kMaxSlots];
-#pragma unroll
-      for (int slot = 0; slot < kMaxSlots; ++slot) {
-        if (slot < slots) parts[slot] = from[slot * mine * kConsumers];
-      }
-      float4 four = parts[0];
-#pragma unroll
-      for (int slot = 1; slot < kMaxSlots; ++slot) {
-        if (slot >= slots) continue;
-        four.x += parts[slot].x, four.y += parts[slot].y;
-        four.z += parts[slot].z, four.w += parts[slot].w;
+      float4 four = *from;
+#pragma unroll 1
+      for (int slot = 1; slot < slots; ++slot) {
+        const float4 part = from[slot * mine * kConsumers];
+        four.x += part.x, four.y += part.y, four.z += part.z, four.w += part.w;
       }
       float v[4] = {four.x, four.y, four.z, four.w};
       if (conv.residual.data != nullptr) {
