@@ -34,11 +34,11 @@ constexpr int kMaxPart = 256;  // columns of the output that a warpgroup's regis
 constexpr int kMaxShared = 232448;
 
 /// Heads of up to kDim dimensions. kBlocks of a multiprocessor share it.
-template <int kDim_, int kKeys_, int kStages_, int kGroups_, int kBlocks_>
+template <int kDim_, int kKeys_, int kStages_, int kGroups_, int kBlocks_, int kMaxPart_ = kMaxPart>
 struct Tile {
   static constexpr int kDim = kDim_, kKeys = kKeys_, kStages = kStages_;
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_;
-  static constexpr int kParts = (kDim + kMaxPart - 1) / kMaxPart, kPart = kDim / kParts;
+  static constexpr int kParts = (kDim + kMaxPart_ - 1) / kMaxPart_, kPart = kDim / kParts;
   static constexpr int kLines = (kPart + kLine - 1) / kLine;  // beside each other, of a part
   static constexpr int kStageBytes = kLines * kKeys * kLine * 2;
   static constexpr int kUnitBytes = kParts * kLines * kUnit * kLine * 2;
@@ -409,6 +409,8 @@ using Dim80 = Tile<80, 128, 4, 2, 1>;
 using Dim128 = Tile<128, 128, 4, 2, 1>;
 using Dim160 = Tile<160, 64, 4, 2, 1>;
 using Dim256 = Tile<256, 64, 4, 2, 1>;
+using Dim256Halves = Tile<256, 64, 8, 1, 1, 128>;
+using Dim256Quarters = Tile<256, 64, 16, 1, 1, 64>;
 using Dim512 = Tile<512, 64, 5, 1, 1>;
 
 /// [images, tokens, heads, dim] in boxes of `tokens_at_once` × kLine of one head, with zeros beyond
@@ -504,12 +506,20 @@ cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue&
   if (dim <= 80) return LaunchTile<Dim80>(attention, queue);
   if (dim <= 128) return LaunchTile<Dim128>(attention, queue);
   if (dim <= 160) return LaunchTile<Dim160>(attention, queue);
-  if (dim <= 256) return LaunchTile<Dim256>(attention, queue);
+  if (dim <= 256) {
+    // Few units leave most of the device idle: each makes a part of its columns.
+    const int64_t units =
+        int64_t{attention.images} * attention.heads * ((attention.tokens + kUnit - 1) / kUnit);
+    if (units * 4 <= queue.multiprocessors) return LaunchTile<Dim256Quarters>(attention, queue);
+    if (units * 2 <= queue.multiprocessors) return LaunchTile<Dim256Halves>(attention, queue);
+    return LaunchTile<Dim256>(attention, queue);
+  }
   return LaunchTile<Dim512>(attention, queue);
 }
 
 cudaError_t LoadAttentionHopperKernels() {
-  return LoadTiles<Dim40, Dim64, Dim64Short, Dim80, Dim128, Dim160, Dim256, Dim512>();
+  return LoadTiles<Dim40, Dim64, Dim64Short, Dim80, Dim128, Dim160, Dim256, Dim256Halves,
+                   Dim256Quarters, Dim512>();
 }
 
 }  // namespace denoised::cuda
