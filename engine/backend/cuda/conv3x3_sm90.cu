@@ -133,16 +133,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const auto channel_of = [&](int chunk) {  // of concat(x, x2)
     return chunk < work.chunks ? chunk * kStep : conv.channels + (chunk - work.chunks) * kStep;
   };
-  const auto copy_weights = [&](const TileAt& tile, int tap, int chunk, int at) {
+  const auto copy_weights = [&](const TileAt& tile, const ChunkAt& from, int tap, int at) {
     constexpr int kPart = T::kN / T::kShared;
-    const ChunkAt from = ChunkOf<kShortcut>(conv, work, chunk);
     CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, from.weight, &full[at],
               from.weight_channel, tap, tile.n0 + rank * kPart, 0,
               static_cast<uint16_t>((1 << T::kShared) - 1));
   };
 
-  const bool copies = warp == 8 && ElectOne();
-  if (copies) {
+  if (warp == 8 && ElectOne()) {
     PrefetchMaps<kShortcut>(work);
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
@@ -163,13 +161,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (group >= 2) {
     KeepRegisters<T::kProducerRegisters>();
     WaitForCluster();
-    if (copies) {
+    if (warp == 8 && ElectOne()) {
       // Weights are nobody's output: the first ones travel while the predecessor still runs.
       int early = 0;
       for (const TileAt tile = TileOf<T>(work, first_tile, rank); early < min(T::kStages, steps);
            ++early) {
         ArriveExpecting(&full[early], T::kStageBytes);
-        copy_weights(tile, early % kTaps, early / kTaps, early);
+        copy_weights(tile, ChunkOf<kShortcut>(conv, work, early / kTaps), early % kTaps, early);
       }
       WaitForPredecessors();
 
@@ -196,6 +194,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       for (int index = first_tile; index < tiles; index += stride) {
         const TileAt tile = TileOf<T>(work, index, rank);
         for (int chunk = 0; chunk < chunks; ++chunk) {
+          const ChunkAt from = ChunkOf<kShortcut>(conv, work, chunk);
           const int taps = kShortcut && chunk >= windowed ? 1 : kTaps;
 #pragma unroll 1
           for (int tap = 0; tap < taps; ++tap) {
@@ -204,7 +203,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             } else {
               Wait(&empty[stage], (round & 1) ^ 1);
               ArriveExpecting(&full[stage], T::kStageBytes);
-              copy_weights(tile, tap, chunk, stage);
+              copy_weights(tile, from, tap, stage);
             }
             if (kShortcut ? until_patch-- == 0 : tap == kLead) {
               copy_next_patch();

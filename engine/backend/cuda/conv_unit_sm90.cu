@@ -71,7 +71,8 @@ template <bool kInPatches>
 __device__ inline TileAt TileOf(const Work& work, int index) {
   const int m = index / work.n_tiles, n0 = (index - m * work.n_tiles) * kOutputs;
   if constexpr (kInPatches) {
-    const int image = m / work.units, unit = m - image * work.units, line = unit / work.units_x;
+    const int image = m / work.units, unit = m - image * work.units;
+    const int line = unit / work.units_x;
     return {0, 0, image, line * kUnit, (unit - line * work.units_x) * kUnit, n0};
   } else {
     const int phase = m / work.m_tiles;
@@ -125,20 +126,20 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   const int runs = 1 << (work.log_splits - work.log_cluster);  // of a block
   const int first_step = begin_of(rank * runs), end_step = begin_of((rank + 1) * runs);
   const StepAt first = StepOf<kShortcut>(first_step, windowed, taps);
+  const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, taps).chunk + 1;
   const TileAt tile = TileOf<kInPatches>(work, blockIdx.x >> work.log_cluster);
+  const StartAt start = kInPatches ? StartAt{} : StartOf(work.grid, tile.m0);
   const bool clustered = work.log_cluster > 0;
   const bool normalises = kInPatches && conv.input_factors != nullptr;
 
-  const auto copy_weights = [&](const StepAt& at, int stage) {
-    const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, at.chunk);
+  const auto copy_weights = [&](const ChunkAt& from, int tap, int stage) {
     ArriveExpecting(&full[stage], U::kStageBytes);
-    CopyWeights(weights_of(stage), chunk.weight, &full[stage], chunk.weight_channel, at.tap,
-                tile.n0, tile.phase);
+    CopyWeights(weights_of(stage), from.weight, &full[stage], from.weight_channel, tap, tile.n0,
+                tile.phase);
   };
 
-  const bool copies = warp == kConsumers / 32 && ElectOne();
   const int early = min(stages, end_step - first_step);
-  if (copies) {
+  if (warp == kConsumers / 32 && ElectOne()) {
     PrefetchMaps<kShortcut>(work);
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     StepAt at = first;
 #pragma unroll 1
     for (int step = 0; step < early; ++step) {
-      copy_weights(at, step);
+      copy_weights(ChunkOf<kShortcut>(conv, work, at.chunk), at.tap, step);
       Advance<kShortcut>(at, windowed, taps);
     }
   }
@@ -169,9 +170,8 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   if (clustered) ArriveAtCluster();
 
   if (warp >= kConsumers / 32) {
-    if (copies) {
+    if (warp == kConsumers / 32 && ElectOne()) {
       WaitForPredecessors();
-      const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, taps).chunk + 1;
       int patch_chunk = first.chunk, slot = 0, patch_round = 0;
       const auto copy_next_patch = [&] {
         if (patch_chunk == end_chunk) return;
@@ -183,34 +183,36 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
         if (++slot == U::kPatches) slot = 0, ++patch_round;
         ++patch_chunk;
       };
-      const StartAt start = kInPatches ? StartAt{} : StartOf(work.grid, tile.m0);
       // The next patch is asked for when the last step of the first one has made room for weights.
       // To wait for it itself is no choice: products would wait for weights that come after it.
       for (int i = 0; i < U::kPatches; ++i) copy_next_patch();
       int until_patch = (first.chunk < windowed ? taps : 1) - first.tap + stages - 1;
       int used_chunk = first.chunk;
 
-      StepAt at = first;
-      int stage = 0, round = 0;
+      int stage = 0, round = 0, step = first_step;
 #pragma unroll 1
-      for (int step = first_step; step < end_step; ++step) {
-        if (step >= first_step + early) {
-          Wait(&empty[stage], (round & 1) ^ 1);
-          copy_weights(at, stage);
-        }
-        if constexpr (kInPatches) {
-          if (until_patch-- == 0) {
-            copy_next_patch();
-            until_patch = (++used_chunk < windowed ? taps : 1) - 1;
+      for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
+        const ChunkAt from = ChunkOf<kShortcut>(conv, work, chunk);
+        const bool in_shortcut = kShortcut && chunk >= windowed;
+        const int end_tap = in_shortcut ? 1 : taps;
+#pragma unroll 1
+        for (int tap = chunk == first.chunk ? first.tap : 0; tap < end_tap && step < end_step;
+             ++tap, ++step) {
+          if (step >= first_step + early) {
+            Wait(&empty[stage], (round & 1) ^ 1);
+            copy_weights(from, tap, stage);
           }
-        } else {
-          const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, at.chunk);
-          const bool rows = work.grid.flat || (kShortcut && at.chunk >= windowed);
-          CopyInputs(inputs_of(stage), work.grid, chunk, rows, start, tile.m0, tile.phase, at.tap,
-                     &full[stage]);
+          if constexpr (kInPatches) {
+            if (until_patch-- == 0) {
+              copy_next_patch();
+              until_patch = (++used_chunk < windowed ? taps : 1) - 1;
+            }
+          } else {
+            CopyInputs(inputs_of(stage), work.grid, from, work.grid.flat || in_shortcut, start,
+                       tile.m0, tile.phase, tap, &full[stage]);
+          }
+          if (++stage == stages) stage = 0, ++round;
         }
-        Advance<kShortcut>(at, windowed, taps);
-        if (++stage == stages) stage = 0, ++round;
       }
 #pragma unroll 1
       while (kInPatches && patch_chunk < end_chunk) copy_next_patch();
@@ -218,7 +220,6 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       if constexpr (kInPatches) {
         const int thread = threadIdx.x - kConsumers - 32, vector = thread % 8;
         const int channels = conv.channels + conv.channels2;
-        const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, taps).chunk + 1;
         int slot = 0, round = 0;
         const uint32_t inside = PixelsInside<U::kTransformers / 8, kPatchPixels>(
             conv, kPitch, 65536 / kPitch + 1, thread, tile.y - 1, tile.x - 1);
@@ -295,6 +296,18 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   int stage = 0, round = 0, slot = 0, patch_round = 0, tap = first.tap, previous = -1;
   int chunk = first.chunk, step = first_step;
   bool new_patch = true;
+  uint64_t weight, input;
+  const auto describe = [&] {
+    weight = MatrixDescriptor(weights_of(stage));
+    if constexpr (kInPatches) {
+      const int at = kShortcut && chunk >= windowed ? kTaps / 2 : tap;  // the one in the middle
+      input =
+          PatchDescriptor(patch_of(slot), kPitch) + ((at / 3 * kPitch + at % 3) * kStepBytes >> 4);
+    } else {
+      input = MatrixDescriptor(inputs_of(stage));
+    }
+  };
+  describe();
 #pragma unroll 1
   for (int run = 0; run < runs; ++run) {
     const int end = begin_of(rank * runs + run + 1);
@@ -304,34 +317,27 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       if (kInPatches && new_patch) Wait(&patch_ready[slot], patch_round & 1);
       Wait(&full[stage], round & 1);
       FenceProducts();
-      const uint64_t weight = MatrixDescriptor(weights_of(stage));
-      uint64_t input;
-      bool in_shortcut = false;
-      if constexpr (kInPatches) {
-        in_shortcut = kShortcut && chunk >= windowed;
-        if (in_shortcut) tap = kTaps / 2;  // the one in the middle
-        input = PatchDescriptor(patch_of(slot), kPitch) +
-                ((tap / 3 * kPitch + tap % 3) * kStepBytes >> 4);
-      } else {
-        input = MatrixDescriptor(inputs_of(stage));
-      }
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) MultiplyAdd(sums, input + 2 * k, weight + 2 * k);
       CommitProducts();
-      WaitProducts<1>();  // the previous step's
-      if (previous >= 0 && leads) Arrive(&empty[previous]);
+      // What the next step needs is worked out while this one is under way: instructions, not
+      // products, are what a step of so few outputs waits for.
+      const int finished = previous;
+      const int finished_slot = slot == 0 ? U::kPatches - 1 : slot - 1;
+      const bool frees_patch = kInPatches && new_patch && finished >= 0;
       previous = stage;
+      if (++stage == stages) stage = 0, ++round;
       if constexpr (kInPatches) {
-        if (new_patch && step > first_step && leads) {
-          Arrive(&patch_empty[slot == 0 ? U::kPatches - 1 : slot - 1]);
-        }
-        new_patch = ++tap == kTaps || in_shortcut;
+        new_patch = ++tap == kTaps || (kShortcut && chunk >= windowed);
         if (new_patch) {
           tap = 0, ++chunk;
           if (++slot == U::kPatches) slot = 0, ++patch_round;
         }
       }
-      if (++stage == stages) stage = 0, ++round;
+      describe();
+      WaitProducts<1>();  // the previous step's
+      if (finished >= 0 && leads) Arrive(&empty[finished]);
+      if (frees_patch && leads) Arrive(&patch_empty[finished_slot]);
     }
     WaitProducts<0>();
     PinSums(sums);

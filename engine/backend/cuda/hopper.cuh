@@ -14,7 +14,9 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// One thread of the calling warp, the same at every call.
+/// One thread of the calling warp, the same at every call. To stand in the condition of what that
+/// thread does: through a variable the compiler forgets that it is one, and walks over all lanes at
+/// every copy.
 __device__ inline bool ElectOne() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
@@ -62,11 +64,7 @@ __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
 
 // Clusters.
 
-__device__ inline uint32_t ClusterRank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
+__device__ inline uint32_t ClusterRank() { return __clusterRelativeBlockRank(); }
 /// All threads of all blocks of the cluster arrive; who waits then sees what they wrote before.
 __device__ inline void ArriveAtCluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
