@@ -75,6 +75,9 @@ const ConvCase kPatchCases[] = {
     {7, 61, 64, 0, 264, 3},           // more outputs than a multiple of a tile
     {5, 61, 64, 0, 72, 3},            // a unit × 64
     {6, 15, 32, 64, 56, 3, 1, true},  // a unit × 64, two sources, doubled
+    {9, 31, 64, 0, 248, 3, 1, true},  // two units × 128, doubled
+    {70, 4, 64, 32, 72, 3, 1, true},  // four squares × 64, doubled
+    {2, 9, 64, 0, 40, 3, 1, true},    // a unit × 32, doubled
     {2, 15, 32, 0, 40, 3},            // a unit × 32, as many channels as a step has
     {300, 3, 64, 0, 40, 3},           // four squares × 64
     // With runs of channels: a row alone is made by blocks.

@@ -45,7 +45,7 @@ __device__ inline int Swizzled(int row, int chunk) {
 }
 
 /// `bias` is conv's, whose own is null: sums begin with it. kVectors: FinishVector makes the
-/// outputs.
+/// outputs. grid (tiles, phases).
 template <typename T, Inputs kInputs, bool kVectors>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     Conv2dKernel(const __grid_constant__ Conv2dLaunch conv, const float* bias, int n_tiles) {
@@ -63,18 +63,21 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   // Neighbouring blocks share their pixels, which are many, rather than their weights.
   const int m0 = static_cast<int>(blockIdx.x / n_tiles) * T::kM;
   const int n0 = static_cast<int>(blockIdx.x % n_tiles) * T::kN;
+  const int phase = static_cast<int>(blockIdx.y);
 
   // This thread fills column `chunk` of rows first_row, first_row + kRowsApart, …
   const int chunk = threadIdx.x % kChunks, first_row = threadIdx.x / kChunks;
   const int fill_at = Swizzled(first_row, chunk);
   Window windows[kRows];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) windows[i] = WindowOf(conv, m0 + first_row + i * kRowsApart);
+  for (int i = 0; i < kRows; ++i) {
+    windows[i] = WindowOf(conv, m0 + first_row + i * kRowsApart, phase);
+  }
   Tap tap;
   tap.Advance(conv, chunk * 8);
-  const __nv_bfloat16* weight = static_cast<const __nv_bfloat16*>(conv.weight) +
-                                static_cast<int64_t>(n0 + first_row) * conv.weight_stride +
-                                chunk * 8;
+  const __nv_bfloat16* weight =
+      static_cast<const __nv_bfloat16*>(conv.weight) +
+      static_cast<int64_t>(phase * conv.outputs + n0 + first_row) * conv.weight_stride + chunk * 8;
 
   // Asynchronous copies: the pixel under `tap` for each row, or −1, and the channel in its source.
   // They are found anew when the tap or the source changes and advance along the channels in
@@ -208,17 +211,20 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __syncthreads();
   ReleaseDependents();
   static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
-  const int pixels_end = conv.images * conv.out_height * conv.out_width;
+  const Plane plane = PlaneOf(conv);
+  const int pixels_end = conv.images * plane.pixels;
   FinishWarp<kVectors>(conv, sums,
                        reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4),
                        n0 + warp_n, [&](int row) {
-                         const int pixel = m0 + warp_m + row;
-                         return pixel < pixels_end ? pixel : -1;
+                         const int m = m0 + warp_m + row;
+                         if (m >= pixels_end) return -1;
+                         return conv.upsample2x ? OutputOf(conv, PixelOf(plane, m), phase) : m;
                        });
 }
 
+/// Of a phase.
 int64_t Blocks(const Conv2dLaunch& conv, int tile_m, int tile_n) {
-  const int64_t m = static_cast<int64_t>(conv.images) * conv.out_height * conv.out_width;
+  const int64_t m = static_cast<int64_t>(conv.images) * PlaneOf(conv).pixels;
   return (m + tile_m - 1) / tile_m * ((conv.outputs + tile_n - 1) / tile_n);
 }
 
@@ -228,10 +234,11 @@ cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
   const unsigned blocks = static_cast<unsigned>(Blocks(conv, T::kM, T::kN));
   const float* bias = conv.bias;
   conv.bias = nullptr;
-  return LaunchDependent(
-      Conv2dKernel<T, kInputs, kVectors>,
-      {.grid = dim3(blocks), .block = dim3(T::kThreads), .shared_bytes = T::kSharedBytes}, queue,
-      conv, bias, n_tiles);
+  return LaunchDependent(Conv2dKernel<T, kInputs, kVectors>,
+                         {.grid = dim3(blocks, PhasesOf(conv)),
+                          .block = dim3(T::kThreads),
+                          .shared_bytes = T::kSharedBytes},
+                         queue, conv, bias, n_tiles);
 }
 
 template <typename T, Inputs kInputs, bool kVectors>
@@ -267,8 +274,8 @@ constexpr Choice kChoices[] = {
 };
 
 double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queue& queue) {
-  return Microseconds(choice.cost, Blocks(conv, choice.m, choice.n), conv.weight_stride / kDepth,
-                      queue.multiprocessors);
+  return Microseconds(choice.cost, PhasesOf(conv) * Blocks(conv, choice.m, choice.n),
+                      conv.weight_stride / kDepth, queue.multiprocessors);
 }
 
 }  // namespace

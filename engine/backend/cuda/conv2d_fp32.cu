@@ -24,12 +24,14 @@ __global__ void __launch_bounds__(kThreads)
   const int m0 = static_cast<int>(blockIdx.x / n_tiles) * kM;
   const int n0 = static_cast<int>(blockIdx.x % n_tiles) * kN;
   const int row = threadIdx.x % kM, chunk = threadIdx.x / kM;  // fills eight of k for one row
-  const Window window = WindowOf(conv, m0 + row);
+  const int phase = static_cast<int>(blockIdx.y);
+  const Window window = WindowOf(conv, m0 + row, phase);
   Tap tap;
   tap.Advance(conv, chunk * 8);
   const bool has_weight = n0 + row < conv.outputs;
   const float* weight = static_cast<const float*>(conv.weight) +
-                        static_cast<int64_t>(n0 + row) * conv.weight_stride + chunk * 8;
+                        static_cast<int64_t>(phase * conv.outputs + n0 + row) * conv.weight_stride +
+                        chunk * 8;
 
   const int m = threadIdx.x / 16 * 4, n = threadIdx.x % 16 * 4;
   float sums[4][4] = {};
@@ -66,15 +68,15 @@ __global__ void __launch_bounds__(kThreads)
         make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
   }
   __syncthreads();
-  FinishTile<kM, kN, kThreads>(conv, shared, m0, n0);
+  FinishTile<kM, kN, kThreads>(conv, shared, m0, phase, n0);
 }
 
 }  // namespace
 
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue) {
-  const int64_t m = static_cast<int64_t>(conv.images) * conv.out_height * conv.out_width;
+  const int64_t m = static_cast<int64_t>(conv.images) * PlaneOf(conv).pixels;
   const int n_tiles = (conv.outputs + kN - 1) / kN;
-  const unsigned blocks = static_cast<unsigned>((m + kM - 1) / kM * n_tiles);
+  const dim3 blocks(static_cast<unsigned>((m + kM - 1) / kM * n_tiles), PhasesOf(conv));
   if (HasVectorInputs(conv)) {
     Conv2dFp32Kernel<true><<<blocks, kThreads, 0, queue.stream>>>(conv, n_tiles);
   } else {

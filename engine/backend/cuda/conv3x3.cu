@@ -7,6 +7,9 @@
 // warp that holds the lines of its pixels and two more in registers multiplies them with all three
 // taps: it reads them once where a matrix product reads them three times.
 //
+// After doubling by nearest neighbour a window has two columns and rows, and a block makes the
+// outputs of one phase (implicit_gemm.cuh), whose patch is the same.
+//
 // An output is summed in the order (32 channels, column of the window, 16 of the channels, row of
 // the window), whatever the tile. Of small images few blocks walk along many channels, so these are
 // four runs, whose sums are added in order: by one block in a second set of registers, or, where
@@ -28,11 +31,12 @@ constexpr int kChunks = kDepth / 8;  // of 16 bytes
 
 /// A block makes kUnits units × kN outputs, a warp kLines lines of a unit × kWarpN outputs. kBlocks
 /// share a multiprocessor, which caps the registers of a thread. kSquare: the edge of a unit's
-/// squares.
+/// squares. kTaps: along an edge of the window, two in a phase.
 template <int kUnits_, int kN_, int kLines_, int kWarpN_, int kStages_, int kPatches_, int kBlocks_,
-          int kSquare_ = kUnitEdge>
+          int kSquare_ = kUnitEdge, int kTaps_ = 3>
 struct Tile {
   static constexpr int kUnits = kUnits_, kN = kN_, kLines = kLines_, kWarpN = kWarpN_;
+  static constexpr int kTaps = kTaps_;
   static constexpr int kStages = kStages_, kPatches = kPatches_, kBlocks = kBlocks_;
   static constexpr int kWarpsM = kUnits * kUnitEdge / kLines, kWarpsN = kN / kWarpN;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
@@ -40,13 +44,14 @@ struct Tile {
   static constexpr int kPatchEdge = kSquares * (kSquare + 2);
   static constexpr int kLineElements = kPatchEdge * kDepth;
   static constexpr int kPatchElements = kPatchEdge * kLineElements;
-  static constexpr int kStageElements = 3 * kN * kDepth;
+  static constexpr int kStageElements = kTaps * kN * kDepth;
   // A step is asked for kStages - 1 steps early; kPending of them are under way when it is needed.
-  // A patch is asked for during kTurns of the three steps of one, so early that it has come by
+  // A patch is asked for during kTurns of the kTaps steps of one, so early that it has come by
   // then.
   static constexpr int kPending = kStages - 2;
-  static constexpr int kTurns = std::min(3, 3 * (kPatches - 1) - kPending);
+  static constexpr int kTurns = std::min(kTaps, kTaps*(kPatches - 1) - kPending);
   static_assert(kPending >= 0 && kTurns > 0);
+  static_assert(kPatches == 2 || kPatches - 3 + kTaps >= kPending, "the second patch has come");
   static constexpr int kSharedBytes =
       2 * (kStages * kStageElements + kPatches * kUnits * kPatchElements);
   static_assert(kSharedBytes <= 99 * 1024, "what consumer chips have");
@@ -71,15 +76,12 @@ struct RunSums {
   int* stored;
 };
 
-/// Squares of an image, and where one begins in its image.
+/// Squares of a phase of an image, and where one begins.
 struct Squares {
   int across, of_image;
 };
-struct Square {
-  int image, y, x;
-};
 template <typename T>
-__device__ inline Square SquareAt(const Squares& squares, int square) {
+__device__ inline PlanePixel SquareAt(const Squares& squares, int square) {
   const int image = square / squares.of_image, in_image = square - image * squares.of_image;
   const int y = in_image / squares.across;
   return {image, y * T::kSquare, (in_image - y * squares.across) * T::kSquare};
@@ -91,22 +93,24 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const float* bias, Squares squares,
                   int n_tiles, RunSums run_sums) {
   constexpr int kStages = T::kStages, kPatches = T::kPatches, kLines = T::kLines;
+  constexpr int kTaps = T::kTaps, kPhasesOfTile = kTaps == 2 ? kPhases : 1;
   constexpr int kSquare = T::kSquare, kSquares = T::kSquares;
   constexpr int kPatchEdge = T::kPatchEdge, kLineElements = T::kLineElements;
   constexpr int kFragmentsM = kLines / 2, kFragmentsN = T::kWarpN / 8;
-  constexpr int kPairs = kFragmentsM + 2, kColumnPairs = kFragmentsN / 2;
+  constexpr int kPairs = kFragmentsM + kTaps - 1, kColumnPairs = kFragmentsN / 2;
   // Of a step, each 16 outputs under one row of the window; copies are asked for in the first of
   // them.
-  constexpr int kHalfParts = 3 * kColumnPairs, kParts = 2 * kHalfParts,
+  constexpr int kHalfParts = kTaps * kColumnPairs, kParts = 2 * kHalfParts,
                 kFillParts = kHalfParts / 2 + 1;
   static_assert(kFragmentsN % 2 == 0 && kLines % 2 == 0);
 
   extern __shared__ __align__(128) unsigned char shared[];
-  auto* weight_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][3][kN][kDepth]
+  auto* weight_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][kTaps][kN][kDepth]
   // [kPatches][kUnits][kPatchEdge][kPatchEdge][kDepth]
   __nv_bfloat16* patch_ring = weight_ring + kStages * T::kStageElements;
 
-  const int first_unit = static_cast<int>(blockIdx.x) / n_tiles * T::kUnits;
+  const int first_unit = static_cast<int>(blockIdx.x) / (n_tiles * kPhasesOfTile) * T::kUnits;
+  const int phase = static_cast<int>(blockIdx.x) / n_tiles % kPhasesOfTile;
   const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
   const int channels = conv.channels + conv.channels2;
   const auto run_begin = [&](int run) { return channels / kDepth * run / kRunCount * kDepth; };
@@ -117,14 +121,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   // This thread copies chunk `chunk` of rows row, row + kRowsApart, … of a step's weights,
   const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
   constexpr int kRowsApart = T::kThreads / kChunks;
-  constexpr int kWeightFills = (3 * T::kN + kRowsApart - 1) / kRowsApart;
+  constexpr int kWeightFills = (kTaps * T::kN + kRowsApart - 1) / kRowsApart;
   constexpr bool kWholeTaps = T::kN % kRowsApart == 0;  // which tap it is does not depend on `row`
-  const auto* weight = static_cast<const __nv_bfloat16*>(conv.weight) + chunk * 8 +
-                       static_cast<int64_t>(n0 + (kWholeTaps ? row : 0)) * conv.weight_stride;
+  const auto* weight =
+      static_cast<const __nv_bfloat16*>(conv.weight) + chunk * 8 +
+      static_cast<int64_t>(phase * conv.outputs + n0 + (kWholeTaps ? row : 0)) * conv.weight_stride;
   const auto fill_weights = [&](int stage, int depth, int column, int i) {
     const int more = i * kRowsApart, at = kWholeTaps ? more : row + more;
-    const int n = at % T::kN, tap = at / T::kN * 3 + column;
-    CopyAsync16If(3 * T::kN % kRowsApart == 0 || row + more < 3 * T::kN,
+    const int n = at % T::kN, tap = at / T::kN * kTaps + column;
+    CopyAsync16If(kTaps * T::kN % kRowsApart == 0 || row + more < kTaps * T::kN,
                   weight_ring + stage * T::kStageElements + Swizzled(row, chunk) + more * kDepth,
                   weight + (n * conv.weight_stride + tap * channels + depth),
                   n0 + n + (kWholeTaps ? row : 0) < conv.outputs && depth < end);
@@ -143,15 +148,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   for (int i = 0; i < kPatchFills; ++i) {
     const int line = patch_line + i * kLinesApart;
     constexpr int kAround = kSquare + 2;
-    const Square square =
+    const PlanePixel square =
         SquareAt<T>(squares, (first_unit + line / kPatchEdge) * kSquares * kSquares +
                                  line % kPatchEdge / kAround * kSquares + patch_x / kAround);
     const int y = square.y + line % kAround - 1, x = square.x + patch_x % kAround - 1;
-    const int up = conv.upsample2x ? 1 : 0;  // nearest neighbour: the doubled image is never made
     const bool inside = square.image < conv.images &&
-                        static_cast<unsigned>(y) < static_cast<unsigned>(conv.out_height) &&
-                        static_cast<unsigned>(x) < static_cast<unsigned>(conv.out_width);
-    pixels[i] = inside ? (square.image * conv.height + (y >> up)) * conv.width + (x >> up) : -1;
+                        static_cast<unsigned>(y) < static_cast<unsigned>(conv.height) &&
+                        static_cast<unsigned>(x) < static_cast<unsigned>(conv.width);
+    pixels[i] = inside ? (square.image * conv.height + y) * conv.width + x : -1;
   }
   const auto* const x = static_cast<const __nv_bfloat16*>(conv.x.data) + chunk * 8;
   const auto* const x2 =
@@ -175,17 +179,18 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int weight_at = Swizzled(warp_n + lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const auto in_patch = [](int at) { return at + at / kSquare * 2; };  // of a line or column
   const int line_at = warp_unit * T::kPatchElements +
-                      in_patch(unit_line + lane / 8 % 2 * kLines / 2) * kLineElements;
+                      (in_patch(unit_line + lane / 8 % 2 * kLines / 2) + phase / 2) * kLineElements;
 
   // Left operands are pairs of lines: the first with the one in the middle, and so on. A row of the
-  // window is one pair further on, so that three rows share all pairs but two. Right operands are
+  // window is one pair further on, so that rows share all pairs but one each. Right operands are
   // of 16 outputs. While some are multiplied, others are loaded.
   uint32_t pairs[2][kPairs][4], columns[2][4];
   const auto load_pair = [&](int half, int slot, int window_column, int pair) {
     LoadMatrices(pairs[half][pair],
                  patch_ring + slot * T::kUnits * T::kPatchElements + line_at +
                      pair * kLineElements +
-                     (Swizzled(window_column + in_patch(lane % 8), lane / 16) ^ (half * 16)));
+                     (Swizzled(window_column + phase % 2 + in_patch(lane % 8), lane / 16) ^
+                      (half * 16)));
   };
   const auto load_columns = [&](int into, int stage, int part) {
     const int half = part / kHalfParts, row_part = part % kHalfParts;
@@ -200,7 +205,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   for (int step = 0; step < kStages - 1; ++step) {  // no other kernel's output
 #pragma unroll
     for (int i = 0; i < kWeightFills; ++i)
-      fill_weights(step, begin + step / 3 * kDepth, step % 3, i);
+      fill_weights(step, begin + step / kTaps * kDepth, step % kTaps, i);
   }
   BeginWithBias(run == 0 ? bias : nullptr, n0 + warp_n, conv.outputs, sums);
   WaitForPredecessors();
@@ -226,10 +231,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const int next_slot = slot + 1 == kPatches ? 0 : slot + 1;
     const int patch_depth = depth + (kPatches - 1) * kDepth;
 #pragma unroll
-    for (int window_column = 0; window_column < 3; ++window_column) {
+    for (int window_column = 0; window_column < kTaps; ++window_column) {
       const int next_stage = stage + 1 == kStages ? 0 : stage + 1;
       const int later = window_column + kStages - 1;  // the step that is asked for
-      const int later_depth = depth + later / 3 * kDepth;
+      const int later_depth = depth + later / kTaps * kDepth;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int half = part / kHalfParts, row = part % kHalfParts / kColumnPairs;
@@ -243,15 +248,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         const int now = part % 2;
         if (part + 1 < kParts) {
           load_columns(1 - now, stage, part + 1);
-          if (part % kColumnPairs == 0 && row < 2) {
+          if (part % kColumnPairs == 0 && row < kTaps - 1) {
             load_pair(half, slot, window_column, kFragmentsM + row);
           }
-          if (half == 0 && row == 2) {
+          if (half == 0 && row == kTaps - 1) {
             Share<kFragmentsM, kColumnPairs>(
                 part % kColumnPairs, [&](int pair) { load_pair(1, slot, window_column, pair); });
           }
           Share<kWeightFills, kFillParts>(
-              part, [&](int i) { fill_weights(empty_stage, later_depth, later % 3, i); });
+              part, [&](int i) { fill_weights(empty_stage, later_depth, later % kTaps, i); });
           Share<kPatchFills, kFillParts * T::kTurns>(
               part < kFillParts ? window_column * kFillParts + part : -1,
               [&](int i) { fill_patch(empty_slot, patch_depth, i); });
@@ -259,7 +264,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
           load_columns(1 - now, next_stage, 0);
 #pragma unroll
           for (int pair = 0; pair < kFragmentsM; ++pair) {
-            load_pair(0, window_column == 2 ? next_slot : slot, (window_column + 1) % 3, pair);
+            load_pair(0, window_column == kTaps - 1 ? next_slot : slot, (window_column + 1) % kTaps,
+                      pair);
           }
         }
 #pragma unroll
@@ -336,32 +342,32 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
   static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
   const int first_square = (first_unit + warp_unit) * kSquares * kSquares;
-  const Square first = SquareAt<T>(squares, first_square);
+  const PlanePixel first = SquareAt<T>(squares, first_square);
   FinishWarp<true>(
       conv, kRuns == Runs::kOne ? sums : totals,
       reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4), n0 + warp_n,
       [&](int row) {
         const int line = unit_line + row / 16 + row / 8 % 2 * kLines / 2, column = row % 8;
-        const Square square =
+        const PlanePixel square =
             kSquares == 1
                 ? first
                 : SquareAt<T>(squares, first_square + line / kSquare * kSquares + column / kSquare);
         const int y = square.y + line % kSquare, x = square.x + column % kSquare;
-        const bool inside = square.image < conv.images && y < conv.out_height && x < conv.out_width;
-        return inside ? (square.image * conv.out_height + y) * conv.out_width + x : -1;
+        const bool inside = square.image < conv.images && y < conv.height && x < conv.width;
+        return inside ? OutputOf(conv, {square.image, y, x}, phase) : -1;
       });
 }
 
 Squares SquaresOf(const Conv2dLaunch& conv, int square) {
-  const int across = (conv.out_width + square - 1) / square;
-  return {across, across * ((conv.out_height + square - 1) / square)};
+  const int across = (conv.width + square - 1) / square;
+  return {across, across * ((conv.height + square - 1) / square)};
 }
 
 constexpr double kNever = 1e9;  // µs
 
 int64_t TilesAcross(const Conv2dLaunch& conv, int n) { return (conv.outputs + n - 1) / n; }
 
-/// Blocks along the pixels.
+/// Blocks along the pixels of a phase.
 int64_t BlocksOf(const Conv2dLaunch& conv, int square, int units) {
   const int squares = units * (kUnitEdge / square) * (kUnitEdge / square);  // of a block
   return (int64_t{conv.images} * SquaresOf(conv, square).of_image + squares - 1) / squares;
@@ -369,14 +375,15 @@ int64_t BlocksOf(const Conv2dLaunch& conv, int square, int units) {
 
 /// Of few pixels along many channels.
 bool HasRuns(const Conv2dLaunch& conv) {
-  return conv.out_height <= kUnitEdge && conv.out_width <= kUnitEdge &&
+  return conv.height <= kUnitEdge && conv.width <= kUnitEdge && !conv.upsample2x &&
          conv.channels + conv.channels2 >= 2 * kRunCount * kDepth;
 }
 
 template <typename T, Runs kRuns>
 cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
   const auto n_tiles = static_cast<int>(TilesAcross(conv, T::kN));
-  const auto tiles = static_cast<unsigned>(BlocksOf(conv, T::kSquare, T::kUnits) * n_tiles);
+  const auto tiles =
+      static_cast<unsigned>(BlocksOf(conv, T::kSquare, T::kUnits) * PhasesOf(conv) * n_tiles);
   const RunSums run_sums = {static_cast<float4*>(conv.workspace), conv.workspace_zeros};
   const float* bias = conv.bias;
   conv.bias = nullptr;
@@ -393,7 +400,7 @@ cudaError_t LoadTile() {
 }
 
 struct Choice {
-  int square, units, n;
+  int square, units, n, taps;
   Runs runs;
   TileCost cost;
   cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue);
@@ -405,6 +412,7 @@ constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shar
   return {T::kSquare,
           T::kUnits,
           T::kN,
+          T::kTaps,
           kRuns,
           {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
           LaunchTile<T, kRuns>,
@@ -428,12 +436,18 @@ constexpr Choice kChoices[] = {
     ChoiceOf<TileOfSquares, Runs::kInTurn>(0.42, 3.4, 1.1, 9.4),
     ChoiceOf<Tile1x32, Runs::kInTurn>(0.225, 1.6, 0.66, 4.3),
     ChoiceOf<Tile1x32, Runs::kByBlocks>(0.258, 2.26, 0.646, 3.93),
+    ChoiceOf<Tile<2, 128, 8, 32, 3, 2, 2, 8, 2>>(0.7, 5.0, 1.33, 7.59),
+    ChoiceOf<Tile<2, 64, 8, 32, 3, 2, 2, 8, 2>>(0.44, 4.0, 0.65, 6.33),
+    ChoiceOf<Tile<1, 64, 4, 32, 3, 2, 4, 8, 2>>(0.23, 1.63, 0.69, 5.2),
+    ChoiceOf<Tile<1, 64, 4, 32, 3, 2, 4, 4, 2>>(0.27, 3.1, 0.77, 5.5),
+    ChoiceOf<Tile<1, 32, 4, 16, 4, 3, 4, 8, 2>>(0.15, 1.28, 0.46, 2.95),
 };
 
 double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queue& queue) {
   const int runs = choice.runs == Runs::kByBlocks ? kRunCount : 1;
-  const int64_t tiles = BlocksOf(conv, choice.square, choice.units) * TilesAcross(conv, choice.n);
-  if ((choice.runs != Runs::kOne) != HasRuns(conv)) return kNever;
+  const int64_t tiles =
+      BlocksOf(conv, choice.square, choice.units) * PhasesOf(conv) * TilesAcross(conv, choice.n);
+  if (choice.taps != TapsOf(conv) || (choice.runs != Runs::kOne) != HasRuns(conv)) return kNever;
   if (runs > 1) {
     const int64_t sums = tiles * kRunCount * choice.units * kUnitEdge * kUnitEdge * choice.n;
     if (sums * static_cast<int64_t>(sizeof(float)) > conv.workspace_bytes ||
@@ -442,7 +456,7 @@ double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queu
     }
   }
   return Microseconds(choice.cost, tiles * runs,
-                      3 * (conv.channels + conv.channels2) / (kDepth * runs),
+                      choice.taps * (conv.channels + conv.channels2) / (kDepth * runs),
                       queue.multiprocessors);
 }
 

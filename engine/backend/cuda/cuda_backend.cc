@@ -213,10 +213,9 @@ class CudaBackend final : public Backend {
     packed->kernel = Extent(weight_oihw, 2);
     packed->upsample2x = upsample2x;
     packed->has_bias = bias.defined();
-    packed->in_phases =
-        queue_.hopper && upsample2x && packed->kernel == 3 && packed->in_channels % 8 == 0;
+    const bool in_phases = upsample2x && packed->kernel == 3;
     DENOISED_ASSIGN_OR_RETURN(packed->weight,
-                              PackWeights({weight_oihw}, packed->in_phases, "a convolution"));
+                              PackWeights({weight_oihw}, in_phases, "a convolution"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias({bias}), "a convolution's bias"));
     return packed;
   }
@@ -525,7 +524,6 @@ class CudaBackend final : public Backend {
     conv.out = View(args.out);
     AddWeight(&conv, weight.weight, weight.bias);
     if (args.shortcut.weight != nullptr) AddShortcut(&conv, args);
-    DENOISED_CHECK(!weight.in_phases || SuitsHopper(conv));
     return conv;
   }
 

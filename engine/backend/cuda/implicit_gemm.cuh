@@ -5,24 +5,56 @@
 /// What the convolution kernels share: where an element of the implicit matrix lies in memory, and
 /// what happens to an output tile. Row m of the matrix is an output pixel, column k one input that
 /// it sees, in the order (kh, kw, channel), the channels of x before those of x2.
+///
+/// Doubled by nearest neighbour first, a pixel is seen by several taps of a 3×3 window. So outputs
+/// are four phases, by the parities of their rows and columns, each a 2×2 convolution of the input
+/// as it is, whose taps are those of the 3×3 that see the same pixel, added up (pack_weight.cu).
 
 namespace denoised::cuda {
 
-/// One output pixel: where its window begins.
+constexpr int kPhases = 4;
+__host__ __device__ inline int PhasesOf(const Conv2dLaunch& conv) {
+  return conv.upsample2x ? kPhases : 1;
+}
+/// Taps along an edge of a phase's window.
+__host__ __device__ inline int TapsOf(const Conv2dLaunch& conv) {
+  return conv.upsample2x ? 2 : conv.kernel;
+}
+/// Pixels of a phase of an image, and of a row of it.
+struct Plane {
+  int pixels, width;
+};
+__host__ __device__ inline Plane PlaneOf(const Conv2dLaunch& conv) {
+  if (conv.upsample2x) return {conv.height * conv.width, conv.width};
+  return {conv.out_height * conv.out_width, conv.out_width};
+}
+
+/// A pixel of a phase.
+struct PlanePixel {
+  int image, y, x;
+};
+__device__ inline PlanePixel PixelOf(const Plane& plane, int m) {
+  const int image = m / plane.pixels, pixel = m - image * plane.pixels, y = pixel / plane.width;
+  return {image, y, pixel - y * plane.width};
+}
+/// The output that it is.
+__device__ inline int OutputOf(const Conv2dLaunch& conv, const PlanePixel& at, int phase) {
+  const int y = conv.upsample2x ? 2 * at.y + phase / 2 : at.y;
+  const int x = conv.upsample2x ? 2 * at.x + phase % 2 : at.x;
+  return (at.image * conv.out_height + y) * conv.out_width + x;
+}
+
+/// Where the window of a pixel of a phase begins.
 struct Window {
   int image_pixel;  // first pixel of its image
-  int y, x;         // top left of the window, in (upsampled) input coordinates
+  int y, x;         // top left
 };
-
-__device__ inline Window WindowOf(const Conv2dLaunch& conv, int m) {
-  const int out_pixels = conv.out_height * conv.out_width;
-  if (m >= conv.images * out_pixels) return {0, INT32_MIN / 2, 0};  // rows off the end see padding
-  const int image = m / out_pixels;
-  const int pixel = m - image * out_pixels;
-  const int y = pixel / conv.out_width;
-  const int x = pixel - y * conv.out_width;
-  return {image * conv.height * conv.width, y * conv.stride - conv.pad_top,
-          x * conv.stride - conv.pad_left};
+__device__ inline Window WindowOf(const Conv2dLaunch& conv, int m, int phase) {
+  const Plane plane = PlaneOf(conv);
+  if (m >= conv.images * plane.pixels) return {0, INT32_MIN / 2, 0};  // off the end: padding
+  const PlanePixel at = PixelOf(plane, m);
+  return {at.image * conv.height * conv.width, at.y * conv.stride - conv.pad_top + phase / 2,
+          at.x * conv.stride - conv.pad_left + phase % 2};
 }
 
 /// A position along k, advanced without divisions.
@@ -31,10 +63,10 @@ struct Tap {
 
   __device__ void Advance(const Conv2dLaunch& conv, int count) {
     channel += count;
-    const int channels = conv.channels + conv.channels2;
+    const int channels = conv.channels + conv.channels2, taps = TapsOf(conv);
     while (channel >= channels) {
       channel -= channels;
-      if (++kw == conv.kernel) kw = 0, ++kh;
+      if (++kw == taps) kw = 0, ++kh;
     }
   }
 };
@@ -42,11 +74,10 @@ struct Tap {
 /// The input pixel under `tap`, or −1 in the padding and beyond the last tap.
 __device__ inline int PixelAt(const Conv2dLaunch& conv, const Window& window, const Tap& tap) {
   const int y = window.y + tap.kh, x = window.x + tap.kw;
-  const int up = conv.upsample2x ? 1 : 0;  // nearest neighbour: the doubled image is never made
-  const bool inside = static_cast<unsigned>(y) < static_cast<unsigned>(conv.height << up) &&
-                      static_cast<unsigned>(x) < static_cast<unsigned>(conv.width << up) &&
-                      tap.kh < conv.kernel;
-  return inside ? window.image_pixel + (y >> up) * conv.width + (x >> up) : -1;
+  const bool inside = static_cast<unsigned>(y) < static_cast<unsigned>(conv.height) &&
+                      static_cast<unsigned>(x) < static_cast<unsigned>(conv.width) &&
+                      tap.kh < TapsOf(conv);
+  return inside ? window.image_pixel + y * conv.width + x : -1;
 }
 
 /// Eight inputs from `tap` on, whose channels may be odd in number and straddle taps and sources.
@@ -113,17 +144,19 @@ __device__ inline void FinishOutputs(const Conv2dLaunch& conv, int64_t pixel, in
 }
 
 /// Finishes an output tile that lies in shared memory as fp32 [kM, kN + 4], row 0 being pixel m0
-/// and column 0 output n0.
+/// of a phase and column 0 output n0.
 template <int kM, int kN, int kThreads>
-__device__ inline void FinishTile(const Conv2dLaunch& conv, const float* tile, int m0, int n0) {
-  const int m_end = min(kM, conv.images * conv.out_height * conv.out_width - m0);
+__device__ inline void FinishTile(const Conv2dLaunch& conv, const float* tile, int m0, int phase,
+                                  int n0) {
+  const Plane plane = PlaneOf(conv);
+  const int m_end = min(kM, conv.images * plane.pixels - m0);
   for (int i = threadIdx.x; i < kM * kN / 8; i += kThreads) {
     const int row = i / (kN / 8), column = i % (kN / 8) * 8;
     if (row >= m_end || n0 + column >= conv.outputs) continue;
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = tile[row * (kN + 4) + column + j];
-    FinishOutputs(conv, m0 + row, n0 + column, v);
+    FinishOutputs(conv, OutputOf(conv, PixelOf(plane, m0 + row), phase), n0 + column, v);
   }
 }
 

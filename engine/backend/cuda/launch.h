@@ -52,8 +52,8 @@ struct Conv2dLaunch {
   int kernel = 1, stride = 1, pad_top = 0, pad_left = 0;
   bool upsample2x = false;
   const void* weight = nullptr;  // [outputs, kernel · kernel · (channels + channels2)], the rows
-  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; for
-                          //   LaunchConv2dHopper after upsample2x [4, outputs, 2 · 2 · …]
+  int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; after
+                                 //   upsample2x [4, outputs, 2 · 2 · …]: implicit_gemm.cuh
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;             // [outputs + kBiasPadding], or null
   int outputs = 0;

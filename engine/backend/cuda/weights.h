@@ -7,13 +7,12 @@
 
 /// Weights as the kernels read them: [outputs, k] with k in the order (kh, kw, channel), rows
 /// padded with zeros to kDepthPadding, in the dtype of the arithmetic; biases fp32. A 3×3 weight
-/// after nearest-neighbour doubling may come in four phases (conv2d_sm90.cu).
+/// after nearest-neighbour doubling comes in four phases (implicit_gemm.cuh).
 
 namespace denoised::cuda {
 
 struct CudaConv2d final : PackedConv2d {
   Tensor weight;  // device [phases · outputs, padded k]
-  bool in_phases = false;
   Tensor bias;  // device F32, [outputs + kBiasPadding]; or undefined
 };
 
