@@ -84,26 +84,28 @@ __device__ inline void FinishWarp(const Conv2dLaunch& conv, const float (&sums)[
   constexpr int kLine = 8 * kN + 8, kLanes = kN, kPasses = 16 * kLanes / 32;
   const int lane = threadIdx.x % 32;
   const int image_pixels = conv.out_height * conv.out_width;
-  static_assert(16 * kLanes % 32 == 0);
+  static_assert(16 * kLanes % 32 == 0 && kM >= 2);
   const auto row_at = [&](int pass) { return (pass * 32 + lane) / kLanes; };
   const auto column_at = [&](int pass) { return (pass * 32 + lane) % kLanes * 8; };
   const auto pixel_at = [&](int part, int pass) {
     return first_n + column_at(pass) < conv.outputs ? pixel_of(part * 16 + row_at(pass)) : -1;
   };
-  // What is added to a vector, asked for a part early.
+  // What is added to a vector, of this part and the next, asked for two parts early.
   const Rows& beside_rows = conv.residual.data != nullptr ? conv.residual : conv.add;
   const bool has_beside = beside_rows.data != nullptr;
-  uint4 beside[kPasses];
-  const auto load_beside = [&](int part, int pass) {
+  uint4 beside[2][kPasses];
+  const auto load_beside = [&](int part, int pass, uint4* to) {
     const int pixel = pixel_at(part, pass);
     if (!kVectors || !has_beside || pixel < 0) return;
     const int row = conv.residual.data != nullptr ? pixel : pixel / image_pixels;
-    beside[pass] =
-        *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(beside_rows.data) +
-                                        row * beside_rows.stride + first_n + column_at(pass));
+    *to = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(beside_rows.data) +
+                                          row * beside_rows.stride + first_n + column_at(pass));
   };
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) load_beside(0, pass);
+  for (int part = 0; part < 2; ++part) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) load_beside(part, pass, &beside[part][pass]);
+  }
 #pragma unroll 1
   for (int part = 0; part < kM; ++part) {
 #pragma unroll
@@ -126,12 +128,13 @@ __device__ inline void FinishWarp(const Conv2dLaunch& conv, const float (&sums)[
       const float4 low = from[0], high = from[1];
       float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       if constexpr (kVectors) {
-        const uint4 packed = FinishVector(conv, has_beside, beside[pass], v);
+        const uint4 packed = FinishVector(conv, has_beside, beside[0][pass], v);
         if (pixel >= 0) {
           *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
                                     pixel * conv.out.stride + n) = packed;
         }
-        if (part + 1 < kM) load_beside(part + 1, pass);
+        beside[0][pass] = beside[1][pass];
+        if (part + 2 < kM) load_beside(part + 2, pass, &beside[1][pass]);
       } else {
         if (pixel >= 0) FinishOutputs(conv, pixel, n, v);
       }
