@@ -199,8 +199,8 @@ using Dim80 = Shape<80, 64, 64, 1>;
 using Dim96 = Shape<96, 64, 64, 1>;
 using Dim128 = Shape<128, 64, 64, 1>;
 using Dim160 = Shape<160, 64, 32, 1>;
-using Dim256 = Shape<256, 32, 32, 2>;
-using WideDim256 = Shape<256, 64, 32, 1>;
+using Dim256 = Shape<256, 32, 64, 2>;
+using WideDim256 = Shape<256, 64, 64, 1>;
 using Dim512 = Shape<512, 32, 16, 2>;
 
 template <typename S>
