@@ -574,11 +574,12 @@ class CudaBackend final : public Backend {
   }
 
   bool InOnePass(const GroupNormLaunch& norm) const {
-    return queue_.hopper && (SuitsGroupNormCluster(norm, queue_) || SuitsGroupNormStream(norm));
+    return SuitsGroupNormCluster(norm, queue_) || (queue_.hopper && SuitsGroupNormStream(norm));
   }
   cudaError_t LaunchOnePass(const GroupNormLaunch& norm) const {
-    return PrefersGroupNormStream(norm, queue_) ? LaunchGroupNormStream(norm, queue_)
-                                                : LaunchGroupNormCluster(norm, queue_);
+    return queue_.hopper && PrefersGroupNormStream(norm, queue_)
+               ? LaunchGroupNormStream(norm, queue_)
+               : LaunchGroupNormCluster(norm, queue_);
   }
   /// Images whose factors there is memory for, and which a grid can count.
   static int ImagesAtOnce(const GroupNormLaunch& norm) {
@@ -725,11 +726,11 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
         hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
         hopper ? LoadConvUnitKernels() : cudaSuccess,
-        hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv3x3Kernels(), LoadConv2dFp32Kernels(), LoadRowLinearKernels(),
-        LoadConv2dNarrowKernels(), LoadGroupNormKernels(), LoadAttentionKernels(),
+        LoadConv2dNarrowKernels(), LoadGroupNormKernels(),
+        LoadGroupNormClusterKernels(/*clusters=*/hopper), LoadAttentionKernels(),
         LoadAttentionFp32Kernels(), LoadEmbeddingKernels(), LoadElementwiseKernels(),
         LoadSamplingKernels(), LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||

@@ -102,7 +102,12 @@ __device__ inline const __nv_bfloat16* PivotAt(const GroupNormLaunch& norm, int 
 
 __device__ inline uint32_t Subtract(uint32_t a, uint32_t b) {
   uint32_t difference;
+#if __CUDA_ARCH__ >= 900
   asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+#else
+  constexpr uint32_t kMinusOnes = 0xbf80bf80;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(kMinusOnes), "r"(a));
+#endif
   return difference;
 }
 

@@ -1,14 +1,13 @@
-// Group normalisation in one pass over memory, for chips with clusters of blocks (sm_90 and later).
+// Group normalisation in one pass over memory.
 //
 // Policy. The channels of an image are cut into slices of whole groups, and the pixels of a slice
 // among blocks. A thread keeps eight channels of up to eight pixels in registers, as they came from
 // memory, from the sums until the store, so memory sees one read and one write. Blocks of a slice
-// form a cluster and tell each other their sums through shared memory. What is larger than a
-// cluster is group_norm.cu's.
+// form a cluster and tell each other their sums through shared memory; on chips without clusters a
+// slice is a block's. What is larger is group_norm.cu's.
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/group_norm.cuh"
@@ -17,9 +16,17 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kMaxVectors = 8;  // of a thread
-constexpr int kMaxThreads = 512;
+constexpr int kMaxVectors = 8;                    // of a thread
+constexpr int kMaxThreads = 512, kMaxLines = 64;  // along a block's z
 constexpr int kSharedLimit = 48 * 1024;
+
+__device__ inline bool HasClusters() {
+#if __CUDA_ARCH__ >= 900
+  return true;
+#else
+  return false;
+#endif
+}
 
 /// How an image lies over blocks.
 struct Plan {
@@ -63,7 +70,6 @@ template <int kVectors, int kRun>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
                            const __grid_constant__ Plan plan) {
-#if __CUDA_ARCH__ >= 900
   constexpr int kRunWords = kRun / 2, kRuns = kVector / kRun;
   extern __shared__ __align__(16) unsigned char shared[];
   const Layout layout(plan, kRun);
@@ -80,7 +86,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const unsigned thread = threadIdx.x + kQuad * (threadIdx.y + plan.line_vectors * line);
   const unsigned threads = kQuad * plan.line_vectors * plan.lines;
   const unsigned warp = thread / 32, lane = thread % 32, warps = threads / 32;
-  const bool cluster = plan.blocks > 1;
+  const bool cluster = HasClusters() && plan.blocks > 1;
   const int rank = blockIdx.x, slice = blockIdx.y, image = blockIdx.z;
   if (cluster) {
     if (thread == 0) {
@@ -228,7 +234,6 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
           make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
     }
   }
-#endif
 }
 
 using Kernel = void(GroupNormLaunch, Plan);
@@ -278,9 +283,9 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int lines, int ve
   return plan;
 }
 
-bool Possible(const Plan& plan) {
-  return Threads(plan) % 32 == 0 && Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves &&
-         plan.blocks <= kMaxCluster &&
+bool Possible(const Plan& plan, int max_blocks) {
+  return Threads(plan) % 32 == 0 && Threads(plan) <= kMaxThreads && plan.lines <= kMaxLines &&
+         plan.leaves <= kMaxLeaves && plan.blocks <= max_blocks &&
          Layout(plan, RunOf(plan.group_channels)).bytes <= kSharedLimit;
 }
 
@@ -296,7 +301,8 @@ int SliceChannels(const GroupNormLaunch& norm, int least, bool sectors) {
 }
 
 /// Blocks of about 128 threads, and larger ones where there would be more than a cluster has.
-Plan Fit(const GroupNormLaunch& norm, int least_channels, bool sectors, int vectors, int threads) {
+Plan Fit(const GroupNormLaunch& norm, int least_channels, bool sectors, int vectors, int threads,
+         int max_blocks) {
   const int slice_channels = SliceChannels(norm, least_channels, sectors);
   Plan plan = MakePlan(norm, slice_channels, 1, vectors);
   const auto grow_while = [&](auto wanted) {
@@ -305,18 +311,26 @@ Plan Fit(const GroupNormLaunch& norm, int least_channels, bool sectors, int vect
     }
   };
   grow_while([&] { return Threads(plan) % 32 != 0 || (Threads(plan) < 128 && plan.blocks > 1); });
-  grow_while([&] { return plan.blocks > kMaxCluster / 2 && 2 * Threads(plan) <= 256; });
-  grow_while([&] { return plan.blocks > kMaxCluster && 2 * Threads(plan) <= threads; });
+  grow_while([&] { return plan.blocks > (max_blocks + 1) / 2 && 2 * Threads(plan) <= 256; });
+  grow_while([&] { return plan.blocks > max_blocks && 2 * Threads(plan) <= threads; });
   return plan;
 }
 
 /// With `vectors` a thread, or none (no vectors).
 Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
   const bool many = vectors == kMaxVectors;
-  for (const Plan& plan :
-       {Fit(norm, many ? 64 : 32, many, vectors, 288), Fit(norm, 32, many, vectors, kMaxThreads),
-        Fit(norm, 32, false, vectors, kMaxThreads)}) {
-    if (Possible(plan)) return plan;
+  for (const Plan& plan : {Fit(norm, many ? 64 : 32, many, vectors, 288, kMaxCluster),
+                           Fit(norm, 32, many, vectors, kMaxThreads, kMaxCluster),
+                           Fit(norm, 32, false, vectors, kMaxThreads, kMaxCluster)}) {
+    if (Possible(plan, kMaxCluster)) return plan;
+  }
+  return {};
+}
+/// The same where a slice is a block's, of `least_channels` or as many as fit.
+Plan FitBlock(const GroupNormLaunch& norm, int vectors, int least_channels) {
+  for (int least = least_channels; least >= kVector; least /= 2) {
+    const Plan plan = Fit(norm, least, /*sectors=*/least > kVector, vectors, kMaxThreads, 1);
+    if (Possible(plan, 1)) return plan;
   }
   return {};
 }
@@ -326,16 +340,23 @@ Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
 ///
 /// Few images are soonest done by many threads that keep little; what fills the device moves most
 /// with eight vectors a thread and slices of 128 bytes.
-Plan PlanOf(const GroupNormLaunch& norm, int multiprocessors) {
+Plan PlanOf(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsOnePass(norm)) return {};
-  const Plan of_many = FitCluster(norm, kMaxVectors);
+  const Plan of_many =
+      queue.hopper ? FitCluster(norm, kMaxVectors) : FitBlock(norm, kMaxVectors, 64);
   if (of_many.vectors == 0) return {};
 
   const int64_t vectors = int64_t{norm.images} * norm.pixels *
-                          ((norm.channels + norm.channels2) / kVector) / multiprocessors;
-  for (const auto [most, of_thread] : {std::pair{512, 2}, std::pair{1500, 4}}) {
-    if (vectors > most) continue;
-    if (const Plan plan = FitCluster(norm, of_thread); plan.vectors > 0) return plan;
+                          ((norm.channels + norm.channels2) / kVector) / queue.multiprocessors;
+  const struct {
+    int most, of_thread, least_channels;
+  } ways[] = {
+      {512, 2, 16}, {queue.hopper ? 512 : 2000, 2, 32}, {queue.hopper ? 1500 : 4000, 4, 64}};
+  for (const auto& way : ways) {
+    if (vectors > way.most) continue;
+    const Plan plan = queue.hopper ? FitCluster(norm, way.of_thread)
+                                   : FitBlock(norm, way.of_thread, way.least_channels);
+    if (plan.vectors > 0) return plan;
   }
   return of_many;
 }
@@ -343,11 +364,11 @@ Plan PlanOf(const GroupNormLaunch& norm, int multiprocessors) {
 }  // namespace
 
 bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
-  return PlanOf(norm, queue.multiprocessors).vectors > 0;
+  return PlanOf(norm, queue).vectors > 0;
 }
 
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
-  const Plan plan = PlanOf(norm, queue.multiprocessors);
+  const Plan plan = PlanOf(norm, queue);
   const int run = RunOf(plan.group_channels);
   const unsigned blocks = plan.blocks, slices = plan.slices, images = norm.images;
   return LaunchDependent(KernelOf(plan.vectors, run),
@@ -358,16 +379,16 @@ cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& que
                          queue, norm, plan);
 }
 
-cudaError_t LoadGroupNormClusterKernels() {
+cudaError_t LoadGroupNormClusterKernels(bool clusters) {
   for (int vectors : {2, 4, kMaxVectors}) {
     for (int run : {2, 4, 8}) {
       // Loads under way have their place in L1, so kernels that move much leave it large. The
       // others share a multiprocessor with kernels that want it small, and a change takes time.
       const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
-      if (cudaError_t error = LoadClusterKernel(KernelOf(vectors, run), shared_bytes);
-          error != cudaSuccess) {
-        return error;
-      }
+      Kernel* const kernel = KernelOf(vectors, run);
+      const cudaError_t error =
+          clusters ? LoadClusterKernel(kernel, shared_bytes) : LoadKernel(kernel, shared_bytes);
+      if (error != cudaSuccess) return error;
     }
   }
   return cudaSuccess;

@@ -114,8 +114,8 @@ cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 bool SuitsGroupNormFactors(const GroupNormLaunch& norm);
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
-/// The same in one pass over memory, without a workspace, from sm_90 on; for what
-/// SuitsGroupNormCluster(). Its factors have bits of their own.
+/// The same in one pass over memory, without a workspace, by clusters where the queue is Hopper's;
+/// for what SuitsGroupNormCluster(). Its factors have bits of their own.
 bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 /// The same bits by blocks that stay; `out` shares no memory with x, x2. Suits: by an image's shape
@@ -226,7 +226,7 @@ cudaError_t LoadConv2dFp32Kernels();
 cudaError_t LoadConv2dNarrowKernels();
 cudaError_t LoadRowLinearKernels();
 cudaError_t LoadGroupNormKernels();
-cudaError_t LoadGroupNormClusterKernels();
+cudaError_t LoadGroupNormClusterKernels(bool clusters);
 cudaError_t LoadGroupNormStreamKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
