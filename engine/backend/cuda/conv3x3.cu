@@ -320,16 +320,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         __stcg(run_sums.sums + at(run, i * kFragmentsN + j), make_float4(v[0], v[1], v[2], v[3]));
       }
     }
-    __shared__ bool is_last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      is_last = atomicAdd(run_sums.stored + blockIdx.x, 1) == kRunCount - 1;
-      if (is_last) run_sums.stored[blockIdx.x] = 0;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
+    if (!IsLast(run_sums.stored + blockIdx.x, kRunCount)) return;
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll

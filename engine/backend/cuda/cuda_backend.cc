@@ -570,6 +570,7 @@ class CudaBackend final : public Backend {
     norm.out = View(args.out);
     norm.workspace = norm_memory_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
+    norm.workspace_zeros = WorkspaceZeros();
     return norm;
   }
 
@@ -633,9 +634,12 @@ class CudaBackend final : public Backend {
   Conv2dLaunch WithWorkspace(Conv2dLaunch conv) const {
     conv.workspace = norm_memory_.get();
     conv.workspace_bytes = kNormWorkspaceBytes;
-    conv.workspace_zeros = reinterpret_cast<int*>(static_cast<std::byte*>(norm_memory_.get()) +
-                                                  kNormWorkspaceBytes + kNormFactorBytes);
+    conv.workspace_zeros = WorkspaceZeros();
     return conv;
+  }
+  int* WorkspaceZeros() const {
+    return reinterpret_cast<int*>(static_cast<std::byte*>(norm_memory_.get()) +
+                                  kNormWorkspaceBytes + kNormFactorBytes);
   }
 
   void Multiply(const Conv2dLaunch& conv, const char* op) {
@@ -711,7 +715,7 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<Context> context_;
   const std::unique_ptr<UploadRing> uploads_;
   DownloadPool downloads_;
-  /// kNormWorkspaceBytes, kNormFactorBytes, and kWorkspaceZeros of WithWorkspace().
+  /// kNormWorkspaceBytes, kNormFactorBytes, and kWorkspaceZeros.
   const DeviceMemory norm_memory_;
   const Queue queue_;
   const bool fp32_;

@@ -61,6 +61,21 @@ __device__ inline void WaitForPredecessors() {
 #endif
 }
 
+/// Whether this block is the last of `count` to call it with `done`, which is zero before the first
+/// and after the last. It then sees what the others wrote before they called. By all threads.
+__device__ inline bool IsLast(int* done, int count) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(done, 1) == count - 1;
+    if (is_last) *done = 0;
+  }
+  __syncthreads();
+  if (is_last) __threadfence();
+  return is_last;
+}
+
 /// The next kernel may start once every block has called this or ended.
 __device__ inline void ReleaseDependents() {
 #if __CUDA_ARCH__ >= 900

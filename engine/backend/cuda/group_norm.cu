@@ -5,10 +5,10 @@
 // the sum of squared deviations of every group. GroupApply: every block combines the runs of its
 // image in order and normalises some pixels.
 //
-// Bf16 in vectors is made otherwise: factors and offsets of every channel first, by ImageFactors
-// where a block can read a slice of groups of the whole image, else by GroupFactors of the runs. A
-// convolution may then normalise what it reads by itself, and GroupScale does what it else does,
-// with the same bits.
+// Bf16 in vectors is made otherwise: GroupFactors makes factors and offsets of every channel, each
+// block from a slice of groups of a part of an image, and that one of a slice's which is done last
+// adds up the parts, in order. A convolution may then normalise what it reads by itself, and
+// GroupScale does what it else does, with the same bits.
 //
 // Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that
 // a mean that is large against the spread cancels before it is squared. Runs are combined by M2 = Σ
@@ -25,9 +25,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kChunks = 32;     // runs of pixels, at most
-constexpr int kLaneChunks = 4;  // GroupFactors takes four times as many, of large images
-constexpr int kUnrolled = 4;    // pixels that a thread loads at once
+constexpr int kChunks = 32;   // runs of pixels, at most
+constexpr int kUnrolled = 4;  // pixels that a thread loads at once
 
 /// Of one group over some pixels.
 struct Moments {
@@ -219,7 +218,7 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   const size_t shared_bytes = sizeof(float2) * layout.lines * layout.channels;
   auto* chunk_moments = static_cast<Moments*>(norm.workspace);
 
-  const size_t image_bytes = GroupNormWorkspaceBytes(1, norm.groups);
+  const size_t image_bytes = sizeof(Moments) * kChunks * norm.groups;
   const int images_at_once =
       static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
   for (int first = 0; first < norm.images; first += images_at_once) {
@@ -260,92 +259,59 @@ __device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, 
   to[channels + c] = of_image.offset;
 }
 
-/// grid (groups / kWarps, images): a warp for each group. `factors` [images][2][channels].
-__global__ void __launch_bounds__(kThreads)
-    GroupFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, int chunks,
-                       int chunk_pixels, const Moments* chunk_moments) {
-  WaitForPredecessors();
-  ReleaseDependents();
-  const int lane = threadIdx.x % 32, group = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (group >= norm.groups) return;
-  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
-  const Moments* const of_group =
-      chunk_moments + static_cast<int64_t>(blockIdx.y) * chunks * norm.groups + group;
-  const double origin = of_group->mean;
-  float deviations[kLaneChunks], pixels[kLaneChunks], shift = 0, m2 = 0;
-#pragma unroll
-  for (int i = 0; i < kLaneChunks; ++i) {
-    const int chunk = lane + i * 32;
-    const Moments part =
-        chunk < chunks ? of_group[static_cast<int64_t>(chunk) * norm.groups] : Moments{origin, 0};
-    pixels[i] = static_cast<float>(max(0, min(chunk_pixels, norm.pixels - chunk * chunk_pixels)));
-    deviations[i] = static_cast<float>(part.mean - origin);
-    shift = fmaf(pixels[i], deviations[i], shift);
-    m2 += static_cast<float>(part.m2);
-  }
-  shift = WarpSum(shift) / norm.pixels;
-#pragma unroll
-  for (int i = 0; i < kLaneChunks; ++i) {
-    const float offset = deviations[i] - shift;
-    m2 = fmaf(pixels[i] * group_channels, offset * offset, m2);
-  }
-  const float variance = WarpSum(m2) / (static_cast<float>(norm.pixels) * group_channels);
-  const float inverse_deviation = rsqrtf(variance + norm.eps);
-  const float mean = static_cast<float>(origin + shift);
-
-  for (int c = group * group_channels + lane; c < (group + 1) * group_channels; c += 32) {
-    const int64_t image = first_image + blockIdx.y;
-    StoreFactors(norm, image, c, AffineOf(norm, image, c), {mean, inverse_deviation});
-  }
-}
-
-constexpr int kSliceThreads = 256, kMaxSliceThreads = 512;
+constexpr int kSliceThreads = 256;
 constexpr int kMaxSliceVectors = 32;
-constexpr int kMaxSliceBytes = 256 * 1024;
-constexpr int kGoodSliceBytes = 32 * 1024, kGoodSliceChannels = 32;
+constexpr int kMaxParts = 256;
+constexpr int kGoodBytes = 32 * 1024, kGoodSliceChannels = 32;
 
-/// Channels of a block, by the shape of an image alone: whole groups and whole vectors, so many
-/// that the block has enough to read, and lines of memory that are worth it; or 0.
-int SliceChannels(const GroupNormLaunch& norm) {
+/// How GroupFactors cuts an image, by its shape alone; no channels: it cannot.
+struct Cut {
+  int channels = 0, slices = 0;  // a slice: whole groups and whole vectors
+  int pixels = 0, parts = 0;
+};
+/// So that a block has enough to read, of lines of memory that are worth it.
+Cut CutOf(const GroupNormLaunch& norm) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const int least = std::lcm(group_channels, 8);
   // Groups of odd numbers of channels have no neighbours to add up.
-  if (group_channels % 2 != 0 || channels % least != 0 || least > 8 * kMaxSliceVectors) return 0;
+  if (group_channels % 2 != 0 || channels % least != 0 || least > 8 * kMaxSliceVectors) return {};
   const auto bytes = [&](int slice) { return int64_t{norm.pixels} * slice * 2; };
-  if (bytes(least) > kMaxSliceBytes) return 0;
   int slice = least;
   for (int wider = least; wider <= std::min(channels, 8 * kMaxSliceVectors); wider += least) {
     if (channels % wider != 0) continue;
-    if (bytes(slice) >= kGoodSliceBytes &&
-        (slice >= kGoodSliceChannels || bytes(wider) > 2 * kGoodSliceBytes)) {
-      break;
-    }
+    if (bytes(slice) >= kGoodBytes && slice >= kGoodSliceChannels) break;
     slice = wider;
   }
-  return slice;
+  const int parts =
+      static_cast<int>(std::min<int64_t>((bytes(slice) + kGoodBytes - 1) / kGoodBytes, kMaxParts));
+  const int pixels = (norm.pixels + parts - 1) / parts;
+  return {slice, channels / slice, pixels, (norm.pixels + pixels - 1) / pixels};
 }
 
-/// grid (slices, images). kRun: neighbouring channels that are of one group wherever in a vector
-/// they begin. What is summed is x − pivot, an element of the group, so that a mean that is large
-/// against the spread cancels before it is squared.
+/// grid (slices, parts, images). kRun: neighbouring channels that are of one group wherever in a
+/// vector they begin. What is summed is x − pivot, an element of the group, so that a mean that is
+/// large against the spread cancels before it is squared. `part_sums`: [images][slices][parts]
+/// [groups of a slice]; `parts_done`: [images][slices], zero before and afterwards.
 template <int kRun>
-__global__ void __launch_bounds__(kMaxSliceThreads, 2)
-    ImageFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int slice_channels) {
-  constexpr int V = 8, kRuns = V / kRun;
-  constexpr int kAtOnce = kRun == 2 ? 6 : 8;         // vectors, as registers allow
-  __shared__ float2 sums[kMaxSliceThreads * kRuns];  // [runs of a slice][lines]
+__global__ void __launch_bounds__(kSliceThreads, 3)
+    GroupFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, Cut cut,
+                       float2* part_sums, int* parts_done) {
+  constexpr int V = 8, kRuns = V / kRun, kAtOnce = 8;  // vectors
+  __shared__ float2 sums[kSliceThreads * kRuns];       // [runs of a slice][lines]
   __shared__ float pivots[kMaxSliceVectors * kRuns];
   __shared__ float2 statistics[kMaxSliceVectors * kRuns];  // of groups: mean, 1 / deviation
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
-  const int vectors = slice_channels / V, lines = blockDim.x / vectors;
-  const int64_t image = blockIdx.y, first_pixel = image * norm.pixels;
-  const int first_channel = blockIdx.x * slice_channels;
+  const int vectors = cut.channels / V, lines = kSliceThreads / vectors;
+  const int groups = cut.channels / group_channels;
+  const int64_t image = first_image + blockIdx.z, first_pixel = image * norm.pixels;
+  const int first_channel = blockIdx.x * cut.channels;
+  const int begin = blockIdx.y * cut.pixels, end = min(begin + cut.pixels, norm.pixels);
   WaitForPredecessors();
   ReleaseDependents();
 
   static_assert(kSliceThreads == 8 * kMaxSliceVectors);
   Affine affine = {};  // of this thread's channel, asked for early
-  if (threadIdx.x < slice_channels) affine = AffineOf(norm, image, first_channel + threadIdx.x);
+  if (threadIdx.x < cut.channels) affine = AffineOf(norm, image, first_channel + threadIdx.x);
   const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
   if (line < lines) {
     const int channel = first_channel + vector * V;
@@ -361,16 +327,16 @@ __global__ void __launch_bounds__(kMaxSliceThreads, 2)
           norm, first_pixel, (channel + r * kRun) / group_channels * group_channels, of_group);
       pivot[r] = of_group[0];
     }
-    for (int pixel = line; pixel < norm.pixels; pixel += lines * kAtOnce) {
+    for (int pixel = begin + line; pixel < end; pixel += lines * kAtOnce) {
       uint4 bits[kAtOnce];
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         const int p = pixel + u * lines;
-        if (p < norm.pixels) bits[u] = *reinterpret_cast<const uint4*>(from + p * stride);
+        if (p < end) bits[u] = *reinterpret_cast<const uint4*>(from + p * stride);
       }
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
-        if (pixel + u * lines >= norm.pixels) break;
+        if (pixel + u * lines >= end) break;
         float v[V];
         UnpackBf16(bits[u], v);
 #pragma unroll
@@ -389,45 +355,50 @@ __global__ void __launch_bounds__(kMaxSliceThreads, 2)
   }
   __syncthreads();
 
+  // Every group's, by a warp: value_of(i) of [0, count) in an order that `count` fixes.
   const int lane = threadIdx.x % 32, group_runs = group_channels / kRun;
-  const int parts = group_runs * lines;  // of a group
-  for (int group = threadIdx.x / 32; group < slice_channels / group_channels;
-       group += blockDim.x / 32) {
-    float sum = 0, squares = 0;
-    for (int i = lane; i < parts; i += 32) {
-      const float2 part = sums[group * parts + i];
-      sum += part.x;
-      squares += part.y;
+  const auto add = [&](int count, const auto& value_of) {
+    float2 total = {};
+    for (int i = lane; i < count; i += 32) {
+      const float2 value = value_of(i);
+      total.x += value.x;
+      total.y += value.y;
     }
-    sum = WarpSum(sum);
-    squares = WarpSum(squares);
+    return make_float2(WarpSum(total.x), WarpSum(total.y));
+  };
+  const auto finish = [&](int group, const float2& total) {
     const float count = static_cast<float>(norm.pixels) * group_channels;
-    const float shift = sum / count;
-    const float variance = fmaxf(0.0f, fmaf(-shift, sum, squares) / count);
-    if (lane == 0) {
-      statistics[group] =
-          make_float2(pivots[group * group_runs] + shift, rsqrtf(variance + norm.eps));
+    const float shift = total.x / count;
+    const float variance = fmaxf(0.0f, fmaf(-shift, total.x, total.y) / count);
+    statistics[group] =
+        make_float2(pivots[group * group_runs] + shift, rsqrtf(variance + norm.eps));
+  };
+  const int64_t slice = static_cast<int64_t>(blockIdx.z) * gridDim.x + blockIdx.x;
+  float2* const of_slice = part_sums + slice * cut.parts * groups;
+  for (int group = threadIdx.x / 32; group < groups; group += kSliceThreads / 32) {
+    const int count = group_runs * lines;
+    const float2 total = add(count, [&](int i) { return sums[group * count + i]; });
+    if (lane != 0) continue;
+    if (cut.parts == 1) {
+      finish(group, total);
+    } else {
+      __stcg(of_slice + blockIdx.y * groups + group, total);
+    }
+  }
+  if (cut.parts > 1) {
+    if (!IsLast(parts_done + slice, cut.parts)) return;
+    for (int group = threadIdx.x / 32; group < groups; group += kSliceThreads / 32) {
+      const float2 total =
+          add(cut.parts, [&](int i) { return __ldcg(of_slice + i * groups + group); });
+      if (lane == 0) finish(group, total);
     }
   }
   __syncthreads();
 
-  if (threadIdx.x < slice_channels) {
+  if (threadIdx.x < cut.channels) {
     const float2 of_group = statistics[threadIdx.x / group_channels];
     StoreFactors(norm, image, first_channel + threadIdx.x, affine, {of_group.x, of_group.y});
   }
-}
-
-cudaError_t LaunchImageFactors(const GroupNormLaunch& norm, int slice, const Queue& queue) {
-  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
-  const bool much = int64_t{norm.pixels} * slice * 2 > 2 * kGoodSliceBytes;
-  const unsigned threads = much ? kMaxSliceThreads : kSliceThreads;
-  auto* const kernel = group_channels % 8 == 0   ? &ImageFactorsKernel<8>
-                       : group_channels % 4 == 0 ? &ImageFactorsKernel<4>
-                                                 : &ImageFactorsKernel<2>;
-  return LaunchDependent(
-      kernel,
-      {dim3(static_cast<unsigned>(channels / slice), static_cast<unsigned>(norm.images)), threads},
-      queue, norm, slice);
 }
 
 constexpr int kScaleUnrolled = 8;
@@ -483,10 +454,6 @@ static_assert(kMaxNormChannels * sizeof(ExactStatistics) <= kSharedLimit, "one c
 
 }  // namespace
 
-size_t GroupNormWorkspaceBytes(int images, int groups) {
-  return sizeof(Moments) * images * kChunks * groups;
-}
-
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
   const bool vector = norm.x.vector && norm.channels % 8 == 0 && norm.out.vector &&
                       (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % 8 == 0));
@@ -497,34 +464,27 @@ cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
 }
 
 bool SuitsGroupNormFactors(const GroupNormLaunch& norm) {
-  return norm.x.element == Element::kBf16 && norm.x.vector && norm.channels % 8 == 0 &&
-         norm.out.element == Element::kBf16 && norm.out.vector &&
+  return CutOf(norm).channels > 0 && norm.x.element == Element::kBf16 && norm.x.vector &&
+         norm.channels % 8 == 0 && norm.out.element == Element::kBf16 && norm.out.vector &&
          (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % 8 == 0)) &&
          (norm.activation == Activation::kNone || norm.activation == Activation::kSilu);
 }
 
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue) {
-  if (const int slice = SliceChannels(norm)) return LaunchImageFactors(norm, slice, queue);
-  const Layout layout = LayoutOf<8>(norm);
-  constexpr int kFewPixels = 128;  // of a run
-  const int most = std::clamp(norm.pixels / kFewPixels, kChunks, kChunks * kLaneChunks);
-  const Chunks chunks = ChunksOf(layout, norm.pixels, most);
-  auto* chunk_moments = static_cast<Moments*>(norm.workspace);
-  const size_t image_bytes = kLaneChunks * GroupNormWorkspaceBytes(1, norm.groups);
-  const int images_at_once =
-      static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
+  const Cut cut = CutOf(norm);
+  const int group_channels = (norm.channels + norm.channels2) / norm.groups;
+  auto* const kernel = group_channels % 8 == 0   ? &GroupFactorsKernel<8>
+                       : group_channels % 4 == 0 ? &GroupFactorsKernel<4>
+                                                 : &GroupFactorsKernel<2>;
+  const size_t image_bytes = sizeof(float2) * cut.parts * norm.groups;
+  const int images_at_once = static_cast<int>(std::min<size_t>(
+      norm.workspace_bytes / image_bytes, cut.parts == 1 ? 65535 : kWorkspaceZeros / cut.slices));
   for (int first = 0; first < norm.images; first += images_at_once) {
-    const unsigned images = std::min(images_at_once, norm.images - first);
-    const unsigned blocks = (norm.groups + kWarps - 1) / kWarps;
-    for (cudaError_t error :
-         {LaunchDependent(GroupMomentsKernel<8, Element::kBf16>,
-                          {dim3(chunks.count, images), kThreads,
-                           sizeof(float2) * layout.lines * layout.channels},
-                          queue, norm, first, chunks.pixels, chunk_moments),
-          LaunchDependent(GroupFactorsKernel, {dim3(blocks, images), kThreads}, queue, norm, first,
-                          chunks.count, chunks.pixels, chunk_moments)}) {
-      if (error != cudaSuccess) return error;
-    }
+    const cudaError_t error = LaunchDependent(
+        kernel,
+        {dim3(cut.slices, cut.parts, std::min(images_at_once, norm.images - first)), kSliceThreads},
+        queue, norm, first, cut, static_cast<float2*>(norm.workspace), norm.workspace_zeros);
+    if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
@@ -542,9 +502,8 @@ cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {
 }
 
 cudaError_t LoadGroupNormKernels() {
-  for (cudaError_t error : {LoadKernel(GroupFactorsKernel), LoadKernel(GroupScaleKernel),
-                            LoadKernel(ImageFactorsKernel<8>), LoadKernel(ImageFactorsKernel<4>),
-                            LoadKernel(ImageFactorsKernel<2>),
+  for (cudaError_t error : {LoadKernel(GroupScaleKernel), LoadKernel(GroupFactorsKernel<8>),
+                            LoadKernel(GroupFactorsKernel<4>), LoadKernel(GroupFactorsKernel<2>),
                             LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
                             LoadKernel(GroupApplyKernel<8, Element::kBf16>, kSharedLimit),
                             LoadKernel(GroupMomentsKernel<1, Element::kBf16>, kSharedLimit),

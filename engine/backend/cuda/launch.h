@@ -104,13 +104,14 @@ struct GroupNormLaunch {
   /// halved before SiLU (SiluOfHalf), as Conv2dLaunch::input_factors. LaunchGroupNormCluster makes
   /// them instead of `out` when they are not null; LaunchGroupNorm knows nothing of them.
   float* factors = nullptr;
-  void* workspace = nullptr;   // partial moments; any size from GroupNormWorkspaceBytes(1, groups)
-  size_t workspace_bytes = 0;  //   works (factors: four times that), a larger one takes more
-};                             //   images a launch
+  void* workspace = nullptr;       // partial moments: any size works that an image's have room in,
+  size_t workspace_bytes = 0;      //   a larger one takes more images a launch
+  int* workspace_zeros = nullptr;  // for LaunchGroupNormFactors, as a convolution's
+};
 constexpr int kMaxNormChannels = 6144;
-size_t GroupNormWorkspaceBytes(int images, int groups);
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
-/// The factors, and `out` of them: for bf16 of any size, for what SuitsGroupNormFactors().
+/// The factors, and `out` of them: for bf16 of any size, for what SuitsGroupNormFactors(), by an
+/// image's shape alone.
 bool SuitsGroupNormFactors(const GroupNormLaunch& norm);
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
