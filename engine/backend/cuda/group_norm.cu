@@ -303,7 +303,9 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const int vectors = cut.channels / V, lines = kSliceThreads / vectors;
   const int groups = cut.channels / group_channels;
-  const int64_t image = first_image + blockIdx.z, first_pixel = image * norm.pixels;
+  // From the last image on, which the convolution before left in the L2.
+  const int64_t image = first_image + gridDim.z - 1 - blockIdx.z;
+  const int64_t first_pixel = image * norm.pixels;
   const int first_channel = blockIdx.x * cut.channels;
   const int begin = blockIdx.y * cut.pixels, end = min(begin + cut.pixels, norm.pixels);
   WaitForPredecessors();

@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const unsigned threads = kQuad * plan.line_vectors * plan.lines;
   const unsigned warp = thread / 32, lane = thread % 32, warps = threads / 32;
   const bool cluster = HasClusters() && plan.blocks > 1;
-  const int rank = blockIdx.x, slice = blockIdx.y, image = blockIdx.z;
+  // From the last image on, which the convolution before left in the L2.
+  const int rank = blockIdx.x, slice = blockIdx.y, image = gridDim.z - 1 - blockIdx.z;
   if (cluster) {
     if (thread == 0) {
       InitBarrier(barrier, 1);
