@@ -64,7 +64,13 @@ __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
 
 // Clusters.
 
-__device__ inline uint32_t ClusterRank() { return __clusterRelativeBlockRank(); }
+__device__ inline uint32_t ClusterRank() {
+#if __CUDA_ARCH__ >= 900
+  return __clusterRelativeBlockRank();
+#else
+  return 0;  // compiled for other chips, too, where nobody calls it
+#endif
+}
 /// All threads of all blocks of the cluster arrive; who waits then sees what they wrote before.
 __device__ inline void ArriveAtCluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
