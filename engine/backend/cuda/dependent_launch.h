@@ -31,6 +31,14 @@ struct LaunchShape {
   unsigned cluster = 1;  // neighbouring blocks along x; more than 1 needs sm_90
 };
 
+/// Whether a kernel had better start before its predecessor has ended. Unless its blocks are few,
+/// the multiprocessors that are free first take more than their share of them, and are done last.
+/// Hopper's own kernels gain all the same.
+inline bool StartsEarly(const dim3& grid, const Queue& queue) {
+  const int64_t blocks = int64_t{grid.x} * grid.y * grid.z;
+  return queue.dependent_launch && (queue.hopper || 2 * blocks <= queue.multiprocessors);
+}
+
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchDependent(void (*kernel)(Parameters...), const LaunchShape& shape,
                             const Queue& queue, const Arguments&... arguments) {
@@ -41,7 +49,7 @@ cudaError_t LaunchDependent(void (*kernel)(Parameters...), const LaunchShape& sh
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = queue.stream;
   config.attrs = attributes;
-  if (queue.dependent_launch) {
+  if (StartsEarly(shape.grid, queue)) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
