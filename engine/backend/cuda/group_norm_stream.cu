@@ -168,10 +168,10 @@ struct Block {
       InitBarrier(done + i, plan.appliers / 32);
     }
     for (int i = 0; i < 2 * plan.ahead; ++i) {
-      InitBarrier(told + i, 1);
+      InitBarrier(told + i, InCluster() ? 1 : plan.summers);
       ExpectSums(i);
     }
-    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, 1);
+    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, 32);
     FenceBarrierInit();
   }
   __device__ void ExpectSums(int slot) const {
@@ -272,8 +272,8 @@ struct Block {
           to[channels + c] = affine.offset;
         }
       }
+      Arrive(ready + affine_slot.index);  // all lanes, whose stores these are
       __syncwarp();
-      if (lane == 0) Arrive(ready + affine_slot.index);
       affine_slot.Next(plan.ahead + 1);
     }
   }
@@ -362,7 +362,7 @@ struct Block {
                   }
                 });
       SyncNamed(1, plan.summers);
-      if (!InCluster() && thread == 0) Arrive(told + slot);
+      if (!InCluster()) Arrive(told + slot);
       if (++slot == 2 * plan.ahead) slot = 0;
     }
   }
