@@ -25,7 +25,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/group_norm.cuh"
@@ -540,21 +543,30 @@ LaunchShape ShapeOf(const Plan& plan, int clusters) {
           .cluster = blocks};
 }
 
-/// Clusters that the device runs at a time, or none.
-int ClustersOf(const Plan& plan) {
-  const LaunchShape shape = ShapeOf(plan, 1);
+/// Clusters of so many blocks that the device runs at a time, or none. A block has a multiprocessor
+/// for itself, so the plan bears on it no further. To ask takes 10 µs, so it is done once.
+int ClustersOf(int blocks) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, int>, int> known;  // by device and blocks
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  const std::lock_guard lock(mutex);
+  const auto [at, is_new] = known.try_emplace({device, blocks}, 0);
+  if (!is_new) return at->second;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {shape.cluster, 1, 1};
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = shape.grid;
-  config.blockDim = shape.block;
-  config.dynamicSmemBytes = shape.shared_bytes;
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kMaxThreads);
+  config.dynamicSmemBytes = kSharedBytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  int clusters = 0;
-  const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, KernelOf(plan), &config);
-  return error == cudaSuccess ? clusters : 0;
+  if (cudaOccupancyMaxActiveClusters(&at->second, GroupNormStreamKernel<kVector>, &config) !=
+      cudaSuccess) {
+    at->second = 0;
+  }
+  return at->second;
 }
 
 /// A plan, how many clusters there are for it, and how many units the busiest of them has.
@@ -575,7 +587,7 @@ Choice Choose(const GroupNormLaunch& norm) {
     if (channels % slice != 0) continue;
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
       const Plan plan = MakePlan(norm, slice, blocks);
-      const int clusters = Suits(plan) ? ClustersOf(plan) : 0;
+      const int clusters = Suits(plan) ? ClustersOf(plan.blocks) : 0;
       if (clusters == 0) continue;
       const int units = (plan.units + clusters - 1) / clusters;
       const int64_t cost =
