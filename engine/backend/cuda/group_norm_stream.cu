@@ -44,7 +44,8 @@ constexpr int kMaxStages = 32;
 constexpr int kMaxAhead = 8;
 constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has in registers
 constexpr int kFewSummers = 128, kFewAppliers = 240;
-constexpr int kFewChunkBytes = 8192;
+constexpr int kFewChunkBytes = 8192, kLargeChunkBytes = 16384;
+constexpr int kLargeCluster = 8;  // blocks from which on chunks are large
 constexpr int kFewChunkPixels = 32;
 constexpr int kMaxBoxChannels = 256;  // the copy engine's
 
@@ -503,7 +504,8 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) 
 
   plan.chunk_pixels = std::max(
       {kFewChunkPixels, kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines});
-  while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
+  const int few_bytes = most_blocks < kLargeCluster ? kFewChunkBytes : kLargeChunkBytes;
+  while (plan.chunk_pixels * slice_channels * 2 < few_bytes) plan.chunk_pixels *= 2;
   int pixels = plan.chunk_pixels;  // of a block
   while (pixels * most_blocks < norm.pixels) pixels *= 2;
   plan.chunks = pixels / plan.chunk_pixels;
