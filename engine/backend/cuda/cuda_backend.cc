@@ -572,15 +572,23 @@ class CudaBackend final : public Backend {
     norm.out = View(args.out);
     norm.workspace = norm_memory_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
+    norm.workspace_zeros = WorkspaceZeros();
     return norm;
   }
 
+  /// Whether `out` and the factors can be made in one pass, both: they have the same bits then.
   bool InOnePass(const GroupNormLaunch& norm) const {
-    return queue_.hopper && (SuitsGroupNormCluster(norm, queue_) || SuitsGroupNormStream(norm));
+    return queue_.hopper && (SuitsGroupNormCluster(norm, queue_) ||
+                             (SuitsGroupNormStream(norm) && SuitsGroupNormPieces(norm)));
   }
   cudaError_t LaunchOnePass(const GroupNormLaunch& norm) const {
-    return PrefersGroupNormStream(norm, queue_) ? LaunchGroupNormStream(norm, queue_)
-                                                : LaunchGroupNormCluster(norm, queue_);
+    if (norm.factors != nullptr && PrefersGroupNormPieces(norm, queue_)) {
+      return LaunchGroupNormPieces(norm, queue_);
+    }
+    if (norm.factors == nullptr && PrefersGroupNormStream(norm, queue_)) {
+      return LaunchGroupNormStream(norm, queue_);
+    }
+    return LaunchGroupNormCluster(norm, queue_);
   }
   /// Images whose factors there is memory for, and which a grid can count.
   static int ImagesAtOnce(const GroupNormLaunch& norm) {
@@ -634,9 +642,12 @@ class CudaBackend final : public Backend {
   Conv2dLaunch WithWorkspace(Conv2dLaunch conv) const {
     conv.workspace = norm_memory_.get();
     conv.workspace_bytes = kNormWorkspaceBytes;
-    conv.workspace_zeros = reinterpret_cast<int*>(static_cast<std::byte*>(norm_memory_.get()) +
-                                                  kNormWorkspaceBytes + kNormFactorBytes);
+    conv.workspace_zeros = WorkspaceZeros();
     return conv;
+  }
+  int* WorkspaceZeros() const {
+    return reinterpret_cast<int*>(static_cast<std::byte*>(norm_memory_.get()) +
+                                  kNormWorkspaceBytes + kNormFactorBytes);
   }
 
   void Multiply(const Conv2dLaunch& conv, const char* op) {
@@ -712,7 +723,7 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<Context> context_;
   const std::unique_ptr<UploadRing> uploads_;
   DownloadPool downloads_;
-  /// kNormWorkspaceBytes, kNormFactorBytes, and kWorkspaceZeros of WithWorkspace().
+  /// kNormWorkspaceBytes, kNormFactorBytes, and kWorkspaceZeros of WorkspaceZeros().
   const DeviceMemory norm_memory_;
   const Queue queue_;
   const bool fp32_;
@@ -729,6 +740,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
         hopper ? LoadConvUnitKernels() : cudaSuccess,
         hopper ? LoadGroupNormClusterKernels() : cudaSuccess,
         hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
+        hopper ? LoadGroupNormPiecesKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv3x3Kernels(), LoadConv2dFp32Kernels(), LoadRowLinearKernels(),
         LoadConv2dNarrowKernels(), LoadGroupNormKernels(), LoadAttentionKernels(),

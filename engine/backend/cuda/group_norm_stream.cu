@@ -215,12 +215,10 @@ struct Block {
     for (int i = 0; i < plan.stages && in.unit < plan.units; ++i) load();
     for (bool any_before = false; out.unit < plan.units; any_before = true) {
       Wait(done + out.place.index, out.place.parity);
-      if (norm.factors == nullptr) {
-        each_piece(out, [&](const void* from, int piece, int pixel, int image) {
-          StoreBox(&maps.out, from, 0, piece, pixel, image);
-        });
-        CommitStores();
-      }
+      each_piece(out, [&](const void* from, int piece, int pixel, int image) {
+        StoreBox(&maps.out, from, 0, piece, pixel, image);
+      });
+      CommitStores();
       next(out);
       // Where the chunk before was, which had time to leave.
       if (any_before && in.unit < plan.units) {
@@ -265,16 +263,8 @@ struct Block {
       if (lane == 0) ExpectSums(slot.index);
       slot.Next(2 * plan.ahead);
 
-      const int64_t channels = norm.channels + norm.channels2;
-      float* const to = norm.factors + image * 2 * channels + channel;
       for (int c = lane; c < plan.slice_channels; c += 32) {
-        const Affine affine = Apply(of_unit[c], statistics[c / kRun]);
-        if (norm.factors == nullptr) {
-          of_unit[c] = affine;
-        } else if (rank == 0) {
-          to[c] = affine.factor;
-          to[channels + c] = affine.offset;
-        }
+        of_unit[c] = Apply(of_unit[c], statistics[c / kRun]);
       }
       Arrive(ready + affine_slot.index);  // all lanes, whose stores these are
       __syncwarp();
@@ -387,31 +377,29 @@ struct Block {
       }
       affine_slot.Next(plan.ahead + 1);
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-        if (norm.factors == nullptr) {
-          Wait(full + stage.index, stage.parity);
-          unsigned char* at =
-              chunks + stage.index * layout.chunk_bytes + offset + first_pixel * plan.pitch;
-          for (int pixel = first_pixel; pixel < plan.chunk_pixels;
-               pixel += kAtOnce * plan.pixel_lines) {
-            uint4 vectors[kAtOnce];
+        Wait(full + stage.index, stage.parity);
+        unsigned char* at =
+            chunks + stage.index * layout.chunk_bytes + offset + first_pixel * plan.pitch;
+        for (int pixel = first_pixel; pixel < plan.chunk_pixels;
+             pixel += kAtOnce * plan.pixel_lines) {
+          uint4 vectors[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              vectors[i] = *reinterpret_cast<const uint4*>(at + i * line_bytes);
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              uint4& v = vectors[i];
-              v.x = NormaliseWord(v.x, of_channels[0], of_channels[1], activate);
-              v.y = NormaliseWord(v.y, of_channels[2], of_channels[3], activate);
-              v.z = NormaliseWord(v.z, of_channels[4], of_channels[5], activate);
-              v.w = NormaliseWord(v.w, of_channels[6], of_channels[7], activate);
-              *reinterpret_cast<uint4*>(at + i * line_bytes) = v;
-            }
-            at += kAtOnce * line_bytes;
+          for (int i = 0; i < kAtOnce; ++i) {
+            vectors[i] = *reinterpret_cast<const uint4*>(at + i * line_bytes);
           }
-          FenceForCopies();
-          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            uint4& v = vectors[i];
+            v.x = NormaliseWord(v.x, of_channels[0], of_channels[1], activate);
+            v.y = NormaliseWord(v.y, of_channels[2], of_channels[3], activate);
+            v.z = NormaliseWord(v.z, of_channels[4], of_channels[5], activate);
+            v.w = NormaliseWord(v.w, of_channels[6], of_channels[7], activate);
+            *reinterpret_cast<uint4*>(at + i * line_bytes) = v;
+          }
+          at += kAtOnce * line_bytes;
         }
+        FenceForCopies();
+        __syncwarp();
         if (lane == 0) Arrive(done + stage.index);
         stage.Next(plan.stages);
       }
@@ -627,7 +615,6 @@ bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).clu
 /// blocks that tell factors alone have little to overlap.
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
-  if (norm.factors != nullptr) return false;
   const auto [plan, clusters, units] = Choose(norm);
   if (units < 2 || 10 * plan.units < 9 * units * clusters) return false;
   const bool large = plan.blocks > 4;
