@@ -293,21 +293,18 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     }
   }
 
-  int stage = 0, round = 0, slot = 0, patch_round = 0, tap = first.tap, previous = -1;
-  int chunk = first.chunk, step = first_step;
+  int stage = 0, round = 0, slot = 0, patch_round = 0, previous = -1;
+  int chunk = first.chunk, step = first_step, taps_left = 0, tap_x = 0;
   bool new_patch = true;
-  uint64_t weight, input;
-  const auto describe = [&] {
-    weight = MatrixDescriptor(weights_of(stage));
-    if constexpr (kInPatches) {
-      const int at = kShortcut && chunk >= windowed ? kTaps / 2 : tap;  // the one in the middle
-      input =
-          PatchDescriptor(patch_of(slot), kPitch) + ((at / 3 * kPitch + at % 3) * kStepBytes >> 4);
-    } else {
-      input = MatrixDescriptor(inputs_of(stage));
-    }
+  uint64_t weight = MatrixDescriptor(weights_of(0)), input = MatrixDescriptor(inputs_of(0));
+  const auto begin_patch = [&](int tap) {
+    const bool in_shortcut = kShortcut && chunk >= windowed;
+    const int at = in_shortcut ? kTaps / 2 : tap;  // the one in the middle
+    taps_left = in_shortcut ? 1 : kTaps - tap;
+    tap_x = at % 3;
+    input = PatchDescriptor(patch_of(slot), kPitch) + ((at / 3 * kPitch + tap_x) * kStepBytes >> 4);
   };
-  describe();
+  if (kInPatches) begin_patch(first.tap);
 #pragma unroll 1
   for (int run = 0; run < runs; ++run) {
     const int end = begin_of(rank * runs + run + 1);
@@ -327,14 +324,21 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       const bool frees_patch = kInPatches && new_patch && finished >= 0;
       previous = stage;
       if (++stage == stages) stage = 0, ++round;
+      weight = MatrixDescriptor(weights_of(stage));
       if constexpr (kInPatches) {
-        new_patch = ++tap == kTaps || (kShortcut && chunk >= windowed);
+        new_patch = --taps_left == 0;
         if (new_patch) {
-          tap = 0, ++chunk;
+          ++chunk;
           if (++slot == U::kPatches) slot = 0, ++patch_round;
+          begin_patch(0);
+        } else {
+          const bool next_line = tap_x == 2;
+          tap_x = next_line ? 0 : tap_x + 1;
+          input += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
         }
+      } else {
+        input = MatrixDescriptor(inputs_of(stage));
       }
-      describe();
       WaitProducts<1>();  // the previous step's
       if (finished >= 0 && leads) Arrive(&empty[finished]);
       if (frees_patch && leads) Arrive(&patch_empty[finished_slot]);
