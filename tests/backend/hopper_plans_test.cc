@@ -315,7 +315,7 @@ TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
   }
 }
 
-TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesStream) {
+TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesHaveTheirKernels) {
   static std::byte nothing;
   const auto norm_of = [](int images, int size, int channels) {
     const Rows rows = {&nothing, channels, Element::kBf16, true};
@@ -329,6 +329,8 @@ TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesStream) {
   EXPECT_FALSE(PrefersGroupNormStream(norm_of(1, 16, 576), queue_));
   EXPECT_FALSE(PrefersGroupNormStream(norm_of(1024, 16, 256), queue_));
   EXPECT_FALSE(SuitsGroupNormStream(norm_of(1024, 8, 256)));
+  EXPECT_TRUE(PrefersGroupNormPieces(norm_of(64, 64, 192), queue_));
+  EXPECT_FALSE(PrefersGroupNormPieces(norm_of(1, 64, 192), queue_));
 }
 
 }  // namespace

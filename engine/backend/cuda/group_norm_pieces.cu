@@ -19,9 +19,9 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTileVectors = 32 / kQuad;  // that a warp loads together
 constexpr int kMaxSharedBytes = 48 * 1024;
-constexpr int kMaxPieces = 128;       // four for each lane of a warp
-constexpr int kFewBytes = 64 * 1024;  // of a piece
-constexpr int kAtOnce = 2;            // leaves that a warp has in registers
+constexpr int kMaxPieces = 128;         // four for each lane of a warp
+constexpr int kMostBytes = 128 * 1024;  // of a piece, where there may be more of them
+constexpr int kAtOnce = 2;              // leaves that a warp has in registers
 
 struct Plan {
   int group_channels = 0;
@@ -147,7 +147,7 @@ Plan MakePlan(const GroupNormLaunch& norm) {
   cut(kAtOnce);
   while (plan.pieces > 1 && 2 * plan.leaves <= kMaxLeaves &&
          2 * SharedBytes(plan) <= kMaxSharedBytes &&
-         (plan.pieces > kMaxPieces || 2 * plan.leaves * kLeafPixels * channels * 2 <= kFewBytes)) {
+         (plan.pieces > kMaxPieces || 2 * plan.leaves * kLeafPixels * channels * 2 <= kMostBytes)) {
     cut(2 * plan.leaves);
   }
   plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels);
@@ -163,12 +163,12 @@ bool SuitsGroupNormPieces(const GroupNormLaunch& norm) {
   return plan.pieces <= kMaxPieces && SharedBytes(plan) <= kMaxSharedBytes;
 }
 
-/// As measured.
+/// As measured: what fills the device several times with pieces.
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
-  constexpr int64_t kMuch = 16 << 20;
+  constexpr int64_t kMuchBytes = 18 << 20;
   if (!SuitsGroupNormCluster(norm, queue)) return true;
   const int64_t bytes = int64_t{norm.images} * norm.pixels * (norm.channels + norm.channels2) * 2;
-  return bytes >= kMuch && SuitsGroupNormPieces(norm);
+  return bytes >= kMuchBytes && SuitsGroupNormPieces(norm);
 }
 
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
