@@ -186,6 +186,10 @@ class HopperPlansTest : public testing::Test {
                    : Zeros({pixels, channels}, DType::kBF16);
     norm.out = {out_.data(), channels, Element::kBf16, true};
     if (factors) norm.factors = out_.as<float>();
+    const Tensor workspace = Zeros({c.images, 128, c.groups, 2}, DType::kF32);
+    norm.workspace = workspace.data();
+    norm.workspace_bytes = workspace.bytes();
+    norm.workspace_zeros = static_cast<int*>(Zeros({kWorkspaceZeros}, DType::kF32).data());
     return norm;
   }
 
@@ -267,7 +271,8 @@ TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
 }
 
 // Runs of two, four and eight channels; clusters of one block to sixteen; pixels that chunks and
-// blocks do not divide; slices across both sources, of several pieces; more units than clusters.
+// blocks do not divide; slices across both sources, of several boxes; more units than clusters;
+// channels that tiles do not divide.
 TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
   for (const NormCase& c :
        {NormCase{17, 64, 64, 192, 0, 32, true}, NormCase{2, 61, 67, 192, 0, 32},
@@ -280,30 +285,37 @@ TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
       const GroupNormLaunch norm = Launch(c, factors);
       SCOPED_TRACE(fmt::format("{} of {} × {} × {} + {}, factors {}", c.images, c.height, c.width,
                                c.channels, c.channels2, factors));
-      ASSERT_TRUE(SuitsGroupNormStream(norm));
-      const std::vector<std::byte> all =
-          Run("stream", [&] { return LaunchGroupNormStream(norm, queue_); });
+      ASSERT_TRUE(SuitsGroupNormStream(norm) && SuitsGroupNormPieces(norm));
+      const auto launch = [&](const GroupNormLaunch& norm) {
+        return factors ? LaunchGroupNormPieces(norm, queue_) : LaunchGroupNormStream(norm, queue_);
+      };
+      const std::vector<std::byte> all = Run("all", [&] { return launch(norm); });
+      EXPECT_TRUE(Run("again", [&] { return launch(norm); }) == all);
       if (SuitsGroupNormCluster(norm, queue_)) {
         EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == all);
       } else {
-        EXPECT_TRUE(PrefersGroupNormStream(norm, queue_));
+        EXPECT_TRUE(PrefersGroupNormStream(norm, queue_) && PrefersGroupNormPieces(norm, queue_));
       }
       GroupNormLaunch first = norm;
       first.images = 1;
-      const std::vector<std::byte> alone =
-          Run("alone", [&] { return LaunchGroupNormStream(first, queue_); });
+      const std::vector<std::byte> alone = Run("alone", [&] { return launch(first); });
       EXPECT_TRUE(std::equal(alone.begin(), alone.begin() + all.size() / c.images, all.begin()));
       EXPECT_TRUE(std::all_of(alone.begin() + all.size() / c.images, alone.end(),
                               [](std::byte byte) { return byte == std::byte{0xff}; }))
           << "it wrote beyond its image";
       GroupNormLaunch other = norm;
       other.eps *= 2;
-      EXPECT_FALSE(Run("other", [&] { return LaunchGroupNormStream(other, queue_); }) == all);
+      EXPECT_FALSE(Run("other", [&] { return launch(other); }) == all);
+      if (factors) {
+        GroupNormLaunch few = norm;  // images at a time
+        few.workspace_bytes = std::max<size_t>(few.workspace_bytes / 4, 128 * 8 * c.groups);
+        EXPECT_TRUE(Run("few", [&] { return launch(few); }) == all);
+      }
     }
   }
 }
 
-TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesStream) {
+TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesHaveTheirKernels) {
   static std::byte nothing;
   const auto norm_of = [](int images, int size, int channels) {
     const Rows rows = {&nothing, channels, Element::kBf16, true};
@@ -317,6 +329,8 @@ TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesStream) {
   EXPECT_FALSE(PrefersGroupNormStream(norm_of(1, 16, 576), queue_));
   EXPECT_FALSE(PrefersGroupNormStream(norm_of(1024, 16, 256), queue_));
   EXPECT_FALSE(SuitsGroupNormStream(norm_of(1024, 8, 256)));
+  EXPECT_TRUE(PrefersGroupNormPieces(norm_of(64, 64, 192), queue_));
+  EXPECT_FALSE(PrefersGroupNormPieces(norm_of(1, 64, 192), queue_));
 }
 
 }  // namespace

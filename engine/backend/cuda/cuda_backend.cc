@@ -574,13 +574,19 @@ class CudaBackend final : public Backend {
     return norm;
   }
 
+  /// Whether `out` and the factors can be made in one pass, both: they have the same bits then.
   bool InOnePass(const GroupNormLaunch& norm) const {
-    return SuitsGroupNormCluster(norm, queue_) || (queue_.hopper && SuitsGroupNormStream(norm));
+    return SuitsGroupNormCluster(norm, queue_) ||
+           (queue_.hopper && SuitsGroupNormStream(norm) && SuitsGroupNormPieces(norm));
   }
   cudaError_t LaunchOnePass(const GroupNormLaunch& norm) const {
-    return queue_.hopper && PrefersGroupNormStream(norm, queue_)
-               ? LaunchGroupNormStream(norm, queue_)
-               : LaunchGroupNormCluster(norm, queue_);
+    if (queue_.hopper && norm.factors != nullptr && PrefersGroupNormPieces(norm, queue_)) {
+      return LaunchGroupNormPieces(norm, queue_);
+    }
+    if (queue_.hopper && norm.factors == nullptr && PrefersGroupNormStream(norm, queue_)) {
+      return LaunchGroupNormStream(norm, queue_);
+    }
+    return LaunchGroupNormCluster(norm, queue_);
   }
   /// Images whose factors there is memory for, and which a grid can count.
   static int ImagesAtOnce(const GroupNormLaunch& norm) {
@@ -731,6 +737,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
         hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
         hopper ? LoadConvUnitKernels() : cudaSuccess,
         hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
+        hopper ? LoadGroupNormPiecesKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
         LoadConv3x3Kernels(), LoadConv2dFp32Kernels(), LoadRowLinearKernels(),
         LoadConv2dNarrowKernels(), LoadGroupNormKernels(),

@@ -237,28 +237,6 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   return cudaSuccess;
 }
 
-/// What becomes of channel `c` of a normalised image.
-__device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, int c) {
-  const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;
-  Affine affine = {unit * norm.gamma[c], unit * norm.beta[c]};
-  if (norm.scale_shift.data != nullptr) {
-    const float scale = 1.0f + Load(norm.scale_shift, image, c);
-    const float shift = Load(norm.scale_shift, image, norm.channels + norm.channels2 + c);
-    affine = {affine.factor * scale, fmaf(affine.offset, scale, unit * shift)};
-  }
-  return affine;
-}
-
-/// The same of one that is not yet.
-__device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, int c,
-                                    const Affine& affine, const Statistics& of_group) {
-  const int channels = norm.channels + norm.channels2;
-  const Affine of_image = Apply(affine, of_group);
-  float* const to = norm.factors + image * 2 * channels;
-  to[c] = of_image.factor;
-  to[channels + c] = of_image.offset;
-}
-
 constexpr int kSliceThreads = 256;
 constexpr int kMaxSliceVectors = 32;
 constexpr int kMaxParts = 256;

@@ -228,6 +228,28 @@ __device__ inline Affine Apply(const Affine& affine, __nv_bfloat16 scale, __nv_b
   return {affine.factor * factor, fmaf(affine.offset, factor, unit * __bfloat162float(shift))};
 }
 
+/// What becomes of channel `c` of a normalised image.
+__device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, int c) {
+  const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;
+  Affine affine = {unit * norm.gamma[c], unit * norm.beta[c]};
+  if (norm.scale_shift.data != nullptr) {
+    const float scale = 1.0f + Load(norm.scale_shift, image, c);
+    const float shift = Load(norm.scale_shift, image, norm.channels + norm.channels2 + c);
+    affine = {affine.factor * scale, fmaf(affine.offset, scale, unit * shift)};
+  }
+  return affine;
+}
+
+/// The same of one that is not yet.
+__device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, int c,
+                                    const Affine& affine, const Statistics& of_group) {
+  const int channels = norm.channels + norm.channels2;
+  const Affine of_image = Apply(affine, of_group);
+  float* const to = norm.factors + image * 2 * channels;
+  to[c] = of_image.factor;
+  to[channels + c] = of_image.offset;
+}
+
 /// The two channels of a word, normalised.
 template <typename Activate>
 __device__ inline uint32_t NormaliseWord(uint32_t word, const Affine& low, const Affine& high,

@@ -25,7 +25,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/group_norm.cuh"
@@ -41,7 +44,8 @@ constexpr int kMaxStages = 32;
 constexpr int kMaxAhead = 8;
 constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has in registers
 constexpr int kFewSummers = 128, kFewAppliers = 240;
-constexpr int kFewChunkBytes = 8192;
+constexpr int kFewChunkBytes = 8192, kLargeChunkBytes = 16384;
+constexpr int kLargeCluster = 8;  // blocks from which on chunks are large
 constexpr int kFewChunkPixels = 32;
 constexpr int kMaxBoxChannels = 256;  // the copy engine's
 
@@ -168,10 +172,10 @@ struct Block {
       InitBarrier(done + i, plan.appliers / 32);
     }
     for (int i = 0; i < 2 * plan.ahead; ++i) {
-      InitBarrier(told + i, 1);
+      InitBarrier(told + i, InCluster() ? 1 : plan.summers);
       ExpectSums(i);
     }
-    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, 1);
+    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, 32);
     FenceBarrierInit();
   }
   __device__ void ExpectSums(int slot) const {
@@ -211,12 +215,10 @@ struct Block {
     for (int i = 0; i < plan.stages && in.unit < plan.units; ++i) load();
     for (bool any_before = false; out.unit < plan.units; any_before = true) {
       Wait(done + out.place.index, out.place.parity);
-      if (norm.factors == nullptr) {
-        each_piece(out, [&](const void* from, int piece, int pixel, int image) {
-          StoreBox(&maps.out, from, 0, piece, pixel, image);
-        });
-        CommitStores();
-      }
+      each_piece(out, [&](const void* from, int piece, int pixel, int image) {
+        StoreBox(&maps.out, from, 0, piece, pixel, image);
+      });
+      CommitStores();
       next(out);
       // Where the chunk before was, which had time to leave.
       if (any_before && in.unit < plan.units) {
@@ -261,19 +263,11 @@ struct Block {
       if (lane == 0) ExpectSums(slot.index);
       slot.Next(2 * plan.ahead);
 
-      const int64_t channels = norm.channels + norm.channels2;
-      float* const to = norm.factors + image * 2 * channels + channel;
       for (int c = lane; c < plan.slice_channels; c += 32) {
-        const Affine affine = Apply(of_unit[c], statistics[c / kRun]);
-        if (norm.factors == nullptr) {
-          of_unit[c] = affine;
-        } else if (rank == 0) {
-          to[c] = affine.factor;
-          to[channels + c] = affine.offset;
-        }
+        of_unit[c] = Apply(of_unit[c], statistics[c / kRun]);
       }
+      Arrive(ready + affine_slot.index);  // all lanes, whose stores these are
       __syncwarp();
-      if (lane == 0) Arrive(ready + affine_slot.index);
       affine_slot.Next(plan.ahead + 1);
     }
   }
@@ -362,7 +356,7 @@ struct Block {
                   }
                 });
       SyncNamed(1, plan.summers);
-      if (!InCluster() && thread == 0) Arrive(told + slot);
+      if (!InCluster()) Arrive(told + slot);
       if (++slot == 2 * plan.ahead) slot = 0;
     }
   }
@@ -383,31 +377,29 @@ struct Block {
       }
       affine_slot.Next(plan.ahead + 1);
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-        if (norm.factors == nullptr) {
-          Wait(full + stage.index, stage.parity);
-          unsigned char* at =
-              chunks + stage.index * layout.chunk_bytes + offset + first_pixel * plan.pitch;
-          for (int pixel = first_pixel; pixel < plan.chunk_pixels;
-               pixel += kAtOnce * plan.pixel_lines) {
-            uint4 vectors[kAtOnce];
+        Wait(full + stage.index, stage.parity);
+        unsigned char* at =
+            chunks + stage.index * layout.chunk_bytes + offset + first_pixel * plan.pitch;
+        for (int pixel = first_pixel; pixel < plan.chunk_pixels;
+             pixel += kAtOnce * plan.pixel_lines) {
+          uint4 vectors[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              vectors[i] = *reinterpret_cast<const uint4*>(at + i * line_bytes);
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              uint4& v = vectors[i];
-              v.x = NormaliseWord(v.x, of_channels[0], of_channels[1], activate);
-              v.y = NormaliseWord(v.y, of_channels[2], of_channels[3], activate);
-              v.z = NormaliseWord(v.z, of_channels[4], of_channels[5], activate);
-              v.w = NormaliseWord(v.w, of_channels[6], of_channels[7], activate);
-              *reinterpret_cast<uint4*>(at + i * line_bytes) = v;
-            }
-            at += kAtOnce * line_bytes;
+          for (int i = 0; i < kAtOnce; ++i) {
+            vectors[i] = *reinterpret_cast<const uint4*>(at + i * line_bytes);
           }
-          FenceForCopies();
-          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            uint4& v = vectors[i];
+            v.x = NormaliseWord(v.x, of_channels[0], of_channels[1], activate);
+            v.y = NormaliseWord(v.y, of_channels[2], of_channels[3], activate);
+            v.z = NormaliseWord(v.z, of_channels[4], of_channels[5], activate);
+            v.w = NormaliseWord(v.w, of_channels[6], of_channels[7], activate);
+            *reinterpret_cast<uint4*>(at + i * line_bytes) = v;
+          }
+          at += kAtOnce * line_bytes;
         }
+        FenceForCopies();
+        __syncwarp();
         if (lane == 0) Arrive(done + stage.index);
         stage.Next(plan.stages);
       }
@@ -500,7 +492,8 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) 
 
   plan.chunk_pixels = std::max(
       {kFewChunkPixels, kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines});
-  while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
+  const int few_bytes = most_blocks < kLargeCluster ? kFewChunkBytes : kLargeChunkBytes;
+  while (plan.chunk_pixels * slice_channels * 2 < few_bytes) plan.chunk_pixels *= 2;
   int pixels = plan.chunk_pixels;  // of a block
   while (pixels * most_blocks < norm.pixels) pixels *= 2;
   plan.chunks = pixels / plan.chunk_pixels;
@@ -540,21 +533,30 @@ LaunchShape ShapeOf(const Plan& plan, int clusters) {
           .cluster = blocks};
 }
 
-/// Clusters that the device runs at a time, or none.
-int ClustersOf(const Plan& plan) {
-  const LaunchShape shape = ShapeOf(plan, 1);
+/// Clusters of so many blocks that the device runs at a time, or none. A block has a multiprocessor
+/// for itself, so the plan bears on it no further. To ask takes 10 µs, so it is done once.
+int ClustersOf(int blocks) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, int>, int> known;  // by device and blocks
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  const std::lock_guard lock(mutex);
+  const auto [at, is_new] = known.try_emplace({device, blocks}, 0);
+  if (!is_new) return at->second;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {shape.cluster, 1, 1};
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = shape.grid;
-  config.blockDim = shape.block;
-  config.dynamicSmemBytes = shape.shared_bytes;
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kMaxThreads);
+  config.dynamicSmemBytes = kSharedBytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  int clusters = 0;
-  const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, KernelOf(plan), &config);
-  return error == cudaSuccess ? clusters : 0;
+  if (cudaOccupancyMaxActiveClusters(&at->second, GroupNormStreamKernel<kVector>, &config) !=
+      cudaSuccess) {
+    at->second = 0;
+  }
+  return at->second;
 }
 
 /// A plan, how many clusters there are for it, and how many units the busiest of them has.
@@ -575,7 +577,7 @@ Choice Choose(const GroupNormLaunch& norm) {
     if (channels % slice != 0) continue;
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
       const Plan plan = MakePlan(norm, slice, blocks);
-      const int clusters = Suits(plan) ? ClustersOf(plan) : 0;
+      const int clusters = Suits(plan) ? ClustersOf(plan.blocks) : 0;
       if (clusters == 0) continue;
       const int units = (plan.units + clusters - 1) / clusters;
       const int64_t cost =
@@ -613,7 +615,6 @@ bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).clu
 /// blocks that tell factors alone have little to overlap.
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
-  if (norm.factors != nullptr) return false;
   const auto [plan, clusters, units] = Choose(norm);
   if (units < 2 || 10 * plan.units < 9 * units * clusters) return false;
   const bool large = plan.blocks > 4;

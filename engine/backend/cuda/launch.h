@@ -102,11 +102,12 @@ struct GroupNormLaunch {
   Rows out;  // [images · pixels, channels + channels2]
   /// [images, 2, channels + channels2]: what makes `out` of x, factors and then offsets, both
   /// halved before SiLU (SiluOfHalf), as Conv2dLaunch::input_factors. LaunchGroupNormCluster makes
-  /// them instead of `out` when they are not null; LaunchGroupNorm knows nothing of them.
+  /// them instead of `out` when they are not null; LaunchGroupNorm and LaunchGroupNormStream know
+  /// nothing of them.
   float* factors = nullptr;
   void* workspace = nullptr;       // partial moments: any size works that an image's have room in,
   size_t workspace_bytes = 0;      //   a larger one takes more images a launch
-  int* workspace_zeros = nullptr;  // for LaunchGroupNormFactors, as a convolution's
+  int* workspace_zeros = nullptr;  // for LaunchGroupNormFactors and …Pieces, as a convolution's
 };
 constexpr int kMaxNormChannels = 6144;
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
@@ -124,6 +125,11 @@ cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& que
 bool SuitsGroupNormStream(const GroupNormLaunch& norm);
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
+/// The same bits of factors, with a workspace, by blocks that each read a piece of an image; Suits
+/// and Prefers likewise.
+bool SuitsGroupNormPieces(const GroupNormLaunch& norm);
+bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
+cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 
 struct AttentionLaunch {
   Rows q, k, v;  // [images · tokens, heads · dim]; k, v: key_tokens
@@ -229,6 +235,7 @@ cudaError_t LoadRowLinearKernels();
 cudaError_t LoadGroupNormKernels();
 cudaError_t LoadGroupNormClusterKernels(bool clusters);
 cudaError_t LoadGroupNormStreamKernels();
+cudaError_t LoadGroupNormPiecesKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
 cudaError_t LoadAttentionHopperKernels();

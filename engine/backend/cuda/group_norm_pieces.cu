@@ -1,0 +1,202 @@
+// Factors of a group norm by blocks that each read a piece of an image, for batches that fill the
+// device. The bits are group_norm_cluster.cu's.
+//
+// Policy. Where nothing is normalised nothing has to stay, and no block waits for another. A piece
+// is a run of pixels with all channels, whose leaves a block sums as they come from memory; several
+// blocks share a multiprocessor, so that there are always loads on their way. A block leaves the
+// sums of its groups, a node of the tree, and counts them: the last one of an image adds up its
+// nodes and makes the factors.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/group_norm.cuh"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTileVectors = 32 / kQuad;  // that a warp loads together
+constexpr int kMaxSharedBytes = 48 * 1024;
+constexpr int kMaxPieces = 128;         // four for each lane of a warp
+constexpr int kMostBytes = 128 * 1024;  // of a piece, where there may be more of them
+constexpr int kAtOnce = 2;              // leaves that a warp has in registers
+
+struct Plan {
+  int group_channels = 0;
+  uint32_t group_inverse = 0;  // 2^32 / group_channels, and more: exact for so few channels
+  int vectors = 0, tiles = 0;  // of a pixel
+  int leaves = 0, pieces = 0;  // of a piece, a power of two; of an image
+  int leaf_stride = 0;         // Sums of a leaf: odd, so that leaves lie in different banks
+  float count_inverse = 0;     // of the elements of a group
+  SumTree tree;
+};
+
+/// grid (pieces, images); shared [leaves][leaf_stride] Sums. `nodes` [images][pieces][groups];
+/// `arrived` [images], zero before and after. kRun: as in group_norm_cluster.cu.
+template <int kRun>
+__global__ void __launch_bounds__(kThreads, 4)
+    GroupNormPiecesKernel(const __grid_constant__ GroupNormLaunch norm,
+                          const __grid_constant__ Plan plan, int first_image, Sums* nodes,
+                          int* arrived) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kRuns = kVector / kRun;
+  extern __shared__ __align__(16) unsigned char pieces_shared[];
+  auto* const leaves = reinterpret_cast<Sums*>(pieces_shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_quad = lane % kQuad;
+  const int piece = blockIdx.x, image = first_image + blockIdx.y;
+  WaitForPredecessors();
+  ReleaseDependents();
+
+  for (int unit = warp; unit < plan.tiles * plan.leaves / kAtOnce; unit += kWarps) {
+    const int leaf = unit / plan.tiles * kAtOnce;
+    const int of_lane = unit % plan.tiles * kTileVectors + lane / kQuad;
+    const bool idle = of_lane >= plan.vectors;
+    const int vector = idle ? 0 : of_lane, channel = vector * kVector;
+    const int pixel = (piece * plan.leaves + leaf) * kLeafPixels + in_quad;
+    const __nv_bfloat16* const from = ChannelAt(norm, image, pixel, channel);
+    const int64_t stride = kQuad * (channel < norm.channels ? norm.x.stride : norm.x2.stride);
+    uint32_t kept[kAtOnce * kLeafVectors][kWords];
+#pragma unroll
+    for (int i = 0; i < kAtOnce * kLeafVectors; ++i) {
+      const uint4 v = pixel + i * kQuad < norm.pixels
+                          ? *reinterpret_cast<const uint4*>(from + i * stride)
+                          : make_uint4(0, 0, 0, 0);
+      kept[i][0] = v.x, kept[i][1] = v.y, kept[i][2] = v.z, kept[i][3] = v.w;
+    }
+    uint32_t pivots[kRuns];
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      const int group = __umulhi(channel + r * kRun, plan.group_inverse);
+      const uint32_t pivot =
+          *reinterpret_cast<const uint16_t*>(PivotAt(norm, image, group * plan.group_channels));
+      pivots[r] = pivot | pivot << 16;
+    }
+#pragma unroll
+    for (int l = 0; l < kAtOnce; ++l) {
+      const int held = (norm.pixels - pixel - l * kLeafPixels + kQuad - 1) / kQuad;
+      SumLeaf<kRun>(kept + l * kLeafVectors, held, pivots, lane, [&](int r, const Sums& of_run) {
+        if (HoldsSums(lane) && !idle) {
+          leaves[(leaf + l) * plan.leaf_stride + vector * kRuns + r] = of_run;
+        }
+      });
+    }
+  }
+  __syncthreads();
+
+  Sums* const of_image = nodes + static_cast<int64_t>(blockIdx.y) * plan.pieces * norm.groups;
+  SumLeaves(plan.tree, leaves, plan.leaf_stride, plan.group_channels / kRun, norm.groups, warp,
+            kWarps, lane, [&](const Sums& of_piece, int group, int part) {
+              if (part == 0) of_image[piece * norm.groups + group] = of_piece;
+            });
+  __threadfence();
+  __syncthreads();  // all nodes are there
+  const bool more = threadIdx.x == 0 && atomicAdd(arrived + blockIdx.y, 1) + 1 < plan.pieces;
+  if (__syncthreads_or(more)) return;
+  __threadfence();
+  if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
+
+  auto* const statistics = reinterpret_cast<Statistics*>(pieces_shared);  // of groups
+  SumBlocks(plan.tree, of_image, plan.pieces, norm.groups, warp, kWarps, lane,
+            [&](const Sums& sums, int group, int part) {
+              if (part != 0) return;
+              const float pivot =
+                  __bfloat162float(*PivotAt(norm, image, group * plan.group_channels));
+              statistics[group] = StatisticsOf(sums, pivot, plan.count_inverse, norm.eps);
+            });
+  __syncthreads();
+  for (int c = threadIdx.x; c < norm.channels + norm.channels2; c += kThreads) {
+    StoreFactors(norm, image, c, AffineOf(norm, image, c), statistics[c / plan.group_channels]);
+  }
+#endif
+}
+
+using Kernel = void(GroupNormLaunch, Plan, int, Sums*, int*);
+Kernel* KernelOf(const Plan& plan) {
+  switch (RunOf(plan.group_channels)) {
+    case 2:
+      return GroupNormPiecesKernel<2>;
+    case 4:
+      return GroupNormPiecesKernel<4>;
+    case 8:
+      return GroupNormPiecesKernel<8>;
+  }
+  return nullptr;
+}
+
+int SharedBytes(const Plan& plan) {
+  return plan.leaves * plan.leaf_stride * static_cast<int>(sizeof(Sums));
+}
+size_t NodeBytes(const GroupNormLaunch& norm, const Plan& plan) {  // of an image
+  return sizeof(Sums) * plan.pieces * norm.groups;
+}
+
+Plan MakePlan(const GroupNormLaunch& norm) {
+  Plan plan;
+  const int channels = norm.channels + norm.channels2;
+  plan.group_channels = channels / norm.groups;
+  plan.group_inverse = static_cast<uint32_t>((uint64_t{1} << 32) / plan.group_channels + 1);
+  plan.vectors = channels / kVector;
+  plan.tiles = (plan.vectors + kTileVectors - 1) / kTileVectors;
+  plan.leaf_stride = channels / RunOf(plan.group_channels) | 1;
+  const auto cut = [&](int leaves) {
+    const int pixels = leaves * kLeafPixels;
+    plan.leaves = leaves, plan.pieces = (norm.pixels + pixels - 1) / pixels;
+  };
+  cut(kAtOnce);
+  while (plan.pieces > 1 && 2 * plan.leaves <= kMaxLeaves &&
+         2 * SharedBytes(plan) <= kMaxSharedBytes &&
+         (plan.pieces > kMaxPieces || 2 * plan.leaves * kLeafPixels * channels * 2 <= kMostBytes)) {
+    cut(2 * plan.leaves);
+  }
+  plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels);
+  plan.tree = MakeSumTree(plan.leaves, plan.pieces);
+  return plan;
+}
+
+}  // namespace
+
+bool SuitsGroupNormPieces(const GroupNormLaunch& norm) {
+  if (!SuitsOnePass(norm)) return false;
+  const Plan plan = MakePlan(norm);
+  return plan.pieces <= kMaxPieces && SharedBytes(plan) <= kMaxSharedBytes;
+}
+
+/// As measured: what fills the device several times with pieces.
+bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
+  constexpr int64_t kMuchBytes = 18 << 20;
+  if (!SuitsGroupNormCluster(norm, queue)) return true;
+  const int64_t bytes = int64_t{norm.images} * norm.pixels * (norm.channels + norm.channels2) * 2;
+  return bytes >= kMuchBytes && SuitsGroupNormPieces(norm);
+}
+
+cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
+  const Plan plan = MakePlan(norm);
+  const int images_at_once = static_cast<int>(
+      std::min<size_t>(norm.workspace_bytes / NodeBytes(norm, plan), kWorkspaceZeros));
+  if (images_at_once == 0) return cudaErrorInvalidValue;
+  for (int first = 0; first < norm.images; first += images_at_once) {
+    const unsigned pieces = plan.pieces, images = std::min(images_at_once, norm.images - first);
+    if (cudaError_t error = LaunchDependent(
+            KernelOf(plan),
+            {.grid = dim3(pieces, images),
+             .block = dim3(kThreads),
+             .shared_bytes = static_cast<size_t>(SharedBytes(plan))},
+            queue, norm, plan, first, static_cast<Sums*>(norm.workspace), norm.workspace_zeros);
+        error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LoadGroupNormPiecesKernels() {
+  for (Kernel* kernel :
+       {GroupNormPiecesKernel<2>, GroupNormPiecesKernel<4>, GroupNormPiecesKernel<8>}) {
+    if (cudaError_t error = LoadKernel(kernel); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace denoised::cuda
