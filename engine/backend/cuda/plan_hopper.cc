@@ -43,6 +43,10 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::kPatch128Turns, 128, 128, 1, 3.0, 0.301, 1.1, 0},
     {HopperTile::kPatch192Turns, 128, 192, 1, 2.5, 0.456, 1.4, 0},
 };
+/// Of a step, of blocks that could share weights and do not, where many weights pass by in each of
+/// several rounds of tiles.
+constexpr double kUnpaired = 1.05;
+constexpr int kManyOutputs = 2048;
 constexpr int kMinSplitSteps = 4;
 
 int64_t ImagePixels(const Conv2dLaunch& conv) {  // of a phase
@@ -111,8 +115,11 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
       // Clusters of fewer blocks than runs receive more sums, and have no room for two.
       const int beside = unit && (blocks == 1 || runs == 1) ? 2 : 1;
       const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);
-      const double step =
-          cost.step * (beside == 2 ? std::clamp(waves, cost.alone, 1.0) : cost.alone);
+      const bool unpaired =
+          !unit && !IsPatch(cost.tile) && cluster == 1 && conv.outputs >= kManyOutputs && waves > 2;
+      const double step = cost.step * (unpaired      ? kUnpaired
+                                       : beside == 2 ? std::clamp(waves, cost.alone, 1.0)
+                                                     : cost.alone);
       const double microseconds =
           cost.launch + std::ceil(waves) * (steps * step / blocks + cost.finish +
                                             (runs > 1 ? runs * cost.fold : 0));
