@@ -4,10 +4,10 @@
 //   backend-throughput [--device=cpu|cuda] [--generic] [Google Benchmark's flags, e.g.
 //   --benchmark_filter=conv]
 //
-// Random data. A figure is the median over launches of a graph that holds an op many times. Its
-// activations rotate through more memory than a chip's last cache holds; its weights stay, as those
-// of a layer do. tests/bench/peer_kernels.py measures PyTorch in the same way: it takes its shapes
-// from the names below.
+// Random data; kernels are chosen as by the server. A figure is the median over launches of a graph
+// that holds an op many times. Its activations rotate through more memory than a chip's last cache
+// holds; its weights stay, as those of a layer do. tests/bench/peer_kernels.py measures PyTorch in
+// the same way: it takes its shapes from the names below.
 
 #include <benchmark/benchmark.h>
 
@@ -392,7 +392,7 @@ void RegisterAll(Backend& backend) {
 
 int Main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
-  BackendOptions options;
+  BackendOptions options = {.autotune = true};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     if (flag.rfind("--device=", 0) == 0) {

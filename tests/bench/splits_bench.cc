@@ -203,7 +203,9 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
     const int splits = kSplits[i];
     if (splits > 1 && steps < splits * kMinSplitSteps) continue;
     for (int tile = 0; tile < kHopperTiles; ++tile) {
-      const int most = IsUnit(static_cast<HopperTile>(tile)) ? splits : 1;
+      const int most = IsUnit(static_cast<HopperTile>(tile))    ? splits
+                       : IsPatch(static_cast<HopperTile>(tile)) ? 1
+                                                                : 2;
       for (int cluster = 1; cluster <= most; cluster *= 2) {
         const HopperPlan plan{static_cast<HopperTile>(tile), splits, cluster};
         DENOISED_ASSIGN_OR_RETURN(const auto microseconds, Time(launch, plan, queue, fastest[i]));

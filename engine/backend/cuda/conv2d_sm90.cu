@@ -1,12 +1,13 @@
 // Convolution and linear for Hopper: the implicit GEMM of conv2d.cu with the copy engine, wgmma and
 // barriers in shared memory. See docs/kernels.md for a picture.
 //
-// Policy. A block has one producer warp and two consumer warpgroups. The producer asks the copy
-// engine for a step of 64 elements along k, 64 channels under one tap, for a tile's pixels (im2col
-// mode: padding, stride and the ends of rows and images are the engine's business) and for its
-// outputs' weights. Steps pass through a ring in shared memory; consumers multiply them into
-// registers. They either share a tile, half of the pixels each, or take tiles in turn, so that one
-// finishes its tile while the other multiplies.
+// Policy. A block has one producer warp and two consumer warpgroups or three. The producer asks the
+// copy engine for a step of 64 elements along k, 64 channels under one tap, for a tile's pixels
+// (im2col mode: padding, stride and the ends of rows and images are the engine's business) and for
+// its outputs' weights. Steps pass through a ring in shared memory; consumers multiply them into
+// registers. They either share a tile, a part of the pixels each, or take tiles in turn, so that
+// one finishes its tile while the other multiplies. A warp for each of them stores what it leaves
+// in shared memory. Blocks may form clusters that share weights.
 //
 // k may be cut into `splits` runs of steps whose sums are added in order: how many is decided by
 // the layer's shape alone. Here one block adds them, in registers (kFold); in conv_unit_sm90.cu,
@@ -26,30 +27,29 @@ enum class Share {
   kTurns,   // consumers take tiles in turn
 };
 
-constexpr int kGroups = 2;  // consumer warpgroups
-
-/// Tiles of kM pixels and kN outputs. kShared blocks of a cluster, neighbours along m, share their
-/// weights: each loads a part for all.
-template <int kM_, int kN_, Share kShare_, int kStages_, int kShared_, bool kFold_>
+/// Tiles of kM pixels and kN outputs, of kGroups consumer warpgroups.
+template <int kM_, int kN_, Share kShare_, int kStages_, bool kFolds_, int kGroups_ = 2>
 struct Tile {
   static constexpr int kM = kM_, kN = kN_, kStages = kStages_;
-  static constexpr int kShared = kShared_;
-  static constexpr bool kTurns = kShare_ == Share::kTurns, kFold = kFold_;
-  static constexpr int kRows = kM / 64 / (kTurns ? 1 : kGroups);  // of 64 pixels, a consumer
-  static constexpr int kSums = kN / 2;                            // a thread, of 64 pixels
+  static constexpr int kGroups = kGroups_;
+  static constexpr bool kTurns = kShare_ == Share::kTurns, kFolds = kFolds_;
+  static constexpr int kTakers = kTurns ? kGroups : 1;       // of tiles, at a time
+  static constexpr int kRows = kM / 64 * kTakers / kGroups;  // of 64 pixels, a consumer
+  static constexpr int kSums = kN / 2;                       // a thread, of 64 pixels
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
   // Wide tiles leave through shared memory and the copy engine, in boxes of 64 pixels.
   static constexpr bool kStaged = kN > 64;
   static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
-  static constexpr int kBoxes = kStaged ? kRows * (kN / kBox) : 0;  // of a consumer
+  static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // of a consumer
   static constexpr int kBoxBytes = 64 * kBox * 2;
-  static constexpr int kStagingBytes = kGroups * kBoxes * kBoxBytes;
+  static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kBarriers = 2 * kStages + 4;
+  static constexpr int kFewRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kManyRegisters = kGroups == 2 ? 232 : 160;
+  static constexpr int kBarriers = 2 * kStages + kGroups * (2 + kBoxes);
   static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kBarriers * 8;
-  static_assert(kN % (8 * kShared) == 0 && kN % 32 == 0);
-  static_assert(kSharedBytes <= 232448);
+  static_assert(kN % 32 == 0 && kSharedBytes <= 232448);
 };
 
 /// What the kernel knows besides the epilogue's Conv2dLaunch.
@@ -59,7 +59,14 @@ struct Work {
   Grid grid;
   int chunks = 0, chunks2 = 0;  // steps under one tap, of x and of x2
   int steps = 0;
-  int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of kShared
+  int shared = 1;                // blocks of a cluster, neighbours along m
+  int part = 0;                  // outputs whose weights each of them copies for all
+  int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
+  // Tiles are counted by clusters, along n first, or band by band: a band's along m, then along n.
+  Divisor band, last_band;  // clusters along m
+  Divisor band_tiles;
+  int bands = 0;        // whole ones, of a phase
+  int phase_tiles = 0;  // counted by clusters
   int splits = 1;
   const float* bias = nullptr;
   Rows add;                // per image
@@ -78,10 +85,14 @@ struct TileAt {
 };
 template <typename T>
 __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
-  const int n = index % work.n_tiles;
-  const int m_and_phase = index / work.n_tiles;
-  const int groups = work.m_tiles / T::kShared;
-  return {m_and_phase / groups, (m_and_phase % groups * T::kShared + rank) * T::kM, n * T::kN};
+  int phase = 0;
+  while (index >= work.phase_tiles) index -= work.phase_tiles, ++phase;
+  const int band = Divide(index, work.band_tiles);
+  const int in_band = index - band * work.band_tiles.value;
+  const Divisor& height = band < work.bands ? work.band : work.last_band;
+  const int n = Divide(in_band, height);
+  const int m = band * work.band.value + in_band - n * height.value;
+  return {phase, (m * work.shared + rank) * T::kM, n * T::kN};
 }
 
 /// Adds what is added per image to a thread's 64 pixels' sums, whose first is pixel m and whose
@@ -208,37 +219,93 @@ __device__ inline void FinishElements(const Conv2dLaunch& conv, const Work& work
   }
 }
 
-template <typename T, bool kShortcut>
+/// Where a consumer's outputs lie before they leave, in boxes of 64 pixels × kBox outputs.
+template <typename T>
+struct Outbox {
+  unsigned char* boxes;
+  uint64_t* ready;   // all boxes may be filled, and hold the residual if there is one
+  uint64_t* filled;  // of each box
+
+  __device__ unsigned char* Box(int box) const { return boxes + box * T::kBoxBytes; }
+  __device__ void Give(int box) const {
+    FenceForCopies();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Arrive(&filled[box]);
+  }
+};
+
+/// One thread's work for a consumer, which thus waits for no copy: boxes leave as soon as they are
+/// filled, and the next tile's residual takes their place. The tiles are those from `index` on, and
+/// the consumer's part of each begins `pixels_on` further on.
+template <typename T>
+__device__ inline void EmptyOutbox(const Conv2dLaunch& conv, const Work& work,
+                                   const Outbox<T>& outbox, int index, int tiles, int stride,
+                                   int rank, int pixels_on) {
+  for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
+    const TileAt tile = TileOf<T>(work, index, rank);
+    const auto for_boxes = [&](const auto& what) {
+#pragma unroll 1
+      for (int box = 0; box < T::kBoxes; ++box) {
+        const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
+        const int n = tile.n0 + box % T::kAcross * T::kBox;
+        what(box, n, m, m < work.grid.pixels && n < conv.outputs);
+      }
+    };
+    uint32_t bytes = 0;
+    if (conv.residual.data != nullptr) {
+      for_boxes([&](int, int, int, bool exists) { bytes += exists ? T::kBoxBytes : 0; });
+    }
+    ArriveExpecting(outbox.ready, bytes);
+    if (bytes > 0) {
+      for_boxes([&](int box, int n, int m, bool exists) {
+        if (exists) CopyBox(outbox.Box(box), &work.residual, outbox.ready, n, m);
+      });
+    }
+    for_boxes([&](int box, int n, int m, bool exists) {
+      Wait(&outbox.filled[box], parity);
+      if (exists) StoreBox(&work.out, outbox.Box(box), n, m);
+    });
+    CommitStores();
+    WaitUntilStoresRead();
+  }
+}
+
+/// kFold: of several runs of k; else what adds them up is left out.
+template <typename T, bool kFold, bool kShortcut>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
                        const __grid_constant__ Work work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char ring[];  // as the swizzle wants it
+  extern __shared__ __align__(1024) unsigned char block_shared[];  // as the swizzle wants it
+  // Through a shuffle, or every step would ask again where it lies.
+  auto* const ring = static_cast<unsigned char*>(
+      __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
   unsigned char* const staging = ring + T::kStages * T::kStageBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
   uint64_t* const empty = full + T::kStages;
-  uint64_t* const turn = empty + T::kStages;  // [2]: a consumer's turn to multiply
-  uint64_t* const staged = turn + 2;  // [2]: a consumer's staging is free, its residual there
+  uint64_t* const turn = empty + T::kStages;  // a consumer's turn to multiply
+  uint64_t* const ready = turn + T::kGroups;
+  uint64_t* const filled = ready + T::kGroups;
   const auto inputs_of = [&](int stage) { return ring + stage * T::kStageBytes; };
   const auto weights_of = [&](int stage) { return inputs_of(stage) + T::kInputBytes; };
 
   // The same in all lanes, and known to be, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
-  const int rank = T::kShared > 1 ? static_cast<int>(ClusterRank()) : 0;
-  const int tiles = work.grid.phases * (work.m_tiles / T::kShared) * work.n_tiles;
-  const int first_tile = blockIdx.x / T::kShared, stride = gridDim.x / T::kShared;
+  const int shared = work.shared, rank = static_cast<int>(ClusterRank());
+  const int tiles = work.grid.phases * (work.m_tiles / shared) * work.n_tiles;
+  const int first_tile = blockIdx.x / shared, stride = gridDim.x / shared;
 
   const int taps = work.grid.taps_x * work.grid.taps_x, windowed = work.chunks + work.chunks2;
   const auto copy_weights = [&](const TileAt& tile, const StepAt& step, int at) {
     const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, step.chunk);
-    if constexpr (T::kShared == 1) {
+    if (shared == 1) {
       CopyWeights(weights_of(at), chunk.weight, &full[at], chunk.weight_channel, step.tap, tile.n0,
                   tile.phase);
     } else {
-      constexpr int kPart = T::kN / T::kShared;
-      CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, chunk.weight, &full[at],
-                chunk.weight_channel, step.tap, tile.n0 + rank * kPart, tile.phase,
-                static_cast<uint16_t>((1 << T::kShared) - 1));
+      const int part = T::kN / shared;
+      CopyBoxTo(weights_of(at) + rank * part * kStepBytes, chunk.weight, &full[at],
+                chunk.weight_channel, step.tap, tile.n0 + rank * part, tile.phase,
+                static_cast<uint16_t>((1 << shared) - 1));
     }
   };
   // Weights are nobody's output: the first ones travel while the predecessor still runs.
@@ -253,34 +320,44 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   };
 
-  const bool producer = group == kGroups;
-  const bool copies = producer && warp == kGroups * 4 && ElectOne();
-  if (copies) {
+  const auto pixels_on = [](int group) { return T::kTurns ? 0 : group * T::kRows * 64; };
+  const auto my_first_tile = [&](int group) {
+    return first_tile + (T::kTurns ? group * stride : 0);
+  };
+  const auto outbox_of = [&](int group) {
+    return Outbox<T>{staging + group * T::kBoxes * T::kBoxBytes, ready + group,
+                     filled + group * T::kBoxes};
+  };
+  // Asked for at each place: ptxas then sees that one thread is meant, and spares each copy a loop
+  // over lanes.
+  constexpr int kCopies = T::kGroups * 4;  // the warp
+  if (warp == kCopies && ElectOne()) {
     PrefetchMaps<kShortcut>(work);
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
-      InitBarrier(&empty[stage], (T::kTurns ? 1 : kGroups) * T::kShared);
+      InitBarrier(&empty[stage], T::kGroups / T::kTakers * shared);
     }
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < T::kGroups; ++i) {
       InitBarrier(&turn[i], 4);  // a lane of each warp
-      InitBarrier(&staged[i], 1);
+      InitBarrier(&ready[i], 1);
     }
+    for (int i = 0; i < T::kGroups * T::kBoxes; ++i) InitBarrier(&filled[i], 4);
     FenceBarrierInit();
-    if constexpr (T::kShared == 1) copy_early();
+    if (shared == 1) copy_early();
   }
   __syncthreads();
-  if (T::kShared > 1) ArriveAtCluster();
+  if (shared > 1) ArriveAtClusterRelaxed();
 
-  if (producer) {
-    KeepRegisters<40>();
-    if (T::kShared > 1) WaitForCluster();
-    if (copies) {
-      if constexpr (T::kShared > 1) copy_early();
+  if (group == T::kGroups) {
+    KeepRegisters<T::kFewRegisters>();
+    if (shared > 1) WaitForCluster();
+    if (warp == kCopies && ElectOne()) {
+      if (shared > 1) copy_early();
       int stage = 0, round = 0;
       WaitForPredecessors();
       for (int index = first_tile; index < tiles; index += stride) {
         const TileAt tile = TileOf<T>(work, index, rank);
-        const StartAt start = StartOf(work.grid, tile.m0);
+        const StartAt start = work.grid.flat ? StartAt() : StartOf(work.grid, tile.m0);
         StepAt at = {0, 0};
         for (int step = 0; step < work.steps; ++step) {
           if (early > 0) {
@@ -300,75 +377,54 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       ReleaseDependents();
     }
+    const int of = warp - kCopies - 1;  // a warp for each consumer
+    if (T::kStaged && work.staged && of >= 0 && of < T::kGroups && ElectOne()) {
+      WaitForPredecessors();
+      EmptyOutbox<T>(conv, work, outbox_of(of), my_first_tile(of), tiles, T::kTakers * stride, rank,
+                     pixels_on(of));
+    }
   } else {
-    TakeRegisters<232>();
-    if (T::kShared > 1) WaitForCluster();
-    const bool signals = threadIdx.x % 128 < T::kShared;
+    TakeRegisters<T::kManyRegisters>();
+    if (shared > 1) WaitForCluster();
+    const bool signals = threadIdx.x % 128 < shared;
     const auto release = [&](int done) {
-      if (!signals) return;
-      if constexpr (T::kShared > 1) {
-        ArriveAt(&empty[done], threadIdx.x % 128);
-      } else {
-        Arrive(&empty[done]);
-      }
+      if (signals) ArriveAt(&empty[done], threadIdx.x % 128);
     };
     using Finisher = FinishVectors<T::kRows, T::kN>;
     constexpr int kEarlyTurns = T::kN <= 64 ? Finisher::kTurns : 0;
     static_assert(kEarlyTurns <= 2);
-    unsigned char* const my_staging = staging + group * T::kBoxes * T::kBoxBytes;
-    const auto for_boxes = [&](const TileAt& tile, int m0, const auto& what) {
-      for (int box = 0; box < T::kBoxes; ++box) {
-        constexpr int kAcross = T::kN / T::kBox;
-        const int m = m0 + box / kAcross * 64, n = tile.n0 + box % kAcross * T::kBox;
-        if (m < work.grid.pixels && n < conv.outputs) {
-          what(my_staging + box * T::kBoxBytes, n, m);
-        }
-      }
-    };
+    const Outbox<T> outbox = outbox_of(group);
+    const int splits = kFold ? work.splits : 1;
 
-    constexpr int kTakers = T::kTurns ? kGroups : 1;
     int position = T::kTurns ? group * work.steps : 0;  // in the sequence of steps
     int tiles_done = 0;
     const int my_row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-
-    WaitForPredecessors();  // whose output is read and overwritten from here on
-    for (int index = first_tile + (T::kTurns ? group * stride : 0); index < tiles;
-         index += kTakers * stride, ++tiles_done) {
+    for (int index = my_first_tile(group); index < tiles;
+         index += T::kTakers * stride, ++tiles_done) {
       const TileAt tile = TileOf<T>(work, index, rank);
-      const int m0 = tile.m0 + (T::kTurns ? 0 : group * T::kRows * 64);
+      const int m0 = tile.m0 + pixels_on(group);
       int stage = position % T::kStages, round = position / T::kStages;
-      position += kTakers * work.steps;
-      if (T::kStaged && work.staged && threadIdx.x % 128 == 0) {
-        WaitUntilStoresRead();  // the tile before
-        uint32_t bytes = 0;
-        if (conv.residual.data != nullptr) {
-          for_boxes(tile, m0, [&](unsigned char*, int, int) { bytes += T::kBoxBytes; });
-        }
-        ArriveExpecting(&staged[group], bytes);
-        if (bytes > 0) {
-          for_boxes(tile, m0, [&](unsigned char* box, int n, int m) {
-            CopyBox(box, &work.residual, &staged[group], n, m);
-          });
-        }
-      }
+      position += T::kTakers * work.steps;
       Finisher finisher(conv, work, tile.phase, m0, tile.n0);
 
-      float sums[T::kRows][T::kSums], total[T::kRows][T::kFold ? T::kSums : 1];
-      for (int split = 0; split < work.splits; ++split) {
+      float sums[T::kRows][T::kSums], total[T::kRows][kFold ? T::kSums : 1];
+      for (int split = 0; split < splits; ++split) {
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
           BeginSums(split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
         }
         if (kEarlyTurns > 0 && split == 0) {
+          WaitForPredecessors();
           if (work.vectors) {
 #pragma unroll
             for (int turn = 0; turn < kEarlyTurns; ++turn) finisher.Load(turn);
           }
         }
-        const int steps = FirstStep(work, split + 1) - FirstStep(work, split);
+        const int steps = kFold ? FirstStep(work, split + 1) - FirstStep(work, split) : work.steps;
         int previous = -1;
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
+        WaitForPredecessors();
         // Also because a barrier tells two phases apart, not three: nobody may wait for a step that
         // is a whole ring away.
         if (T::kTurns && split == 0) Wait(&turn[group], (tiles_done + group + 1) & 1);
@@ -377,8 +433,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           Wait(&full[stage], round & 1);
           FenceProducts();
           const uint64_t weight = MatrixDescriptor(weights_of(stage));
-          const uint64_t input = MatrixDescriptor(
-              inputs_of(stage) + (T::kTurns ? 0 : group * T::kRows * 64 * kStepBytes));
+          const uint64_t input = MatrixDescriptor(inputs_of(stage) + pixels_on(group) * kStepBytes);
 #pragma unroll
           for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
@@ -392,8 +447,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           previous = stage;
           if (++stage == T::kStages) stage = 0, ++round;
         }
-        if (T::kTurns && split == work.splits - 1 && threadIdx.x % 32 == 0)
-          Arrive(&turn[1 - group]);
+        if (T::kTurns && split == splits - 1 && threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
         WaitProducts<0>();
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
@@ -404,7 +458,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             AddToTile(conv, work, m0 + i * 64 + my_row, tile.n0, sums[i]);
           }
         }
-        if constexpr (T::kFold) {
+        if constexpr (kFold) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
 #pragma unroll
@@ -417,18 +471,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
       const auto finish = [&](const float(&from)[T::kRows][T::kSums]) {
         if (T::kStaged && work.staged) {
-          Wait(&staged[group], tiles_done & 1);
+          Wait(outbox.ready, tiles_done & 1);
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
-            FinishStaged<T::kBox>(conv, my_staging + i * T::kBoxes / T::kRows * T::kBoxBytes,
-                                  from[i]);
-          }
-          FenceForCopies();
-          SyncWarpgroup(group);
-          if (threadIdx.x % 128 == 0) {
-            for_boxes(tile, m0,
-                      [&](unsigned char* box, int n, int m) { StoreBox(&work.out, box, n, m); });
-            CommitStores();
+            FinishStaged<T::kBox>(
+                conv, from[i], [&](int box) { return outbox.Box(i * T::kAcross + box); },
+                [&](int box) { outbox.Give(i * T::kAcross + box); });
           }
         } else if (T::kN > 64 || work.vectors) {
           finisher.Finish(from, kEarlyTurns);
@@ -436,28 +484,28 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           FinishElements(conv, work, tile.phase, m0, tile.n0, from);
         }
       };
-      if constexpr (T::kFold) {
+      if constexpr (kFold) {
         finish(total);
       } else {
         finish(sums);
       }
     }
-    if (T::kStaged && work.staged && threadIdx.x % 128 == 0) WaitUntilStoresRead();
   }
 
-  if constexpr (T::kShared > 1) {
+  if (shared > 1) {
     ArriveAtCluster();  // no block may go while another signals or copies into its shared memory
     WaitForCluster();
   }
 #endif
 }
 
-using Tile128x32 = Tile<128, 32, Share::kPixels, 5, 1, false>;
-using Tile128x128 = Tile<128, 128, Share::kPixels, 6, 2, true>;
-using Tile128x128Turns = Tile<128, 128, Share::kTurns, 5, 2, false>;
-using Tile128x160 = Tile<128, 160, Share::kPixels, 5, 2, true>;
-using Tile128x192 = Tile<128, 192, Share::kPixels, 4, 2, true>;
-using Tile128x256 = Tile<128, 256, Share::kPixels, 3, 2, false>;
+using Tile128x32 = Tile<128, 32, Share::kPixels, 5, false>;
+using Tile128x128 = Tile<128, 128, Share::kPixels, 6, true>;
+using Tile128x128Turns = Tile<128, 128, Share::kTurns, 5, false>;
+using Tile128x160 = Tile<128, 160, Share::kPixels, 5, true>;
+using Tile128x192 = Tile<128, 192, Share::kPixels, 4, true>;
+using Tile128x256 = Tile<128, 256, Share::kPixels, 3, false>;
+using Tile192x192 = Tile<192, 192, Share::kPixels, 3, false, 3>;
 
 template <typename Do>
 cudaError_t WithTile(HopperTile tile, const Do& what) {
@@ -474,14 +522,22 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
       return what(Tile128x192());
     case HopperTile::k128x256:
       return what(Tile128x256());
+    case HopperTile::k192x192:
+      return what(Tile192x192());
     default:
       return cudaErrorInvalidValue;
   }
 }
 
+/// Along n first, all weights pass by while blocks go on along m. Where the L2 cannot keep as many,
+/// so many clusters along m take each of them at the same time. Either is faster where it is done,
+/// by 2 to 3 %.
+constexpr int64_t kWeightsThatStay = int64_t{16} << 20;
+constexpr int kBand = 8;
+
 template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  if (((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFold) ||
+  if (((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFolds) ||
       (T::kN > 64 && !HasVectorOutputs(conv))) {
     return cudaErrorInvalidValue;
   }
@@ -489,8 +545,17 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   work.grid = GridOf(conv);
   work.steps = StepsOf(conv);
   const int m_tiles = (work.grid.pixels + T::kM - 1) / T::kM;
-  work.m_tiles = (m_tiles + T::kShared - 1) / T::kShared * T::kShared;
+  work.shared = plan.cluster;
+  work.m_tiles = (m_tiles + work.shared - 1) / work.shared * work.shared;
   work.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
+  const int rows = work.m_tiles / work.shared;
+  const int64_t weight_bytes = int64_t{2} * conv.outputs * conv.weight_stride;
+  work.band = Divisor(weight_bytes > kWeightsThatStay ? std::min(rows, kBand) : 1);
+  work.bands = rows / work.band.value;
+  work.last_band = Divisor(std::max(1, rows % work.band.value));
+  work.band_tiles = Divisor(work.band.value * work.n_tiles);
+  work.phase_tiles = rows * work.n_tiles;
+  if (int64_t{work.phase_tiles} * work.band_tiles.value >> 32 != 0) return cudaErrorInvalidValue;
   work.splits = plan.splits;
   work.bias = conv.bias;
   work.add = conv.add;
@@ -504,7 +569,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
     return EncodeInputs(map, rows, channels, conv, work.grid, work.grid.flat || shortcut, T::kM);
   };
   CUresult result = EncodeDepth(&work, conv, work.grid.taps_x * work.grid.taps_x, work.grid.phases,
-                                T::kN / T::kShared, encode);
+                                T::kN / work.shared, encode);
   if (result == CUDA_SUCCESS && work.staged) {
     result = EncodeRows(&work.out, conv.out, conv.outputs, work.grid.pixels, T::kBox, 64);
   }
@@ -513,13 +578,19 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  const int64_t tiles = int64_t{work.grid.phases} * (work.m_tiles / T::kShared) * work.n_tiles;
-  if constexpr (T::kFold) {
+  const int64_t tiles = int64_t{work.grid.phases} * (work.m_tiles / work.shared) * work.n_tiles;
+  if constexpr (T::kFolds) {
     if (conv.shortcut.x.data != nullptr) {
-      return LaunchPersistent<T>(Conv2dHopperKernel<T, true>, tiles, conv, work, queue);
+      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, true>, tiles, work.shared, conv, work,
+                                 queue);
+    }
+    if (work.splits > 1) {
+      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, false>, tiles, work.shared, conv, work,
+                                 queue);
     }
   }
-  return LaunchPersistent<T>(Conv2dHopperKernel<T, false>, tiles, conv, work, queue);
+  return LaunchPersistent<T>(Conv2dHopperKernel<T, false, false>, tiles, work.shared, conv, work,
+                             queue);
 }
 
 }  // namespace
@@ -545,11 +616,16 @@ cudaError_t LoadConv2dHopperKernels() {
     if (IsUnit(tile) || IsPatch(tile)) continue;
     const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
-      if constexpr (T::kFold) {
-        const cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, true>, T::kSharedBytes);
-        if (loaded != cudaSuccess) return loaded;
+      cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, false, false>, T::kSharedBytes);
+      if constexpr (T::kFolds) {
+        if (loaded == cudaSuccess) {
+          loaded = LoadKernel(Conv2dHopperKernel<T, true, false>, T::kSharedBytes);
+        }
+        if (loaded == cudaSuccess) {
+          loaded = LoadKernel(Conv2dHopperKernel<T, true, true>, T::kSharedBytes);
+        }
       }
-      return LoadKernel(Conv2dHopperKernel<T, false>, T::kSharedBytes);
+      return loaded;
     });
     if (error != cudaSuccess) return error;
   }

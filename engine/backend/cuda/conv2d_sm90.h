@@ -21,13 +21,14 @@ enum class HopperTile : uint8_t {
   k128x160,
   k128x192,
   k128x256,
+  k192x192,
   kPatch64,
   kPatch128,
   kPatch192,
   kPatch128Turns,
   kPatch192Turns,
 };
-constexpr int kHopperTiles = 13;
+constexpr int kHopperTiles = 14;
 inline bool IsUnit(HopperTile tile) { return tile <= HopperTile::kPatchUnit; }
 inline bool IsPatch(HopperTile tile) {
   return tile == HopperTile::kPatchUnit || tile >= HopperTile::kPatch64;
@@ -43,6 +44,7 @@ inline bool Folds(HopperTile tile) {
     case HopperTile::k128x32:
     case HopperTile::k128x128Turns:
     case HopperTile::k128x256:
+    case HopperTile::k192x192:
     case HopperTile::kPatch128Turns:
     case HopperTile::kPatch192Turns:
       return false;
@@ -59,8 +61,10 @@ constexpr int kMaxSplits = 8;
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {
   HopperTile tile = HopperTile::kUnit;
-  int splits = 1;   // runs of k that are summed apart: a power of two
-  int cluster = 1;  // blocks that share the splits of a tile, of units alone: it divides splits
+  int splits = 1;  // runs of k that are summed apart: a power of two
+  /// Blocks of a cluster: they share the splits of a unit, which it divides, or the weights of a
+  /// tile of conv2d_sm90.cu.
+  int cluster = 1;
 };
 
 inline bool InVectors(const Rows& rows) {

@@ -60,17 +60,6 @@ struct Tile {
   static_assert(kSharedBytes <= 232448);
 };
 
-/// Of tile numbers, in a few cycles. Exact while the number times the divisor is less than 2³².
-struct Divisor {
-  int value = 1;
-  uint64_t inverse = 0;  // 2³² / value, rounded up
-  Divisor() = default;
-  explicit Divisor(int value) : value(value), inverse(((uint64_t{1} << 32) + value - 1) / value) {}
-};
-__device__ inline int Divide(int number, const Divisor& by) {
-  return static_cast<int>(static_cast<uint64_t>(number) * by.inverse >> 32);
-}
-
 struct Work {
   CUtensorMap x, x2, weight, residual, out;
   int chunks = 0, chunks2 = 0;
@@ -406,10 +395,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const int buffer = buffer_of(i);
         unsigned char* const unit = staging + buffer * T::kBufferBytes;
         Wait(&staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + i / T::kBuffers) & 1);
+        const auto begin = [&](int box) { return unit + box * kBoxBytes; };
+        const auto end = [](int) {};
         if constexpr (T::kFold) {
-          FinishStaged<64>(conv, unit, total);
+          FinishStaged<64>(conv, total, begin, end);
         } else {
-          FinishStaged<64>(conv, unit, sums[i]);
+          FinishStaged<64>(conv, sums[i], begin, end);
         }
         FenceForCopies();
         SyncWarpgroup(group);
@@ -500,10 +491,10 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const int64_t tiles = int64_t{work.m_tiles / T::kShared} * work.n_tiles.value;
   if constexpr (T::kFold) {
     if (conv.shortcut.x.data != nullptr) {
-      return LaunchPersistent<T>(Conv3x3Kernel<T, true>, tiles, conv, work, queue);
+      return LaunchPersistent<T>(Conv3x3Kernel<T, true>, tiles, T::kShared, conv, work, queue);
     }
   }
-  return LaunchPersistent<T>(Conv3x3Kernel<T, false>, tiles, conv, work, queue);
+  return LaunchPersistent<T>(Conv3x3Kernel<T, false>, tiles, T::kShared, conv, work, queue);
 }
 
 }  // namespace

@@ -78,6 +78,17 @@ __device__ inline void PrefetchMaps(const Work& work) {
   if (work.shortcut.chunks2 > 0) PrefetchMap(&work.shortcut.x2);
 }
 
+/// Of tile numbers, in a few cycles. Exact while the number times the divisor is less than 2³².
+struct Divisor {
+  int value = 1;
+  uint64_t inverse = 0;  // 2³² / value, rounded up
+  Divisor() = default;
+  explicit Divisor(int value) : value(value), inverse(((uint64_t{1} << 32) + value - 1) / value) {}
+};
+__device__ inline int Divide(int number, const Divisor& by) {
+  return static_cast<int>(static_cast<uint64_t>(number) * by.inverse >> 32);
+}
+
 /// The output pixels of a phase, those of all images behind each other, as the copy engine walks
 /// them for one tap of a window after the other. Four phases are the parities of the outputs' rows
 /// and columns when the input is doubled.
@@ -196,23 +207,24 @@ __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, in
 }
 
 /// A warpgroup's sums of 64 pixels through shared memory, in boxes of 64 pixels × kBox outputs as
-/// the copy engine lays them: the residual, when there is one, lies in `staging` already; the
-/// outputs take its place. What it does is known beforehand: instructions that are jumped over for
-/// every eight sums took several times as long to fetch as all the others to run.
-template <int kBox, bool kResidual, bool kSilu, int kSums>
-__device__ inline void FinishStagedAs(const Conv2dLaunch& conv, unsigned char* staging,
-                                      const float (&sums)[kSums]) {
+/// the copy engine lays them: begin(i) tells where the i-th of them lies, in which the residual,
+/// when there is one, lies already; the outputs take its place, and end(i) is told. What it does is
+/// known beforehand: instructions that are jumped over for every eight sums took several times as
+/// long to fetch as all the others to run.
+template <int kBox, bool kResidual, bool kSilu, int kSums, typename Begin, typename End>
+__device__ inline void FinishStagedAs(const Conv2dLaunch& conv, const float (&sums)[kSums],
+                                      const Begin& begin, const End& end) {
   constexpr int kLine = kBox * 2;  // bytes
   constexpr int kChunks = kBox / 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   // This lane's row of the four matrices: rows 0…7 and 8…15 of eight outputs, then of the next.
   const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
   const int swizzle = kBox == 64 ? row % 8 : row / 2 % 4;
+  uint32_t line = 0;
 #pragma unroll
   for (int j = 0; j < kSums / 4; j += 2) {
-    const int chunk = j % kChunks + lane / 16;
-    const uint32_t at =
-        SharedAddress(staging) + j / kChunks * (64 * kLine) + row * kLine + (chunk ^ swizzle) * 16;
+    if (j % kChunks == 0) line = SharedAddress(begin(j / kChunks)) + row * kLine;
+    const uint32_t at = line + ((j % kChunks + lane / 16) ^ swizzle) * 16;
     float v[8];
 #pragma unroll
     for (int c = 0; c < 8; ++c) v[c] = sums[4 * j + c];
@@ -227,22 +239,23 @@ __device__ inline void FinishStagedAs(const Conv2dLaunch& conv, unsigned char* s
 #pragma unroll
     for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
     StoreMatrices(at, packed);
+    if (j % kChunks == kChunks - 2) end(j / kChunks);
   }
 }
-template <int kBox, int kSums>
-__device__ inline void FinishStaged(const Conv2dLaunch& conv, unsigned char* staging,
-                                    const float (&sums)[kSums]) {
+template <int kBox, int kSums, typename Begin, typename End>
+__device__ inline void FinishStaged(const Conv2dLaunch& conv, const float (&sums)[kSums],
+                                    const Begin& begin, const End& end) {
   const bool has_residual = conv.residual.data != nullptr;
   if (conv.activation == Activation::kSilu) {
     if (has_residual) {
-      FinishStagedAs<kBox, true, true>(conv, staging, sums);
+      FinishStagedAs<kBox, true, true>(conv, sums, begin, end);
     } else {
-      FinishStagedAs<kBox, false, true>(conv, staging, sums);
+      FinishStagedAs<kBox, false, true>(conv, sums, begin, end);
     }
   } else if (has_residual) {
-    FinishStagedAs<kBox, true, false>(conv, staging, sums);
+    FinishStagedAs<kBox, true, false>(conv, sums, begin, end);
   } else {
-    FinishStagedAs<kBox, false, false>(conv, staging, sums);
+    FinishStagedAs<kBox, false, false>(conv, sums, begin, end);
   }
 }
 
@@ -364,17 +377,17 @@ inline Conv2dLaunch EpilogueOf(Conv2dLaunch conv) {
   return conv;
 }
 
-/// Persistent blocks in clusters that share weights: as many as the device holds, or as `tiles`, of
-/// a cluster each, keep busy.
+/// Persistent blocks in clusters of `shared` that share weights: as many as the device holds, or as
+/// `tiles`, of a cluster each, keep busy.
 template <typename T, typename Work>
-cudaError_t LaunchPersistent(void (*kernel)(Conv2dLaunch, Work), int64_t tiles,
+cudaError_t LaunchPersistent(void (*kernel)(Conv2dLaunch, Work), int64_t tiles, int shared,
                              const Conv2dLaunch& conv, const Work& work, const Queue& queue) {
-  const int64_t at_once = queue.multiprocessors / T::kShared;
+  const int64_t at_once = queue.multiprocessors / shared;
   return LaunchDependent(kernel,
-                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * T::kShared),
+                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * shared),
                           .block = T::kThreads,
                           .shared_bytes = T::kSharedBytes,
-                          .cluster = T::kShared},
+                          .cluster = static_cast<unsigned>(shared)},
                          queue, EpilogueOf(conv), work);
 }
 

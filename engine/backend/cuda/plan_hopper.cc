@@ -16,33 +16,48 @@ namespace {
 struct TileCost {
   HopperTile tile;
   int m, n;
+  int cluster;                  // that shares weights; those of units share splits, and go by plan
   double launch, step, finish;  // a launch; a step along k and an end of a tile
   double fold;                  // an added split of a tile that Folds()
   double alone = 1;             // of a step, of a block with a multiprocessor for itself
 };
 constexpr TileCost kTileCosts[] = {
-    {HopperTile::kUnit, 64, 64, 0.02, 0.405, 3.44, 0.23, 0.66},
-    {HopperTile::kPatchUnit, 64, 64, 0.01, 0.298, 3.36, 0.29, 0.67},
-    {HopperTile::k128x32, 128, 32, 0.68, 0.358, 0.78, 0},
-    {HopperTile::k128x128, 128, 128, 2.1, 0.41, 1.33, 0.28},
-    {HopperTile::k128x128Turns, 128, 128, 2.5, 0.419, 0.7, 0},
-    {HopperTile::k128x160, 128, 160, 1.9, 0.411, 2.22, 0.43},
-    {HopperTile::k128x192, 128, 192, 1.9, 0.492, 2.76, 0.44},
-    {HopperTile::k128x256, 128, 256, 1.6, 0.732, 3.26, 0},
-    {HopperTile::kPatch64, 128, 64, 1.1, 0.235, 1.45, 0.1},
-    {HopperTile::kPatch128, 128, 128, 2.5, 0.301, 1.7, 0.07},
-    {HopperTile::kPatch192, 128, 192, 2.5, 0.456, 2.4, 0},
-    {HopperTile::kPatch128Turns, 128, 128, 3.0, 0.301, 1.1, 0},
-    {HopperTile::kPatch192Turns, 128, 192, 2.5, 0.456, 1.4, 0},
+    {HopperTile::kUnit, 64, 64, 1, 0.02, 0.3, 2.3, 0.23, 0.89},
+    {HopperTile::kPatchUnit, 64, 64, 1, 0.01, 0.298, 2.5, 0.29, 0.67},
+    {HopperTile::k128x32, 128, 32, 1, 0.68, 0.358, 0.78, 0},
+    {HopperTile::k128x128, 128, 128, 1, 1.4, 0.364, 0.9, 0.28},
+    {HopperTile::k128x128, 128, 128, 2, 1.8, 0.386, 0.8, 0.28},
+    {HopperTile::k128x128Turns, 128, 128, 1, 1.7, 0.363, 0.6, 0},
+    {HopperTile::k128x128Turns, 128, 128, 2, 2.1, 0.371, 0.53, 0},
+    {HopperTile::k128x160, 128, 160, 1, 1.1, 0.465, 1.0, 0.43},
+    {HopperTile::k128x160, 128, 160, 2, 1.7, 0.478, 0.8, 0.43},
+    {HopperTile::k128x192, 128, 192, 1, 1.1, 0.56, 1.1, 0.44},
+    {HopperTile::k128x192, 128, 192, 2, 1.6, 0.56, 1.1, 0.44},
+    {HopperTile::k128x256, 128, 256, 1, 0.8, 0.73, 1.6, 0},
+    {HopperTile::k128x256, 128, 256, 2, 1.5, 0.75, 1.4, 0},
+    {HopperTile::k192x192, 192, 192, 1, 1.0, 0.82, 1.5, 0},
+    {HopperTile::k192x192, 192, 192, 2, 1.8, 0.86, 1.2, 0},
+    {HopperTile::kPatch64, 128, 64, 1, 1.1, 0.235, 1.45, 0.1},
+    {HopperTile::kPatch128, 128, 128, 1, 2.5, 0.301, 1.7, 0.07},
+    {HopperTile::kPatch192, 128, 192, 1, 2.5, 0.456, 2.4, 0},
+    {HopperTile::kPatch128Turns, 128, 128, 1, 3.0, 0.301, 1.1, 0},
+    {HopperTile::kPatch192Turns, 128, 192, 1, 2.5, 0.456, 1.4, 0},
 };
+/// Of a step, of blocks that could share weights and do not, where many weights pass by in each of
+/// several rounds of tiles.
+constexpr double kUnpaired = 1.05;
+constexpr int kManyOutputs = 2048;
 constexpr int kMinSplitSteps = 4;
 
 int64_t ImagePixels(const Conv2dLaunch& conv) {  // of a phase
   return int64_t{conv.out_height} * conv.out_width / (conv.upsample2x ? 4 : 1);
 }
 
-int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n) {
-  return (conv.upsample2x ? 4 : 1) * ((pixels + m - 1) / m) * ((conv.outputs + n - 1) / n);
+/// Of all phases; along m as whole clusters.
+int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n, int cluster = 1) {
+  m *= cluster;
+  return (conv.upsample2x ? 4 : 1) * ((pixels + m - 1) / m) * cluster *
+         ((conv.outputs + n - 1) / n);
 }
 
 /// Splits let one image fill more of the device, and cost a large batch the tiles that do not fold.
@@ -92,17 +107,21 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
     if (IsPatch(cost.tile) && !patches) continue;
     if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
     if (splits > 1 && !Folds(cost.tile)) continue;
-    const int64_t tiles = TilesOf(conv, pixels, cost.m, cost.n);
+    const int64_t tiles = TilesOf(conv, pixels, cost.m, cost.n, cost.cluster);
     const bool unit = IsUnit(cost.tile);
-    for (int cluster = 1; cluster <= (unit ? splits : 1); cluster *= 2) {
-      const int runs = splits / cluster;  // of a block
+    for (int cluster = cost.cluster; cluster <= (unit ? splits : cost.cluster); cluster *= 2) {
+      const int blocks = unit ? cluster : 1;  // that share the splits of a tile
+      const int runs = splits / blocks;       // of each
       // Clusters of fewer blocks than runs receive more sums, and have no room for two.
-      const int beside = unit && (cluster == 1 || runs == 1) ? 2 : 1;
-      const double waves = static_cast<double>(tiles * cluster) / (queue.multiprocessors * beside);
-      const double step =
-          cost.step * (beside == 2 ? std::clamp(waves, cost.alone, 1.0) : cost.alone);
+      const int beside = unit && (blocks == 1 || runs == 1) ? 2 : 1;
+      const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);
+      const bool unpaired =
+          !unit && !IsPatch(cost.tile) && cluster == 1 && conv.outputs >= kManyOutputs && waves > 2;
+      const double step = cost.step * (unpaired      ? kUnpaired
+                                       : beside == 2 ? std::clamp(waves, cost.alone, 1.0)
+                                                     : cost.alone);
       const double microseconds =
-          cost.launch + std::ceil(waves) * (steps * step / cluster + cost.finish +
+          cost.launch + std::ceil(waves) * (steps * step / blocks + cost.finish +
                                             (runs > 1 ? runs * cost.fold : 0));
       candidates.push_back({{cost.tile, splits, cluster}, microseconds});
     }
@@ -115,9 +134,10 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
 }
 
 std::string NameOf(const HopperPlan& plan) {
-  constexpr const char* kNames[] = {
-      "unit",    "patch unit", "128x32",   "128x128",  "128x128 turns",  "128x160",       "128x192",
-      "128x256", "patch64",    "patch128", "patch192", "patch128 turns", "patch192 turns"};
+  constexpr const char* kNames[] = {"unit",           "patch unit",    "128x32",   "128x128",
+                                    "128x128 turns",  "128x160",       "128x192",  "128x256",
+                                    "192x192",        "patch64",       "patch128", "patch192",
+                                    "patch128 turns", "patch192 turns"};
   static_assert(std::size(kNames) == kHopperTiles);
   return fmt::format("{}{}", kNames[static_cast<int>(plan.tile)],
                      plan.cluster > 1 ? fmt::format(" in clusters of {}", plan.cluster) : "");
