@@ -13,7 +13,7 @@ namespace denoised::cuda {
 
 struct CudaConv2d final : PackedConv2d {
   Tensor weight;  // device [phases · outputs, padded k]
-  Tensor bias;  // device F32, [outputs + kBiasPadding]; or undefined
+  Tensor bias;    // device F32, [outputs + kBiasPadding]; or undefined
 };
 
 struct CudaLinear final : PackedLinear {
