@@ -67,15 +67,6 @@ struct HopperPlan {
   int cluster = 1;
 };
 
-inline bool InVectors(const Rows& rows) {
-  return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
-}
-/// Outputs that wide tiles can make.
-inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
-  return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
-         InVectors(conv.residual) &&
-         (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
-}
 /// Of one output along k, those of a shortcut included.
 int StepsOf(const Conv2dLaunch& conv);
 /// Whether there is no shortcut, or one that goes along as steps: of an image that leaves much of

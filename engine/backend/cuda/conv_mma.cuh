@@ -19,15 +19,9 @@ __device__ inline void Share(int turn, const Do& what) {
   }
 }
 
-/// Outputs that FinishVector makes: bf16 by eights, with at most one of add and residual beside
-/// them.
+/// Outputs that FinishVector makes, with at most one of add and residual beside them.
 inline bool FinishesInVectors(const Conv2dLaunch& conv) {
-  const auto suits = [](const Rows& rows) {
-    return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
-  };
-  return conv.outputs % 8 == 0 && suits(conv.out) && suits(conv.add) && suits(conv.residual) &&
-         (conv.add.data == nullptr || conv.residual.data == nullptr) &&
-         (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
+  return HasVectorOutputs(conv) && (conv.add.data == nullptr || conv.residual.data == nullptr);
 }
 
 /// Eight outputs from their sums, which began with the bias: + beside, · scale, activation. For

@@ -435,8 +435,7 @@ static_assert(kMaxNormChannels * sizeof(ExactStatistics) <= kSharedLimit, "one c
 }  // namespace
 
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
-  const bool vector = norm.x.vector && norm.channels % 8 == 0 && norm.out.vector &&
-                      (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % 8 == 0));
+  const bool vector = HasVectors(norm);
   if (norm.x.element == Element::kBf16) {
     return vector ? Launch<8, Element::kBf16>(norm, queue) : Launch<1, Element::kBf16>(norm, queue);
   }
@@ -444,9 +443,8 @@ cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
 }
 
 bool SuitsGroupNormFactors(const GroupNormLaunch& norm) {
-  return CutOf(norm).channels > 0 && norm.x.element == Element::kBf16 && norm.x.vector &&
-         norm.channels % 8 == 0 && norm.out.element == Element::kBf16 && norm.out.vector &&
-         (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % 8 == 0)) &&
+  return CutOf(norm).channels > 0 && HasVectors(norm) && norm.x.element == Element::kBf16 &&
+         norm.out.element == Element::kBf16 &&
          (norm.activation == Activation::kNone || norm.activation == Activation::kSilu);
 }
 

@@ -72,6 +72,17 @@ struct Conv2dLaunch {
   int64_t workspace_bytes = 0;
   int* workspace_zeros = nullptr;  // kWorkspaceZeros, and zero again afterwards
 };
+
+inline bool InVectors(const Rows& rows) {
+  return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
+}
+/// Outputs in bf16 by eights, and so what is added to them.
+inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
+  return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
+         InVectors(conv.residual) &&
+         (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
+}
+
 constexpr int kWorkspaceZeros = 1024;
 constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 256;  // outputs of the widest tile
