@@ -221,6 +221,7 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   const size_t image_bytes = sizeof(Moments) * kChunks * norm.groups;
   const int images_at_once =
       static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
+  if (images_at_once == 0) return cudaErrorInvalidValue;
   for (int first = 0; first < norm.images; first += images_at_once) {
     const unsigned images = std::min(images_at_once, norm.images - first);
     for (cudaError_t error :
@@ -457,6 +458,7 @@ cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& que
   const size_t image_bytes = sizeof(float2) * cut.parts * norm.groups;
   const int images_at_once = static_cast<int>(std::min<size_t>(
       norm.workspace_bytes / image_bytes, cut.parts == 1 ? 65535 : kWorkspaceZeros / cut.slices));
+  if (images_at_once == 0) return cudaErrorInvalidValue;
   for (int first = 0; first < norm.images; first += images_at_once) {
     const cudaError_t error = LaunchDependent(
         kernel,

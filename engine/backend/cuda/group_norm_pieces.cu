@@ -172,6 +172,7 @@ bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
 }
 
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
+  if (!SuitsGroupNormPieces(norm)) return cudaErrorInvalidValue;
   const Plan plan = MakePlan(norm);
   const int images_at_once = static_cast<int>(
       std::min<size_t>(norm.workspace_bytes / NodeBytes(norm, plan), kWorkspaceZeros));

@@ -611,8 +611,7 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
 bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).clusters > 0; }
 
 /// As measured: where threads lie badly over groups, whose channels neither divide a vector nor are
-/// whole vectors, small clusters gain much; else only images for which there are large ones, and
-/// blocks that tell factors alone have little to overlap.
+/// whole vectors, small clusters gain much; else only images for which there are large ones.
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
   const auto [plan, clusters, units] = Choose(norm);
@@ -631,6 +630,7 @@ bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   const Choice choice = Choose(norm);
   const Plan& plan = choice.plan;
+  if (choice.clusters == 0) return cudaErrorInvalidValue;
   if (const cudaError_t error = GetTensorMapEncoders().error; error != cudaSuccess) return error;
   Maps maps = {};
   if (Encode(&maps.x, norm.x, norm.channels, norm, plan) != CUDA_SUCCESS ||
