@@ -112,7 +112,8 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
     for (int cluster = cost.cluster; cluster <= (unit ? splits : cost.cluster); cluster *= 2) {
       const int blocks = unit ? cluster : 1;  // that share the splits of a tile
       const int runs = splits / blocks;       // of each
-      // Clusters of fewer blocks than runs receive more sums, and have no room for two.
+      // Clusters of fewer blocks than runs receive more sums: as measured they cost what they would
+      // with a multiprocessor to themselves.
       const int beside = unit && (blocks == 1 || runs == 1) ? 2 : 1;
       const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);
       const bool unpaired =
