@@ -50,6 +50,13 @@ struct Conv2dShortcut {
   const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias belongs into the other's
 };
 
+/// SiLU of a group norm of what a convolution makes.
+struct Conv2dOutputNorm {
+  Tensor gamma, beta;  // F32 [Cout]; undefined: there is none
+  int groups = 32;
+  float eps = 1e-5f;
+};
+
 struct Conv2dArgs {
   Tensor x;   // [N, H, W, C]
   Tensor x2;  // optional [N, H, W, C2]: the input is concat(x, x2) along channels
@@ -63,7 +70,8 @@ struct Conv2dArgs {
   Conv2dShortcut shortcut;  // optional, in place of a residual; `out` must not overlap its inputs
   float scale = 1.0f;       // out = act((conv + bias + add + residual or shortcut) · scale)
   Activation activation = Activation::kNone;
-  Tensor out;  // [N, Ho, Wo, Cout]; activation dtype, or F32
+  Conv2dOutputNorm output_norm;  // of what `out` would be, in its place: where MakesOutputNorm()
+  Tensor out;                    // [N, Ho, Wo, Cout]; activation dtype, or F32
 };
 
 struct LinearArgs {
@@ -243,6 +251,9 @@ class Backend {
     GroupNorm(norm);
     Conv2d(conv);
   }
+  /// Whether Conv2d() and NormConv2d() can make args.output_norm, with the bits of GroupNorm(), and
+  /// had better. args.x need not be made yet.
+  virtual bool MakesOutputNorm(const Conv2dArgs& /*args*/) { return false; }
   virtual void Attention(const AttentionArgs& args) = 0;
   virtual void TimestepEmbedding(const TimestepEmbeddingArgs& args) = 0;
   virtual void FourierEmbedding(const FourierEmbeddingArgs& args) = 0;

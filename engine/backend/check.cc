@@ -117,6 +117,13 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
     CheckTensor("add", args.add, {x[0], weight.out_channels}, rules.activation, rules, true);
   }
   if (args.residual) CheckTensor("residual", args.residual, out, rules.activation, rules);
+  if (const Conv2dOutputNorm& norm = args.output_norm; norm.gamma) {
+    const Shape parameters = {weight.out_channels};
+    CheckTensor("output_norm.gamma", norm.gamma, parameters, DType::kF32, rules);
+    CheckTensor("output_norm.beta", norm.beta, parameters, DType::kF32, rules);
+    DENOISED_CHECK(norm.groups >= 1 && weight.out_channels % norm.groups == 0,
+                   "{} groups of {} outputs", norm.groups, weight.out_channels);
+  }
   if (args.shortcut.weight == nullptr) return;
   const PackedConv2d& shortcut = *args.shortcut.weight;
   DENOISED_CHECK(!args.residual, "both a residual and a shortcut");

@@ -36,14 +36,14 @@ absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(Backend& backend, const Weights&
 }
 
 Tensor Conv2d::operator()(Context& context, Conv2dArgs args) const {
-  args = Same(context, std::move(args));
+  args = Complete(context, std::move(args));
   context.backend.Conv2d(args);
   return args.out;
 }
 
 Tensor Conv2d::operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const {
   args.x = norm.out;
-  args = Same(context, std::move(args));
+  args = Complete(context, std::move(args));
   context.backend.NormConv2d(norm, args);
   return args.out;
 }
@@ -52,17 +52,17 @@ Tensor Conv2d::Downsample(Context& context, const Tensor& x, int padding) const 
   Conv2dArgs args{.x = x, .stride = 2};
   args.pad_top = args.pad_left = padding;
   args.pad_bottom = args.pad_right = padding == 0 ? 1 : padding;
-  args = Complete(context, std::move(args));
+  args = Padded(context, std::move(args));
   context.backend.Conv2d(args);
   return args.out;
 }
 
-Conv2dArgs Conv2d::Same(Context& context, Conv2dArgs args) const {
+Conv2dArgs Conv2d::Complete(Context& context, Conv2dArgs args) const {
   args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = weight_->kernel / 2;
-  return Complete(context, std::move(args));
+  return Padded(context, std::move(args));
 }
 
-Conv2dArgs Conv2d::Complete(Context& context, Conv2dArgs args) const {
+Conv2dArgs Conv2d::Padded(Context& context, Conv2dArgs args) const {
   args.weight = weight_.get();
   args.shortcut.weight = shortcut_.get();
   args.upsample2x = weight_->upsample2x;

@@ -46,14 +46,15 @@ class Conv2d {
   /// The same of a normalised input, args.x being norm.out (GroupNorm::Complete), which nobody else
   /// may read.
   Tensor operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const;
+  /// What operator() would do: `args` with the weights and what else it fills in.
+  Conv2dArgs Complete(Context& context, Conv2dArgs args) const;
   /// Stride 2 as diffusers' Downsample2D: `padding` 1 all around, or 0 with one row and column of
   /// zeros at the bottom and right.
   Tensor Downsample(Context& context, const Tensor& x, int padding) const;
 
  private:
-  /// Fills in what is missing for "same" padding, or, with padding, for the output.
-  Conv2dArgs Same(Context& context, Conv2dArgs args) const;
-  Conv2dArgs Complete(Context& context, Conv2dArgs args) const;
+  /// The same with args' own padding.
+  Conv2dArgs Padded(Context& context, Conv2dArgs args) const;
   std::shared_ptr<const PackedConv2d> weight_, shortcut_;
 };
 
@@ -81,6 +82,7 @@ class GroupNorm {
   Tensor operator()(Context& context, GroupNormArgs args) const;
   /// What operator() would do: `args` with the parameters and, when undefined, a new output.
   GroupNormArgs Complete(Context& context, GroupNormArgs args) const;
+  Conv2dOutputNorm OfOutput() const { return {gamma_, beta_, groups_, eps_}; }
 
  private:
   Tensor gamma_, beta_;

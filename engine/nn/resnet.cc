@@ -51,25 +51,38 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
 
   Tensor input = x;
   const GroupNormArgs first{.x = x, .x2 = skip, .activation = options_.activation};
-  const Conv2dArgs conv1{.add = options_.scale_shift ? none : time_columns};
-  Tensor hidden;
+  Conv2dArgs conv1{.add = options_.scale_shift ? none : time_columns};
+  // Where an image is small its second norm is best made by the convolution before.
+  const auto complete = [&](const Tensor& of) {
+    conv1.x = of;
+    conv1 = conv1_.Complete(context, std::move(conv1));
+    if (options_.scale_shift || options_.activation != Activation::kSilu) return;
+    conv1.output_norm = norm2_.OfOutput();
+    if (!context.backend.MakesOutputNorm(conv1)) conv1.output_norm = {};
+  };
   if (down) {
     input = Resampled(context, Resample::kAveragePoolDown, input);
-    Conv2dArgs pooled = conv1;
-    pooled.x = Resampled(context, Resample::kAveragePoolDown, norm1_(context, first));
-    hidden = conv1_(context, pooled);
+    complete(Resampled(context, Resample::kAveragePoolDown, norm1_(context, first)));
+    context.backend.Conv2d(conv1);
   } else {
     if (up) input = Resampled(context, Resample::kNearestUp, input);
-    hidden = conv1_(context, norm1_.Complete(context, first), conv1);
+    const GroupNormArgs norm1 = norm1_.Complete(context, first);
+    complete(norm1.out);
+    context.backend.NormConv2d(norm1, conv1);
   }
+  conv1.x = none;  // its memory is free for what comes
   Conv2dArgs conv2{.scale = static_cast<float>(1.0 / options_.output_scale_factor)};
   if (has_shortcut) {
     conv2.shortcut = {.x = input, .x2 = skip};
   } else {
     conv2.residual = input;
   }
+  if (conv1.output_norm.gamma) {
+    conv2.x = conv1.out;
+    return conv2_(context, conv2);
+  }
   return conv2_(context,
-                norm2_.Complete(context, {.x = hidden,
+                norm2_.Complete(context, {.x = conv1.out,
                                           .scale_shift = options_.scale_shift ? time_columns : none,
                                           .activation = options_.activation}),
                 conv2);

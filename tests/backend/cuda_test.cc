@@ -20,6 +20,13 @@ class CudaTest : public OnBackend {
     cpu_ = cpu.get();
   }
 
+  /// Whether Hopper's own kernels run.
+  bool on_hopper() {
+    const std::string description = backend().description();
+    return !fp32() && !GetParam().options.generic_kernels &&
+           (description.find("H100") != std::string::npos ||
+            description.find("H200") != std::string::npos);
+  }
   Tensor UploadToCpu(const Array& array) {
     Tensor tensor = cpu_->Allocate(array.shape, DType::kF32, "a test").value();
     const Tensor host = ToHost(array, DType::kF32);
@@ -254,6 +261,58 @@ TEST_P(CudaTest, NormConv2dHasTheBitsOfItsParts) {
     EXPECT_TRUE(together == Bytes(conv.out))
         << c.rows << " of " << c.height << " x " << c.width << " x " << c.channels << " + "
         << c.channels2 << " -> " << c.outputs;
+  }
+}
+
+TEST_P(CudaTest, OutputNormsHaveTheBitsOfGroupNorms) {
+  struct {
+    int64_t rows, size, channels, outputs;
+    int groups;
+    bool small;  // enough for Hopper's units, which alone make them
+  } cases[] = {{1, 8, 256, 256, 32, true},   {16, 8, 256, 256, 32, true},
+               {16, 4, 256, 128, 32, true},  {1, 8, 64, 576, 32, false},
+               {1, 16, 256, 256, 32, false}, {512, 8, 256, 256, 32, false}};
+  for (const auto& c : cases) {
+    const Shape in = {c.rows, c.size, c.size, c.channels};
+    const Shape out = {c.rows, c.size, c.size, c.outputs};
+    const auto packed = PackConv2d(Random({c.outputs, c.channels, 3, 3}, activation(),
+                                          1 / std::sqrt(static_cast<double>(c.channels * 9))),
+                                   Random({c.outputs}, DType::kF32));
+    const GroupNormArgs before{.x = Upload(Random(in)),
+                               .gamma = Upload(Random({c.channels}, DType::kF32), DType::kF32),
+                               .beta = Upload(Random({c.channels}, DType::kF32), DType::kF32),
+                               .groups = 8,
+                               .activation = Activation::kSilu,
+                               .out = Output(in)};
+    Conv2dArgs conv{.x = before.out,
+                    .weight = packed.get(),
+                    .add = Upload(Random({c.rows, c.outputs})),
+                    .output_norm = {.gamma = Upload(Random({c.outputs}, DType::kF32), DType::kF32),
+                                    .beta = Upload(Random({c.outputs}, DType::kF32), DType::kF32),
+                                    .groups = c.groups}};
+    conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
+    conv.out = Output(out);
+    const bool makes = backend().MakesOutputNorm(conv);
+    EXPECT_EQ(makes, c.small && on_hopper()) << in.ToString() << " to " << out.ToString();
+    if (!makes) continue;
+    backend().NormConv2d(before, conv);
+    const Tensor together = conv.out;
+    conv.out = Output(out);
+    backend().GroupNorm(before);
+    backend().Conv2d(conv);
+    EXPECT_TRUE(Bytes(conv.out) == Bytes(together)) << in.ToString();
+    const GroupNormArgs after{.x = Output(out),
+                              .gamma = conv.output_norm.gamma,
+                              .beta = conv.output_norm.beta,
+                              .groups = c.groups,
+                              .activation = Activation::kSilu,
+                              .out = Output(out)};
+    conv.output_norm = {};
+    conv.out = after.x;
+    backend().NormConv2d(before, conv);
+    backend().GroupNorm(after);
+    EXPECT_FALSE(std::isnan(Read(after.out).at(0)));
+    EXPECT_TRUE(Bytes(after.out) == Bytes(together)) << in.ToString();
   }
 }
 
@@ -597,13 +656,10 @@ TEST_P(CudaTest, TunedGraphsHaveTheSameBits) {
     EXPECT_TRUE(Bytes(out) == expected);
     return runs;
   };
-  const bool on_hopper = !fp32() && !options.generic_kernels &&
-                         (backend().description().find("H100") != std::string::npos ||
-                          backend().description().find("H200") != std::string::npos);
-  EXPECT_EQ(runs_to_capture(), on_hopper ? 2 : 1);
+  EXPECT_EQ(runs_to_capture(), on_hopper() ? 2 : 1);
   EXPECT_EQ(runs_to_capture(), 1) << "what was measured was not kept";
   EXPECT_TRUE(warnings.empty()) << warnings.front();
-  if (!on_hopper) return;
+  if (!on_hopper()) return;
   const auto file = *std::filesystem::directory_iterator(options.autotune_cache);
   std::ofstream(file.path()) << "{\"ways\": ";
   EXPECT_EQ(runs_to_capture(), 2);

@@ -274,6 +274,47 @@ TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
   }
 }
 
+// Groups of two, four and eight channels; one, four and eight images a unit, the last ones of it
+// missing; outputs that units do not divide; patches and boxes.
+TEST_F(HopperPlansTest, NormsOfOutputsHaveTheBitsOfGroupNorms) {
+  struct {
+    Case conv;
+    int groups;
+  } cases[] = {{{1, 8, 8, 256, 0, 256, 3}, 32},     {{9, 8, 8, 256, 128, 128, 3}, 32},
+               {{5, 4, 4, 256, 0, 256, 3}, 32},     {{70, 4, 4, 320, 64, 320, 3}, 40},
+               {{3, 2, 4, 128, 0, 64, 3}, 32},      {{7, 4, 8, 64, 0, 72, 3}, 18},
+               {{3, 15, 15, 64, 0, 256, 3, 2}, 64}, {{11, 1, 64, 256, 0, 72, 1}, 9},
+               {{33, 8, 8, 512, 0, 256, 3}, 128}};
+  for (const auto& [c, groups] : cases) {
+    kept_.clear();
+    Conv2dLaunch conv = Launch(c);
+    conv.residual = {};
+    conv.activation = Activation::kNone;
+    const Tensor made = out_;
+    GroupNormLaunch norm;
+    norm.images = c.images, norm.pixels = conv.out_height * conv.out_width;
+    norm.channels = c.outputs, norm.groups = groups;
+    norm.eps = 1e-5f;
+    norm.activation = Activation::kSilu;
+    norm.gamma = Random({c.outputs}, DType::kF32).as<float>();
+    norm.beta = Random({c.outputs}, DType::kF32).as<float>();
+    norm.x = View(made);
+    ASSERT_EQ(LaunchConv2dHopper(conv, HopperCandidates(conv, queue_).front().plan, queue_),
+              cudaSuccess);
+    out_ = Zeros(made.shape(), DType::kBF16);
+    norm.out = conv.out = View(out_);
+    ASSERT_TRUE(SuitsGroupNormCluster(norm, queue_));
+    const std::vector<std::byte> apart =
+        Run("apart", [&] { return LaunchGroupNormCluster(norm, queue_); });
+    conv.output_norm = {norm.gamma, norm.beta, groups, norm.eps};
+    SCOPED_TRACE(Describe(conv));
+    ASSERT_TRUE(SuitsOutputNorm(conv));
+    EXPECT_TRUE(RunAll(conv) == apart);
+    conv.output_norm.eps *= 2;
+    EXPECT_FALSE(RunAll(conv) == apart);
+  }
+}
+
 // Runs of two, four and eight channels; clusters of one block to sixteen; pixels that chunks and
 // blocks do not divide; slices across both sources, of several boxes; more units than clusters;
 // channels that tiles do not divide.

@@ -141,6 +141,7 @@ class CpuBackend final : public Backend {
 
   void Conv2d(const Conv2dArgs& args) override {
     Check(args, kRules);
+    DENOISED_CHECK(!args.output_norm.gamma, "what MakesOutputNorm() denies");
     Enqueue([&] { cpu::Conv2d(args, scratch_); });
   }
   void Linear(const LinearArgs& args) override {

@@ -77,6 +77,9 @@ bool SuitsHopper(const Conv2dLaunch& conv);
 /// Whether it is a 3×3 convolution with bf16 outputs of images that patches cover without much left
 /// over.
 bool SuitsPatches(const Conv2dLaunch& conv);
+/// Whether a unit holds whole groups of whole images of conv.output_norm, and nothing else becomes
+/// of its sums.
+bool SuitsOutputNorm(const Conv2dLaunch& conv);
 struct HopperCandidate {
   HopperPlan plan;
   double microseconds = 0;  // that a launch should take

@@ -11,9 +11,13 @@
 // under one tap for each step, as in conv2d_sm90.cu, or, for a 3×3 convolution, patches of 8×8
 // pixels and one around them for nine steps each, as in conv3x3_sm90.cu; where a group norm comes
 // before, three more warps normalise these.
+//
+// Of images of up to 64 pixels a block has whole groups, so it can make the group norm that comes
+// after, too (NormaliseOutputs).
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
+#include "engine/backend/cuda/group_norm.cuh"
 
 namespace denoised::cuda {
 namespace {
@@ -49,7 +53,8 @@ struct Work {
   int log_splits = 0, log_cluster = 0;  // binary logarithms
   int stages = 0;                       // that there is room for
   const float* bias = nullptr;
-  Rows add;  // per image
+  Rows add;                      // per image
+  float norm_count_inverse = 0;  // of the elements of a group of conv.output_norm
   ShortcutWork shortcut;
 };
 
@@ -96,7 +101,107 @@ __device__ inline int64_t RowOf(const Conv2dLaunch& conv, const Work& work, cons
   return m < work.grid.pixels ? OutputPixel(conv, work.grid, m, tile.phase) : -1;
 }
 
-template <bool kInPatches, bool kShortcut>
+/// Where a group norm of its outputs finds them, when a block has finished its sums: a warp keeps
+/// what becomes of its 16 pixels of each block of eight outputs in place of their sums, and after
+/// them the sums of their two leaves.
+struct Finished {
+  unsigned char* sums_received;
+  static constexpr int kWarpBytes = 32 * sizeof(float4), kWarpPixels = 16;
+  __device__ unsigned char* WarpAt(int j, int warp) const {
+    return sums_received + (j * (kConsumers / 32) + warp) * kWarpBytes;
+  }
+  /// Of eight outputs in bf16.
+  __device__ unsigned char* At(int j, int pixel) const {
+    return WarpAt(j, pixel / kWarpPixels) + pixel % kWarpPixels * (kVector * 2);
+  }
+  /// [runs of a vector]
+  __device__ Sums* LeafAt(int j, int leaf) const {
+    return reinterpret_cast<Sums*>(WarpAt(j, leaf / 2) + kWarpPixels * kVector * 2) +
+           leaf % 2 * (kVector / 2);
+  }
+};
+
+/// silu(group norm) of what a block has finished, `mine` blocks of eight outputs from `output` on,
+/// to `conv.out`: as LaunchGroupNormCluster would, whose leaves and trees these are. Groups have
+/// kRun channels. `affine`: halves of gamma and beta of its outputs; `row_of(pixel)`: where it
+/// lies, or -1.
+template <int kRun, typename RowOf>
+__device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished& finished,
+                                        const float2* affine, float count_inverse, int output,
+                                        int mine, int warp, RowOf row_of) {
+  constexpr int kRuns = kVector / kRun;
+  const int lane = threadIdx.x % 32;
+  const int image_pixels = conv.out_height * conv.out_width;  // a power of two
+  const auto first_of_image = [&](int pixel) { return pixel & -image_pixels; };
+  const auto pivot_of = [&](int j, int pixel, int run) {
+    return *reinterpret_cast<const uint16_t*>(
+        finished.At(j, first_of_image(pixel) + image_pixels / 2) + run * kRun * 2);
+  };
+
+  SyncWarpgroup(0);  // a pivot may be another warp's
+#pragma unroll 1
+  for (int first = 0; first < mine; first += 4) {
+    // A quad has a leaf: of every second the upper one of the warp's two.
+    const int quad = lane / kQuad, j = first + quad / 2, leaf = warp * 2 + quad % 2;
+    const bool is = j < mine;
+    uint32_t vectors[kLeafVectors][kWords] = {}, pivots[kRuns] = {};
+    if (is) {
+#pragma unroll
+      for (int i = 0; i < kLeafVectors; ++i) {
+        const uint4 vector = *reinterpret_cast<const uint4*>(
+            finished.At(j, leaf * kLeafPixels + i * kQuad + lane % kQuad));
+        vectors[i][0] = vector.x, vectors[i][1] = vector.y;
+        vectors[i][2] = vector.z, vectors[i][3] = vector.w;
+      }
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r) {
+        const uint32_t pivot = pivot_of(j, leaf * kLeafPixels, r);
+        pivots[r] = pivot | pivot << 16;
+      }
+    }
+    SumLeaf<kRun>(vectors, kLeafVectors, pivots, lane, [&](int r, const Sums& sums) {
+      if (is && HoldsSums(lane)) finished.LeafAt(j, leaf)[r] = sums;
+    });
+  }
+  SyncWarpgroup(0);
+
+  // Two threads a pixel, four outputs each.
+  constexpr int kHalf = kVector / 2, kHalfRuns = kRun < kHalf ? kHalf / kRun : 1;
+  const int pixel = threadIdx.x / 2, half = threadIdx.x % 2;
+  const int first_leaf = first_of_image(pixel) / kLeafPixels, leaves = image_pixels / kLeafPixels;
+  const int64_t row = row_of(pixel);
+#pragma unroll 1
+  for (int j = 0; j < mine; ++j) {
+    const int n = output + j * kVector + half * kHalf;
+    if (row < 0 || n >= conv.outputs) continue;
+    Statistics statistics[kHalfRuns];
+#pragma unroll
+    for (int i = 0; i < kHalfRuns; ++i) {
+      const int r = half * kHalf / kRun + i;
+      Sums sums[kPixels / kLeafPixels];
+#pragma unroll
+      for (int l = 0; l < kPixels / kLeafPixels; ++l) {
+        sums[l] = l < leaves ? finished.LeafAt(j, first_leaf + l)[r] : Sums{0, 0};
+      }
+      const Sums lower = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      const Sums upper = (sums[4] + sums[5]) + (sums[6] + sums[7]);
+      statistics[i] = StatisticsOf(lower + upper, Low(pivot_of(j, pixel, r)), count_inverse,
+                                   conv.output_norm.eps);
+    }
+    const uint2 words = *reinterpret_cast<const uint2*>(finished.At(j, pixel) + half * kHalf * 2);
+    const auto of_output = [&](int i) {
+      const float2 of = affine[j * kVector + half * kHalf + i];
+      return Apply(Affine{of.x, of.y}, statistics[i * kHalfRuns / kHalf]);
+    };
+    const auto activate = [](float h) { return SiluOfHalf(h); };
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
+                              n) = {NormaliseWord(words.x, of_output(0), of_output(1), activate),
+                                    NormaliseWord(words.y, of_output(2), of_output(3), activate)};
+  }
+}
+
+/// kNormRun: channels of a group of conv.output_norm, or none.
+template <bool kInPatches, bool kShortcut, int kNormRun>
 __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     ConvUnitKernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Work work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -277,11 +382,22 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   const bool leads = threadIdx.x == 0;
   uint64_t* const patch_ready = normalises ? patch_normal : patch_full;
 
+  const int slots = SlotsOf(work.log_splits, work.log_cluster);
+  float2* const affine = reinterpret_cast<float2*>(sums_received + slots * mine * kConsumers);
+  if constexpr (kNormRun > 0) {
+    const int c = threadIdx.x, n = tile.n0 + rank * mine * 8 + c;
+    if (c < mine * 8 && n < conv.outputs) {
+      affine[c] = {0.5f * conv.output_norm.gamma[n], 0.5f * conv.output_norm.beta[n]};
+    }
+  }
+
   float sums[kSums], total[kSums];
   BeginSums(rank == 0 ? work.bias : nullptr, tile.n0, sums);
   WaitForPredecessors();  // whose output is read and overwritten from here on
+  // The next convolution's weights come meanwhile, as they would have during the norm.
+  if (kNormRun > 0) ReleaseDependents();
   uint32_t residuals[2 * kAtOnce];
-  load_residuals(0, residuals);
+  if constexpr (kNormRun == 0) load_residuals(0, residuals);
   constexpr int kAdds = kInPatches ? 1 : 2;  // a unit in patches is of one image
   uint32_t add[kAdds][kSums / 4];
   const bool adds = rank == 0 && work.add.data != nullptr;
@@ -374,9 +490,37 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     }
   }
 
-  ReleaseDependents();
+  if (kNormRun == 0) ReleaseDependents();
   if (clustered) WaitForStores(received, 0);
-  const int slots = SlotsOf(work.log_splits, work.log_cluster);
+  const auto sum_of = [&](int j) {
+    const float4* const from = sums_received + j * kConsumers + threadIdx.x;
+    float4 sum = *from;
+#pragma unroll 1
+    for (int slot = 1; slot < slots; ++slot) {
+      const float4 part = from[slot * mine * kConsumers];
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    return sum;
+  };
+  if constexpr (kNormRun > 0) {
+    const Finished finished{reinterpret_cast<unsigned char*>(sums_received)};
+#pragma unroll 1
+    for (int j = 0; j < mine; ++j) {
+      const float4 sum = sum_of(j);
+      float v[4] = {sum.x, sum.y, sum.z, sum.w};
+      FinishSums(conv, /*silu=*/false, v);
+      __syncwarp();  // all of its sums are read
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        reinterpret_cast<uint32_t*>(finished.At(j, my_pixel + 8 * h))[threadIdx.x % 4] =
+            PackBf16(v[2 * h], v[2 * h + 1]);
+      }
+    }
+    NormaliseOutputs<kNormRun>(
+        conv, finished, affine, work.norm_count_inverse, tile.n0 + rank * mine * 8, mine, warp,
+        [&](int pixel) { return RowOf<kInPatches>(conv, work, tile, pixel); });
+    return;
+  }
   const bool silu = conv.activation == Activation::kSilu;
 #pragma unroll 1
   for (int first = 0; first < mine; first += kAtOnce) {
@@ -386,14 +530,8 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
     for (int i = 0; i < kAtOnce; ++i) {
       const int j = first + i;
       if (j >= mine) break;
-      const float4* const from = sums_received + j * kConsumers + threadIdx.x;
-      float4 four = *from;
-#pragma unroll 1
-      for (int slot = 1; slot < slots; ++slot) {
-        const float4 part = from[slot * mine * kConsumers];
-        four.x += part.x, four.y += part.y, four.z += part.z, four.w += part.w;
-      }
-      float v[4] = {four.x, four.y, four.z, four.w};
+      const float4 sum = sum_of(j);
+      float v[4] = {sum.x, sum.y, sum.z, sum.w};
       if (conv.residual.data != nullptr) {
         AddPair(residuals[2 * i], v[0], v[1]);
         AddPair(residuals[2 * i + 1], v[2], v[3]);
@@ -413,6 +551,29 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
 #endif
 }
 
+using Kernel = void(Conv2dLaunch, Work);
+
+/// Channels of a group of the norm that comes after, or 0.
+int NormRunOf(const Conv2dLaunch& conv) {
+  return conv.output_norm.gamma != nullptr ? conv.outputs / conv.output_norm.groups : 0;
+}
+
+/// Null when there is none.
+template <bool kInPatches>
+Kernel* KernelOf(bool shortcut, int norm_run) {
+  switch (norm_run) {
+    case 0:
+      return shortcut ? ConvUnitKernel<kInPatches, true, 0> : ConvUnitKernel<kInPatches, false, 0>;
+    case 2:
+      return ConvUnitKernel<kInPatches, false, 2>;
+    case 4:
+      return ConvUnitKernel<kInPatches, false, 4>;
+    case 8:
+      return ConvUnitKernel<kInPatches, false, 8>;
+  }
+  return nullptr;
+}
+
 template <bool kInPatches>
 cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   using U = Unit<kInPatches>;
@@ -428,11 +589,17 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
   work.n_tiles = (conv.outputs + kOutputs - 1) / kOutputs;
   work.log_splits = BinaryLogarithm(plan.splits);
   work.log_cluster = BinaryLogarithm(plan.cluster);
-  const int others = U::kPatches * kPatchSlot + U::kBarriers * 8 +
+  const int norm_run = NormRunOf(conv);
+  const int norm_bytes = norm_run > 0 ? kOutputs * sizeof(float2) >> work.log_cluster : 0;
+  const int others = U::kPatches * kPatchSlot + U::kBarriers * 8 + norm_bytes +
                      SlotsOf(work.log_splits, work.log_cluster) * SlotBytes(work.log_cluster);
   work.stages = std::min(U::kStages, (kMostBytes - others) / U::kStageBytes);
   work.bias = conv.bias;
   work.add = conv.add;
+  if (norm_run > 0) {
+    const int image_pixels = conv.out_height * conv.out_width;
+    work.norm_count_inverse = 1.0f / (static_cast<float>(image_pixels) * norm_run);
+  }
   const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
@@ -446,8 +613,7 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   return LaunchDependent(
-      conv.shortcut.x.data != nullptr ? ConvUnitKernel<kInPatches, true>
-                                      : ConvUnitKernel<kInPatches, false>,
+      KernelOf<kInPatches>(conv.shortcut.x.data != nullptr, norm_run),
       {.grid = static_cast<unsigned>(tiles * plan.cluster),
        .block = U::kThreads,
        .shared_bytes = static_cast<size_t>(work.stages * U::kStageBytes + others),
@@ -457,17 +623,31 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
 
 template <bool kInPatches>
 cudaError_t Load() {
-  const cudaError_t error = LoadKernel(ConvUnitKernel<kInPatches, true>, kMostBytes);
-  return error == cudaSuccess ? LoadKernel(ConvUnitKernel<kInPatches, false>, kMostBytes) : error;
+  cudaError_t error = LoadKernel(KernelOf<kInPatches>(/*shortcut=*/true, 0), kMostBytes);
+  for (int norm_run : {0, 2, 4, 8}) {
+    if (error != cudaSuccess) return error;
+    error = LoadKernel(KernelOf<kInPatches>(/*shortcut=*/false, norm_run), kMostBytes);
+  }
+  return error;
 }
 
 }  // namespace
+
+bool SuitsOutputNorm(const Conv2dLaunch& conv) {
+  const int64_t image_pixels = int64_t{conv.out_height} * conv.out_width;
+  const int groups = conv.output_norm.groups, run = NormRunOf(conv);
+  return HasVectorOutputs(conv) && conv.residual.data == nullptr &&
+         conv.shortcut.x.data == nullptr && conv.activation == Activation::kNone &&
+         !conv.upsample2x && image_pixels % kLeafPixels == 0 && image_pixels <= kPixels &&
+         kPixels % image_pixels == 0 && conv.outputs == groups * run &&
+         (run == 2 || run == 4 || run == 8);
+}
 
 cudaError_t LaunchConvUnit(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
                       plan.cluster == 1 << BinaryLogarithm(plan.cluster);
   if (!powers || plan.cluster > plan.splits || plan.splits > kMaxSplits ||
-      !HasVectorOutputs(conv)) {
+      !HasVectorOutputs(conv) || (conv.output_norm.gamma != nullptr && !SuitsOutputNorm(conv))) {
     return cudaErrorInvalidValue;
   }
   if (plan.tile != HopperTile::kPatchUnit) return Launch<false>(conv, plan, queue);

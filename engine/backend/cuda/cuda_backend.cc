@@ -284,6 +284,21 @@ class CudaBackend final : public Backend {
        ways, "NormConv2d");
   }
 
+  bool MakesOutputNorm(const Conv2dArgs& args) override {
+    if (args.shortcut.weight != nullptr) return false;
+    Conv2dLaunch conv = LaunchOf(args);
+    if (!IsForHopper(conv) || !SuitsOutputNorm(conv)) return false;
+    GroupNormLaunch norm;
+    norm.x = norm.out = conv.out;
+    norm.channels = conv.outputs;
+    norm.images = conv.images;
+    norm.pixels = conv.out_height * conv.out_width;
+    norm.groups = conv.output_norm.groups;
+    norm.activation = Activation::kSilu;
+    conv.output_norm = {};
+    return InOnePass(norm) && IsUnit(HopperCandidates(conv, queue_).front().plan.tile);
+  }
+
   void Linear(const LinearArgs& args) override {
     Check(args, rules());
     const auto& weight = static_cast<const CudaLinear&>(*args.weight);
@@ -521,6 +536,8 @@ class CudaBackend final : public Backend {
     conv.residual = View(args.residual);
     conv.scale = args.scale;
     conv.activation = args.activation;
+    conv.output_norm = {Floats(args.output_norm.gamma), Floats(args.output_norm.beta),
+                        args.output_norm.groups, args.output_norm.eps};
     conv.out = View(args.out);
     AddWeight(&conv, weight.weight, weight.bias);
     if (args.shortcut.weight != nullptr) AddShortcut(&conv, args);
@@ -649,6 +666,8 @@ class CudaBackend final : public Backend {
   }
 
   void Multiply(const Conv2dLaunch& conv, const char* op) {
+    DENOISED_CHECK(conv.output_norm.gamma == nullptr || IsForHopper(conv), "{}: no output_norm",
+                   op);
     if (IsForHopper(conv)) {
       std::vector<Way> ways;
       for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {

@@ -42,6 +42,14 @@ struct ShortcutLaunch {
   int weight_stride = 0;
 };
 
+/// SiLU of a group norm of what a convolution makes, in place of that; gamma null: there is none.
+struct OutputNorm {
+  const float* gamma = nullptr;  // [outputs]
+  const float* beta = nullptr;
+  int groups = 1;
+  float eps = 0;
+};
+
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
 ///   out = act((conv(concat(x, x2)) + bias + add + residual + shortcut) · scale)
 struct Conv2dLaunch {
@@ -65,6 +73,9 @@ struct Conv2dLaunch {
   ShortcutLaunch shortcut;  // for LaunchConv2dHopper alone
   float scale = 1;
   Activation activation = Activation::kNone;
+  /// Rounded to bf16 in between, with the bits of LaunchGroupNormCluster: for LaunchConv2dHopper and
+  /// what SuitsOutputNorm().
+  OutputNorm output_norm;
   Rows out;  // [images · out_height · out_width, outputs]
   // For LaunchConv3x3 of small images: sums of parts of k; without it, or where it is too small,
   // other tiles are chosen.

@@ -106,6 +106,7 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
     if (narrow ? vectors && conv.outputs > 32 : !vectors) continue;
     if (IsPatch(cost.tile) && !patches) continue;
     if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
+    if (conv.output_norm.gamma != nullptr && !IsUnit(cost.tile)) continue;
     if (splits > 1 && !Folds(cost.tile)) continue;
     const int64_t tiles = TilesOf(conv, pixels, cost.m, cost.n, cost.cluster);
     const bool unit = IsUnit(cost.tile);
@@ -146,7 +147,7 @@ std::string NameOf(const HopperPlan& plan) {
 
 std::string Describe(const Conv2dLaunch& conv) {
   return fmt::format(
-      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}", conv.images,
+      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}", conv.images,
       conv.height, conv.width, conv.channels, conv.channels2, conv.upsample2x ? " doubled" : "",
       conv.out_height, conv.out_width, conv.outputs, conv.kernel, conv.kernel, conv.stride,
       conv.pad_top, conv.pad_left, conv.add.data != nullptr ? ", add" : "",
@@ -156,6 +157,8 @@ std::string Describe(const Conv2dLaunch& conv) {
           : "",
       conv.input_factors != nullptr ? ", normalised" : "",
       conv.activation != Activation::kNone ? ", activation" : "",
+      conv.output_norm.gamma != nullptr ? fmt::format(", then {} groups", conv.output_norm.groups)
+                                        : "",
       HasVectorOutputs(conv) ? "" : ", one by one");
 }
 
