@@ -62,12 +62,12 @@ int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n, int clus
 
 /// Splits let one image fill more of the device, and cost a large batch the tiles that do not fold.
 /// Where a wide one that does fits the outputs that is little, and images get two runs until they
-/// fill three quarters of the device; else only small images get any. How much that is either way:
-/// docs/benchmarks.md.
+/// fill three quarters of the device; else until they fill a half, if they filled a quarter at most.
+/// How much that is either way: docs/benchmarks.md.
 int SplitsOf(const Conv2dLaunch& conv) {
   if (!HasVectorOutputs(conv)) return 1;  // k128x32 alone makes them
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
-  const int64_t few = folds_wide ? 100 : 32, enough = folds_wide ? 160 : 96;
+  const int64_t few = folds_wide ? 100 : 33, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = TilesOf(conv, ImagePixels(conv), 64, 64);
   int splits = 1;
   // A 1×1 layer has few steps: only the longest gain, and all lose in a batch.
