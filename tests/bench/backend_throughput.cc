@@ -1,10 +1,11 @@
 // Achieved FLOP/s and bytes/s of the backend's large ops, at shapes of the models that the project
 // measures itself with.
 //
-//   backend-throughput [--device=cpu|cuda] [--generic] [Google Benchmark's flags, e.g.
-//   --benchmark_filter=conv]
+//   backend-throughput [--device=cpu|cuda] [--generic] [--autotune=off|DIRECTORY]
+//                      [Google Benchmark's flags, e.g. --benchmark_filter=conv]
 //
-// Random data; kernels are chosen as by the server. A figure is the median over launches of a graph
+// Random data; kernels are chosen as by the server; --autotune=DIRECTORY keeps which they are
+// there, and takes what it finds there. A figure is the median over launches of a graph
 // that holds an op many times. Its activations rotate through more memory than a chip's last cache
 // holds; its weights stay, as those of a layer do. tests/bench/peer_kernels.py measures PyTorch in
 // the same way: it takes its shapes from the names below.
@@ -395,8 +396,16 @@ int Main(int argc, char** argv) {
   BackendOptions options = {.autotune = true};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
-    if (flag.rfind("--device=", 0) == 0) {
-      options.device = flag.substr(std::strlen("--device="));
+    const auto value = [&](const char* name) -> const char* {
+      const size_t length = std::strlen(name);
+      return flag.compare(0, length, name) == 0 ? argv[i] + length : nullptr;
+    };
+    if (const char* device = value("--device=")) {
+      options.device = device;
+    } else if (flag == "--autotune=off") {
+      options.autotune = false;
+    } else if (const char* directory = value("--autotune=")) {
+      options.autotune_cache = directory;
     } else if (flag == "--generic") {
       options.generic_kernels = true;
     } else {
