@@ -38,7 +38,7 @@ struct Tile {
   static constexpr int kSums = kN / 2;                       // a thread, of 64 pixels
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
-  // Wide tiles leave through shared memory and the copy engine, in boxes of 64 pixels.
+  // Wide tiles leave through shared memory, in boxes of 64 pixels.
   static constexpr bool kStaged = kN > 64;
   static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
   static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // of a consumer
@@ -55,7 +55,7 @@ struct Tile {
 /// What the kernel knows besides the epilogue's Conv2dLaunch.
 struct Work {
   CUtensorMap x, x2, weight;
-  CUtensorMap residual, out;  // when staged
+  CUtensorMap residual, out;  // of tiles whose pixels follow each other in the output
   Grid grid;
   int chunks = 0, chunks2 = 0;  // steps under one tap, of x and of x2
   int steps = 0;
@@ -71,8 +71,6 @@ struct Work {
   const float* bias = nullptr;
   Rows add;                // per image
   bool add_pairs = false;  // in pairs of bf16
-  bool vectors = false;    // bf16 in vectors of eight throughout, no activation but SiLU
-  bool staged = false;     // vectors, and the tile is a run of pixels of the output
   ShortcutWork shortcut;
 };
 
@@ -134,73 +132,8 @@ __device__ inline void ExchangeInQuad(float (&v)[8]) {
   }
 }
 
-/// Eight outputs from their sums: act((sum + residual) · scale).
-__device__ inline uint4 FinishVector(const Conv2dLaunch& conv, uint4 residual, float (&v)[8]) {
-  if (conv.residual.data != nullptr) AddVector(residual, v);
-  FinishSums(conv, conv.activation == Activation::kSilu, v);
-  return PackBf16(v);
-}
-
-/// The tile of a warpgroup: kRows · 64 pixels from m0 on, kN outputs from n0 on. Works in turns of
-/// one row of each lane's quad; a turn's loads are under way while the turn before computes.
-template <int kRows, int kN>
-struct FinishVectors {
-  static constexpr int kGroups = kN / 32;  // of four blocks of eight outputs: one vector a lane
-  static constexpr int kAtOnce = kGroups == 8 ? 4 : kGroups == 6 ? 3 : kGroups;
-  static constexpr int kTurns = 2 * kRows * kGroups / kAtOnce;
-
-  const Conv2dLaunch& conv;
-  const Work& work;
-  int phase, m0, n;
-  uint4 residual[2][kAtOnce];
-
-  __device__ FinishVectors(const Conv2dLaunch& conv, const Work& work, int phase, int m0, int n0)
-      : conv(conv), work(work), phase(phase), n(n0 + threadIdx.x % 4 * 8) {
-    this->m0 = m0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-  }
-  __device__ int64_t Pixel(int turn) const {
-    const int row = turn * kAtOnce / kGroups;
-    const int m = m0 + row / 2 * 64 + row % 2 * 8;
-    return m < work.grid.pixels ? OutputPixel(conv, work.grid, m, phase) : -1;
-  }
-  __device__ void Load(int turn) {
-    if (conv.residual.data == nullptr) return;
-    const int64_t pixel = Pixel(turn);
-    if (pixel < 0) return;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int at = n + (turn * kAtOnce % kGroups + i) * 32;
-      if (at < conv.outputs) residual[turn % 2][i] = LoadResidual(conv, pixel, at);
-    }
-  }
-  /// `loaded` turns have been loaded.
-  __device__ void Finish(const float (&sums)[kRows][kN / 2], int loaded) {
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      if (turn == 0 && loaded < 1) Load(0);
-      if (turn + 1 < kTurns && loaded < turn + 2) Load(turn + 1);
-      const int row = turn * kAtOnce / kGroups;
-      const int64_t pixel = Pixel(turn);
-      __nv_bfloat16* to = static_cast<__nv_bfloat16*>(conv.out.data) + pixel * conv.out.stride;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int group = turn * kAtOnce % kGroups + i;
-        float v[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          v[j] = sums[row / 2][4 * (group * 4 + j / 2) + 2 * (row % 2) + j % 2];
-        }
-        ExchangeInQuad(v);
-        const uint4 packed = FinishVector(conv, residual[turn % 2][i], v);
-        const int at = n + group * 32;
-        if (pixel >= 0 && at < conv.outputs) *reinterpret_cast<uint4*>(to + at) = packed;
-      }
-    }
-  }
-};
-
-/// The same for any dtype, alignment, activation and number of outputs: 64 pixels and 32 outputs.
-/// One row after the other, for it is much code.
+/// Outputs of any dtype, alignment, activation and number: 64 pixels and 32 outputs. One row after
+/// the other, for it is much code.
 __device__ inline void FinishElements(const Conv2dLaunch& conv, const Work& work, int phase, int m0,
                                       int n0, const float (&sums)[1][16]) {
   const int n = n0 + threadIdx.x % 4 * 8;
@@ -227,6 +160,11 @@ struct Outbox {
   uint64_t* filled;  // of each box
 
   __device__ unsigned char* Box(int box) const { return boxes + box * T::kBoxBytes; }
+  /// Eight outputs of a pixel of a box.
+  __device__ uint4* VectorAt(int box, int row, int vector) const {
+    return reinterpret_cast<uint4*>(Box(box) + row * T::kBox * 2) +
+           (vector ^ SwizzleOf<T::kBox>(row));
+  }
   __device__ void Give(int box) const {
     FenceForCopies();
     __syncwarp();
@@ -267,6 +205,47 @@ __device__ inline void EmptyOutbox(const Conv2dLaunch& conv, const Work& work,
     });
     CommitStores();
     WaitUntilStoresRead();
+  }
+}
+
+/// The same by a warp, for outputs of a doubled image: a tile's are every second of some lines.
+template <typename T>
+__device__ inline void ScatterOutbox(const Conv2dLaunch& conv, const Work& work,
+                                     const Outbox<T>& outbox, int index, int tiles, int stride,
+                                     int rank, int pixels_on) {
+  constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes of a pixel, pixels at a time
+  const int lane = threadIdx.x % 32, width = work.grid.width;
+  for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
+    const TileAt tile = TileOf<T>(work, index, rank);
+    // what(vector in shared memory, of this output pixel's outputs from n on)
+    const auto for_vectors = [&](int box, const auto& what) {
+      const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
+      const int m0 = tile.m0 + pixels_on + box / T::kAcross * 64;
+      const int rows = n < conv.outputs ? min(64, work.grid.pixels - m0) : 0;
+      int x = (m0 + lane / kLanes) % width;
+      int pixel = static_cast<int>(OutputPixel(conv, work.grid, m0 + lane / kLanes, tile.phase));
+#pragma unroll 1
+      for (int row = lane / kLanes; row < rows; row += kRows) {
+        what(outbox.VectorAt(box, row, lane % kLanes), pixel, n);
+        x += kRows, pixel += 2 * kRows;
+        for (; x >= width; x -= width) pixel += 2 * width;  // a line is left out
+      }
+    };
+    if (conv.residual.data != nullptr) {
+      for (int box = 0; box < T::kBoxes; ++box) {
+        for_vectors(
+            box, [&](uint4* vector, int pixel, int n) { *vector = LoadResidual(conv, pixel, n); });
+      }
+    }
+    __syncwarp();
+    if (lane == 0) Arrive(outbox.ready);
+    for (int box = 0; box < T::kBoxes; ++box) {
+      Wait(&outbox.filled[box], parity);
+      for_vectors(box, [&](const uint4* vector, int pixel, int n) {
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
+                                  int64_t{pixel} * conv.out.stride + n) = *vector;
+      });
+    }
   }
 }
 
@@ -378,10 +357,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       ReleaseDependents();
     }
     const int of = warp - kCopies - 1;  // a warp for each consumer
-    if (T::kStaged && work.staged && of >= 0 && of < T::kGroups && ElectOne()) {
+    if (T::kStaged && of >= 0 && of < T::kGroups) {
       WaitForPredecessors();
-      EmptyOutbox<T>(conv, work, outbox_of(of), my_first_tile(of), tiles, T::kTakers * stride, rank,
-                     pixels_on(of));
+      if (work.grid.phases > 1) {
+        ScatterOutbox<T>(conv, work, outbox_of(of), my_first_tile(of), tiles, T::kTakers * stride,
+                         rank, pixels_on(of));
+      } else if (ElectOne()) {
+        EmptyOutbox<T>(conv, work, outbox_of(of), my_first_tile(of), tiles, T::kTakers * stride,
+                       rank, pixels_on(of));
+      }
     }
   } else {
     TakeRegisters<T::kManyRegisters>();
@@ -390,9 +374,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const auto release = [&](int done) {
       if (signals) ArriveAt(&empty[done], threadIdx.x % 128);
     };
-    using Finisher = FinishVectors<T::kRows, T::kN>;
-    constexpr int kEarlyTurns = T::kN <= 64 ? Finisher::kTurns : 0;
-    static_assert(kEarlyTurns <= 2);
     const Outbox<T> outbox = outbox_of(group);
     const int splits = kFold ? work.splits : 1;
 
@@ -405,20 +386,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const int m0 = tile.m0 + pixels_on(group);
       int stage = position % T::kStages, round = position / T::kStages;
       position += T::kTakers * work.steps;
-      Finisher finisher(conv, work, tile.phase, m0, tile.n0);
 
       float sums[T::kRows][T::kSums], total[T::kRows][kFold ? T::kSums : 1];
       for (int split = 0; split < splits; ++split) {
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
           BeginSums(split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
-        }
-        if (kEarlyTurns > 0 && split == 0) {
-          WaitForPredecessors();
-          if (work.vectors) {
-#pragma unroll
-            for (int turn = 0; turn < kEarlyTurns; ++turn) finisher.Load(turn);
-          }
         }
         const int steps = kFold ? FirstStep(work, split + 1) - FirstStep(work, split) : work.steps;
         int previous = -1;
@@ -470,7 +443,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
 
       const auto finish = [&](const float(&from)[T::kRows][T::kSums]) {
-        if (T::kStaged && work.staged) {
+        if constexpr (T::kStaged) {
           Wait(outbox.ready, tiles_done & 1);
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
@@ -478,9 +451,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
                 conv, from[i], [&](int box) { return outbox.Box(i * T::kAcross + box); },
                 [&](int box) { outbox.Give(i * T::kAcross + box); });
           }
-        } else if (T::kN > 64 || work.vectors) {
-          finisher.Finish(from, kEarlyTurns);
-        } else if constexpr (T::kN == 32) {
+        } else {
           FinishElements(conv, work, tile.phase, m0, tile.n0, from);
         }
       };
@@ -560,8 +531,6 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   work.bias = conv.bias;
   work.add = conv.add;
   work.add_pairs = InVectors(conv.add);
-  work.vectors = HasVectorOutputs(conv);
-  work.staged = T::kStaged && work.vectors && work.grid.phases == 1;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   // The pixels of a tile follow each other in the output, and so in what a shortcut reads.
@@ -570,10 +539,11 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   };
   CUresult result = EncodeDepth(&work, conv, work.grid.taps_x * work.grid.taps_x, work.grid.phases,
                                 T::kN / work.shared, encode);
-  if (result == CUDA_SUCCESS && work.staged) {
+  const bool in_boxes = T::kStaged && work.grid.phases == 1;
+  if (result == CUDA_SUCCESS && in_boxes) {
     result = EncodeRows(&work.out, conv.out, conv.outputs, work.grid.pixels, T::kBox, 64);
   }
-  if (result == CUDA_SUCCESS && work.staged && conv.residual.data != nullptr) {
+  if (result == CUDA_SUCCESS && in_boxes && conv.residual.data != nullptr) {
     result = EncodeRows(&work.residual, conv.residual, conv.outputs, work.grid.pixels, T::kBox, 64);
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;

@@ -137,13 +137,6 @@ __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
   a += __uint_as_float(pair << 16);
   b += __uint_as_float(pair & 0xffff0000u);
 }
-__device__ inline void AddVector(const uint4& pairs, float (&v)[8]) {
-  AddPair(pairs.x, v[0], v[1]);
-  AddPair(pairs.y, v[2], v[3]);
-  AddPair(pairs.z, v[4], v[5]);
-  AddPair(pairs.w, v[6], v[7]);
-}
-
 /// What is added per image to the sums of one row of a thread: of its outputs from n0 on, in pairs.
 /// Asked for before it is needed.
 template <int kPairs>
@@ -206,6 +199,13 @@ __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, in
                                          pixel * conv.residual.stride + n);
 }
 
+/// Of rows of kBox (32 or 64) bf16 as the copy engine lays them: vector v lies where v ^ this
+/// would.
+template <int kBox>
+__device__ inline int SwizzleOf(int row) {
+  return kBox == 64 ? row % 8 : row / 2 % 4;
+}
+
 /// A warpgroup's sums of 64 pixels through shared memory, in boxes of 64 pixels × kBox outputs as
 /// the copy engine lays them: begin(i) tells where the i-th of them lies, in which the residual,
 /// when there is one, lies already; the outputs take its place, and end(i) is told. What it does is
@@ -219,7 +219,7 @@ __device__ inline void FinishStagedAs(const Conv2dLaunch& conv, const float (&su
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   // This lane's row of the four matrices: rows 0…7 and 8…15 of eight outputs, then of the next.
   const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
-  const int swizzle = kBox == 64 ? row % 8 : row / 2 % 4;
+  const int swizzle = SwizzleOf<kBox>(row);
   uint32_t line = 0;
 #pragma unroll
   for (int j = 0; j < kSums / 4; j += 2) {

@@ -62,8 +62,8 @@ int64_t TilesOf(const Conv2dLaunch& conv, int64_t pixels, int m, int n, int clus
 
 /// Splits let one image fill more of the device, and cost a large batch the tiles that do not fold.
 /// Where a wide one that does fits the outputs that is little, and images get two runs until they
-/// fill three quarters of the device; else until they fill a half, if they filled a quarter at most.
-/// How much that is either way: docs/benchmarks.md.
+/// fill three quarters of the device; else until they fill a half, if they filled a quarter at
+/// most. How much that is either way: docs/benchmarks.md.
 int SplitsOf(const Conv2dLaunch& conv) {
   if (!HasVectorOutputs(conv)) return 1;  // k128x32 alone makes them
   const bool folds_wide = conv.outputs % 192 == 0 || conv.outputs % 160 == 0;
@@ -102,8 +102,7 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
   const bool vectors = HasVectorOutputs(conv), patches = SuitsPatches(conv);
   std::vector<HopperCandidate> candidates;
   for (const TileCost& cost : kTileCosts) {
-    const bool narrow = cost.tile == HopperTile::k128x32;  // takes anything, with much code
-    if (narrow ? vectors && conv.outputs > 32 : !vectors) continue;
+    if ((cost.tile == HopperTile::k128x32) == vectors) continue;  // takes anything, one by one
     if (IsPatch(cost.tile) && !patches) continue;
     if (conv.input_factors != nullptr && !Normalises(cost.tile)) continue;
     if (conv.output_norm.gamma != nullptr && !IsUnit(cost.tile)) continue;
