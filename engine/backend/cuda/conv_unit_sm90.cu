@@ -36,13 +36,16 @@ struct Unit {
   static constexpr int kStageBytes = kWeightBytes + (kInPatches ? 0 : kPixels * kStepBytes);
   static constexpr int kTransformers = kInPatches ? 96 : 0;
   static constexpr int kThreads = kConsumers + 32 + kTransformers;
-  /// At most: more weights ahead keep the first pixels waiting.
-  static constexpr int kStages = kInPatches ? 7 : 6;
+  static constexpr int kStages = 14;  // at most
+  /// Steps whose weights are asked for early: more keep the first pixels waiting.
+  static constexpr int kEarly = kInPatches ? 7 : 6;
   static constexpr int kBarriers = (2 * kStages + 3 * kPatches + 1 + 1) / 2 * 2;
 };
 /// Two blocks to a multiprocessor: of one launch, or of two, since the next one has its first
 /// weights and its instructions brought only if there is room for it beside.
 constexpr int kMostBytes = 228 * 1024 / 2 - 1024;
+/// But a block that has a multiprocessor to itself and many steps gains more by a longer ring.
+constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12;
 
 struct Work {
   CUtensorMap x, x2, weight;
@@ -243,7 +246,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
                 tile.phase);
   };
 
-  const int early = min(stages, end_step - first_step);
+  const int early = min(min(stages, U::kEarly), end_step - first_step);
   if (warp == kConsumers / 32 && ElectOne()) {
     PrefetchMaps<kShortcut>(work);
 #pragma unroll 1
@@ -591,16 +594,19 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
   work.log_cluster = BinaryLogarithm(plan.cluster);
   const int norm_run = NormRunOf(conv);
   const int norm_bytes = norm_run > 0 ? kOutputs * sizeof(float2) >> work.log_cluster : 0;
+  const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
+  const bool alone =
+      tiles * plan.cluster <= queue.multiprocessors && StepsOf(conv) > kManySteps * plan.cluster;
   const int others = U::kPatches * kPatchSlot + U::kBarriers * 8 + norm_bytes +
                      SlotsOf(work.log_splits, work.log_cluster) * SlotBytes(work.log_cluster);
-  work.stages = std::min(U::kStages, (kMostBytes - others) / U::kStageBytes);
+  work.stages =
+      std::min(U::kStages, ((alone ? kMostBytesAlone : kMostBytes) - others) / U::kStageBytes);
   work.bias = conv.bias;
   work.add = conv.add;
   if (norm_run > 0) {
     const int image_pixels = conv.out_height * conv.out_width;
     work.norm_count_inverse = 1.0f / (static_cast<float>(image_pixels) * norm_run);
   }
-  const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
@@ -623,10 +629,10 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
 
 template <bool kInPatches>
 cudaError_t Load() {
-  cudaError_t error = LoadKernel(KernelOf<kInPatches>(/*shortcut=*/true, 0), kMostBytes);
+  cudaError_t error = LoadKernel(KernelOf<kInPatches>(/*shortcut=*/true, 0), kMostBytesAlone);
   for (int norm_run : {0, 2, 4, 8}) {
     if (error != cudaSuccess) return error;
-    error = LoadKernel(KernelOf<kInPatches>(/*shortcut=*/false, norm_run), kMostBytes);
+    error = LoadKernel(KernelOf<kInPatches>(/*shortcut=*/false, norm_run), kMostBytesAlone);
   }
   return error;
 }
