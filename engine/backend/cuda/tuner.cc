@@ -7,9 +7,8 @@
 namespace denoised::cuda {
 namespace {
 
-/// Others than the first few by their cost are never the fastest.
-constexpr size_t kContenders = 4;
-constexpr double kWorthATry = 1.5;  // of the least cost
+constexpr size_t kContenders = 10;
+constexpr double kWorthATry = 2.0;  // of the least cost
 /// A way is launched again and again in a graph, so that it is the device's speed that counts, and
 /// launches overlap as they do in a model.
 constexpr double kGraphMicroseconds = 100;
