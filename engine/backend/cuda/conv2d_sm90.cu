@@ -60,7 +60,6 @@ struct Work {
   int chunks = 0, chunks2 = 0;  // steps under one tap, of x and of x2
   int steps = 0;
   int shared = 1;                // blocks of a cluster, neighbours along m
-  int part = 0;                  // outputs whose weights each of them copies for all
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
   // Tiles are counted by clusters, along n first, or band by band: a band's along m, then along n.
   Divisor band, last_band;  // clusters along m

@@ -259,13 +259,6 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, const float (&sums
   }
 }
 
-/// Of a power of two; of what is none, that of a larger one.
-constexpr int BinaryLogarithm(int value) {
-  int bits = 0;
-  while (1 << bits < value) ++bits;
-  return bits;
-}
-
 inline Grid GridOf(const Conv2dLaunch& conv) {
   Grid grid;
   grid.taps_x = conv.upsample2x ? 2 : conv.kernel;

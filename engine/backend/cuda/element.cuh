@@ -9,6 +9,13 @@
 
 namespace denoised::cuda {
 
+/// Of a power of two; of what is none, that of a larger one.
+constexpr int BinaryLogarithm(int value) {
+  int bits = 0;
+  while (1 << bits < value) ++bits;
+  return bits;
+}
+
 __device__ inline float Load(const Rows& rows, int64_t row, int64_t column) {
   const int64_t i = row * rows.stride + column;
   return rows.element == Element::kBf16

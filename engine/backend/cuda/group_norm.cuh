@@ -69,14 +69,9 @@ struct SumTree {
 };
 /// `leaves`: a power of two.
 inline SumTree MakeSumTree(int leaves, int blocks) {
-  const auto log2 = [](int count) {  // rounded up
-    int bits = 0;
-    while (1 << bits < count) ++bits;
-    return bits;
-  };
   // Four elements a lane where that leaves lanes enough to tell the other blocks.
   SumTree tree;
-  const int of_leaves = log2(leaves), of_blocks = log2(blocks);
+  const int of_leaves = BinaryLogarithm(leaves), of_blocks = BinaryLogarithm(blocks);
   tree.leaf_bits = std::min({std::max({of_leaves - 2, of_blocks - 1, 0}), of_leaves, 5});
   tree.lane_leaves = leaves >> tree.leaf_bits;
   tree.block_bits = std::max(of_blocks - 2, 0);

@@ -90,12 +90,7 @@ __global__ void __launch_bounds__(kThreads, 4)
             kWarps, lane, [&](const Sums& of_piece, int group, int part) {
               if (part == 0) of_image[piece * norm.groups + group] = of_piece;
             });
-  __threadfence();
-  __syncthreads();  // all nodes are there
-  const bool more = threadIdx.x == 0 && atomicAdd(arrived + blockIdx.y, 1) + 1 < plan.pieces;
-  if (__syncthreads_or(more)) return;
-  __threadfence();
-  if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
+  if (!IsLast(arrived + blockIdx.y, plan.pieces)) return;
 
   auto* const statistics = reinterpret_cast<Statistics*>(pieces_shared);  // of groups
   SumBlocks(plan.tree, of_image, plan.pieces, norm.groups, warp, kWarps, lane,
