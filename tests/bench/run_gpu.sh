@@ -43,6 +43,27 @@ for flag in "$@"; do
 done
 [[ -n "$kernels$models" ]] || kernels=all
 [[ "$models" == all ]] && models=cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16
+
+# What is missing is said now, not after minutes of measuring.
+peer_models=$models
+[[ -z "$earlier" ]] || peer_models=""
+lacking=()
+for module in torch ${peer_models:+diffusers}; do
+  [[ -n "$kernels$peer_models" ]] || break
+  "$python" -c "import $module" 2>/dev/null || lacking+=("$module")
+done
+if ((${#lacking[@]})); then
+  echo "$python lacks ${lacking[*]}: install with pip, or let PYTHON name another Python or PYTHONPATH" \
+    "the folder where they are. PyTorch's times of models can also come from --earlier-peers." >&2
+  exit 1
+fi
+for program in ${kernels:+backend-throughput} ${models:+denoised-bench}; do
+  [[ -x "$bin/$program" ]] && continue
+  echo "There is no $bin/$program: build it with scripts/build -DDENOISED_BUILD_TESTS=ON release" \
+    "$program, or let --bin name its folder." >&2
+  exit 1
+done
+
 mkdir -p "$out"
 ours=() peers=() status=0
 
@@ -64,11 +85,12 @@ for each in ${models//,/ }; do
     >"$out/$model.txt"
   ours+=("$out/$model.json")
 done
-if [[ -n "$models" && -z "$earlier" ]]; then
+if [[ -n "$peer_models" ]]; then
   echo "Models: PyTorch" >&2
+  rm -f "$out/peer_models.json"  # which there is not where all fail
   "$python" "$here/peer_models.py" "--models=$models" "--ways=$ways" "--limit=$limit" \
     "--out=$out/peer_models.json" >&2 || status=1
-  peers+=("$out/peer_models.json")
+  if [[ -f "$out/peer_models.json" ]]; then peers+=("$out/peer_models.json"); fi
 fi
 
 join() { local IFS=,; echo "$*"; }
