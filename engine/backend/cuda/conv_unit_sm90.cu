@@ -104,9 +104,8 @@ __device__ inline int64_t RowOf(const Conv2dLaunch& conv, const Work& work, cons
   return m < work.grid.pixels ? OutputPixel(conv, work.grid, m, tile.phase) : -1;
 }
 
-/// Where a group norm of its outputs finds them, when a block has finished its sums: a warp keeps
-/// what becomes of its 16 pixels of each block of eight outputs in place of their sums, and after
-/// them the sums of their two leaves.
+/// What a block has made, for a group norm of it. Of each eight outputs a warp lays its 16 pixels
+/// in place of their sums, and behind them the sums of their two leaves.
 struct Finished {
   unsigned char* sums_received;
   static constexpr int kWarpBytes = 32 * sizeof(float4), kWarpPixels = 16;
@@ -144,7 +143,7 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
   SyncWarpgroup(0);  // a pivot may be another warp's
 #pragma unroll 1
   for (int first = 0; first < mine; first += 4) {
-    // A quad has a leaf: of every second the upper one of the warp's two.
+    // A quad has a leaf: two have the warp's two of a block of outputs, the next two of the next.
     const int quad = lane / kQuad, j = first + quad / 2, leaf = warp * 2 + quad % 2;
     const bool is = j < mine;
     uint32_t vectors[kLeafVectors][kWords] = {}, pivots[kRuns] = {};
