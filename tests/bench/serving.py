@@ -368,6 +368,11 @@ def main():
     options.denoise = options.build / "client/denoise"
     options.synthetic_model = options.build / "tests/bench/synthetic-model"
     options.engine_throughput = options.build / "tests/bench/engine-throughput"
+    for program in (options.denoised, options.denoise, options.synthetic_model,
+                    options.engine_throughput):
+        if not os.access(program, os.X_OK):
+            parser.error(f"there is no {program}; build first, as --help says, or let --build name "
+                         "another build")
     cores = sorted(os.sched_getaffinity(0))
     clients = options.client_cores
     clients = max(1, len(cores) // 8) if clients is None else min(clients, len(cores) - 1)
