@@ -82,6 +82,7 @@ class GroupNorm {
   Tensor operator()(Context& context, GroupNormArgs args) const;
   /// What operator() would do: `args` with the parameters and, when undefined, a new output.
   GroupNormArgs Complete(Context& context, GroupNormArgs args) const;
+  /// The same of what a convolution makes, by Conv2dArgs::output_norm.
   Conv2dOutputNorm OfOutput() const { return {gamma_, beta_, groups_, eps_}; }
 
  private:

@@ -51,23 +51,24 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
 
   Tensor input = x;
   const GroupNormArgs first{.x = x, .x2 = skip, .activation = options_.activation};
-  Conv2dArgs conv1{.add = options_.scale_shift ? none : time_columns};
-  // Where an image is small its second norm is best made by the convolution before.
-  const auto complete = [&](const Tensor& of) {
-    conv1.x = of;
-    conv1 = conv1_.Complete(context, std::move(conv1));
-    if (options_.scale_shift || options_.activation != Activation::kSilu) return;
-    conv1.output_norm = norm2_.OfOutput();
-    if (!context.backend.MakesOutputNorm(conv1)) conv1.output_norm = {};
+  // With the second norm, where it is best made along with what it is of.
+  const auto conv1_of = [&](const Tensor& normalised) {
+    Conv2dArgs conv{.x = normalised, .add = options_.scale_shift ? none : time_columns};
+    conv = conv1_.Complete(context, std::move(conv));
+    if (options_.scale_shift || options_.activation != Activation::kSilu) return conv;
+    conv.output_norm = norm2_.OfOutput();
+    if (!context.backend.MakesOutputNorm(conv)) conv.output_norm = {};
+    return conv;
   };
+  Conv2dArgs conv1;
   if (down) {
     input = Resampled(context, Resample::kAveragePoolDown, input);
-    complete(Resampled(context, Resample::kAveragePoolDown, norm1_(context, first)));
+    conv1 = conv1_of(Resampled(context, Resample::kAveragePoolDown, norm1_(context, first)));
     context.backend.Conv2d(conv1);
   } else {
     if (up) input = Resampled(context, Resample::kNearestUp, input);
     const GroupNormArgs norm1 = norm1_.Complete(context, first);
-    complete(norm1.out);
+    conv1 = conv1_of(norm1.out);
     context.backend.NormConv2d(norm1, conv1);
   }
   conv1.x = none;  // its memory is free for what comes
