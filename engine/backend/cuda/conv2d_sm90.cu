@@ -573,10 +573,9 @@ bool SuitsHopper(const Conv2dLaunch& conv) {
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue) {
   if (IsUnit(plan.tile)) return LaunchConvUnit(conv, plan, queue);
+  if (conv.output_norm.gamma != nullptr) return cudaErrorInvalidValue;
   if (IsPatch(plan.tile)) return LaunchConv3x3(conv, plan, queue);
-  if (conv.input_factors != nullptr || conv.output_norm.gamma != nullptr) {
-    return cudaErrorInvalidValue;
-  }
+  if (conv.input_factors != nullptr) return cudaErrorInvalidValue;
   return WithTile(plan.tile,
                   [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
 }

@@ -456,7 +456,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   // Each split has a step: there are kTaps and more.
   if (plan.splits != 1 << work.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
   if (!SuitsPatches(conv) || ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFold) ||
-      (conv.input_factors != nullptr && !T::kNormalises) || conv.output_norm.gamma != nullptr) {
+      (conv.input_factors != nullptr && !T::kNormalises)) {
     return cudaErrorInvalidValue;
   }
   work.images_at_once = conv.width <= kUnit ? 2 : 1;

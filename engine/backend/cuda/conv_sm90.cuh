@@ -137,6 +137,7 @@ __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
   a += __uint_as_float(pair << 16);
   b += __uint_as_float(pair & 0xffff0000u);
 }
+
 /// What is added per image to the sums of one row of a thread: of its outputs from n0 on, in pairs.
 /// Asked for before it is needed.
 template <int kPairs>

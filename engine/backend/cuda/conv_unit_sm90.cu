@@ -12,8 +12,8 @@
 // pixels and one around them for nine steps each, as in conv3x3_sm90.cu; where a group norm comes
 // before, three more warps normalise these.
 //
-// Of images of up to 64 pixels a block has whole groups, so it can make the group norm that comes
-// after, too (NormaliseOutputs).
+// Of images of up to 64 pixels a block has whole groups of up to eight channels, so it can make the
+// group norm that comes after, too (NormaliseOutputs).
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"

@@ -295,8 +295,9 @@ class CudaBackend final : public Backend {
     norm.pixels = conv.out_height * conv.out_width;
     norm.groups = conv.output_norm.groups;
     norm.activation = Activation::kSilu;
-    conv.output_norm = {};
-    return InOnePass(norm) && IsUnit(HopperCandidates(conv, queue_).front().plan.tile);
+    conv.output_norm = {};  // not to give up a faster tile for it
+    return SuitsGroupNormCluster(norm, queue_) &&
+           IsUnit(HopperCandidates(conv, queue_).front().plan.tile);
   }
 
   void Linear(const LinearArgs& args) override {
