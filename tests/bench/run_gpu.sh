@@ -47,10 +47,11 @@ done
 # What is missing is said now, not after minutes of measuring.
 peer_models=$models
 [[ -z "$earlier" ]] || peer_models=""
+modules=${peer_models:+torch diffusers}
 lacking=()
-for module in torch ${peer_models:+diffusers}; do
-  [[ -n "$kernels$peer_models" ]] || break
-  "$python" -c "import $module" 2>/dev/null || lacking+=("$module")
+for module in ${modules:-${kernels:+torch}}; do
+  "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$module') is None)" ||
+    lacking+=("$module")
 done
 if ((${#lacking[@]})); then
   echo "$python lacks ${lacking[*]}: install with pip, or let PYTHON name another Python or PYTHONPATH" \
