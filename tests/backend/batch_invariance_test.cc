@@ -216,7 +216,7 @@ TEST_P(BatchInvarianceTest, Attention) {
     int64_t tokens, width;
     int heads;
   } shapes[] = {{64, 128, 1}, {256, 64, 1}, {64, 128, 2}, {256, 128, 16},
-                {49, 40, 1},  {1, 64, 2},   {16, 512, 1}};
+                {49, 40, 1},  {1, 64, 2},   {16, 512, 1}, {200, 320, 5}};
   for (const auto& s : shapes) {
     const std::string what = fmt::format("attention {} x {}, {} heads", s.tokens, s.width, s.heads);
     ExpectInvariant(what.c_str(), {{{s.tokens, 3 * s.width}, activation()}},

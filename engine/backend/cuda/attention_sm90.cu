@@ -50,6 +50,8 @@ struct Tile {
   static constexpr int kSharedBytes = kAhead * kStepBytes + kStages * kStageBytes + kBarriers * 8;
   // With several consumers a whole warpgroup produces, for its registers to go to them.
   static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
+  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 112;
   static_assert(kPart % 8 == 0 && kKeys % 16 == 0 && kSharedBytes <= kMaxShared);
 };
 
@@ -226,7 +228,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   };
 
   if (group == T::kGroups) {
-    if constexpr (T::kGroups > 1) KeepRegisters<T::kGroups == 3 ? 32 : 40>();
+    if constexpr (T::kGroups > 1) KeepRegisters<T::kProducerRegisters>();
     if (warp == T::kGroups * 4 && ElectOne()) {
       PrefetchMap(&work.q);
       PrefetchMap(&work.k);
@@ -274,7 +276,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     return;
   }
 
-  if constexpr (T::kGroups > 1) TakeRegisters<T::kGroups == 3 ? 160 : 232>();
+  if constexpr (T::kGroups > 1) TakeRegisters<T::kConsumerRegisters>();
   const bool signals = threadIdx.x % 128 == 0;
   const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
   float scores[T::kKeys / 2], output[T::kPart / 2];
@@ -405,6 +407,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 using Dim40 = Tile<40, 128, 4, 3, 1>;
 using Dim64 = Tile<64, 128, 4, 3, 1>;
 using Dim64Short = Tile<64, 64, 4, 1, 3>;
+using Dim64Whole = Tile<64, 64, 16, 4, 1>;
 using Dim80 = Tile<80, 128, 4, 2, 1>;
 using Dim128 = Tile<128, 128, 4, 2, 1>;
 using Dim160 = Tile<160, 64, 4, 2, 1>;
@@ -499,9 +502,15 @@ bool SuitsHopper(const AttentionLaunch& attention) {
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue) {
   const int dim = attention.dim;
   if (dim <= 40) return LaunchTile<Dim40>(attention, queue);
-  // Many short heads are a matter of latency: several small blocks hide each other's. The bits
-  // depend on the tile of keys, hence on the row's shape alone.
-  if (dim <= 64 && attention.tokens <= 256) return LaunchTile<Dim64Short>(attention, queue);
+  // Many short heads are a matter of latency: several small blocks hide each other's, or a block
+  // whose steps are whole heads, with room for keys and values of two. The bits depend on the tile
+  // of keys, hence on the row's shape alone.
+  if (dim <= 64 && attention.tokens <= 256) {
+    const bool whole = attention.tokens > 3 * kUnit &&
+                       int64_t{attention.images} * attention.heads >= 2 * queue.multiprocessors;
+    return whole ? LaunchTile<Dim64Whole>(attention, queue)
+                 : LaunchTile<Dim64Short>(attention, queue);
+  }
   if (dim <= 64) return LaunchTile<Dim64>(attention, queue);
   if (dim <= 80) return LaunchTile<Dim80>(attention, queue);
   if (dim <= 128) return LaunchTile<Dim128>(attention, queue);
@@ -518,8 +527,8 @@ cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue&
 }
 
 cudaError_t LoadAttentionHopperKernels() {
-  return LoadTiles<Dim40, Dim64, Dim64Short, Dim80, Dim128, Dim160, Dim256, Dim256Halves,
-                   Dim256Quarters, Dim512>();
+  return LoadTiles<Dim40, Dim64, Dim64Short, Dim64Whole, Dim80, Dim128, Dim160, Dim256,
+                   Dim256Halves, Dim256Quarters, Dim512>();
 }
 
 }  // namespace denoised::cuda
