@@ -518,7 +518,8 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) 
 /// Possible, and worth its while: rows that the copy engine moves fast, units that outlast what
 /// blocks tell each other, and room for nearly two of them.
 bool Suits(const Plan& plan) {
-  constexpr int kFewPieceChannels = 48, kFewElements = 24 * 1024;
+  const int kFewPieceChannels = plan.blocks == 1 ? 64 : 48;
+  constexpr int kFewElements = 24 * 1024;
   return Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves && plan.blocks <= kMaxCluster &&
          plan.piece_channels >= kFewPieceChannels &&
          plan.leaves * kLeafPixels * plan.slice_channels >= kFewElements &&
