@@ -259,7 +259,7 @@ class CudaBackend final : public Backend {
     fused.channels = norm.channels;
     fused.channels2 = norm.channels2;
     fused.input_factors = factors.factors;
-    std::vector<Way> ways;
+    Ways ways;
     for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
       ways.push_back({"normalising " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
                         const cudaError_t error = MakeFactors(factors);
@@ -496,7 +496,7 @@ class CudaBackend final : public Backend {
 
   /// Goes the way that is known to be the fastest, else the first. What is not part of a graph is
   /// not measured: its results are wanted now.
-  void Go(const std::string& what, const std::vector<Way>& ways, const char* op) {
+  void Go(const std::string& what, const Ways& ways, const char* op) {
     const Way& way = tuner_ && capturing_ ? tuner_->Choose(what, ways) : ways.front();
     context_->Record(way.enqueue(), op);
   }
@@ -670,7 +670,7 @@ class CudaBackend final : public Backend {
     DENOISED_CHECK(conv.output_norm.gamma == nullptr || IsForHopper(conv), "{}: no output_norm",
                    op);
     if (IsForHopper(conv)) {
-      std::vector<Way> ways;
+      Ways ways;
       for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
         ways.push_back({NameOf(candidate.plan), candidate.microseconds,
                         [=, this] { return LaunchConv2dHopper(conv, candidate.plan, queue_); }});

@@ -19,6 +19,8 @@ struct Way {
   std::function<cudaError_t()> enqueue;
 };
 
+using Ways = std::vector<Way>;
+
 /// Chooses ways by measuring them, once for each kind of device. Of the thread that owns the
 /// device.
 class Tuner {
@@ -28,12 +30,13 @@ class Tuner {
       : stream_(stream), file_(std::move(file)), notify_(std::move(notify)) {}
 
   /// The one of `ways`, of which the first should be the fastest, that was the fastest when `what`
-  /// was measured; the first when it was not, and then Measure() will.
-  const Way& Choose(const std::string& what, const std::vector<Way>& ways);
+  /// was measured; the first when it was not, and then Measure() will. Everywhere the same `what`
+  /// has the same ways, but for their operands.
+  const Way& Choose(const std::string& what, const Ways& ways);
 
   bool has_unknown() const { return !unknown_.empty(); }
-  /// Measures what Choose() did not know, in the stream and on the ways' own operands: what they
-  /// write is undefined after it.
+  /// Measures what Choose() did not know, in the stream and on the ways' own operands, those of
+  /// every place where it was asked in turn: what they write is undefined after it.
   absl::Status Measure();
 
  private:
@@ -44,7 +47,7 @@ class Tuner {
   const Notify notify_;
   bool read_ = false, said_ = false;
   TunedWays known_;
-  std::map<std::string, std::vector<Way>> unknown_;
+  std::map<std::string, std::vector<Ways>> unknown_;  // of each place
 };
 
 }  // namespace denoised::cuda
