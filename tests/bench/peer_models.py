@@ -10,34 +10,51 @@ reserved device memory and the seconds until the first result. Needs diffusers.
 
 Compiling takes a minute or more, so up to --processes do it side by side; the first run, in which
 kernels are chosen by their speed, and all that is timed come once all have compiled, one process
-after the other. max-autotune times kernels while it compiles: it is alone. What has not compiled
---limit seconds after its start is left out.
+after the other. max-autotune times kernels while it compiles: it has a GPU for itself, and the host
+all of its GPUs. Everything else is on the first. What has not compiled --limit seconds after its
+start is left out.
 """
 import argparse
 import json
 import multiprocessing
 import os
+import queue
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 
-def measure(*args):
+def visible_gpus():
+    """As CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return named.split(",")
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    return [str(i) for i in range(max(1, len(listed.stdout.splitlines())))]
+
+
+def measure(gpu, compile_threads, *args):
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = f"{compile_threads}"
     import peer_forward  # here, since the processes import PyTorch side by side
 
     peer_forward.measure(*args)
 
 
-def measured(works, limit):
-    """What measure() sends of each (model, rows, way), None where a process failed; in order."""
+def measured(works, limit, gpu, compilers):
+    """What measure() sends of each (model, rows, way), None where a process failed; in order.
+
+    As many compilers share the processors.
+    """
     spawn = multiprocessing.get_context("spawn")
-    compilers = sum(way != "eager" for _, _, way in works)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = f"{max(1, os.cpu_count() // max(1, compilers))}"
+    compile_threads = max(1, os.cpu_count() // max(1, compilers))
     deadline = time.monotonic() + limit
     children = []
     for work in works:
         ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=measure, args=(*work, theirs))
+        process = spawn.Process(target=measure, args=(gpu, compile_threads, *work, theirs))
         process.start()
         theirs.close()  # so that a child that fails is heard of
         children.append((process, ours))
@@ -76,25 +93,47 @@ def main():
     together = [work for work in works if work not in alone]
     batches = [together[i:i + args.processes] for i in range(0, len(together), args.processes)]
 
+    gpus = visible_gpus()
+
+    def results():
+        """Each work with its details, None where it failed."""
+        for batch in batches:
+            compilers = sum(way != "eager" for _, _, way in batch)
+            yield from zip(batch, measured(batch, args.limit, gpus[0], compilers))
+
+        free = queue.SimpleQueue()
+        for gpu in gpus:
+            free.put(gpu)
+
+        def on_any_gpu(work):
+            gpu = free.get()
+            [details] = measured([work], args.limit, gpu, min(len(gpus), len(alone)))
+            free.put(gpu)
+            return details
+
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            futures = {pool.submit(on_any_gpu, work): work for work in alone}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+
     benchmarks = {shape: {"name": f"{shape[0]}/rows:{shape[1]}", "unit": "ms", "peers": {},
                           "details": {}} for shape in shapes}
     failed = False
-    for batch in batches + [[work] for work in alone]:
-        for details, (model, rows, way) in zip(measured(batch, args.limit), batch):
-            benchmark = benchmarks[model, rows]
-            label = "eager in a graph" if way == "eager" else f"torch.compile {way}"
-            if details is None:
-                print(f"{benchmark['name']} {label}: failed", flush=True)
-                failed = True
-                continue
-            benchmark["peers"][label] = details["ms"]
-            benchmark["details"][label] = details
-            # Written after each, since compiling takes minutes and may be cut short.
-            args.out.write_text(json.dumps({
-                "context": details.pop("context"),
-                "benchmarks": [b for b in benchmarks.values() if b["peers"]],
-            }, indent=1) + "\n")
-            print(f"{benchmark['name']} {label}: {details}", flush=True)
+    for (model, rows, way), details in results():
+        benchmark = benchmarks[model, rows]
+        label = "eager in a graph" if way == "eager" else f"torch.compile {way}"
+        if details is None:
+            print(f"{benchmark['name']} {label}: failed", flush=True)
+            failed = True
+            continue
+        benchmark["peers"][label] = details["ms"]
+        benchmark["details"][label] = details
+        # Written after each, since compiling takes minutes and may be cut short.
+        args.out.write_text(json.dumps({
+            "context": details.pop("context"),
+            "benchmarks": [b for b in benchmarks.values() if b["peers"]],
+        }, indent=1) + "\n")
+        print(f"{benchmark['name']} {label}: {details}", flush=True)
     return 1 if failed else 0
 
 

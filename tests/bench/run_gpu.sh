@@ -14,7 +14,7 @@
 #                  those of the table in docs/benchmarks.md
 # --ways           of PyTorch: eager, in a CUDA graph, and modes of torch.compile. Default:
 #                  eager,reduce-overhead. max-autotune takes 2 to 4 minutes for each model and count
-#                  of rows; the others compile side by side
+#                  of rows, of which each GPU does one at a time; the others compile side by side
 # --limit          for compiling, 600 by default; what takes longer is left out
 # --earlier-peers  a peer_models.json from a GPU of the same kind instead of running PyTorch on the
 #                  models again; the table marks its figures
