@@ -20,33 +20,32 @@ struct TileCost {
   double launch, step, finish;  // a launch; a step along k and an end of a tile
   double fold;                  // an added split of a tile that Folds()
   double alone = 1;             // of a step, of a block with a multiprocessor for itself
+  double busy = 1;              // of a step, where more than kFewRounds of tiles fill the device:
+                                // narrow tiles ask more of caches and power
 };
+constexpr double kFewRounds = 4;
 constexpr TileCost kTileCosts[] = {
     {HopperTile::kUnit, 64, 64, 1, 0.02, 0.3, 2.3, 0.23, 0.89},
     {HopperTile::kPatchUnit, 64, 64, 1, 0.01, 0.298, 2.5, 0.29, 0.67},
     {HopperTile::k128x32, 128, 32, 1, 0.68, 0.358, 0.78, 0},
-    {HopperTile::k128x128, 128, 128, 1, 1.4, 0.364, 0.9, 0.28},
-    {HopperTile::k128x128, 128, 128, 2, 1.8, 0.386, 0.8, 0.28},
-    {HopperTile::k128x128Turns, 128, 128, 1, 1.7, 0.363, 0.6, 0},
-    {HopperTile::k128x128Turns, 128, 128, 2, 2.1, 0.371, 0.53, 0},
-    {HopperTile::k128x160, 128, 160, 1, 1.1, 0.465, 1.0, 0.43},
-    {HopperTile::k128x160, 128, 160, 2, 1.7, 0.478, 0.8, 0.43},
-    {HopperTile::k128x192, 128, 192, 1, 1.1, 0.56, 1.1, 0.44},
-    {HopperTile::k128x192, 128, 192, 2, 1.6, 0.56, 1.1, 0.44},
-    {HopperTile::k128x256, 128, 256, 1, 0.8, 0.73, 1.6, 0},
-    {HopperTile::k128x256, 128, 256, 2, 1.5, 0.75, 1.4, 0},
-    {HopperTile::k192x192, 192, 192, 1, 1.0, 0.82, 1.5, 0},
-    {HopperTile::k192x192, 192, 192, 2, 1.8, 0.86, 1.2, 0},
+    {HopperTile::k128x128, 128, 128, 1, 1.4, 0.364, 0.9, 0.28, 1, 1.12},
+    {HopperTile::k128x128, 128, 128, 2, 1.8, 0.386, 0.8, 0.28, 1, 1.07},
+    {HopperTile::k128x128Turns, 128, 128, 1, 1.7, 0.363, 0.6, 0, 1, 1.15},
+    {HopperTile::k128x128Turns, 128, 128, 2, 2.1, 0.371, 0.53, 0, 1, 1.19},
+    {HopperTile::k128x160, 128, 160, 1, 1.1, 0.465, 1.0, 0.43, 1, 1.08},
+    {HopperTile::k128x160, 128, 160, 2, 1.7, 0.478, 0.8, 0.43, 1, 1.10},
+    {HopperTile::k128x192, 128, 192, 1, 1.1, 0.56, 1.1, 0.44, 1, 1.06},
+    {HopperTile::k128x192, 128, 192, 2, 1.6, 0.56, 1.1, 0.44, 1, 1.04},
+    {HopperTile::k128x256, 128, 256, 1, 0.8, 0.73, 1.6, 0, 1, 1.05},
+    {HopperTile::k128x256, 128, 256, 2, 1.5, 0.75, 1.4, 0, 1, 1.02},
+    {HopperTile::k192x192, 192, 192, 1, 1.0, 0.82, 1.5, 0, 1, 1.04},
+    {HopperTile::k192x192, 192, 192, 2, 1.8, 0.86, 1.2, 0, 1, 1.03},
     {HopperTile::kPatch64, 128, 64, 1, 1.1, 0.235, 1.45, 0.1},
     {HopperTile::kPatch128, 128, 128, 1, 2.5, 0.301, 1.7, 0.07},
     {HopperTile::kPatch192, 128, 192, 1, 2.5, 0.456, 2.4, 0},
     {HopperTile::kPatch128Turns, 128, 128, 1, 3.0, 0.301, 1.1, 0},
     {HopperTile::kPatch192Turns, 128, 192, 1, 2.5, 0.456, 1.4, 0},
 };
-/// Of a step, of blocks that could share weights and do not, where many weights pass by in each of
-/// several rounds of tiles.
-constexpr double kUnpaired = 1.05;
-constexpr int kManyOutputs = 2048;
 constexpr int kMinSplitSteps = 4;
 
 int64_t ImagePixels(const Conv2dLaunch& conv) {  // of a phase
@@ -116,11 +115,8 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
       // with a multiprocessor to themselves.
       const int beside = unit && (blocks == 1 || runs == 1) ? 2 : 1;
       const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);
-      const bool unpaired =
-          !unit && !IsPatch(cost.tile) && cluster == 1 && conv.outputs >= kManyOutputs && waves > 2;
-      const double step = cost.step * (unpaired      ? kUnpaired
-                                       : beside == 2 ? std::clamp(waves, cost.alone, 1.0)
-                                                     : cost.alone);
+      const double step = cost.step * (waves > kFewRounds ? cost.busy : 1) *
+                          (beside == 2 ? std::clamp(waves, cost.alone, 1.0) : cost.alone);
       const double microseconds =
           cost.launch + std::ceil(waves) * (steps * step / blocks + cost.finish +
                                             (runs > 1 ? runs * cost.fold : 0));
