@@ -1,6 +1,6 @@
 """Times PyTorch's libraries on the shapes of backend-throughput, and the ceilings of the GPU.
 
-usage: backend-throughput --benchmark_list_tests | peer_kernels.py --out=peer_kernels.json [--seconds=110]
+usage: backend-throughput --benchmark_list_tests | peer_kernels.py --out=peer_kernels.json [--seconds=150]
 
 Writes microseconds for each peer of each shape: cuDNN bare and followed by its separate passes,
 cuBLAS and cuBLASLt, every backend of scaled_dot_product_attention, GroupNorm and SiLU eager and
@@ -141,7 +141,7 @@ def ceilings():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, default=110)
+    parser.add_argument("--seconds", type=float, default=150)
     args = parser.parse_args()
     # What Google Benchmark appends to a name tells how it ran, not what.
     names = [re.sub(r"/(iterations:\d+|manual_time)", "", line.strip()) for line in sys.stdin]

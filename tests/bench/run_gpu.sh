@@ -9,7 +9,7 @@
 # --bin            where denoised-bench and backend-throughput are
 # --out            where the raw figures go, as JSON
 # --kernels        which ops of backend-throughput: a regular expression; "all" are the default when
-#                  no models are named. Two minutes for all.
+#                  no models are named. Three minutes for all.
 # --models         whole forwards of these models of tests/models/configs, of so many rows; "all" are
 #                  those of the table in docs/benchmarks.md
 # --ways           of PyTorch: eager, in a CUDA graph, and modes of torch.compile. Default:
