@@ -19,14 +19,13 @@
 #include <random>
 
 #include "engine/backend/backend.h"
+#include "tests/bench/device_timing.h"
 
 namespace denoised {
 namespace {
 
 constexpr int64_t kRotatedBytes = 256 << 20;
 constexpr int64_t kMostCopies = 128, kLeastLaunches = 8;
-constexpr int kSamples = 9;
-constexpr double kWarmUpSeconds = 0.1;  // a chip that idled, while the host made data, clocks down
 
 class Op {
  public:
@@ -61,19 +60,14 @@ class Op {
     DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Graph> graph, backend_.Capture([&] {
       for (int64_t i = 0; i < launches; ++i) enqueue(i % copies_);
     }));
+    const auto launch = [&] {
+      backend_.Launch(*graph);
+      return backend_.status();
+    };
     for (auto _ : state) {
-      std::vector<double> seconds;
-      for (double warm = 0; seconds.size() < kSamples;) {
-        const auto begin = backend_.Mark();
-        backend_.Launch(*graph);
-        const auto end = backend_.Mark();
-        DENOISED_RETURN_IF_ERROR(end->Wait());
-        const double elapsed = end->SecondsSince(*begin);
-        if (warm > kWarmUpSeconds) seconds.push_back(elapsed / static_cast<double>(launches));
-        warm += elapsed;
-      }
-      std::nth_element(seconds.begin(), seconds.begin() + kSamples / 2, seconds.end());
-      state.SetIterationTime(seconds[kSamples / 2]);
+      DENOISED_ASSIGN_OR_RETURN(const std::vector<double> seconds,
+                                MedianDeviceSeconds(backend_, {launch}, Samples()));
+      state.SetIterationTime(seconds[0] / static_cast<double>(launches));
     }
     return backend_.Synchronize();
   }

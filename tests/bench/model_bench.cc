@@ -6,11 +6,12 @@
 //                  [Google Benchmark's flags, e.g. --benchmark_out=FILE]
 //
 // Weights are synthetic, for speed does not depend on them. Times are the device's own, between
-// markers around each evaluation, and the figure is their median; FLOPs are counted by the dry run
-// that plans memory. MiB_device is what the model, its activations, images and graph took of the
-// device; s_first the seconds of the first evaluation, with what was measured to choose kernels and
-// the capture; ms_forward the time of the model alone, measured in turns with the evaluation.
-// Kernels are chosen as by the server; --autotune=DIRECTORY keeps what was measured there.
+// markers around each evaluation, with the host one ahead, and the figure is their median; FLOPs
+// are counted by the dry run that plans memory. MiB_device is what the model, its activations,
+// images and graph took of the device; s_first the seconds of the first evaluation, with what was
+// measured to choose kernels and the capture; ms_forward the time of the model alone, measured in
+// turns with the evaluation. Kernels are chosen as by the server; --autotune=DIRECTORY keeps what
+// was measured there.
 //
 // --weights takes them from a file, as synthetic-model writes one, and tells how fast they were on
 // the device in the form of its kernels: from the page cache, if the file was touched just before.
@@ -35,6 +36,7 @@
 #include "engine/core/config_reader.h"
 #include "engine/models/unet2d.h"
 #include "engine/sampling/sampler.h"
+#include "tests/bench/device_timing.h"
 
 namespace denoised {
 namespace {
@@ -85,8 +87,7 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kLeastSamples = 9, kMostSamples = 99;
-constexpr double kWarmUpSeconds = 0.1, kLongestSeconds = 2;  // an idle chip clocks down
+constexpr Samples kSamples = {.least = 9, .most = 99, .longest_seconds = 2};
 constexpr int kLongestPlan = 1000;
 
 /// A model on a device, and `rows` images of it that are drawn over and over.
@@ -195,33 +196,6 @@ class Forward {
   std::unique_ptr<Graph> graph_;
 };
 
-/// Median device seconds of each, in turns.
-absl::StatusOr<std::vector<double>> MedianSeconds(
-    Backend& backend, const std::vector<std::function<absl::Status()>>& works) {
-  std::vector<std::vector<double>> seconds(works.size());
-  double sum = 0;
-  while (seconds[0].size() < kLeastSamples ||
-         (seconds[0].size() < kMostSamples && sum < kLongestSeconds)) {
-    const bool warm = sum > kWarmUpSeconds;
-    for (size_t i = 0; i < works.size(); ++i) {
-      const auto begin = backend.Mark();
-      DENOISED_RETURN_IF_ERROR(works[i]());
-      const auto end = backend.Mark();
-      DENOISED_RETURN_IF_ERROR(end->Wait());
-      const double elapsed = end->SecondsSince(*begin);
-      if (warm) seconds[i].push_back(elapsed);
-      sum += elapsed;
-    }
-  }
-  std::vector<double> medians;
-  for (std::vector<double>& each : seconds) {
-    const auto median = each.begin() + static_cast<std::ptrdiff_t>(each.size() / 2);
-    std::nth_element(each.begin(), median, each.end());
-    medians.push_back(*median);
-  }
-  return medians;
-}
-
 /// A model with a queue of its own on the device.
 struct Resident {
   std::unique_ptr<Backend> backend;
@@ -268,11 +242,13 @@ absl::Status Measure(const Resident& resident, int rows, benchmark::State& state
                             Forward::Create(backend, model, rows, evaluator.activation_bytes()));
   for (auto _ : state) {
     DENOISED_ASSIGN_OR_RETURN(const std::vector<double> seconds,
-                              MedianSeconds(backend, {[&] { return drawing->Evaluate(); },
-                                                      [&] {
-                                                        backend.Launch(forward->graph());
-                                                        return backend.status();
-                                                      }}));
+                              MedianDeviceSeconds(backend,
+                                                  {[&] { return drawing->Evaluate(); },
+                                                   [&] {
+                                                     backend.Launch(forward->graph());
+                                                     return backend.status();
+                                                   }},
+                                                  kSamples));
     state.SetIterationTime(seconds[0]);
     state.counters["ms_forward"] = 1e3 * seconds[1];
   }
