@@ -31,8 +31,11 @@ def visible_gpus():
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return named.split(",")
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    return [str(i) for i in range(max(1, len(listed.stdout.splitlines())))]
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"nvidia-smi does not tell the GPUs: {error}; let CUDA_VISIBLE_DEVICES name them")
 
 
 def measure(gpu, compile_threads, *args):
@@ -46,7 +49,7 @@ def measure(gpu, compile_threads, *args):
 def measured(works, limit, gpu, compilers):
     """What measure() sends of each (model, rows, way), None where a process failed; in order.
 
-    As many compilers share the processors.
+    `compilers`: how many at a time share the processors, here and beside.
     """
     spawn = multiprocessing.get_context("spawn")
     compile_threads = max(1, os.cpu_count() // max(1, compilers))

@@ -13,7 +13,7 @@
 # --models         whole forwards of these models of tests/models/configs, of so many rows; "all" are
 #                  those of the table in docs/benchmarks.md
 # --ways           of PyTorch: eager, in a CUDA graph, and modes of torch.compile. Default:
-#                  eager,reduce-overhead. max-autotune takes 2 to 4 minutes for each model and count
+#                  eager,reduce-overhead. max-autotune takes 2 to 6 minutes for each model and count
 #                  of rows, of which each GPU does one at a time; the others compile side by side
 # --limit          for compiling, 600 by default; what takes longer is left out
 # --earlier-peers  a peer_models.json from a GPU of the same kind instead of running PyTorch on the
