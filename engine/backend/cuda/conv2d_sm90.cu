@@ -473,6 +473,7 @@ using Tile128x32 = Tile<128, 32, Share::kPixels, 5, false>;
 using Tile128x128 = Tile<128, 128, Share::kPixels, 6, true>;
 using Tile128x128Turns = Tile<128, 128, Share::kTurns, 5, false>;
 using Tile128x160 = Tile<128, 160, Share::kPixels, 5, true>;
+using Tile128x160Turns = Tile<128, 160, Share::kTurns, 4, false>;
 using Tile128x192 = Tile<128, 192, Share::kPixels, 4, true>;
 using Tile128x256 = Tile<128, 256, Share::kPixels, 3, false>;
 using Tile192x192 = Tile<192, 192, Share::kPixels, 3, false, 3>;
@@ -488,6 +489,8 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
       return what(Tile128x128Turns());
     case HopperTile::k128x160:
       return what(Tile128x160());
+    case HopperTile::k128x160Turns:
+      return what(Tile128x160Turns());
     case HopperTile::k128x192:
       return what(Tile128x192());
     case HopperTile::k128x256:

@@ -19,6 +19,7 @@ enum class HopperTile : uint8_t {
   k128x128,
   k128x128Turns,
   k128x160,
+  k128x160Turns,
   k128x192,
   k128x256,
   k192x192,
@@ -28,7 +29,7 @@ enum class HopperTile : uint8_t {
   kPatch128Turns,
   kPatch192Turns,
 };
-constexpr int kHopperTiles = 14;
+constexpr int kHopperTiles = 15;
 inline bool IsUnit(HopperTile tile) { return tile <= HopperTile::kPatchUnit; }
 inline bool IsPatch(HopperTile tile) {
   return tile == HopperTile::kPatchUnit || tile >= HopperTile::kPatch64;
@@ -43,6 +44,7 @@ inline bool Folds(HopperTile tile) {
   switch (tile) {
     case HopperTile::k128x32:
     case HopperTile::k128x128Turns:
+    case HopperTile::k128x160Turns:
     case HopperTile::k128x256:
     case HopperTile::k192x192:
     case HopperTile::kPatch128Turns:

@@ -34,6 +34,8 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k128x128Turns, 128, 128, 2, 2.1, 0.371, 0.53, 0, 1, 1.19},
     {HopperTile::k128x160, 128, 160, 1, 1.1, 0.465, 1.0, 0.43, 1, 1.08},
     {HopperTile::k128x160, 128, 160, 2, 1.7, 0.478, 0.8, 0.43, 1, 1.10},
+    {HopperTile::k128x160Turns, 128, 160, 1, 1.3, 0.465, 0.7, 0, 1, 1.06},
+    {HopperTile::k128x160Turns, 128, 160, 2, 1.8, 0.475, 0.6, 0, 1, 1.06},
     {HopperTile::k128x192, 128, 192, 1, 1.1, 0.56, 1.1, 0.44, 1, 1.06},
     {HopperTile::k128x192, 128, 192, 2, 1.6, 0.56, 1.1, 0.44, 1, 1.04},
     {HopperTile::k128x256, 128, 256, 1, 0.8, 0.73, 1.6, 0, 1, 1.05},
@@ -131,10 +133,10 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
 }
 
 std::string NameOf(const HopperPlan& plan) {
-  constexpr const char* kNames[] = {"unit",           "patch unit",    "128x32",   "128x128",
-                                    "128x128 turns",  "128x160",       "128x192",  "128x256",
-                                    "192x192",        "patch64",       "patch128", "patch192",
-                                    "patch128 turns", "patch192 turns"};
+  constexpr const char* kNames[] = {"unit",          "patch unit",     "128x32",        "128x128",
+                                    "128x128 turns", "128x160",        "128x160 turns", "128x192",
+                                    "128x256",       "192x192",        "patch64",       "patch128",
+                                    "patch192",      "patch128 turns", "patch192 turns"};
   static_assert(std::size(kNames) == kHopperTiles);
   return fmt::format("{}{}", kNames[static_cast<int>(plan.tile)],
                      plan.cluster > 1 ? fmt::format(" in clusters of {}", plan.cluster) : "");
