@@ -157,6 +157,8 @@ struct Outbox {
   unsigned char* boxes;
   uint64_t* ready;   // all boxes may be filled, and hold the residual if there is one
   uint64_t* filled;  // of each box
+  bool scatters;  // emptied by ScatterOutbox(): all lanes arrive, for racecheck knows of no order
+                  // between what some did before and one told after a __syncwarp()
 
   __device__ unsigned char* Box(int box) const { return boxes + box * T::kBoxBytes; }
   /// Eight outputs of a pixel of a box.
@@ -167,7 +169,7 @@ struct Outbox {
   __device__ void Give(int box) const {
     FenceForCopies();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(&filled[box]);
+    if (scatters || threadIdx.x % 32 == 0) Arrive(&filled[box]);
   }
 };
 
@@ -236,8 +238,7 @@ __device__ inline void ScatterOutbox(const Conv2dLaunch& conv, const Work& work,
             box, [&](uint4* vector, int pixel, int n) { *vector = LoadResidual(conv, pixel, n); });
       }
     }
-    __syncwarp();
-    if (lane == 0) Arrive(outbox.ready);
+    Arrive(outbox.ready);
     for (int box = 0; box < T::kBoxes; ++box) {
       Wait(&outbox.filled[box], parity);
       for_vectors(box, [&](const uint4* vector, int pixel, int n) {
@@ -298,13 +299,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   };
 
+  const bool scatters = work.grid.phases > 1;
   const auto pixels_on = [](int group) { return T::kTurns ? 0 : group * T::kRows * 64; };
   const auto my_first_tile = [&](int group) {
     return first_tile + (T::kTurns ? group * stride : 0);
   };
   const auto outbox_of = [&](int group) {
     return Outbox<T>{staging + group * T::kBoxes * T::kBoxBytes, ready + group,
-                     filled + group * T::kBoxes};
+                     filled + group * T::kBoxes, scatters};
   };
   // Asked for at each place: ptxas then sees that one thread is meant, and spares each copy a loop
   // over lanes.
@@ -317,9 +319,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
     for (int i = 0; i < T::kGroups; ++i) {
       InitBarrier(&turn[i], 4);  // a lane of each warp
-      InitBarrier(&ready[i], 1);
+      InitBarrier(&ready[i], scatters ? 32 : 1);
     }
-    for (int i = 0; i < T::kGroups * T::kBoxes; ++i) InitBarrier(&filled[i], 4);
+    for (int i = 0; i < T::kGroups * T::kBoxes; ++i) InitBarrier(&filled[i], scatters ? 128 : 4);
     FenceBarrierInit();
     if (shared == 1) copy_early();
   }
@@ -358,7 +360,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const int of = warp - kCopies - 1;  // a warp for each consumer
     if (T::kStaged && of >= 0 && of < T::kGroups) {
       WaitForPredecessors();
-      if (work.grid.phases > 1) {
+      if (scatters) {
         ScatterOutbox<T>(conv, work, outbox_of(of), my_first_tile(of), tiles, T::kTakers * stride,
                          rank, pixels_on(of));
       } else if (ElectOne()) {
