@@ -135,18 +135,14 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
   const int lane = threadIdx.x % 32;
   const int image_pixels = conv.out_height * conv.out_width;  // a power of two
   const auto first_of_image = [&](int pixel) { return pixel & -image_pixels; };
-  const auto pivot_of = [&](int j, int pixel, int run) {
-    return *reinterpret_cast<const uint16_t*>(
-        finished.At(j, first_of_image(pixel) + image_pixels / 2) + run * kRun * 2);
-  };
 
-  SyncWarpgroup(0);  // a pivot may be another warp's
+  __syncwarp();
 #pragma unroll 1
   for (int first = 0; first < mine; first += 4) {
     // A quad has a leaf: two have the warp's two of a block of outputs, the next two of the next.
     const int quad = lane / kQuad, j = first + quad / 2, leaf = warp * 2 + quad % 2;
     const bool is = j < mine;
-    uint32_t vectors[kLeafVectors][kWords] = {}, pivots[kRuns] = {};
+    uint32_t vectors[kLeafVectors][kWords] = {};
     if (is) {
 #pragma unroll
       for (int i = 0; i < kLeafVectors; ++i) {
@@ -155,13 +151,8 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
         vectors[i][0] = vector.x, vectors[i][1] = vector.y;
         vectors[i][2] = vector.z, vectors[i][3] = vector.w;
       }
-#pragma unroll
-      for (int r = 0; r < kRuns; ++r) {
-        const uint32_t pivot = pivot_of(j, leaf * kLeafPixels, r);
-        pivots[r] = pivot | pivot << 16;
-      }
     }
-    SumLeaf<kRun>(vectors, kLeafVectors, pivots, lane, [&](int r, const Sums& sums) {
+    SumLeaf<kRun>(vectors, lane, [&](int r, const Sums& sums) {
       if (is && HoldsSums(lane)) finished.LeafAt(j, leaf)[r] = sums;
     });
   }
@@ -187,8 +178,7 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
       }
       const Sums lower = (sums[0] + sums[1]) + (sums[2] + sums[3]);
       const Sums upper = (sums[4] + sums[5]) + (sums[6] + sums[7]);
-      statistics[i] = StatisticsOf(lower + upper, Low(pivot_of(j, pixel, r)), count_inverse,
-                                   conv.output_norm.eps);
+      statistics[i] = StatisticsOf(lower + upper, count_inverse, conv.output_norm.eps);
     }
     const uint2 words = *reinterpret_cast<const uint2*>(finished.At(j, pixel) + half * kHalf * 2);
     const auto of_output = [&](int i) {

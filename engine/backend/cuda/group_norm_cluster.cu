@@ -44,7 +44,7 @@ struct Plan {
 /// The pieces of a block's shared memory, in bytes from its beginning.
 struct Layout {
   int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
-  int factors, leaves, of_blocks, statistics, pivots, bytes;
+  int factors, leaves, of_blocks, statistics, bytes;
 
   __host__ __device__ Layout(const Plan& plan, int run)
       : leaf_stride(plan.slice_channels / run | 1),
@@ -52,8 +52,7 @@ struct Layout {
         leaves(factors + 2 * plan.slice_channels * static_cast<int>(sizeof(float))),
         of_blocks(leaves + plan.leaves * leaf_stride * static_cast<int>(sizeof(Sums))),
         statistics(of_blocks + plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums))),
-        pivots(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))),
-        bytes(pivots + plan.slice_groups * static_cast<int>(sizeof(float))) {}
+        bytes(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))) {}
 };
 
 /// Computes the pointer here and not where it is used, behind the wait for predecessors: no
@@ -79,7 +78,6 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   auto* leaves = reinterpret_cast<Sums*>(shared + layout.leaves);
   auto* of_blocks = reinterpret_cast<Sums*>(shared + layout.of_blocks);
   auto* statistics = reinterpret_cast<Statistics*>(shared + layout.statistics);  // of runs
-  auto* group_pivots = reinterpret_cast<float*>(shared + layout.pivots);
 
   ReleaseDependents();
   const unsigned line = threadIdx.z;
@@ -113,34 +111,14 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const __nv_bfloat16* from = ChannelAt(norm, image, begin, channel);
   const int from_step =
       kQuad * static_cast<int>(channel < norm.channels ? norm.x.stride : norm.x2.stride);
-  const __nv_bfloat16* pivots_from[kRuns];
-#pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
-    const int group = (slice_channel + r * kRun) / plan.group_channels;
-    pivots_from[r] = PivotAt(norm, image, slice_begin + group * plan.group_channels);
-  }
-
   Pin(from);
-#pragma unroll
-  for (int r = 0; r < kRuns; ++r) Pin(pivots_from[r]);
   WaitForPredecessors();
-  uint32_t pivots[kRuns];
-#pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
-    pivots[r] = *reinterpret_cast<const uint16_t*>(pivots_from[r]);
-  }
   uint32_t kept[kVectors][kWords];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const uint4 vector =
         i < held ? *reinterpret_cast<const uint4*>(from + i * from_step) : make_uint4(0, 0, 0, 0);
     kept[i][0] = vector.x, kept[i][1] = vector.y, kept[i][2] = vector.z, kept[i][3] = vector.w;
-  }
-#pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
-    pivots[r] |= pivots[r] << 16;
-    const int run = threadIdx.y * kRuns + r;
-    if (line == 0 && threadIdx.x == 0 && run % runs == 0) group_pivots[run / runs] = Low(pivots[r]);
   }
   if (norm.scale_shift.data != nullptr) {
     const auto* scales = static_cast<const __nv_bfloat16*>(norm.scale_shift.data) +
@@ -156,12 +134,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 #pragma unroll
   for (int leaf = 0; leaf < kVectors / kLeafVectors; ++leaf) {
     const int of_block = line * (kVectors / kLeafVectors) + leaf;
-    SumLeaf<kRun>(kept + leaf * kLeafVectors, held - leaf * kLeafVectors, pivots, lane,
-                  [&](int r, const Sums& sums) {
-                    if (HoldsSums(lane)) {
-                      leaves[of_block * layout.leaf_stride + threadIdx.y * kRuns + r] = sums;
-                    }
-                  });
+    SumLeaf<kRun>(kept + leaf * kLeafVectors, lane, [&](int r, const Sums& sums) {
+      if (HoldsSums(lane)) {
+        leaves[of_block * layout.leaf_stride + threadIdx.y * kRuns + r] = sums;
+      }
+    });
   }
   if (cluster) WaitForCluster();
   __syncthreads();
@@ -170,8 +147,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
 
   const auto finish = [&](const Sums& sums, int group, int part, int parts) {
-    const Statistics of_group =
-        StatisticsOf(sums, group_pivots[group], plan.count_inverse, norm.eps);
+    const Statistics of_group = StatisticsOf(sums, plan.count_inverse, norm.eps);
     for (int r = part; r < runs; r += parts) statistics[group * runs + r] = of_group;
   };
   SumLeaves(plan.tree, leaves, layout.leaf_stride, runs, plan.slice_groups, warp, warps, lane,
@@ -180,7 +156,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
               if (!cluster) return finish(sums, group, part, parts);
               for (int to = part; to < plan.blocks; to += parts) {
                 StoreAt(AddressAt(of_blocks + rank * plan.slice_groups + group, to),
-                        AddressAt(barrier, to), sums.d, sums.squares);
+                        AddressAt(barrier, to), sums.x, sums.squares);
               }
             });
   if (cluster) {

@@ -25,7 +25,6 @@ constexpr int kAtOnce = 2;              // leaves that a warp has in registers
 
 struct Plan {
   int group_channels = 0;
-  uint32_t group_inverse = 0;  // 2^32 / group_channels, and more: exact for so few channels
   int vectors = 0, tiles = 0;  // of a pixel
   int leaves = 0, pieces = 0;  // of a piece, a power of two; of an image
   int leaf_stride = 0;         // Sums of a leaf: odd, so that leaves lie in different banks
@@ -65,18 +64,9 @@ __global__ void __launch_bounds__(kThreads, 4)
                           : make_uint4(0, 0, 0, 0);
       kept[i][0] = v.x, kept[i][1] = v.y, kept[i][2] = v.z, kept[i][3] = v.w;
     }
-    uint32_t pivots[kRuns];
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      const int group = __umulhi(channel + r * kRun, plan.group_inverse);
-      const uint32_t pivot =
-          *reinterpret_cast<const uint16_t*>(PivotAt(norm, image, group * plan.group_channels));
-      pivots[r] = pivot | pivot << 16;
-    }
 #pragma unroll
     for (int l = 0; l < kAtOnce; ++l) {
-      const int held = (norm.pixels - pixel - l * kLeafPixels + kQuad - 1) / kQuad;
-      SumLeaf<kRun>(kept + l * kLeafVectors, held, pivots, lane, [&](int r, const Sums& of_run) {
+      SumLeaf<kRun>(kept + l * kLeafVectors, lane, [&](int r, const Sums& of_run) {
         if (HoldsSums(lane) && !idle) {
           leaves[(leaf + l) * plan.leaf_stride + vector * kRuns + r] = of_run;
         }
@@ -95,10 +85,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   auto* const statistics = reinterpret_cast<Statistics*>(pieces_shared);  // of groups
   SumBlocks(plan.tree, of_image, plan.pieces, norm.groups, warp, kWarps, lane,
             [&](const Sums& sums, int group, int part) {
-              if (part != 0) return;
-              const float pivot =
-                  __bfloat162float(*PivotAt(norm, image, group * plan.group_channels));
-              statistics[group] = StatisticsOf(sums, pivot, plan.count_inverse, norm.eps);
+              if (part == 0) statistics[group] = StatisticsOf(sums, plan.count_inverse, norm.eps);
             });
   __syncthreads();
   for (int c = threadIdx.x; c < norm.channels + norm.channels2; c += kThreads) {
@@ -131,7 +118,6 @@ Plan MakePlan(const GroupNormLaunch& norm) {
   Plan plan;
   const int channels = norm.channels + norm.channels2;
   plan.group_channels = channels / norm.groups;
-  plan.group_inverse = static_cast<uint32_t>((uint64_t{1} << 32) / plan.group_channels + 1);
   plan.vectors = channels / kVector;
   plan.tiles = (plan.vectors + kTileVectors - 1) / kTileVectors;
   plan.leaf_stride = channels / RunOf(plan.group_channels) | 1;

@@ -78,7 +78,7 @@ struct Maps {
 struct Layout {
   int chunk_bytes;
   int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
-  int chunks, leaves, sums, affines, statistics, pivots, bytes;
+  int chunks, leaves, sums, affines, statistics, bytes;
 
   __host__ __device__ Layout(const Plan& plan, int run)
       : chunk_bytes(plan.pieces * plan.chunk_pixels * plan.pitch),
@@ -90,8 +90,7 @@ struct Layout {
                 2 * plan.ahead * plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums))),
         statistics(affines +
                    (plan.ahead + 1) * plan.slice_channels * static_cast<int>(sizeof(Affine))),
-        pivots(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))),
-        bytes(pivots + plan.slice_groups * static_cast<int>(sizeof(float))) {}
+        bytes(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))) {}
 };
 static_assert((2 * kMaxStages + 3 * kMaxAhead + 1) * sizeof(uint64_t) <= 1024, "barriers");
 
@@ -120,7 +119,6 @@ struct Block {
   Sums* sums;              // [2 · ahead][blocks][slice_groups]
   Affine* affines;         // [ahead + 1][slice_channels]
   Statistics* statistics;  // [runs of a slice]
-  float* pivots;           // [slice_groups]
   int warp, lane;
   int rank;              // in the cluster
   int first_unit, step;  // units that the cluster takes
@@ -141,7 +139,6 @@ struct Block {
         sums(reinterpret_cast<Sums*>(shared + layout.sums)),
         affines(reinterpret_cast<Affine*>(shared + layout.affines)),
         statistics(reinterpret_cast<Statistics*>(shared + layout.statistics)),
-        pivots(reinterpret_cast<float*>(shared + layout.pivots)),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         rank(blockIdx.x),
@@ -158,10 +155,6 @@ struct Block {
   __device__ int PlaceOf(int vector) const {
     const int piece_vectors = plan.piece_channels / kVector;
     return vector / piece_vectors * PieceBytes() + vector % piece_vectors * 16;
-  }
-  __device__ uint32_t PivotOf(int unit, int group) const {
-    return *reinterpret_cast<const uint16_t*>(
-        PivotAt(norm, ImageOf(unit), ChannelOf(unit) + group * plan.group_channels));
   }
 
   /// By one thread, before any other uses them. Outside a cluster an arrival says that all is told,
@@ -237,7 +230,6 @@ struct Block {
     for (int unit = first_unit; unit < plan.units; unit += step) {
       const int image = ImageOf(unit), channel = ChannelOf(unit);
       Affine* const of_unit = affines + affine_slot.index * plan.slice_channels;
-      for (int g = lane; g < plan.slice_groups; g += 32) pivots[g] = Low(PivotOf(unit, g));
       for (int c = lane; c < plan.slice_channels; c += 32) {
         Affine affine = {half * norm.gamma[channel + c], half * norm.beta[channel + c]};
         if (norm.scale_shift.data != nullptr) {
@@ -253,8 +245,7 @@ struct Block {
       WaitForStores(told + slot.index, slot.parity);
       SumBlocks(plan.tree, sums + slot.index * UnitSums(), plan.blocks, plan.slice_groups, 0, 1,
                 lane, [&](const Sums& of_image, int group, int part) {
-                  const Statistics of_group =
-                      StatisticsOf(of_image, pivots[group], plan.count_inverse, norm.eps);
+                  const Statistics of_group = StatisticsOf(of_image, plan.count_inverse, norm.eps);
                   for (int r = part; r < runs; r += 1 << plan.tree.block_bits) {
                     statistics[group * runs + r] = of_group;
                   }
@@ -281,62 +272,39 @@ struct Block {
     const int chunk_leaves = plan.chunk_pixels / kLeafPixels;
     const bool holds = HoldsSums(lane);
 
-    uint32_t next_pivots[kRuns];  // of the next unit: they are long on their way
-    const auto load_pivots = [&](int unit) {
-#pragma unroll
-      for (int r = 0; r < kRuns; ++r) {
-        next_pivots[r] = PivotOf(unit, (vector * kVector + r * kRun) / plan.group_channels);
-      }
-    };
-    load_pivots(first_unit);
     Place stage;
     int slot = 0;
     for (int unit = first_unit; unit < plan.units; unit += step) {
-      uint32_t of_runs[kRuns];
-#pragma unroll
-      for (int r = 0; r < kRuns; ++r) of_runs[r] = next_pivots[r] | next_pivots[r] << 16;
-      if (unit + step < plan.units) load_pivots(unit + step);
-
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
         Wait(full + stage.index, stage.parity);
         const unsigned char* const from = chunks + stage.index * layout.chunk_bytes + offset;
-        const int pixel = begin + chunk * plan.chunk_pixels;
-        const auto sum = [&](auto held_from) {
-          for (int first = 0; first < chunk_leaves; first += kAtOnce * plan.leaf_lines) {
-            uint32_t kept[kAtOnce][kLeafVectors][kWords];
+        for (int first = 0; first < chunk_leaves; first += kAtOnce * plan.leaf_lines) {
+          uint32_t kept[kAtOnce][kLeafVectors][kWords];
 #pragma unroll
-            for (int l = 0; l < kAtOnce; ++l) {
-              const int leaf = first + l * plan.leaf_lines + line;
+          for (int l = 0; l < kAtOnce; ++l) {
+            const int leaf = first + l * plan.leaf_lines + line;
 #pragma unroll
-              for (int i = 0; i < kLeafVectors; ++i) {
-                const uint4 v = *reinterpret_cast<const uint4*>(
-                    from + (leaf * kLeafPixels + i * kQuad) * plan.pitch);
-                uint32_t(&words)[kWords] = kept[l][i];
-                words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-              }
-            }
-#pragma unroll
-            for (int l = 0; l < kAtOnce; ++l) {
-              const int leaf = first + l * plan.leaf_lines + line;
-              Sums* const to =
-                  leaves + vector * kRuns +
-                  (idle ? plan.leaves : chunk * chunk_leaves + leaf) * layout.leaf_stride;
-              SumLeaf<kRun>(kept[l], held_from(pixel + leaf * kLeafPixels + in_quad), of_runs, lane,
-                            [&](int r, Sums of_run) {
-                              // Made by all: behind a branch instructions come late.
-                              asm volatile("" : "+f"(of_run.d), "+f"(of_run.squares));
-                              if (holds) {
-                                *reinterpret_cast<float2*>(to + r) =
-                                    make_float2(of_run.d, of_run.squares);
-                              }
-                            });
+            for (int i = 0; i < kLeafVectors; ++i) {
+              const uint4 v = *reinterpret_cast<const uint4*>(
+                  from + (leaf * kLeafPixels + i * kQuad) * plan.pitch);
+              uint32_t(&words)[kWords] = kept[l][i];
+              words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
             }
           }
-        };
-        if (pixel + plan.chunk_pixels <= norm.pixels) {
-          sum([](int) { return kLeafVectors; });
-        } else {
-          sum([&](int first) { return (norm.pixels - first + kQuad - 1) / kQuad; });
+#pragma unroll
+          for (int l = 0; l < kAtOnce; ++l) {
+            const int leaf = first + l * plan.leaf_lines + line;
+            Sums* const to =
+                leaves + vector * kRuns +
+                (idle ? plan.leaves : chunk * chunk_leaves + leaf) * layout.leaf_stride;
+            SumLeaf<kRun>(kept[l], lane, [&](int r, Sums of_run) {
+              // Made by all: behind a branch instructions come late.
+              asm volatile("" : "+f"(of_run.x), "+f"(of_run.squares));
+              if (holds) {
+                *reinterpret_cast<float2*>(to + r) = make_float2(of_run.x, of_run.squares);
+              }
+            });
+          }
         }
         stage.Next(plan.stages);
       }
@@ -351,7 +319,7 @@ struct Block {
                     return;
                   }
                   for (int to = part; to < plan.blocks; to += 1 << plan.tree.leaf_bits) {
-                    StoreAt(AddressAt(mine + group, to), AddressAt(told + slot, to), of_block.d,
+                    StoreAt(AddressAt(mine + group, to), AddressAt(told + slot, to), of_block.x,
                             of_block.squares);
                   }
                 });
