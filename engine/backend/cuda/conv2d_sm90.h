@@ -36,7 +36,7 @@ inline bool IsPatch(HopperTile tile) {
 }
 /// Whether the tile takes input_factors.
 inline bool Normalises(HopperTile tile) {
-  return IsPatch(tile) && tile != HopperTile::kPatch192 && tile != HopperTile::kPatch192Turns;
+  return IsPatch(tile) && tile != HopperTile::kPatch192Turns;
 }
 
 /// Whether the tile can add up several runs of k.

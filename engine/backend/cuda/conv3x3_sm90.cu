@@ -7,9 +7,9 @@
 // of 8 lines, whatever lies between the lines. So shared memory receives 1.4 pixels for each output
 // pixel and chunk of channels instead of 9.
 //
-// Where a group norm comes before, seven warps turn the patch into silu(2 · (x · factor + offset))
-// in place, with the arithmetic of the group norm's kernel: the normalised image is never in
-// memory.
+// Where a group norm comes before, seven warps, or three beside 192 outputs, turn the patch into
+// silu(2 · (x · factor + offset)) in place, with the arithmetic of the group norm's kernel: the
+// normalised image is never in memory.
 //
 //   copies:     patch c+1 ─────────────▶ patch c+2 …      weights of each tap of c ─▶ ring
 //   transforms:          patch c+1 in place
@@ -53,11 +53,16 @@ struct Tile {
   static constexpr int kSharedBytes =
       kPatches * kPatchSlot + kStages * kStageBytes + kStagingBytes + kBarriers * 8;
   static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
+  static constexpr bool kNormalises = kProducerRegisters >= 72;  // a transformer needs them
+  // What is added per image is asked for before the products where there are registers for it.
+  static constexpr bool kAddsEarly = kFold && kSums < 96;
   static constexpr int kThreads = kThreads_;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
-  static constexpr bool kNormalises = kThreads > 384;        // has the registers and warps for it
   static_assert(kN % 64 == 0 && kRows % kBuffers == 0 && kLag < kStages);
   static_assert(kSharedBytes <= 232448);
+  // As many as a block begins with: who asked for more would wait for ever.
+  static_assert(kConsumerRegisters * 256 + kProducerRegisters * (kThreads - 256) <=
+                65536 / kThreads / 8 * 8 * kThreads);
 };
 
 struct Work {
@@ -298,13 +303,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       step_at += kTakers * steps, patch_at += kTakers * chunks;
 
       float sums[T::kRows][T::kSums], total[T::kFold ? T::kSums : 1];
-      uint32_t added[T::kFold ? T::kSums / 4 : 1];
+      uint32_t added[T::kSums / 4];
       int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
       int chunk = 0, taps = kTaps;
       int until_turn = first_tile + stride < tiles ? T::kLag : 1;  // one tile: no end to hide
 #pragma unroll
       for (int i = 0; i < T::kRows; ++i) BeginSums(work.bias, tile.n0, sums[i]);
-      if constexpr (T::kFold) {
+      if constexpr (T::kAddsEarly) {
         if (adds) LoadPerImage(conv, work.add, image_of(tile, 0), tile.n0, added);
       }
       if (T::kTurns || group == 1) Wait(&turn[group], (tiles_done + group + 1) & 1);
@@ -367,26 +372,26 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         if (previous >= 0) release(previous);
         if (previous_slot >= 0 && leads) Arrive(&patch_empty[previous_slot]);
         previous = previous_slot = -1;
-        if constexpr (T::kFold) {
-          if (split == 0) {
-            if (adds) {
-              AddPerImage(added, 0, sums[0]);
-              AddPerImage(added, 1, sums[0]);
-            }
-#pragma unroll
-            for (int j = 0; j < T::kSums; ++j) total[j] = sums[0][j];
-          } else {
-#pragma unroll
-            for (int j = 0; j < T::kSums; ++j) total[j] += sums[0][j];
-          }
-        } else if (adds) {
+        const auto add_per_image = [&] {
+          if (!adds) return;
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
-            uint32_t late[T::kSums / 4];
-            LoadPerImage(conv, work.add, image_of(tile, i), tile.n0, late);
-            AddPerImage(late, 0, sums[i]);
-            AddPerImage(late, 1, sums[i]);
+            if constexpr (!T::kAddsEarly) {
+              LoadPerImage(conv, work.add, image_of(tile, i), tile.n0, added);
+            }
+            AddPerImage(added, 0, sums[i]);
+            AddPerImage(added, 1, sums[i]);
           }
+        };
+        if constexpr (!T::kFold) {
+          add_per_image();
+        } else if (split == 0) {
+          add_per_image();
+#pragma unroll
+          for (int j = 0; j < T::kSums; ++j) total[j] = sums[0][j];
+        } else {
+#pragma unroll
+          for (int j = 0; j < T::kSums; ++j) total[j] += sums[0][j];
         }
       }
 
@@ -427,7 +432,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
 using Tile64 = Tile<64, false, 3, 8, 1, 184, 72, 512>;
 using Tile128 = Tile<128, false, 3, 7, 1, 184, 72, 512>;
-using Tile192 = Tile<192, false, 3, 4, 1, 232, 40, 384>;
+using Tile192 = Tile<192, false, 3, 4, 1, 216, 72, 384>;
 using Tile128Turns = Tile<128, true, 3, 5, 2, 184, 72, 512>;
 using Tile192Turns = Tile<192, true, 3, 4, 1, 232, 40, 384>;
 
