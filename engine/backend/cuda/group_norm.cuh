@@ -95,13 +95,13 @@ __device__ inline const __nv_bfloat16* ChannelAt(const GroupNormLaunch& norm, in
          (first ? channel : channel - norm.channels);
 }
 /// Adds to sums, as a lane holds them of a matrix of 16 × 8, x·xᵀ in the upper and 1·xᵀ in the
-/// lower eight rows: row r of x is what the four lanes from 4r on hold, two bf16 each.
-__device__ inline void AddProducts(float (&sums)[4], uint32_t x) {
+/// lower eight rows: row r of x is what the four lanes from 4r on hold, four bf16 each.
+__device__ inline void AddProducts(float (&sums)[4], uint32_t x0, uint32_t x1) {
   constexpr uint32_t kOnes = 0x3f803f80;
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5}, {%4}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %6, %5, %6}, {%4, %5}, {%0, %1, %2, %3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(x), "r"(kOnes));
+      : "r"(x0), "r"(x1), "r"(kOnes));
 }
 
 /// Of a quad the lane in which SumLeaf's sums are.
@@ -111,21 +111,17 @@ __device__ inline bool HoldsSums(int lane) { return lane % kQuad == lane / kQuad
 /// image is zeros.
 template <int kRun, typename Keep>
 __device__ inline void SumLeaf(const uint32_t (*vectors)[kWords], int lane, Keep keep) {
+  static_assert(kLeafVectors == 2);
 #pragma unroll
   for (int r = 0; r < kVector / kRun; ++r) {
-    float products[kLeafVectors][4] = {};
+    float products[4] = {};
 #pragma unroll
-    for (int i = 0; i < kLeafVectors; ++i) {
-#pragma unroll
-      for (int w = r * kRun / 2; w < (r + 1) * kRun / 2; ++w) {
-        AddProducts(products[i], vectors[i][w]);
-      }
+    for (int w = r * kRun / 2; w < (r + 1) * kRun / 2; ++w) {
+      AddProducts(products, vectors[0][w], vectors[1][w]);
     }
     // Columns 2t and 2t + 1 are lane t's of a quad.
-    const auto sums_of = [&](const float(&product)[4]) {
-      return lane / kQuad % 2 == 0 ? Sums{product[2], product[0]} : Sums{product[3], product[1]};
-    };
-    keep(r, sums_of(products[0]) + sums_of(products[1]));
+    keep(r,
+         lane / kQuad % 2 == 0 ? Sums{products[2], products[0]} : Sums{products[3], products[1]});
   }
 }
 
