@@ -616,13 +616,20 @@ class CudaBackend final : public Backend {
         reinterpret_cast<float*>(static_cast<std::byte*>(norm_memory_.get()) + kNormWorkspaceBytes);
     return norm;
   }
+  /// By pieces also where `out` takes a second pass.
+  bool InPieces(const GroupNormLaunch& norm) const {
+    return queue_.hopper && SuitsGroupNormPieces(norm);
+  }
   cudaError_t MakeFactors(const GroupNormLaunch& norm) const {
-    return InOnePass(norm) ? LaunchOnePass(norm) : LaunchGroupNormFactors(norm, queue_);
+    if (InOnePass(norm)) return LaunchOnePass(norm);
+    return InPieces(norm) ? LaunchGroupNormPieces(norm, queue_)
+                          : LaunchGroupNormFactors(norm, queue_);
   }
 
   /// Whether `conv` can normalise what it reads by itself.
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
-    return IsForHopper(conv) && (InOnePass(norm) || SuitsGroupNormFactors(norm)) &&
+    return IsForHopper(conv) &&
+           (InOnePass(norm) || InPieces(norm) || SuitsGroupNormFactors(norm)) &&
            norm.images <= ImagesAtOnce(norm) && norm.activation == Activation::kSilu &&
            SuitsPatches(conv) &&
            // The steps along k of x and x2 must be those of the normalised tensor.
@@ -645,7 +652,7 @@ class CudaBackend final : public Backend {
 
   cudaError_t Normalised(const GroupNormLaunch& norm) const {
     if (InOnePass(norm)) return LaunchOnePass(norm);
-    if (!SuitsGroupNormFactors(norm)) return LaunchGroupNorm(norm, queue_);
+    if (!InPieces(norm) && !SuitsGroupNormFactors(norm)) return LaunchGroupNorm(norm, queue_);
     for (int first = 0; first < norm.images; first += ImagesAtOnce(norm)) {
       const GroupNormLaunch part = WithFactors(Images(norm, first, ImagesAtOnce(norm)));
       if (cudaError_t error = MakeFactors(part); error != cudaSuccess) return error;
