@@ -49,7 +49,7 @@ absl::StatusOr<size_t> Fastest(const std::vector<Ways>& places, cudaStream_t str
   for (size_t i = 0; i < runners.size(); ++i) {
     Runner& runner = runners[i];
     runner.launches =
-        static_cast<int>(std::clamp(kGraphMicroseconds / places[0][i].microseconds, 2.0, 16.0));
+        static_cast<int>(std::clamp(kGraphMicroseconds / places[0][0].microseconds, 2.0, 16.0));
     cudaError_t error = cudaSuccess;
     DENOISED_ASSIGN_OR_RETURN(const RecordedGraph recorded, RecordGraph(stream, [&] {
                                 for (int n = 0; n < runner.launches && error == cudaSuccess; ++n)
