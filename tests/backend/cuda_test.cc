@@ -559,20 +559,22 @@ TEST_P(CudaTest, AWeightLargerThanAPieceOfTheRing) {
 }
 
 TEST_P(CudaTest, LinearRowsDoNotDependOnTheirCompany) {
-  const Array weight = Random({320, 256}, activation(), 1.0 / 16),
-              bias = Random({320}, DType::kF32);
-  const auto packed = PackLinear(weight, bias);
-  const Array x = Random({9000, 256});
-  for (DType dtype : {activation(), DType::kF32}) {
-    LinearArgs args{.x = Upload(x, dtype), .weight = packed.get()};
-    args.out = Output({9000, 320});
-    backend().Linear(args);
-    for (int64_t row : {0, 77, 8999}) {
-      LinearArgs alone = args;
-      alone.x = args.x.Slice(row, 1);
-      alone.out = Output({1, 320});
-      backend().Linear(alone);
-      ExpectSameBits(alone.out, args.out, row);
+  for (const int64_t in : {256, 600}) {
+    const Array weight = Random({320, in}, activation(), 1.0 / 16),
+                bias = Random({320}, DType::kF32);
+    const auto packed = PackLinear(weight, bias);
+    const Array x = Random({9000, in});
+    for (DType dtype : {activation(), DType::kF32}) {
+      LinearArgs args{.x = Upload(x, dtype), .weight = packed.get()};
+      args.out = Output({9000, 320});
+      backend().Linear(args);
+      for (const auto& [row, rows] : {std::pair{0, 1}, {77, 16}, {8970, 17}, {8999, 1}}) {
+        LinearArgs alone = args;
+        alone.x = args.x.Slice(row, rows);
+        alone.out = Output({rows, 320});
+        backend().Linear(alone);
+        ExpectSameBits(alone.out, args.out, row);
+      }
     }
   }
 }
