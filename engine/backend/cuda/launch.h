@@ -73,8 +73,8 @@ struct Conv2dLaunch {
   ShortcutLaunch shortcut;  // for LaunchConv2dHopper alone
   float scale = 1;
   Activation activation = Activation::kNone;
-  /// Rounded to bf16 in between, with the bits of LaunchGroupNormCluster: for LaunchConv2dHopper and
-  /// what SuitsOutputNorm().
+  /// Rounded to bf16 in between, with the bits of LaunchGroupNormCluster: for LaunchConv2dHopper
+  /// and what SuitsOutputNorm().
   OutputNorm output_norm;
   Rows out;  // [images · out_height · out_width, outputs]
   // For LaunchConv3x3 of small images: sums of parts of k; without it, or where it is too small,
