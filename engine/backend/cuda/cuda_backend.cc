@@ -592,10 +592,17 @@ class CudaBackend final : public Backend {
     return norm;
   }
 
+  /// Whether blocks can make the factors that each read a piece of an image.
+  bool InPieces(const GroupNormLaunch& norm) const {
+    return queue_.hopper && SuitsGroupNormPieces(norm);
+  }
   /// Whether `out` and the factors can be made in one pass, both: they have the same bits then.
   bool InOnePass(const GroupNormLaunch& norm) const {
-    return SuitsGroupNormCluster(norm, queue_) ||
-           (queue_.hopper && SuitsGroupNormStream(norm) && SuitsGroupNormPieces(norm));
+    return SuitsGroupNormCluster(norm, queue_) || (InPieces(norm) && SuitsGroupNormStream(norm));
+  }
+  /// Whether there are factors, and `out` can be made of them.
+  bool HasFactors(const GroupNormLaunch& norm) const {
+    return InOnePass(norm) || InPieces(norm) || SuitsGroupNormFactors(norm);
   }
   cudaError_t LaunchOnePass(const GroupNormLaunch& norm) const {
     if (queue_.hopper && norm.factors != nullptr && PrefersGroupNormPieces(norm, queue_)) {
@@ -616,10 +623,6 @@ class CudaBackend final : public Backend {
         reinterpret_cast<float*>(static_cast<std::byte*>(norm_memory_.get()) + kNormWorkspaceBytes);
     return norm;
   }
-  /// By pieces also where `out` takes a second pass.
-  bool InPieces(const GroupNormLaunch& norm) const {
-    return queue_.hopper && SuitsGroupNormPieces(norm);
-  }
   cudaError_t MakeFactors(const GroupNormLaunch& norm) const {
     if (InOnePass(norm)) return LaunchOnePass(norm);
     return InPieces(norm) ? LaunchGroupNormPieces(norm, queue_)
@@ -628,10 +631,8 @@ class CudaBackend final : public Backend {
 
   /// Whether `conv` can normalise what it reads by itself.
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
-    return IsForHopper(conv) &&
-           (InOnePass(norm) || InPieces(norm) || SuitsGroupNormFactors(norm)) &&
-           norm.images <= ImagesAtOnce(norm) && norm.activation == Activation::kSilu &&
-           SuitsPatches(conv) &&
+    return IsForHopper(conv) && HasFactors(norm) && norm.images <= ImagesAtOnce(norm) &&
+           norm.activation == Activation::kSilu && SuitsPatches(conv) &&
            // The steps along k of x and x2 must be those of the normalised tensor.
            (norm.channels2 == 0 || norm.channels % kStep == 0);
   }
@@ -652,7 +653,7 @@ class CudaBackend final : public Backend {
 
   cudaError_t Normalised(const GroupNormLaunch& norm) const {
     if (InOnePass(norm)) return LaunchOnePass(norm);
-    if (!InPieces(norm) && !SuitsGroupNormFactors(norm)) return LaunchGroupNorm(norm, queue_);
+    if (!HasFactors(norm)) return LaunchGroupNorm(norm, queue_);
     for (int first = 0; first < norm.images; first += ImagesAtOnce(norm)) {
       const GroupNormLaunch part = WithFactors(Images(norm, first, ImagesAtOnce(norm)));
       if (cudaError_t error = MakeFactors(part); error != cudaSuccess) return error;

@@ -133,8 +133,8 @@ struct GroupNormLaunch {
 };
 constexpr int kMaxNormChannels = 6144;
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
-/// The factors, and `out` of them: for bf16 of any size, for what SuitsGroupNormFactors(), by an
-/// image's shape alone.
+/// The factors, for bf16 of any size and what SuitsGroupNormFactors(), by an image's shape alone;
+/// and `out` of factors, those of the kernels below, too.
 bool SuitsGroupNormFactors(const GroupNormLaunch& norm);
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);

@@ -35,8 +35,8 @@ class Tuner {
   const Way& Choose(const std::string& what, const Ways& ways);
 
   bool has_unknown() const { return !unknown_.empty(); }
-  /// Measures what Choose() did not know, in the stream and on the ways' own operands, those of
-  /// every place where it was asked in turn: what they write is undefined after it.
+  /// Measures what Choose() did not know, in the stream and on the ways' own operands, those of one
+  /// place after another where it was asked: what they write is undefined after it.
   absl::Status Measure();
 
  private:
