@@ -559,19 +559,21 @@ TEST_P(CudaTest, AWeightLargerThanAPieceOfTheRing) {
 }
 
 TEST_P(CudaTest, LinearRowsDoNotDependOnTheirCompany) {
-  for (const int64_t in : {256, 600}) {
-    const Array weight = Random({320, in}, activation(), 1.0 / 16),
-                bias = Random({320}, DType::kF32);
+  // 3000 outputs: the widest layers of embeddings.
+  for (const auto& [in, outputs] : {std::pair{256, 320}, {600, 320}, {96, 3000}}) {
+    const Array weight = Random({outputs, in}, activation(), 1.0 / 16),
+                bias = Random({outputs}, DType::kF32);
     const auto packed = PackLinear(weight, bias);
     const Array x = Random({9000, in});
     for (DType dtype : {activation(), DType::kF32}) {
       LinearArgs args{.x = Upload(x, dtype), .weight = packed.get()};
-      args.out = Output({9000, 320});
+      args.out = Output({9000, outputs});
       backend().Linear(args);
-      for (const auto& [row, rows] : {std::pair{0, 1}, {77, 16}, {8970, 17}, {8999, 1}}) {
+      for (const auto& [row, rows] :
+           {std::pair{0, 1}, {77, 16}, {8800, 130}, {8970, 17}, {8999, 1}}) {
         LinearArgs alone = args;
         alone.x = args.x.Slice(row, rows);
-        alone.out = Output({rows, 320});
+        alone.out = Output({rows, outputs});
         backend().Linear(alone);
         ExpectSameBits(alone.out, args.out, row);
       }

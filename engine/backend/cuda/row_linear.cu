@@ -115,10 +115,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-// Wider layers are matrix products as soon as there are some rows, and the choice must not follow
-// their number. H200, 512 → 5632, 1, 64 and 256 rows: 2.4, 9.7 and 29 us here, 4.2, 3.8 and 5.3 by
-// tiles for Hopper.
-constexpr int kMaxRowOutputs = 2048;
+// With many rows wide layers had better be matrix products, but the choice must not follow their
+// number. H200, 512 → 5632, 1, 16, 64 and 256 rows: 2.1, 2.5, 7.2 and 20 us here, 4.0, 4.1, 4.4 and
+// 6.1 by tiles for Hopper. Up to here one row gains more of an evaluation than 256 lose.
+constexpr int kMaxRowOutputs = 8192;
 
 bool SuitsRowLinear(const Conv2dLaunch& linear) {
   return linear.out_height * linear.out_width == 1 && linear.kernel == 1 &&
@@ -135,12 +135,12 @@ cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue) {
     return LaunchDependent(kernel, {dim3(columns, rows), kThreads}, queue, linear);
   };
   return linear.images <= 16 ? launch(RowLinearKernel<1, 2, 4>, 16, 16)
-                             : launch(RowLinearKernel<4, 4, 2>, 64, 32);
+                             : launch(RowLinearKernel<4, 4, 1>, 64, 32);
 }
 
 cudaError_t LoadRowLinearKernels() {
   if (cudaError_t error = LoadKernel(RowLinearKernel<1, 2, 4>); error != cudaSuccess) return error;
-  return LoadKernel(RowLinearKernel<4, 4, 2>);
+  return LoadKernel(RowLinearKernel<4, 4, 1>);
 }
 
 }  // namespace denoised::cuda
