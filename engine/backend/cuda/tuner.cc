@@ -40,19 +40,18 @@ Ways Contenders(const Ways& ways) {
 /// The index of the fastest of the contenders, given those of each place.
 absl::StatusOr<size_t> Fastest(const std::vector<Ways>& places, cudaStream_t stream) {
   struct Runner {
-    int launches = 0;
     GraphExec graph;
     Event begin, end;
     float best = INFINITY;  // ms a launch
   };
+  const int launches =
+      static_cast<int>(std::clamp(kGraphMicroseconds / places[0][0].microseconds, 2.0, 16.0));
   std::vector<Runner> runners(places[0].size());
   for (size_t i = 0; i < runners.size(); ++i) {
     Runner& runner = runners[i];
-    runner.launches =
-        static_cast<int>(std::clamp(kGraphMicroseconds / places[0][0].microseconds, 2.0, 16.0));
     cudaError_t error = cudaSuccess;
     DENOISED_ASSIGN_OR_RETURN(const RecordedGraph recorded, RecordGraph(stream, [&] {
-                                for (int n = 0; n < runner.launches && error == cudaSuccess; ++n)
+                                for (int n = 0; n < launches && error == cudaSuccess; ++n)
                                   error = places[n % places.size()][i].enqueue();
                               }));
     DENOISED_RETURN_IF_ERROR(ToStatus(error, "tuning"));
@@ -71,7 +70,7 @@ absl::StatusOr<size_t> Fastest(const std::vector<Ways>& places, cudaStream_t str
       float milliseconds = 0;
       DENOISED_RETURN_IF_ERROR(ToStatus(
           cudaEventElapsedTime(&milliseconds, runner.begin.get(), runner.end.get()), "tuning"));
-      runner.best = std::min(runner.best, milliseconds / static_cast<float>(runner.launches));
+      runner.best = std::min(runner.best, milliseconds / static_cast<float>(launches));
     }
   }
   const auto fastest =
