@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // With many rows wide layers had better be matrix products, but the choice must not follow their
 // number. H200, 512 → 5632, 1, 16, 64 and 256 rows: 2.1, 2.5, 7.2 and 20 us here, 4.0, 4.1, 4.4 and
-// 6.1 by tiles for Hopper. Up to here one row gains more of an evaluation than 256 lose.
+// 6.1 by tiles for Hopper: of its model's evaluation one row gains 0.5 %, 256 lose 0.3 %.
 constexpr int kMaxRowOutputs = 8192;
 
 bool SuitsRowLinear(const Conv2dLaunch& linear) {
