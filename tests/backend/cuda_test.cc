@@ -559,7 +559,7 @@ TEST_P(CudaTest, AWeightLargerThanAPieceOfTheRing) {
 }
 
 TEST_P(CudaTest, LinearRowsDoNotDependOnTheirCompany) {
-  // 3000 outputs: the widest layers of embeddings.
+  // The last as wide as what projects an embedding for all resnets of a model.
   for (const auto& [in, outputs] : {std::pair{256, 320}, {600, 320}, {96, 3000}}) {
     const Array weight = Random({outputs, in}, activation(), 1.0 / 16),
                 bias = Random({outputs}, DType::kF32);
