@@ -255,6 +255,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         const auto load_keys = [&](int key_tile) {
           for (int part = 0; part < T::kParts; ++part) load(&work.k, key_tile, part);
         };
+        load_keys(0);
         Wait(&queries_empty[ahead], (turn / T::kAhead & 1) ^ 1);
         ArriveExpecting(&queries_full[ahead], step.active * T::kUnitBytes);
         for (int i = 0; i < step.active; ++i) {
@@ -264,7 +265,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
                  &work.q, &queries_full[ahead], kUnit, part * T::kLines, step.query + i * kUnit);
           }
         }
-        load_keys(0);
         for (int i = 1; i < key_tiles; ++i) {
           load_keys(i);
           load(&work.v, i - 1, step.part);
@@ -364,6 +364,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     WaitProducts<0>();
     HoldRegisters(scores);
     release(T::kParts);
+    // Scores alone read queries: those of the next step may come under the last weights and values.
+    if (signals && key_tiles == 1) Arrive(&queries_empty[ahead]);
     if (key_tiles == 1) {
       softmax.Add<true>(scores, true, valid, scale_log2);
     } else {
@@ -379,6 +381,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       WaitProducts<1>();  // the scores
       HoldRegisters(scores);
       release(T::kParts);
+      if (kLast && signals) Arrive(&queries_empty[ahead]);
       softmax.Add<kLast>(scores, false, valid, scale_log2);
       HoldRegisters(scores);  // the wait must not move up before the softmax
       WaitProducts<0>();
@@ -397,7 +400,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     WaitProducts<0>();
     HoldRegisters(output);
     release(1);
-    if (signals) Arrive(&queries_empty[ahead]);
     WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
   }
   if (T::kGroups > 1 && group == 0) SyncNamed(1, 256);  // nobody leaves a turn behind
