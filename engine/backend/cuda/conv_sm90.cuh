@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/dependent_launch.h"
@@ -139,8 +140,8 @@ __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
 }
 
 /// What is added per image to the sums of one row of a thread: of its outputs from n0 on, in pairs.
-/// Asked for before it is needed.
-template <int kPairs>
+/// Asked for before it is needed. Outputs are a multiple of kMultiple, and n0 is.
+template <int kMultiple = 8, int kPairs>
 __device__ inline void LoadPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
                                     uint32_t (&pairs)[kPairs]) {
   const int first = n0 + threadIdx.x % 4 * 2;
@@ -148,7 +149,8 @@ __device__ inline void LoadPerImage(const Conv2dLaunch& conv, const Rows& add, i
                                     static_cast<int64_t>(image) * add.stride + first;
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
-    pairs[j] = first + j * 8 < conv.outputs ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
+    const bool exists = n0 + j * 8 / kMultiple * kMultiple < conv.outputs;
+    pairs[j] = exists ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
   }
 }
 /// To row h of a thread's two.
@@ -185,10 +187,10 @@ __device__ inline void BeginSums(const float* bias, int n0, float (&sums)[kSums]
 }
 
 /// act(sum · scale), in place.
-template <int kSums>
+template <bool kScaled = true, int kSums>
 __device__ inline void FinishSums(const Conv2dLaunch& conv, bool silu, float (&v)[kSums]) {
 #pragma unroll
-  for (int j = 0; j < kSums; ++j) v[j] *= conv.scale;
+  for (int j = 0; j < kSums; ++j) v[j] *= kScaled ? conv.scale : 1;
   if (!silu) return;
 #pragma unroll
   for (int j = 0; j < kSums; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
@@ -212,52 +214,66 @@ __device__ inline int SwizzleOf(int row) {
 /// when there is one, lies already; the outputs take its place, and end(i) is told. What it does is
 /// known beforehand: instructions that are jumped over for every eight sums took several times as
 /// long to fetch as all the others to run.
-template <int kBox, bool kResidual, bool kSilu, int kSums, typename Begin, typename End>
+template <int kBox, bool kResidual, bool kSilu, bool kScaled, int kSums, typename Begin,
+          typename End>
 __device__ inline void FinishStagedAs(const Conv2dLaunch& conv, const float (&sums)[kSums],
                                       const Begin& begin, const End& end) {
   constexpr int kLine = kBox * 2;  // bytes
   constexpr int kChunks = kBox / 8;
+  // Residuals are asked for so many at a time: each takes as long to come as eight sums to finish.
+  constexpr int kAtOnce = kResidual ? 4 : 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   // This lane's row of the four matrices: rows 0…7 and 8…15 of eight outputs, then of the next.
   const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
   const int swizzle = SwizzleOf<kBox>(row);
   uint32_t line = 0;
 #pragma unroll
-  for (int j = 0; j < kSums / 4; j += 2) {
-    if (j % kChunks == 0) line = SharedAddress(begin(j / kChunks)) + row * kLine;
-    const uint32_t at = line + ((j % kChunks + lane / 16) ^ swizzle) * 16;
-    float v[8];
+  for (int first = 0; first < kSums / 8; first += kAtOnce) {
+    uint32_t at[kAtOnce], residual[kAtOnce][4];
 #pragma unroll
-    for (int c = 0; c < 8; ++c) v[c] = sums[4 * j + c];
-    if (kResidual) {
-      uint32_t residual[4];
-      LoadMatrices(residual, at);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) AddPair(residual[c], v[2 * c], v[2 * c + 1]);
+    for (int i = 0; i < kAtOnce && first + i < kSums / 8; ++i) {
+      const int chunk = 2 * (first + i);
+      if (chunk % kChunks == 0) line = SharedAddress(begin(chunk / kChunks)) + row * kLine;
+      at[i] = line + ((chunk % kChunks + lane / 16) ^ swizzle) * 16;
+      if (kResidual) LoadMatrices(residual[i], at[i]);
     }
-    FinishSums(conv, kSilu, v);
-    uint32_t packed[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
-    StoreMatrices(at, packed);
-    if (j % kChunks == kChunks - 2) end(j / kChunks);
+    for (int i = 0; i < kAtOnce && first + i < kSums / 8; ++i) {
+      const int chunk = 2 * (first + i);
+      float v[8];
+#pragma unroll
+      for (int c = 0; c < 8; ++c) v[c] = sums[4 * chunk + c];
+      if (kResidual) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) AddPair(residual[i][c], v[2 * c], v[2 * c + 1]);
+      }
+      FinishSums<kScaled>(conv, kSilu, v);
+      uint32_t packed[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
+      StoreMatrices(at[i], packed);
+      if (chunk % kChunks == kChunks - 2) end(chunk / kChunks);
+    }
   }
 }
 template <int kBox, int kSums, typename Begin, typename End>
 __device__ inline void FinishStaged(const Conv2dLaunch& conv, const float (&sums)[kSums],
                                     const Begin& begin, const End& end) {
-  const bool has_residual = conv.residual.data != nullptr;
-  if (conv.activation == Activation::kSilu) {
-    if (has_residual) {
-      FinishStagedAs<kBox, true, true>(conv, sums, begin, end);
+  const auto known = [](bool flag, const auto& then) {
+    if (flag) {
+      then(std::true_type());
     } else {
-      FinishStagedAs<kBox, false, true>(conv, sums, begin, end);
+      then(std::false_type());
     }
-  } else if (has_residual) {
-    FinishStagedAs<kBox, true, false>(conv, sums, begin, end);
-  } else {
-    FinishStagedAs<kBox, false, false>(conv, sums, begin, end);
-  }
+  };
+  known(conv.residual.data != nullptr, [&](auto residual) {
+    known(conv.activation == Activation::kSilu, [&](auto silu) {
+      known(conv.scale != 1, [&](auto scaled) {
+        FinishStagedAs<kBox, decltype(residual)::value, decltype(silu)::value,
+                       decltype(scaled)::value>(conv, sums, begin, end);
+      });
+    });
+  });
 }
 
 inline Grid GridOf(const Conv2dLaunch& conv) {
