@@ -15,15 +15,16 @@
 //   transforms:          patch c+1 in place
 //   multiplies: nine taps of patch c
 //
-// A shortcut's channels are patches too, multiplied under the tap in the middle alone and never
-// normalised.
+// A shortcut's chunks have one tap and are never normalised: their patches are the tile alone.
 //
-// Where k is split a consumer adds the sums of each split to a total, which takes more registers
-// than two units have: the consumers then take a unit each, of the same tile. One that folds, or
-// ends a tile, multiplies nothing meanwhile, so the second begins a tile some steps after the
-// first, and each folds while the other multiplies. Else they take tiles in turn.
+// Where k is split a consumer adds the sums of each later run to those of the first, which takes
+// more registers than two units have: the consumers then take a unit each, of the same tile. One
+// that folds, or ends a tile, multiplies nothing meanwhile, so the second begins a tile some steps
+// after the first, and each folds while the other multiplies. Else they take tiles in turn.
 //
 // The steps of k, their order and their splits are those of conv2d_sm90.cu, and so are the bits.
+
+#include <type_traits>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
@@ -41,7 +42,11 @@ struct Tile {
   static constexpr int kN = kN_, kPatches = kPatches_, kStages = kStages_;
   static constexpr int kBuffers = kBuffers_;  // of a consumer, for units on their way out
   static constexpr bool kTurns = kTurns_, kFold = !kTurns;
-  static constexpr int kLag = 3;                // steps; kFold: the second consumer begins so late
+  // Products need sums in neighbouring registers, of which there are not enough for two such sets
+  // of 96: then the total is a copy of the first run's.
+  static constexpr bool kFirstIsTotal = kTurns || kN < 192;
+  // kFold: the second consumer begins so many steps late. As measured: docs/kernels.md.
+  static constexpr int kLag = kN == 128 ? 2 : 3;
   static constexpr int kShared = 2;             // blocks of a cluster that share their weights
   static constexpr int kRows = kTurns ? 2 : 1;  // units of 64 pixels, a consumer
   static constexpr int kSums = kN / 2;
@@ -55,7 +60,7 @@ struct Tile {
   static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
   static constexpr bool kNormalises = kProducerRegisters >= 72;  // a transformer needs them
   // What is added per image is asked for before the products where there are registers for it.
-  static constexpr bool kAddsEarly = kFold && kSums < 96;
+  static constexpr bool kAddsEarly = kFold && kFirstIsTotal;
   static constexpr int kThreads = kThreads_;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
   static_assert(kN % 64 == 0 && kRows % kBuffers == 0 && kLag < kStages);
@@ -76,6 +81,7 @@ struct Work {
   int pitch_inverse = 0;  // PixelsInside()'s
   int unit_pixel = 0;     // of a patch, where its second unit begins
   int patch_bytes = 0;
+  int shortcut_pitch = 0, shortcut_unit_pixel = 0;  // of its patches
   int log_splits = 0;
   const float* bias = nullptr;
   Rows add;  // per image
@@ -169,11 +175,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const auto copy_next_patch = [&] {
         if (patch_tile >= tiles) return;
         const TileAt tile = TileOf<T>(work, patch_tile, rank);
+        const bool of_shortcut = kShortcut && patch_chunk >= windowed;
+        const int around = of_shortcut ? 0 : 1;
         Wait(&patch_empty[slot], (patch_round & 1) ^ 1);
-        ArriveExpecting(&patch_full[slot], work.patch_bytes);
+        ArriveExpecting(&patch_full[slot], of_shortcut ? 2 * kBoxBytes : work.patch_bytes);
         const ChunkAt from = ChunkOf<kShortcut>(conv, work, patch_chunk);
-        CopyBox(patch_of(slot), from.source, &patch_full[slot], from.channel, tile.x - 1,
-                tile.y - 1, tile.image);
+        CopyBox(patch_of(slot), from.source, &patch_full[slot], from.channel, tile.x - around,
+                tile.y - around, tile.image);
         if (++slot == T::kPatches) slot = 0, ++patch_round;
         if (++patch_chunk == chunks) patch_chunk = 0, patch_tile += stride;
       };
@@ -253,18 +261,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     TakeRegisters<T::kConsumerRegisters>();
     WaitForCluster();
     uint64_t* const patch_ready = normalises ? patch_normal : patch_full;
-    const auto release = [&](int done) {
-      if (threadIdx.x % 128 < T::kShared) ArriveAt(&empty[done], threadIdx.x % 128);
-    };
     const auto give_turn = [&] {
       if (threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
     };
     const bool leads = threadIdx.x % 128 == 0, adds = work.add.data != nullptr;
-    // Of a unit of the tile: its buffer, by number.
-    const auto buffer_of = [&](int i) { return group * T::kBuffers + i % T::kBuffers; };
-    // Of a unit of the tile: its first pixel.
-    const auto unit_of = [&](const TileAt& tile, int i) {
-      const int unit = T::kTurns ? i : group;
+    // Of a row of this consumer's: its buffer, by number, and its unit of the tile.
+    const auto buffer_of = [&](int row) { return group * T::kBuffers + row % T::kBuffers; };
+    const auto unit_of = [&](const TileAt& tile, int row) {
+      const int unit = T::kTurns ? row : group;
       TileAt at = tile;
       if (work.images_at_once == 2) {
         at.image += unit;
@@ -273,20 +277,26 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       return at;
     };
-    const auto image_of = [&](const TileAt& tile, int i) {  // that exists
-      return min(unit_of(tile, i).image, conv.images - 1);
+    const auto load_per_image = [&](const TileAt& tile, int row, auto& added) {
+      const int image = min(unit_of(tile, row).image, conv.images - 1);  // that exists
+      LoadPerImage<64>(conv, work.add, image, tile.n0, added);
     };
-    const auto begin_staging = [&](const TileAt& tile, int i) {
+    const auto begin_staging = [&](const TileAt& tile, int row) {
       if (!leads) return;
       const bool has_residual = conv.residual.data != nullptr;
-      const int buffer = buffer_of(i);
+      const int buffer = buffer_of(row);
       ArriveExpecting(&staged[buffer], has_residual ? T::kBufferBytes : 0);
       if (!has_residual) return;
-      const TileAt at = unit_of(tile, i);
+      const TileAt at = unit_of(tile, row);
       for (int box = 0; box < T::kBoxes; ++box) {
         CopyBox(staging + buffer * T::kBufferBytes + box * kBoxBytes, &work.residual,
                 &staged[buffer], tile.n0 + box * 64, at.x, at.y, at.image);
       }
+    };
+    const auto begin_stagings = [&](const TileAt& tile) {
+      if (leads) WaitUntilStoresRead();  // of the tile before
+#pragma unroll
+      for (int row = 0; row < T::kBuffers; ++row) begin_staging(tile, row);
     };
 
     constexpr int kTakers = T::kTurns ? 2 : 1;
@@ -302,44 +312,43 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       int slot = patch_at % T::kPatches, patch_round = patch_at / T::kPatches;
       step_at += kTakers * steps, patch_at += kTakers * chunks;
 
-      float sums[T::kRows][T::kSums], total[T::kFold ? T::kSums : 1];
-      uint32_t added[T::kSums / 4];
-      int tap = 0, tap_x = 0, tap_pixel = 0, previous = -1, previous_slot = -1;
-      int chunk = 0, taps = kTaps;
+      int chunk = 0, tap = 0, tap_x = 0, tap_pixel = 0;
       int until_turn = first_tile + stride < tiles ? T::kLag : 1;  // one tile: no end to hide
-#pragma unroll
-      for (int i = 0; i < T::kRows; ++i) BeginSums(work.bias, tile.n0, sums[i]);
-      if constexpr (T::kAddsEarly) {
-        if (adds) LoadPerImage(conv, work.add, image_of(tile, 0), tile.n0, added);
-      }
-      if (T::kTurns || group == 1) Wait(&turn[group], (tiles_done + group + 1) & 1);
-      const int last_split = (1 << work.log_splits) - 1;
-      for (int split = 0; split <= last_split; ++split) {
+      uint32_t added[T::kSums / 4];
+
+      // Of the step before the one under way: given back when that is done.
+      int used_stage = -1, used_slot = -1;
+      const auto give_back = [&] {
+        if (used_stage >= 0 && threadIdx.x % 128 < T::kShared) {
+          ArriveAt(&empty[used_stage], threadIdx.x % 128);
+        }
+        if (used_slot >= 0 && leads) Arrive(&patch_empty[used_slot]);
+      };
+      // Run number `run` of k.
+      const auto multiply = [&](auto is_first, int run, auto& sums) {
+        constexpr bool kIsFirst = decltype(is_first)::value;
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
-        if (split == last_split) {
-          if (leads) WaitUntilStoresRead();  // of the tile before
-#pragma unroll
-          for (int i = 0; i < T::kBuffers; ++i) begin_staging(tile, i);
-        }
-        bool continues = split == 0;  // the sum that there is
-        const int count =
-            (steps * (split + 1) >> work.log_splits) - (steps * split >> work.log_splits);
+        bool continues = run == 0;  // the sum that there is
+        const int count = (steps * (run + 1) >> work.log_splits) - (steps * run >> work.log_splits);
 #pragma unroll 1
         for (int step = 0; step < count; ++step) {
+          const bool of_shortcut = kShortcut && chunk >= windowed;
           if (tap == 0) Wait(&patch_ready[slot], patch_round & 1);
           Wait(&full[stage], round & 1);
           FenceProducts();
           const uint64_t weight = MatrixDescriptor(weights_of(stage));
+          const int pitch = of_shortcut ? work.shortcut_pitch : work.pitch;
+          const int unit_pixel = of_shortcut ? work.shortcut_unit_pixel : work.unit_pixel;
           const uint64_t input =
-              PatchDescriptor(patch_of(slot), work.pitch) +
-              ((tap_pixel + (T::kTurns ? 0 : group * work.unit_pixel)) * kStepBytes >> 4);
+              PatchDescriptor(patch_of(slot), pitch) +
+              ((tap_pixel + (T::kTurns ? 0 : group * unit_pixel)) * kStepBytes >> 4);
 #pragma unroll
           for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
             for (int i = 0; i < T::kRows; ++i) {
               const uint64_t unit = input + 2 * k + i * (work.unit_pixel * kStepBytes >> 4);
-              if (T::kFold && k == 0) {
+              if (!kIsFirst && k == 0) {
                 Multiply(sums[i], unit, weight, continues);
               } else {
                 MultiplyAdd(sums[i], unit, weight + 2 * k);
@@ -350,17 +359,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           continues = true;
           if (T::kFold && --until_turn == 0 && group == 0) give_turn();
           WaitProducts<1>();  // the previous step's
-          if (previous >= 0) release(previous);
-          previous = stage;
-          if (previous_slot >= 0 && leads) Arrive(&patch_empty[previous_slot]);
-          previous_slot = tap == taps - 1 ? slot : -1;
+          give_back();
+          used_stage = stage;
+          used_slot = of_shortcut || tap == kTaps - 1 ? slot : -1;
           ++tap, ++tap_x, ++tap_pixel;
           if (tap_x == 3) tap_x = 0, tap_pixel += work.pitch - 3;
-          if (tap == taps) {
-            tap = tap_pixel = 0;
-            if (kShortcut && ++chunk >= windowed) {
-              taps = 1, tap_x = 0, tap_pixel = work.pitch + 1;
-            }
+          if (used_slot >= 0) {
+            tap = tap_x = tap_pixel = 0, ++chunk;
             if (++slot == T::kPatches) slot = 0, ++patch_round;
           }
           if (++stage == T::kStages) stage = 0, ++round;
@@ -369,56 +374,70 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         WaitProducts<0>();
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
-        if (previous >= 0) release(previous);
-        if (previous_slot >= 0 && leads) Arrive(&patch_empty[previous_slot]);
-        previous = previous_slot = -1;
-        const auto add_per_image = [&] {
-          if (!adds) return;
+        give_back();
+        used_stage = used_slot = -1;
+      };
+
+      float total[T::kRows][T::kSums], sums[T::kRows][T::kFold ? T::kSums : 1];
+      const auto add_per_image = [&] {
+        if (!adds) return;
 #pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-            if constexpr (!T::kAddsEarly) {
-              LoadPerImage(conv, work.add, image_of(tile, i), tile.n0, added);
-            }
-            AddPerImage(added, 0, sums[i]);
-            AddPerImage(added, 1, sums[i]);
+        for (int i = 0; i < T::kRows; ++i) {
+          if (!T::kAddsEarly) load_per_image(tile, i, added);
+          AddPerImage(added, 0, total[i]);
+          AddPerImage(added, 1, total[i]);
+        }
+      };
+
+      if constexpr (T::kFirstIsTotal) {
+#pragma unroll
+        for (int i = 0; i < T::kRows; ++i) BeginSums(work.bias, tile.n0, total[i]);
+        AnySums(sums[0]);
+      } else {
+        BeginSums(work.bias, tile.n0, sums[0]);
+      }
+      if (T::kAddsEarly && adds) load_per_image(tile, 0, added);
+      if (T::kTurns || group == 1) Wait(&turn[group], (tiles_done + group + 1) & 1);
+      const int last_run = T::kFold ? (1 << work.log_splits) - 1 : 0;
+      for (int run = 0; run <= last_run; ++run) {
+        if (run == last_run) begin_stagings(tile);
+        if (T::kFirstIsTotal && run == 0) {
+          multiply(std::true_type(), run, total);
+          add_per_image();
+          continue;
+        }
+        if constexpr (T::kFold) {
+          multiply(std::false_type(), run, sums);
+          if (!T::kFirstIsTotal && run == 0) {
+#pragma unroll
+            for (int j = 0; j < T::kSums; ++j) total[0][j] = sums[0][j];
+            add_per_image();
+          } else {
+#pragma unroll
+            for (int j = 0; j < T::kSums; ++j) total[0][j] += sums[0][j];
           }
-        };
-        if constexpr (!T::kFold) {
-          add_per_image();
-        } else if (split == 0) {
-          add_per_image();
-#pragma unroll
-          for (int j = 0; j < T::kSums; ++j) total[j] = sums[0][j];
-        } else {
-#pragma unroll
-          for (int j = 0; j < T::kSums; ++j) total[j] += sums[0][j];
         }
       }
 
 #pragma unroll
-      for (int i = 0; i < T::kRows; ++i) {
-        const int buffer = buffer_of(i);
+      for (int row = 0; row < T::kRows; ++row) {
+        const int buffer = buffer_of(row);
         unsigned char* const unit = staging + buffer * T::kBufferBytes;
-        Wait(&staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + i / T::kBuffers) & 1);
-        const auto begin = [&](int box) { return unit + box * kBoxBytes; };
-        const auto end = [](int) {};
-        if constexpr (T::kFold) {
-          FinishStaged<64>(conv, total, begin, end);
-        } else {
-          FinishStaged<64>(conv, sums[i], begin, end);
-        }
+        Wait(&staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + row / T::kBuffers) & 1);
+        FinishStaged<64>(
+            conv, total[row], [&](int box) { return unit + box * kBoxBytes; }, [](int) {});
         FenceForCopies();
         SyncWarpgroup(group);
-        const TileAt at = unit_of(tile, i);
+        const TileAt at = unit_of(tile, row);
         if (leads) {
           for (int box = 0; box < T::kBoxes; ++box) {
             StoreBox(&work.out, unit + box * kBoxBytes, tile.n0 + box * 64, at.x, at.y, at.image);
           }
           CommitStores();
         }
-        if (i + T::kBuffers < T::kRows) {
+        if (row + T::kBuffers < T::kRows) {
           if (leads) WaitUntilStoresRead();
-          begin_staging(tile, i + T::kBuffers);
+          begin_staging(tile, row + T::kBuffers);
         }
       }
     }
@@ -476,13 +495,16 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   work.pitch_inverse = 65536 / work.pitch + 1;
   const int patch_pixels = work.pitch * (kUnit + 2);
   work.unit_pixel = work.images_at_once == 2 ? patch_pixels : kUnit;
+  work.shortcut_pitch = work.images_at_once == 2 ? kUnit : 2 * kUnit;
+  work.shortcut_unit_pixel = work.images_at_once == 2 ? kUnit * kUnit : kUnit;
   work.patch_bytes = patch_pixels * work.images_at_once * kStepBytes;
   work.bias = conv.bias;
   work.add = conv.add;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels, bool) {
-    return EncodeImages(map, rows, channels, conv, work.pitch, kUnit + 2, work.images_at_once);
+  const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
+    return EncodeImages(map, rows, channels, conv, shortcut ? work.shortcut_pitch : work.pitch,
+                        shortcut ? kUnit : kUnit + 2, work.images_at_once);
   };
   CUresult result = EncodeDepth(&work, conv, kTaps, /*phases=*/1, T::kN / T::kShared, encode_patch);
   if (result == CUDA_SUCCESS) {

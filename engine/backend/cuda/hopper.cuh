@@ -244,6 +244,12 @@ __device__ inline void PinSums(float (&sums)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
+/// Sums that the next product writes without having read them, whatever they are.
+template <int kCount>
+__device__ inline void AnySums(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(sums[i]));
+}
 __device__ inline void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
