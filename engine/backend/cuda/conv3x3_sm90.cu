@@ -42,8 +42,8 @@ struct Tile {
   static constexpr int kN = kN_, kPatches = kPatches_, kStages = kStages_;
   static constexpr int kBuffers = kBuffers_;  // of a consumer, for units on their way out
   static constexpr bool kTurns = kTurns_, kFold = !kTurns;
-  // Products need sums in neighbouring registers, of which there are not enough for two such sets
-  // of 96: then the total is a copy of the first run's.
+  // The first run's products add to the total itself, but for two sets of 96 sums, into either of
+  // which products go, ptxas has no registers: there the total is a copy.
   static constexpr bool kFirstIsTotal = kTurns || kN < 192;
   // kFold: the second consumer begins so many steps late. As measured: docs/kernels.md.
   static constexpr int kLag = kN == 128 ? 2 : 3;
@@ -293,11 +293,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
                 &staged[buffer], tile.n0 + box * 64, at.x, at.y, at.image);
       }
     };
-    const auto begin_stagings = [&](const TileAt& tile) {
-      if (leads) WaitUntilStoresRead();  // of the tile before
-#pragma unroll
-      for (int row = 0; row < T::kBuffers; ++row) begin_staging(tile, row);
-    };
 
     constexpr int kTakers = T::kTurns ? 2 : 1;
     // In the sequences of steps and of patches.
@@ -400,7 +395,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       if (T::kTurns || group == 1) Wait(&turn[group], (tiles_done + group + 1) & 1);
       const int last_run = T::kFold ? (1 << work.log_splits) - 1 : 0;
       for (int run = 0; run <= last_run; ++run) {
-        if (run == last_run) begin_stagings(tile);
+        if (run == last_run) {
+          if (leads) WaitUntilStoresRead();  // of the tile before
+#pragma unroll
+          for (int row = 0; row < T::kBuffers; ++row) begin_staging(tile, row);
+        }
         if (T::kFirstIsTotal && run == 0) {
           multiply(std::true_type(), run, total);
           add_per_image();
