@@ -2,8 +2,9 @@
 // tensor cores, for chips from sm_80 on. There is hardly anything to multiply; what counts is that
 // memory sees every activation once.
 //
-// Few inputs. The window of a pixel has at most 64 inputs, which the lanes of a warp gather for 16
-// pixels as the left operand of mma wants them. The weights of 64 outputs stay in registers.
+// Few inputs. A block brings what the windows of a tile of pixels see into shared memory, where the
+// lanes of a warp gather the at most 64 inputs of each of 16 pixels as the left operand of mma
+// wants them. The weights of 64 outputs stay in registers.
 //
 // Few outputs. Every pixel is multiplied with the weights of all taps at once, by mma, straight
 // from global memory: products [pixels, taps · outputs]. An output adds its nine from its
@@ -39,10 +40,20 @@ __device__ int OutputOf(int tile, int column) {
   return tile / 4 * 32 + column / 2 * 8 + tile % 4 * 2 + column % 2;
 }
 
-/// grid (blocks that share the pixels, outputs / 64).
+struct InputTile {
+  int height, width;
+  int width_inverse;     // of 65536, rounded up: exact for the pixels of a tile
+  int across, of_image;  // tiles
+  int tiles;
+};
+
+/// grid (blocks that share the tiles, outputs / 64); shared: bf16 [height + kernel - 1,
+/// width + kernel - 1, channels].
 template <int kSteps, Element kElement>
-__global__ void __launch_bounds__(kInputThreads)
-    FewInputsKernel(const __grid_constant__ Conv2dLaunch conv) {
+__global__ void __launch_bounds__(kInputThreads, kSteps > 2 ? 2 : 4)
+    FewInputsKernel(const __grid_constant__ Conv2dLaunch conv,
+                    const __grid_constant__ InputTile size) {
+  extern __shared__ uint16_t seen[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
   const int first_output = blockIdx.y * kInputTiles * kTile;
   const auto* weight = static_cast<const __nv_bfloat16*>(conv.weight);
@@ -62,78 +73,96 @@ __global__ void __launch_bounds__(kInputThreads)
           conv.bias == nullptr ? 0.0f : conv.bias[first_output + OutputOf(tile, 2 * t + i)];
     }
   }
-  // The inputs that this lane gathers: (kh, kw, channel), in order.
-  int offsets[kSteps * 4], taps[kSteps * 4];
+  // The inputs that this lane gathers, (kh, kw, channel) in order, from a pixel's first one on.
+  const int line = (size.width + conv.kernel - 1) * conv.channels;
+  int offsets[kSteps * 4];
 #pragma unroll
   for (int i = 0; i < kSteps * 4; ++i) {
-    const int k = i / 2 * 8 + 2 * t + i % 2, tap = k / conv.channels;
-    const int kh = tap / conv.kernel, kw = tap % conv.kernel;
-    offsets[i] =
-        ((kh - conv.pad_top) * conv.width + kw - conv.pad_left) * static_cast<int>(conv.x.stride) +
-        k % conv.channels;
-    taps[i] = kh < conv.kernel ? kh | kw << 8 : -1;
+    const int k = i / 2 * 8 + 2 * t + i % 2, of_line = conv.kernel * conv.channels;
+    offsets[i] = k < conv.kernel * of_line ? k / of_line * line + k % of_line : -1;
   }
 
   WaitForPredecessors();
   ReleaseDependents();
-  const unsigned out_pixels = conv.out_height * conv.out_width, pixels = conv.images * out_pixels;
-  for (unsigned first = (blockIdx.x * (kInputThreads / 32) + warp) * kRows; first < pixels;
-       first += gridDim.x * (kInputThreads / 32) * kRows) {
-    float inputs[2][kSteps * 4];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const unsigned m = first + row + 8 * r;
-      const int image = m / out_pixels, pixel = m - image * out_pixels;
-      const int y = pixel / conv.out_width, x = pixel - y * conv.out_width;
-      const int64_t at =
-          (static_cast<int64_t>(image) * conv.height * conv.width + y * conv.width + x) *
-          conv.x.stride;
-#pragma unroll
-      for (int i = 0; i < kSteps * 4; ++i) {
-        const int in_y = y - conv.pad_top + (taps[i] & 0xff);
-        const int in_x = x - conv.pad_left + (taps[i] >> 8);
-        const bool inside = taps[i] >= 0 && m < pixels &&
-                            static_cast<unsigned>(in_y) < static_cast<unsigned>(conv.height) &&
-                            static_cast<unsigned>(in_x) < static_cast<unsigned>(conv.width);
-        inputs[r][i] = 0.0f;
+  for (int index = blockIdx.x; index < size.tiles; index += gridDim.x) {
+    const int image = index / size.of_image, tile = index - image * size.of_image;
+    const int top = tile / size.across * size.height, left = tile % size.across * size.width;
+    __syncthreads();  // all have gathered from the tile before
+    for (int i = threadIdx.x; i < line; i += kInputThreads) {
+      const int x = left - conv.pad_left + i / conv.channels, channel = i % conv.channels;
+      const bool inside_x = static_cast<unsigned>(x) < static_cast<unsigned>(conv.width);
+#pragma unroll 5
+      for (int y = 0; y < size.height + conv.kernel - 1; ++y) {
+        const int in_y = top - conv.pad_top + y;
+        const bool inside =
+            inside_x && static_cast<unsigned>(in_y) < static_cast<unsigned>(conv.height);
+        const int64_t pixel = (static_cast<int64_t>(image) * conv.height + in_y) * conv.width + x;
+        const int64_t at = pixel * conv.x.stride + channel;
+        uint16_t bits = 0;
         if (inside) {
           if constexpr (kElement == Element::kBf16) {
-            inputs[r][i] =
-                __bfloat162float(static_cast<const __nv_bfloat16*>(conv.x.data)[at + offsets[i]]);
+            bits = static_cast<const uint16_t*>(conv.x.data)[at];
           } else {
-            inputs[r][i] = static_cast<const float*>(conv.x.data)[at + offsets[i]];
+            bits = __bfloat16_as_ushort(
+                __float2bfloat16_rn(static_cast<const float*>(conv.x.data)[at]));
           }
         }
+        seen[y * line + i] = bits;
       }
     }
-    float sums[kInputTiles][4];
+    __syncthreads();
+
+    for (int first = warp * kRows; first < size.height * size.width;
+         first += kInputThreads / 32 * kRows) {
+      uint32_t left_operand[kSteps][4];
+      __nv_bfloat16* to[2];
 #pragma unroll
-    for (int tile = 0; tile < kInputTiles; ++tile) {
+      for (int r = 0; r < 2; ++r) {
+        const int m = first + row + 8 * r;
+        const int tile_y = m * size.width_inverse >> 16, tile_x = m - tile_y * size.width;
+        const int y = top + tile_y, x = left + tile_x;
+        const bool exists = tile_y < size.height && y < conv.out_height && x < conv.out_width;
+        const int64_t pixel =
+            (static_cast<int64_t>(image) * conv.out_height + y) * conv.out_width + x;
+        to[r] = exists ? static_cast<__nv_bfloat16*>(conv.out.data) + pixel * conv.out.stride +
+                             first_output + 8 * t
+                       : nullptr;
+        const uint16_t* const from = seen + tile_y * line + tile_x * conv.channels;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[tile][i] = bias[tile][i % 2];
-    }
+        for (int i = 0; i < kSteps * 2; ++i) {
+          uint32_t pair = 0;
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const auto word = [&](int r, int half) {
-        return PackBf16(inputs[r][4 * s + 2 * half], inputs[r][4 * s + 2 * half + 1]);
-      };
-      const uint32_t left[4] = {word(0, 0), word(1, 0), word(0, 1), word(1, 1)};
+          for (int j = 0; j < 2; ++j) {
+            const int offset = offsets[2 * i + j];
+            const uint32_t input = exists && offset >= 0 ? from[offset] : 0;
+            pair |= input << 16 * j;
+          }
+          left_operand[i / 2][i % 2 * 2 + r] = pair;
+        }
+      }
+      float sums[kInputTiles][4];
 #pragma unroll
       for (int tile = 0; tile < kInputTiles; ++tile) {
-        Multiply(sums[tile], left, weights[tile][s][0], weights[tile][s][1]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[tile][i] = bias[tile][i % 2];
       }
-    }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (first + row + 8 * r >= pixels) continue;
-      auto* to = static_cast<__nv_bfloat16*>(conv.out.data) +
-                 (first + row + 8 * r) * conv.out.stride + first_output + 8 * t;
+      for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
-      for (int part = 0; part < kInputTiles / 4; ++part) {
-        float v[8];
+        for (int tile = 0; tile < kInputTiles; ++tile) {
+          Multiply(sums[tile], left_operand[s], weights[tile][s][0], weights[tile][s][1]);
+        }
+      }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = sums[4 * part + i / 2][2 * r + i % 2];
-        *reinterpret_cast<uint4*>(to + 32 * part) = PackBf16(v);
+      for (int r = 0; r < 2; ++r) {
+        if (to[r] == nullptr) continue;
+#pragma unroll
+        for (int part = 0; part < kInputTiles / 4; ++part) {
+          float v[8];
+#pragma unroll
+          for (int i = 0; i < 8; ++i) v[i] = sums[4 * part + i / 2][2 * r + i % 2];
+          *reinterpret_cast<uint4*>(to[r] + 32 * part) = PackBf16(v);
+        }
       }
     }
   }
@@ -142,15 +171,24 @@ __global__ void __launch_bounds__(kInputThreads)
 template <int kSteps>
 cudaError_t LaunchFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
   const unsigned slices = conv.outputs / (kInputTiles * kTile);
+  InputTile size;
+  size.width = std::min(conv.out_width, 32);
+  size.width_inverse = 65536 / size.width + 1;
+  size.across = (conv.out_width + size.width - 1) / size.width;
+  // Large tiles see fewer pixels twice; small ones let one image fill the device.
   const int64_t pixels = int64_t{conv.images} * conv.out_height * conv.out_width;
-  constexpr int kPixels = kRows * kInputThreads / 32;
-  const int64_t tiles = (pixels + kPixels - 1) / kPixels;
+  const int tile_pixels = pixels < int64_t{queue.multiprocessors} * 256 ? 64 : 256;
+  size.height = std::max(1, tile_pixels / size.width);
+  size.of_image = size.across * ((conv.out_height + size.height - 1) / size.height);
+  size.tiles = conv.images * size.of_image;
   // Blocks that stay: weights are read once. Four of them fit on a multiprocessor.
   const unsigned blocks =
-      std::min<int64_t>(tiles, std::max<unsigned>(4 * queue.multiprocessors / slices, 1));
+      std::min<unsigned>(size.tiles, std::max<unsigned>(4 * queue.multiprocessors / slices, 1));
+  const size_t shared = sizeof(uint16_t) * (size.height + conv.kernel - 1) *
+                        (size.width + conv.kernel - 1) * conv.channels;
   return LaunchDependent(conv.x.element == Element::kBf16 ? FewInputsKernel<kSteps, Element::kBf16>
                                                           : FewInputsKernel<kSteps, Element::kF32>,
-                         {dim3(blocks, slices), kInputThreads}, queue, conv);
+                         {dim3(blocks, slices), kInputThreads, shared}, queue, conv, size);
 }
 
 // Few outputs.
