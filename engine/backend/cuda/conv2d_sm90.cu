@@ -57,8 +57,8 @@ struct Work {
   CUtensorMap x, x2, weight;
   CUtensorMap residual, out;  // of tiles whose pixels follow each other in the output
   Grid grid;
-  int chunks = 0, chunks2 = 0;  // steps under one tap, of x and of x2
-  int steps = 0;
+  int chunks = 0;  // of x
+  Depth depth;
   int shared = 1;                // blocks of a cluster, neighbours along m
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
   // Tiles are counted by clusters, along n first, or band by band: a band's along m, then along n.
@@ -74,7 +74,7 @@ struct Work {
 };
 
 __device__ inline int FirstStep(const Work& work, int split) {
-  return static_cast<int>(static_cast<int64_t>(work.steps) * split / work.splits);
+  return static_cast<int>(static_cast<int64_t>(work.depth.steps) * split / work.splits);
 }
 
 struct TileAt {
@@ -274,16 +274,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int tiles = work.grid.phases * (work.m_tiles / shared) * work.n_tiles;
   const int first_tile = blockIdx.x / shared, stride = gridDim.x / shared;
 
-  const int taps = work.grid.taps_x * work.grid.taps_x, windowed = work.chunks + work.chunks2;
-  const auto copy_weights = [&](const TileAt& tile, const StepAt& step, int at) {
-    const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, step.chunk);
+  using Step = StepAt<kShortcut>;
+  const auto copy_weights = [&](const TileAt& tile, const Step& step, int at) {
+    const WeightAt from = WeightOf(work, step);
     if (shared == 1) {
-      CopyWeights(weights_of(at), chunk.weight, &full[at], chunk.weight_channel, step.tap, tile.n0,
-                  tile.phase);
+      CopyWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, tile.n0, tile.phase);
     } else {
       const int part = T::kN / shared;
-      CopyBoxTo(weights_of(at) + rank * part * kStepBytes, chunk.weight, &full[at],
-                chunk.weight_channel, step.tap, tile.n0 + rank * part, tile.phase,
+      CopyBoxTo(weights_of(at) + rank * part * kStepBytes, from.map, &full[at], from.channel,
+                from.tap, tile.n0 + rank * part, tile.phase,
                 static_cast<uint16_t>((1 << shared) - 1));
     }
   };
@@ -291,11 +290,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   int early = 0;
   const auto copy_early = [&] {
     const TileAt tile = TileOf<T>(work, first_tile, rank);
-    StepAt at = {0, 0};
-    for (; early < min(T::kStages, work.steps); ++early) {
+    Step at(conv, work, 0);
+    for (; early < min(T::kStages, work.depth.steps); ++early) {
       ArriveExpecting(&full[early], T::kStageBytes);
       copy_weights(tile, at, early);
-      Advance<kShortcut>(at, windowed, taps);
+      at.Advance(conv, work);
     }
   };
 
@@ -338,8 +337,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       for (int index = first_tile; index < tiles; index += stride) {
         const TileAt tile = TileOf<T>(work, index, rank);
         const StartAt start = work.grid.flat ? StartAt() : StartOf(work.grid, tile.m0);
-        StepAt at = {0, 0};
-        for (int step = 0; step < work.steps; ++step) {
+        Step at(conv, work, 0);
+        for (int step = 0; step < work.depth.steps; ++step) {
           if (early > 0) {
             --early;
           } else {
@@ -347,11 +346,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             ArriveExpecting(&full[stage], T::kStageBytes);
             copy_weights(tile, at, stage);
           }
-          const ChunkAt chunk = ChunkOf<kShortcut>(conv, work, at.chunk);
-          const bool rows = work.grid.flat || (kShortcut && at.chunk >= windowed);
-          CopyInputs(inputs_of(stage), work.grid, chunk, rows, start, tile.m0, tile.phase, at.tap,
-                     &full[stage]);
-          Advance<kShortcut>(at, windowed, taps);
+          CopyInputs(inputs_of(stage), work, at, start, tile.m0, tile.phase, &full[stage]);
+          at.Advance(conv, work);
           if (++stage == T::kStages) stage = 0, ++round;
         }
       }
@@ -378,7 +374,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const Outbox<T> outbox = outbox_of(group);
     const int splits = kFold ? work.splits : 1;
 
-    int position = T::kTurns ? group * work.steps : 0;  // in the sequence of steps
+    int position = T::kTurns ? group * work.depth.steps : 0;  // in the sequence of steps
     int tiles_done = 0;
     const int my_row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     for (int index = my_first_tile(group); index < tiles;
@@ -386,7 +382,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const TileAt tile = TileOf<T>(work, index, rank);
       const int m0 = tile.m0 + pixels_on(group);
       int stage = position % T::kStages, round = position / T::kStages;
-      position += T::kTakers * work.steps;
+      position += T::kTakers * work.depth.steps;
 
       float sums[T::kRows][T::kSums], total[T::kRows][kFold ? T::kSums : 1];
       for (int split = 0; split < splits; ++split) {
@@ -394,7 +390,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         for (int i = 0; i < T::kRows; ++i) {
           BeginSums(split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
         }
-        const int steps = kFold ? FirstStep(work, split + 1) - FirstStep(work, split) : work.steps;
+        const int steps =
+            kFold ? FirstStep(work, split + 1) - FirstStep(work, split) : work.depth.steps;
         int previous = -1;
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
@@ -518,7 +515,6 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   }
   Work work;
   work.grid = GridOf(conv);
-  work.steps = StepsOf(conv);
   const int m_tiles = (work.grid.pixels + T::kM - 1) / T::kM;
   work.shared = plan.cluster;
   work.m_tiles = (m_tiles + work.shared - 1) / work.shared * work.shared;
@@ -541,8 +537,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
     return EncodeInputs(map, rows, channels, conv, work.grid, work.grid.flat || shortcut, T::kM);
   };
-  CUresult result = EncodeDepth(&work, conv, work.grid.taps_x * work.grid.taps_x, work.grid.phases,
-                                T::kN / work.shared, encode);
+  CUresult result = EncodeDepth(&work, conv, T::kN / work.shared, encode);
   const bool in_boxes = T::kStaged && work.grid.phases == 1;
   if (result == CUDA_SUCCESS && in_boxes) {
     result = EncodeRows(&work.out, conv.out, conv.outputs, work.grid.pixels, T::kBox, 64);

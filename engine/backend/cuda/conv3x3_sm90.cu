@@ -15,7 +15,8 @@
 //   transforms:          patch c+1 in place
 //   multiplies: nine taps of patch c
 //
-// A shortcut's chunks have one tap and are never normalised: their patches are the tile alone.
+// A shortcut's chunks have one tap and are never normalised: their patches are the tile alone, and
+// have room of their own, since they come between those that stay for nine taps.
 //
 // Where k is split a consumer adds the sums of each later run to those of the first, which takes
 // more registers than two units have: the consumers then take a unit each, of the same tile. One
@@ -34,12 +35,21 @@ namespace {
 
 constexpr int kPatchSlot = 25 * 1024;  // two patches of 10×10 pixels of 128 bytes; 18×10 take less
 constexpr int kBoxBytes = 64 * 64 * 2;
+constexpr int kShortcutSlot = 2 * kBoxBytes;
+
+/// Patches that there is room for: under nine taps, and of a shortcut.
+template <bool kShortcut>
+struct Patches {
+  static constexpr int kWindowed = kShortcut ? 2 : 3, kOfShortcut = kShortcut ? 2 : 0;
+  static constexpr int kSlots = kWindowed + kOfShortcut;
+  static constexpr int kBytes = kWindowed * kPatchSlot + kOfShortcut * kShortcutSlot;
+};
 
 /// Tiles of 128 pixels and kN outputs for two consumer warpgroups.
-template <int kN_, bool kTurns_, int kPatches_, int kStages_, int kBuffers_, int kRegisters_,
-          int kFree_, int kThreads_>
+template <int kN_, bool kTurns_, int kStages_, int kBuffers_, int kRegisters_, int kFree_,
+          int kThreads_>
 struct Tile {
-  static constexpr int kN = kN_, kPatches = kPatches_, kStages = kStages_;
+  static constexpr int kN = kN_, kStages = kStages_;
   static constexpr int kBuffers = kBuffers_;  // of a consumer, for units on their way out
   static constexpr bool kTurns = kTurns_, kFold = !kTurns;
   // The first run's products add to the total itself, but for two sets of 96 sums, into either of
@@ -54,9 +64,9 @@ struct Tile {
   static constexpr int kBoxes = kN / 64;  // of 64 pixels × 64 outputs
   static constexpr int kBufferBytes = kBoxes * kBoxBytes;
   static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
-  static constexpr int kBarriers = 2 * kStages + 3 * kPatches + 2 + 2 * kBuffers;
+  static constexpr int kBarriers = 2 * kStages + 3 * Patches<true>::kSlots + 2 + 2 * kBuffers;
   static constexpr int kSharedBytes =
-      kPatches * kPatchSlot + kStages * kStageBytes + kStagingBytes + kBarriers * 8;
+      Patches<true>::kBytes + kStages * kStageBytes + kStagingBytes + kBarriers * 8;
   static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
   static constexpr bool kNormalises = kProducerRegisters >= 72;  // a transformer needs them
   // What is added per image is asked for before the products where there are registers for it.
@@ -64,6 +74,7 @@ struct Tile {
   static constexpr int kThreads = kThreads_;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
   static_assert(kN % 64 == 0 && kRows % kBuffers == 0 && kLag < kStages);
+  static_assert(Patches<false>::kBytes <= Patches<true>::kBytes && kStages <= kTaps);
   static_assert(kSharedBytes <= 232448);
   // As many as a block begins with: who asked for more would wait for ever.
   static_assert(kConsumerRegisters * 256 + kProducerRegisters * (kThreads - 256) <=
@@ -72,7 +83,8 @@ struct Tile {
 
 struct Work {
   CUtensorMap x, x2, weight, residual, out;
-  int chunks = 0, chunks2 = 0;
+  int chunks = 0;  // of x
+  Depth depth;
   Divisor tiles_x, tiles_y;  // of an image
   Divisor n_tiles;
   int m_tiles = 0;  // a multiple of kShared
@@ -107,25 +119,29 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   // Through a shuffle, or every step would ask again where it lies.
   auto* const shared = static_cast<unsigned char*>(
       __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
-  unsigned char* const ring = shared + T::kPatches * kPatchSlot;
+  using P = Patches<kShortcut>;
+  unsigned char* const ring = shared + P::kBytes;
   unsigned char* const staging = ring + T::kStages * T::kStageBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
   uint64_t* const empty = full + T::kStages;
   uint64_t* const patch_full = empty + T::kStages;
-  uint64_t* const patch_normal = patch_full + T::kPatches;  // transformed
-  uint64_t* const patch_empty = patch_normal + T::kPatches;
-  uint64_t* const turn = patch_empty + T::kPatches;  // [2]: a consumer's turn to multiply
+  uint64_t* const patch_normal = patch_full + P::kSlots;  // transformed
+  uint64_t* const patch_empty = patch_normal + P::kWindowed;
+  uint64_t* const turn = patch_empty + P::kSlots;  // [2]: a consumer's turn to multiply
   // [2, kBuffers]: a consumer's buffer is free, its residual there.
   uint64_t* const staged = turn + 2;
   const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
-  const auto patch_of = [&](int slot) { return shared + slot * kPatchSlot; };
+  const auto patch_of = [&](int slot) {
+    return slot < P::kWindowed
+               ? shared + slot * kPatchSlot
+               : shared + P::kWindowed * kPatchSlot + (slot - P::kWindowed) * kShortcutSlot;
+  };
 
   // The same in all lanes, and known to be, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int rank = static_cast<int>(ClusterRank());
-  const int windowed = work.chunks + work.chunks2;  // chunks under nine taps
-  const int chunks = kShortcut ? windowed + work.shortcut.chunks + work.shortcut.chunks2 : windowed;
-  const int steps = windowed * (kTaps - 1) + chunks;
+  const Depth& depth = work.depth;
+  const int steps = depth.steps;
   const int tiles = work.m_tiles / T::kShared * work.n_tiles.value;
   const int first_tile = blockIdx.x / T::kShared, stride = gridDim.x / T::kShared;
   const bool normalises = T::kNormalises && conv.input_factors != nullptr;
@@ -133,11 +149,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const auto channel_of = [&](int chunk) {  // of concat(x, x2)
     return chunk < work.chunks ? chunk * kStep : conv.channels + (chunk - work.chunks) * kStep;
   };
-  const auto copy_weights = [&](const TileAt& tile, const ChunkAt& from, int tap, int at) {
+  const auto copy_weights = [&](int n0, const StepAt<kShortcut, kTaps>& step, int at) {
     constexpr int kPart = T::kN / T::kShared;
-    CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, from.weight, &full[at],
-              from.weight_channel, tap, tile.n0 + rank * kPart, 0,
-              static_cast<uint16_t>((1 << T::kShared) - 1));
+    const WeightAt from = WeightOf(work, step);
+    ArriveExpecting(&full[at], T::kStageBytes);
+    CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, from.map, &full[at], from.channel,
+              from.tap, n0 + rank * kPart, 0, static_cast<uint16_t>((1 << T::kShared) - 1));
   };
 
   if (warp == 8 && ElectOne()) {
@@ -146,10 +163,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], (T::kTurns ? 1 : 2) * T::kShared);
     }
-    for (int slot = 0; slot < T::kPatches; ++slot) {
+    for (int slot = 0; slot < P::kSlots; ++slot) {
       InitBarrier(&patch_full[slot], 1);
-      InitBarrier(&patch_normal[slot], T::kTransformers);
       InitBarrier(&patch_empty[slot], T::kTurns ? 1 : 2);
+    }
+    for (int slot = 0; slot < P::kWindowed; ++slot) {
+      InitBarrier(&patch_normal[slot], T::kTransformers);
     }
     for (int i = 0; i < 2; ++i) InitBarrier(&turn[i], 4);  // a lane of each warp
     for (int i = 0; i < 2 * T::kBuffers; ++i) InitBarrier(&staged[i], 1);
@@ -163,62 +182,77 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     WaitForCluster();
     if (warp == 8 && ElectOne()) {
       // Weights are nobody's output: the first ones travel while the predecessor still runs.
-      int early = 0;
-      for (const TileAt tile = TileOf<T>(work, first_tile, rank); early < min(T::kStages, steps);
-           ++early) {
-        ArriveExpecting(&full[early], T::kStageBytes);
-        copy_weights(tile, ChunkOf<kShortcut>(conv, work, early / kTaps), early % kTaps, early);
+      const TileAt its_first = TileOf<T>(work, first_tile, rank);
+      const StepAt<kShortcut, kTaps> begin(conv, work, 0);
+      StepAt<kShortcut, kTaps> at = begin;
+      for (int stage = 0; stage < T::kStages; ++stage) {
+        copy_weights(its_first.n0, at, stage);
+        at.Advance(conv, work);
       }
       WaitForPredecessors();
 
-      int patch_tile = first_tile, patch_chunk = 0, slot = 0, patch_round = 0;
-      const auto copy_next_patch = [&] {
-        if (patch_tile >= tiles) return;
-        const TileAt tile = TileOf<T>(work, patch_tile, rank);
-        const bool of_shortcut = kShortcut && patch_chunk >= windowed;
-        const int around = of_shortcut ? 0 : 1;
-        Wait(&patch_empty[slot], (patch_round & 1) ^ 1);
-        ArriveExpecting(&patch_full[slot], of_shortcut ? 2 * kBoxBytes : work.patch_bytes);
-        const ChunkAt from = ChunkOf<kShortcut>(conv, work, patch_chunk);
-        CopyBox(patch_of(slot), from.source, &patch_full[slot], from.channel, tile.x - around,
-                tile.y - around, tile.image);
-        if (++slot == T::kPatches) slot = 0, ++patch_round;
-        if (++patch_chunk == chunks) patch_chunk = 0, patch_tile += stride;
+      // The next patch under nine taps, and the next one of a shortcut.
+      struct Next {
+        int index, chunk, slot;
+        TileAt tile;
+        int round = 0;
       };
-      for (int i = 0; i < T::kPatches - 1; ++i) copy_next_patch();
+      Next next = {first_tile, 0, 0, its_first};
+      Next next_of_shortcut = {first_tile, 0, P::kWindowed, its_first};
+      const auto copy_next = [&](auto of_shortcut, Next& at) {
+        constexpr bool kOf = decltype(of_shortcut)::value;
+        if (at.index >= tiles) return;
+        const int around = kOf ? 0 : 1;
+        Wait(&patch_empty[at.slot], (at.round & 1) ^ 1);
+        ArriveExpecting(&patch_full[at.slot], kOf ? kShortcutSlot : work.patch_bytes);
+        const ChunkAt from = ChunkOf<kOf>(work, at.chunk);
+        CopyBox(patch_of(at.slot), from.map, &patch_full[at.slot], from.channel, at.tile.x - around,
+                at.tile.y - around, at.tile.image);
+        if (++at.slot == (kOf ? P::kSlots : P::kWindowed)) {
+          at.slot = kOf ? P::kWindowed : 0, ++at.round;
+        }
+        if (++at.chunk == (kOf ? depth.shortcut : depth.windowed)) {
+          at.chunk = 0, at.index += stride;
+          at.tile = TileOf<T>(work, at.index, rank);
+        }
+      };
+      const auto copy_next_patch = [&] { copy_next(std::false_type(), next); };
+      const auto copy_next_of_shortcut = [&] {
+        if constexpr (kShortcut) copy_next(std::true_type(), next_of_shortcut);
+      };
+      for (int i = 0; i < 2; ++i) copy_next_patch();
+      for (int i = 0; i < P::kOfShortcut; ++i) copy_next_of_shortcut();
 
       // When this tap's weights find room, the patch before has been used up.
       constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
-      // With a shortcut, when the last step of the patch before has made room for weights. Waiting
-      // longer is no choice there: products would wait for a patch, and these weights for products.
-      int until_patch = T::kStages - 1, used_chunk = 0;
-      int stage = 0, round = 0;
-      for (int index = first_tile; index < tiles; index += stride) {
-        const TileAt tile = TileOf<T>(work, index, rank);
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-          const ChunkAt from = ChunkOf<kShortcut>(conv, work, chunk);
-          const int taps = kShortcut && chunk >= windowed ? 1 : kTaps;
+      // With a shortcut a patch is asked for when the last step of the one before it in its place
+      // has made room for weights.
+      StepAt<kShortcut, kTaps> used = begin;
+      const auto replace_used = [&] {
+        if (used.IsOfShortcut(depth)) {
+          copy_next_of_shortcut();
+        } else if (used.IsLastTap(depth)) {
+          copy_next_patch();
+        }
+        used.Advance(conv, work);
+      };
+      int stage = 0, round = 1, step = T::kStages;
+      for (int index = first_tile; index < tiles; index += stride, step = 0, at = begin) {
+        const int n0 = TileOf<T>(work, index, rank).n0;
 #pragma unroll 1
-          for (int tap = 0; tap < taps; ++tap) {
-            if (early > 0) {
-              --early;
-            } else {
-              Wait(&empty[stage], (round & 1) ^ 1);
-              ArriveExpecting(&full[stage], T::kStageBytes);
-              copy_weights(tile, from, tap, stage);
-            }
-            if (kShortcut ? until_patch-- == 0 : tap == kLead) {
-              copy_next_patch();
-              if (kShortcut) {
-                until_patch = used_chunk < windowed ? kTaps - 1 : 0;
-                if (++used_chunk == chunks) used_chunk = 0;
-              }
-            }
-            if (++stage == T::kStages) stage = 0, ++round;
+        for (; step < steps; ++step) {
+          Wait(&empty[stage], (round & 1) ^ 1);
+          copy_weights(n0, at, stage);
+          if (kShortcut) {
+            replace_used();
+          } else if (at.tap == kLead) {
+            copy_next_patch();
           }
+          at.Advance(conv, work);
+          if (++stage == T::kStages) stage = 0, ++round;
         }
       }
-      while (kShortcut && patch_tile < tiles) copy_next_patch();
+      for (int i = 0; kShortcut && i < T::kStages; ++i) replace_used();
       ReleaseDependents();
     } else if (warp > 8 && normalises) {
       const int thread = threadIdx.x - 9 * 32, vector = thread % 8;
@@ -230,10 +264,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const uint32_t inside = PixelsInside<T::kTransformers / 8, (2 * kUnit + 2) * (kUnit + 2)>(
             conv, work.pitch, work.pitch_inverse, thread, tile.y - 1, tile.x - 1);
 #pragma unroll 1
-        for (int chunk = 0; chunk < chunks; ++chunk) {
+        for (int chunk = 0; chunk < depth.windowed; ++chunk) {
           const int from_source = (chunk < work.chunks ? chunk : chunk - work.chunks) * kStep;
           const bool has_channels =
-              (!kShortcut || chunk < windowed) &&
               from_source + vector * 8 < (chunk < work.chunks ? conv.channels : conv.channels2);
 #pragma unroll 1
           for (int i = 0; i < work.images_at_once; ++i) {
@@ -253,7 +286,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           }
           FenceForCopies();  // products read by the same way as the copy engine
           Arrive(&patch_normal[slot]);
-          if (++slot == T::kPatches) slot = 0, ++round;
+          if (++slot == P::kWindowed) slot = 0, ++round;
         }
       }
     }
@@ -296,7 +329,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
     constexpr int kTakers = T::kTurns ? 2 : 1;
     // In the sequences of steps and of patches.
-    int step_at = T::kTurns ? group * steps : 0, patch_at = T::kTurns ? group * chunks : 0;
+    int step_at = T::kTurns ? group * steps : 0;
+    int patch_at = T::kTurns ? group * depth.windowed : 0, shortcut_at = 0;
     int tiles_done = 0;
 
     WaitForPredecessors();  // whose output is read and overwritten from here on
@@ -304,10 +338,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
          index += kTakers * stride, ++tiles_done) {
       const TileAt tile = TileOf<T>(work, index, rank);
       int stage = step_at % T::kStages, round = step_at / T::kStages;
-      int slot = patch_at % T::kPatches, patch_round = patch_at / T::kPatches;
-      step_at += kTakers * steps, patch_at += kTakers * chunks;
+      int slot = patch_at % P::kWindowed, patch_round = patch_at / P::kWindowed;
+      step_at += kTakers * steps, patch_at += kTakers * depth.windowed;
 
-      int chunk = 0, tap = 0, tap_x = 0, tap_pixel = 0;
+      int tap = 0, tap_x = 0, tap_pixel = 0;
+      int due = depth.shortcut;                                    // as StepAt's
       int until_turn = first_tile + stride < tiles ? T::kLag : 1;  // one tile: no end to hide
       uint32_t added[T::kSums / 4];
 
@@ -328,16 +363,23 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const int count = (steps * (run + 1) >> work.log_splits) - (steps * run >> work.log_splits);
 #pragma unroll 1
         for (int step = 0; step < count; ++step) {
-          const bool of_shortcut = kShortcut && chunk >= windowed;
-          if (tap == 0) Wait(&patch_ready[slot], patch_round & 1);
+          const bool of_shortcut = kShortcut && due >= steps;
+          // A step's patch is the window's present one, or the shortcut's next.
+          const int shortcut_slot = P::kWindowed + shortcut_at % 2;
+          if (of_shortcut) {
+            Wait(&patch_full[shortcut_slot], shortcut_at / 2 & 1);
+          } else if (tap == 0) {
+            Wait(&patch_ready[slot], patch_round & 1);
+          }
           Wait(&full[stage], round & 1);
           FenceProducts();
           const uint64_t weight = MatrixDescriptor(weights_of(stage));
           const int pitch = of_shortcut ? work.shortcut_pitch : work.pitch;
           const int unit_pixel = of_shortcut ? work.shortcut_unit_pixel : work.unit_pixel;
+          const int pixel = (of_shortcut ? 0 : tap_pixel) + (T::kTurns ? 0 : group * unit_pixel);
           const uint64_t input =
-              PatchDescriptor(patch_of(slot), pitch) +
-              ((tap_pixel + (T::kTurns ? 0 : group * unit_pixel)) * kStepBytes >> 4);
+              PatchDescriptor(patch_of(of_shortcut ? shortcut_slot : slot), pitch) +
+              (pixel * kStepBytes >> 4);
 #pragma unroll
           for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
@@ -356,12 +398,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           WaitProducts<1>();  // the previous step's
           give_back();
           used_stage = stage;
-          used_slot = of_shortcut || tap == kTaps - 1 ? slot : -1;
-          ++tap, ++tap_x, ++tap_pixel;
-          if (tap_x == 3) tap_x = 0, tap_pixel += work.pitch - 3;
-          if (used_slot >= 0) {
-            tap = tap_x = tap_pixel = 0, ++chunk;
-            if (++slot == T::kPatches) slot = 0, ++patch_round;
+          due += depth.shortcut;
+          used_slot = of_shortcut ? shortcut_slot : tap == kTaps - 1 ? slot : -1;
+          if (of_shortcut) {
+            due -= steps, ++shortcut_at;
+          } else {
+            ++tap, ++tap_x, ++tap_pixel;
+            if (tap_x == 3) tap_x = 0, tap_pixel += work.pitch - 3;
+            if (used_slot >= 0) {
+              tap = tap_x = tap_pixel = 0;
+              if (++slot == P::kWindowed) slot = 0, ++patch_round;
+            }
           }
           if (++stage == T::kStages) stage = 0, ++round;
         }
@@ -448,11 +495,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #endif
 }
 
-using Tile64 = Tile<64, false, 3, 8, 1, 184, 72, 512>;
-using Tile128 = Tile<128, false, 3, 7, 1, 184, 72, 512>;
-using Tile192 = Tile<192, false, 3, 4, 1, 216, 72, 384>;
-using Tile128Turns = Tile<128, true, 3, 5, 2, 184, 72, 512>;
-using Tile192Turns = Tile<192, true, 3, 4, 1, 232, 40, 384>;
+using Tile64 = Tile<64, false, 8, 1, 184, 72, 512>;
+using Tile128 = Tile<128, false, 7, 1, 184, 72, 512>;
+using Tile192 = Tile<192, false, 4, 1, 216, 72, 384>;
+using Tile128Turns = Tile<128, true, 5, 2, 184, 72, 512>;
+using Tile192Turns = Tile<192, true, 4, 1, 232, 40, 384>;
 
 template <typename Do>
 cudaError_t WithTile(HopperTile tile, const Do& what) {
@@ -505,7 +552,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
     return EncodeImages(map, rows, channels, conv, shortcut ? work.shortcut_pitch : work.pitch,
                         shortcut ? kUnit : kUnit + 2, work.images_at_once);
   };
-  CUresult result = EncodeDepth(&work, conv, kTaps, /*phases=*/1, T::kN / T::kShared, encode_patch);
+  CUresult result = EncodeDepth(&work, conv, T::kN / T::kShared, encode_patch);
   if (result == CUDA_SUCCESS) {
     result = EncodeImages(&work.out, conv.out, conv.outputs, conv, kUnit, kUnit, 1);
   }

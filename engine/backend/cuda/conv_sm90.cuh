@@ -14,9 +14,9 @@
 /// the copy engine is told of pixels and weights.
 ///
 /// A step is 64 channels under one tap. k is walked chunk by chunk of 64 channels, those of x
-/// before those of x2, and under every tap of the window before the next chunk; then come those of
-/// the shortcut's x and x2, a step each. So the kernels add in the same order, and give the same
-/// bits.
+/// before those of x2, and under every tap of the window before the next chunk. Those of a
+/// shortcut's x and x2 are a step each, spread evenly among the window's: each has pixels of its
+/// own, which so come evenly, too. All kernels add in this order, and give the same bits.
 
 namespace denoised::cuda {
 
@@ -26,44 +26,89 @@ constexpr int kStepBytes = kStep * 2;
 /// A shortcut as the copy engine knows it.
 struct ShortcutWork {
   CUtensorMap x, x2, weight;
-  int chunks = 0, chunks2 = 0;
+  int chunks = 0;  // of x
 };
 
-/// A step along k. The first `windowed` chunks have `taps` each, those of a shortcut one.
-struct StepAt {
-  int chunk, tap;
+/// What there is along k.
+struct Depth {
+  int windowed = 0, taps = 0;  // chunks under so many taps each
+  int shortcut = 0;            // chunks
+  int steps = 0;               // in all
 };
-template <bool kShortcut>
-__device__ inline StepAt StepOf(int step, int windowed, int taps) {
-  const int beyond = step - windowed * taps;
-  if (kShortcut && beyond >= 0) return {windowed + beyond, 0};
-  return {step / taps, step % taps};
-}
-template <bool kShortcut>
-__device__ inline void Advance(StepAt& at, int windowed, int taps) {
-  if (++at.tap == taps || (kShortcut && at.chunk >= windowed)) at.tap = 0, ++at.chunk;
-}
 
-/// Where a chunk lies.
+/// Where the pixels of a chunk lie, of the window's or of the shortcut's.
 struct ChunkAt {
-  const CUtensorMap* source;
-  const CUtensorMap* weight;
-  int channel, weight_channel;  // of the source and of the weight
+  const CUtensorMap* map;
+  int channel;
 };
-template <bool kShortcut, typename Work>
-__device__ inline ChunkAt ChunkOf(const Conv2dLaunch& conv, const Work& work, int chunk) {
-  const int of_shortcut = chunk - work.chunks - work.chunks2;
-  if (kShortcut && of_shortcut >= 0) {
-    const ShortcutWork& shortcut = work.shortcut;
-    const bool from_x = of_shortcut < shortcut.chunks;
-    const int channel = (from_x ? of_shortcut : of_shortcut - shortcut.chunks) * kStep;
-    return {from_x ? &shortcut.x : &shortcut.x2, &shortcut.weight, channel,
-            from_x ? channel : conv.shortcut.channels + channel};
+template <bool kOfShortcut, typename Work>
+__device__ inline ChunkAt ChunkOf(const Work& work, int chunk) {
+  const auto& of = [&]() -> const auto& {
+    if constexpr (kOfShortcut) {
+      return work.shortcut;
+    } else {
+      return work;
+    }
   }
-  const bool from_x = chunk < work.chunks;
-  const int of_x2 = chunk - work.chunks;
-  return {from_x ? &work.x : &work.x2, &work.weight, (from_x ? chunk : of_x2) * kStep,
-          from_x ? chunk * kStep : conv.channels + of_x2 * kStep};
+  ();
+  const int of_x2 = chunk - of.chunks;
+  return {of_x2 < 0 ? &of.x : &of.x2, (of_x2 < 0 ? chunk : of_x2) * kStep};
+}
+
+/// A chunk's first channel in the weight, of which `chunks` have the first `channels`.
+__device__ inline int WeightChannelOf(int chunk, int chunks, int channels) {
+  return chunk < chunks ? chunk * kStep : channels + (chunk - chunks) * kStep;
+}
+
+/// A step along k: the window's next chunk and tap, or, if it is the shortcut's turn, its next
+/// chunk. What few steps change is not worked out in each, for a thread alone takes long for it.
+/// kTaps: of the window, if it is known.
+template <bool kShortcut, int kTaps = 0>
+struct StepAt {
+  int tap, chunk, channel;                       // of the window's weight
+  int of_shortcut = 0, channel_of_shortcut = 0;  // chunk, and channel of the shortcut's weight
+  int due = 0;  // grows by the shortcut's chunks each step: from the number of steps on it has one
+
+  template <typename Work>
+  __device__ StepAt(const Conv2dLaunch& conv, const Work& work, int step) {
+    const Depth& depth = work.depth;
+    if (kShortcut) {
+      of_shortcut = step * depth.shortcut / depth.steps;
+      due = step * depth.shortcut % depth.steps + depth.shortcut;
+      channel_of_shortcut =
+          WeightChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
+    }
+    const int taps = Taps(depth);
+    chunk = (step - of_shortcut) / taps, tap = (step - of_shortcut) % taps;
+    channel = WeightChannelOf(chunk, work.chunks, conv.channels);
+  }
+  __device__ bool IsOfShortcut(const Depth& depth) const { return kShortcut && due >= depth.steps; }
+  __device__ bool IsLastTap(const Depth& depth) const { return tap == Taps(depth) - 1; }
+  __device__ static int Taps(const Depth& depth) { return kTaps > 0 ? kTaps : depth.taps; }
+  template <typename Work>
+  __device__ void Advance(const Conv2dLaunch& conv, const Work& work) {
+    const Depth& depth = work.depth;
+    if (IsOfShortcut(depth)) {
+      ++of_shortcut, due -= depth.steps;
+      channel_of_shortcut =
+          WeightChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
+    } else if (++tap == Taps(depth)) {
+      tap = 0, ++chunk;
+      channel = WeightChannelOf(chunk, work.chunks, conv.channels);
+    }
+    if (kShortcut) due += depth.shortcut;
+  }
+};
+
+/// Where the weights of a step lie.
+struct WeightAt {
+  const CUtensorMap* map;
+  int channel, tap;
+};
+template <bool kShortcut, int kTaps, typename Work>
+__device__ inline WeightAt WeightOf(const Work& work, const StepAt<kShortcut, kTaps>& step) {
+  if (step.IsOfShortcut(work.depth)) return {&work.shortcut.weight, step.channel_of_shortcut, 0};
+  return {&work.weight, step.channel, step.tap};
 }
 
 /// The copy engine looks a tensor up at its first use: for the thread that copies, before it has to
@@ -72,11 +117,11 @@ template <bool kShortcut, typename Work>
 __device__ inline void PrefetchMaps(const Work& work) {
   PrefetchMap(&work.weight);
   PrefetchMap(&work.x);
-  if (work.chunks2 > 0) PrefetchMap(&work.x2);
+  if (work.depth.windowed > work.chunks) PrefetchMap(&work.x2);
   if (!kShortcut) return;
   PrefetchMap(&work.shortcut.weight);
   PrefetchMap(&work.shortcut.x);
-  if (work.shortcut.chunks2 > 0) PrefetchMap(&work.shortcut.x2);
+  if (work.depth.shortcut > work.shortcut.chunks) PrefetchMap(&work.shortcut.x2);
 }
 
 /// Of tile numbers, in a few cycles. Exact while the number times the divisor is less than 2³².
@@ -87,14 +132,15 @@ struct Divisor {
   explicit Divisor(int value) : value(value), inverse(((uint64_t{1} << 32) + value - 1) / value) {}
 };
 __device__ inline int Divide(int number, const Divisor& by) {
-  return static_cast<int>(static_cast<uint64_t>(number) * by.inverse >> 32);
+  return static_cast<int>(static_cast<uint32_t>(number) * by.inverse >> 32);
 }
 
 /// The output pixels of a phase, those of all images behind each other, as the copy engine walks
 /// them for one tap of a window after the other. Four phases are the parities of the outputs' rows
 /// and columns when the input is doubled.
 struct Grid {
-  int taps_x = 1, stride = 1, pad_top = 0, pad_left = 0;
+  Divisor taps_x;
+  int stride = 1, pad_top = 0, pad_left = 0;
   int phases = 1;
   int pixels = 0;                   // of a phase
   int width = 0, image_pixels = 0;  // of an image of a phase
@@ -111,17 +157,21 @@ __device__ inline StartAt StartOf(const Grid& grid, int m0) {
   return {image, y * grid.stride - grid.pad_top,
           (pixel - y * grid.width) * grid.stride - grid.pad_left};
 }
-/// 64 channels under one tap of a run of pixels of a phase from m0 on. `rows`: of a chunk that lies
-/// as the outputs do.
-__device__ inline void CopyInputs(void* to, const Grid& grid, const ChunkAt& chunk, bool rows,
-                                  const StartAt& start, int m0, int phase, int tap,
-                                  uint64_t* barrier) {
-  if (rows) {
-    CopyBox(to, chunk.source, barrier, chunk.channel, m0);
+/// A step's 64 channels of a run of pixels of a phase from m0 on, under its tap. Those of a
+/// shortcut lie as the outputs do.
+template <bool kShortcut, typename Work>
+__device__ inline void CopyInputs(void* to, const Work& work, const StepAt<kShortcut>& step,
+                                  const StartAt& start, int m0, int phase, uint64_t* barrier) {
+  const Grid& grid = work.grid;
+  const bool of_shortcut = step.IsOfShortcut(work.depth);
+  const ChunkAt chunk =
+      of_shortcut ? ChunkOf<true>(work, step.of_shortcut) : ChunkOf<false>(work, step.chunk);
+  if (grid.flat || of_shortcut) {
+    CopyBox(to, chunk.map, barrier, chunk.channel, m0);
     return;
   }
-  const int tap_y = tap / grid.taps_x, tap_x = tap - tap_y * grid.taps_x;
-  CopyPixels(to, chunk.source, barrier, chunk.channel, start.x, start.y, start.image,
+  const int tap_y = Divide(step.tap, grid.taps_x), tap_x = step.tap - tap_y * grid.taps_x.value;
+  CopyPixels(to, chunk.map, barrier, chunk.channel, start.x, start.y, start.image,
              static_cast<uint16_t>(tap_x + phase % 2), static_cast<uint16_t>(tap_y + phase / 2));
 }
 /// The output pixel of pixel m of a phase.
@@ -278,7 +328,7 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, const float (&sums
 
 inline Grid GridOf(const Conv2dLaunch& conv) {
   Grid grid;
-  grid.taps_x = conv.upsample2x ? 2 : conv.kernel;
+  grid.taps_x = Divisor(conv.upsample2x ? 2 : conv.kernel);
   grid.phases = conv.upsample2x ? 4 : 1;
   grid.stride = conv.stride;
   grid.pad_top = conv.pad_top, grid.pad_left = conv.pad_left;
@@ -352,10 +402,13 @@ inline CUresult EncodeWeight(CUtensorMap* map, const void* weight, int stride, i
 /// What `work` tells of k: chunks, sources and weights, these in boxes for `outputs_at_once`.
 /// `encode(map, rows, channels, shortcut)` tells the copy engine of a source.
 template <typename Work, typename Encode>
-CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int taps, int phases,
-                     int outputs_at_once, const Encode& encode) {
+CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int outputs_at_once,
+                     const Encode& encode) {
   work->chunks = ChunksOf(conv.channels);
-  work->chunks2 = ChunksOf(conv.channels2);
+  work->depth.windowed = work->chunks + ChunksOf(conv.channels2);
+  const int taps = WindowTaps(conv), phases = conv.upsample2x ? 4 : 1;
+  work->depth.taps = taps;
+  work->depth.steps = StepsOf(conv);
   CUresult result = encode(&work->x, conv.x, conv.channels, false);
   if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
     result = encode(&work->x2, conv.x2, conv.channels2, false);
@@ -369,7 +422,7 @@ CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int taps, int phases,
   if (result != CUDA_SUCCESS || from.x.data == nullptr) return result;
   ShortcutWork& shortcut = work->shortcut;
   shortcut.chunks = ChunksOf(from.channels);
-  shortcut.chunks2 = ChunksOf(from.channels2);
+  work->depth.shortcut = shortcut.chunks + ChunksOf(from.channels2);
   result = encode(&shortcut.x, from.x, from.channels, true);
   if (result == CUDA_SUCCESS && from.x2.data != nullptr) {
     result = encode(&shortcut.x2, from.x2, from.channels2, true);

@@ -27,11 +27,16 @@ constexpr int kSums = kPixels * kOutputs / kConsumers;  // a thread
 constexpr int kPitch = kUnit + 2, kPatchPixels = kPitch * kPitch;
 constexpr int kPatchSlot = 13 * 1024, kPatchBytes = kPatchPixels * kStepBytes;
 static_assert(kPatchBytes <= kPatchSlot);
+constexpr int kShortcutSlot = kPixels * kStepBytes;  // of a patch without the pixels around it
 
 /// How inputs come: in patches, or in boxes of 64 pixels, one a step.
-template <bool kInPatches>
+template <bool kInPatches, bool kShortcut>
 struct Unit {
-  static constexpr int kPatches = kInPatches ? 3 : 0;
+  // Patches that there is room for: under nine taps, and of a shortcut.
+  static constexpr int kWindowed = !kInPatches ? 0 : kShortcut ? 2 : 3;
+  static constexpr int kOfShortcut = kInPatches && kShortcut ? 2 : 0;
+  static constexpr int kSlots = kWindowed + kOfShortcut;
+  static constexpr int kAllPatchBytes = kWindowed * kPatchSlot + kOfShortcut * kShortcutSlot;
   static constexpr int kWeightBytes = kOutputs * kStepBytes;
   static constexpr int kStageBytes = kWeightBytes + (kInPatches ? 0 : kPixels * kStepBytes);
   static constexpr int kTransformers = kInPatches ? 96 : 0;
@@ -39,7 +44,7 @@ struct Unit {
   static constexpr int kStages = 14;  // at most
   /// Steps whose weights are asked for early: more keep the first pixels waiting.
   static constexpr int kEarly = kInPatches ? 7 : 6;
-  static constexpr int kBarriers = (2 * kStages + 3 * kPatches + 1 + 1) / 2 * 2;
+  static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
 };
 /// Two blocks to a multiprocessor: of one launch, or of two, since the next one has its first
 /// weights and its instructions brought only if there is room for it beside.
@@ -49,7 +54,8 @@ constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12;
 
 struct Work {
   CUtensorMap x, x2, weight;
-  int chunks = 0, chunks2 = 0;
+  int chunks = 0;  // of x
+  Depth depth;
   Grid grid;
   int m_tiles = 0, n_tiles = 0;         // m_tiles: boxes of a phase, or units of all images
   int units_x = 0, units = 0;           // of an image, in patches
@@ -194,44 +200,48 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
 
 /// kNormRun: channels of a group of conv.output_norm, or none.
 template <bool kInPatches, bool kShortcut, int kNormRun>
-__global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
+__global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
     ConvUnitKernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Work work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using U = Unit<kInPatches>;
+  using U = Unit<kInPatches, kShortcut>;
   extern __shared__ __align__(1024) unsigned char shared[];  // as the swizzle wants it
   const int stages = work.stages;
-  unsigned char* const ring = shared + U::kPatches * kPatchSlot;
+  unsigned char* const ring = shared + U::kAllPatchBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(ring + stages * U::kStageBytes);
   uint64_t* const empty = full + U::kStages;
   uint64_t* const patch_full = empty + U::kStages;
-  uint64_t* const patch_normal = patch_full + U::kPatches;  // transformed
-  uint64_t* const patch_empty = patch_normal + U::kPatches;
-  uint64_t* const received = patch_empty + U::kPatches;
+  uint64_t* const patch_normal = patch_full + U::kSlots;  // transformed
+  uint64_t* const patch_empty = patch_normal + U::kWindowed;
+  uint64_t* const received = patch_empty + U::kSlots;
   float4* const sums_received = reinterpret_cast<float4*>(full + U::kBarriers);
   const auto weights_of = [&](int stage) { return ring + stage * U::kStageBytes; };
   const auto inputs_of = [&](int stage) { return weights_of(stage) + U::kWeightBytes; };
-  const auto patch_of = [&](int slot) { return shared + slot * kPatchSlot; };
+  const auto patch_of = [&](int slot) {
+    return slot < U::kWindowed
+               ? shared + slot * kPatchSlot
+               : shared + U::kWindowed * kPatchSlot + (slot - U::kWindowed) * kShortcutSlot;
+  };
 
   // The same in all lanes, and known to be, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int rank = static_cast<int>(ClusterRank());
-  const int taps = kInPatches ? kTaps : work.grid.taps_x * work.grid.taps_x;
-  const int windowed = work.chunks + work.chunks2;  // chunks under all taps
-  const int chunks = kShortcut ? windowed + work.shortcut.chunks + work.shortcut.chunks2 : windowed;
-  const int steps = windowed * (taps - 1) + chunks;
-  const auto begin_of = [&](int split) { return steps * split >> work.log_splits; };
+  const Depth& depth = work.depth;
+  const auto begin_of = [&](int split) { return depth.steps * split >> work.log_splits; };
   const int runs = 1 << (work.log_splits - work.log_cluster);  // of a block
   const int first_step = begin_of(rank * runs), end_step = begin_of((rank + 1) * runs);
-  const StepAt first = StepOf<kShortcut>(first_step, windowed, taps);
-  const int end_chunk = StepOf<kShortcut>(end_step - 1, windowed, taps).chunk + 1;
+  using Step = StepAt<kShortcut, kInPatches ? kTaps : 0>;
+  const Step first(conv, work, first_step), end(conv, work, end_step);
+  const bool has_windowed = end_step - end.of_shortcut > first_step - first.of_shortcut;
+  const int end_chunk = has_windowed ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
   const TileAt tile = TileOf<kInPatches>(work, blockIdx.x >> work.log_cluster);
   const StartAt start = kInPatches ? StartAt{} : StartOf(work.grid, tile.m0);
   const bool clustered = work.log_cluster > 0;
   const bool normalises = kInPatches && conv.input_factors != nullptr;
 
-  const auto copy_weights = [&](const ChunkAt& from, int tap, int stage) {
+  const auto copy_weights = [&](const Step& at, int stage) {
+    const WeightAt from = WeightOf(work, at);
     ArriveExpecting(&full[stage], U::kStageBytes);
-    CopyWeights(weights_of(stage), from.weight, &full[stage], from.weight_channel, tap, tile.n0,
+    CopyWeights(weights_of(stage), from.map, &full[stage], from.channel, from.tap, tile.n0,
                 tile.phase);
   };
 
@@ -243,10 +253,12 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], 1);
     }
-    for (int slot = 0; slot < U::kPatches; ++slot) {
+    for (int slot = 0; slot < U::kSlots; ++slot) {
       InitBarrier(&patch_full[slot], 1);
-      InitBarrier(&patch_normal[slot], U::kTransformers);
       InitBarrier(&patch_empty[slot], 1);
+    }
+    for (int slot = 0; slot < U::kWindowed; ++slot) {
+      InitBarrier(&patch_normal[slot], U::kTransformers);
     }
     InitBarrier(received, 1);
     FenceBarrierInit();
@@ -256,11 +268,11 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
                                     SlotBytes(work.log_cluster));
     }
     // Weights are nobody's output: the first ones travel while the predecessor still runs.
-    StepAt at = first;
+    Step at = first;
 #pragma unroll 1
     for (int step = 0; step < early; ++step) {
-      copy_weights(ChunkOf<kShortcut>(conv, work, at.chunk), at.tap, step);
-      Advance<kShortcut>(at, windowed, taps);
+      copy_weights(at, step);
+      at.Advance(conv, work);
     }
   }
   __syncthreads();
@@ -269,50 +281,64 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   if (warp >= kConsumers / 32) {
     if (warp == kConsumers / 32 && ElectOne()) {
       WaitForPredecessors();
-      int patch_chunk = first.chunk, slot = 0, patch_round = 0;
-      const auto copy_next_patch = [&] {
-        if (patch_chunk == end_chunk) return;
-        Wait(&patch_empty[slot], (patch_round & 1) ^ 1);
-        ArriveExpecting(&patch_full[slot], kPatchBytes);
-        const ChunkAt from = ChunkOf<kShortcut>(conv, work, patch_chunk);
-        CopyBox(patch_of(slot), from.source, &patch_full[slot], from.channel, tile.x - 1,
-                tile.y - 1, tile.image);
-        if (++slot == U::kPatches) slot = 0, ++patch_round;
-        ++patch_chunk;
+      // The next patch under nine taps, and the next one of a shortcut.
+      struct Next {
+        int chunk, slot, round = 0;
       };
-      // The next patch is asked for when the last step of the first one has made room for weights.
-      // To wait for it itself is no choice: products would wait for weights that come after it.
-      for (int i = 0; i < U::kPatches; ++i) copy_next_patch();
-      int until_patch = (first.chunk < windowed ? taps : 1) - first.tap + stages - 1;
-      int used_chunk = first.chunk;
-
-      int stage = 0, round = 0, step = first_step;
-#pragma unroll 1
-      for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
-        const ChunkAt from = ChunkOf<kShortcut>(conv, work, chunk);
-        const bool in_shortcut = kShortcut && chunk >= windowed;
-        const int end_tap = in_shortcut ? 1 : taps;
-#pragma unroll 1
-        for (int tap = chunk == first.chunk ? first.tap : 0; tap < end_tap && step < end_step;
-             ++tap, ++step) {
-          if (step >= first_step + early) {
-            Wait(&empty[stage], (round & 1) ^ 1);
-            copy_weights(from, tap, stage);
-          }
-          if constexpr (kInPatches) {
-            if (until_patch-- == 0) {
-              copy_next_patch();
-              until_patch = (++used_chunk < windowed ? taps : 1) - 1;
-            }
-          } else {
-            CopyInputs(inputs_of(stage), work.grid, from, work.grid.flat || in_shortcut, start,
-                       tile.m0, tile.phase, tap, &full[stage]);
-          }
-          if (++stage == stages) stage = 0, ++round;
+      Next next = {first.chunk, 0}, next_of_shortcut = {first.of_shortcut, U::kWindowed};
+      const auto copy_next = [&](auto of_shortcut, Next& at) {
+        constexpr bool kOf = decltype(of_shortcut)::value;
+        if (at.chunk == (kOf ? end.of_shortcut : end_chunk)) return;
+        Wait(&patch_empty[at.slot], (at.round & 1) ^ 1);
+        ArriveExpecting(&patch_full[at.slot], kOf ? kShortcutSlot : kPatchBytes);
+        const int around = kOf ? 0 : 1;
+        const ChunkAt from = ChunkOf<kOf>(work, at.chunk);
+        CopyBox(patch_of(at.slot), from.map, &patch_full[at.slot], from.channel, tile.x - around,
+                tile.y - around, tile.image);
+        ++at.chunk;
+        if (++at.slot == (kOf ? U::kSlots : U::kWindowed)) {
+          at.slot = kOf ? U::kWindowed : 0, ++at.round;
         }
+      };
+      const auto copy_next_patch = [&] { copy_next(std::false_type(), next); };
+      const auto copy_next_of_shortcut = [&] {
+        if constexpr (kShortcut) copy_next(std::true_type(), next_of_shortcut);
+      };
+      // A patch is asked for when the last step of the one before it in its place has made room for
+      // weights. To wait for it sooner is no choice: products would wait for weights after it.
+      if constexpr (kInPatches) {
+        for (int i = 0; i < U::kWindowed; ++i) copy_next_patch();
+        for (int i = 0; i < U::kOfShortcut; ++i) copy_next_of_shortcut();
+      }
+
+      Step at = first, used = first;
+      const auto replace_used = [&] {
+        if (used.IsOfShortcut(depth)) {
+          copy_next_of_shortcut();
+        } else if (used.IsLastTap(depth)) {
+          copy_next_patch();
+        }
+        used.Advance(conv, work);
+      };
+      int stage = 0, round = 0;
+#pragma unroll 1
+      for (int step = first_step; step < end_step; ++step) {
+        if (step >= first_step + early) {
+          Wait(&empty[stage], (round & 1) ^ 1);
+          copy_weights(at, stage);
+        }
+        if constexpr (kInPatches) {
+          if (step >= first_step + stages) replace_used();
+        } else {
+          CopyInputs(inputs_of(stage), work, at, start, tile.m0, tile.phase, &full[stage]);
+        }
+        at.Advance(conv, work);
+        if (++stage == stages) stage = 0, ++round;
       }
 #pragma unroll 1
-      while (kInPatches && patch_chunk < end_chunk) copy_next_patch();
+      while (kInPatches && (next.chunk < end_chunk || next_of_shortcut.chunk < end.of_shortcut)) {
+        replace_used();
+      }
     } else if (warp > kConsumers / 32 && normalises) {
       if constexpr (kInPatches) {
         const int thread = threadIdx.x - kConsumers - 32, vector = thread % 8;
@@ -325,8 +351,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
         for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
           const bool from_x = chunk < work.chunks;
           const int channel = (from_x ? chunk : chunk - work.chunks) * kStep + vector * 8;
-          const bool has_channels = (!kShortcut || chunk < windowed) &&
-                                    channel < (from_x ? conv.channels : conv.channels2);
+          const bool has_channels = channel < (from_x ? conv.channels : conv.channels2);
           float factor[8], offset[8];
           if (has_channels) {
             const float* const from = conv.input_factors + int64_t{tile.image} * 2 * channels +
@@ -340,7 +365,7 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
           }
           FenceForCopies();  // products read by the same way as the copy engine
           Arrive(&patch_normal[slot]);
-          if (++slot == U::kPatches) slot = 0, ++round;
+          if (++slot == U::kWindowed) slot = 0, ++round;
         }
       }
     }
@@ -402,24 +427,39 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
   }
 
   int stage = 0, round = 0, slot = 0, patch_round = 0, previous = -1;
-  int chunk = first.chunk, step = first_step, taps_left = 0, tap_x = 0;
+  int step = first_step, taps_left = 0, tap_x = 0;
   bool new_patch = true;
   uint64_t weight = MatrixDescriptor(weights_of(0)), input = MatrixDescriptor(inputs_of(0));
+  uint64_t window = 0;  // the input of its next step
   const auto begin_patch = [&](int tap) {
-    const bool in_shortcut = kShortcut && chunk >= windowed;
-    const int at = in_shortcut ? kTaps / 2 : tap;  // the one in the middle
-    taps_left = in_shortcut ? 1 : kTaps - tap;
-    tap_x = at % 3;
-    input = PatchDescriptor(patch_of(slot), kPitch) + ((at / 3 * kPitch + tap_x) * kStepBytes >> 4);
+    taps_left = kTaps - tap;
+    tap_x = tap % 3;
+    window =
+        PatchDescriptor(patch_of(slot), kPitch) + ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
   };
-  if (kInPatches) begin_patch(first.tap);
+  // A step's patch is the window's present one, or the shortcut's next.
+  int due = first.due, shortcut_at = 0, used_slot = -1;
+  bool of_shortcut = false;
+  const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
+  const auto begin_step = [&] {
+    of_shortcut = kShortcut && due >= depth.steps;
+    input = of_shortcut ? MatrixDescriptor(patch_of(shortcut_slot())) : window;
+  };
+  if constexpr (kInPatches) {
+    begin_patch(first.tap);
+    begin_step();
+  }
 #pragma unroll 1
   for (int run = 0; run < runs; ++run) {
     const int end = begin_of(rank * runs + run + 1);
     PinSums(sums);
 #pragma unroll 1
     for (; step < end; ++step) {
-      if (kInPatches && new_patch) Wait(&patch_ready[slot], patch_round & 1);
+      if (kInPatches && of_shortcut) {
+        Wait(&patch_full[shortcut_slot()], shortcut_at / 2 & 1);
+      } else if (kInPatches && new_patch) {
+        Wait(&patch_ready[slot], patch_round & 1);
+      }
       Wait(&full[stage], round & 1);
       FenceProducts();
 #pragma unroll
@@ -427,29 +467,34 @@ __global__ void __launch_bounds__(Unit<kInPatches>::kThreads, 2)
       CommitProducts();
       // What the next step needs is worked out while this one is under way: instructions, not
       // products, are what a step of so few outputs waits for.
-      const int finished = previous;
-      const int finished_slot = slot == 0 ? U::kPatches - 1 : slot - 1;
-      const bool frees_patch = kInPatches && new_patch && finished >= 0;
+      const int finished = previous, finished_slot = used_slot;
       previous = stage;
       if (++stage == stages) stage = 0, ++round;
       weight = MatrixDescriptor(weights_of(stage));
       if constexpr (kInPatches) {
-        new_patch = --taps_left == 0;
-        if (new_patch) {
-          ++chunk;
-          if (++slot == U::kPatches) slot = 0, ++patch_round;
-          begin_patch(0);
+        if (of_shortcut) {
+          used_slot = shortcut_slot();
+          ++shortcut_at, due -= depth.steps;
         } else {
-          const bool next_line = tap_x == 2;
-          tap_x = next_line ? 0 : tap_x + 1;
-          input += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
+          new_patch = --taps_left == 0;
+          used_slot = new_patch ? slot : -1;
+          if (new_patch) {
+            if (++slot == U::kWindowed) slot = 0, ++patch_round;
+            begin_patch(0);
+          } else {
+            const bool next_line = tap_x == 2;
+            tap_x = next_line ? 0 : tap_x + 1;
+            window += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
+          }
         }
+        due += depth.shortcut;
+        begin_step();
       } else {
         input = MatrixDescriptor(inputs_of(stage));
       }
       WaitProducts<1>();  // the previous step's
       if (finished >= 0 && leads) Arrive(&empty[finished]);
-      if (frees_patch && leads) Arrive(&patch_empty[finished_slot]);
+      if (kInPatches && finished_slot >= 0 && leads) Arrive(&patch_empty[finished_slot]);
     }
     WaitProducts<0>();
     PinSums(sums);
@@ -551,24 +596,25 @@ int NormRunOf(const Conv2dLaunch& conv) {
 }
 
 /// Null when there is none.
-template <bool kInPatches>
-Kernel* KernelOf(bool shortcut, int norm_run) {
-  switch (norm_run) {
-    case 0:
-      return shortcut ? ConvUnitKernel<kInPatches, true, 0> : ConvUnitKernel<kInPatches, false, 0>;
-    case 2:
-      return ConvUnitKernel<kInPatches, false, 2>;
-    case 4:
-      return ConvUnitKernel<kInPatches, false, 4>;
-    case 8:
-      return ConvUnitKernel<kInPatches, false, 8>;
+template <bool kInPatches, bool kShortcut>
+Kernel* KernelOf(int norm_run) {
+  if (norm_run == 0) return ConvUnitKernel<kInPatches, kShortcut, 0>;
+  if constexpr (!kShortcut) {
+    switch (norm_run) {
+      case 2:
+        return ConvUnitKernel<kInPatches, false, 2>;
+      case 4:
+        return ConvUnitKernel<kInPatches, false, 4>;
+      case 8:
+        return ConvUnitKernel<kInPatches, false, 8>;
+    }
   }
   return nullptr;
 }
 
-template <bool kInPatches>
-cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  using U = Unit<kInPatches>;
+template <bool kInPatches, bool kShortcut>
+cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  using U = Unit<kInPatches, kShortcut>;
   Work work;
   work.grid = GridOf(conv);
   if (kInPatches) {
@@ -586,7 +632,7 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
   const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
   const bool alone =
       tiles * plan.cluster <= queue.multiprocessors && StepsOf(conv) > kManySteps * plan.cluster;
-  const int others = U::kPatches * kPatchSlot + U::kBarriers * 8 + norm_bytes +
+  const int others = U::kAllPatchBytes + U::kBarriers * 8 + norm_bytes +
                      SlotsOf(work.log_splits, work.log_cluster) * SlotBytes(work.log_cluster);
   work.stages =
       std::min(U::kStages, ((alone ? kMostBytesAlone : kMostBytes) - others) / U::kStageBytes);
@@ -599,16 +645,16 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
-    return kInPatches ? EncodeImages(map, rows, channels, conv, kPitch, kPitch, 1)
+    const int edge = shortcut ? kUnit : kPitch;
+    return kInPatches ? EncodeImages(map, rows, channels, conv, edge, edge, 1)
                       : EncodeInputs(map, rows, channels, conv, work.grid,
                                      work.grid.flat || shortcut, kPixels);
   };
-  const CUresult result = EncodeDepth(&work, conv, work.grid.taps_x * work.grid.taps_x,
-                                      work.grid.phases, kOutputs, encode);
+  const CUresult result = EncodeDepth(&work, conv, kOutputs, encode);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   return LaunchDependent(
-      KernelOf<kInPatches>(conv.shortcut.x.data != nullptr, norm_run),
+      KernelOf<kInPatches, kShortcut>(norm_run),
       {.grid = static_cast<unsigned>(tiles * plan.cluster),
        .block = U::kThreads,
        .shared_bytes = static_cast<size_t>(work.stages * U::kStageBytes + others),
@@ -617,11 +663,17 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
 }
 
 template <bool kInPatches>
+cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  return conv.shortcut.x.data != nullptr ? LaunchAs<kInPatches, true>(conv, plan, queue)
+                                         : LaunchAs<kInPatches, false>(conv, plan, queue);
+}
+
+template <bool kInPatches>
 cudaError_t Load() {
-  cudaError_t error = LoadKernel(KernelOf<kInPatches>(/*shortcut=*/true, 0), kMostBytesAlone);
+  cudaError_t error = LoadKernel(KernelOf<kInPatches, true>(0), kMostBytesAlone);
   for (int norm_run : {0, 2, 4, 8}) {
     if (error != cudaSuccess) return error;
-    error = LoadKernel(KernelOf<kInPatches>(/*shortcut=*/false, norm_run), kMostBytesAlone);
+    error = LoadKernel(KernelOf<kInPatches, false>(norm_run), kMostBytesAlone);
   }
   return error;
 }
