@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   uint64_t* const staged = turn + 2;
   const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
   const auto patch_of = [&](int slot) {
-    return slot < P::kWindowed
+    return !kShortcut || slot < P::kWindowed
                ? shared + slot * kPatchSlot
                : shared + P::kWindowed * kPatchSlot + (slot - P::kWindowed) * kShortcutSlot;
   };

@@ -237,10 +237,10 @@ __device__ inline void BeginSums(const float* bias, int n0, float (&sums)[kSums]
 }
 
 /// act(sum · scale), in place.
-template <bool kScaled = true, int kSums>
+template <int kSums>
 __device__ inline void FinishSums(const Conv2dLaunch& conv, bool silu, float (&v)[kSums]) {
 #pragma unroll
-  for (int j = 0; j < kSums; ++j) v[j] *= kScaled ? conv.scale : 1;
+  for (int j = 0; j < kSums; ++j) v[j] *= conv.scale;
   if (!silu) return;
 #pragma unroll
   for (int j = 0; j < kSums; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
@@ -264,8 +264,7 @@ __device__ inline int SwizzleOf(int row) {
 /// when there is one, lies already; the outputs take its place, and end(i) is told. What it does is
 /// known beforehand: instructions that are jumped over for every eight sums took several times as
 /// long to fetch as all the others to run.
-template <int kBox, bool kResidual, bool kSilu, bool kScaled, int kSums, typename Begin,
-          typename End>
+template <int kBox, bool kResidual, bool kSilu, int kSums, typename Begin, typename End>
 __device__ inline void FinishStagedAs(const Conv2dLaunch& conv, const float (&sums)[kSums],
                                       const Begin& begin, const End& end) {
   constexpr int kLine = kBox * 2;  // bytes
@@ -297,7 +296,7 @@ __device__ inline void FinishStagedAs(const Conv2dLaunch& conv, const float (&su
 #pragma unroll
         for (int c = 0; c < 4; ++c) AddPair(residual[i][c], v[2 * c], v[2 * c + 1]);
       }
-      FinishSums<kScaled>(conv, kSilu, v);
+      FinishSums(conv, kSilu, v);
       uint32_t packed[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
@@ -318,10 +317,8 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, const float (&sums
   };
   known(conv.residual.data != nullptr, [&](auto residual) {
     known(conv.activation == Activation::kSilu, [&](auto silu) {
-      known(conv.scale != 1, [&](auto scaled) {
-        FinishStagedAs<kBox, decltype(residual)::value, decltype(silu)::value,
-                       decltype(scaled)::value>(conv, sums, begin, end);
-      });
+      FinishStagedAs<kBox, decltype(residual)::value, decltype(silu)::value>(conv, sums, begin,
+                                                                             end);
     });
   });
 }
