@@ -146,9 +146,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int first_tile = blockIdx.x / T::kShared, stride = gridDim.x / T::kShared;
   const bool normalises = T::kNormalises && conv.input_factors != nullptr;
 
-  const auto channel_of = [&](int chunk) {  // of concat(x, x2)
-    return chunk < work.chunks ? chunk * kStep : conv.channels + (chunk - work.chunks) * kStep;
-  };
   const auto copy_weights = [&](int n0, const StepAt<kShortcut, kTaps>& step, int at) {
     constexpr int kPart = T::kN / T::kShared;
     const WeightAt from = WeightOf(work, step);
@@ -205,7 +202,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const int around = kOf ? 0 : 1;
         Wait(&patch_empty[at.slot], (at.round & 1) ^ 1);
         ArriveExpecting(&patch_full[at.slot], kOf ? kShortcutSlot : work.patch_bytes);
-        const ChunkAt from = ChunkOf<kOf>(work, at.chunk);
+        const ChunkAt from = kOf ? ChunkOf(work.shortcut, at.chunk) : ChunkOf(work, at.chunk);
         CopyBox(patch_of(at.slot), from.map, &patch_full[at.slot], from.channel, at.tile.x - around,
                 at.tile.y - around, at.tile.image);
         if (++at.slot == (kOf ? P::kSlots : P::kWindowed)) {
@@ -226,7 +223,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       // When this tap's weights find room, the patch before has been used up.
       constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
       // With a shortcut a patch is asked for when the last step of the one before it in its place
-      // has made room for weights.
+      // has made room for weights. To wait for it sooner is no choice: products would wait for
+      // weights after it.
       StepAt<kShortcut, kTaps> used = begin;
       const auto replace_used = [&] {
         if (used.IsOfShortcut(depth)) {
@@ -274,8 +272,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             float factor[8], offset[8];
             if (exists) {
               const float* const from = conv.input_factors +
-                                        int64_t{tile.image + i} * 2 * channels + channel_of(chunk) +
-                                        vector * 8;
+                                        int64_t{tile.image + i} * 2 * channels +
+                                        ChannelOf(chunk, work.chunks, conv.channels) + vector * 8;
               LoadEight(from, factor);
               LoadEight(from + channels, offset);
             }

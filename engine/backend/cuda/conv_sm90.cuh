@@ -36,27 +36,19 @@ struct Depth {
   int steps = 0;               // in all
 };
 
-/// Where the pixels of a chunk lie, of the window's or of the shortcut's.
+/// Where the pixels of a chunk lie. `of`: a kernel's Work for the window's, or its shortcut.
 struct ChunkAt {
   const CUtensorMap* map;
   int channel;
 };
-template <bool kOfShortcut, typename Work>
-__device__ inline ChunkAt ChunkOf(const Work& work, int chunk) {
-  const auto& of = [&]() -> const auto& {
-    if constexpr (kOfShortcut) {
-      return work.shortcut;
-    } else {
-      return work;
-    }
-  }
-  ();
+template <typename Of>
+__device__ inline ChunkAt ChunkOf(const Of& of, int chunk) {
   const int of_x2 = chunk - of.chunks;
   return {of_x2 < 0 ? &of.x : &of.x2, (of_x2 < 0 ? chunk : of_x2) * kStep};
 }
 
-/// A chunk's first channel in the weight, of which `chunks` have the first `channels`.
-__device__ inline int WeightChannelOf(int chunk, int chunks, int channels) {
+/// A chunk's first channel of concat(x, x2), as in the weight: `chunks` have x's `channels`.
+__device__ inline int ChannelOf(int chunk, int chunks, int channels) {
   return chunk < chunks ? chunk * kStep : channels + (chunk - chunks) * kStep;
 }
 
@@ -75,12 +67,11 @@ struct StepAt {
     if (kShortcut) {
       of_shortcut = step * depth.shortcut / depth.steps;
       due = step * depth.shortcut % depth.steps + depth.shortcut;
-      channel_of_shortcut =
-          WeightChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
+      channel_of_shortcut = ChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
     }
     const int taps = Taps(depth);
     chunk = (step - of_shortcut) / taps, tap = (step - of_shortcut) % taps;
-    channel = WeightChannelOf(chunk, work.chunks, conv.channels);
+    channel = ChannelOf(chunk, work.chunks, conv.channels);
   }
   __device__ bool IsOfShortcut(const Depth& depth) const { return kShortcut && due >= depth.steps; }
   __device__ bool IsLastTap(const Depth& depth) const { return tap == Taps(depth) - 1; }
@@ -90,11 +81,10 @@ struct StepAt {
     const Depth& depth = work.depth;
     if (IsOfShortcut(depth)) {
       ++of_shortcut, due -= depth.steps;
-      channel_of_shortcut =
-          WeightChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
+      channel_of_shortcut = ChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
     } else if (++tap == Taps(depth)) {
       tap = 0, ++chunk;
-      channel = WeightChannelOf(chunk, work.chunks, conv.channels);
+      channel = ChannelOf(chunk, work.chunks, conv.channels);
     }
     if (kShortcut) due += depth.shortcut;
   }
@@ -165,7 +155,7 @@ __device__ inline void CopyInputs(void* to, const Work& work, const StepAt<kShor
   const Grid& grid = work.grid;
   const bool of_shortcut = step.IsOfShortcut(work.depth);
   const ChunkAt chunk =
-      of_shortcut ? ChunkOf<true>(work, step.of_shortcut) : ChunkOf<false>(work, step.chunk);
+      of_shortcut ? ChunkOf(work.shortcut, step.of_shortcut) : ChunkOf(work, step.chunk);
   if (grid.flat || of_shortcut) {
     CopyBox(to, chunk.map, barrier, chunk.channel, m0);
     return;

@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
         Wait(&patch_empty[at.slot], (at.round & 1) ^ 1);
         ArriveExpecting(&patch_full[at.slot], kOf ? kShortcutSlot : kPatchBytes);
         const int around = kOf ? 0 : 1;
-        const ChunkAt from = ChunkOf<kOf>(work, at.chunk);
+        const ChunkAt from = kOf ? ChunkOf(work.shortcut, at.chunk) : ChunkOf(work, at.chunk);
         CopyBox(patch_of(at.slot), from.map, &patch_full[at.slot], from.channel, tile.x - around,
                 tile.y - around, tile.image);
         ++at.chunk;
