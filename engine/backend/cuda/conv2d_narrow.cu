@@ -181,7 +181,7 @@ cudaError_t LaunchFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
   size.height = std::max(1, tile_pixels / size.width);
   size.of_image = size.across * ((conv.out_height + size.height - 1) / size.height);
   size.tiles = conv.images * size.of_image;
-  // Blocks that stay: weights are read once. Four of them fit on a multiprocessor.
+  // Blocks that stay: weights are read once. Up to four of them fit on a multiprocessor.
   const unsigned blocks =
       std::min<unsigned>(size.tiles, std::max<unsigned>(4 * queue.multiprocessors / slices, 1));
   const size_t shared = sizeof(uint16_t) * (size.height + conv.kernel - 1) *

@@ -17,7 +17,6 @@
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv_sm90.cuh"
-#include "engine/backend/cuda/implicit_gemm.cuh"
 
 namespace denoised::cuda {
 namespace {

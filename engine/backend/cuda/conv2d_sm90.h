@@ -69,8 +69,6 @@ struct HopperPlan {
   int cluster = 1;
 };
 
-/// Of a window; with upsample2x, of the 2×2 ones that it becomes.
-int WindowTaps(const Conv2dLaunch& conv);
 /// Of one output along k, those of a shortcut included.
 int StepsOf(const Conv2dLaunch& conv);
 /// Whether there is no shortcut, or one that goes along as steps: of an image that leaves much of

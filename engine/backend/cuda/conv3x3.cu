@@ -447,7 +447,7 @@ double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queu
   const int runs = choice.runs == Runs::kByBlocks ? kRunCount : 1;
   const int64_t tiles =
       BlocksOf(conv, choice.square, choice.units) * PhasesOf(conv) * TilesAcross(conv, choice.n);
-  if (choice.taps != TapsOf(conv) || (choice.runs != Runs::kOne) != HasRuns(conv)) return kNever;
+  if (choice.taps != EdgeTaps(conv) || (choice.runs != Runs::kOne) != HasRuns(conv)) return kNever;
   if (runs > 1) {
     const int64_t sums = tiles * kRunCount * choice.units * kUnitEdge * kUnitEdge * choice.n;
     if (sums * static_cast<int64_t>(sizeof(float)) > conv.workspace_bytes ||

@@ -7,6 +7,7 @@
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/hopper.cuh"
+#include "engine/backend/cuda/implicit_gemm.cuh"
 #include "engine/backend/cuda/mma.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
@@ -315,12 +316,12 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, const float (&sums
 
 inline Grid GridOf(const Conv2dLaunch& conv) {
   Grid grid;
-  grid.taps_x = Divisor(conv.upsample2x ? 2 : conv.kernel);
-  grid.phases = conv.upsample2x ? 4 : 1;
+  grid.taps_x = Divisor(EdgeTaps(conv));
+  grid.phases = PhasesOf(conv);
   grid.stride = conv.stride;
   grid.pad_top = conv.pad_top, grid.pad_left = conv.pad_left;
-  grid.width = conv.upsample2x ? conv.width : conv.out_width;
-  grid.image_pixels = grid.width * (conv.upsample2x ? conv.height : conv.out_height);
+  grid.width = PlaneOf(conv).width;
+  grid.image_pixels = PlaneOf(conv).pixels;
   grid.pixels = conv.images * grid.image_pixels;  // CudaBackend saw to it that it fits
   grid.flat = conv.kernel == 1 && conv.stride == 1 && conv.pad_top == 0 && conv.pad_left == 0 &&
               conv.out_height == conv.height && conv.out_width == conv.width;
@@ -393,7 +394,7 @@ CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int outputs_at_once,
                      const Encode& encode) {
   work->chunks = ChunksOf(conv.channels);
   work->depth.windowed = work->chunks + ChunksOf(conv.channels2);
-  const int taps = WindowTaps(conv), phases = conv.upsample2x ? 4 : 1;
+  const int taps = EdgeTaps(conv) * EdgeTaps(conv);
   work->depth.taps = taps;
   work->depth.steps = StepsOf(conv);
   CUresult result = encode(&work->x, conv.x, conv.channels, false);
@@ -403,7 +404,7 @@ CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int outputs_at_once,
   if (result == CUDA_SUCCESS) {
     result =
         EncodeWeight(&work->weight, conv.weight, conv.weight_stride, conv.channels + conv.channels2,
-                     taps, conv.outputs, phases, outputs_at_once);
+                     taps, conv.outputs, PhasesOf(conv), outputs_at_once);
   }
   const ShortcutLaunch& from = conv.shortcut;
   if (result != CUDA_SUCCESS || from.x.data == nullptr) return result;

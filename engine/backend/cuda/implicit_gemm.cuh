@@ -17,7 +17,7 @@ __host__ __device__ inline int PhasesOf(const Conv2dLaunch& conv) {
   return conv.upsample2x ? kPhases : 1;
 }
 /// Taps along an edge of a phase's window.
-__host__ __device__ inline int TapsOf(const Conv2dLaunch& conv) {
+__host__ __device__ inline int EdgeTaps(const Conv2dLaunch& conv) {
   return conv.upsample2x ? 2 : conv.kernel;
 }
 /// Pixels of a phase of an image, and of a row of it.
@@ -63,7 +63,7 @@ struct Tap {
 
   __device__ void Advance(const Conv2dLaunch& conv, int count) {
     channel += count;
-    const int channels = conv.channels + conv.channels2, taps = TapsOf(conv);
+    const int channels = conv.channels + conv.channels2, taps = EdgeTaps(conv);
     while (channel >= channels) {
       channel -= channels;
       if (++kw == taps) kw = 0, ++kh;
@@ -76,7 +76,7 @@ __device__ inline int PixelAt(const Conv2dLaunch& conv, const Window& window, co
   const int y = window.y + tap.kh, x = window.x + tap.kw;
   const bool inside = static_cast<unsigned>(y) < static_cast<unsigned>(conv.height) &&
                       static_cast<unsigned>(x) < static_cast<unsigned>(conv.width) &&
-                      tap.kh < TapsOf(conv);
+                      tap.kh < EdgeTaps(conv);
   return inside ? window.image_pixel + y * conv.width + x : -1;
 }
 

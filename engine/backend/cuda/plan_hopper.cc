@@ -84,10 +84,9 @@ int SplitsOf(const Conv2dLaunch& conv) {
 
 }  // namespace
 
-int WindowTaps(const Conv2dLaunch& conv) { return conv.upsample2x ? 4 : conv.kernel * conv.kernel; }
-
 int StepsOf(const Conv2dLaunch& conv) {
-  return WindowTaps(conv) * (ChunksOf(conv.channels) + ChunksOf(conv.channels2)) +
+  const int taps = conv.upsample2x ? 4 : conv.kernel * conv.kernel;
+  return taps * (ChunksOf(conv.channels) + ChunksOf(conv.channels2)) +
          ChunksOf(conv.shortcut.channels) + ChunksOf(conv.shortcut.channels2);
 }
 
