@@ -176,23 +176,35 @@ struct Block {
     ArriveExpecting(told + slot, UnitSums() * static_cast<int>(sizeof(Sums)));
   }
 
-  /// One thread.
+  /// One thread, which is alone in its warp and so takes long for each instruction: what only units
+  /// change is worked out once for each.
   __device__ void Copy() const {
     struct Chunk {
-      int unit, chunk = 0;
+      int unit, chunk, pixel, image, first_piece;
       Place place;
     };
-    Chunk in = {first_unit}, out = {first_unit};
+    const auto begin_unit = [&](Chunk& of) {
+      of.chunk = 0, of.pixel = begin;
+      of.image = ImageOf(of.unit);
+      of.first_piece = (of.unit - of.image * plan.slices) * plan.pieces;
+    };
+    Chunk in = {first_unit}, out;
+    begin_unit(in);
+    out = in;
+    const int piece_bytes = PieceBytes();
     const auto each_piece = [&](const Chunk& of, auto copy) {
-      const int first = of.unit % plan.slices * plan.pieces;
-      for (int piece = 0; piece < plan.pieces; ++piece) {
-        copy(chunks + of.place.index * layout.chunk_bytes + piece * PieceBytes(), first + piece,
-             begin + of.chunk * plan.chunk_pixels, ImageOf(of.unit));
+      unsigned char* at = chunks + of.place.index * layout.chunk_bytes;
+#pragma unroll 1  // so that there is little to fetch
+      for (int piece = 0; piece < plan.pieces; ++piece, at += piece_bytes) {
+        copy(at, of.first_piece + piece, of.pixel, of.image);
       }
     };
     const auto next = [&](Chunk& of) {
       of.place.Next(plan.stages);
-      if (++of.chunk == plan.chunks) of.chunk = 0, of.unit += step;
+      of.pixel += plan.chunk_pixels;
+      if (++of.chunk < plan.chunks) return;
+      of.unit += step;
+      begin_unit(of);
     };
     const auto load = [&] {
       uint64_t* barrier = full + in.place.index;
