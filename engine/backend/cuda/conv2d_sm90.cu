@@ -59,6 +59,7 @@ struct Work {
   int chunks = 0;  // of x
   Depth depth;
   int shared = 1;                // blocks of a cluster, neighbours along m
+  int part = 0;                  // outputs whose weights each of them copies for all
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
   // Tiles are counted by clusters, along n first, or band by band: a band's along m, then along n.
   Divisor band, last_band;  // clusters along m
@@ -279,9 +280,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if (shared == 1) {
       CopyWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, tile.n0, tile.phase);
     } else {
-      const int part = T::kN / shared;
-      CopyBoxTo(weights_of(at) + rank * part * kStepBytes, from.map, &full[at], from.channel,
-                from.tap, tile.n0 + rank * part, tile.phase,
+      CopyBoxTo(weights_of(at) + rank * work.part * kStepBytes, from.map, &full[at], from.channel,
+                from.tap, tile.n0 + rank * work.part, tile.phase,
                 static_cast<uint16_t>((1 << shared) - 1));
     }
   };
@@ -516,6 +516,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   work.grid = GridOf(conv);
   const int m_tiles = (work.grid.pixels + T::kM - 1) / T::kM;
   work.shared = plan.cluster;
+  work.part = T::kN / plan.cluster;
   work.m_tiles = (m_tiles + work.shared - 1) / work.shared * work.shared;
   work.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
   const int rows = work.m_tiles / work.shared;
@@ -536,7 +537,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
     return EncodeInputs(map, rows, channels, conv, work.grid, work.grid.flat || shortcut, T::kM);
   };
-  CUresult result = EncodeDepth(&work, conv, T::kN / work.shared, encode);
+  CUresult result = EncodeDepth(&work, conv, work.part, encode);
   const bool in_boxes = T::kStaged && work.grid.phases == 1;
   if (result == CUDA_SUCCESS && in_boxes) {
     result = EncodeRows(&work.out, conv.out, conv.outputs, work.grid.pixels, T::kBox, 64);
