@@ -37,13 +37,8 @@ constexpr int kPatchSlot = 25 * 1024;  // two patches of 10×10 pixels of 128 by
 constexpr int kBoxBytes = 64 * 64 * 2;
 constexpr int kShortcutSlot = 2 * kBoxBytes;
 
-/// Patches that there is room for: under nine taps, and of a shortcut.
 template <bool kShortcut>
-struct Patches {
-  static constexpr int kWindowed = kShortcut ? 2 : 3, kOfShortcut = kShortcut ? 2 : 0;
-  static constexpr int kSlots = kWindowed + kOfShortcut;
-  static constexpr int kBytes = kWindowed * kPatchSlot + kOfShortcut * kShortcutSlot;
-};
+using PatchesOf = Patches<kShortcut, kPatchSlot, kShortcutSlot>;
 
 /// Tiles of 128 pixels and kN outputs for two consumer warpgroups.
 template <int kN_, bool kTurns_, int kStages_, int kBuffers_, int kRegisters_, int kFree_,
@@ -64,9 +59,9 @@ struct Tile {
   static constexpr int kBoxes = kN / 64;  // of 64 pixels × 64 outputs
   static constexpr int kBufferBytes = kBoxes * kBoxBytes;
   static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
-  static constexpr int kBarriers = 2 * kStages + 3 * Patches<true>::kSlots + 2 + 2 * kBuffers;
+  static constexpr int kBarriers = 2 * kStages + 3 * PatchesOf<true>::kSlots + 2 + 2 * kBuffers;
   static constexpr int kSharedBytes =
-      Patches<true>::kBytes + kStages * kStageBytes + kStagingBytes + kBarriers * 8;
+      PatchesOf<true>::kBytes + kStages * kStageBytes + kStagingBytes + kBarriers * 8;
   static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
   static constexpr bool kNormalises = kProducerRegisters >= 72;  // a transformer needs them
   // What is added per image is asked for before the products where there are registers for it.
@@ -74,7 +69,7 @@ struct Tile {
   static constexpr int kThreads = kThreads_;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
   static_assert(kN % 64 == 0 && kRows % kBuffers == 0 && kLag < kStages);
-  static_assert(Patches<false>::kBytes <= Patches<true>::kBytes && kStages <= kTaps);
+  static_assert(PatchesOf<false>::kBytes <= PatchesOf<true>::kBytes && kStages <= kTaps);
   static_assert(kSharedBytes <= 232448);
   // As many as a block begins with: who asked for more would wait for ever.
   static_assert(kConsumerRegisters * 256 + kProducerRegisters * (kThreads - 256) <=
@@ -119,7 +114,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   // Through a shuffle, or every step would ask again where it lies.
   auto* const shared = static_cast<unsigned char*>(
       __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
-  using P = Patches<kShortcut>;
+  using P = PatchesOf<kShortcut>;
   unsigned char* const ring = shared + P::kBytes;
   unsigned char* const staging = ring + T::kStages * T::kStageBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
@@ -131,11 +126,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   // [2, kBuffers]: a consumer's buffer is free, its residual there.
   uint64_t* const staged = turn + 2;
   const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
-  const auto patch_of = [&](int slot) {
-    return !kShortcut || slot < P::kWindowed
-               ? shared + slot * kPatchSlot
-               : shared + P::kWindowed * kPatchSlot + (slot - P::kWindowed) * kShortcutSlot;
-  };
+  const auto patch_of = [&](int slot) { return P::At(shared, slot); };
 
   // The same in all lanes, and known to be, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
@@ -222,17 +213,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
       // When this tap's weights find room, the patch before has been used up.
       constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
-      // With a shortcut a patch is asked for when the last step of the one before it in its place
-      // has made room for weights. To wait for it sooner is no choice: products would wait for
-      // weights after it.
+      // With a shortcut the two that there is room for come and go by their steps.
       StepAt<kShortcut, kTaps> used = begin;
       const auto replace_used = [&] {
-        if (used.IsOfShortcut(depth)) {
-          copy_next_of_shortcut();
-        } else if (used.IsLastTap(depth)) {
-          copy_next_patch();
-        }
-        used.Advance(conv, work);
+        ReplaceUsed(conv, work, used, copy_next_patch, copy_next_of_shortcut);
       };
       int stage = 0, round = 1, step = T::kStages;
       for (int index = first_tile; index < tiles; index += stride, step = 0, at = begin) {

@@ -13,6 +13,34 @@ namespace denoised::cuda {
 constexpr int kTaps = 9;
 constexpr int kUnit = 8;  // pixels of an edge of what a product takes: 64 in all
 
+/// Patches that a block has room for: under nine taps, and behind them of a shortcut.
+template <bool kShortcut, int kSlotBytes, int kShortcutSlotBytes>
+struct Patches {
+  static constexpr int kWindowed = kShortcut ? 2 : 3, kOfShortcut = kShortcut ? 2 : 0;
+  static constexpr int kSlots = kWindowed + kOfShortcut;
+  static constexpr int kBytes = kWindowed * kSlotBytes + kOfShortcut * kShortcutSlotBytes;
+  __device__ static unsigned char* At(unsigned char* patches, int slot) {
+    return !kShortcut || slot < kWindowed
+               ? patches + slot * kSlotBytes
+               : patches + kWindowed * kSlotBytes + (slot - kWindowed) * kShortcutSlotBytes;
+  }
+};
+
+/// Asks for the patch that takes the place of the one of step `used`, if this was its last, and
+/// goes on: for the thread that copies, when that step has made room for weights. To wait for the
+/// place sooner is no choice: products would wait for weights that come after it.
+template <bool kShortcut, typename Work, typename CopyNext, typename CopyNextOfShortcut>
+__device__ inline void ReplaceUsed(const Conv2dLaunch& conv, const Work& work,
+                                   StepAt<kShortcut, kTaps>& used, const CopyNext& copy_next,
+                                   const CopyNextOfShortcut& copy_next_of_shortcut) {
+  if (used.IsOfShortcut(work.depth)) {
+    copy_next_of_shortcut();
+  } else if (used.IsLastTap(work.depth)) {
+    copy_next();
+  }
+  used.Advance(conv, work);
+}
+
 /// The left operand of a product: 8 lines of 8 pixels of a patch, `pitch` pixels from line to line.
 __device__ inline uint64_t PatchDescriptor(const void* patch, int pitch) {
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;

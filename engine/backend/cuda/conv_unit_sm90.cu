@@ -32,11 +32,11 @@ constexpr int kShortcutSlot = kPixels * kStepBytes;  // of a patch without the p
 /// How inputs come: in patches, or in boxes of 64 pixels, one a step.
 template <bool kInPatches, bool kShortcut>
 struct Unit {
-  // Patches that there is room for: under nine taps, and of a shortcut.
-  static constexpr int kWindowed = !kInPatches ? 0 : kShortcut ? 2 : 3;
-  static constexpr int kOfShortcut = kInPatches && kShortcut ? 2 : 0;
+  using P = Patches<kShortcut, kPatchSlot, kShortcutSlot>;
+  static constexpr int kWindowed = kInPatches ? P::kWindowed : 0;
+  static constexpr int kOfShortcut = kInPatches ? P::kOfShortcut : 0;
   static constexpr int kSlots = kWindowed + kOfShortcut;
-  static constexpr int kAllPatchBytes = kWindowed * kPatchSlot + kOfShortcut * kShortcutSlot;
+  static constexpr int kAllPatchBytes = kInPatches ? P::kBytes : 0;
   static constexpr int kWeightBytes = kOutputs * kStepBytes;
   static constexpr int kStageBytes = kWeightBytes + (kInPatches ? 0 : kPixels * kStepBytes);
   static constexpr int kTransformers = kInPatches ? 96 : 0;
@@ -216,11 +216,7 @@ __global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
   float4* const sums_received = reinterpret_cast<float4*>(full + U::kBarriers);
   const auto weights_of = [&](int stage) { return ring + stage * U::kStageBytes; };
   const auto inputs_of = [&](int stage) { return weights_of(stage) + U::kWeightBytes; };
-  const auto patch_of = [&](int slot) {
-    return slot < U::kWindowed
-               ? shared + slot * kPatchSlot
-               : shared + U::kWindowed * kPatchSlot + (slot - U::kWindowed) * kShortcutSlot;
-  };
+  const auto patch_of = [&](int slot) { return U::P::At(shared, slot); };
 
   // The same in all lanes, and known to be, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
@@ -304,8 +300,6 @@ __global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
       const auto copy_next_of_shortcut = [&] {
         if constexpr (kShortcut) copy_next(std::true_type(), next_of_shortcut);
       };
-      // A patch is asked for when the last step of the one before it in its place has made room for
-      // weights. To wait for it sooner is no choice: products would wait for weights after it.
       if constexpr (kInPatches) {
         for (int i = 0; i < U::kWindowed; ++i) copy_next_patch();
         for (int i = 0; i < U::kOfShortcut; ++i) copy_next_of_shortcut();
@@ -313,12 +307,9 @@ __global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
 
       Step at = first, used = first;
       const auto replace_used = [&] {
-        if (used.IsOfShortcut(depth)) {
-          copy_next_of_shortcut();
-        } else if (used.IsLastTap(depth)) {
-          copy_next_patch();
+        if constexpr (kInPatches) {
+          ReplaceUsed(conv, work, used, copy_next_patch, copy_next_of_shortcut);
         }
-        used.Advance(conv, work);
       };
       int stage = 0, round = 0;
 #pragma unroll 1
