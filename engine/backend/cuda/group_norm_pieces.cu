@@ -44,7 +44,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   extern __shared__ __align__(16) unsigned char pieces_shared[];
   auto* const leaves = reinterpret_cast<Sums*>(pieces_shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_quad = lane % kQuad;
-  const int piece = blockIdx.x, image = first_image + blockIdx.y;
+  // From the last image on, which the convolution before left in the L2. What comes next begins
+  // with the first one.
+  const int piece = gridDim.x - 1 - blockIdx.x, of_launch = gridDim.y - 1 - blockIdx.y;
+  const int image = first_image + of_launch;
   WaitForPredecessors();
   ReleaseDependents();
 
@@ -75,12 +78,12 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
   __syncthreads();
 
-  Sums* const of_image = nodes + static_cast<int64_t>(blockIdx.y) * plan.pieces * norm.groups;
+  Sums* const of_image = nodes + static_cast<int64_t>(of_launch) * plan.pieces * norm.groups;
   SumLeaves(plan.tree, leaves, plan.leaf_stride, plan.group_channels / kRun, norm.groups, warp,
             kWarps, lane, [&](const Sums& of_piece, int group, int part) {
               if (part == 0) of_image[piece * norm.groups + group] = of_piece;
             });
-  if (!IsLast(arrived + blockIdx.y, plan.pieces)) return;
+  if (!IsLast(arrived + of_launch, plan.pieces)) return;
 
   auto* const statistics = reinterpret_cast<Statistics*>(pieces_shared);  // of groups
   SumBlocks(plan.tree, of_image, plan.pieces, norm.groups, warp, kWarps, lane,
