@@ -326,7 +326,8 @@ TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
         NormCase{3, 64, 64, 384, 192, 32, true}, NormCase{3, 63, 65, 256, 256, 32, true},
         NormCase{70, 16, 16, 576, 0, 32, true}, NormCase{9, 31, 33, 384, 384, 32},
         NormCase{5, 31, 33, 576, 384, 32, true}, NormCase{2, 37, 41, 320, 0, 32},
-        NormCase{3, 16, 16, 768, 576, 32}, NormCase{40, 16, 16, 1152, 0, 32}}) {
+        NormCase{3, 16, 16, 768, 576, 32}, NormCase{40, 16, 16, 1152, 0, 32},
+        NormCase{3, 64, 64, 576, 0, 32, true}, NormCase{5, 31, 33, 960, 0, 32}}) {
     for (const bool factors : {false, true}) {
       kept_.clear();
       const GroupNormLaunch norm = Launch(c, factors);
@@ -375,6 +376,8 @@ TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesHaveTheirKernels) {
   EXPECT_TRUE(PrefersGroupNormStream(norm_of(1024, 16, 576), queue_));
   EXPECT_FALSE(PrefersGroupNormStream(norm_of(1, 16, 576), queue_));
   EXPECT_FALSE(PrefersGroupNormStream(norm_of(1024, 16, 256), queue_));
+  EXPECT_TRUE(PrefersGroupNormStream(norm_of(1024, 32, 128), queue_));
+  EXPECT_FALSE(PrefersGroupNormStream(norm_of(64, 32, 128), queue_));
   EXPECT_FALSE(SuitsGroupNormStream(norm_of(1024, 8, 256)));
   EXPECT_TRUE(PrefersGroupNormPieces(norm_of(64, 64, 192), queue_));
   EXPECT_FALSE(PrefersGroupNormPieces(norm_of(1, 64, 192), queue_));

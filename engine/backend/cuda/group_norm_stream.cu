@@ -43,10 +43,9 @@ constexpr int kSharedBytes = 227 * 1024;  // of a block that has a multiprocesso
 constexpr int kMaxStages = 32;
 constexpr int kMaxAhead = 8;
 constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has in registers
-constexpr int kFewSummers = 128, kFewAppliers = 240;
-constexpr int kFewChunkBytes = 8192, kLargeChunkBytes = 16384;
-constexpr int kLargeCluster = 8;  // blocks from which on chunks are large
-constexpr int kFewChunkPixels = 32;
+constexpr int kFewSummers = 192, kFewAppliers = 160;
+constexpr int kFewChunkBytes = 8192, kFewChunkPixels = 32;
+constexpr int kSectorBytes = 32;      // of the L2
 constexpr int kMaxBoxChannels = 256;  // the copy engine's
 
 // Warps by kind: the first two alone, then summers, then appliers.
@@ -147,7 +146,8 @@ struct Block {
         begin(rank * plan.leaves * kLeafPixels) {}
 
   __device__ bool InCluster() const { return plan.blocks > 1; }
-  __device__ int ImageOf(int unit) const { return unit / plan.slices; }
+  /// From the last image on, which the convolution before left in the L2.
+  __device__ int ImageOf(int unit) const { return norm.images - 1 - unit / plan.slices; }
   __device__ int ChannelOf(int unit) const { return unit % plan.slices * plan.slice_channels; }
   __device__ int UnitSums() const { return plan.blocks * plan.slice_groups; }
   __device__ int PieceBytes() const { return plan.chunk_pixels * plan.pitch; }
@@ -186,7 +186,7 @@ struct Block {
     const auto begin_unit = [&](Chunk& of) {
       of.chunk = 0, of.pixel = begin;
       of.image = ImageOf(of.unit);
-      of.first_piece = (of.unit - of.image * plan.slices) * plan.pieces;
+      of.first_piece = of.unit % plan.slices * plan.pieces;
     };
     Chunk in = {first_unit}, out;
     begin_unit(in);
@@ -211,8 +211,9 @@ struct Block {
       ArriveExpecting(barrier, layout.chunk_bytes);
       each_piece(in, [&](void* to, int piece, int pixel, int image) {
         const bool first = piece < plan.pieces1;
-        CopyBox(to, first ? &maps.x : &maps.x2, barrier, 0, first ? piece : piece - plan.pieces1,
-                pixel, image);
+        // Slices share lines of the L2, which are to stay until the others read them.
+        CopyBoxBy<kEvictLast>(to, first ? &maps.x : &maps.x2, barrier, 0,
+                              first ? piece : piece - plan.pieces1, pixel, image);
       });
       next(in);
       if (in.unit >= plan.units) ReleaseDependents();
@@ -430,10 +431,12 @@ Kernel* KernelOf(const Plan& plan) {
   return nullptr;
 }
 
+bool HasSectors(int channels) { return channels * 2 % kSectorBytes == 0; }
 /// Bytes of a row of so many channels: four of them lie in different banks, with their neighbours.
+/// Not of those that are no whole sectors, to which the copy engine is slow to add what pads them.
 int PitchOf(int channels) {
   int bytes = channels * 2;
-  while (bytes % 64 != 32) bytes += 16;
+  while (HasSectors(channels) && bytes % 64 != 32) bytes += 16;
   return bytes;
 }
 int Threads(const Plan& plan) { return 32 * kSummers + plan.summers + plan.appliers; }
@@ -472,8 +475,7 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) 
 
   plan.chunk_pixels = std::max(
       {kFewChunkPixels, kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines});
-  const int few_bytes = most_blocks < kLargeCluster ? kFewChunkBytes : kLargeChunkBytes;
-  while (plan.chunk_pixels * slice_channels * 2 < few_bytes) plan.chunk_pixels *= 2;
+  while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
   int pixels = plan.chunk_pixels;  // of a block
   while (pixels * most_blocks < norm.pixels) pixels *= 2;
   plan.chunks = pixels / plan.chunk_pixels;
@@ -547,14 +549,15 @@ struct Choice {
   int clusters = 0, units = 0;
 };
 /// The one whose busiest cluster is done first; none (no clusters) where none suits, however many
-/// images there are.
+/// images there are. At the beginning nothing leaves for a unit, and at the end nothing comes.
 Choice Choose(const GroupNormLaunch& norm) {
   constexpr int kUnitElements = 2048;  // that a block moves in the time that a unit takes besides
+  constexpr double kSlowRows = 1.25;   // where slices share sectors
   Choice choice;
   if (!SuitsOnePass(norm)) return choice;
   const int channels = norm.channels + norm.channels2;
   const int unit = std::lcm(channels / norm.groups, kVector);
-  int64_t least = std::numeric_limits<int64_t>::max();
+  double least = std::numeric_limits<double>::max();
   for (int slice = unit; slice <= channels; slice += unit) {
     if (channels % slice != 0) continue;
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
@@ -562,8 +565,9 @@ Choice Choose(const GroupNormLaunch& norm) {
       const int clusters = Suits(plan) ? ClustersOf(plan.blocks) : 0;
       if (clusters == 0) continue;
       const int units = (plan.units + clusters - 1) / clusters;
-      const int64_t cost =
-          int64_t{units} * (plan.leaves * kLeafPixels * plan.slice_channels + kUnitElements);
+      const double cost = (units + 1.0) *
+                          (plan.leaves * kLeafPixels * plan.slice_channels + kUnitElements) *
+                          (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
       if (cost < least) least = cost, choice = {plan, clusters, units};
     }
   }
@@ -584,7 +588,7 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   return GetTensorMapEncoders().tiled(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -592,21 +596,15 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
 
 bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).clusters > 0; }
 
-/// As measured: where threads lie badly over groups, whose channels neither divide a vector nor are
-/// whole vectors, small clusters gain much; else only images for which there are large ones.
+/// As measured: where clusters have several units each, about as many. Two are enough where the
+/// threads of group_norm_cluster.cu lie badly over groups, whose channels neither divide a vector
+/// nor are whole vectors; else images are those of more than a block.
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
   const auto [plan, clusters, units] = Choose(norm);
-  if (units < 2 || 10 * plan.units < 9 * units * clusters) return false;
-  const bool large = plan.blocks > 4;
-  switch (RunOf(plan.group_channels)) {
-    case 2:
-      return plan.group_channels > 2;
-    case 4:
-      return plan.group_channels > 4 && !large;
-    default:
-      return large;
-  }
+  if (20 * plan.units < 17 * units * clusters) return false;
+  const bool badly = RunOf(plan.group_channels) < std::min(plan.group_channels, kVector);
+  return badly ? units >= 2 : units >= 3 && plan.blocks > 1;
 }
 
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {

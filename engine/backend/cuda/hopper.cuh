@@ -139,17 +139,23 @@ __device__ inline void CopyBoxTo(void* to, const CUtensorMap* map, uint64_t* bar
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
+/// What the L2 lets go first, or last, as createpolicy makes it for all of a copy.
+constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
+/// CopyBox() with one of these.
+template <uint64_t kPolicy>
+__device__ inline void CopyBoxBy(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                 int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(kPolicy)
+      : "memory");
+}
 /// CopyBox() of weights, which are read once an evaluation: the L2 lets them go first and keeps
 /// activations and instructions.
 __device__ inline void CopyWeights(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
                                    int c1, int c2, int c3) {
-  constexpr uint64_t kEvictFirst =
-      0x12f0000000000000;  // as createpolicy makes it for all of a copy
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(to)),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(kEvictFirst)
-      : "memory");
+  CopyBoxBy<kEvictFirst>(to, map, barrier, c0, c1, c2, c3);
 }
 /// Channels from `channel` on of consecutive pixels of [images, height, width, channels], the first
 /// one at (image, y, x) moved by (offset_y, offset_x): one tap of a convolution for a run of
