@@ -21,6 +21,7 @@
 #include <type_traits>
 
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
@@ -62,6 +63,8 @@ struct Work {
   CUtensorMap q, k, v;
   int units = 0;  // of a head
   int wide_heads = 0, narrow = 1, steps = 0;
+  Divisor wide_steps, narrow_steps;  // of a head
+  Divisor heads, blocks;
   int shift = 0;  // from one round of steps to the next, in blocks
 };
 
@@ -73,20 +76,19 @@ struct Step {
 template <typename T>
 __device__ inline Step StepAt(const AttentionLaunch& attention, const Work& work, int turn) {
   const int blocks = gridDim.x;
-  int index = turn * blocks + (blockIdx.x + turn * work.shift) % blocks;
+  int index = turn * blocks + (static_cast<int>(blockIdx.x) + turn * work.shift) % work.blocks;
   if (index >= work.steps) return {};
-  const int wide_steps = (work.units + T::kGroups - 1) / T::kGroups;
-  const bool wide = index < work.wide_heads * wide_steps;
+  const bool wide = index < work.wide_heads * work.wide_steps.value;
   const int width = wide ? T::kGroups : work.narrow;
-  const int of_head = wide ? wide_steps : (work.units + width - 1) / width;
-  if (!wide) index -= work.wide_heads * wide_steps;
+  const Divisor& of_head = wide ? work.wide_steps : work.narrow_steps;
+  if (!wide) index -= work.wide_heads * work.wide_steps.value;
   const int head = index / of_head + (wide ? 0 : work.wide_heads), first = index % of_head * width;
   Step step;
   step.active = min(width, work.units - first);
   step.query = first * kUnit;
   step.part = head % T::kParts;
-  step.head = head / T::kParts % attention.heads;
-  step.image = head / T::kParts / attention.heads;
+  step.head = head / T::kParts % work.heads;
+  step.image = head / T::kParts / work.heads;
   return step;
 }
 
@@ -477,8 +479,12 @@ cudaError_t LaunchTile(const AttentionLaunch& attention, const Queue& queue) {
   }
   const int blocks = queue.multiprocessors * T::kBlocks;
   CutIntoSteps(attention.images * attention.heads * T::kParts, T::kGroups, blocks, &work);
-  const unsigned grid = static_cast<unsigned>(std::min(work.steps, blocks));
-  return LaunchDependent(AttentionHopperKernel<T>, {grid, T::kThreads, T::kSharedBytes}, queue,
+  const int grid = std::min(work.steps, blocks);
+  const auto of_head = [&](int width) { return Divisor((work.units + width - 1) / width); };
+  work.wide_steps = of_head(T::kGroups), work.narrow_steps = of_head(work.narrow);
+  work.heads = Divisor(attention.heads), work.blocks = Divisor(grid);
+  return LaunchDependent(AttentionHopperKernel<T>,
+                         {static_cast<unsigned>(grid), T::kThreads, T::kSharedBytes}, queue,
                          attention, work);
 }
 

@@ -48,7 +48,8 @@ __device__ inline int Swizzled(int row, int chunk) {
 /// outputs. grid (tiles, phases).
 template <typename T, Inputs kInputs, bool kVectors>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    Conv2dKernel(const __grid_constant__ Conv2dLaunch conv, const float* bias, int n_tiles) {
+    Conv2dKernel(const __grid_constant__ Conv2dLaunch conv, const float* bias,
+                 const __grid_constant__ Plane plane, const __grid_constant__ Divisor n_tiles) {
   constexpr int kStages = T::kStages;
   constexpr int kRowsApart = T::kThreads / kChunks;
   constexpr int kRows = T::kM / kRowsApart, kWeightRows = T::kN / kRowsApart;
@@ -61,8 +62,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   auto* weight_ring = input_ring + kStages * T::kM * kDepth;    // [kStages][kN][kDepth]
 
   // Neighbouring blocks share their pixels, which are many, rather than their weights.
-  const int m0 = static_cast<int>(blockIdx.x / n_tiles) * T::kM;
-  const int n0 = static_cast<int>(blockIdx.x % n_tiles) * T::kN;
+  const int m0 = static_cast<int>(blockIdx.x) / n_tiles * T::kM;
+  const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
   const int phase = static_cast<int>(blockIdx.y);
 
   // This thread fills column `chunk` of rows first_row, first_row + kRowsApart, …
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   Window windows[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    windows[i] = WindowOf(conv, m0 + first_row + i * kRowsApart, phase);
+    windows[i] = WindowOf(conv, plane, m0 + first_row + i * kRowsApart, phase);
   }
   Tap tap;
   tap.Advance(conv, chunk * 8);
@@ -211,8 +212,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __syncthreads();
   ReleaseDependents();
   static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
-  const Plane plane = PlaneOf(conv);
-  const int pixels_end = conv.images * plane.pixels;
+  const int pixels_end = conv.images * plane.pixels.value;
   FinishWarp<kVectors>(conv, sums,
                        reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4),
                        n0 + warp_n, [&](int row) {
@@ -224,13 +224,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 /// Of a phase.
 int64_t Blocks(const Conv2dLaunch& conv, int tile_m, int tile_n) {
-  const int64_t m = static_cast<int64_t>(conv.images) * PlaneOf(conv).pixels;
+  const int64_t m = static_cast<int64_t>(conv.images) * PlaneOf(conv).pixels.value;
   return (m + tile_m - 1) / tile_m * ((conv.outputs + tile_n - 1) / tile_n);
 }
 
 template <typename T, Inputs kInputs, bool kVectors>
 cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
-  const int n_tiles = (conv.outputs + T::kN - 1) / T::kN;
+  const Divisor n_tiles((conv.outputs + T::kN - 1) / T::kN);
   const unsigned blocks = static_cast<unsigned>(Blocks(conv, T::kM, T::kN));
   const float* bias = conv.bias;
   conv.bias = nullptr;
@@ -238,7 +238,7 @@ cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
                          {.grid = dim3(blocks, PhasesOf(conv)),
                           .block = dim3(T::kThreads),
                           .shared_bytes = T::kSharedBytes},
-                         queue, conv, bias, n_tiles);
+                         queue, conv, bias, PlaneOf(conv), n_tiles);
 }
 
 template <typename T, Inputs kInputs, bool kVectors>

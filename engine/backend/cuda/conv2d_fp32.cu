@@ -15,7 +15,8 @@ constexpr int kLine = kM + 4;
 
 template <bool kVector>
 __global__ void __launch_bounds__(kThreads)
-    Conv2dFp32Kernel(const __grid_constant__ Conv2dLaunch conv, int n_tiles) {
+    Conv2dFp32Kernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Plane plane,
+                     int n_tiles) {
   static_assert(kM == kN && kM * (kN + 4) <= 2 * kDepth * kLine);
   __shared__ __align__(16) float shared[2 * kDepth * kLine];
   float* inputs = shared;                    // [kDepth][kLine]
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
   const int n0 = static_cast<int>(blockIdx.x % n_tiles) * kN;
   const int row = threadIdx.x % kM, chunk = threadIdx.x / kM;  // fills eight of k for one row
   const int phase = static_cast<int>(blockIdx.y);
-  const Window window = WindowOf(conv, m0 + row, phase);
+  const Window window = WindowOf(conv, plane, m0 + row, phase);
   Tap tap;
   tap.Advance(conv, chunk * 8);
   const bool has_weight = n0 + row < conv.outputs;
@@ -68,19 +69,20 @@ __global__ void __launch_bounds__(kThreads)
         make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
   }
   __syncthreads();
-  FinishTile<kM, kN, kThreads>(conv, shared, m0, phase, n0);
+  FinishTile<kM, kN, kThreads>(conv, plane, shared, m0, phase, n0);
 }
 
 }  // namespace
 
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue) {
-  const int64_t m = static_cast<int64_t>(conv.images) * PlaneOf(conv).pixels;
+  const Plane plane = PlaneOf(conv);
+  const int64_t m = int64_t{conv.images} * plane.pixels.value;
   const int n_tiles = (conv.outputs + kN - 1) / kN;
   const dim3 blocks(static_cast<unsigned>((m + kM - 1) / kM * n_tiles), PhasesOf(conv));
   if (HasVectorInputs(conv)) {
-    Conv2dFp32Kernel<true><<<blocks, kThreads, 0, queue.stream>>>(conv, n_tiles);
+    Conv2dFp32Kernel<true><<<blocks, kThreads, 0, queue.stream>>>(conv, plane, n_tiles);
   } else {
-    Conv2dFp32Kernel<false><<<blocks, kThreads, 0, queue.stream>>>(conv, n_tiles);
+    Conv2dFp32Kernel<false><<<blocks, kThreads, 0, queue.stream>>>(conv, plane, n_tiles);
   }
   return cudaGetLastError();
 }

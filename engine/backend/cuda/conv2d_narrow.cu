@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/mma.cuh"
 
@@ -41,9 +42,10 @@ __device__ int OutputOf(int tile, int column) {
 }
 
 struct InputTile {
-  int height, width;
-  int width_inverse;     // of 65536, rounded up: exact for the pixels of a tile
-  int across, of_image;  // tiles
+  int height;
+  Divisor width;
+  Divisor across, of_image;  // tiles
+  Divisor channels;
   int tiles;
 };
 
@@ -74,7 +76,7 @@ __global__ void __launch_bounds__(kInputThreads, kSteps > 2 ? 2 : 4)
     }
   }
   // The inputs that this lane gathers, (kh, kw, channel) in order, from a pixel's first one on.
-  const int line = (size.width + conv.kernel - 1) * conv.channels;
+  const int line = (size.width.value + conv.kernel - 1) * conv.channels;
   int offsets[kSteps * 4];
 #pragma unroll
   for (int i = 0; i < kSteps * 4; ++i) {
@@ -85,11 +87,11 @@ __global__ void __launch_bounds__(kInputThreads, kSteps > 2 ? 2 : 4)
   WaitForPredecessors();
   ReleaseDependents();
   for (int index = blockIdx.x; index < size.tiles; index += gridDim.x) {
-    const int image = index / size.of_image, tile = index - image * size.of_image;
-    const int top = tile / size.across * size.height, left = tile % size.across * size.width;
+    const int image = index / size.of_image, tile = index % size.of_image;
+    const int top = tile / size.across * size.height, left = tile % size.across * size.width.value;
     __syncthreads();  // all have gathered from the tile before
     for (int i = threadIdx.x; i < line; i += kInputThreads) {
-      const int x = left - conv.pad_left + i / conv.channels, channel = i % conv.channels;
+      const int x = left - conv.pad_left + i / size.channels, channel = i % size.channels;
       const bool inside_x = static_cast<unsigned>(x) < static_cast<unsigned>(conv.width);
 #pragma unroll 5
       for (int y = 0; y < size.height + conv.kernel - 1; ++y) {
@@ -112,14 +114,14 @@ __global__ void __launch_bounds__(kInputThreads, kSteps > 2 ? 2 : 4)
     }
     __syncthreads();
 
-    for (int first = warp * kRows; first < size.height * size.width;
+    for (int first = warp * kRows; first < size.height * size.width.value;
          first += kInputThreads / 32 * kRows) {
       uint32_t left_operand[kSteps][4];
       __nv_bfloat16* to[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int m = first + row + 8 * r;
-        const int tile_y = m * size.width_inverse >> 16, tile_x = m - tile_y * size.width;
+        const int tile_y = m / size.width, tile_x = m % size.width;
         const int y = top + tile_y, x = left + tile_x;
         const bool exists = tile_y < size.height && y < conv.out_height && x < conv.out_width;
         const int64_t pixel =
@@ -172,20 +174,21 @@ template <int kSteps>
 cudaError_t LaunchFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
   const unsigned slices = conv.outputs / (kInputTiles * kTile);
   InputTile size;
-  size.width = std::min(conv.out_width, 32);
-  size.width_inverse = 65536 / size.width + 1;
-  size.across = (conv.out_width + size.width - 1) / size.width;
+  const int width = std::min(conv.out_width, 32);
+  size.width = Divisor(width);
+  size.across = Divisor((conv.out_width + width - 1) / width);
+  size.channels = Divisor(conv.channels);
   // Large tiles see fewer pixels twice; small ones let one image fill the device.
   const int64_t pixels = int64_t{conv.images} * conv.out_height * conv.out_width;
   const int tile_pixels = pixels < int64_t{queue.multiprocessors} * 256 ? 64 : 256;
-  size.height = std::max(1, tile_pixels / size.width);
-  size.of_image = size.across * ((conv.out_height + size.height - 1) / size.height);
-  size.tiles = conv.images * size.of_image;
+  size.height = std::max(1, tile_pixels / width);
+  size.of_image = Divisor(size.across.value * ((conv.out_height + size.height - 1) / size.height));
+  size.tiles = conv.images * size.of_image.value;
   // Blocks that stay: weights are read once. Up to four of them fit on a multiprocessor.
   const unsigned blocks =
       std::min<unsigned>(size.tiles, std::max<unsigned>(4 * queue.multiprocessors / slices, 1));
   const size_t shared = sizeof(uint16_t) * (size.height + conv.kernel - 1) *
-                        (size.width + conv.kernel - 1) * conv.channels;
+                        (width + conv.kernel - 1) * conv.channels;
   return LaunchDependent(conv.x.element == Element::kBf16 ? FewInputsKernel<kSteps, Element::kBf16>
                                                           : FewInputsKernel<kSteps, Element::kF32>,
                          {dim3(blocks, slices), kInputThreads, shared}, queue, conv, size);
@@ -199,7 +202,9 @@ constexpr int kChunk = 2 * kStep;  // channels that a quad of lanes loads: eight
 constexpr int kMaxChunks = 10;     // 320 channels
 
 struct OutputTile {
-  int height, width;
+  int height;
+  Divisor width, seen_width;  // and with the pixels around it
+  Divisor outputs;            // of the convolution
 };
 
 __host__ __device__ constexpr int ProductStride(int tiles) { return tiles * kTile + 4; }
@@ -221,7 +226,7 @@ __global__ void __launch_bounds__(kOutputThreads)
   for (int i = threadIdx.x; i < chunks * kTiles * 32; i += kOutputThreads) {
     const int column = i / 32 % kTiles * kTile + i % 32 / 4,
               channel = i / 32 / kTiles * kChunk + i % 4 * 8;
-    const int tap = column / conv.outputs, output = column % conv.outputs;
+    const int tap = column / size.outputs, output = column % size.outputs;
     weights[i] = tap < kTaps ? *reinterpret_cast<const uint4*>(
                                    weight + static_cast<int64_t>(output) * conv.weight_stride +
                                    tap * conv.channels + channel)
@@ -231,15 +236,16 @@ __global__ void __launch_bounds__(kOutputThreads)
 
   WaitForPredecessors();
   ReleaseDependents();
-  const int top = blockIdx.y * size.height - 1, left = blockIdx.x * size.width - 1;
+  const int top = blockIdx.y * size.height - 1, left = blockIdx.x * size.width.value - 1;
   const int64_t image = static_cast<int64_t>(blockIdx.z) * conv.height * conv.width;
-  const int seen_width = size.width + 2, seen = (size.height + 2) * seen_width;
+  const int seen_width = size.seen_width.value, seen = (size.height + 2) * seen_width;
   for (int first = warp * kRows; first < seen; first += kOutputThreads / 32 * kRows) {
     const __nv_bfloat16* from[2];
     bool inside[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int m = first + row + 8 * r, y = top + m / seen_width, x = left + m % seen_width;
+      const int m = first + row + 8 * r;
+      const int y = top + m / size.seen_width, x = left + m % size.seen_width;
       inside[r] = m < seen && static_cast<unsigned>(y) < static_cast<unsigned>(conv.height) &&
                   static_cast<unsigned>(x) < static_cast<unsigned>(conv.width);
       from[r] = static_cast<const __nv_bfloat16*>(conv.x.data) +
@@ -274,9 +280,10 @@ __global__ void __launch_bounds__(kOutputThreads)
   }
   __syncthreads();
 
-  for (int i = threadIdx.x; i < size.height * size.width * conv.outputs; i += kOutputThreads) {
-    const int pixel = i / conv.outputs, output = i - pixel * conv.outputs;
-    const int tile_y = pixel / size.width, tile_x = pixel - tile_y * size.width;
+  const int all = size.height * size.width.value * conv.outputs;
+  for (int i = threadIdx.x; i < all; i += kOutputThreads) {
+    const int pixel = i / size.outputs, output = i % size.outputs;
+    const int tile_y = pixel / size.width, tile_x = pixel % size.width;
     const int y = top + 1 + tile_y, x = left + 1 + tile_x;
     if (y >= conv.height || x >= conv.width) continue;
     float sum = conv.bias == nullptr ? 0.0f : conv.bias[output];
@@ -291,20 +298,21 @@ __global__ void __launch_bounds__(kOutputThreads)
 
 size_t SharedBytes(const Conv2dLaunch& conv, const OutputTile& size, int tiles) {
   return size_t{16} * 32 * tiles * (conv.channels / kChunk) +
-         sizeof(float) * (size.height + 2) * (size.width + 2) * ProductStride(tiles);
+         sizeof(float) * (size.height + 2) * size.seen_width.value * ProductStride(tiles);
 }
 
 template <int kTiles>
 cudaError_t LaunchFewOutputs(const Conv2dLaunch& conv, const Queue& queue) {
   // Large tiles read fewer pixels twice; small ones let one image fill the device.
   const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
-  OutputTile size = {kTiles > 4 ? 4 : 8, std::min(conv.width, 32)};
-  if (pixels < int64_t{queue.multiprocessors} * 256) size = {4, std::min(conv.width, 8)};
-  return LaunchDependent(FewOutputsKernel<kTiles>,
-                         {dim3((conv.width + size.width - 1) / size.width,
-                               (conv.height + size.height - 1) / size.height, conv.images),
-                          kOutputThreads, SharedBytes(conv, size, kTiles)},
-                         queue, conv, size);
+  const bool small = pixels < int64_t{queue.multiprocessors} * 256;
+  const int height = small || kTiles > 4 ? 4 : 8, width = std::min(conv.width, small ? 8 : 32);
+  const OutputTile size = {height, Divisor(width), Divisor(width + 2), Divisor(conv.outputs)};
+  return LaunchDependent(
+      FewOutputsKernel<kTiles>,
+      {dim3((conv.width + width - 1) / width, (conv.height + height - 1) / height, conv.images),
+       kOutputThreads, SharedBytes(conv, size, kTiles)},
+      queue, conv, size);
 }
 
 constexpr int kMaxOutputs = 6;

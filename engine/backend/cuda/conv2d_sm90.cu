@@ -84,12 +84,10 @@ template <typename T>
 __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
   int phase = 0;
   while (index >= work.phase_tiles) index -= work.phase_tiles, ++phase;
-  const int band = Divide(index, work.band_tiles);
-  const int in_band = index - band * work.band_tiles.value;
+  const int band = index / work.band_tiles, in_band = index % work.band_tiles;
   const Divisor& height = band < work.bands ? work.band : work.last_band;
-  const int n = Divide(in_band, height);
-  const int m = band * work.band.value + in_band - n * height.value;
-  return {phase, (m * work.shared + rank) * T::kM, n * T::kN};
+  const int m = band * work.band.value + in_band % height;
+  return {phase, (m * work.shared + rank) * T::kM, in_band / height * T::kN};
 }
 
 /// Adds what is added per image to a thread's 64 pixels' sums, whose first is pixel m and whose
@@ -215,7 +213,7 @@ __device__ inline void ScatterOutbox(const Conv2dLaunch& conv, const Work& work,
                                      const Outbox<T>& outbox, int index, int tiles, int stride,
                                      int rank, int pixels_on) {
   constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes of a pixel, pixels at a time
-  const int lane = threadIdx.x % 32, width = work.grid.width;
+  const int lane = threadIdx.x % 32, width = work.grid.width.value;
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
     const TileAt tile = TileOf<T>(work, index, rank);
     // what(vector in shared memory, of this output pixel's outputs from n on)
@@ -223,7 +221,7 @@ __device__ inline void ScatterOutbox(const Conv2dLaunch& conv, const Work& work,
       const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
       const int m0 = tile.m0 + pixels_on + box / T::kAcross * 64;
       const int rows = n < conv.outputs ? min(64, work.grid.pixels - m0) : 0;
-      int x = (m0 + lane / kLanes) % width;
+      int x = (m0 + lane / kLanes) % work.grid.width;
       int pixel = static_cast<int>(OutputPixel(conv, work.grid, m0 + lane / kLanes, tile.phase));
 #pragma unroll 1
       for (int row = lane / kLanes; row < rows; row += kRows) {

@@ -84,20 +84,21 @@ struct RunSums {
 
 /// Squares of a phase of an image, and where one begins.
 struct Squares {
-  int across, of_image;
+  Divisor across, of_image;
 };
 template <typename T>
 __device__ inline PlanePixel SquareAt(const Squares& squares, int square) {
-  const int image = square / squares.of_image, in_image = square - image * squares.of_image;
-  const int y = in_image / squares.across;
-  return {image, y * T::kSquare, (in_image - y * squares.across) * T::kSquare};
+  const int in_image = square % squares.of_image;
+  return {square / squares.of_image, in_image / squares.across * T::kSquare,
+          in_image % squares.across * T::kSquare};
 }
 
 /// `bias` is conv's, whose own is null: sums begin with it.
 template <typename T, Runs kRuns>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const float* bias, Squares squares,
-                  int n_tiles, RunSums run_sums) {
+    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const float* bias,
+                  const __grid_constant__ Squares squares, const __grid_constant__ Divisor n_tiles,
+                  RunSums run_sums) {
   constexpr int kStages = T::kStages, kPatches = T::kPatches, kLines = T::kLines;
   constexpr int kTaps = T::kTaps, kPhasesOfTile = kTaps == 2 ? kPhases : 1;
   constexpr int kSquare = T::kSquare, kSquares = T::kSquares;
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   // [kPatches][kUnits][kPatchEdge][kPatchEdge][kDepth]
   __nv_bfloat16* patch_ring = weight_ring + kStages * T::kStageElements;
 
-  const int first_unit = static_cast<int>(blockIdx.x) / (n_tiles * kPhasesOfTile) * T::kUnits;
+  const int first_unit = static_cast<int>(blockIdx.x) / n_tiles / kPhasesOfTile * T::kUnits;
   const int phase = static_cast<int>(blockIdx.x) / n_tiles % kPhasesOfTile;
   const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
   const int channels = conv.channels + conv.channels2;
@@ -357,7 +358,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 Squares SquaresOf(const Conv2dLaunch& conv, int square) {
   const int across = (conv.width + square - 1) / square;
-  return {across, across * ((conv.height + square - 1) / square)};
+  return {Divisor(across), Divisor(across * ((conv.height + square - 1) / square))};
 }
 
 constexpr double kNever = 1e9;  // µs
@@ -367,7 +368,7 @@ int64_t TilesAcross(const Conv2dLaunch& conv, int n) { return (conv.outputs + n 
 /// Blocks along the pixels of a phase.
 int64_t BlocksOf(const Conv2dLaunch& conv, int square, int units) {
   const int squares = units * (kUnitEdge / square) * (kUnitEdge / square);  // of a block
-  return (int64_t{conv.images} * SquaresOf(conv, square).of_image + squares - 1) / squares;
+  return (int64_t{conv.images} * SquaresOf(conv, square).of_image.value + squares - 1) / squares;
 }
 
 /// Of few pixels along many channels.
@@ -378,9 +379,9 @@ bool HasRuns(const Conv2dLaunch& conv) {
 
 template <typename T, Runs kRuns>
 cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
-  const auto n_tiles = static_cast<int>(TilesAcross(conv, T::kN));
+  const Divisor n_tiles(static_cast<int>(TilesAcross(conv, T::kN)));
   const auto tiles =
-      static_cast<unsigned>(BlocksOf(conv, T::kSquare, T::kUnits) * PhasesOf(conv) * n_tiles);
+      static_cast<unsigned>(BlocksOf(conv, T::kSquare, T::kUnits) * PhasesOf(conv) * n_tiles.value);
   const RunSums run_sums = {static_cast<float4*>(conv.workspace), conv.workspace_zeros};
   const float* bias = conv.bias;
   conv.bias = nullptr;

@@ -84,9 +84,8 @@ struct Work {
   Divisor n_tiles;
   int m_tiles = 0;  // a multiple of kShared
   int images_at_once = 1;
-  int pitch = 0;          // pixels of a line of a patch
-  int pitch_inverse = 0;  // PixelsInside()'s
-  int unit_pixel = 0;     // of a patch, where its second unit begins
+  Divisor pitch;       // pixels of a line of a patch
+  int unit_pixel = 0;  // of a patch, where its second unit begins
   int patch_bytes = 0;
   int shortcut_pitch = 0, shortcut_unit_pixel = 0;  // of its patches
   int log_splits = 0;
@@ -100,10 +99,9 @@ struct TileAt {
 };
 template <typename T>
 __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
-  const int pair = Divide(index, work.n_tiles), m = pair * T::kShared + rank;
-  const int line = Divide(m, work.tiles_x), group = Divide(line, work.tiles_y);
-  return {group * work.images_at_once, (line - group * work.tiles_y.value) * kUnit,
-          (m - line * work.tiles_x.value) * 2 * kUnit, (index - pair * work.n_tiles.value) * T::kN};
+  const int m = index / work.n_tiles * T::kShared + rank, line = m / work.tiles_x;
+  return {line / work.tiles_y * work.images_at_once, line % work.tiles_y * kUnit,
+          m % work.tiles_x * 2 * kUnit, index % work.n_tiles * T::kN};
 }
 
 template <typename T, bool kShortcut>
@@ -244,7 +242,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       for (int index = first_tile; index < tiles; index += stride) {
         const TileAt tile = TileOf<T>(work, index, rank);
         const uint32_t inside = PixelsInside<T::kTransformers / 8, (2 * kUnit + 2) * (kUnit + 2)>(
-            conv, work.pitch, work.pitch_inverse, thread, tile.y - 1, tile.x - 1);
+            conv, work.pitch, thread, tile.y - 1, tile.x - 1);
 #pragma unroll 1
         for (int chunk = 0; chunk < depth.windowed; ++chunk) {
           const int from_source = (chunk < work.chunks ? chunk : chunk - work.chunks) * kStep;
@@ -356,7 +354,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           Wait(&full[stage], round & 1);
           FenceProducts();
           const uint64_t weight = MatrixDescriptor(weights_of(stage));
-          const int pitch = of_shortcut ? work.shortcut_pitch : work.pitch;
+          const int pitch = of_shortcut ? work.shortcut_pitch : work.pitch.value;
           const int unit_pixel = of_shortcut ? work.shortcut_unit_pixel : work.unit_pixel;
           const int pixel = (of_shortcut ? 0 : tap_pixel) + (T::kTurns ? 0 : group * unit_pixel);
           const uint64_t input =
@@ -386,7 +384,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             due -= steps, ++shortcut_at;
           } else {
             ++tap, ++tap_x, ++tap_pixel;
-            if (tap_x == 3) tap_x = 0, tap_pixel += work.pitch - 3;
+            if (tap_x == 3) tap_x = 0, tap_pixel += work.pitch.value - 3;
             if (used_slot >= 0) {
               tap = tap_x = tap_pixel = 0;
               if (++slot == P::kWindowed) slot = 0, ++patch_round;
@@ -519,9 +517,9 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   work.m_tiles = (m_tiles + T::kShared - 1) / T::kShared * T::kShared;
   work.tiles_x = Divisor(tiles_x), work.tiles_y = Divisor(tiles_y);
   work.n_tiles = Divisor((conv.outputs + T::kN - 1) / T::kN);
-  work.pitch = work.images_at_once == 2 ? kUnit + 2 : 2 * kUnit + 2;
-  work.pitch_inverse = 65536 / work.pitch + 1;
-  const int patch_pixels = work.pitch * (kUnit + 2);
+  const int pitch = work.images_at_once == 2 ? kUnit + 2 : 2 * kUnit + 2;
+  work.pitch = Divisor(pitch);
+  const int patch_pixels = pitch * (kUnit + 2);
   work.unit_pixel = work.images_at_once == 2 ? patch_pixels : kUnit;
   work.shortcut_pitch = work.images_at_once == 2 ? kUnit : 2 * kUnit;
   work.shortcut_unit_pixel = work.images_at_once == 2 ? kUnit * kUnit : kUnit;
@@ -531,7 +529,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
-    return EncodeImages(map, rows, channels, conv, shortcut ? work.shortcut_pitch : work.pitch,
+    return EncodeImages(map, rows, channels, conv, shortcut ? work.shortcut_pitch : pitch,
                         shortcut ? kUnit : kUnit + 2, work.images_at_once);
   };
   CUresult result = EncodeDepth(&work, conv, T::kN / T::kShared, encode_patch);

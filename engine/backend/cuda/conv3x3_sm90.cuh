@@ -56,14 +56,14 @@ __device__ inline void LoadEight(const float* from, float (&v)[8]) {
 
 /// A transformer normalises eight channels of every kPixelStride-th pixel of a patch. Bit i: the
 /// i-th of them lies in the image, and in the patch of kPixels at most. What does not stays zero.
-/// `pitch_inverse`: of 65536, rounded up; for the few pixels of a patch an exact division.
-template <int kPixelStride, int kPixels>
-__device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, int pitch, int pitch_inverse,
-                                        int thread, int y0, int x0) {
+/// `pitch`: a constant, or a Divisor.
+template <int kPixelStride, int kPixels, typename Pitch>
+__device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, Pitch pitch, int thread, int y0,
+                                        int x0) {
   uint32_t inside = 0;
   for (int i = 0; i < (kPixels + kPixelStride - 1) / kPixelStride; ++i) {
     const int pixel = thread / 8 + i * kPixelStride;
-    const int line = pixel * pitch_inverse >> 16, column = pixel - line * pitch;
+    const int line = pixel / pitch, column = pixel % pitch;
     const bool is = line < kUnit + 2 &&
                     static_cast<unsigned>(y0 + line) < static_cast<unsigned>(conv.height) &&
                     static_cast<unsigned>(x0 + column) < static_cast<unsigned>(conv.width);

@@ -5,6 +5,7 @@
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/implicit_gemm.cuh"
@@ -115,17 +116,6 @@ __device__ inline void PrefetchMaps(const Work& work) {
   if (work.depth.shortcut > work.shortcut.chunks) PrefetchMap(&work.shortcut.x2);
 }
 
-/// Of tile numbers, in a few cycles. Exact while the number times the divisor is less than 2³².
-struct Divisor {
-  int value = 1;
-  uint64_t inverse = 0;  // 2³² / value, rounded up
-  Divisor() = default;
-  explicit Divisor(int value) : value(value), inverse(((uint64_t{1} << 32) + value - 1) / value) {}
-};
-__device__ inline int Divide(int number, const Divisor& by) {
-  return static_cast<int>(static_cast<uint32_t>(number) * by.inverse >> 32);
-}
-
 /// The output pixels of a phase, those of all images behind each other, as the copy engine walks
 /// them for one tap of a window after the other. Four phases are the parities of the outputs' rows
 /// and columns when the input is doubled.
@@ -133,9 +123,9 @@ struct Grid {
   Divisor taps_x;
   int stride = 1, pad_top = 0, pad_left = 0;
   int phases = 1;
-  int pixels = 0;                   // of a phase
-  int width = 0, image_pixels = 0;  // of an image of a phase
-  bool flat = false;                // 1×1: inputs lie as the outputs do
+  int pixels = 0;               // of a phase
+  Divisor width, image_pixels;  // of an image of a phase
+  bool flat = false;            // 1×1: inputs lie as the outputs do
 };
 
 /// The input of a tile's first pixel under the window's first tap.
@@ -143,10 +133,9 @@ struct StartAt {
   int image, y, x;
 };
 __device__ inline StartAt StartOf(const Grid& grid, int m0) {
-  const int image = m0 / grid.image_pixels, pixel = m0 - image * grid.image_pixels;
-  const int y = pixel / grid.width;
-  return {image, y * grid.stride - grid.pad_top,
-          (pixel - y * grid.width) * grid.stride - grid.pad_left};
+  const int pixel = m0 % grid.image_pixels;
+  return {m0 / grid.image_pixels, pixel / grid.width * grid.stride - grid.pad_top,
+          pixel % grid.width * grid.stride - grid.pad_left};
 }
 /// A step's 64 channels of a run of pixels of a phase from m0 on, under its tap. Those of a
 /// shortcut lie as the outputs do.
@@ -161,7 +150,7 @@ __device__ inline void CopyInputs(void* to, const Work& work, const StepAt<kShor
     CopyBox(to, chunk.map, barrier, chunk.channel, m0);
     return;
   }
-  const int tap_y = Divide(step.tap, grid.taps_x), tap_x = step.tap - tap_y * grid.taps_x.value;
+  const int tap_y = step.tap / grid.taps_x, tap_x = step.tap % grid.taps_x;
   CopyPixels(to, chunk.map, barrier, chunk.channel, start.x, start.y, start.image,
              static_cast<uint16_t>(tap_x + phase % 2), static_cast<uint16_t>(tap_y + phase / 2));
 }
@@ -169,8 +158,8 @@ __device__ inline void CopyInputs(void* to, const Work& work, const StepAt<kShor
 __device__ inline int64_t OutputPixel(const Conv2dLaunch& conv, const Grid& grid, int m,
                                       int phase) {
   if (grid.phases == 1) return m;
-  const int image = m / grid.image_pixels, pixel = m - image * grid.image_pixels;
-  const int y = pixel / grid.width, x = pixel - y * grid.width;
+  const int image = m / grid.image_pixels, pixel = m % grid.image_pixels;
+  const int y = pixel / grid.width, x = pixel % grid.width;
   return (static_cast<int64_t>(image) * conv.out_height + 2 * y + phase / 2) * conv.out_width +
          2 * x + phase % 2;
 }
@@ -322,7 +311,7 @@ inline Grid GridOf(const Conv2dLaunch& conv) {
   grid.pad_top = conv.pad_top, grid.pad_left = conv.pad_left;
   grid.width = PlaneOf(conv).width;
   grid.image_pixels = PlaneOf(conv).pixels;
-  grid.pixels = conv.images * grid.image_pixels;  // CudaBackend saw to it that it fits
+  grid.pixels = conv.images * grid.image_pixels.value;  // CudaBackend saw to it that it fits
   grid.flat = conv.kernel == 1 && conv.stride == 1 && conv.pad_top == 0 && conv.pad_left == 0 &&
               conv.out_height == conv.height && conv.out_width == conv.width;
   return grid;
@@ -347,14 +336,14 @@ inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels
                              const Conv2dLaunch& conv, const Grid& grid, bool rows, int pixels) {
   if (rows) return EncodeRows(map, rows_of, channels, grid.pixels, kStep, pixels);
   const int width = conv.width, height = conv.height;
-  const int out_height = grid.image_pixels / grid.width;
+  const int out_height = grid.image_pixels.value / grid.width;
   const cuuint64_t dims[4] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(width),
                               static_cast<cuuint64_t>(height),
                               static_cast<cuuint64_t>(conv.images)};
   const cuuint64_t pixel_bytes = static_cast<cuuint64_t>(rows_of.stride) * 2;
   const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * width, pixel_bytes * width * height};
   const int lower[2] = {-grid.pad_left, -grid.pad_top};  // width before height
-  const int upper[2] = {(grid.width - 1) * grid.stride - grid.pad_left + 1 - width,
+  const int upper[2] = {(grid.width.value - 1) * grid.stride - grid.pad_left + 1 - width,
                         (out_height - 1) * grid.stride - grid.pad_top + 1 - height};
   const cuuint32_t stride = static_cast<cuuint32_t>(grid.stride);
   const cuuint32_t element_strides[4] = {1, stride, stride, 1};

@@ -57,8 +57,8 @@ struct Work {
   int chunks = 0;  // of x
   Depth depth;
   Grid grid;
-  int m_tiles = 0, n_tiles = 0;         // m_tiles: boxes of a phase, or units of all images
-  int units_x = 0, units = 0;           // of an image, in patches
+  Divisor m_tiles, n_tiles;             // m_tiles: boxes of a phase, or units of all images
+  Divisor units_x, units;               // of an image, in patches
   int log_splits = 0, log_cluster = 0;  // binary logarithms
   int stages = 0;                       // that there is room for
   const float* bias = nullptr;
@@ -83,14 +83,12 @@ struct TileAt {
 };
 template <bool kInPatches>
 __device__ inline TileAt TileOf(const Work& work, int index) {
-  const int m = index / work.n_tiles, n0 = (index - m * work.n_tiles) * kOutputs;
+  const int m = index / work.n_tiles, n0 = index % work.n_tiles * kOutputs;
   if constexpr (kInPatches) {
-    const int image = m / work.units, unit = m - image * work.units;
-    const int line = unit / work.units_x;
-    return {0, 0, image, line * kUnit, (unit - line * work.units_x) * kUnit, n0};
+    const int unit = m % work.units;
+    return {0, 0, m / work.units, unit / work.units_x * kUnit, unit % work.units_x * kUnit, n0};
   } else {
-    const int phase = m / work.m_tiles;
-    return {(m - phase * work.m_tiles) * kPixels, phase, 0, 0, 0, n0};
+    return {m % work.m_tiles * kPixels, m / work.m_tiles, 0, 0, 0, n0};
   }
 }
 template <bool kInPatches>
@@ -336,7 +334,7 @@ __global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
         const int channels = conv.channels + conv.channels2;
         int slot = 0, round = 0;
         const uint32_t inside = PixelsInside<U::kTransformers / 8, kPatchPixels>(
-            conv, kPitch, 65536 / kPitch + 1, thread, tile.y - 1, tile.x - 1);
+            conv, kPitch, thread, tile.y - 1, tile.x - 1);
         WaitForPredecessors();
 #pragma unroll 1
         for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
@@ -609,18 +607,18 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
   Work work;
   work.grid = GridOf(conv);
   if (kInPatches) {
-    work.units_x = conv.width / kUnit;
-    work.units = work.units_x * (conv.height / kUnit);
-    work.m_tiles = conv.images * work.units;
+    work.units_x = Divisor(conv.width / kUnit);
+    work.units = Divisor(work.units_x.value * (conv.height / kUnit));
+    work.m_tiles = Divisor(conv.images * work.units.value);
   } else {
-    work.m_tiles = (work.grid.pixels + kPixels - 1) / kPixels;
+    work.m_tiles = Divisor((work.grid.pixels + kPixels - 1) / kPixels);
   }
-  work.n_tiles = (conv.outputs + kOutputs - 1) / kOutputs;
+  work.n_tiles = Divisor((conv.outputs + kOutputs - 1) / kOutputs);
   work.log_splits = BinaryLogarithm(plan.splits);
   work.log_cluster = BinaryLogarithm(plan.cluster);
   const int norm_run = NormRunOf(conv);
   const int norm_bytes = norm_run > 0 ? kOutputs * sizeof(float2) >> work.log_cluster : 0;
-  const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles * work.n_tiles;
+  const int64_t tiles = int64_t{work.grid.phases} * work.m_tiles.value * work.n_tiles.value;
   const bool alone =
       tiles * plan.cluster <= queue.multiprocessors && StepsOf(conv) > kManySteps * plan.cluster;
   const int others = U::kAllPatchBytes + U::kBarriers * 8 + norm_bytes +

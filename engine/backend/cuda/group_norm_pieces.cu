@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/group_norm.cuh"
 
 namespace denoised::cuda {
@@ -25,7 +26,9 @@ constexpr int kAtOnce = 2;              // leaves that a warp has in registers
 
 struct Plan {
   int group_channels = 0;
-  int vectors = 0, tiles = 0;  // of a pixel
+  // Of a pixel.
+  int vectors = 0;
+  Divisor tiles;
   int leaves = 0, pieces = 0;  // of a piece, a power of two; of an image
   int leaf_stride = 0;         // Sums of a leaf: odd, so that leaves lie in different banks
   float count_inverse = 0;     // of the elements of a group
@@ -51,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   WaitForPredecessors();
   ReleaseDependents();
 
-  for (int unit = warp; unit < plan.tiles * plan.leaves / kAtOnce; unit += kWarps) {
+  for (int unit = warp; unit < plan.tiles.value * plan.leaves / kAtOnce; unit += kWarps) {
     const int leaf = unit / plan.tiles * kAtOnce;
     const int of_lane = unit % plan.tiles * kTileVectors + lane / kQuad;
     const bool idle = of_lane >= plan.vectors;
@@ -122,7 +125,7 @@ Plan MakePlan(const GroupNormLaunch& norm) {
   const int channels = norm.channels + norm.channels2;
   plan.group_channels = channels / norm.groups;
   plan.vectors = channels / kVector;
-  plan.tiles = (plan.vectors + kTileVectors - 1) / kTileVectors;
+  plan.tiles = Divisor((plan.vectors + kTileVectors - 1) / kTileVectors);
   plan.leaf_stride = channels / RunOf(plan.group_channels) | 1;
   const auto cut = [&](int leaves) {
     const int pixels = leaves * kLeafPixels;

@@ -31,6 +31,7 @@
 #include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
@@ -53,7 +54,8 @@ constexpr int kCopier = 0, kStatistician = 1, kSummers = 2;
 
 struct Plan {
   int group_channels = 0;
-  int slice_groups = 0, slice_channels = 0, slices = 0;
+  int slice_groups = 0, slice_channels = 0;
+  Divisor slices;                       // of an image
   int units = 0;                        // images · slices
   int piece_channels = 0, pieces = 0;   // of a slice
   int pieces1 = 0;                      // of all that the first source has
@@ -449,8 +451,8 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) 
   plan.group_channels = channels / norm.groups;
   plan.slice_channels = slice_channels;
   plan.slice_groups = slice_channels / plan.group_channels;
-  plan.slices = channels / slice_channels;
-  plan.units = norm.images * plan.slices;
+  plan.slices = Divisor(channels / slice_channels);
+  plan.units = norm.images * plan.slices.value;
   const int widest = std::gcd(slice_channels, norm.channels);
   plan.piece_channels = widest;
   for (int parts = 1; widest % parts != 0 || plan.piece_channels % kVector != 0 ||

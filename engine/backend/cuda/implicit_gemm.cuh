@@ -1,5 +1,6 @@
 #pragma once
 
+#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
 
 /// What the convolution kernels share: where an element of the implicit matrix lies in memory, and
@@ -22,11 +23,12 @@ __host__ __device__ inline int EdgeTaps(const Conv2dLaunch& conv) {
 }
 /// Pixels of a phase of an image, and of a row of it.
 struct Plane {
-  int pixels, width;
+  Divisor pixels, width;
 };
-__host__ __device__ inline Plane PlaneOf(const Conv2dLaunch& conv) {
-  if (conv.upsample2x) return {conv.height * conv.width, conv.width};
-  return {conv.out_height * conv.out_width, conv.out_width};
+inline Plane PlaneOf(const Conv2dLaunch& conv) {
+  const int height = conv.upsample2x ? conv.height : conv.out_height;
+  const int width = conv.upsample2x ? conv.width : conv.out_width;
+  return {Divisor(height * width), Divisor(width)};
 }
 
 /// A pixel of a phase.
@@ -34,8 +36,8 @@ struct PlanePixel {
   int image, y, x;
 };
 __device__ inline PlanePixel PixelOf(const Plane& plane, int m) {
-  const int image = m / plane.pixels, pixel = m - image * plane.pixels, y = pixel / plane.width;
-  return {image, y, pixel - y * plane.width};
+  const int pixel = m % plane.pixels;
+  return {m / plane.pixels, pixel / plane.width, pixel % plane.width};
 }
 /// The output that it is.
 __device__ inline int OutputOf(const Conv2dLaunch& conv, const PlanePixel& at, int phase) {
@@ -49,9 +51,8 @@ struct Window {
   int image_pixel;  // first pixel of its image
   int y, x;         // top left
 };
-__device__ inline Window WindowOf(const Conv2dLaunch& conv, int m, int phase) {
-  const Plane plane = PlaneOf(conv);
-  if (m >= conv.images * plane.pixels) return {0, INT32_MIN / 2, 0};  // off the end: padding
+__device__ inline Window WindowOf(const Conv2dLaunch& conv, const Plane& plane, int m, int phase) {
+  if (m >= conv.images * plane.pixels.value) return {0, INT32_MIN / 2, 0};  // off the end: padding
   const PlanePixel at = PixelOf(plane, m);
   return {at.image * conv.height * conv.width, at.y * conv.stride - conv.pad_top + phase / 2,
           at.x * conv.stride - conv.pad_left + phase % 2};
@@ -146,10 +147,9 @@ __device__ inline void FinishOutputs(const Conv2dLaunch& conv, int64_t pixel, in
 /// Finishes an output tile that lies in shared memory as fp32 [kM, kN + 4], row 0 being pixel m0
 /// of a phase and column 0 output n0.
 template <int kM, int kN, int kThreads>
-__device__ inline void FinishTile(const Conv2dLaunch& conv, const float* tile, int m0, int phase,
-                                  int n0) {
-  const Plane plane = PlaneOf(conv);
-  const int m_end = min(kM, conv.images * plane.pixels - m0);
+__device__ inline void FinishTile(const Conv2dLaunch& conv, const Plane& plane, const float* tile,
+                                  int m0, int phase, int n0) {
+  const int m_end = min(kM, conv.images * plane.pixels.value - m0);
   for (int i = threadIdx.x; i < kM * kN / 8; i += kThreads) {
     const int row = i / (kN / 8), column = i % (kN / 8) * 8;
     if (row >= m_end || n0 + column >= conv.outputs) continue;
