@@ -88,7 +88,8 @@ __device__ inline Step StepAt(const AttentionLaunch& attention, const Work& work
   step.query = first * kUnit;
   step.part = head % T::kParts;
   step.head = head / T::kParts % work.heads;
-  step.image = head / T::kParts / work.heads;
+  // From the last image on, which the projection before left in the L2.
+  step.image = attention.images - 1 - head / T::kParts / work.heads;
   return step;
 }
 
