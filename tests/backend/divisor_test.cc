@@ -20,6 +20,8 @@ TEST(DivisorTest, IsExact) {
   }
 }
 
+TEST(DivisorTest, OfNothingDoesNotTrap) { EXPECT_EQ(Divisor(0).value, 0); }
+
 // Where a multiplier would be off it is so beside multiples of the divisor, most where they are
 // large.
 TEST(DivisorTest, IsExactForLargeNumbers) {

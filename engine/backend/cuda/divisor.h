@@ -23,6 +23,7 @@ struct Divisor {
 
   Divisor() = default;
   explicit Divisor(int value) : value(value) {
+    if (value < 1) return;  // no images: the launch is refused, not the division
     while ((int64_t{1} << shift) < value) ++shift;
     multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + value - 1) / value);
   }
