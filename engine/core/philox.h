@@ -3,11 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define DENOISED_HOST_DEVICE __host__ __device__
-#else
-#define DENOISED_HOST_DEVICE
-#endif
+#include "engine/core/host_device.h"
 
 /// Noise that depends on nothing but (seed, draw, element): no generator state, so a row's noise is
 /// the same alone and in any batch. Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy

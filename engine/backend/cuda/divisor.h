@@ -2,14 +2,10 @@
 
 #include <cstdint>
 
+#include "engine/core/host_device.h"
+
 /// Division by a number that the host knows, for kernels: the device has no instruction for it, and
 /// what stands for one takes a thread that is alone in its warp 170 cycles.
-
-#ifdef __CUDACC__
-#define DENOISED_HOST_DEVICE __host__ __device__
-#else
-#define DENOISED_HOST_DEVICE
-#endif
 
 namespace denoised::cuda {
 
