@@ -1,6 +1,7 @@
 """One forward of diffusers' UNet2DModel on the GPU, timed: a process of peer_models.py."""
 import gc
 import json
+import os
 import time
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def eager(unet, inputs, turn):
 
 def compiled(unet, inputs, turn, mode):
     """torch.compile(mode=mode), with a wait between the compiler and the first run."""
+    # Inductor's processes compile with PyTorch's ptxas if there is one, Inductor itself with Triton's
+    # (torch/_inductor/runtime/compile_tasks.py). Triton's cache tells them apart, so that all that
+    # max-autotune compares would be compiled again, one after the other.
+    ptxas = Path(torch.__file__).parent / "bin" / "ptxas"
+    if ptxas.exists():
+        os.environ.setdefault("TRITON_PTXAS_PATH", str(ptxas))
 
     def backend(graph, example_inputs):
         forward = torch._inductor.compile(graph, example_inputs,
