@@ -107,6 +107,7 @@ const ConvCase kShortcutCases[] = {
     {17, 32, 128, 0, 128, 3, 1, false, 128, 64},  // a larger image
     {2, 9, 32, 0, 64, 3, 1, true, 64, 0},         // doubled
     {2, 9, 32, 0, 64, 3, 1, false, 5, 0},         // odd channels
+    {9, 16, 64, 0, 128, 3, 1, false, 512, 256},   // more steps of the shortcut than of the window
     {2, 16, 64, 0, 3, 3, 1, false, 64, 0},        // few outputs
 };
 

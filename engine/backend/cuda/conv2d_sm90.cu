@@ -66,7 +66,7 @@ struct Work {
   Divisor band_tiles;
   int bands = 0;        // whole ones, of a phase
   int phase_tiles = 0;  // counted by clusters
-  int splits = 1;
+  Divisor splits;
   const float* bias = nullptr;
   Rows add;                // per image
   bool add_pairs = false;  // in pairs of bf16
@@ -74,7 +74,7 @@ struct Work {
 };
 
 __device__ inline int FirstStep(const Work& work, int split) {
-  return static_cast<int>(static_cast<int64_t>(work.depth.steps) * split / work.splits);
+  return work.depth.steps.value * split / work.splits;
 }
 
 struct TileAt {
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const auto copy_early = [&] {
     const TileAt tile = TileOf<T>(work, first_tile, rank);
     Step at(conv, work, 0);
-    for (; early < min(T::kStages, work.depth.steps); ++early) {
+    for (; early < min(T::kStages, work.depth.steps.value); ++early) {
       ArriveExpecting(&full[early], T::kStageBytes);
       copy_weights(tile, at, early);
       at.Advance(conv, work);
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const TileAt tile = TileOf<T>(work, index, rank);
         const StartAt start = work.grid.flat ? StartAt() : StartOf(work.grid, tile.m0);
         Step at(conv, work, 0);
-        for (int step = 0; step < work.depth.steps; ++step) {
+        for (int step = 0; step < work.depth.steps.value; ++step) {
           if (early > 0) {
             --early;
           } else {
@@ -369,9 +369,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       if (signals) ArriveAt(&empty[done], threadIdx.x % 128);
     };
     const Outbox<T> outbox = outbox_of(group);
-    const int splits = kFold ? work.splits : 1;
+    const int splits = kFold ? work.splits.value : 1;
 
-    int position = T::kTurns ? group * work.depth.steps : 0;  // in the sequence of steps
+    int position = T::kTurns ? group * work.depth.steps.value : 0;  // in the sequence of steps
     int tiles_done = 0;
     const int my_row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     for (int index = my_first_tile(group); index < tiles;
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const TileAt tile = TileOf<T>(work, index, rank);
       const int m0 = tile.m0 + pixels_on(group);
       int stage = position % T::kStages, round = position / T::kStages;
-      position += T::kTakers * work.depth.steps;
+      position += T::kTakers * work.depth.steps.value;
 
       float sums[T::kRows][T::kSums], total[T::kRows][kFold ? T::kSums : 1];
       for (int split = 0; split < splits; ++split) {
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           BeginSums(split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
         }
         const int steps =
-            kFold ? FirstStep(work, split + 1) - FirstStep(work, split) : work.depth.steps;
+            kFold ? FirstStep(work, split + 1) - FirstStep(work, split) : work.depth.steps.value;
         int previous = -1;
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
@@ -525,7 +525,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   work.band_tiles = Divisor(work.band.value * work.n_tiles);
   work.phase_tiles = rows * work.n_tiles;
   if (int64_t{work.phase_tiles} * work.band_tiles.value >> 32 != 0) return cudaErrorInvalidValue;
-  work.splits = plan.splits;
+  work.splits = Divisor(plan.splits);
   work.bias = conv.bias;
   work.add = conv.add;
   work.add_pairs = InVectors(conv.add);
@@ -551,7 +551,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
       return LaunchPersistent<T>(Conv2dHopperKernel<T, true, true>, tiles, work.shared, conv, work,
                                  queue);
     }
-    if (work.splits > 1) {
+    if (work.splits.value > 1) {
       return LaunchPersistent<T>(Conv2dHopperKernel<T, true, false>, tiles, work.shared, conv, work,
                                  queue);
     }

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int rank = static_cast<int>(ClusterRank());
   const Depth& depth = work.depth;
-  const int steps = depth.steps;
+  const int steps = depth.steps.value;
   const int tiles = work.m_tiles / T::kShared * work.n_tiles.value;
   const int first_tile = blockIdx.x / T::kShared, stride = gridDim.x / T::kShared;
   const bool normalises = T::kNormalises && conv.input_factors != nullptr;

@@ -33,9 +33,10 @@ struct ShortcutWork {
 
 /// What there is along k.
 struct Depth {
-  int windowed = 0, taps = 0;  // chunks under so many taps each
-  int shortcut = 0;            // chunks
-  int steps = 0;               // in all
+  int windowed = 0;  // chunks
+  Divisor taps;      // that each is under
+  int shortcut = 0;  // chunks
+  Divisor steps;     // in all
 };
 
 /// Where the pixels of a chunk lie. `of`: a kernel's Work for the window's, or its shortcut.
@@ -71,18 +72,24 @@ struct StepAt {
       due = step * depth.shortcut % depth.steps + depth.shortcut;
       channel_of_shortcut = ChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
     }
-    const int taps = Taps(depth);
-    chunk = (step - of_shortcut) / taps, tap = (step - of_shortcut) % taps;
+    const int windowed = step - of_shortcut;
+    if constexpr (kTaps > 0) {
+      chunk = windowed / kTaps, tap = windowed % kTaps;
+    } else {
+      chunk = windowed / depth.taps, tap = windowed % depth.taps;
+    }
     channel = ChannelOf(chunk, work.chunks, conv.channels);
   }
-  __device__ bool IsOfShortcut(const Depth& depth) const { return kShortcut && due >= depth.steps; }
+  __device__ bool IsOfShortcut(const Depth& depth) const {
+    return kShortcut && due >= depth.steps.value;
+  }
   __device__ bool IsLastTap(const Depth& depth) const { return tap == Taps(depth) - 1; }
-  __device__ static int Taps(const Depth& depth) { return kTaps > 0 ? kTaps : depth.taps; }
+  __device__ static int Taps(const Depth& depth) { return kTaps > 0 ? kTaps : depth.taps.value; }
   template <typename Work>
   __device__ void Advance(const Conv2dLaunch& conv, const Work& work) {
     const Depth& depth = work.depth;
     if (IsOfShortcut(depth)) {
-      ++of_shortcut, due -= depth.steps;
+      ++of_shortcut, due -= depth.steps.value;
       channel_of_shortcut = ChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
     } else if (++tap == Taps(depth)) {
       tap = 0, ++chunk;
@@ -384,8 +391,8 @@ CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int outputs_at_once,
   work->chunks = ChunksOf(conv.channels);
   work->depth.windowed = work->chunks + ChunksOf(conv.channels2);
   const int taps = EdgeTaps(conv) * EdgeTaps(conv);
-  work->depth.taps = taps;
-  work->depth.steps = StepsOf(conv);
+  work->depth.taps = Divisor(taps);
+  work->depth.steps = Divisor(StepsOf(conv));
   CUresult result = encode(&work->x, conv.x, conv.channels, false);
   if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
     result = encode(&work->x2, conv.x2, conv.channels2, false);

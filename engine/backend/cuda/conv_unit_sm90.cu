@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int rank = static_cast<int>(ClusterRank());
   const Depth& depth = work.depth;
-  const auto begin_of = [&](int split) { return depth.steps * split >> work.log_splits; };
+  const auto begin_of = [&](int split) { return depth.steps.value * split >> work.log_splits; };
   const int runs = 1 << (work.log_splits - work.log_cluster);  // of a block
   const int first_step = begin_of(rank * runs), end_step = begin_of((rank + 1) * runs);
   using Step = StepAt<kShortcut, kInPatches ? kTaps : 0>;
@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
   bool of_shortcut = false;
   const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
   const auto begin_step = [&] {
-    of_shortcut = kShortcut && due >= depth.steps;
+    of_shortcut = kShortcut && due >= depth.steps.value;
     input = of_shortcut ? MatrixDescriptor(patch_of(shortcut_slot())) : window;
   };
   if constexpr (kInPatches) {
@@ -463,7 +463,7 @@ __global__ void __launch_bounds__(Unit<kInPatches, kShortcut>::kThreads, 2)
       if constexpr (kInPatches) {
         if (of_shortcut) {
           used_slot = shortcut_slot();
-          ++shortcut_at, due -= depth.steps;
+          ++shortcut_at, due -= depth.steps.value;
         } else {
           new_patch = --taps_left == 0;
           used_slot = new_patch ? slot : -1;
