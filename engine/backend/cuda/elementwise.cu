@@ -3,7 +3,10 @@
 // Policy. Bound by memory: a thread makes eight neighbouring channels of one pixel with 16-byte
 // accesses, or one channel where the channels are odd or not aligned.
 
+#include <algorithm>
+
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
 
 namespace denoised::cuda {
@@ -11,20 +14,36 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Blocks for one thread per vector of V columns.
+/// A thread for each vector of V columns, whole rows in a block, so that nobody divides.
 template <int V>
-unsigned Blocks(int64_t rows, int columns) {
-  return static_cast<unsigned>((rows * (columns / V) + kThreads - 1) / kThreads);
+LaunchShape ShapeOf(int64_t rows, int columns) {
+  const unsigned vectors = columns / V, across = std::min<unsigned>(vectors, kThreads);
+  const unsigned lines = kThreads / across;
+  return {.grid = dim3(static_cast<unsigned>((rows + lines - 1) / lines),
+                       (vectors + across - 1) / across),
+          .block = dim3(across, lines)};
 }
 
 /// This thread's place in [rows, columns], or false beyond the end.
 template <int V>
 __device__ bool Place(int64_t rows, int columns, int64_t* row, int* column) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  *row = i / (columns / V);
-  *column = static_cast<int>(i % (columns / V)) * V;
-  return *row < rows;
+  *row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  *column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * V;
+  return *row < rows && *column < columns;
 }
+
+/// An output pixel of images whose edges the host knows.
+struct Pixel {
+  int64_t image;
+  int y, x;
+};
+struct OutputSize {
+  Divisor height, width;
+  __device__ Pixel At(int64_t row) const {
+    const int pixel = static_cast<int>(row), line = pixel / width;
+    return {line / height, line % height, pixel % width};
+  }
+};
 
 template <int V>
 __global__ void __launch_bounds__(kThreads)
@@ -45,31 +64,32 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int V>
 __global__ void __launch_bounds__(kThreads)
-    Upsample2xKernel(Rows x, int64_t out_rows, int height, int width, int channels, Rows out) {
+    Upsample2xKernel(Rows x, int64_t out_rows, const __grid_constant__ OutputSize size,
+                     int channels, Rows out) {
   WaitForPredecessors();
   ReleaseDependents();
   int64_t row;
   int channel;
   if (!Place<V>(out_rows, channels, &row, &channel)) return;
-  const int64_t line = row / (2 * width);  // image · 2 height + y
-  const int64_t image = line / (2 * height);
-  const int64_t y = line % (2 * height) / 2, x_column = row % (2 * width) / 2;
+  const Pixel at = size.At(row);
   float v[V];
-  LoadChannels<V>(x, (image * height + y) * width + x_column, channel, v);
+  LoadChannels<V>(
+      x, (at.image * (size.height.value / 2) + at.y / 2) * (size.width.value / 2) + at.x / 2,
+      channel, v);
   StoreChannels<V>(out, row, channel, v);
 }
 
 template <int V>
 __global__ void __launch_bounds__(kThreads)
-    AveragePool2xKernel(Rows x, int64_t out_rows, int height, int width, int channels, Rows out) {
+    AveragePool2xKernel(Rows x, int64_t out_rows, const __grid_constant__ OutputSize size,
+                        int height, int width, int channels, Rows out) {
   WaitForPredecessors();
   ReleaseDependents();
   int64_t row;
   int channel;
   if (!Place<V>(out_rows, channels, &row, &channel)) return;
-  const int out_height = height / 2, out_width = width / 2;
-  const int64_t line = row / out_width, image = line / out_height;
-  const int64_t corner = (image * height + line % out_height * 2) * width + row % out_width * 2;
+  const Pixel at = size.At(row);
+  const int64_t corner = (at.image * height + at.y * 2) * width + at.x * 2;
   float sum[V] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -98,33 +118,37 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, int channels,
                              const Rows& out, const Queue& queue) {
   const int64_t rows = static_cast<int64_t>(images) * height * width * 4;
+  if (rows > INT32_MAX) return cudaErrorInvalidValue;
+  const OutputSize size = {Divisor(2 * height), Divisor(2 * width)};
   if (x.vector && out.vector && channels % 8 == 0) {
-    return LaunchDependent(Upsample2xKernel<8>, {Blocks<8>(rows, channels), kThreads}, queue, x,
-                           rows, height, width, channels, out);
+    return LaunchDependent(Upsample2xKernel<8>, ShapeOf<8>(rows, channels), queue, x, rows, size,
+                           channels, out);
   }
-  return LaunchDependent(Upsample2xKernel<1>, {Blocks<1>(rows, channels), kThreads}, queue, x, rows,
-                         height, width, channels, out);
+  return LaunchDependent(Upsample2xKernel<1>, ShapeOf<1>(rows, channels), queue, x, rows, size,
+                         channels, out);
 }
 
 cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width, int channels,
                                 const Rows& out, const Queue& queue) {
-  const int64_t rows = static_cast<int64_t>(images) * (height / 2) * (width / 2);
+  const OutputSize size = {Divisor(height / 2), Divisor(width / 2)};
+  const int64_t rows = static_cast<int64_t>(images) * size.height.value * size.width.value;
+  if (rows > INT32_MAX) return cudaErrorInvalidValue;
   if (x.vector && out.vector && channels % 8 == 0) {
-    return LaunchDependent(AveragePool2xKernel<8>, {Blocks<8>(rows, channels), kThreads}, queue, x,
-                           rows, height, width, channels, out);
+    return LaunchDependent(AveragePool2xKernel<8>, ShapeOf<8>(rows, channels), queue, x, rows, size,
+                           height, width, channels, out);
   }
-  return LaunchDependent(AveragePool2xKernel<1>, {Blocks<1>(rows, channels), kThreads}, queue, x,
-                         rows, height, width, channels, out);
+  return LaunchDependent(AveragePool2xKernel<1>, ShapeOf<1>(rows, channels), queue, x, rows, size,
+                         height, width, channels, out);
 }
 
 cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
                       int64_t rows, int columns, const Rows& out, const Queue& queue) {
   if (a.vector && out.vector && (b.data == nullptr || b.vector) && columns % 8 == 0) {
-    return LaunchDependent(AddKernel<8>, {Blocks<8>(rows, columns), kThreads}, queue, a, scale, b,
-                           shift, activation, rows, columns, out);
+    return LaunchDependent(AddKernel<8>, ShapeOf<8>(rows, columns), queue, a, scale, b, shift,
+                           activation, rows, columns, out);
   }
-  return LaunchDependent(AddKernel<1>, {Blocks<1>(rows, columns), kThreads}, queue, a, scale, b,
-                         shift, activation, rows, columns, out);
+  return LaunchDependent(AddKernel<1>, ShapeOf<1>(rows, columns), queue, a, scale, b, shift,
+                         activation, rows, columns, out);
 }
 
 cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
