@@ -196,6 +196,8 @@ class HopperPlansTest : public testing::Test {
     norm.workspace = workspace.data();
     norm.workspace_bytes = workspace.bytes();
     norm.workspace_zeros = static_cast<int*>(Zeros({kWorkspaceZeros}, DType::kF32).data());
+    if (told_.data() == nullptr) told_ = Zeros({kToldBytes / 4}, DType::kF32);
+    norm.told = told_.data();
     return norm;
   }
 
@@ -246,6 +248,7 @@ class HopperPlansTest : public testing::Test {
   Stream stream_;
   Queue queue_;
   Tensor out_;
+  Tensor told_;  // for all launches, as a backend has it: each finds what others left
 };
 
 TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
@@ -317,9 +320,9 @@ TEST_F(HopperPlansTest, NormsOfOutputsHaveTheBitsOfGroupNorms) {
   }
 }
 
-// Runs of two, four and eight channels; clusters of one block to sixteen; pixels that chunks and
-// blocks do not divide; slices across both sources, of several boxes; more units than clusters;
-// channels that tiles do not divide.
+// Runs of two, four and eight channels; clusters of one block to sixteen, teams of up to 128;
+// pixels that chunks and blocks do not divide; slices across both sources, of several boxes; more
+// units than teams; channels that tiles do not divide.
 TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
   for (const NormCase& c :
        {NormCase{17, 64, 64, 192, 0, 32, true}, NormCase{2, 61, 67, 192, 0, 32},
@@ -327,7 +330,9 @@ TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
         NormCase{70, 16, 16, 576, 0, 32, true}, NormCase{9, 31, 33, 384, 384, 32},
         NormCase{5, 31, 33, 576, 384, 32, true}, NormCase{2, 37, 41, 320, 0, 32},
         NormCase{3, 16, 16, 768, 576, 32}, NormCase{40, 16, 16, 1152, 0, 32},
-        NormCase{3, 64, 64, 576, 0, 32, true}, NormCase{5, 31, 33, 960, 0, 32}}) {
+        NormCase{3, 64, 64, 576, 0, 32, true}, NormCase{5, 31, 33, 960, 0, 32},
+        NormCase{9, 128, 128, 128, 0, 32, true}, NormCase{2, 127, 129, 128, 128, 32},
+        NormCase{3, 256, 256, 128, 0, 32, true}}) {
     for (const bool factors : {false, true}) {
       kept_.clear();
       const GroupNormLaunch norm = Launch(c, factors);
@@ -343,6 +348,16 @@ TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
         EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == all);
       } else {
         EXPECT_TRUE(PrefersGroupNormStream(norm, queue_) && PrefersGroupNormPieces(norm, queue_));
+        if (!factors) {
+          GroupNormLaunch scaled = norm;
+          scaled.factors =
+              Zeros({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
+          const auto make_and_apply = [&] {
+            const cudaError_t error = LaunchGroupNormPieces(scaled, queue_);
+            return error == cudaSuccess ? LaunchGroupScale(scaled, queue_) : error;
+          };
+          EXPECT_TRUE(Run("factors, then applied", make_and_apply) == all);
+        }
       }
       GroupNormLaunch first = norm;
       first.images = 1;
@@ -360,6 +375,38 @@ TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
         EXPECT_TRUE(Run("few", [&] { return launch(few); }) == all);
       }
     }
+  }
+}
+
+// Blocks of a team wait for each other, and two launches that each got half of the multiprocessors
+// would for ever.
+TEST_F(HopperPlansTest, TeamsOfTwoStreamsEndSideBySide) {
+  const auto stream = NewStream();
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  std::vector<GroupNormLaunch> norms;
+  std::vector<Queue> queues = {queue_, queue_};
+  queues[1].stream = stream->get();
+  std::vector<Tensor> outs;
+  std::vector<std::vector<std::byte>> alone;
+  for (int i = 0; i < 2; ++i) {
+    told_ = {};
+    norms.push_back(Launch({3, 128, 128, 128, 0, 32, true}, /*factors=*/false));
+    outs.push_back(out_);
+    alone.push_back(Run("alone", [&] { return LaunchGroupNormStream(norms[i], queue_); }));
+    ASSERT_EQ(cudaMemset(out_.data(), 0xff, out_.bytes()), cudaSuccess);
+  }
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (int launch = 0; launch < 200; ++launch) {
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_EQ(LaunchGroupNormStream(norms[i], queues[i]), cudaSuccess);
+    }
+  }
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (int i = 0; i < 2; ++i) {
+    std::vector<std::byte> bytes(outs[i].bytes());
+    ASSERT_EQ(cudaMemcpy(bytes.data(), outs[i].data(), bytes.size(), cudaMemcpyDeviceToHost),
+              cudaSuccess);
+    EXPECT_TRUE(bytes == alone[i]);
   }
 }
 

@@ -589,6 +589,7 @@ class CudaBackend final : public Backend {
     norm.workspace = norm_memory_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
     norm.workspace_zeros = WorkspaceZeros();
+    norm.told = WorkspaceZeros() + kWorkspaceZeros;
     return norm;
   }
 
@@ -749,7 +750,7 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<Context> context_;
   const std::unique_ptr<UploadRing> uploads_;
   DownloadPool downloads_;
-  /// kNormWorkspaceBytes, kNormFactorBytes, and kWorkspaceZeros.
+  /// kNormWorkspaceBytes, kNormFactorBytes, kWorkspaceZeros, and kToldBytes.
   const DeviceMemory norm_memory_;
   const Queue queue_;
   const bool fp32_;
@@ -807,7 +808,7 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
                             cuda::UploadRing::Open(context));
   constexpr size_t kNormBytes = cuda::kNormWorkspaceBytes + cuda::kNormFactorBytes;
-  constexpr size_t kZeroBytes = cuda::kWorkspaceZeros * sizeof(int);
+  constexpr size_t kZeroBytes = cuda::kWorkspaceZeros * sizeof(int) + cuda::kToldBytes;
   DENOISED_ASSIGN_OR_RETURN(
       cuda::DeviceMemory norm_memory,
       cuda::AllocateDevice(kNormBytes + kZeroBytes, "the memory of group norms"));

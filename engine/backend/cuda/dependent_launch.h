@@ -29,6 +29,8 @@ struct LaunchShape {
   dim3 grid, block;
   size_t shared_bytes = 0;
   unsigned cluster = 1;  // neighbouring blocks along x; more than 1 needs sm_90
+  /// No block starts before there is room for all, so that they may wait for each other.
+  bool cooperative = false;
 };
 
 /// Whether a kernel had better start before its predecessor has ended. Unless its blocks are few,
@@ -42,7 +44,7 @@ inline bool StartsEarly(const dim3& grid, const Queue& queue) {
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchDependent(void (*kernel)(Parameters...), const LaunchShape& shape,
                             const Queue& queue, const Arguments&... arguments) {
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
@@ -58,6 +60,11 @@ cudaError_t LaunchDependent(void (*kernel)(Parameters...), const LaunchShape& sh
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {shape.cluster, 1, 1};
+  }
+  if (shape.cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }

@@ -1,22 +1,32 @@
 // Group normalisation in one pass over memory, for batches of large images that fill the device
 // several times over. The bits are group_norm_cluster.cu's.
 //
-// Policy. Blocks stay. A unit of work is a slice of an image, of whole groups, and a cluster takes
-// one after another: each of its blocks has its pixels of a unit in shared memory, in chunks that
+// Policy. Blocks stay. A unit of work is a slice of an image, of whole groups, and a team of blocks
+// takes one after another: each of them has its pixels of a unit in shared memory, in chunks that
 // the copy engine brings and takes. The warps of a block divide the work by kind, so that at any
 // time chunks of one unit come in and are summed, and those of the one before are normalised and
-// leave; what the blocks of a cluster tell each other takes time that is nobody's:
+// leave; what the blocks of a team tell each other takes time that is nobody's:
 //
-//   copier        asks for chunks as room gets free, and for their way back
-//   summers       sum leaves as chunks come, and tell the cluster the sums of a unit
-//   statistician  makes factors and offsets of what all blocks told
-//   appliers      normalise chunks where they lie
+//   copier         asks for chunks as room gets free, and for their way back
+//   summers        sum leaves as chunks come, and tell the team the sums of a unit
+//   statisticians  make factors and offsets of what all blocks told
+//   appliers       normalise chunks where they lie
 //
-//   memory ──▶ full ──▶ summers ──▶ told ──▶ statistician ──▶ ready ──▶ appliers ──▶ done ──▶
+//   memory ──▶ full ──▶ summers ──▶ told ──▶ statisticians ──▶ ready ──▶ appliers ──▶ done ──▶
 //   memory
+//
+// Teams. Up to sixteen blocks are a cluster and tell each other by stores into shared memory.
+// Larger teams, and those for which clusters would leave multiprocessors idle, tell through global
+// memory; that takes longer, so there must be room for more of the next unit. All blocks run at a
+// time: the launch is cooperative.
 //
 // Shared memory. A pixel's channels are a row, which the copy engine pads so that four neighbouring
 // pixels lie in different banks. Channels of two sources come in pieces, tiles side by side.
+//
+// Words. What a block of such a team tells of a group is 16 bytes, which are written and read at
+// once, and say of which launch and unit they are: the number of the launch, which its last block
+// counts up, and of the unit. So nothing has to be cleared, and nobody waits for stores but by what
+// they bring; a fence would wait for all others of the multiprocessor.
 //
 // Rings. Chunks in a block are of at most `ahead` units, from the one that is summed on. So when a
 // block has summed unit u, its appliers are done with unit u − ahead; for that all blocks had told
@@ -39,18 +49,21 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kMaxThreads = 640;
+constexpr int kMaxThreads = 768;
 constexpr int kSharedBytes = 227 * 1024;  // of a block that has a multiprocessor for itself
 constexpr int kMaxStages = 32;
 constexpr int kMaxAhead = 8;
 constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has in registers
 constexpr int kFewSummers = 192, kFewAppliers = 160;
-constexpr int kFewChunkBytes = 8192, kFewChunkPixels = 32;
+constexpr int kFewChunkBytes = 8192;
 constexpr int kSectorBytes = 32;      // of the L2
 constexpr int kMaxBoxChannels = 256;  // the copy engine's
+constexpr int kMaxTeam = 128;         // blocks
+constexpr int kNodeBlocks = 8;        // whose words a thread has in registers
 
-// Warps by kind: the first two alone, then summers, then appliers.
-constexpr int kCopier = 0, kStatistician = 1, kSummers = 2;
+// Warps by kind: a copier, four statisticians, then summers, then appliers.
+constexpr int kCopier = 0, kStatisticians = 1, kSummers = 5;
+constexpr int kStatisticianThreads = 32 * (kSummers - kStatisticians);
 
 struct Plan {
   int group_channels = 0;
@@ -67,6 +80,9 @@ struct Plan {
   int stages = 0;                       // chunks that there is room for
   int ahead = 0;                        // units that these are of
   int leaves = 0, blocks = 0;           // of a block; of a slice
+  bool cluster = false;                 // such blocks tell each other in shared memory
+  int nodes = 0;                        // sums of a group that a statistician adds: of blocks, or
+                                        // of kNodeBlocks of them that told through global memory
   float count_inverse = 0;              // of the elements of a group
   SumTree tree;
 };
@@ -88,12 +104,44 @@ struct Layout {
         leaves(chunks + plan.stages * chunk_bytes),  // and one that idle lanes write
         sums(leaves + (plan.leaves + 1) * leaf_stride * static_cast<int>(sizeof(Sums))),
         affines(sums +
-                2 * plan.ahead * plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums))),
+                2 * plan.ahead * plan.nodes * plan.slice_groups * static_cast<int>(sizeof(Sums))),
         statistics(affines +
                    (plan.ahead + 1) * plan.slice_channels * static_cast<int>(sizeof(Affine))),
         bytes(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))) {}
 };
 static_assert((2 * kMaxStages + 3 * kMaxAhead + 1) * sizeof(uint64_t) <= 1024, "barriers");
+
+/// What a block tells of a group through global memory.
+struct Word {
+  Sums sums;
+  uint32_t launch, unit;
+};
+static_assert(sizeof(Word) == 16);
+/// Written and read at once: what is read is all of what somebody wrote.
+__device__ inline void Tell(Word* to, const Word& word) {
+  asm volatile(
+      "{\n.reg .b64 low, high;\n.reg .b128 word;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\n"
+      "mov.b128 word, {low, high};\nst.relaxed.gpu.global.b128 [%0], word;\n}" ::"l"(to),
+      "f"(word.sums.x), "f"(word.sums.squares), "r"(word.launch), "r"(word.unit)
+      : "memory");
+}
+__device__ inline Word Hear(const Word* from) {
+  Word word;
+  asm volatile(
+      "{\n.reg .b64 low, high;\n.reg .b128 word;\nld.relaxed.gpu.global.b128 word, [%4];\n"
+      "mov.b128 {low, high}, word;\nmov.b64 {%0, %1}, low;\nmov.b64 {%2, %3}, high;\n}"
+      : "=f"(word.sums.x), "=f"(word.sums.squares), "=r"(word.launch), "=r"(word.unit)
+      : "l"(from)
+      : "memory");
+  return word;
+}
+/// The beginning of GroupNormLaunch::told; the rest are Words [blocks][2 · ahead][slice_groups].
+struct Told {
+  uint32_t launches;  // that have ended
+  uint32_t done;      // blocks of the present one
+  uint32_t unused[2];
+};
+static_assert(sizeof(Told) == sizeof(Word));
 
 /// A place in a ring of `count`, and the parity of the barrier's phase there.
 struct Place {
@@ -117,12 +165,14 @@ struct Block {
   uint64_t *told, *ready;  // [2 · ahead], [ahead + 1]
   unsigned char* chunks;   // [stages][pieces][chunk_pixels][pitch]
   Sums* leaves;            // [leaves + 1][layout.leaf_stride], by runs
-  Sums* sums;              // [2 · ahead][blocks][slice_groups]
+  Sums* sums;              // [2 · ahead][nodes][slice_groups]
   Affine* affines;         // [ahead + 1][slice_channels]
   Statistics* statistics;  // [runs of a slice]
   int warp, lane;
-  int rank;              // in the cluster
-  int first_unit, step;  // units that the cluster takes
+  Told* told_here;       // of a team that is no cluster
+  uint32_t launch = 0;   // its number, not zero
+  int rank;              // in the team
+  int first_unit, step;  // units that the team takes
   int begin;             // of the block's pixels
 
   __device__ Block(const GroupNormLaunch& norm, const Plan& plan, const Maps& maps,
@@ -142,16 +192,23 @@ struct Block {
         statistics(reinterpret_cast<Statistics*>(shared + layout.statistics)),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
+        told_here(static_cast<Told*>(norm.told)),
         rank(blockIdx.x),
         first_unit(blockIdx.y),
         step(gridDim.y),
         begin(rank * plan.leaves * kLeafPixels) {}
 
-  __device__ bool InCluster() const { return plan.blocks > 1; }
+  __device__ bool TellsFar() const { return plan.blocks > 1 && !plan.cluster; }
   /// From the last image on, which the convolution before left in the L2.
   __device__ int ImageOf(int unit) const { return norm.images - 1 - unit / plan.slices; }
   __device__ int ChannelOf(int unit) const { return unit % plan.slices * plan.slice_channels; }
-  __device__ int UnitSums() const { return plan.blocks * plan.slice_groups; }
+  __device__ int UnitSums() const { return plan.nodes * plan.slice_groups; }
+  /// What a block of the team tells of a unit.
+  __device__ Word* WordsOf(int of_rank, int slot) const {
+    const int block = blockIdx.y * plan.blocks + of_rank;
+    return reinterpret_cast<Word*>(told_here + 1) +
+           (block * 2 * plan.ahead + slot) * plan.slice_groups;
+  }
   __device__ int PieceBytes() const { return plan.chunk_pixels * plan.pitch; }
   /// Of a vector of a pixel in a chunk, in bytes.
   __device__ int PlaceOf(int vector) const {
@@ -159,22 +216,22 @@ struct Block {
     return vector / piece_vectors * PieceBytes() + vector % piece_vectors * 16;
   }
 
-  /// By one thread, before any other uses them. Outside a cluster an arrival says that all is told,
-  /// in one so many bytes.
+  /// By one thread, before any other uses them. In a cluster so many bytes say that all is told, of
+  /// a single block its arrivals; words speak for themselves.
   __device__ void InitBarriers() const {
     for (int i = 0; i < plan.stages; ++i) {
       InitBarrier(full + i, 1);
       InitBarrier(done + i, plan.appliers / 32);
     }
     for (int i = 0; i < 2 * plan.ahead; ++i) {
-      InitBarrier(told + i, InCluster() ? 1 : plan.summers);
+      InitBarrier(told + i, plan.cluster ? 1 : plan.summers);
       ExpectSums(i);
     }
-    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, 32);
+    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, kStatisticianThreads);
     FenceBarrierInit();
   }
   __device__ void ExpectSums(int slot) const {
-    if (!InCluster()) return;
+    if (!plan.cluster) return;
     ArriveExpecting(told + slot, UnitSums() * static_cast<int>(sizeof(Sums)));
   }
 
@@ -237,15 +294,46 @@ struct Block {
     WaitUntilStoresRead();
   }
 
-  /// One warp.
+  /// Adds up what the blocks of the team tell of a unit, kNodeBlocks of them at a time.
+  __device__ void HearAll(int unit, int slot, int thread, Sums* to) const {
+    const auto words_on = static_cast<int64_t>(2 * plan.ahead) * plan.slice_groups;
+    for (int i = thread; i < UnitSums(); i += kStatisticianThreads) {
+      const int node = i / plan.slice_groups, group = i % plan.slice_groups;
+      const int blocks = min(kNodeBlocks, plan.blocks - node * kNodeBlocks);
+      const Word* const first = WordsOf(node * kNodeBlocks, slot) + group;
+      Word words[kNodeBlocks] = {};
+      for (bool all = false; !all;) {
+#pragma unroll
+        for (int b = 0; b < kNodeBlocks; ++b) {
+          if (b < blocks) words[b] = Hear(first + b * words_on);
+        }
+        all = true;
+#pragma unroll
+        for (int b = 0; b < kNodeBlocks; ++b) {
+          all &= b >= blocks ||
+                 (words[b].launch == launch && words[b].unit == static_cast<uint32_t>(unit));
+        }
+      }
+#pragma unroll
+      for (int n = 1; n < kNodeBlocks; n *= 2) {
+#pragma unroll
+        for (int b = 0; b < kNodeBlocks; b += 2 * n) {
+          words[b].sums = words[b].sums + words[b + n].sums;
+        }
+      }
+      to[i] = words[0].sums;
+    }
+  }
+
   __device__ void MakeFactors() const {
     Place slot, affine_slot;
+    const int thread = threadIdx.x - 32 * kStatisticians;
     const int runs = plan.group_channels / kRun;
     const float half = norm.activation == Activation::kSilu ? 0.5f : 1.0f;  // SiluOfHalf
     for (int unit = first_unit; unit < plan.units; unit += step) {
       const int image = ImageOf(unit), channel = ChannelOf(unit);
       Affine* const of_unit = affines + affine_slot.index * plan.slice_channels;
-      for (int c = lane; c < plan.slice_channels; c += 32) {
+      for (int c = thread; c < plan.slice_channels; c += kStatisticianThreads) {
         Affine affine = {half * norm.gamma[channel + c], half * norm.beta[channel + c]};
         if (norm.scale_shift.data != nullptr) {
           const auto* scales = static_cast<const __nv_bfloat16*>(norm.scale_shift.data) +
@@ -255,27 +343,38 @@ struct Block {
         }
         of_unit[c] = affine;
       }
-      __syncwarp();
 
-      WaitForStores(told + slot.index, slot.parity);
-      SumBlocks(plan.tree, sums + slot.index * UnitSums(), plan.blocks, plan.slice_groups, 0, 1,
-                lane, [&](const Sums& of_image, int group, int part) {
+      Sums* const of_nodes = sums + slot.index * UnitSums();
+      if (TellsFar()) {
+        HearAll(unit, slot.index, thread, of_nodes);
+      } else {
+        WaitForStores(told + slot.index, slot.parity);
+      }
+      SyncNamed(2, kStatisticianThreads);  // also: the statistics of the unit before are read
+      if (thread == 0) ExpectSums(slot.index);
+      SumBlocks(plan.tree, of_nodes, plan.nodes, plan.slice_groups, warp - kStatisticians,
+                kSummers - kStatisticians, lane, [&](const Sums& of_image, int group, int part) {
                   const Statistics of_group = StatisticsOf(of_image, plan.count_inverse, norm.eps);
                   for (int r = part; r < runs; r += 1 << plan.tree.block_bits) {
                     statistics[group * runs + r] = of_group;
                   }
                 });
-      __syncwarp();
-      if (lane == 0) ExpectSums(slot.index);
       slot.Next(2 * plan.ahead);
+      SyncNamed(2, kStatisticianThreads);
 
-      for (int c = lane; c < plan.slice_channels; c += 32) {
+      for (int c = thread; c < plan.slice_channels; c += kStatisticianThreads) {
         of_unit[c] = Apply(of_unit[c], statistics[c / kRun]);
       }
-      Arrive(ready + affine_slot.index);  // all lanes, whose stores these are
-      __syncwarp();
+      Arrive(ready + affine_slot.index);  // all threads, whose stores these are
       affine_slot.Next(plan.ahead + 1);
     }
+    if (TellsFar() && thread == 0) CountLaunch();
+  }
+  /// All blocks have read `launch` before the last one is done with its units.
+  __device__ void CountLaunch() const {
+    if (atomicAdd(&told_here->done, 1) != gridDim.x * gridDim.y - 1) return;
+    told_here->done = 0;
+    told_here->launches = launch;
   }
 
   __device__ void Sum() const {
@@ -326,20 +425,26 @@ struct Block {
 
       SyncNamed(1, plan.summers);
       Sums* const mine = sums + slot * UnitSums() + rank * plan.slice_groups;
-      SumLeaves(plan.tree, leaves, layout.leaf_stride, plan.group_channels / kRun,
-                plan.slice_groups, warp - kSummers, plan.summers / 32, lane,
-                [&](const Sums& of_block, int group, int part) {
-                  if (!InCluster()) {
-                    mine[group] = of_block;
-                    return;
-                  }
-                  for (int to = part; to < plan.blocks; to += 1 << plan.tree.leaf_bits) {
-                    StoreAt(AddressAt(mine + group, to), AddressAt(told + slot, to), of_block.x,
-                            of_block.squares);
-                  }
-                });
+      SumLeaves(
+          plan.tree, leaves, layout.leaf_stride, plan.group_channels / kRun, plan.slice_groups,
+          warp - kSummers, plan.summers / 32, lane, [&](const Sums& of_block, int group, int part) {
+            if (TellsFar()) {
+              if (part == 0) {
+                Tell(WordsOf(rank, slot) + group, {of_block, launch, static_cast<uint32_t>(unit)});
+              }
+              return;
+            }
+            if (!plan.cluster) {
+              mine[group] = of_block;
+              return;
+            }
+            for (int to = part; to < plan.blocks; to += 1 << plan.tree.leaf_bits) {
+              StoreAt(AddressAt(mine + group, to), AddressAt(told + slot, to), of_block.x,
+                      of_block.squares);
+            }
+          });
       SyncNamed(1, plan.summers);
-      if (!InCluster()) Arrive(told + slot);
+      if (plan.blocks == 1) Arrive(told + slot);
       if (++slot == 2 * plan.ahead) slot = 0;
     }
   }
@@ -390,25 +495,25 @@ struct Block {
   }
 };
 
-/// grid (plan.blocks: a cluster, clusters); block: a copier's and a statistician's warp, summers,
-/// appliers.
+/// grid (plan.blocks: a team, teams); block: a copier's warp, statisticians, summers, appliers.
 template <int kRun>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     GroupNormStreamKernel(const __grid_constant__ GroupNormLaunch norm,
                           const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char stream_shared[];
-  const Block<kRun> block(norm, plan, maps, stream_shared);
+  Block<kRun> block(norm, plan, maps, stream_shared);
   if (threadIdx.x == 0) block.InitBarriers();
   __syncthreads();
-  if (block.InCluster()) {
+  if (plan.cluster) {
     ArriveAtCluster();
     WaitForCluster();
   }
   WaitForPredecessors();
+  if (block.TellsFar()) block.launch = __ldcg(&block.told_here->launches) + 1;
   if (block.warp == kCopier) {
     if (ElectOne()) block.Copy();
-  } else if (block.warp == kStatistician) {
+  } else if (block.warp < kSummers) {
     block.MakeFactors();
   } else if (block.warp < kSummers + plan.summers / 32) {
     block.Sum();
@@ -443,9 +548,12 @@ int PitchOf(int channels) {
 }
 int Threads(const Plan& plan) { return 32 * kSummers + plan.summers + plan.appliers; }
 int SharedBytes(const Plan& plan) { return Layout(plan, RunOf(plan.group_channels)).bytes; }
+int WordBytes(const Plan& plan, int teams) {
+  return teams * plan.blocks * 2 * plan.ahead * plan.slice_groups * static_cast<int>(sizeof(Word));
+}
 
-/// `most_blocks`: a power of two.
-Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) {
+/// `most_blocks`: a power of two. `cluster`: unless it comes out as a single block.
+Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, bool cluster) {
   const int channels = norm.channels + norm.channels2;
   Plan plan;
   plan.group_channels = channels / norm.groups;
@@ -475,8 +583,7 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) 
   plan.summers = whole_warps(kQuad * plan.vectors * plan.leaf_lines);
   plan.appliers = whole_warps(plan.vectors * plan.pixel_lines);
 
-  plan.chunk_pixels = std::max(
-      {kFewChunkPixels, kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines});
+  plan.chunk_pixels = std::max(kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines);
   while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
   int pixels = plan.chunk_pixels;  // of a block
   while (pixels * most_blocks < norm.pixels) pixels *= 2;
@@ -484,7 +591,10 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) 
   plan.leaves = pixels / kLeafPixels;
   plan.blocks = (norm.pixels + pixels - 1) / pixels;
   plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels);
-  plan.tree = MakeSumTree(plan.leaves, plan.blocks);
+  plan.cluster = cluster && plan.blocks > 1;
+  plan.nodes = plan.blocks == 1 || plan.cluster ? plan.blocks
+                                                : (plan.blocks + kNodeBlocks - 1) / kNodeBlocks;
+  plan.tree = MakeSumTree(plan.leaves, plan.nodes);
 
   // More units need longer rings of sums and factors, and leave less room for chunks.
   for (int ahead = 1; ahead <= kMaxAhead; ++ahead) {
@@ -499,33 +609,44 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks) 
   return plan;
 }
 
+/// Chunks that a block has room for, and those of a unit, in elements.
+int RoomOf(const Plan& plan) { return plan.stages * plan.chunk_pixels * plan.slice_channels; }
+int PartOf(const Plan& plan) { return plan.leaves * kLeafPixels * plan.slice_channels; }
+
 /// Possible, and worth its while: rows that the copy engine moves fast (a single block has longer
 /// units, and was slow with rows of 96 bytes), units that outlast what blocks tell each other, and
 /// room for nearly two of them.
 bool Suits(const Plan& plan) {
   const int kFewPieceChannels = plan.blocks == 1 ? 64 : 48;
   constexpr int kFewElements = 24 * 1024;
-  return Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves && plan.blocks <= kMaxCluster &&
-         plan.piece_channels >= kFewPieceChannels &&
-         plan.leaves * kLeafPixels * plan.slice_channels >= kFewElements &&
+  return Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves &&
+         plan.blocks <= (plan.cluster ? kMaxCluster : kMaxTeam) &&
+         plan.piece_channels >= kFewPieceChannels && PartOf(plan) >= kFewElements &&
          plan.stages >= kAtOnce + 1 && 8 * plan.stages >= 15 * plan.chunks;
 }
 
-LaunchShape ShapeOf(const Plan& plan, int clusters) {
+LaunchShape ShapeOf(const Plan& plan, int teams) {
   const unsigned blocks = plan.blocks;
-  return {.grid = dim3(blocks, clusters),
+  return {.grid = dim3(blocks, teams),
           .block = dim3(Threads(plan)),
           .shared_bytes = static_cast<size_t>(SharedBytes(plan)),
-          .cluster = blocks};
+          .cluster = plan.cluster ? blocks : 1,
+          .cooperative = blocks > 1 && !plan.cluster};
 }
 
-/// Clusters of so many blocks that the device runs at a time, or none. A block has a multiprocessor
-/// for itself, so the plan bears on it no further. To ask takes 10 µs, so it is done once.
-int ClustersOf(int blocks) {
+/// Teams of so many blocks that the device runs at a time, or none. A block has a multiprocessor
+/// for itself, so the plan bears on it no further. To ask for clusters takes 10 µs, so it is done
+/// once.
+int TeamsOf(int blocks, bool cluster) {
   static std::mutex mutex;
-  static std::map<std::pair<int, int>, int> known;  // by device and blocks
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  static std::map<std::pair<int, int>, int> known;  // clusters by device and blocks
+  int device = 0, multiprocessors = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+          cudaSuccess) {
+    return 0;
+  }
+  if (!cluster) return multiprocessors / blocks;
   const std::lock_guard lock(mutex);
   const auto [at, is_new] = known.try_emplace({device, blocks}, 0);
   if (!is_new) return at->second;
@@ -545,33 +666,45 @@ int ClustersOf(int blocks) {
   return at->second;
 }
 
-/// A plan, how many clusters there are for it, and how many units the busiest of them has.
+/// A plan, how many teams there are for it, and how many units the busiest of them has.
 struct Choice {
   Plan plan;
-  int clusters = 0, units = 0;
+  int teams = 0, units = 0;
 };
-/// The one whose busiest cluster is done first; none (no clusters) where none suits, however many
-/// images there are. At the beginning nothing leaves for a unit, and at the end nothing comes.
-Choice Choose(const GroupNormLaunch& norm) {
-  constexpr int kUnitElements = 2048;  // that a block moves in the time that a unit takes besides
+/// What a team takes for so many units, in elements that a block moves in that time. At the
+/// beginning nothing leaves for a unit, and at the end nothing comes.
+double CostOf(const Plan& plan, int units) {
+  constexpr int kUnitElements = 2048;  // for what a unit takes besides
   constexpr double kSlowRows = 1.25;   // where slices share sectors
+  // From when the last chunk of a unit is asked for until the first one has left, where blocks tell
+  // through global memory: so much of the next one there should be room for.
+  constexpr double kTellElements = 68 * 1024;
+  double part = PartOf(plan);
+  if (plan.blocks > 1 && !plan.cluster) {
+    part *= std::max(1.0, kTellElements / (RoomOf(plan) - part));
+  }
+  return (units + 1.0) * (part + kUnitElements) * (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
+}
+/// The one whose busiest team is done first; none (no teams) where none suits, however many images
+/// there are.
+Choice Choose(const GroupNormLaunch& norm) {
   Choice choice;
   if (!SuitsOnePass(norm)) return choice;
   const int channels = norm.channels + norm.channels2;
   const int unit = std::lcm(channels / norm.groups, kVector);
   double least = std::numeric_limits<double>::max();
+  const auto consider = [&](int slice, int blocks, bool cluster) {
+    const Plan plan = MakePlan(norm, slice, blocks, cluster);
+    const int teams = Suits(plan) ? TeamsOf(plan.blocks, cluster) : 0;
+    if (teams == 0 || (!cluster && sizeof(Told) + WordBytes(plan, teams) > kToldBytes)) return;
+    const int units = (plan.units + teams - 1) / teams;
+    const double cost = CostOf(plan, units);
+    if (cost < least) least = cost, choice = {plan, teams, units};
+  };
   for (int slice = unit; slice <= channels; slice += unit) {
     if (channels % slice != 0) continue;
-    for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
-      const Plan plan = MakePlan(norm, slice, blocks);
-      const int clusters = Suits(plan) ? ClustersOf(plan.blocks) : 0;
-      if (clusters == 0) continue;
-      const int units = (plan.units + clusters - 1) / clusters;
-      const double cost = (units + 1.0) *
-                          (plan.leaves * kLeafPixels * plan.slice_channels + kUnitElements) *
-                          (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
-      if (cost < least) least = cost, choice = {plan, clusters, units};
-    }
+    for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) consider(slice, blocks, true);
+    for (int blocks = 2; blocks <= kMaxTeam; blocks *= 2) consider(slice, blocks, false);
   }
   return choice;
 }
@@ -596,15 +729,15 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
 
 }  // namespace
 
-bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).clusters > 0; }
+bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).teams > 0; }
 
-/// As measured: where clusters have several units each, about as many. Two are enough where the
+/// As measured: where teams have several units each, about as many. Two are enough where the
 /// threads of group_norm_cluster.cu lie badly over groups, whose channels neither divide a vector
 /// nor are whole vectors; else images are those of more than a block.
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
-  const auto [plan, clusters, units] = Choose(norm);
-  if (20 * plan.units < 17 * units * clusters) return false;
+  const auto [plan, teams, units] = Choose(norm);
+  if (20 * plan.units < 17 * units * teams) return false;
   const bool badly = RunOf(plan.group_channels) < std::min(plan.group_channels, kVector);
   return badly ? units >= 2 : units >= 3 && plan.blocks > 1;
 }
@@ -612,7 +745,7 @@ bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   const Choice choice = Choose(norm);
   const Plan& plan = choice.plan;
-  if (choice.clusters == 0) return cudaErrorInvalidValue;
+  if (choice.teams == 0) return cudaErrorInvalidValue;
   if (const cudaError_t error = GetTensorMapEncoders().error; error != cudaSuccess) return error;
   Maps maps = {};
   if (Encode(&maps.x, norm.x, norm.channels, norm, plan) != CUDA_SUCCESS ||
@@ -621,8 +754,8 @@ cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queu
       Encode(&maps.out, norm.out, norm.channels + norm.channels2, norm, plan) != CUDA_SUCCESS) {
     return cudaErrorInvalidValue;
   }
-  return LaunchDependent(KernelOf(plan), ShapeOf(plan, std::min(choice.clusters, plan.units)),
-                         queue, norm, plan, maps);
+  return LaunchDependent(KernelOf(plan), ShapeOf(plan, std::min(choice.teams, plan.units)), queue,
+                         norm, plan, maps);
 }
 
 cudaError_t LoadGroupNormStreamKernels() {

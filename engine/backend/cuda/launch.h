@@ -130,8 +130,12 @@ struct GroupNormLaunch {
   void* workspace = nullptr;       // partial moments: any size works that an image's have room in,
   size_t workspace_bytes = 0;      //   a larger one takes more images a launch
   int* workspace_zeros = nullptr;  // for LaunchGroupNormFactors and …Pieces, as a convolution's
+  /// For LaunchGroupNormStream: kToldBytes, zero before the first launch, which nothing else writes
+  /// and launches that run at the same time do not share.
+  void* told = nullptr;
 };
 constexpr int kMaxNormChannels = 6144;
+constexpr int kToldBytes = 2 << 20;
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 /// The factors, for bf16 of any size and what SuitsGroupNormFactors(), by an image's shape alone;
 /// and `out` of factors, those of the kernels below, too.
