@@ -20,8 +20,10 @@
 // memory; that takes longer, so there must be room for more of the next unit. All blocks run at a
 // time: the launch is cooperative.
 //
-// Shared memory. A pixel's channels are a row, which the copy engine pads so that four neighbouring
-// pixels lie in different banks. Channels of two sources come in pieces, tiles side by side.
+// Shared memory. Pieces of a pixel's channels are rows, tiles of a piece lie side by side. Four
+// neighbouring pixels are to lie in different banks: rows of 64 channels are swizzled by the copy
+// engine, which takes no room, others padded by it. An odd number of pieces comes in one box, a
+// pixel's rows after each other, which the swizzle turns as far as those of a tile.
 //
 // Words. What a block of such a team tells of a group is 16 bytes, which are written and read at
 // once, and say of which launch and unit they are: the number of the launch, which its last block
@@ -56,10 +58,11 @@ constexpr int kMaxAhead = 8;
 constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has in registers
 constexpr int kFewSummers = 192, kFewAppliers = 160;
 constexpr int kFewChunkBytes = 8192;
-constexpr int kSectorBytes = 32;      // of the L2
-constexpr int kMaxBoxChannels = 256;  // the copy engine's
-constexpr int kMaxTeam = 128;         // blocks
-constexpr int kNodeBlocks = 8;        // whose words a thread has in registers
+constexpr int kSectorBytes = 32;                          // of the L2
+constexpr int kMaxBoxChannels = 256;                      // the copy engine's
+constexpr int kSwizzledChannels = 64, kSwizzledRows = 8;  // of CU_TENSOR_MAP_SWIZZLE_128B
+constexpr int kMaxTeam = 128;                             // blocks
+constexpr int kNodeBlocks = 8;                            // whose words a thread has in registers
 
 // Warps by kind: a copier, four statisticians, then summers, then appliers.
 constexpr int kCopier = 0, kStatisticians = 1, kSummers = 5;
@@ -68,11 +71,14 @@ constexpr int kStatisticianThreads = 32 * (kSummers - kStatisticians);
 struct Plan {
   int group_channels = 0;
   int slice_groups = 0, slice_channels = 0;
-  Divisor slices;                       // of an image
-  int units = 0;                        // images · slices
-  int piece_channels = 0, pieces = 0;   // of a slice
-  int pieces1 = 0;                      // of all that the first source has
-  int pitch = 0;                        // bytes from a pixel of a piece to the next
+  Divisor slices;                      // of an image
+  int units = 0;                       // images · slices
+  int piece_channels = 0, pieces = 0;  // of a slice
+  int pieces1 = 0;                     // of all that the first source has
+  bool swizzled = false;
+  int box_pieces = 0;                   // that the copy engine takes at once
+  int pitch = 0;                        // bytes from a row to the next
+  int pixel_rows = 0, piece_rows = 0;   // from a pixel, a piece, to the next
   int vectors = 0;                      // of a pixel of a slice
   int leaf_lines = 0, pixel_lines = 0;  // leaves, pixels that summers, appliers have at a time
   int summers = 0, appliers = 0;        // threads, in whole warps
@@ -209,11 +215,12 @@ struct Block {
     return reinterpret_cast<Word*>(told_here + 1) +
            (block * 2 * plan.ahead + slot) * plan.slice_groups;
   }
-  __device__ int PieceBytes() const { return plan.chunk_pixels * plan.pitch; }
-  /// Of a vector of a pixel in a chunk, in bytes.
-  __device__ int PlaceOf(int vector) const {
+  /// Of a vector in a chunk, in bytes. Pixels that are a multiple of eight apart are so many rows.
+  __device__ int PlaceOf(int pixel, int vector) const {
     const int piece_vectors = plan.piece_channels / kVector;
-    return vector / piece_vectors * PieceBytes() + vector % piece_vectors * 16;
+    const int row = pixel * plan.pixel_rows + vector / piece_vectors * plan.piece_rows;
+    const int in_row = vector % piece_vectors;
+    return row * plan.pitch + (plan.swizzled ? in_row ^ row % kSwizzledRows : in_row) * 16;
   }
 
   /// By one thread, before any other uses them. In a cluster so many bytes say that all is told, of
@@ -250,11 +257,11 @@ struct Block {
     Chunk in = {first_unit}, out;
     begin_unit(in);
     out = in;
-    const int piece_bytes = PieceBytes();
+    const int box_bytes = plan.chunk_pixels * plan.box_pieces * plan.pitch;
     const auto each_piece = [&](const Chunk& of, auto copy) {
       unsigned char* at = chunks + of.place.index * layout.chunk_bytes;
 #pragma unroll 1  // so that there is little to fetch
-      for (int piece = 0; piece < plan.pieces; ++piece, at += piece_bytes) {
+      for (int piece = 0; piece < plan.pieces; piece += plan.box_pieces, at += box_bytes) {
         copy(at, of.first_piece + piece, of.pixel, of.image);
       }
     };
@@ -379,10 +386,16 @@ struct Block {
 
   __device__ void Sum() const {
     const int thread = threadIdx.x - 32 * kSummers, in_quad = thread % kQuad;
-    const int vector = thread / kQuad % plan.vectors;
+    // Of swizzled rows the vectors of neighbouring quads are four apart, so that what eight lanes
+    // read of four rows lies in different banks.
+    const int quad = thread / kQuad % plan.vectors;
+    const int vector = plan.swizzled ? quad / 8 * 8 + quad % 2 * 4 + quad % 8 / 2 : quad;
     const bool idle = thread / kQuad / plan.vectors >= plan.leaf_lines;  // fills the last warp
     const int line = idle ? 0 : thread / kQuad / plan.vectors;
-    const int offset = PlaceOf(vector) + in_quad * plan.pitch;
+    int places[kLeafVectors];
+#pragma unroll
+    for (int i = 0; i < kLeafVectors; ++i) places[i] = PlaceOf(in_quad + i * kQuad, vector);
+    const int leaf_bytes = kLeafPixels * plan.pixel_rows * plan.pitch;
     const int chunk_leaves = plan.chunk_pixels / kLeafPixels;
     const bool holds = HoldsSums(lane);
 
@@ -391,7 +404,7 @@ struct Block {
     for (int unit = first_unit; unit < plan.units; unit += step) {
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
         Wait(full + stage.index, stage.parity);
-        const unsigned char* const from = chunks + stage.index * layout.chunk_bytes + offset;
+        const unsigned char* const from = chunks + stage.index * layout.chunk_bytes;
         for (int first = 0; first < chunk_leaves; first += kAtOnce * plan.leaf_lines) {
           uint32_t kept[kAtOnce][kLeafVectors][kWords];
 #pragma unroll
@@ -399,8 +412,7 @@ struct Block {
             const int leaf = first + l * plan.leaf_lines + line;
 #pragma unroll
             for (int i = 0; i < kLeafVectors; ++i) {
-              const uint4 v = *reinterpret_cast<const uint4*>(
-                  from + (leaf * kLeafPixels + i * kQuad) * plan.pitch);
+              const uint4 v = *reinterpret_cast<const uint4*>(from + leaf * leaf_bytes + places[i]);
               uint32_t(&words)[kWords] = kept[l][i];
               words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
             }
@@ -454,7 +466,10 @@ struct Block {
     const int thread = threadIdx.x - 32 * kSummers - plan.summers;
     const int vector = thread % plan.vectors, line = thread / plan.vectors;
     const int first_pixel = line < plan.pixel_lines ? line : plan.chunk_pixels;
-    const int offset = PlaceOf(vector), line_bytes = plan.pixel_lines * plan.pitch;
+    int places[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) places[i] = PlaceOf(line + i * plan.pixel_lines, vector);
+    const int step_bytes = kAtOnce * plan.pixel_lines * plan.pixel_rows * plan.pitch;
     Place stage, affine_slot;
     for (int unit = first_unit; unit < plan.units; unit += step) {
       Wait(ready + affine_slot.index, affine_slot.parity);
@@ -466,14 +481,13 @@ struct Block {
       affine_slot.Next(plan.ahead + 1);
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
         Wait(full + stage.index, stage.parity);
-        unsigned char* at =
-            chunks + stage.index * layout.chunk_bytes + offset + first_pixel * plan.pitch;
+        unsigned char* at = chunks + stage.index * layout.chunk_bytes;
         for (int pixel = first_pixel; pixel < plan.chunk_pixels;
              pixel += kAtOnce * plan.pixel_lines) {
           uint4 vectors[kAtOnce];
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            vectors[i] = *reinterpret_cast<const uint4*>(at + i * line_bytes);
+            vectors[i] = *reinterpret_cast<const uint4*>(at + places[i]);
           }
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
@@ -482,9 +496,9 @@ struct Block {
             v.y = NormaliseWord(v.y, of_channels[2], of_channels[3], activate);
             v.z = NormaliseWord(v.z, of_channels[4], of_channels[5], activate);
             v.w = NormaliseWord(v.w, of_channels[6], of_channels[7], activate);
-            *reinterpret_cast<uint4*>(at + i * line_bytes) = v;
+            *reinterpret_cast<uint4*>(at + places[i]) = v;
           }
-          at += kAtOnce * line_bytes;
+          at += step_bytes;
         }
         FenceForCopies();
         __syncwarp();
@@ -501,7 +515,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     GroupNormStreamKernel(const __grid_constant__ GroupNormLaunch norm,
                           const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) unsigned char stream_shared[];
+  extern __shared__ __align__(1024) unsigned char stream_shared[];
   Block<kRun> block(norm, plan, maps, stream_shared);
   if (threadIdx.x == 0) block.InitBarriers();
   __syncthreads();
@@ -561,16 +575,6 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   plan.slice_groups = slice_channels / plan.group_channels;
   plan.slices = Divisor(channels / slice_channels);
   plan.units = norm.images * plan.slices.value;
-  const int widest = std::gcd(slice_channels, norm.channels);
-  plan.piece_channels = widest;
-  for (int parts = 1; widest % parts != 0 || plan.piece_channels % kVector != 0 ||
-                      PitchOf(plan.piece_channels) > 2 * kMaxBoxChannels;) {
-    plan.piece_channels = widest / ++parts;
-  }
-  plan.pieces = slice_channels / plan.piece_channels;
-  plan.pieces1 = norm.channels / plan.piece_channels;
-  plan.pitch = PitchOf(plan.piece_channels);
-
   plan.vectors = slice_channels / kVector;
   const auto lines_for = [](int line_threads, int threads) {
     int lines = 1;
@@ -583,8 +587,25 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   plan.summers = whole_warps(kQuad * plan.vectors * plan.leaf_lines);
   plan.appliers = whole_warps(plan.vectors * plan.pixel_lines);
 
+  const int widest = std::gcd(slice_channels, norm.channels);
+  // Two steps of appliers are to be whole turns of the swizzle.
+  plan.swizzled =
+      widest % kSwizzledChannels == 0 && kAtOnce * plan.pixel_lines % kSwizzledRows == 0;
+  plan.piece_channels = plan.swizzled ? kSwizzledChannels : widest;
+  for (int parts = 1; widest % parts != 0 || plan.piece_channels % kVector != 0 ||
+                      PitchOf(plan.piece_channels) > 2 * kMaxBoxChannels;) {
+    plan.piece_channels = widest / ++parts;
+  }
+  plan.pieces = slice_channels / plan.piece_channels;
+  plan.pieces1 = norm.channels / plan.piece_channels;
+  plan.pitch = plan.swizzled ? 2 * kSwizzledChannels : PitchOf(plan.piece_channels);
+
   plan.chunk_pixels = std::max(kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines);
   while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
+  const bool in_one = plan.swizzled && plan.pieces % 2 == 1 && norm.channels2 == 0;
+  plan.box_pieces = in_one ? plan.pieces : 1;
+  plan.pixel_rows = plan.box_pieces;
+  plan.piece_rows = in_one ? 1 : plan.chunk_pixels;
   int pixels = plan.chunk_pixels;  // of a block
   while (pixels * most_blocks < norm.pixels) pixels *= 2;
   plan.chunks = pixels / plan.chunk_pixels;
@@ -718,13 +739,15 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
   const cuuint64_t dims[4] = {piece, channels / piece, static_cast<cuuint64_t>(norm.pixels),
                               static_cast<cuuint64_t>(norm.images)};
   const cuuint64_t strides[3] = {piece * 2, row_bytes, row_bytes * norm.pixels};
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(plan.pitch / 2), 1,
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(plan.pitch / 2),
+                             static_cast<cuuint32_t>(plan.box_pieces),
                              static_cast<cuuint32_t>(plan.chunk_pixels), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   return GetTensorMapEncoders().tiled(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      plan.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 }  // namespace
