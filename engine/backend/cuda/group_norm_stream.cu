@@ -223,8 +223,8 @@ struct Block {
     return row * plan.pitch + (plan.swizzled ? in_row ^ row % kSwizzledRows : in_row) * 16;
   }
 
-  /// By one thread, before any other uses them. In a cluster so many bytes say that all is told, of
-  /// a single block its arrivals; words speak for themselves.
+  /// By one thread, before any other uses them. In a cluster so many bytes say that all is told,
+  /// else arrivals that the block itself has: others are then about to, and not to be asked before.
   __device__ void InitBarriers() const {
     for (int i = 0; i < plan.stages; ++i) {
       InitBarrier(full + i, 1);
@@ -352,11 +352,8 @@ struct Block {
       }
 
       Sums* const of_nodes = sums + slot.index * UnitSums();
-      if (TellsFar()) {
-        HearAll(unit, slot.index, thread, of_nodes);
-      } else {
-        WaitForStores(told + slot.index, slot.parity);
-      }
+      WaitForStores(told + slot.index, slot.parity);
+      if (TellsFar()) HearAll(unit, slot.index, thread, of_nodes);
       SyncNamed(2, kStatisticianThreads);  // also: the statistics of the unit before are read
       if (thread == 0) ExpectSums(slot.index);
       SumBlocks(plan.tree, of_nodes, plan.nodes, plan.slice_groups, warp - kStatisticians,
@@ -456,7 +453,7 @@ struct Block {
             }
           });
       SyncNamed(1, plan.summers);
-      if (plan.blocks == 1) Arrive(told + slot);
+      if (!plan.cluster) Arrive(told + slot);
       if (++slot == 2 * plan.ahead) slot = 0;
     }
   }
