@@ -323,60 +323,68 @@ TEST_F(HopperPlansTest, NormsOfOutputsHaveTheBitsOfGroupNorms) {
 // Runs of two, four and eight channels; clusters of one block to sixteen, teams of up to 128;
 // pixels that chunks and blocks do not divide; slices across both sources, of several boxes; more
 // units than teams; channels that tiles do not divide.
-TEST_F(HopperPlansTest, GroupNormsInOnePassGiveTheSameBits) {
-  for (const NormCase& c :
-       {NormCase{17, 64, 64, 192, 0, 32, true}, NormCase{2, 61, 67, 192, 0, 32},
-        NormCase{3, 64, 64, 384, 192, 32, true}, NormCase{3, 63, 65, 256, 256, 32, true},
-        NormCase{70, 16, 16, 576, 0, 32, true}, NormCase{9, 31, 33, 384, 384, 32},
-        NormCase{5, 31, 33, 576, 384, 32, true}, NormCase{2, 37, 41, 320, 0, 32},
-        NormCase{3, 16, 16, 768, 576, 32}, NormCase{40, 16, 16, 1152, 0, 32},
-        NormCase{3, 64, 64, 576, 0, 32, true}, NormCase{5, 31, 33, 960, 0, 32},
-        NormCase{9, 128, 128, 128, 0, 32, true}, NormCase{2, 127, 129, 128, 128, 32},
-        NormCase{3, 256, 256, 128, 0, 32, true}}) {
-    for (const bool factors : {false, true}) {
-      kept_.clear();
-      const GroupNormLaunch norm = Launch(c, factors);
-      SCOPED_TRACE(fmt::format("{} of {} × {} × {} + {}, factors {}", c.images, c.height, c.width,
-                               c.channels, c.channels2, factors));
-      ASSERT_TRUE(SuitsGroupNormStream(norm) && SuitsGroupNormPieces(norm));
-      const auto launch = [&](const GroupNormLaunch& norm) {
-        return factors ? LaunchGroupNormPieces(norm, queue_) : LaunchGroupNormStream(norm, queue_);
-      };
-      const std::vector<std::byte> all = Run("all", [&] { return launch(norm); });
-      EXPECT_TRUE(Run("again", [&] { return launch(norm); }) == all);
-      if (SuitsGroupNormCluster(norm, queue_)) {
-        EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == all);
-      } else {
-        EXPECT_TRUE(PrefersGroupNormStream(norm, queue_) && PrefersGroupNormPieces(norm, queue_));
-        if (!factors) {
-          GroupNormLaunch scaled = norm;
-          scaled.factors =
-              Zeros({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
-          const auto make_and_apply = [&] {
-            const cudaError_t error = LaunchGroupNormPieces(scaled, queue_);
-            return error == cudaSuccess ? LaunchGroupScale(scaled, queue_) : error;
-          };
-          EXPECT_TRUE(Run("factors, then applied", make_and_apply) == all);
-        }
+const NormCase kNormCases[] = {{17, 64, 64, 192, 0, 32, true},  {2, 61, 67, 192, 0, 32},
+                               {3, 64, 64, 384, 192, 32, true}, {3, 63, 65, 256, 256, 32, true},
+                               {70, 16, 16, 576, 0, 32, true},  {9, 31, 33, 384, 384, 32},
+                               {5, 31, 33, 576, 384, 32, true}, {2, 37, 41, 320, 0, 32},
+                               {3, 16, 16, 768, 576, 32},       {40, 16, 16, 1152, 0, 32},
+                               {3, 64, 64, 576, 0, 32, true},   {5, 31, 33, 960, 0, 32},
+                               {9, 128, 128, 128, 0, 32, true}, {2, 127, 129, 128, 128, 32},
+                               {3, 256, 256, 128, 0, 32, true}};
+
+class GroupNormsInOnePassTest : public HopperPlansTest,
+                                public testing::WithParamInterface<NormCase> {};
+
+TEST_P(GroupNormsInOnePassTest, GiveTheSameBits) {
+  const NormCase& c = GetParam();
+  for (const bool factors : {false, true}) {
+    kept_.clear();
+    const GroupNormLaunch norm = Launch(c, factors);
+    SCOPED_TRACE(fmt::format("factors {}", factors));
+    ASSERT_TRUE(SuitsGroupNormStream(norm) && SuitsGroupNormPieces(norm));
+    const auto launch = [&](const GroupNormLaunch& norm) {
+      return factors ? LaunchGroupNormPieces(norm, queue_) : LaunchGroupNormStream(norm, queue_);
+    };
+    const std::vector<std::byte> all = Run("all", [&] { return launch(norm); });
+    EXPECT_TRUE(Run("again", [&] { return launch(norm); }) == all);
+    if (SuitsGroupNormCluster(norm, queue_)) {
+      EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == all);
+    } else {
+      EXPECT_TRUE(PrefersGroupNormStream(norm, queue_) && PrefersGroupNormPieces(norm, queue_));
+      if (!factors) {
+        GroupNormLaunch scaled = norm;
+        scaled.factors = Zeros({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
+        const auto make_and_apply = [&] {
+          const cudaError_t error = LaunchGroupNormPieces(scaled, queue_);
+          return error == cudaSuccess ? LaunchGroupScale(scaled, queue_) : error;
+        };
+        EXPECT_TRUE(Run("factors, then applied", make_and_apply) == all);
       }
-      GroupNormLaunch first = norm;
-      first.images = 1;
-      const std::vector<std::byte> alone = Run("alone", [&] { return launch(first); });
-      EXPECT_TRUE(std::equal(alone.begin(), alone.begin() + all.size() / c.images, all.begin()));
-      EXPECT_TRUE(std::all_of(alone.begin() + all.size() / c.images, alone.end(),
-                              [](std::byte byte) { return byte == std::byte{0xff}; }))
-          << "it wrote beyond its image";
-      GroupNormLaunch other = norm;
-      other.eps *= 2;
-      EXPECT_FALSE(Run("other", [&] { return launch(other); }) == all);
-      if (factors) {
-        GroupNormLaunch few = norm;  // images at a time
-        few.workspace_bytes = std::max<size_t>(few.workspace_bytes / 4, 128 * 8 * c.groups);
-        EXPECT_TRUE(Run("few", [&] { return launch(few); }) == all);
-      }
+    }
+    GroupNormLaunch first = norm;
+    first.images = 1;
+    const std::vector<std::byte> alone = Run("alone", [&] { return launch(first); });
+    EXPECT_TRUE(std::equal(alone.begin(), alone.begin() + all.size() / c.images, all.begin()));
+    EXPECT_TRUE(std::all_of(alone.begin() + all.size() / c.images, alone.end(), [](std::byte byte) {
+      return byte == std::byte{0xff};
+    })) << "it wrote beyond its image";
+    GroupNormLaunch other = norm;
+    other.eps *= 2;
+    EXPECT_FALSE(Run("other", [&] { return launch(other); }) == all);
+    if (factors) {
+      GroupNormLaunch few = norm;  // images at a time
+      few.workspace_bytes = std::max<size_t>(few.workspace_bytes / 4, 128 * 8 * c.groups);
+      EXPECT_TRUE(Run("few", [&] { return launch(few); }) == all);
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Shapes, GroupNormsInOnePassTest, testing::ValuesIn(kNormCases),
+                         [](const auto& info) {
+                           const NormCase& c = info.param;
+                           return fmt::format("{}x{}x{}x{}x{}", c.images, c.height, c.width,
+                                              c.channels, c.channels2);
+                         });
 
 // Blocks of a team wait for each other, and two launches that each got half of the multiprocessors
 // would for ever.
