@@ -16,24 +16,25 @@
 //   memory
 //
 // Teams. Up to sixteen blocks are a cluster and tell each other by stores into shared memory.
-// Larger teams, and those for which clusters would leave multiprocessors idle, tell through global
-// memory; that takes longer, so there must be room for more of the next unit. All blocks run at a
-// time: the launch is cooperative.
+// Larger teams tell through global memory, which takes longer. All their blocks run at a time: the
+// launch is cooperative.
 //
 // Shared memory. Pieces of a pixel's channels are rows, tiles of a piece lie side by side. Four
-// neighbouring pixels are to lie in different banks: rows of 64 channels are swizzled by the copy
-// engine, which takes no room, others padded by it. An odd number of pieces comes in one box, a
-// pixel's rows after each other, which the swizzle turns as far as those of a tile.
+// neighbouring pixels are to lie in different banks: rows are padded by the copy engine, or, where
+// there must be room for much while blocks tell each other, swizzled in pieces of 64 channels. An
+// odd number of these comes in one box, a pixel's rows after each other, which the swizzle turns as
+// far as those of a tile.
 //
 // Words. What a block of such a team tells of a group is 16 bytes, which are written and read at
 // once, and say of which launch and unit they are: the number of the launch, which its last block
 // counts up, and of the unit. So nothing has to be cleared, and nobody waits for stores but by what
-// they bring; a fence would wait for all others of the multiprocessor.
+// they bring; a fence would wait for all others of the multiprocessor. Who asks for words is not
+// who tells them: told by statisticians they came later.
 //
 // Rings. Chunks in a block are of at most `ahead` units, from the one that is summed on. So when a
 // block has summed unit u, its appliers are done with unit u − ahead; for that all blocks had told
 // its sums, so they have applied unit u − 2 · ahead and need its sums no more. Hence the lengths of
-// the rings of sums and of factors, which nobody waits for to be free.
+// the rings of words, of sums that others write, and of factors, which nobody waits for to be free.
 
 #include <algorithm>
 #include <limits>
@@ -51,25 +52,26 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kMaxThreads = 768;
+constexpr int kMaxThreads = 896;
 constexpr int kSharedBytes = 227 * 1024;  // of a block that has a multiprocessor for itself
 constexpr int kMaxStages = 32;
 constexpr int kMaxAhead = 8;
 constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has in registers
-constexpr int kFewSummers = 192, kFewAppliers = 160;
-constexpr int kFewChunkBytes = 8192;
+constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;        // that it then adds up, and of each
+constexpr int kMostSummers = 384, kFewAppliers = 160;  // as measured, like what chunks have
+constexpr int kFewChunkBytes = 8192, kMostChunkBytes = 24 * 1024;
 constexpr int kSectorBytes = 32;                          // of the L2
 constexpr int kMaxBoxChannels = 256;                      // the copy engine's
 constexpr int kSwizzledChannels = 64, kSwizzledRows = 8;  // of CU_TENSOR_MAP_SWIZZLE_128B
 constexpr int kMaxTeam = 128;                             // blocks
-constexpr int kNodeBlocks = 8;                            // whose words a thread has in registers
+constexpr int kHears = 8;                                 // words that a thread has in registers
+static_assert(kMaxTeam <= kHears * kMaxCluster, "nodes");
 
-// Warps by kind: a copier, four statisticians, then summers, then appliers.
-constexpr int kCopier = 0, kStatisticians = 1, kSummers = 5;
-constexpr int kStatisticianThreads = 32 * (kSummers - kStatisticians);
+// Threads by kind, in whole warps: a copier, statisticians, then summers, then appliers.
+constexpr int kCopiers = 32, kStatisticians = 256;
 
 struct Plan {
-  int group_channels = 0;
+  Divisor group_channels;
   int slice_groups = 0, slice_channels = 0;
   Divisor slices;                      // of an image
   int units = 0;                       // images · slices
@@ -85,12 +87,14 @@ struct Plan {
   int chunk_pixels = 0, chunks = 0;     // of a block's part of a unit
   int stages = 0;                       // chunks that there is room for
   int ahead = 0;                        // units that these are of
-  int leaves = 0, blocks = 0;           // of a block; of a slice
-  bool cluster = false;                 // such blocks tell each other in shared memory
-  int nodes = 0;                        // sums of a group that a statistician adds: of blocks, or
-                                        // of kNodeBlocks of them that told through global memory
-  float count_inverse = 0;              // of the elements of a group
-  SumTree tree;
+  int sum_slots = 0;                    // units that sums are of: 2 · ahead where others write
+  int leaves = 0;                       // of a block
+  int blocks = 0;                       // of a team: as many as of a slice
+  bool cluster = false;                 // the team is one, or a single block
+  int nodes = 0;                       // sums of a group that a statistician adds up: of blocks, or
+                                       // of kHears of them that told through global memory
+  float count_inverse = 0;             // of the elements of a group
+  int leaf_bits = 0, lane_leaves = 0;  // 2^bits lanes add up a group's leaves, so many each
 };
 
 struct Maps {
@@ -101,7 +105,7 @@ struct Maps {
 struct Layout {
   int chunk_bytes;
   int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
-  int chunks, leaves, sums, affines, statistics, bytes;
+  int chunks, leaves, sums, affines, bytes;
 
   __host__ __device__ Layout(const Plan& plan, int run)
       : chunk_bytes(plan.pieces * plan.chunk_pixels * plan.pitch),
@@ -109,11 +113,12 @@ struct Layout {
         chunks(1024),
         leaves(chunks + plan.stages * chunk_bytes),  // and one that idle lanes write
         sums(leaves + (plan.leaves + 1) * leaf_stride * static_cast<int>(sizeof(Sums))),
-        affines(sums +
-                2 * plan.ahead * plan.nodes * plan.slice_groups * static_cast<int>(sizeof(Sums))),
-        statistics(affines +
-                   (plan.ahead + 1) * plan.slice_channels * static_cast<int>(sizeof(Affine))),
-        bytes(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))) {}
+        affines((sums +
+                 plan.sum_slots * plan.nodes * plan.slice_groups * static_cast<int>(sizeof(Sums)) +
+                 15) /
+                16 * 16),
+        bytes(affines + (plan.ahead + 1) * plan.slice_channels * static_cast<int>(sizeof(Affine))) {
+  }
 };
 static_assert((2 * kMaxStages + 3 * kMaxAhead + 1) * sizeof(uint64_t) <= 1024, "barriers");
 
@@ -141,13 +146,23 @@ __device__ inline Word Hear(const Word* from) {
       : "memory");
   return word;
 }
-/// The beginning of GroupNormLaunch::told; the rest are Words [blocks][2 · ahead][slice_groups].
-struct Told {
+/// The beginning of GroupNormLaunch::told; the rest are Words [blocks][2 · ahead][slice_groups], so
+/// that nobody else writes to lines of the L2 that many wait for.
+struct alignas(256) Told {
   uint32_t launches;  // that have ended
   uint32_t done;      // blocks of the present one
-  uint32_t unused[2];
 };
-static_assert(sizeof(Told) == sizeof(Word));
+
+/// As a binary tree.
+template <int kCount>
+__device__ inline Sums AddUp(Sums (&sums)[kCount]) {
+#pragma unroll
+  for (int n = 1; n < kCount; n *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2 * n) sums[i] = sums[i] + sums[i + n];
+  }
+  return sums[0];
+}
 
 /// A place in a ring of `count`, and the parity of the barrier's phase there.
 struct Place {
@@ -171,10 +186,9 @@ struct Block {
   uint64_t *told, *ready;  // [2 · ahead], [ahead + 1]
   unsigned char* chunks;   // [stages][pieces][chunk_pixels][pitch]
   Sums* leaves;            // [leaves + 1][layout.leaf_stride], by runs
-  Sums* sums;              // [2 · ahead][nodes][slice_groups]
-  Affine* affines;         // [ahead + 1][slice_channels]
-  Statistics* statistics;  // [runs of a slice]
-  int warp, lane;
+  Sums* sums;              // [sum_slots][nodes][slice_groups]
+  Affine* affines;         // [ahead + 1][kVector / 2][vectors][2], by lanes that read 16 bytes each
+  int lane;
   Told* told_here;       // of a team that is no cluster
   uint32_t launch = 0;   // its number, not zero
   int rank;              // in the team
@@ -195,8 +209,6 @@ struct Block {
         leaves(reinterpret_cast<Sums*>(shared + layout.leaves)),
         sums(reinterpret_cast<Sums*>(shared + layout.sums)),
         affines(reinterpret_cast<Affine*>(shared + layout.affines)),
-        statistics(reinterpret_cast<Statistics*>(shared + layout.statistics)),
-        warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         told_here(static_cast<Told*>(norm.told)),
         rank(blockIdx.x),
@@ -204,12 +216,12 @@ struct Block {
         step(gridDim.y),
         begin(rank * plan.leaves * kLeafPixels) {}
 
-  __device__ bool TellsFar() const { return plan.blocks > 1 && !plan.cluster; }
+  __device__ bool InCluster() const { return plan.cluster && plan.blocks > 1; }
   /// From the last image on, which the convolution before left in the L2.
   __device__ int ImageOf(int unit) const { return norm.images - 1 - unit / plan.slices; }
   __device__ int ChannelOf(int unit) const { return unit % plan.slices * plan.slice_channels; }
   __device__ int UnitSums() const { return plan.nodes * plan.slice_groups; }
-  /// What a block of the team tells of a unit.
+  /// What a block of the team tells of a unit, [slice_groups].
   __device__ Word* WordsOf(int of_rank, int slot) const {
     const int block = blockIdx.y * plan.blocks + of_rank;
     return reinterpret_cast<Word*>(told_here + 1) +
@@ -223,22 +235,21 @@ struct Block {
     return row * plan.pitch + (plan.swizzled ? in_row ^ row % kSwizzledRows : in_row) * 16;
   }
 
-  /// By one thread, before any other uses them. In a cluster so many bytes say that all is told,
-  /// else arrivals that the block itself has: others are then about to, and not to be asked before.
+  /// By one thread, before any other uses them.
   __device__ void InitBarriers() const {
     for (int i = 0; i < plan.stages; ++i) {
       InitBarrier(full + i, 1);
       InitBarrier(done + i, plan.appliers / 32);
     }
     for (int i = 0; i < 2 * plan.ahead; ++i) {
-      InitBarrier(told + i, plan.cluster ? 1 : plan.summers);
+      InitBarrier(told + i, InCluster() ? 1 : plan.summers);
       ExpectSums(i);
     }
-    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, kStatisticianThreads);
+    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, kStatisticians);
     FenceBarrierInit();
   }
   __device__ void ExpectSums(int slot) const {
-    if (!plan.cluster) return;
+    if (!InCluster()) return;
     ArriveExpecting(told + slot, UnitSums() * static_cast<int>(sizeof(Sums)));
   }
 
@@ -301,78 +312,91 @@ struct Block {
     WaitUntilStoresRead();
   }
 
-  /// Adds up what the blocks of the team tell of a unit, kNodeBlocks of them at a time.
-  __device__ void HearAll(int unit, int slot, int thread, Sums* to) const {
-    const auto words_on = static_cast<int64_t>(2 * plan.ahead) * plan.slice_groups;
-    for (int i = thread; i < UnitSums(); i += kStatisticianThreads) {
+  /// Makes nodes of what all blocks of the team tell of a unit, of kHears blocks each.
+  __device__ void HearAll(int unit, int slot, int thread, Sums* of_nodes) const {
+    for (int i = thread; i < UnitSums(); i += kStatisticians) {
       const int node = i / plan.slice_groups, group = i % plan.slice_groups;
-      const int blocks = min(kNodeBlocks, plan.blocks - node * kNodeBlocks);
-      const Word* const first = WordsOf(node * kNodeBlocks, slot) + group;
-      Word words[kNodeBlocks] = {};
+      const int blocks = min(kHears, plan.blocks - node * kHears);
+      const Word* const from = WordsOf(node * kHears, slot) + group;
+      const int words_on = 2 * plan.ahead * plan.slice_groups;
+      Word words[kHears] = {};
+      const auto missing = [&](int b) {
+        return b < blocks &&
+               (words[b].launch != launch || words[b].unit != static_cast<uint32_t>(unit));
+      };
       for (bool all = false; !all;) {
 #pragma unroll
-        for (int b = 0; b < kNodeBlocks; ++b) {
-          if (b < blocks) words[b] = Hear(first + b * words_on);
+        for (int b = 0; b < kHears; ++b) {
+          if (missing(b)) words[b] = Hear(from + b * words_on);
         }
         all = true;
 #pragma unroll
-        for (int b = 0; b < kNodeBlocks; ++b) {
-          all &= b >= blocks ||
-                 (words[b].launch == launch && words[b].unit == static_cast<uint32_t>(unit));
-        }
+        for (int b = 0; b < kHears; ++b) all &= !missing(b);
       }
+      Sums of_blocks[kHears];
 #pragma unroll
-      for (int n = 1; n < kNodeBlocks; n *= 2) {
-#pragma unroll
-        for (int b = 0; b < kNodeBlocks; b += 2 * n) {
-          words[b].sums = words[b].sums + words[b + n].sums;
-        }
-      }
-      to[i] = words[0].sums;
+      for (int b = 0; b < kHears; ++b) of_blocks[b] = words[b].sums;
+      of_nodes[i] = AddUp(of_blocks);
     }
   }
+  /// Over all blocks of the team.
+  __device__ Sums OfImage(const Sums* of_nodes, int group) const {
+    Sums of_quads[kMaxCluster / kQuad] = {};
+#pragma unroll
+    for (int q = 0; q < kMaxCluster / kQuad; ++q) {
+      if (q * kQuad >= plan.nodes) break;
+      Sums quad[kQuad];
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        const int node = q * kQuad + i;
+        quad[i] = node < plan.nodes ? of_nodes[node * plan.slice_groups + group] : Sums{};
+      }
+      of_quads[q] = AddUp(quad);
+    }
+    return AddUp(of_quads);
+  }
 
-  __device__ void MakeFactors() const {
-    Place slot, affine_slot;
-    const int thread = threadIdx.x - 32 * kStatisticians;
-    const int runs = plan.group_channels / kRun;
+  // Each: `thread` of those of its kind.
+
+  __device__ void MakeFactors(int thread) const {
+    Place slot, sum_slot, affine_slot;
     const float half = norm.activation == Activation::kSilu ? 0.5f : 1.0f;  // SiluOfHalf
     for (int unit = first_unit; unit < plan.units; unit += step) {
       const int image = ImageOf(unit), channel = ChannelOf(unit);
       Affine* const of_unit = affines + affine_slot.index * plan.slice_channels;
-      for (int c = thread; c < plan.slice_channels; c += kStatisticianThreads) {
-        Affine affine = {half * norm.gamma[channel + c], half * norm.beta[channel + c]};
+      const auto each_channel = [&](auto make) {
+        for (int c = thread; c < plan.slice_channels; c += kStatisticians) {
+          const int pair = c % kVector / 2 * plan.vectors + c / kVector;
+          make(c, of_unit[2 * pair + c % 2]);
+        }
+      };
+      each_channel([&](int c, Affine& affine) {
+        affine = {half * norm.gamma[channel + c], half * norm.beta[channel + c]};
         if (norm.scale_shift.data != nullptr) {
           const auto* scales = static_cast<const __nv_bfloat16*>(norm.scale_shift.data) +
                                image * norm.scale_shift.stride + channel;
           const __nv_bfloat16* shifts = scales + norm.channels + norm.channels2;
           affine = Apply(affine, scales[c], shifts[c], half);
         }
-        of_unit[c] = affine;
-      }
+      });
 
-      Sums* const of_nodes = sums + slot.index * UnitSums();
+      Sums* const of_nodes = sums + sum_slot.index * UnitSums();
       WaitForStores(told + slot.index, slot.parity);
-      if (TellsFar()) HearAll(unit, slot.index, thread, of_nodes);
-      SyncNamed(2, kStatisticianThreads);  // also: the statistics of the unit before are read
       if (thread == 0) ExpectSums(slot.index);
-      SumBlocks(plan.tree, of_nodes, plan.nodes, plan.slice_groups, warp - kStatisticians,
-                kSummers - kStatisticians, lane, [&](const Sums& of_image, int group, int part) {
-                  const Statistics of_group = StatisticsOf(of_image, plan.count_inverse, norm.eps);
-                  for (int r = part; r < runs; r += 1 << plan.tree.block_bits) {
-                    statistics[group * runs + r] = of_group;
-                  }
-                });
-      slot.Next(2 * plan.ahead);
-      SyncNamed(2, kStatisticianThreads);
-
-      for (int c = thread; c < plan.slice_channels; c += kStatisticianThreads) {
-        of_unit[c] = Apply(of_unit[c], statistics[c / kRun]);
+      if (!plan.cluster) {
+        HearAll(unit, slot.index, thread, of_nodes);
+        SyncNamed(2, kStatisticians);
       }
+      each_channel([&](int c, Affine& affine) {
+        const Sums of_image = OfImage(of_nodes, c / plan.group_channels);
+        affine = Apply(affine, StatisticsOf(of_image, plan.count_inverse, norm.eps));
+      });
       Arrive(ready + affine_slot.index);  // all threads, whose stores these are
+      slot.Next(2 * plan.ahead);
+      sum_slot.Next(plan.sum_slots);
       affine_slot.Next(plan.ahead + 1);
     }
-    if (TellsFar() && thread == 0) CountLaunch();
+    if (!plan.cluster && thread == 0) CountLaunch();
   }
   /// All blocks have read `launch` before the last one is done with its units.
   __device__ void CountLaunch() const {
@@ -381,8 +405,8 @@ struct Block {
     told_here->launches = launch;
   }
 
-  __device__ void Sum() const {
-    const int thread = threadIdx.x - 32 * kSummers, in_quad = thread % kQuad;
+  __device__ void Sum(int thread) const {
+    const int in_quad = thread % kQuad;
     // Of swizzled rows the vectors of neighbouring quads are four apart, so that what eight lanes
     // read of four rows lies in different banks.
     const int quad = thread / kQuad % plan.vectors;
@@ -433,34 +457,55 @@ struct Block {
       }
 
       SyncNamed(1, plan.summers);
-      Sums* const mine = sums + slot * UnitSums() + rank * plan.slice_groups;
-      SumLeaves(
-          plan.tree, leaves, layout.leaf_stride, plan.group_channels / kRun, plan.slice_groups,
-          warp - kSummers, plan.summers / 32, lane, [&](const Sums& of_block, int group, int part) {
-            if (TellsFar()) {
-              if (part == 0) {
-                Tell(WordsOf(rank, slot) + group, {of_block, launch, static_cast<uint32_t>(unit)});
+      Sums* const mine = sums + slot * UnitSums() + (InCluster() ? rank * plan.slice_groups : 0);
+      SumGroups(
+          plan.slice_groups, plan.leaf_bits, thread / 32, plan.summers / 32, lane,
+          [&](int group, int part, Sums(&lanes)[kLaneLeaves]) { SumOfLane(group, part, lanes); },
+          [&](const Sums& of_block, int group, int part) {
+            if (InCluster()) {
+              for (int to = part; to < plan.blocks; to += 1 << plan.leaf_bits) {
+                StoreAt(AddressAt(mine + group, to), AddressAt(told + slot, to), of_block.x,
+                        of_block.squares);
               }
-              return;
-            }
-            if (!plan.cluster) {
+            } else if (part == 0 && plan.cluster) {
               mine[group] = of_block;
-              return;
-            }
-            for (int to = part; to < plan.blocks; to += 1 << plan.tree.leaf_bits) {
-              StoreAt(AddressAt(mine + group, to), AddressAt(told + slot, to), of_block.x,
-                      of_block.squares);
+            } else if (part == 0) {
+              Tell(WordsOf(rank, slot) + group, {of_block, launch, static_cast<uint32_t>(unit)});
             }
           });
       SyncNamed(1, plan.summers);
-      if (!plan.cluster) Arrive(told + slot);
+      if (!InCluster()) Arrive(told + slot);
       if (++slot == 2 * plan.ahead) slot = 0;
     }
   }
 
+  /// Of leaves of a group those of a lane, over runs in their order: as in SumLeaves(), but loads
+  /// do not wait for sums.
+  __device__ void SumOfLane(int group, int part, Sums (&lanes)[kLaneLeaves]) const {
+    const int runs = plan.group_channels.value / kRun;
+    const Sums* const first_leaf =
+        leaves + part * plan.lane_leaves * layout.leaf_stride + group * runs;
+#pragma unroll 1
+    for (int first = 0; first < runs; first += kRunsAtOnce) {
+      Sums of_runs[kLaneLeaves][kRunsAtOnce];
+#pragma unroll
+      for (int l = 0; l < kLaneLeaves; ++l) {
+#pragma unroll
+        for (int r = 0; r < kRunsAtOnce; ++r) {
+          const bool is_one = l < plan.lane_leaves && first + r < runs;
+          of_runs[l][r] = is_one ? first_leaf[l * layout.leaf_stride + first + r] : Sums{};
+        }
+      }
+#pragma unroll
+      for (int l = 0; l < kLaneLeaves; ++l) {
+#pragma unroll
+        for (int r = 0; r < kRunsAtOnce; ++r) lanes[l] = lanes[l] + of_runs[l][r];
+      }
+    }
+  }
+
   template <typename Activate>
-  __device__ void Normalise(Activate activate) const {
-    const int thread = threadIdx.x - 32 * kSummers - plan.summers;
+  __device__ void Normalise(int thread, Activate activate) const {
     const int vector = thread % plan.vectors, line = thread / plan.vectors;
     const int first_pixel = line < plan.pixel_lines ? line : plan.chunk_pixels;
     int places[kAtOnce];
@@ -472,8 +517,11 @@ struct Block {
       Wait(ready + affine_slot.index, affine_slot.parity);
       Affine of_channels[kVector];
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        of_channels[j] = affines[affine_slot.index * plan.slice_channels + vector * kVector + j];
+      for (int pair = 0; pair < kVector / 2; ++pair) {
+        const float4 of_pair = reinterpret_cast<const float4*>(
+            affines + affine_slot.index * plan.slice_channels)[pair * plan.vectors + vector];
+        of_channels[2 * pair] = {of_pair.x, of_pair.y};
+        of_channels[2 * pair + 1] = {of_pair.z, of_pair.w};
       }
       affine_slot.Next(plan.ahead + 1);
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
@@ -516,29 +564,30 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Block<kRun> block(norm, plan, maps, stream_shared);
   if (threadIdx.x == 0) block.InitBarriers();
   __syncthreads();
-  if (plan.cluster) {
+  if (block.InCluster()) {
     ArriveAtCluster();
     WaitForCluster();
   }
   WaitForPredecessors();
-  if (block.TellsFar()) block.launch = __ldcg(&block.told_here->launches) + 1;
-  if (block.warp == kCopier) {
+  if (!plan.cluster) block.launch = __ldcg(&block.told_here->launches) + 1;
+  int thread = threadIdx.x;  // of its kind
+  if (thread < kCopiers) {
     if (ElectOne()) block.Copy();
-  } else if (block.warp < kSummers) {
-    block.MakeFactors();
-  } else if (block.warp < kSummers + plan.summers / 32) {
-    block.Sum();
+  } else if ((thread -= kCopiers) < kStatisticians) {
+    block.MakeFactors(thread);
+  } else if ((thread -= kStatisticians) < plan.summers) {
+    block.Sum(thread);
   } else if (norm.activation == Activation::kSilu) {
-    block.Normalise([](float h) { return SiluOfHalf(h); });
+    block.Normalise(thread - plan.summers, [](float h) { return SiluOfHalf(h); });
   } else {
-    block.Normalise([](float y) { return y; });
+    block.Normalise(thread - plan.summers, [](float y) { return y; });
   }
 #endif
 }
 
 using Kernel = void(GroupNormLaunch, Plan, Maps);
 Kernel* KernelOf(const Plan& plan) {
-  switch (RunOf(plan.group_channels)) {
+  switch (RunOf(plan.group_channels.value)) {
     case 2:
       return GroupNormStreamKernel<2>;
     case 4:
@@ -557,37 +606,54 @@ int PitchOf(int channels) {
   while (HasSectors(channels) && bytes % 64 != 32) bytes += 16;
   return bytes;
 }
-int Threads(const Plan& plan) { return 32 * kSummers + plan.summers + plan.appliers; }
-int SharedBytes(const Plan& plan) { return Layout(plan, RunOf(plan.group_channels)).bytes; }
+int Threads(const Plan& plan) { return kCopiers + kStatisticians + plan.summers + plan.appliers; }
+int SharedBytes(const Plan& plan) { return Layout(plan, RunOf(plan.group_channels.value)).bytes; }
 int WordBytes(const Plan& plan, int teams) {
-  return teams * plan.blocks * 2 * plan.ahead * plan.slice_groups * static_cast<int>(sizeof(Word));
+  return teams * 2 * plan.ahead * plan.slice_groups * plan.blocks * static_cast<int>(sizeof(Word));
 }
 
-/// `most_blocks`: a power of two. `cluster`: unless it comes out as a single block.
+/// `most_blocks`: a power of two.
 Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, bool cluster) {
   const int channels = norm.channels + norm.channels2;
   Plan plan;
-  plan.group_channels = channels / norm.groups;
+  plan.group_channels = Divisor(channels / norm.groups);
   plan.slice_channels = slice_channels;
   plan.slice_groups = slice_channels / plan.group_channels;
   plan.slices = Divisor(channels / slice_channels);
   plan.units = norm.images * plan.slices.value;
   plan.vectors = slice_channels / kVector;
-  const auto lines_for = [](int line_threads, int threads) {
-    int lines = 1;
-    while (lines * line_threads < threads) lines *= 2;
-    return lines;
-  };
+  const int line_summers = kQuad * plan.vectors, line_appliers = plan.vectors;
+  plan.leaf_lines = plan.pixel_lines = 1;
+  while (2 * plan.leaf_lines * line_summers <= kMostSummers &&
+         2 * plan.leaf_lines * kAtOnce * kLeafPixels * PitchOf(slice_channels) <= kMostChunkBytes) {
+    plan.leaf_lines *= 2;
+  }
+  while (plan.pixel_lines * line_appliers < kFewAppliers) plan.pixel_lines *= 2;
   const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
-  plan.leaf_lines = lines_for(kQuad * plan.vectors, kFewSummers);
-  plan.pixel_lines = lines_for(plan.vectors, kFewAppliers);
-  plan.summers = whole_warps(kQuad * plan.vectors * plan.leaf_lines);
-  plan.appliers = whole_warps(plan.vectors * plan.pixel_lines);
+  plan.summers = whole_warps(line_summers * plan.leaf_lines);
+  plan.appliers = whole_warps(line_appliers * plan.pixel_lines);
+
+  plan.chunk_pixels = std::max(kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines);
+  while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
+  int pixels = plan.chunk_pixels;  // of a block
+  while (pixels * most_blocks < norm.pixels) pixels *= 2;
+  plan.chunks = pixels / plan.chunk_pixels;
+  plan.leaves = pixels / kLeafPixels;
+  plan.blocks = (norm.pixels + pixels - 1) / pixels;
+  plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels.value);
+  plan.cluster = cluster || plan.blocks == 1;
+  plan.nodes = plan.cluster ? plan.blocks : (plan.blocks + kHears - 1) / kHears;
+  const int group_lanes = std::min(32, plan.summers / plan.slice_groups);
+  plan.lane_leaves = std::min(kLaneLeaves, plan.leaves);
+  while (plan.lane_leaves > 1 && 2 * plan.leaves / plan.lane_leaves <= group_lanes) {
+    plan.lane_leaves /= 2;
+  }
+  plan.leaf_bits = BinaryLogarithm(plan.leaves / plan.lane_leaves);
 
   const int widest = std::gcd(slice_channels, norm.channels);
   // Two steps of appliers are to be whole turns of the swizzle.
-  plan.swizzled =
-      widest % kSwizzledChannels == 0 && kAtOnce * plan.pixel_lines % kSwizzledRows == 0;
+  plan.swizzled = !plan.cluster && widest % kSwizzledChannels == 0 &&
+                  kAtOnce * plan.pixel_lines % kSwizzledRows == 0;
   plan.piece_channels = plan.swizzled ? kSwizzledChannels : widest;
   for (int parts = 1; widest % parts != 0 || plan.piece_channels % kVector != 0 ||
                       PitchOf(plan.piece_channels) > 2 * kMaxBoxChannels;) {
@@ -597,29 +663,18 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   plan.pieces1 = norm.channels / plan.piece_channels;
   plan.pitch = plan.swizzled ? 2 * kSwizzledChannels : PitchOf(plan.piece_channels);
 
-  plan.chunk_pixels = std::max(kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines);
-  while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
   const bool in_one = plan.swizzled && plan.pieces % 2 == 1 && norm.channels2 == 0;
   plan.box_pieces = in_one ? plan.pieces : 1;
   plan.pixel_rows = plan.box_pieces;
   plan.piece_rows = in_one ? 1 : plan.chunk_pixels;
-  int pixels = plan.chunk_pixels;  // of a block
-  while (pixels * most_blocks < norm.pixels) pixels *= 2;
-  plan.chunks = pixels / plan.chunk_pixels;
-  plan.leaves = pixels / kLeafPixels;
-  plan.blocks = (norm.pixels + pixels - 1) / pixels;
-  plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels);
-  plan.cluster = cluster && plan.blocks > 1;
-  plan.nodes = plan.blocks == 1 || plan.cluster ? plan.blocks
-                                                : (plan.blocks + kNodeBlocks - 1) / kNodeBlocks;
-  plan.tree = MakeSumTree(plan.leaves, plan.nodes);
 
   // More units need longer rings of sums and factors, and leave less room for chunks.
   for (int ahead = 1; ahead <= kMaxAhead; ++ahead) {
     Plan longer = plan;
     longer.stages = 0;
     longer.ahead = ahead;
-    const Layout empty(longer, RunOf(plan.group_channels));
+    longer.sum_slots = plan.cluster ? 2 * ahead : 2;
+    const Layout empty(longer, RunOf(plan.group_channels.value));
     longer.stages = std::min(
         {(kSharedBytes - empty.bytes) / empty.chunk_bytes, ahead * plan.chunks, kMaxStages});
     if (longer.stages > plan.stages) plan = longer;
@@ -627,8 +682,7 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   return plan;
 }
 
-/// Chunks that a block has room for, and those of a unit, in elements.
-int RoomOf(const Plan& plan) { return plan.stages * plan.chunk_pixels * plan.slice_channels; }
+/// A block's part of a unit, in elements.
 int PartOf(const Plan& plan) { return plan.leaves * kLeafPixels * plan.slice_channels; }
 
 /// Possible, and worth its while: rows that the copy engine moves fast (a single block has longer
@@ -649,39 +703,35 @@ LaunchShape ShapeOf(const Plan& plan, int teams) {
           .block = dim3(Threads(plan)),
           .shared_bytes = static_cast<size_t>(SharedBytes(plan)),
           .cluster = plan.cluster ? blocks : 1,
-          .cooperative = blocks > 1 && !plan.cluster};
+          .cooperative = !plan.cluster};
 }
 
-/// Teams of so many blocks that the device runs at a time, or none. A block has a multiprocessor
-/// for itself, so the plan bears on it no further. To ask for clusters takes 10 µs, so it is done
-/// once.
-int TeamsOf(int blocks, bool cluster) {
+/// Teams that the device runs at a time, or none. A block has a multiprocessor for itself, so of
+/// the plan only its clusters bear on it. To ask for these takes 10 µs, so it is done once.
+int TeamsOf(const Plan& plan) {
   static std::mutex mutex;
   static std::map<std::pair<int, int>, int> known;  // clusters by device and blocks
-  int device = 0, multiprocessors = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
-          cudaSuccess) {
-    return 0;
-  }
-  if (!cluster) return multiprocessors / blocks;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  const int cluster = plan.cluster ? plan.blocks : 1;
   const std::lock_guard lock(mutex);
-  const auto [at, is_new] = known.try_emplace({device, blocks}, 0);
-  if (!is_new) return at->second;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kMaxThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  if (cudaOccupancyMaxActiveClusters(&at->second, GroupNormStreamKernel<kVector>, &config) !=
-      cudaSuccess) {
-    at->second = 0;
+  const auto [at, is_new] = known.try_emplace({device, cluster}, 0);
+  if (is_new) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(cluster);
+    config.blockDim = dim3(kMaxThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (cudaOccupancyMaxActiveClusters(&at->second, GroupNormStreamKernel<kVector>, &config) !=
+        cudaSuccess) {
+      at->second = 0;
+    }
   }
-  return at->second;
+  return at->second * cluster / plan.blocks;
 }
 
 /// A plan, how many teams there are for it, and how many units the busiest of them has.
@@ -694,14 +744,10 @@ struct Choice {
 double CostOf(const Plan& plan, int units) {
   constexpr int kUnitElements = 2048;  // for what a unit takes besides
   constexpr double kSlowRows = 1.25;   // where slices share sectors
-  // From when the last chunk of a unit is asked for until the first one has left, where blocks tell
-  // through global memory: so much of the next one there should be room for.
-  constexpr double kTellElements = 68 * 1024;
-  double part = PartOf(plan);
-  if (plan.blocks > 1 && !plan.cluster) {
-    part *= std::max(1.0, kTellElements / (RoomOf(plan) - part));
-  }
-  return (units + 1.0) * (part + kUnitElements) * (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
+  constexpr double kTellFar = 1.25;    // through global memory
+  const double slower =
+      (plan.cluster ? 1 : kTellFar) * (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
+  return (units + 1.0) * (PartOf(plan) + kUnitElements) * slower;
 }
 /// The one whose busiest team is done first; none (no teams) where none suits, however many images
 /// there are.
@@ -713,7 +759,7 @@ Choice Choose(const GroupNormLaunch& norm) {
   double least = std::numeric_limits<double>::max();
   const auto consider = [&](int slice, int blocks, bool cluster) {
     const Plan plan = MakePlan(norm, slice, blocks, cluster);
-    const int teams = Suits(plan) ? TeamsOf(plan.blocks, cluster) : 0;
+    const int teams = Suits(plan) ? TeamsOf(plan) : 0;
     if (teams == 0 || (!cluster && sizeof(Told) + WordBytes(plan, teams) > kToldBytes)) return;
     const int units = (plan.units + teams - 1) / teams;
     const double cost = CostOf(plan, units);
@@ -722,7 +768,9 @@ Choice Choose(const GroupNormLaunch& norm) {
   for (int slice = unit; slice <= channels; slice += unit) {
     if (channels % slice != 0) continue;
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) consider(slice, blocks, true);
-    for (int blocks = 2; blocks <= kMaxTeam; blocks *= 2) consider(slice, blocks, false);
+    for (int blocks = 2 * kMaxCluster; blocks <= kMaxTeam; blocks *= 2) {
+      consider(slice, blocks, false);
+    }
   }
   return choice;
 }
@@ -758,7 +806,8 @@ bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
   const auto [plan, teams, units] = Choose(norm);
   if (20 * plan.units < 17 * units * teams) return false;
-  const bool badly = RunOf(plan.group_channels) < std::min(plan.group_channels, kVector);
+  const bool badly =
+      RunOf(plan.group_channels.value) < std::min(plan.group_channels.value, kVector);
   return badly ? units >= 2 : units >= 3 && plan.blocks > 1;
 }
 
