@@ -29,7 +29,8 @@
 // once, and say of which launch and unit they are: the number of the launch, which its last block
 // counts up, and of the unit. So nothing has to be cleared, and nobody waits for stores but by what
 // they bring; a fence would wait for all others of the multiprocessor. Who asks for words is not
-// who tells them: told by statisticians, images of 256×256 took a tenth longer.
+// who tells them: told by statisticians, and laid out otherwise, images of 256×256 took a tenth
+// longer.
 //
 // Rings. Chunks in a block are of at most `ahead` units, from the one that is summed on. So when a
 // block has summed unit u, its appliers are done with unit u − ahead; for that all blocks had told
