@@ -17,7 +17,7 @@ constexpr int kThreads = 256;
 /// A thread for each vector of V columns, whole rows in a block, so that nobody divides.
 template <int V>
 LaunchShape ShapeOf(int64_t rows, int columns) {
-  const unsigned vectors = columns / V, across = std::min<unsigned>(vectors, kThreads);
+  const unsigned vectors = columns / V, across = std::clamp<unsigned>(vectors, 1, kThreads);
   const unsigned lines = kThreads / across;
   return {.grid = dim3(static_cast<unsigned>((rows + lines - 1) / lines),
                        (vectors + across - 1) / across),
