@@ -692,7 +692,7 @@ int PartOf(const Plan& plan) { return plan.leaves * kLeafPixels * plan.slice_cha
 bool Suits(const Plan& plan) {
   const int kFewPieceChannels = plan.blocks == 1 ? 64 : 48;
   constexpr int kFewElements = 24 * 1024;
-  return Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves &&
+  return Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves && plan.blocks >= 1 &&
          plan.blocks <= (plan.cluster ? kMaxCluster : kMaxTeam) &&
          plan.piece_channels >= kFewPieceChannels && PartOf(plan) >= kFewElements &&
          plan.stages >= kAtOnce + 1 && 8 * plan.stages >= 15 * plan.chunks;
