@@ -21,9 +21,7 @@
 //
 // Shared memory. Pieces of a pixel's channels are rows, tiles of a piece lie side by side. Four
 // neighbouring pixels are to lie in different banks: rows are padded by the copy engine, or, where
-// there must be room for much while blocks tell each other, swizzled in pieces of 64 channels. An
-// odd number of these comes in one box, a pixel's rows after each other, which the swizzle turns as
-// far as those of a tile.
+// there must be room for much while blocks tell each other, swizzled in pieces of 64 channels.
 //
 // Words. What a block of such a team tells of a group is 16 bytes, which are written and read at
 // once, and say of which launch and unit they are: the number of the launch, which its last block
@@ -79,9 +77,7 @@ struct Plan {
   int piece_channels = 0, pieces = 0;  // of a slice
   int pieces1 = 0;                     // of all that the first source has
   bool swizzled = false;
-  int box_pieces = 0;                   // that the copy engine takes at once
   int pitch = 0;                        // bytes from a row to the next
-  int pixel_rows = 0, piece_rows = 0;   // from a pixel, a piece, to the next
   int vectors = 0;                      // of a pixel of a slice
   int leaf_lines = 0, pixel_lines = 0;  // leaves, pixels that summers, appliers have at a time
   int summers = 0, appliers = 0;        // threads, in whole warps
@@ -228,10 +224,10 @@ struct Block {
     return reinterpret_cast<Word*>(told_here + 1) +
            (block * 2 * plan.ahead + slot) * plan.slice_groups;
   }
-  /// Of a vector in a chunk, in bytes. Pixels that are a multiple of eight apart are so many rows.
+  /// Of a vector in a chunk, in bytes.
   __device__ int PlaceOf(int pixel, int vector) const {
     const int piece_vectors = plan.piece_channels / kVector;
-    const int row = pixel * plan.pixel_rows + vector / piece_vectors * plan.piece_rows;
+    const int row = vector / piece_vectors * plan.chunk_pixels + pixel;
     const int in_row = vector % piece_vectors;
     return row * plan.pitch + (plan.swizzled ? in_row ^ row % kSwizzledRows : in_row) * 16;
   }
@@ -269,12 +265,12 @@ struct Block {
     Chunk in = {first_unit}, out;
     begin_unit(in);
     out = in;
-    const int box_bytes = plan.chunk_pixels * plan.box_pieces * plan.pitch;
+    const int piece_bytes = plan.chunk_pixels * plan.pitch;
     const auto each_piece = [&](const Chunk& of, auto copy) {
       unsigned char* at = chunks + of.place.index * layout.chunk_bytes;
 #pragma unroll 1  // so that there is little to fetch
-      for (int piece = 0; piece < plan.pieces; piece += plan.box_pieces, at += box_bytes) {
-        copy(at, of.first_piece + piece, of.pixel, of.image);
+      for (int i = 0; i < plan.pieces; ++i, at += piece_bytes) {
+        copy(at, of.first_piece + i, of.pixel, of.image);
       }
     };
     const auto next = [&](Chunk& of) {
@@ -417,7 +413,7 @@ struct Block {
     int places[kLeafVectors];
 #pragma unroll
     for (int i = 0; i < kLeafVectors; ++i) places[i] = PlaceOf(in_quad + i * kQuad, vector);
-    const int leaf_bytes = kLeafPixels * plan.pixel_rows * plan.pitch;
+    const int leaf_bytes = kLeafPixels * plan.pitch;
     const int chunk_leaves = plan.chunk_pixels / kLeafPixels;
     const bool holds = HoldsSums(lane);
 
@@ -512,7 +508,7 @@ struct Block {
     int places[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) places[i] = PlaceOf(line + i * plan.pixel_lines, vector);
-    const int step_bytes = kAtOnce * plan.pixel_lines * plan.pixel_rows * plan.pitch;
+    const int step_bytes = kAtOnce * plan.pixel_lines * plan.pitch;
     Place stage, affine_slot;
     for (int unit = first_unit; unit < plan.units; unit += step) {
       Wait(ready + affine_slot.index, affine_slot.parity);
@@ -664,11 +660,6 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   plan.pieces1 = norm.channels / plan.piece_channels;
   plan.pitch = plan.swizzled ? 2 * kSwizzledChannels : PitchOf(plan.piece_channels);
 
-  const bool in_one = plan.swizzled && plan.pieces % 2 == 1 && norm.channels2 == 0;
-  plan.box_pieces = in_one ? plan.pieces : 1;
-  plan.pixel_rows = plan.box_pieces;
-  plan.piece_rows = in_one ? 1 : plan.chunk_pixels;
-
   // More units need longer rings of sums and factors, and leave less room for chunks.
   for (int ahead = 1; ahead <= kMaxAhead; ++ahead) {
     Plan longer = plan;
@@ -785,8 +776,7 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
   const cuuint64_t dims[4] = {piece, channels / piece, static_cast<cuuint64_t>(norm.pixels),
                               static_cast<cuuint64_t>(norm.images)};
   const cuuint64_t strides[3] = {piece * 2, row_bytes, row_bytes * norm.pixels};
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(plan.pitch / 2),
-                             static_cast<cuuint32_t>(plan.box_pieces),
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(plan.pitch / 2), 1,
                              static_cast<cuuint32_t>(plan.chunk_pixels), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   return GetTensorMapEncoders().tiled(
