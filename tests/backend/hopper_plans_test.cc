@@ -330,7 +330,8 @@ const NormCase kNormCases[] = {{17, 64, 64, 192, 0, 32, true},  {2, 61, 67, 192,
                                {3, 16, 16, 768, 576, 32},       {40, 16, 16, 1152, 0, 32},
                                {3, 64, 64, 576, 0, 32, true},   {5, 31, 33, 960, 0, 32},
                                {9, 128, 128, 128, 0, 32, true}, {2, 127, 129, 128, 128, 32},
-                               {3, 256, 256, 128, 0, 32, true}};
+                               {3, 256, 256, 128, 0, 32, true}, {2, 128, 128, 320, 0, 32},
+                               {2, 48, 48, 768, 0, 32}};
 
 class GroupNormsInOnePassTest : public HopperPlansTest,
                                 public testing::WithParamInterface<NormCase> {};
