@@ -59,6 +59,9 @@ constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has
 constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;        // that it then adds up, and of each
 constexpr int kMostSummers = 384, kFewAppliers = 160;  // as measured, like what chunks have
 constexpr int kFewChunkBytes = 8192, kMostChunkBytes = 24 * 1024;
+// Loads of a block that are on their way. With more of them, memory is no faster, and what blocks
+// tell each other waits behind them.
+constexpr int kInFlightBytes = 44 * 1024;
 constexpr int kSectorBytes = 32;                          // of the L2
 constexpr int kMaxBoxChannels = 256;                      // the copy engine's
 constexpr int kSwizzledChannels = 64, kSwizzledRows = 8;  // of CU_TENSOR_MAP_SWIZZLE_128B
@@ -82,6 +85,7 @@ struct Plan {
   int leaf_lines = 0, pixel_lines = 0;  // leaves, pixels that summers, appliers have at a time
   int summers = 0, appliers = 0;        // threads, in whole warps
   int chunk_pixels = 0, chunks = 0;     // of a block's part of a unit
+  int in_flight = 0;                    // chunks that are on their way at a time
   int stages = 0;                       // chunks that there is room for
   int ahead = 0;                        // units that these are of
   int sum_slots = 0;                    // units that sums are of: 2 · ahead where others write
@@ -280,7 +284,13 @@ struct Block {
       of.unit += step;
       begin_unit(of);
     };
+    Place arrived;
+    int asked_for = 0;
     const auto load = [&] {
+      if (asked_for++ >= plan.in_flight) {
+        Wait(full + arrived.index, arrived.parity);
+        arrived.Next(plan.stages);
+      }
       uint64_t* barrier = full + in.place.index;
       ArriveExpecting(barrier, layout.chunk_bytes);
       each_piece(in, [&](void* to, int piece, int pixel, int image) {
@@ -671,6 +681,8 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
         {(kSharedBytes - empty.bytes) / empty.chunk_bytes, ahead * plan.chunks, kMaxStages});
     if (longer.stages > plan.stages) plan = longer;
   }
+  const int chunk_bytes = plan.chunk_pixels * slice_channels * 2;
+  plan.in_flight = std::min(plan.stages, (kInFlightBytes + chunk_bytes - 1) / chunk_bytes);
   return plan;
 }
 
