@@ -303,20 +303,16 @@ struct Block {
       if (in.unit >= plan.units) ReleaseDependents();
     };
     for (int i = 0; i < plan.stages && in.unit < plan.units; ++i) load();
-    for (bool any_before = false; out.unit < plan.units; any_before = true) {
+    while (out.unit < plan.units) {
       Wait(done + out.place.index, out.place.parity);
       each_piece(out, [&](const void* from, int piece, int pixel, int image) {
         StoreBox(&maps.out, from, 0, piece, pixel, image);
       });
       CommitStores();
       next(out);
-      // Where the chunk before was, which had time to leave.
-      if (any_before && in.unit < plan.units) {
-        WaitUntilStoresRead<1>();
-        load();
-      }
+      WaitUntilStoresRead();
+      if (in.unit < plan.units) load();
     }
-    WaitUntilStoresRead();
   }
 
   /// Makes nodes of what all blocks of the team tell of a unit, of kHears blocks each.

@@ -195,11 +195,9 @@ __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int c0
       : "memory");
 }
 __device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Until this thread's stores, but for its latest kPending groups, have read shared memory, which
-/// may then be written again.
-template <int kPending = 0>
+/// Until this thread's stores have read shared memory, which may then be written again.
 __device__ inline void WaitUntilStoresRead() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 /// Between ordinary stores to shared memory and copies from it by the engine.
 __device__ inline void FenceForCopies() {
