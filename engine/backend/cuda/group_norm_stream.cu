@@ -40,6 +40,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <type_traits>
 #include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
@@ -476,35 +477,41 @@ struct Block {
               Tell(WordsOf(rank, slot) + group, {of_block, launch, static_cast<uint32_t>(unit)});
             }
           });
-      SyncNamed(1, plan.summers);
       if (!InCluster()) Arrive(told + slot);
+      SyncNamed(1, plan.summers);
       if (++slot == 2 * plan.ahead) slot = 0;
     }
   }
 
   /// Of leaves of a group those of a lane, over runs in their order: as in SumLeaves(), but loads
-  /// do not wait for sums.
+  /// do not wait for sums, and few runs take few instructions.
   __device__ void SumOfLane(int group, int part, Sums (&lanes)[kLaneLeaves]) const {
-    const int runs = plan.group_channels.value / kRun;
-    const Sums* const first_leaf =
-        leaves + part * plan.lane_leaves * layout.leaf_stride + group * runs;
-#pragma unroll 1
-    for (int first = 0; first < runs; first += kRunsAtOnce) {
-      Sums of_runs[kLaneLeaves][kRunsAtOnce];
+    int runs = plan.group_channels.value / kRun;
+    const Sums* at = leaves + part * plan.lane_leaves * layout.leaf_stride + group * runs;
+    const auto add = [&](auto count) {
+      constexpr int kCount = decltype(count)::value;
+      float2 of_runs[kLaneLeaves][kCount];
 #pragma unroll
       for (int l = 0; l < kLaneLeaves; ++l) {
 #pragma unroll
-        for (int r = 0; r < kRunsAtOnce; ++r) {
-          const bool is_one = l < plan.lane_leaves && first + r < runs;
-          of_runs[l][r] = is_one ? first_leaf[l * layout.leaf_stride + first + r] : Sums{};
+        for (int r = 0; r < kCount; ++r) {
+          const auto* run = reinterpret_cast<const float2*>(at + l * layout.leaf_stride + r);
+          of_runs[l][r] = l < plan.lane_leaves ? *run : float2{};
         }
       }
 #pragma unroll
       for (int l = 0; l < kLaneLeaves; ++l) {
 #pragma unroll
-        for (int r = 0; r < kRunsAtOnce; ++r) lanes[l] = lanes[l] + of_runs[l][r];
+        for (int r = 0; r < kCount; ++r) {
+          lanes[l] = lanes[l] + Sums{of_runs[l][r].x, of_runs[l][r].y};
+        }
       }
-    }
+      at += kCount, runs -= kCount;
+    };
+#pragma unroll 1
+    while (runs >= kRunsAtOnce) add(std::integral_constant<int, kRunsAtOnce>());
+#pragma unroll 1
+    while (runs > 0) add(std::integral_constant<int, 1>());
   }
 
   template <typename Activate>
