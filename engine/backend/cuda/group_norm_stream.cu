@@ -60,9 +60,9 @@ constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has
 constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;        // that it then adds up, and of each
 constexpr int kMostSummers = 384, kFewAppliers = 160;  // as measured, like what chunks have
 constexpr int kFewChunkBytes = 8192, kMostChunkBytes = 24 * 1024;
-// Loads of a block that are on their way. With more of them, memory is no faster, and what blocks
-// tell each other waits behind them.
-constexpr int kInFlightBytes = 44 * 1024;
+// Loads of a block that are on their way, in whole chunks. With less, memory is slower; with more
+// it is no faster, and what blocks tell each other takes longer.
+constexpr int kFewInFlightBytes = 44 * 1024;
 constexpr int kSectorBytes = 32;                          // of the L2
 constexpr int kMaxBoxChannels = 256;                      // the copy engine's
 constexpr int kSwizzledChannels = 64, kSwizzledRows = 8;  // of CU_TENSOR_MAP_SWIZZLE_128B
@@ -685,7 +685,7 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
     if (longer.stages > plan.stages) plan = longer;
   }
   const int chunk_bytes = plan.chunk_pixels * slice_channels * 2;
-  plan.in_flight = std::min(plan.stages, (kInFlightBytes + chunk_bytes - 1) / chunk_bytes);
+  plan.in_flight = std::min(plan.stages, (kFewInFlightBytes + chunk_bytes - 1) / chunk_bytes);
   return plan;
 }
 
