@@ -5,7 +5,8 @@ usage: compare_peer.py --ours=kernels.json,models.json --peers=peer_kernels.json
 
 `ours` are Google Benchmark's files, `peers` those of peer_kernels.py and peer_models.py. The ceilings
 are the ones that peer_kernels.py measured. A ratio is the time of the fastest peer over denoised's:
-above 1 denoised is faster. Earlier peers must come from a GPU of the same kind, and are marked.
+above 1 denoised is faster. In brackets: the time of a pass that only reads and writes as much, over
+denoised's. Earlier peers must come from a GPU of the same kind, and are marked.
 """
 import argparse
 import json
@@ -72,6 +73,8 @@ def main():
         share = f"{100 * (flop or moved) / ceiling:.0f} %" if ceiling else ""
         best = ratio = memory = ""
         peer = peers.get(name)
+        if peer and "pass" in peer:
+            share += f" ({100 * peer['pass'] * MILLISECONDS[peer['unit']] / ms:.0f} % of a pass)"
         if peer and peer["peers"]:
             label, time = min(peer["peers"].items(), key=lambda item: item[1])
             peer_ms = time * MILLISECONDS[peer["unit"]]
