@@ -406,7 +406,7 @@ struct Block {
   __device__ void CountLaunch() const {
     if (atomicAdd(&told_here->done, 1) != gridDim.x * gridDim.y - 1) return;
     told_here->done = 0;
-    told_here->launches = launch;
+    told_here->launches = launch == ~0u ? 0 : launch;  // so that none is zero, what words begin as
   }
 
   __device__ void Sum(int thread) const {
