@@ -68,6 +68,8 @@ constexpr int kMaxBoxChannels = 256;                      // the copy engine's
 constexpr int kSwizzledChannels = 64, kSwizzledRows = 8;  // of CU_TENSOR_MAP_SWIZZLE_128B
 constexpr int kMaxTeam = 128;                             // blocks
 constexpr int kHears = 8;                                 // words that a thread has in registers
+// Of what comes between told and heard: who asks before that holds up what others tell.
+constexpr unsigned kTellNs = 400;
 static_assert(kMaxTeam <= kHears * kMaxCluster, "nodes");
 
 // Threads by kind, in whole warps: a copier, statisticians, then summers, then appliers.
@@ -318,6 +320,7 @@ struct Block {
 
   /// Makes nodes of what all blocks of the team tell of a unit, of kHears blocks each.
   __device__ void HearAll(int unit, int slot, int thread, Sums* of_nodes) const {
+    __nanosleep(kTellNs);
     for (int i = thread; i < UnitSums(); i += kStatisticians) {
       const int node = i / plan.slice_groups, group = i % plan.slice_groups;
       const int blocks = min(kHears, plan.blocks - node * kHears);
