@@ -24,6 +24,9 @@ struct TileCost {
                                 // narrow tiles ask more of caches and power
 };
 constexpr double kFewRounds = 4;
+// Of more outputs, a step costs blocks more that could share weights and do not.
+constexpr int kFewOutputs = 1024;
+constexpr double kManyWeights = 1.05;
 constexpr TileCost kTileCosts[] = {
     {HopperTile::kUnit, 64, 64, 1, 0.02, 0.3, 2.3, 0.23, 0.89},
     {HopperTile::kPatchUnit, 64, 64, 1, 0.01, 0.298, 2.5, 0.29, 0.67},
@@ -110,6 +113,7 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
     if (splits > 1 && !Folds(cost.tile)) continue;
     const int64_t tiles = TilesOf(conv, pixels, cost.m, cost.n, cost.cluster);
     const bool unit = IsUnit(cost.tile);
+    const bool could_share = cost.cluster == 1 && !unit && !IsPatch(cost.tile);
     for (int cluster = cost.cluster; cluster <= (unit ? splits : cost.cluster); cluster *= 2) {
       const int blocks = unit ? cluster : 1;  // that share the splits of a tile
       const int runs = splits / blocks;       // of each
@@ -118,6 +122,7 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
       const int beside = unit && (blocks == 1 || runs == 1) ? 2 : 1;
       const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);
       const double step = cost.step * (waves > kFewRounds ? cost.busy : 1) *
+                          (could_share && conv.outputs > kFewOutputs ? kManyWeights : 1) *
                           (beside == 2 ? std::clamp(waves, cost.alone, 1.0) : cost.alone);
       const double microseconds =
           cost.launch + std::ceil(waves) * (steps * step / blocks + cost.finish +
