@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ostream>
 #include <random>
 #include <set>
 
@@ -333,6 +334,10 @@ const NormCase kNormCases[] = {{17, 64, 64, 192, 0, 32, true},  {2, 61, 67, 192,
                                {3, 256, 256, 128, 0, 32, true}, {2, 128, 128, 320, 0, 32},
                                {2, 48, 48, 768, 0, 32}};
 
+void PrintTo(const NormCase& c, std::ostream* out) {
+  *out << fmt::format("{}x{}x{}x{}x{}", c.images, c.height, c.width, c.channels, c.channels2);
+}
+
 class GroupNormsInOnePassTest : public HopperPlansTest,
                                 public testing::WithParamInterface<NormCase> {};
 
@@ -381,11 +386,7 @@ TEST_P(GroupNormsInOnePassTest, GiveTheSameBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GroupNormsInOnePassTest, testing::ValuesIn(kNormCases),
-                         [](const auto& info) {
-                           const NormCase& c = info.param;
-                           return fmt::format("{}x{}x{}x{}x{}", c.images, c.height, c.width,
-                                              c.channels, c.channels2);
-                         });
+                         testing::PrintToStringParamName());
 
 // Blocks of a team wait for each other, and two launches that each got half of the multiprocessors
 // would for ever.
