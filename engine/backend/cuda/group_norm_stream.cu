@@ -68,7 +68,8 @@ constexpr int kMaxBoxChannels = 256;                      // the copy engine's
 constexpr int kSwizzledChannels = 64, kSwizzledRows = 8;  // of CU_TENSOR_MAP_SWIZZLE_128B
 constexpr int kMaxTeam = 128;                             // blocks
 constexpr int kHears = 8;                                 // words that a thread has in registers
-// Of what comes between told and heard: who asks before that holds up what others tell.
+// A word takes as long and longer to its readers. Who asks sooner finds nothing, and all that is
+// asked for holds up what others tell.
 constexpr unsigned kTellNs = 400;
 static_assert(kMaxTeam <= kHears * kMaxCluster, "nodes");
 
