@@ -25,11 +25,13 @@ enum class HopperTile : uint8_t {
   k192x192,
   kPatch64,
   kPatch128,
+  kPatch160,
   kPatch192,
   kPatch128Turns,
+  kPatch160Turns,
   kPatch192Turns,
 };
-constexpr int kHopperTiles = 15;
+constexpr int kHopperTiles = 17;
 inline bool IsUnit(HopperTile tile) { return tile <= HopperTile::kPatchUnit; }
 inline bool IsPatch(HopperTile tile) {
   return tile == HopperTile::kPatchUnit || tile >= HopperTile::kPatch64;
@@ -48,6 +50,7 @@ inline bool Folds(HopperTile tile) {
     case HopperTile::k128x256:
     case HopperTile::k192x192:
     case HopperTile::kPatch128Turns:
+    case HopperTile::kPatch160Turns:
     case HopperTile::kPatch192Turns:
       return false;
     default:

@@ -7,9 +7,9 @@
 // of 8 lines, whatever lies between the lines. So shared memory receives 1.4 pixels for each output
 // pixel and chunk of channels instead of 9.
 //
-// Where a group norm comes before, seven warps, or three beside 192 outputs, turn the patch into
-// silu(2 · (x · factor + offset)) in place, with the arithmetic of the group norm's kernel: the
-// normalised image is never in memory.
+// Where a group norm comes before, seven warps, or three beside 160 outputs and more, turn the
+// patch into silu(2 · (x · factor + offset)) in place, with the arithmetic of the group norm's
+// kernel: the normalised image is never in memory.
 //
 //   copies:     patch c+1 ─────────────▶ patch c+2 …      weights of each tap of c ─▶ ring
 //   transforms:          patch c+1 in place
@@ -34,8 +34,7 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kPatchSlot = 25 * 1024;  // two patches of 10×10 pixels of 128 bytes; 18×10 take less
-constexpr int kBoxBytes = 64 * 64 * 2;
-constexpr int kShortcutSlot = 2 * kBoxBytes;
+constexpr int kShortcutSlot = 2 * kUnit * kUnit * kStepBytes;
 
 template <bool kShortcut>
 using PatchesOf = Patches<kShortcut, kPatchSlot, kShortcutSlot>;
@@ -56,8 +55,9 @@ struct Tile {
   static constexpr int kRows = kTurns ? 2 : 1;  // units of 64 pixels, a consumer
   static constexpr int kSums = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
-  static constexpr int kBoxes = kN / 64;  // of 64 pixels × 64 outputs
-  static constexpr int kBufferBytes = kBoxes * kBoxBytes;
+  // Of 64 pixels × kBox outputs.
+  static constexpr int kBox = kN % 64 == 0 ? 64 : 32, kBoxes = kN / kBox;
+  static constexpr int kBoxBytes = kUnit * kUnit * kBox * 2, kBufferBytes = kBoxes * kBoxBytes;
   static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
   static constexpr int kBarriers = 2 * kStages + 3 * PatchesOf<true>::kSlots + 2 + 2 * kBuffers;
   static constexpr int kSharedBytes =
@@ -68,7 +68,7 @@ struct Tile {
   static constexpr bool kAddsEarly = kFold && kFirstIsTotal;
   static constexpr int kThreads = kThreads_;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
-  static_assert(kN % 64 == 0 && kRows % kBuffers == 0 && kLag < kStages);
+  static_assert(kN % kBox == 0 && kRows % kBuffers == 0 && kLag < kStages);
   static_assert(PatchesOf<false>::kBytes <= PatchesOf<true>::kBytes && kStages <= kTaps);
   static_assert(kSharedBytes <= 232448);
   // As many as a block begins with: who asked for more would wait for ever.
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     };
     const auto load_per_image = [&](const TileAt& tile, int row, auto& added) {
       const int image = min(unit_of(tile, row).image, conv.images - 1);  // that exists
-      LoadPerImage<64>(conv, work.add, image, tile.n0, added);
+      LoadPerImage<T::kBox>(conv, work.add, image, tile.n0, added);
     };
     const auto begin_staging = [&](const TileAt& tile, int row) {
       if (!leads) return;
@@ -302,8 +302,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       if (!has_residual) return;
       const TileAt at = unit_of(tile, row);
       for (int box = 0; box < T::kBoxes; ++box) {
-        CopyBox(staging + buffer * T::kBufferBytes + box * kBoxBytes, &work.residual,
-                &staged[buffer], tile.n0 + box * 64, at.x, at.y, at.image);
+        CopyBox(staging + buffer * T::kBufferBytes + box * T::kBoxBytes, &work.residual,
+                &staged[buffer], tile.n0 + box * T::kBox, at.x, at.y, at.image);
       }
     };
 
@@ -450,14 +450,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const int buffer = buffer_of(row);
         unsigned char* const unit = staging + buffer * T::kBufferBytes;
         Wait(&staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + row / T::kBuffers) & 1);
-        FinishStaged<64>(
-            conv, total[row], [&](int box) { return unit + box * kBoxBytes; }, [](int) {});
+        FinishStaged<T::kBox>(
+            conv, total[row], [&](int box) { return unit + box * T::kBoxBytes; }, [](int) {});
         FenceForCopies();
         SyncWarpgroup(group);
         const TileAt at = unit_of(tile, row);
         if (leads) {
           for (int box = 0; box < T::kBoxes; ++box) {
-            StoreBox(&work.out, unit + box * kBoxBytes, tile.n0 + box * 64, at.x, at.y, at.image);
+            StoreBox(&work.out, unit + box * T::kBoxBytes, tile.n0 + box * T::kBox, at.x, at.y,
+                     at.image);
           }
           CommitStores();
         }
@@ -477,8 +478,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
 using Tile64 = Tile<64, false, 8, 1, 184, 72, 512>;
 using Tile128 = Tile<128, false, 7, 1, 184, 72, 512>;
+using Tile160 = Tile<160, false, 5, 1, 216, 72, 384>;
 using Tile192 = Tile<192, false, 4, 1, 216, 72, 384>;
 using Tile128Turns = Tile<128, true, 5, 2, 184, 72, 512>;
+using Tile160Turns = Tile<160, true, 5, 1, 216, 72, 384>;
 using Tile192Turns = Tile<192, true, 4, 1, 232, 40, 384>;
 
 template <typename Do>
@@ -488,10 +491,14 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
       return what(Tile64());
     case HopperTile::kPatch128:
       return what(Tile128());
+    case HopperTile::kPatch160:
+      return what(Tile160());
     case HopperTile::kPatch192:
       return what(Tile192());
     case HopperTile::kPatch128Turns:
       return what(Tile128Turns());
+    case HopperTile::kPatch160Turns:
+      return what(Tile160Turns());
     case HopperTile::kPatch192Turns:
       return what(Tile192Turns());
     default:
@@ -529,15 +536,16 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
-    return EncodeImages(map, rows, channels, conv, shortcut ? work.shortcut_pitch : pitch,
+    return EncodeImages(map, rows, channels, conv, kStep, shortcut ? work.shortcut_pitch : pitch,
                         shortcut ? kUnit : kUnit + 2, work.images_at_once);
   };
   CUresult result = EncodeDepth(&work, conv, T::kN / T::kShared, encode_patch);
   if (result == CUDA_SUCCESS) {
-    result = EncodeImages(&work.out, conv.out, conv.outputs, conv, kUnit, kUnit, 1);
+    result = EncodeImages(&work.out, conv.out, conv.outputs, conv, T::kBox, kUnit, kUnit, 1);
   }
   if (result == CUDA_SUCCESS && conv.residual.data != nullptr) {
-    result = EncodeImages(&work.residual, conv.residual, conv.outputs, conv, kUnit, kUnit, 1);
+    result =
+        EncodeImages(&work.residual, conv.residual, conv.outputs, conv, T::kBox, kUnit, kUnit, 1);
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
@@ -567,8 +575,9 @@ cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, cons
 }
 
 cudaError_t LoadConv3x3HopperKernels() {
-  for (HopperTile tile : {HopperTile::kPatch64, HopperTile::kPatch128, HopperTile::kPatch192,
-                          HopperTile::kPatch128Turns, HopperTile::kPatch192Turns}) {
+  for (HopperTile tile :
+       {HopperTile::kPatch64, HopperTile::kPatch128, HopperTile::kPatch160, HopperTile::kPatch192,
+        HopperTile::kPatch128Turns, HopperTile::kPatch160Turns, HopperTile::kPatch192Turns}) {
     const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
       if constexpr (T::kFold) {

@@ -124,22 +124,24 @@ __device__ inline void Normalise(unsigned char* patch, int first_pixel, int thre
   }
 }
 
-/// Boxes of 64 channels of width × height pixels of so many images.
+/// Boxes of `columns` channels (32 or 64, swizzled) of width × height pixels of so many images.
 inline CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels,
-                             const Conv2dLaunch& conv, int width, int height, int images) {
+                             const Conv2dLaunch& conv, int columns, int width, int height,
+                             int images) {
   const cuuint64_t pixel_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
   const cuuint64_t dims[4] = {
       static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(conv.width),
       static_cast<cuuint64_t>(conv.height), static_cast<cuuint64_t>(conv.images)};
   const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * dims[1],
                                  pixel_bytes * dims[1] * dims[2]};
-  const cuuint32_t box[4] = {kStep, static_cast<cuuint32_t>(width), static_cast<cuuint32_t>(height),
-                             static_cast<cuuint32_t>(images)};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(width),
+                             static_cast<cuuint32_t>(height), static_cast<cuuint32_t>(images)};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   return GetTensorMapEncoders().tiled(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      columns == kStep ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 }  // namespace denoised::cuda

@@ -635,7 +635,7 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
     const int edge = shortcut ? kUnit : kPitch;
-    return kInPatches ? EncodeImages(map, rows, channels, conv, edge, edge, 1)
+    return kInPatches ? EncodeImages(map, rows, channels, conv, kStep, edge, edge, 1)
                       : EncodeInputs(map, rows, channels, conv, work.grid,
                                      work.grid.flat || shortcut, kPixels);
   };

@@ -325,6 +325,7 @@ DENOISED_WGMMA(256, 128, 128, 129)
 DENOISED_WGMMA_FROM_ZERO(64, 32, 32, 33, 34)
 DENOISED_WGMMA_FROM_ZERO(96, 48, 48, 49, 50)
 DENOISED_WGMMA_FROM_ZERO(128, 64, 64, 65, 66)
+DENOISED_WGMMA_FROM_ZERO(160, 80, 80, 81, 82)
 DENOISED_WGMMA_FROM_ZERO(192, 96, 96, 97, 98)
 
 /// x from registers, in the order in which the sums of a product lie, two to a word; y [16, n] with

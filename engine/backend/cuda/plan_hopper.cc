@@ -47,8 +47,10 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k192x192, 192, 192, 2, 1.8, 0.86, 1.2, 0, 1, 1.03},
     {HopperTile::kPatch64, 128, 64, 1, 1.1, 0.235, 1.45, 0.1},
     {HopperTile::kPatch128, 128, 128, 1, 2.5, 0.301, 1.7, 0.07},
+    {HopperTile::kPatch160, 128, 160, 1, 2.5, 0.379, 2.0, 0.08},
     {HopperTile::kPatch192, 128, 192, 1, 2.5, 0.456, 2.4, 0},
     {HopperTile::kPatch128Turns, 128, 128, 1, 3.0, 0.301, 1.1, 0},
+    {HopperTile::kPatch160Turns, 128, 160, 1, 2.8, 0.379, 1.3, 0},
     {HopperTile::kPatch192Turns, 128, 192, 1, 2.5, 0.456, 1.4, 0},
 };
 constexpr int kMinSplitSteps = 4;
@@ -138,10 +140,11 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
 }
 
 std::string NameOf(const HopperPlan& plan) {
-  constexpr const char* kNames[] = {"unit",          "patch unit",     "128x32",        "128x128",
-                                    "128x128 turns", "128x160",        "128x160 turns", "128x192",
-                                    "128x256",       "192x192",        "patch64",       "patch128",
-                                    "patch192",      "patch128 turns", "patch192 turns"};
+  constexpr const char* kNames[] = {
+      "unit",           "patch unit",    "128x32",   "128x128",  "128x128 turns",
+      "128x160",        "128x160 turns", "128x192",  "128x256",  "192x192",
+      "patch64",        "patch128",      "patch160", "patch192", "patch128 turns",
+      "patch160 turns", "patch192 turns"};
   static_assert(std::size(kNames) == kHopperTiles);
   return fmt::format("{}{}", kNames[static_cast<int>(plan.tile)],
                      plan.cluster > 1 ? fmt::format(" in clusters of {}", plan.cluster) : "");
