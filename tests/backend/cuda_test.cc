@@ -93,6 +93,11 @@ const ConvCase kPatchCases[] = {
     {130, 4, 256, 0, 136, 3},   // four squares × 64
     {40, 8, 256, 0, 72, 3},     // a unit × 32
     {9, 5, 288, 0, 64, 3},      // by blocks
+    // For Hopper.
+    {2, 32, 72, 0, 640, 3},    // patches × 80
+    {2, 16, 192, 0, 1280, 3},  // patches × 80, a run of channels for each of two blocks
+    {9, 64, 64, 0, 320, 3},    // patches × 160, in turns
+    {70, 16, 96, 0, 320, 3},   // patches × 160, runs one after the other
 };
 
 // With a shortcut, for Hopper's tiles where it goes along, and where it goes first.
@@ -105,6 +110,7 @@ const ConvCase kShortcutCases[] = {
     {6, 12, 64, 0, 24, 3, 1, false, 64, 8},       {4, 8, 512, 0, 192, 3, 1, false, 192, 0},
     {6, 15, 32, 32, 200, 3, 2, false, 64, 0},     // stride 2
     {17, 32, 128, 0, 128, 3, 1, false, 128, 64},  // a larger image
+    {2, 16, 128, 0, 1280, 3, 1, false, 64, 0},    // of a chunk, which one of two blocks has
     {2, 9, 32, 0, 64, 3, 1, true, 64, 0},         // doubled
     {2, 9, 32, 0, 64, 3, 1, false, 5, 0},         // odd channels
     {9, 16, 64, 0, 128, 3, 1, false, 512, 256},   // more steps of the shortcut than of the window

@@ -32,6 +32,7 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {2, 64, 64, 192, 0, 192, 3},
                                   {2, 64, 64, 320, 0, 320, 3},
                                   {3, 16, 16, 640, 64, 640, 3},
+                                  {2, 16, 16, 192, 0, 1280, 3},
                                   {70, 4, 4, 320, 64, 320, 3},
                                   {1, 8, 8, 768, 0, 768, 3},
                                   {6, 16, 16, 128, 0, 160, 3, 1, true},
@@ -46,6 +47,8 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
                                   {9, 8, 8, 256, 0, 256, 3, 1, false, false, 256, 512},
                                   {3, 16, 16, 320, 0, 320, 3, 1, false, false, 128, 72},
+                                  {3, 32, 32, 128, 64, 128, 3, 1, false, false, 192, 64},
+                                  {2, 32, 32, 128, 0, 128, 3, 1, false, false, 64, 0},
                                   {70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
                                   {3, 15, 17, 64, 0, 72, 3, 2, false, false, 64, 8}};
 
@@ -104,8 +107,8 @@ TEST(HopperCandidatesTest, RunsOfKFollowFromOneImage) {
     }
     EXPECT_EQ(splits.size(), 1u) << Describe(ShapeOf(c));
   }
-  // Besides, units in clusters of 2, 4 and 8, and seven tiles in clusters of 2.
-  EXPECT_EQ(seen.size(), kHopperTiles + 2 * 3u + 7) << "a tile is never among the candidates";
+  // Besides, units in clusters of 2, 4 and 8, and eight tiles in clusters of 2.
+  EXPECT_EQ(seen.size(), kHopperTiles + 2 * 3u + 8) << "a tile is never among the candidates";
 }
 
 class HopperPlansTest : public testing::Test {
@@ -272,6 +275,7 @@ TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
   for (const Case& c : {Case{3, 32, 32, 128, 0, 128, 3}, Case{2, 64, 64, 192, 0, 192, 3},
                         Case{5, 16, 16, 256, 128, 384, 3}, Case{9, 8, 8, 256, 0, 256, 3},
                         Case{3, 32, 32, 64, 128, 320, 3}, Case{2, 8, 8, 320, 0, 640, 3},
+                        Case{2, 16, 16, 192, 0, 1280, 3},
                         Case{5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
                         Case{9, 8, 8, 256, 0, 256, 3, 1, false, false, 72, 0}}) {
     kept_.clear();

@@ -24,6 +24,7 @@ enum class HopperTile : uint8_t {
   k128x256,
   k192x192,
   kPatch64,
+  kPatch80,
   kPatch128,
   kPatch160,
   kPatch192,
@@ -31,7 +32,7 @@ enum class HopperTile : uint8_t {
   kPatch160Turns,
   kPatch192Turns,
 };
-constexpr int kHopperTiles = 17;
+constexpr int kHopperTiles = 18;
 inline bool IsUnit(HopperTile tile) { return tile <= HopperTile::kPatchUnit; }
 inline bool IsPatch(HopperTile tile) {
   return tile == HopperTile::kPatchUnit || tile >= HopperTile::kPatch64;
@@ -67,8 +68,8 @@ constexpr int kMaxSplits = 8;
 struct HopperPlan {
   HopperTile tile = HopperTile::kUnit;
   int splits = 1;  // runs of k that are summed apart: a power of two
-  /// Blocks of a cluster: they share the splits of a unit, which it divides, or the weights of a
-  /// tile of conv2d_sm90.cu.
+  /// Blocks of a cluster: they share the splits of a unit, which it divides, the two of a kPatch80,
+  /// or the weights of a tile of conv2d_sm90.cu.
   int cluster = 1;
 };
 

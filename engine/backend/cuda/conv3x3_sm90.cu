@@ -23,6 +23,9 @@
 // that folds, or ends a tile, multiplies nothing meanwhile, so the second begins a tile some steps
 // after the first, and each folds while the other multiplies. Else they take tiles in turn.
 //
+// Of few tiles, whose k is split in two, the two blocks of a cluster can have a run each: each then
+// finishes one unit of the tile, and sends the sums of the other.
+//
 // The steps of k, their order and their splits are those of conv2d_sm90.cu, and so are the bits.
 
 #include <type_traits>
@@ -51,17 +54,19 @@ struct Tile {
   static constexpr bool kFirstIsTotal = kTurns || kN < 192;
   // kFold: the second consumer begins so many steps late. As measured: docs/kernels.md.
   static constexpr int kLag = kN == 128 ? 2 : 3;
-  static constexpr int kShared = 2;             // blocks of a cluster that share their weights
+  static constexpr int kCluster = 2;          // blocks that share weights, or have a run of k each
+  static constexpr bool kDivides = kN == 80;  // may do the latter
   static constexpr int kRows = kTurns ? 2 : 1;  // units of 64 pixels, a consumer
   static constexpr int kSums = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
   // Of 64 pixels × kBox outputs.
-  static constexpr int kBox = kN % 64 == 0 ? 64 : 32, kBoxes = kN / kBox;
+  static constexpr int kBox = kN % 64 == 0 ? 64 : kN % 32 == 0 ? 32 : 16, kBoxes = kN / kBox;
   static constexpr int kBoxBytes = kUnit * kUnit * kBox * 2, kBufferBytes = kBoxes * kBoxBytes;
   static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
-  static constexpr int kBarriers = 2 * kStages + 3 * PatchesOf<true>::kSlots + 2 + 2 * kBuffers;
-  static constexpr int kSharedBytes =
-      PatchesOf<true>::kBytes + kStages * kStageBytes + kStagingBytes + kBarriers * 8;
+  static constexpr int kReceivedBytes = kDivides ? kUnit * kUnit * kN * 4 : 0;
+  static constexpr int kBarriers = 2 * kStages + 3 * PatchesOf<true>::kSlots + 2 + 2 * kBuffers + 1;
+  static constexpr int kSharedBytes = PatchesOf<true>::kBytes + kStages * kStageBytes +
+                                      kStagingBytes + kReceivedBytes + kBarriers * 8;
   static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
   static constexpr bool kNormalises = kProducerRegisters >= 72;  // a transformer needs them
   // What is added per image is asked for before the products where there are registers for it.
@@ -82,7 +87,7 @@ struct Work {
   Depth depth;
   Divisor tiles_x, tiles_y;  // of an image
   Divisor n_tiles;
-  int m_tiles = 0;  // a multiple of kShared
+  int m_tiles = 0;  // a multiple of the blocks that share weights
   int images_at_once = 1;
   Divisor pitch;       // pixels of a line of a patch
   int unit_pixel = 0;  // of a patch, where its second unit begins
@@ -97,14 +102,17 @@ struct Work {
 struct TileAt {
   int image, y, x, n0;
 };
-template <typename T>
+/// kShared: blocks of a cluster that have a tile each.
+template <typename T, int kShared>
 __device__ inline TileAt TileOf(const Work& work, int index, int rank) {
-  const int m = index / work.n_tiles * T::kShared + rank, line = m / work.tiles_x;
+  const int m = index / work.n_tiles * kShared + rank % kShared, line = m / work.tiles_x;
   return {line / work.tiles_y * work.images_at_once, line % work.tiles_y * kUnit,
           m % work.tiles_x * 2 * kUnit, index % work.n_tiles * T::kN};
 }
 
-template <typename T, bool kShortcut>
+/// kDivided: the blocks of a cluster have a run of k of the same tile each, and no other tile. Each
+/// finishes the unit of the consumer of its own number.
+template <typename T, bool kShortcut, bool kDivided>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Work work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -115,7 +123,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   using P = PatchesOf<kShortcut>;
   unsigned char* const ring = shared + P::kBytes;
   unsigned char* const staging = ring + T::kStages * T::kStageBytes;
-  uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
+  auto* const sums_received = reinterpret_cast<float4*>(staging + T::kStagingBytes);
+  uint64_t* const full =
+      reinterpret_cast<uint64_t*>(staging + T::kStagingBytes + T::kReceivedBytes);
   uint64_t* const empty = full + T::kStages;
   uint64_t* const patch_full = empty + T::kStages;
   uint64_t* const patch_normal = patch_full + P::kSlots;  // transformed
@@ -123,6 +133,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   uint64_t* const turn = patch_empty + P::kSlots;  // [2]: a consumer's turn to multiply
   // [2, kBuffers]: a consumer's buffer is free, its residual there.
   uint64_t* const staged = turn + 2;
+  uint64_t* const received = staged + 2 * T::kBuffers;
   const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
   const auto patch_of = [&](int slot) { return P::At(shared, slot); };
 
@@ -131,23 +142,38 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int rank = static_cast<int>(ClusterRank());
   const Depth& depth = work.depth;
   const int steps = depth.steps.value;
-  const int tiles = work.m_tiles / T::kShared * work.n_tiles.value;
-  const int first_tile = blockIdx.x / T::kShared, stride = gridDim.x / T::kShared;
+  constexpr int kShared = kDivided ? 1 : T::kCluster;  // blocks that share weights
+  const int tiles = work.m_tiles / kShared * work.n_tiles.value;
+  const int first_tile = blockIdx.x / T::kCluster, stride = gridDim.x / T::kCluster;
+  const auto tile_of = [&](int index) { return TileOf<T, kShared>(work, index, rank); };
+  // Of each of its tiles.
+  using Step = StepAt<kShortcut, kTaps>;
+  const Step begin(conv, work, kDivided ? steps * rank >> 1 : 0);
+  const int steps_here = kDivided ? (steps * (rank + 1) >> 1) - (steps * rank >> 1) : steps;
+  int end_chunk = depth.windowed, end_of_shortcut = depth.shortcut;
+  if (kDivided) {
+    const Step end(conv, work, steps * (rank + 1) >> 1);
+    end_chunk = end.chunk + (end.tap > 0 ? 1 : 0), end_of_shortcut = end.of_shortcut;
+  }
   const bool normalises = T::kNormalises && conv.input_factors != nullptr;
 
-  const auto copy_weights = [&](int n0, const StepAt<kShortcut, kTaps>& step, int at) {
-    constexpr int kPart = T::kN / T::kShared;
+  const auto copy_weights = [&](int n0, const Step& step, int at) {
+    constexpr int kPart = T::kN / kShared;
     const WeightAt from = WeightOf(work, step);
     ArriveExpecting(&full[at], T::kStageBytes);
-    CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, from.map, &full[at], from.channel,
-              from.tap, n0 + rank * kPart, 0, static_cast<uint16_t>((1 << T::kShared) - 1));
+    if (kShared == 1) {
+      CopyWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, n0, 0);
+    } else {
+      CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, from.map, &full[at], from.channel,
+                from.tap, n0 + rank * kPart, 0, static_cast<uint16_t>((1 << kShared) - 1));
+    }
   };
 
   if (warp == 8 && ElectOne()) {
     PrefetchMaps<kShortcut>(work);
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
-      InitBarrier(&empty[stage], (T::kTurns ? 1 : 2) * T::kShared);
+      InitBarrier(&empty[stage], (T::kTurns ? 1 : 2) * kShared);
     }
     for (int slot = 0; slot < P::kSlots; ++slot) {
       InitBarrier(&patch_full[slot], 1);
@@ -158,7 +184,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
     for (int i = 0; i < 2; ++i) InitBarrier(&turn[i], 4);  // a lane of each warp
     for (int i = 0; i < 2 * T::kBuffers; ++i) InitBarrier(&staged[i], 1);
+    if (kDivided) InitBarrier(received, 1);
     FenceBarrierInit();
+    if (kDivided) ArriveExpecting(received, T::kReceivedBytes);
   }
   __syncthreads();
   ArriveAtCluster();
@@ -168,9 +196,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     WaitForCluster();
     if (warp == 8 && ElectOne()) {
       // Weights are nobody's output: the first ones travel while the predecessor still runs.
-      const TileAt its_first = TileOf<T>(work, first_tile, rank);
-      const StepAt<kShortcut, kTaps> begin(conv, work, 0);
-      StepAt<kShortcut, kTaps> at = begin;
+      const TileAt its_first = tile_of(first_tile);
+      Step at = begin;
       for (int stage = 0; stage < T::kStages; ++stage) {
         copy_weights(its_first.n0, at, stage);
         at.Advance(conv, work);
@@ -183,11 +210,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         TileAt tile;
         int round = 0;
       };
-      Next next = {first_tile, 0, 0, its_first};
-      Next next_of_shortcut = {first_tile, 0, P::kWindowed, its_first};
+      Next next = {first_tile, begin.chunk, 0, its_first};
+      Next next_of_shortcut = {first_tile, begin.of_shortcut, P::kWindowed, its_first};
       const auto copy_next = [&](auto of_shortcut, Next& at) {
         constexpr bool kOf = decltype(of_shortcut)::value;
-        if (at.index >= tiles) return;
+        const int end = kOf ? end_of_shortcut : end_chunk;
+        if (at.index >= tiles || (kDivided && at.chunk == end)) return;
         const int around = kOf ? 0 : 1;
         Wait(&patch_empty[at.slot], (at.round & 1) ^ 1);
         ArriveExpecting(&patch_full[at.slot], kOf ? kShortcutSlot : work.patch_bytes);
@@ -197,9 +225,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         if (++at.slot == (kOf ? P::kSlots : P::kWindowed)) {
           at.slot = kOf ? P::kWindowed : 0, ++at.round;
         }
-        if (++at.chunk == (kOf ? depth.shortcut : depth.windowed)) {
+        if (++at.chunk == end && !kDivided) {
           at.chunk = 0, at.index += stride;
-          at.tile = TileOf<T>(work, at.index, rank);
+          at.tile = tile_of(at.index);
         }
       };
       const auto copy_next_patch = [&] { copy_next(std::false_type(), next); };
@@ -212,15 +240,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       // When this tap's weights find room, the patch before has been used up.
       constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
       // With a shortcut the two that there is room for come and go by their steps.
-      StepAt<kShortcut, kTaps> used = begin;
+      Step used = begin;
       const auto replace_used = [&] {
         ReplaceUsed(conv, work, used, copy_next_patch, copy_next_of_shortcut);
       };
       int stage = 0, round = 1, step = T::kStages;
       for (int index = first_tile; index < tiles; index += stride, step = 0, at = begin) {
-        const int n0 = TileOf<T>(work, index, rank).n0;
+        const int n0 = tile_of(index).n0;
 #pragma unroll 1
-        for (; step < steps; ++step) {
+        for (; step < steps_here; ++step) {
           Wait(&empty[stage], (round & 1) ^ 1);
           copy_weights(n0, at, stage);
           if (kShortcut) {
@@ -240,11 +268,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       WaitForPredecessors();
       int slot = 0, round = 0;
       for (int index = first_tile; index < tiles; index += stride) {
-        const TileAt tile = TileOf<T>(work, index, rank);
+        const TileAt tile = tile_of(index);
         const uint32_t inside = PixelsInside<T::kTransformers / 8, (2 * kUnit + 2) * (kUnit + 2)>(
             conv, work.pitch, thread, tile.y - 1, tile.x - 1);
 #pragma unroll 1
-        for (int chunk = 0; chunk < depth.windowed; ++chunk) {
+        for (int chunk = begin.chunk; chunk < end_chunk; ++chunk) {
           const int from_source = (chunk < work.chunks ? chunk : chunk - work.chunks) * kStep;
           const bool has_channels =
               from_source + vector * 8 < (chunk < work.chunks ? conv.channels : conv.channels2);
@@ -277,7 +305,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const auto give_turn = [&] {
       if (threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
     };
-    const bool leads = threadIdx.x % 128 == 0, adds = work.add.data != nullptr;
+    const bool leads = threadIdx.x % 128 == 0;
+    const bool has_first_run = !kDivided || rank == 0, finishes = !kDivided || group == rank;
+    const bool adds = has_first_run && work.add.data != nullptr;
     // Of a row of this consumer's: its buffer, by number, and its unit of the tile.
     const auto buffer_of = [&](int row) { return group * T::kBuffers + row % T::kBuffers; };
     const auto unit_of = [&](const TileAt& tile, int row) {
@@ -316,21 +346,21 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     WaitForPredecessors();  // whose output is read and overwritten from here on
     for (int index = first_tile + (T::kTurns ? group * stride : 0); index < tiles;
          index += kTakers * stride, ++tiles_done) {
-      const TileAt tile = TileOf<T>(work, index, rank);
+      const TileAt tile = tile_of(index);
       int stage = step_at % T::kStages, round = step_at / T::kStages;
       int slot = patch_at % P::kWindowed, patch_round = patch_at / P::kWindowed;
       step_at += kTakers * steps, patch_at += kTakers * depth.windowed;
 
-      int tap = 0, tap_x = 0, tap_pixel = 0;
-      int due = depth.shortcut;                                    // as StepAt's
+      int tap = begin.tap, tap_x = tap % 3, tap_pixel = tap / 3 * work.pitch.value + tap_x;
+      int due = begin.due;
       int until_turn = first_tile + stride < tiles ? T::kLag : 1;  // one tile: no end to hide
       uint32_t added[T::kSums / 4];
 
       // Of the step before the one under way: given back when that is done.
       int used_stage = -1, used_slot = -1;
       const auto give_back = [&] {
-        if (used_stage >= 0 && threadIdx.x % 128 < T::kShared) {
-          ArriveAt(&empty[used_stage], threadIdx.x % 128);
+        if (used_stage >= 0 && threadIdx.x % 128 < kShared) {
+          ArriveAt(&empty[used_stage], kDivided ? rank : threadIdx.x % 128);
         }
         if (used_slot >= 0 && leads) Arrive(&patch_empty[used_slot]);
       };
@@ -340,7 +370,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
         bool continues = run == 0;  // the sum that there is
-        const int count = (steps * (run + 1) >> work.log_splits) - (steps * run >> work.log_splits);
+        const int count =
+            kDivided ? steps_here
+                     : (steps * (run + 1) >> work.log_splits) - (steps * run >> work.log_splits);
 #pragma unroll 1
         for (int step = 0; step < count; ++step) {
           const bool of_shortcut = kShortcut && due >= steps;
@@ -348,7 +380,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           const int shortcut_slot = P::kWindowed + shortcut_at % 2;
           if (of_shortcut) {
             Wait(&patch_full[shortcut_slot], shortcut_at / 2 & 1);
-          } else if (tap == 0) {
+          } else if (tap == 0 || (kDivided && step == 0)) {
             Wait(&patch_ready[slot], patch_round & 1);
           }
           Wait(&full[stage], round & 1);
@@ -413,16 +445,18 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
       if constexpr (T::kFirstIsTotal) {
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) BeginSums(work.bias, tile.n0, total[i]);
+        for (int i = 0; i < T::kRows; ++i) {
+          BeginSums(has_first_run ? work.bias : nullptr, tile.n0, total[i]);
+        }
         AnySums(sums[0]);
       } else {
         BeginSums(work.bias, tile.n0, sums[0]);
       }
       if (T::kAddsEarly && adds) load_per_image(tile, 0, added);
       if (T::kTurns || group == 1) Wait(&turn[group], (tiles_done + group + 1) & 1);
-      const int last_run = T::kFold ? (1 << work.log_splits) - 1 : 0;
+      const int last_run = T::kFold && !kDivided ? (1 << work.log_splits) - 1 : 0;
       for (int run = 0; run <= last_run; ++run) {
-        if (run == last_run) {
+        if (run == last_run && finishes) {
           if (leads) WaitUntilStoresRead();  // of the tile before
 #pragma unroll
           for (int row = 0; row < T::kBuffers; ++row) begin_staging(tile, row);
@@ -443,6 +477,23 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             for (int j = 0; j < T::kSums; ++j) total[0][j] += sums[0][j];
           }
         }
+      }
+
+      if constexpr (kDivided) {
+        float4* const at = sums_received + threadIdx.x % 128;
+        if (finishes) WaitForStores(received, 0);
+#pragma unroll
+        for (int j = 0; j < T::kSums / 4; ++j) {
+          float* const four = &total[0][4 * j];
+          if (finishes) {
+            const float4 other = at[j * 128];
+            four[0] += other.x, four[1] += other.y, four[2] += other.z, four[3] += other.w;
+          } else {
+            StoreAt(AddressAt(at + j * 128, group), AddressAt(received, group),
+                    float4{four[0], four[1], four[2], four[3]});
+          }
+        }
+        if (!finishes) continue;
       }
 
 #pragma unroll
@@ -477,6 +528,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 }
 
 using Tile64 = Tile<64, false, 8, 1, 184, 72, 512>;
+using Tile80 = Tile<80, false, 8, 1, 184, 72, 512>;
 using Tile128 = Tile<128, false, 7, 1, 184, 72, 512>;
 using Tile160 = Tile<160, false, 5, 1, 216, 72, 384>;
 using Tile192 = Tile<192, false, 4, 1, 216, 72, 384>;
@@ -489,6 +541,8 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
   switch (tile) {
     case HopperTile::kPatch64:
       return what(Tile64());
+    case HopperTile::kPatch80:
+      return what(Tile80());
     case HopperTile::kPatch128:
       return what(Tile128());
     case HopperTile::kPatch160:
@@ -521,7 +575,12 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const int tiles_y = (conv.height + kUnit - 1) / kUnit;
   const int groups = (conv.images + work.images_at_once - 1) / work.images_at_once;
   const int m_tiles = tiles_x * tiles_y * groups;
-  work.m_tiles = (m_tiles + T::kShared - 1) / T::kShared * T::kShared;
+  const bool divided = T::kDivides && plan.cluster > 1;
+  if (divided && (plan.splits != 2 || plan.cluster != 2 || StepsOf(conv) / 2 < T::kStages)) {
+    return cudaErrorInvalidValue;
+  }
+  const int shared = divided ? 1 : T::kCluster;
+  work.m_tiles = (m_tiles + shared - 1) / shared * shared;
   work.tiles_x = Divisor(tiles_x), work.tiles_y = Divisor(tiles_y);
   work.n_tiles = Divisor((conv.outputs + T::kN - 1) / T::kN);
   const int pitch = work.images_at_once == 2 ? kUnit + 2 : 2 * kUnit + 2;
@@ -539,7 +598,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
     return EncodeImages(map, rows, channels, conv, kStep, shortcut ? work.shortcut_pitch : pitch,
                         shortcut ? kUnit : kUnit + 2, work.images_at_once);
   };
-  CUresult result = EncodeDepth(&work, conv, T::kN / T::kShared, encode_patch);
+  CUresult result = EncodeDepth(&work, conv, T::kN / shared, encode_patch);
   if (result == CUDA_SUCCESS) {
     result = EncodeImages(&work.out, conv.out, conv.outputs, conv, T::kBox, kUnit, kUnit, 1);
   }
@@ -549,13 +608,26 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  const int64_t tiles = int64_t{work.m_tiles / T::kShared} * work.n_tiles.value;
-  if constexpr (T::kFold) {
-    if (conv.shortcut.x.data != nullptr) {
-      return LaunchPersistent<T>(Conv3x3Kernel<T, true>, tiles, T::kShared, conv, work, queue);
+  const int64_t tiles = int64_t{work.m_tiles / shared} * work.n_tiles.value;
+  const bool of_shortcut = conv.shortcut.x.data != nullptr;
+  if constexpr (T::kDivides) {
+    if (divided) {
+      return LaunchDependent(
+          of_shortcut ? Conv3x3Kernel<T, true, true> : Conv3x3Kernel<T, false, true>,
+          {.grid = static_cast<unsigned>(tiles * T::kCluster),
+           .block = T::kThreads,
+           .shared_bytes = T::kSharedBytes,
+           .cluster = T::kCluster},
+          queue, EpilogueOf(conv), work);
     }
   }
-  return LaunchPersistent<T>(Conv3x3Kernel<T, false>, tiles, T::kShared, conv, work, queue);
+  if constexpr (T::kFold) {
+    if (of_shortcut) {
+      return LaunchPersistent<T>(Conv3x3Kernel<T, true, false>, tiles, T::kCluster, conv, work,
+                                 queue);
+    }
+  }
+  return LaunchPersistent<T>(Conv3x3Kernel<T, false, false>, tiles, T::kCluster, conv, work, queue);
 }
 
 }  // namespace
@@ -575,16 +647,26 @@ cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, cons
 }
 
 cudaError_t LoadConv3x3HopperKernels() {
-  for (HopperTile tile :
-       {HopperTile::kPatch64, HopperTile::kPatch128, HopperTile::kPatch160, HopperTile::kPatch192,
-        HopperTile::kPatch128Turns, HopperTile::kPatch160Turns, HopperTile::kPatch192Turns}) {
+  for (HopperTile tile : {HopperTile::kPatch64, HopperTile::kPatch80, HopperTile::kPatch128,
+                          HopperTile::kPatch160, HopperTile::kPatch192, HopperTile::kPatch128Turns,
+                          HopperTile::kPatch160Turns, HopperTile::kPatch192Turns}) {
     const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
+      cudaError_t loaded = LoadKernel(Conv3x3Kernel<T, false, false>, T::kSharedBytes);
       if constexpr (T::kFold) {
-        const cudaError_t loaded = LoadKernel(Conv3x3Kernel<T, true>, T::kSharedBytes);
-        if (loaded != cudaSuccess) return loaded;
+        if (loaded == cudaSuccess) {
+          loaded = LoadKernel(Conv3x3Kernel<T, true, false>, T::kSharedBytes);
+        }
       }
-      return LoadKernel(Conv3x3Kernel<T, false>, T::kSharedBytes);
+      if constexpr (T::kDivides) {
+        if (loaded == cudaSuccess) {
+          loaded = LoadKernel(Conv3x3Kernel<T, false, true>, T::kSharedBytes);
+        }
+        if (loaded == cudaSuccess) {
+          loaded = LoadKernel(Conv3x3Kernel<T, true, true>, T::kSharedBytes);
+        }
+      }
+      return loaded;
     });
     if (error != cudaSuccess) return error;
   }

@@ -124,7 +124,7 @@ __device__ inline void Normalise(unsigned char* patch, int first_pixel, int thre
   }
 }
 
-/// Boxes of `columns` channels (32 or 64, swizzled) of width × height pixels of so many images.
+/// Boxes of `columns` channels (16, 32 or 64, swizzled) of width × height pixels of so many images.
 inline CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels,
                              const Conv2dLaunch& conv, int columns, int width, int height,
                              int images) {
@@ -137,11 +137,13 @@ inline CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels,
   const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(width),
                              static_cast<cuuint32_t>(height), static_cast<cuuint32_t>(images)};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      columns == kStep ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return GetTensorMapEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims,
+                                      strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                      columns == kStep ? CU_TENSOR_MAP_SWIZZLE_128B
+                                      : columns == 32  ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                       : CU_TENSOR_MAP_SWIZZLE_32B,
+                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 }  // namespace denoised::cuda

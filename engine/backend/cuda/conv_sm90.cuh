@@ -239,11 +239,11 @@ __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, in
                                          pixel * conv.residual.stride + n);
 }
 
-/// Of rows of kBox (32 or 64) bf16 as the copy engine lays them: vector v lies where v ^ this
+/// Of rows of kBox (16, 32 or 64) bf16 as the copy engine lays them: vector v lies where v ^ this
 /// would.
 template <int kBox>
 __device__ inline int SwizzleOf(int row) {
-  return kBox == 64 ? row % 8 : row / 2 % 4;
+  return kBox == 64 ? row % 8 : kBox == 32 ? row / 2 % 4 : row / 4 % 2;
 }
 
 /// A warpgroup's sums of 64 pixels through shared memory, in boxes of 64 pixels × kBox outputs as

@@ -288,6 +288,13 @@ __device__ inline void WaitProducts() {
 #define DENOISED_SUMS_80(d, i) DENOISED_SUMS_64(d, i), DENOISED_SUMS_16(d, i + 64)
 #define DENOISED_SUMS_96(d, i) DENOISED_SUMS_64(d, i), DENOISED_SUMS_32(d, i + 64)
 #define DENOISED_SUMS_128(d, i) DENOISED_SUMS_64(d, i), DENOISED_SUMS_64(d, i + 64)
+#define DENOISED_LIST_20 DENOISED_LIST_16 ",%16,%17,%18,%19"
+#define DENOISED_LIST_40 DENOISED_LIST_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define DENOISED_LIST_48 DENOISED_LIST_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define DENOISED_SUMS_20(d, i) \
+  DENOISED_SUMS_16(d, i), "+f"(d[i + 16]), "+f"(d[i + 17]), "+f"(d[i + 18]), "+f"(d[i + 19])
+#define DENOISED_SUMS_40(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_8(d, i + 32)
+#define DENOISED_SUMS_48(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_16(d, i + 32)
 /// n outputs, r = n / 2 registers; a and b are the numbers of the operands after those.
 #define DENOISED_WGMMA(n, r, a, b)                                                              \
   __device__ inline void MultiplyAdd(float(&d)[r], uint64_t x, uint64_t weight) {               \
@@ -298,18 +305,11 @@ __device__ inline void WaitProducts() {
   }
 DENOISED_WGMMA(32, 16, 16, 17)
 DENOISED_WGMMA(64, 32, 32, 33)
+DENOISED_WGMMA(80, 40, 40, 41)
 DENOISED_WGMMA(128, 64, 64, 65)
 DENOISED_WGMMA(160, 80, 80, 81)
 DENOISED_WGMMA(192, 96, 96, 97)
 DENOISED_WGMMA(256, 128, 128, 129)
-
-#define DENOISED_LIST_20 DENOISED_LIST_16 ",%16,%17,%18,%19"
-#define DENOISED_LIST_40 DENOISED_LIST_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define DENOISED_LIST_48 DENOISED_LIST_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define DENOISED_SUMS_20(d, i) \
-  DENOISED_SUMS_16(d, i), "+f"(d[i + 16]), "+f"(d[i + 17]), "+f"(d[i + 18]), "+f"(d[i + 19])
-#define DENOISED_SUMS_40(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_8(d, i + 32)
-#define DENOISED_SUMS_48(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_16(d, i + 32)
 
 /// MultiplyAdd(), and without `add` the product alone: the first of a sum needs no zeros. y is
 /// [n, 16], p the number of the operand after x and y.
@@ -323,6 +323,7 @@ DENOISED_WGMMA(256, 128, 128, 129)
                  : "l"(x), "l"(y), "r"(static_cast<int>(add)));                                 \
   }
 DENOISED_WGMMA_FROM_ZERO(64, 32, 32, 33, 34)
+DENOISED_WGMMA_FROM_ZERO(80, 40, 40, 41, 42)
 DENOISED_WGMMA_FROM_ZERO(96, 48, 48, 49, 50)
 DENOISED_WGMMA_FROM_ZERO(128, 64, 64, 65, 66)
 DENOISED_WGMMA_FROM_ZERO(160, 80, 80, 81, 82)

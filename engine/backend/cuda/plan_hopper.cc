@@ -46,6 +46,7 @@ constexpr TileCost kTileCosts[] = {
     {HopperTile::k192x192, 192, 192, 1, 1.0, 0.82, 1.5, 0, 1, 1.04},
     {HopperTile::k192x192, 192, 192, 2, 1.8, 0.86, 1.2, 0, 1, 1.03},
     {HopperTile::kPatch64, 128, 64, 1, 1.1, 0.235, 1.45, 0.1},
+    {HopperTile::kPatch80, 128, 80, 1, 1.5, 0.256, 1.8, 0.1},
     {HopperTile::kPatch128, 128, 128, 1, 2.5, 0.301, 1.7, 0.07},
     {HopperTile::kPatch160, 128, 160, 1, 2.5, 0.375, 2.0, 0.08},
     {HopperTile::kPatch192, 128, 192, 1, 2.5, 0.456, 2.4, 0},
@@ -120,9 +121,10 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
         tiles == TilesOf(conv, pixels, cost.m, cost.n, /*cluster=*/2)) {
       continue;
     }
-    for (int cluster = cost.cluster; cluster <= (unit ? splits : cost.cluster); cluster *= 2) {
-      const int blocks = unit ? cluster : 1;  // that share the splits of a tile
-      const int runs = splits / blocks;       // of each
+    const bool divides = unit || (cost.tile == HopperTile::kPatch80 && splits == 2);
+    for (int cluster = cost.cluster; cluster <= (divides ? splits : cost.cluster); cluster *= 2) {
+      const int blocks = divides ? cluster : 1;  // that share the splits of a tile
+      const int runs = splits / blocks;          // of each
       // Clusters of fewer blocks than runs receive more sums: as measured they cost what they would
       // with a multiprocessor to themselves.
       const int beside = unit && (blocks == 1 || runs == 1) ? 2 : 1;
@@ -144,10 +146,10 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
 
 std::string NameOf(const HopperPlan& plan) {
   constexpr const char* kNames[] = {
-      "unit",           "patch unit",    "128x32",   "128x128",  "128x128 turns",
-      "128x160",        "128x160 turns", "128x192",  "128x256",  "192x192",
-      "patch64",        "patch128",      "patch160", "patch192", "patch128 turns",
-      "patch160 turns", "patch192 turns"};
+      "unit",           "patch unit",     "128x32",        "128x128",  "128x128 turns",
+      "128x160",        "128x160 turns",  "128x192",       "128x256",  "192x192",
+      "patch64",        "patch80",        "patch128",      "patch160", "patch192",
+      "patch128 turns", "patch160 turns", "patch192 turns"};
   static_assert(std::size(kNames) == kHopperTiles);
   return fmt::format("{}{}", kNames[static_cast<int>(plan.tile)],
                      plan.cluster > 1 ? fmt::format(" in clusters of {}", plan.cluster) : "");
