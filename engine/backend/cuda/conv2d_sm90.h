@@ -64,6 +64,8 @@ constexpr int kStep = 64;
 inline int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
 constexpr int kMaxSplits = 8;
+/// Of a kPatch80 whose two runs of k have a block each: every run fills the ring.
+constexpr int kLeastStepsDivided = 16;
 /// How a layer is computed. Only `splits` bears on the bits of the result.
 struct HopperPlan {
   HopperTile tile = HopperTile::kUnit;

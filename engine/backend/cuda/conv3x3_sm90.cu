@@ -576,7 +576,8 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const int groups = (conv.images + work.images_at_once - 1) / work.images_at_once;
   const int m_tiles = tiles_x * tiles_y * groups;
   const bool divided = T::kDivides && plan.cluster > 1;
-  if (divided && (plan.splits != 2 || plan.cluster != 2 || StepsOf(conv) / 2 < T::kStages)) {
+  static_assert(!T::kDivides || kLeastStepsDivided >= 2 * T::kStages);
+  if (divided && (plan.splits != 2 || plan.cluster != 2 || StepsOf(conv) < kLeastStepsDivided)) {
     return cudaErrorInvalidValue;
   }
   const int shared = divided ? 1 : T::kCluster;

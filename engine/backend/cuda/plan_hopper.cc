@@ -16,7 +16,7 @@ namespace {
 struct TileCost {
   HopperTile tile;
   int m, n;
-  int cluster;                  // that shares weights; those of units share splits, and go by plan
+  int cluster;                  // that shares weights; those that share splits go by plan
   double launch, step, finish;  // a launch; a step along k and an end of a tile
   double fold;                  // an added split of a tile that Folds()
   double alone = 1;             // of a step, of a block with a multiprocessor for itself
@@ -121,7 +121,8 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
         tiles == TilesOf(conv, pixels, cost.m, cost.n, /*cluster=*/2)) {
       continue;
     }
-    const bool divides = unit || (cost.tile == HopperTile::kPatch80 && splits == 2);
+    const bool divides =
+        unit || (cost.tile == HopperTile::kPatch80 && splits == 2 && steps >= kLeastStepsDivided);
     for (int cluster = cost.cluster; cluster <= (divides ? splits : cost.cluster); cluster *= 2) {
       const int blocks = divides ? cluster : 1;  // that share the splits of a tile
       const int runs = splits / blocks;          // of each

@@ -37,8 +37,9 @@ Ways Contenders(const Ways& ways) {
   return contenders;
 }
 
-/// The index of the fastest of the contenders, given those of each place.
-absl::StatusOr<size_t> Fastest(const std::vector<Ways>& places, cudaStream_t stream) {
+/// The index of the fastest of the contenders for `what`, given those of each place.
+absl::StatusOr<size_t> Fastest(const std::string& what, const std::vector<Ways>& places,
+                               cudaStream_t stream) {
   struct Runner {
     GraphExec graph;
     Event begin, end;
@@ -54,7 +55,8 @@ absl::StatusOr<size_t> Fastest(const std::vector<Ways>& places, cudaStream_t str
                                 for (int n = 0; n < launches && error == cudaSuccess; ++n)
                                   error = places[n % places.size()][i].enqueue();
                               }));
-    DENOISED_RETURN_IF_ERROR(ToStatus(error, "tuning"));
+    DENOISED_RETURN_IF_ERROR(
+        ToStatus(error, fmt::format("tuning {} by {}", what, places[0][i].name)));
     DENOISED_ASSIGN_OR_RETURN(runner.graph, Instantiate(recorded.get()));
     DENOISED_ASSIGN_OR_RETURN(runner.begin, NewEvent(/*timing=*/true));
     DENOISED_ASSIGN_OR_RETURN(runner.end, NewEvent(/*timing=*/true));
@@ -104,7 +106,7 @@ absl::Status Tuner::Measure() {
   DENOISED_RETURN_IF_ERROR(ToStatus(cudaDeviceSynchronize(), "tuning"));
   TunedWays measured;
   for (const auto& [what, places] : unknown) {
-    DENOISED_ASSIGN_OR_RETURN(const size_t fastest, Fastest(places, stream_));
+    DENOISED_ASSIGN_OR_RETURN(const size_t fastest, Fastest(what, places, stream_));
     measured[what] = places[0][fastest].name;
   }
   for (const auto& [what, way] : measured) known_[what] = way;
