@@ -30,6 +30,9 @@ struct NoMarker final : Marker {
 CountingBackend::CountingBackend(Device device, DType activation_dtype)
     : rules_{device, activation_dtype} {}
 
+CountingBackend::CountingBackend(Backend& real)
+    : rules_{real.device(), real.activation_dtype()}, real_(&real) {}
+
 std::string CountingBackend::description() const {
   return fmt::format("counts the work of {} with {} activations",
                      rules_.device == Device::kCpu ? "a CPU" : "a CUDA device",
@@ -131,6 +134,10 @@ void CountingBackend::Linear(const LinearArgs& args) {
 void CountingBackend::GroupNorm(const GroupNormArgs& args) {
   Check(args, rules_);
   Count(0, 0, {&args.x, &args.x2, &args.gamma, &args.beta, &args.scale_shift, &args.out});
+}
+
+bool CountingBackend::MakesOutputNorm(const Conv2dArgs& args) {
+  return real_ != nullptr && real_->MakesOutputNorm(args);
 }
 
 void CountingBackend::Attention(const AttentionArgs& args) {

@@ -19,6 +19,9 @@ struct Work {
 class CountingBackend : public Backend {
  public:
   CountingBackend(Device device, DType activation_dtype);
+  /// In place of `real`, which it asks what it MakesOutputNorm(), so that the ops are those that it
+  /// would get; must outlive this.
+  explicit CountingBackend(Backend& real);
 
   /// Since construction or ResetWork(). Ops inside Capture() count at each Launch().
   const Work& work() const { return work_; }
@@ -52,6 +55,7 @@ class CountingBackend : public Backend {
   void Conv2d(const Conv2dArgs& args) override;
   void Linear(const LinearArgs& args) override;
   void GroupNorm(const GroupNormArgs& args) override;
+  bool MakesOutputNorm(const Conv2dArgs& args) override;
   void Attention(const AttentionArgs& args) override;
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override;
   void FourierEmbedding(const FourierEmbeddingArgs& args) override;
@@ -76,6 +80,7 @@ class CountingBackend : public Backend {
   Tensor Nowhere(const Shape& shape, DType dtype) const;
 
   const TensorRules rules_;
+  Backend* const real_ = nullptr;
   Work work_;
   size_t allocated_bytes_ = 0;
   size_t weight_bytes_ = 0;

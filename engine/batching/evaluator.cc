@@ -78,7 +78,7 @@ absl::Status Evaluator::Allocate() {
 
   // Smaller buckets may have holes where the largest has none, so every bucket is measured.
   for (const int bucket : buckets_) {
-    CountingBackend counting(backend_.device(), backend_.activation_dtype());
+    CountingBackend counting(backend_);
     Arena measuring = Arena::Measuring(backend_.device());
     Enqueue(counting, measuring, bucket);
     activation_bytes_ = std::max(activation_bytes_, measuring.peak());

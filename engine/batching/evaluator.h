@@ -27,7 +27,7 @@ class Evaluator {
     int parks = 0;            // on their way to the host at a time
   };
 
-  /// Plans memory by a dry run of the largest bucket, then takes it. ResourceExhausted says what
+  /// Plans memory by a dry run of every bucket, then takes it. ResourceExhausted says what
   /// was needed and what is free.
   static absl::StatusOr<std::unique_ptr<Evaluator>> Create(Backend& backend,
                                                            std::shared_ptr<const Denoiser> denoiser,

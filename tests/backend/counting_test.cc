@@ -65,6 +65,18 @@ TEST_F(CountingTest, LinearsAndAttention) {
   EXPECT_EQ(backend_.work().flops, 2 * 2.0 * 2 * 10 * 6 * 32);
 }
 
+// Which decides whether a tensor is needed between the two.
+TEST_F(CountingTest, MakesTheNormsThatTheBackendInWhosePlaceItIsWouldMake) {
+  struct Makes : CountingBackend {
+    using CountingBackend::CountingBackend;
+    bool MakesOutputNorm(const Conv2dArgs& args) override { return args.out.dim(0) == 2; }
+  } real(Device::kCuda, DType::kBF16);
+  CountingBackend counting(real);
+  EXPECT_EQ(counting.activation_dtype(), DType::kBF16);
+  EXPECT_TRUE(counting.MakesOutputNorm({.out = New({2, 8, 8, 64})}));
+  EXPECT_FALSE(counting.MakesOutputNorm({.out = New({3, 8, 8, 64})}));
+}
+
 TEST_F(CountingTest, AGraphCountsAtEachLaunch) {
   const Tensor a = New({4, 100});
   auto graph = backend_.Capture([&] { backend_.Add(a, 1, {}, 0, Activation::kSilu, a); });

@@ -74,6 +74,17 @@ TEST_P(EngineTest, DrawsWhatWasAsked) {
   }
 }
 
+// Images of half the size have layers of other kernels, whose memory is planned like theirs.
+TEST_P(EngineTest, DrawsOtherSizes) {
+  const auto engine = Open();
+  JobSpec spec{.model = "digits", .seed = 5, .count = 2};
+  spec.width = spec.height = 16;
+  spec.sampler.steps = 2;
+  const auto job = Submit(*engine, spec);
+  ASSERT_TRUE(job->Wait().ok());
+  EXPECT_EQ(job->images()[1].size(), 16u * 16u);
+}
+
 TEST_P(EngineTest, SameBytesAloneAndInCompany) {
   const auto engine = Open({.max_rows = 12});
   std::vector<JobSpec> specs;
