@@ -140,18 +140,24 @@ absl::Status StepBatcher::OpenSize(const JobQueue::Size& size) {
     return lane->model.name == size.model && !lane->first_size;
   });
   if (extra >= kExtraSizes) EvictIdleLane(&size.model);
-  auto lane = MakeLane(model, size.height, size.width);
+  auto lane = WarmLane(model, size.height, size.width);
   // Sizes that nobody draws now make room, of any model.
   while (lane.status().code() == absl::StatusCode::kResourceExhausted && EvictIdleLane(nullptr))
-    lane = MakeLane(model, size.height, size.width);
+    lane = WarmLane(model, size.height, size.width);
   if (!lane.ok()) return lane.status();
-  // Captured now: no evaluation of a job takes memory.
-  bool more = true;
-  while (more) {
-    DENOISED_ASSIGN_OR_RETURN(more, WarmUp(**lane));
-  }
   lanes_.push_front(*std::move(lane));
   return absl::OkStatus();
+}
+
+/// With its graphs captured: no evaluation of a job takes memory.
+absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::WarmLane(const BatchedModel& model,
+                                                                         int height, int width) {
+  DENOISED_ASSIGN_OR_RETURN(auto lane, MakeLane(model, height, width));
+  bool more = true;
+  while (more) {
+    DENOISED_ASSIGN_OR_RETURN(more, WarmUp(*lane));
+  }
+  return lane;
 }
 
 absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const BatchedModel& model,

@@ -76,6 +76,7 @@ class StepBatcher {
   absl::Status OpenSizes();
   absl::Status OpenSize(const JobQueue::Size& size);
   absl::StatusOr<std::unique_ptr<Lane>> MakeLane(const BatchedModel& model, int height, int width);
+  absl::StatusOr<std::unique_ptr<Lane>> WarmLane(const BatchedModel& model, int height, int width);
   absl::StatusOr<bool> WarmUp(Lane& lane);
   bool EvictIdleLane(const std::string* model);
   Backend& BackendOf(const BatchedModel& model) const;

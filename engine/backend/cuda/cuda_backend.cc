@@ -286,6 +286,7 @@ class CudaBackend final : public Backend {
 
   bool MakesOutputNorm(const Conv2dArgs& args) override {
     if (args.shortcut.weight != nullptr) return false;
+    context_->Use();
     Conv2dLaunch conv = LaunchOf(args);
     if (!IsForHopper(conv) || !SuitsOutputNorm(conv)) return false;
     GroupNormLaunch norm;
@@ -452,7 +453,7 @@ class CudaBackend final : public Backend {
     auto graph = std::make_unique<CudaGraph>();
     DENOISED_ASSIGN_OR_RETURN(graph->exec, Instantiate(recorded.get()));
     DENOISED_RETURN_IF_ERROR(
-        ToStatus(cudaGraphUpload(graph->exec.get(), queue_.stream), "cudaGraphUpload"));
+        ToStatus(cudaGraphUpload(graph->exec.get(), queue_.stream), "uploading a CUDA graph"));
     return graph;
   }
 
@@ -497,6 +498,7 @@ class CudaBackend final : public Backend {
   /// Goes the way that is known to be the fastest, else the first. What is not part of a graph is
   /// not measured: its results are wanted now.
   void Go(const std::string& what, const Ways& ways, const char* op) {
+    DENOISED_CHECK(!ways.empty(), "{}: nothing computes {}", op, what);
     const Way& way = tuner_ && capturing_ ? tuner_->Choose(what, ways) : ways.front();
     context_->Record(way.enqueue(), op);
   }

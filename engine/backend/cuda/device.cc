@@ -2,12 +2,26 @@
 
 namespace denoised::cuda {
 
+namespace {
+
+absl::Status OutOfMemory(std::string_view needs) {
+  size_t free = 0, total = 0;
+  DENOISED_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
+  return ResourceExhausted(
+      "{}, {} of {} bytes are free; use a smaller model or batch, or free memory that other "
+      "processes hold (nvidia-smi)",
+      needs, free, total);
+}
+
+}  // namespace
+
 absl::Status ToStatus(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();
-  const std::string message =
-      fmt::format("{}: {}: {}", what, cudaGetErrorName(error), cudaGetErrorString(error));
-  if (error == cudaErrorMemoryAllocation) return ResourceExhausted("{}", message);
-  return Internal("{}", message);
+  static_cast<void>(cudaGetLastError());  // told now: not to be taken for the next launch's
+  if (error == cudaErrorMemoryAllocation) {
+    return OutOfMemory(fmt::format("{} needs GPU memory", what));
+  }
+  return Internal("{}: {}: {}", what, cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
 absl::StatusOr<Stream> NewStream() {
@@ -37,9 +51,12 @@ absl::StatusOr<RecordedGraph> RecordGraph(cudaStream_t stream, const std::functi
 }
 
 absl::StatusOr<GraphExec> Instantiate(cudaGraph_t recorded) {
-  cudaGraphExec_t graph = nullptr;
+  size_t launches = 0;
   DENOISED_RETURN_IF_ERROR(
-      ToStatus(cudaGraphInstantiateWithFlags(&graph, recorded, 0), "cudaGraphInstantiate"));
+      ToStatus(cudaGraphGetNodes(recorded, nullptr, &launches), "cudaGraphGetNodes"));
+  cudaGraphExec_t graph = nullptr;
+  DENOISED_RETURN_IF_ERROR(ToStatus(cudaGraphInstantiateWithFlags(&graph, recorded, 0),
+                                    fmt::format("a CUDA graph of {} launches", launches)));
   return GraphExec(graph);
 }
 
@@ -47,13 +64,8 @@ absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes, std::string_view purpo
   void* data = nullptr;
   const cudaError_t error = cudaMalloc(&data, bytes > 0 ? bytes : 1);
   if (error == cudaErrorMemoryAllocation) {
-    static_cast<void>(cudaGetLastError());  // not sticky: the device works on
-    size_t free = 0, total = 0;
-    DENOISED_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
-    return ResourceExhausted(
-        "{} needs {} bytes of GPU memory, {} of {} are free; use a smaller model or batch, or free "
-        "memory that other processes hold (nvidia-smi)",
-        purpose, bytes, free, total);
+    static_cast<void>(cudaGetLastError());  // as ToStatus()
+    return OutOfMemory(fmt::format("{} needs {} bytes of GPU memory", purpose, bytes));
   }
   DENOISED_RETURN_IF_ERROR(ToStatus(error, "cudaMalloc"));
   return DeviceMemory(data);
@@ -63,7 +75,7 @@ absl::StatusOr<PinnedMemory> AllocatePinned(size_t bytes, std::string_view purpo
   void* data = nullptr;
   const cudaError_t error = cudaMallocHost(&data, bytes > 0 ? bytes : 1);
   if (error == cudaErrorMemoryAllocation) {
-    static_cast<void>(cudaGetLastError());
+    static_cast<void>(cudaGetLastError());  // as ToStatus()
     return ResourceExhausted(
         "{} needs {} bytes of page-locked host memory, which the system refused; raise its limit "
         "(ulimit -l) or free host memory",

@@ -34,7 +34,8 @@ using GraphExec = std::unique_ptr<CUgraphExec_st, Destroy>;
 using DeviceMemory = std::unique_ptr<void, FreeDevice>;
 using PinnedMemory = std::unique_ptr<void, FreePinned>;
 
-/// OK, ResourceExhausted or Internal: "what: cudaErrorX: CUDA's own description".
+/// OK, Internal ("what: cudaErrorX: CUDA's own description") or ResourceExhausted, which says how
+/// much is free. An error is told once: the thread's last one is OK afterwards.
 absl::Status ToStatus(cudaError_t error, std::string_view what);
 
 absl::StatusOr<Stream> NewStream();

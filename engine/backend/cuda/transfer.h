@@ -52,7 +52,7 @@ class DownloadPool {
   explicit DownloadPool(std::shared_ptr<Context> context) : context_(std::move(context)) {}
 
   /// Memory for `count` downloads of up to `bytes` at a time, until the result, which the pool must
-  /// outlive, goes. ResourceExhausted says what was needed and what is free.
+  /// outlive, goes. ResourceExhausted says what was needed and, of GPU memory, what is free.
   absl::StatusOr<std::shared_ptr<const void>> Reserve(size_t bytes, int count);
   std::unique_ptr<Download> Begin(const Tensor& from);
 
