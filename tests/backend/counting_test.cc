@@ -70,7 +70,8 @@ TEST_F(CountingTest, MakesTheNormsThatTheBackendInWhosePlaceItIsWouldMake) {
   struct Makes : CountingBackend {
     using CountingBackend::CountingBackend;
     bool MakesOutputNorm(const Conv2dArgs& args) override { return args.out.dim(0) == 2; }
-  } real(Device::kCuda, DType::kBF16);
+  } makes(Device::kCuda, DType::kBF16);
+  Backend& real = makes;
   CountingBackend counting(real);
   EXPECT_EQ(counting.activation_dtype(), DType::kBF16);
   EXPECT_TRUE(counting.MakesOutputNorm({.out = New({2, 8, 8, 64})}));
