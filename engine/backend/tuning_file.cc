@@ -1,5 +1,6 @@
 #include "engine/backend/tuning_file.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -58,9 +59,14 @@ absl::Status TuningFile::Add(const TunedWays& ways) const {
   std::string unfinished = path_ + ".XXXXXX";
   const int file = ::mkstemp(unfinished.data());
   if (file < 0) return failed(std::strerror(errno));
-  const ssize_t written = ::write(file, text.data(), text.size());
-  const int problem = written < 0 ? errno : ENOSPC;
-  if (::close(file) == 0 && written == static_cast<ssize_t>(text.size())) {
+  int problem = ::fchmod(file, 0644) == 0 ? 0 : errno;  // other users' servers may read it
+  for (size_t written = 0; problem == 0 && written < text.size();) {
+    const ssize_t more = ::write(file, text.data() + written, text.size() - written);
+    if (more < 0) problem = errno;
+    if (more > 0) written += static_cast<size_t>(more);
+  }
+  if (::close(file) != 0 && problem == 0) problem = errno;
+  if (problem == 0) {
     fs::rename(unfinished, path_, error);
     if (!error) return absl::OkStatus();
   }

@@ -38,6 +38,9 @@ TEST_F(TuningFileTest, GivesBackWhatWasAdded) {
   for (const auto& left :
        std::filesystem::directory_iterator(std::filesystem::path(File().path()).parent_path())) {
     EXPECT_EQ(left.path().filename(), "H200.json");
+    EXPECT_EQ(left.status().permissions() & std::filesystem::perms::all,
+              std::filesystem::perms(0644))
+        << "other users' servers may read it";
   }
 }
 
