@@ -19,6 +19,9 @@ namespace denoised {
 namespace cuda {
 namespace {
 
+static_assert(kMaxHeadDim >= denoised::kMaxHeadDim);
+static_assert(kMaxNormChannels >= denoised::kMaxNormChannels);
+
 /// Partial moments of group norms: any size works, this one takes 256 images at 32 groups at once.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
 /// Factors of group norms: those of 1024 images of 1024 channels at once.

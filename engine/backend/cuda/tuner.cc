@@ -94,7 +94,9 @@ const Way& Tuner::Choose(const std::string& what, const Ways& ways) {
     }
   }
   if (auto contenders = Contenders(ways); contenders.size() > 1) {
-    unknown_[what].push_back(std::move(contenders));
+    std::vector<Ways>& places = unknown_[what];
+    DENOISED_CHECK(places.empty() || places[0].size() == contenders.size(), "ways of {}", what);
+    places.push_back(std::move(contenders));
   }
   return ways.front();
 }
