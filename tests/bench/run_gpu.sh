@@ -2,7 +2,8 @@
 # Measures denoised on this machine's GPU beside PyTorch, in one go, and prints a table.
 #
 #   tests/bench/run_gpu.sh [--bin=build/release/tests/bench] [--out=build/bench]
-#                          [--kernels=REGEX] [--models=cifar10-32:1:64,adm-64:1 | all]
+#                          [--kernels=REGEX] [--seconds=SECONDS]
+#                          [--models=cifar10-32:1:64,adm-64:1 | all]
 #                          [--ways=eager,reduce-overhead,max-autotune] [--limit=SECONDS]
 #                          [--earlier-peers=FILE] [--generic]
 #
@@ -10,6 +11,7 @@
 # --out            where the raw figures go, as JSON
 # --kernels        which ops of backend-throughput: a regular expression; "all" are the default when
 #                  no models are named. Three minutes for all.
+# --seconds        for PyTorch's ops, 150 by default; those that are left then are left out
 # --models         whole forwards of these models of tests/models/configs, of so many rows; "all" are
 #                  those of the table in docs/benchmarks.md
 # --ways           of PyTorch: eager, in a CUDA graph, and modes of torch.compile. Default:
@@ -26,13 +28,14 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 bin=$root/build/release/tests/bench out=$root/build/bench
-kernels="" models="" ways=eager,reduce-overhead limit=600 earlier="" python=${PYTHON:-python3}
+kernels="" seconds=150 models="" ways=eager,reduce-overhead limit=600 earlier="" python=${PYTHON:-python3}
 device=(--device=cuda)
 for flag in "$@"; do
   case $flag in
     --bin=*) bin=${flag#*=} ;;
     --out=*) out=${flag#*=} ;;
     --kernels=*) kernels=${flag#*=} ;;
+    --seconds=*) seconds=${flag#*=} ;;
     --models=*) models=${flag#*=} ;;
     --ways=*) ways=${flag#*=} ;;
     --limit=*) limit=${flag#*=} ;;
@@ -43,6 +46,12 @@ for flag in "$@"; do
 done
 [[ -n "$kernels$models" ]] || kernels=all
 [[ "$models" == all ]] && models=cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16
+
+for each in ${models//,/ }; do
+  [[ "$each" =~ ^[^:]+(:[1-9][0-9]*)+$ ]] && continue
+  echo "--models has '$each': name the rows of an evaluation as well, as in ${each%%:*}:1:16" >&2
+  exit 2
+done
 
 # What is missing is said now, not after minutes of measuring.
 peer_models=$models
@@ -74,7 +83,7 @@ if [[ -n "$kernels" ]]; then
   "$bin/backend-throughput" "${device[@]}" "--benchmark_filter=$kernels" \
     "--benchmark_out=$out/kernels.json" --benchmark_out_format=json >"$out/kernels.txt"
   "$bin/backend-throughput" "${device[@]}" "--benchmark_filter=$kernels" --benchmark_list_tests |
-    "$python" "$here/peer_kernels.py" "--out=$out/peer_kernels.json"
+    "$python" "$here/peer_kernels.py" "--seconds=$seconds" "--out=$out/peer_kernels.json"
   ours+=("$out/kernels.json") peers+=("$out/peer_kernels.json")
 fi
 

@@ -158,20 +158,14 @@ absl::StatusOr<std::optional<double>> Time(const Conv2dLaunch& launch, const Hop
   constexpr int kSamples = 6;
   constexpr double kHopeless = 1.3;
   const int launches = launch.images < 16 ? 16 : 4;
-  DENOISED_RETURN_IF_ERROR(
-      ToStatus(cudaStreamBeginCapture(queue.stream, cudaStreamCaptureModeThreadLocal), "capture"));
   cudaError_t refused = cudaSuccess;
-  for (int i = 0; i < launches && refused == cudaSuccess; ++i)
-    refused = LaunchConv2dHopper(launch, plan, queue);
-  cudaGraph_t recorded = nullptr;
-  DENOISED_RETURN_IF_ERROR(ToStatus(cudaStreamEndCapture(queue.stream, &recorded), "capture"));
-  const RecordedGraph owner(recorded);
+  DENOISED_ASSIGN_OR_RETURN(const RecordedGraph recorded, RecordGraph(queue.stream, [&] {
+                              for (int i = 0; i < launches && refused == cudaSuccess; ++i)
+                                refused = LaunchConv2dHopper(launch, plan, queue);
+                            }));
   if (refused == cudaErrorInvalidValue) return std::nullopt;
   DENOISED_RETURN_IF_ERROR(ToStatus(refused, "launch"));
-  cudaGraphExec_t instance = nullptr;
-  DENOISED_RETURN_IF_ERROR(
-      ToStatus(cudaGraphInstantiateWithFlags(&instance, recorded, 0), "cudaGraphInstantiate"));
-  const GraphExec graph(instance);
+  DENOISED_ASSIGN_OR_RETURN(const GraphExec graph, Instantiate(recorded.get()));
   DENOISED_ASSIGN_OR_RETURN(const Event begin, NewEvent(/*timing=*/true));
   DENOISED_ASSIGN_OR_RETURN(const Event end, NewEvent(/*timing=*/true));
   double least = 0;
@@ -202,12 +196,13 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
   for (size_t i = 0; i < kSplits.size(); ++i) {
     const int splits = kSplits[i];
     if (splits > 1 && steps < splits * kMinSplitSteps) continue;
-    for (int tile = 0; tile < kHopperTiles; ++tile) {
-      const int most = IsUnit(static_cast<HopperTile>(tile))    ? splits
-                       : IsPatch(static_cast<HopperTile>(tile)) ? 1
-                                                                : 2;
+    for (int index = 0; index < kHopperTiles; ++index) {
+      const auto tile = static_cast<HopperTile>(index);
+      const int most = IsUnit(tile)                                    ? splits
+                       : IsPatch(tile) && tile != HopperTile::kPatch80 ? 1
+                                                                       : 2;
       for (int cluster = 1; cluster <= most; cluster *= 2) {
-        const HopperPlan plan{static_cast<HopperTile>(tile), splits, cluster};
+        const HopperPlan plan{tile, splits, cluster};
         DENOISED_ASSIGN_OR_RETURN(const auto microseconds, Time(launch, plan, queue, fastest[i]));
         if (microseconds && (!fastest[i] || *microseconds < *fastest[i])) fastest[i] = microseconds;
       }
