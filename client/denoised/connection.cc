@@ -25,6 +25,13 @@
 namespace denoised::client {
 namespace {
 
+/// The same for the same id, whoever computes it: FNV-1a (draft-eastlake-fnv).
+uint64_t SeedOf(std::string_view request_id) {
+  uint64_t hash = 14695981039346656037u;
+  for (const unsigned char byte : request_id) hash = (hash ^ byte) * 1099511628211u;
+  return hash;
+}
+
 std::optional<std::chrono::system_clock::time_point> Deadline(const CallOptions& options) {
   if (!options.timeout) return std::nullopt;
   return std::chrono::system_clock::now() + *options.timeout;
@@ -262,13 +269,17 @@ class GrpcConnection : public Connection {
         .to_status = [name = name_](const grpc::Status& status) { return ToStatus(status, name); }};
   }
 
-  /// Fixes the seed if the caller did not, so that every attempt draws the same images, and the id
-  /// of what survives, so that a second attempt finds the first.
+  /// Fixes the seed if the caller did not, so that every attempt draws the same images, those of
+  /// another call with the same request_id among them; and the id of what survives, so that a
+  /// second attempt finds the first.
   static absl::Status SetParams(const Generation& generation, v1::GenerationParams* params) {
     auto converted = ToProto(generation);
     if (!converted.ok()) return converted.status();
     *params = *std::move(converted);
-    if (!params->has_seed() && params->seeds().empty()) params->set_seed(RandomBits());
+    if (!params->has_seed() && params->seeds().empty()) {
+      const std::string& id = generation.request_id;
+      params->set_seed(id.empty() ? RandomBits() : SeedOf(id));
+    }
     if (generation.survives && generation.request_id.empty()) {
       params->set_request_id(fmt::format("{:016x}", RandomBits()));
     }

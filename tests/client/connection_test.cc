@@ -176,6 +176,14 @@ TEST_F(ConnectionTest, RetriesWithTheSameSeed) {
   EXPECT_NE(server_.requests().back().seed(), requests[0].seed()) << "a new call, a new seed";
 }
 
+// The server joins what has the same id and the same parameters.
+TEST_F(ConnectionTest, ARequestWithAnIdMayBeRepeated) {
+  for (const char* id : {"a", "a", "b"}) ASSERT_TRUE(client_.Generate({.request_id = id}).ok());
+  const auto requests = server_.requests();
+  EXPECT_EQ(requests[0].seed(), requests[1].seed());
+  EXPECT_NE(requests[0].seed(), requests[2].seed());
+}
+
 TEST_F(ConnectionTest, GivesUpAfterTheLastAttempt) {
   server_.FailNext(100, Draining());
   const absl::Status status = client_.Generate({}).status();
