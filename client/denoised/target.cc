@@ -91,7 +91,19 @@ absl::StatusOr<Target> ParseTarget(const std::string& text) {
   if (text.empty()) {
     return absl::InvalidArgumentError("the server's address is empty; use host:port");
   }
+  for (const std::string_view scheme : {"http://", "https://"}) {
+    if (StartsWith(text, scheme)) {
+      return absl::InvalidArgumentError(fmt::format(
+          "the server's address \"{}\" begins with {}; use host:port, and TLS by its own "
+          "options",
+          text, scheme));
+    }
+  }
   if (text.find(',') != std::string::npos) return ParseList(text);
+  if (text.find_first_of(":/") == std::string::npos) {
+    return absl::InvalidArgumentError(
+        fmt::format("the server's address \"{}\" has no port; use host:port", text));
+  }
   return Target{.uri = text, .replicas = StartsWith(text, "dns:"), .direct = IsLoopback(text)};
 }
 

@@ -45,7 +45,7 @@ TEST(TargetTest, Lists) {
        {",", "10.0.0.1:1,", ",10.0.0.1:1", "10.0.0.1:1,host:2", "10.0.0.1:1,10.0.0.2",
         "10.0.0.1:1,10.0.0.2:0", "10.0.0.1:1,10.0.0.2:65536", "10.0.0.1:1,10.0.0.2:2x",
         "10.0.0.1:1,10.0.0:2", "10.0.0.1:1, 10.0.0.2:2", "fd00::1:1,fd00::2:1", "[::1]:1,[::2:1",
-        "10.0.0.1:1,[::1]:1"}) {
+        "10.0.0.1:1,[::1]:1", "host", "http://host:1", "https://host"}) {
     EXPECT_EQ(ParseTarget(text).status().code(), absl::StatusCode::kInvalidArgument) << text;
   }
   EXPECT_THAT(std::string(ParseTarget("10.0.0.1:1,host:2").status().message()),
