@@ -30,8 +30,7 @@ Summary Summarise(const std::vector<const Outcome*>& outcomes) {
       ++summary.cancelled;
     } else if (outcome->status.ok()) {
       ++summary.succeeded;
-      const double deadline = outcome->deadline_seconds.value_or(INFINITY);
-      summary.in_time += outcome->latency_seconds <= deadline;
+      summary.in_time += IsInTime(*outcome);
       latency.push_back(outcome->latency_seconds);
       if (outcome->queued_seconds) queued.push_back(*outcome->queued_seconds);
     } else {
@@ -144,7 +143,7 @@ std::string Describe(const BenchReport& report) {
                       PerSecond(load.window_images, load), PerSecond(load.window_requests, load));
   text += fmt::format(
       "goodput        {:.2f} requests/s in time, {:.1f} % of all\n",
-      PerSecond(report.all.in_time, load),
+      PerSecond(load.window_in_time, load),
       100.0 * static_cast<double>(report.all.in_time) /
           static_cast<double>(std::max<int64_t>(report.all.requests - report.all.cancelled, 1)));
   for (const auto& [name, count] : report.all.errors) {
@@ -178,7 +177,7 @@ nlohmann::json ToJson(const BenchReport& report) {
   json["images"] = load.images;
   json["images_per_second"] = PerSecond(load.window_images, load);
   json["requests_per_second"] = PerSecond(load.window_requests, load);
-  json["goodput_per_second"] = PerSecond(report.all.in_time, load);
+  json["goodput_per_second"] = PerSecond(load.window_in_time, load);
   json["client_cpu_seconds"] = load.cpu_seconds;
   json["kinds"] = nlohmann::json::object();
   for (const auto& [name, summary] : report.kinds) json["kinds"][name] = ToJson(summary);

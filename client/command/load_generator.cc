@@ -112,7 +112,7 @@ class LoadGenerator {
   std::list<Request> under_way_;
   std::multimap<double, Request*> cancels_;
   int64_t sent_ = 0, counted_ = 0, succeeded_ = 0, failed_ = 0;
-  std::vector<double> image_times_, success_times_;
+  std::vector<double> image_times_, success_times_, in_time_times_;
   LoadResult result_;
 
   std::mutex mutex_;
@@ -226,6 +226,7 @@ void LoadGenerator::Reap(Request* request) {
     outcome.cancelled = false;  // too late
     ++succeeded_;
     success_times_.push_back(request->end_seconds);
+    if (IsInTime(outcome)) in_time_times_.push_back(request->end_seconds);
   } else if (!outcome.cancelled) {
     ++failed_;
   }
@@ -305,6 +306,7 @@ LoadResult LoadGenerator::Run(std::stop_token stop) {
   result_.window_seconds = end - begin;
   result_.window_images = std::count_if(image_times_.begin(), image_times_.end(), in_window);
   result_.window_requests = std::count_if(success_times_.begin(), success_times_.end(), in_window);
+  result_.window_in_time = std::count_if(in_time_times_.begin(), in_time_times_.end(), in_window);
   result_.images = static_cast<int64_t>(image_times_.size());
   result_.cpu_seconds = CpuSeconds() - cpu;
   return std::move(result_);

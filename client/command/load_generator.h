@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -39,11 +40,17 @@ struct Outcome {
   absl::Status status;
 };
 
+/// Whether a request that succeeded did so before its deadline; without one it did.
+inline bool IsInTime(const Outcome& outcome) {
+  return outcome.latency_seconds <= outcome.deadline_seconds.value_or(INFINITY);
+}
+
 struct LoadResult {
   std::vector<Outcome> outcomes;  // those that count, in the order of their ends
   double window_seconds = 0;    // from the warm-up's end to the last arrival's, or until all ended
   int64_t window_images = 0;    // that came in the window, of whatever request
   int64_t window_requests = 0;  // that succeeded in the window
+  int64_t window_in_time = 0;   // … and before their deadlines
   int64_t images = 0;           // of the whole run
   double cpu_seconds = 0;       // that this process spent, start to end
   ImageHashes hashes;           // of the whole run

@@ -413,7 +413,8 @@ TEST(DistributionTest, NearestRank) {
 }
 
 TEST(BenchReportTest, CountsWhatWasInTimeAndWhatFailed) {
-  LoadResult load = {.window_seconds = 2, .window_images = 6, .window_requests = 3};
+  LoadResult load = {
+      .window_seconds = 2, .window_images = 6, .window_requests = 3, .window_in_time = 2};
   const auto add = [&load](double latency, std::optional<double> deadline, absl::Status status,
                            bool cancelled = false) {
     load.outcomes.push_back({.kind = cancelled ? "b" : "a",
