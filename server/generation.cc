@@ -206,13 +206,15 @@ bool Generation::Join(const std::shared_ptr<GenerationWatcher>& watcher) {
 }
 
 void Generation::Leave(const GenerationWatcher* watcher) {
-  bool abandoned;
+  std::optional<JobId> id;
   {
     std::lock_guard lock(mutex_);
     std::erase_if(watchers_, [&](const Watching& each) { return each.watcher.get() == watcher; });
-    abandoned = watchers_.empty() && !origin_.survives && !end_;
+    if (!watchers_.empty() || origin_.survives || end_) return;
+    cancelled_ = EndReason::kDisconnected;  // under the lock that Join() asks it under
+    id = id_;
   }
-  if (abandoned) Cancel(EndReason::kDisconnected);
+  if (id) serving_->engine->Cancel(*id, EndReason::kDisconnected);
 }
 
 Generation::News Generation::Next(const GenerationWatcher* watcher, uint64_t sequence) {
