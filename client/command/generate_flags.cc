@@ -1,5 +1,10 @@
 #include "command/generate_flags.h"
 
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cstdint>
+
 #include "denoised/generation.h"
 
 namespace denoised::command {
@@ -10,6 +15,19 @@ std::vector<std::string> Names(const std::vector<Enum>& values) {
   std::vector<std::string> names;
   for (const Enum value : values) names.emplace_back(client::Name(value));
   return names;
+}
+
+/// What is too large, and what is negative, CLI11 would wrap.
+CLI::Validator Seed() {
+  return CLI::Validator(
+      [](std::string& text) {
+        uint64_t seed = 0;
+        const char* const end = text.data() + text.size();
+        const auto [read, error] = std::from_chars(text.data(), end, seed);
+        if (error == std::errc() && read == end) return std::string();
+        return fmt::format("{} is no seed; use a whole number from 0 to {}", text, UINT64_MAX);
+      },
+      "");
 }
 
 }  // namespace
@@ -40,6 +58,7 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
           "Image i has seed + i; several, 7,9,12, are one for each image. The same seed, the "
           "same bytes")
       ->delimiter(',')
+      ->check(Seed())
       ->group(kWhat);
   command.add_option("--size", flags.size, "Pixels: 64 or WIDTHxHEIGHT")->group(kWhat);
   command

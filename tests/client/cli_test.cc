@@ -63,6 +63,11 @@ TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
   const auto refused = Run({"generate", "-n", "3", "--seed", "9,2", "-o", Path("x-{index}.png")});
   EXPECT_EQ(refused.exit_code, 2);
   EXPECT_THAT(refused.err, HasSubstr("--seed names 2 seeds for 3 images"));
+  for (const char* seed : {"-1", "18446744073709551616", "1.5", "0x7"}) {
+    const auto again = Run({"generate", std::string("--seed=") + seed, "-o", Path("y.png")});
+    EXPECT_EQ(again.exit_code, 2) << seed;
+    EXPECT_THAT(again.err, HasSubstr(std::string(seed) + " is no seed"));
+  }
 }
 
 TEST_F(CliTest, DrawsFiles) {
