@@ -279,7 +279,8 @@ TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
                         Case{3, 32, 32, 64, 128, 320, 3}, Case{2, 8, 8, 320, 0, 640, 3},
                         Case{2, 16, 16, 192, 0, 1280, 3},
                         Case{5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
-                        Case{9, 8, 8, 256, 0, 256, 3, 1, false, false, 72, 0}}) {
+                        Case{9, 8, 8, 256, 0, 256, 3, 1, false, false, 72, 0},
+                        Case{2, 32, 32, 320, 0, 320, 3, 1, false, false, 320, 320}}) {
     kept_.clear();
     Conv2dLaunch conv = Launch(c);
     conv.input_factors =

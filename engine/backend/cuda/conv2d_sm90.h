@@ -70,8 +70,8 @@ constexpr int kLeastStepsDivided = 16;
 struct HopperPlan {
   HopperTile tile = HopperTile::kUnit;
   int splits = 1;  // runs of k that are summed apart: a power of two
-  /// Blocks of a cluster: they share the splits of a unit, which it divides, the two of a kPatch80,
-  /// or the weights of a tile of conv2d_sm90.cu.
+  /// Blocks of a cluster. Those of a unit share its splits, as many each; two of a kPatch80 have
+  /// one of its two each; those of a tile of conv2d_sm90.cu share weights.
   int cluster = 1;
 };
 

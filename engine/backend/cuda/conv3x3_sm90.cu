@@ -234,7 +234,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const auto copy_next_of_shortcut = [&] {
         if constexpr (kShortcut) copy_next(std::true_type(), next_of_shortcut);
       };
-      for (int i = 0; i < 2; ++i) copy_next_patch();
+      // Of a run that begins within a patch, kLead of it is among the first stages.
+      const int patches = kDivided && !kShortcut && begin.tap > 0 ? 3 : 2;
+      for (int i = 0; i < patches; ++i) copy_next_patch();
       for (int i = 0; i < P::kOfShortcut; ++i) copy_next_of_shortcut();
 
       // When this tap's weights find room, the patch before has been used up.
@@ -373,6 +375,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const int count =
             kDivided ? steps_here
                      : (steps * (run + 1) >> work.log_splits) - (steps * run >> work.log_splits);
+        if (kDivided) Wait(&patch_ready[slot], patch_round & 1);  // within which it may begin
 #pragma unroll 1
         for (int step = 0; step < count; ++step) {
           const bool of_shortcut = kShortcut && due >= steps;
@@ -380,7 +383,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           const int shortcut_slot = P::kWindowed + shortcut_at % 2;
           if (of_shortcut) {
             Wait(&patch_full[shortcut_slot], shortcut_at / 2 & 1);
-          } else if (tap == 0 || (kDivided && step == 0)) {
+          } else if (tap == 0) {
             Wait(&patch_ready[slot], patch_round & 1);
           }
           Wait(&full[stage], round & 1);
