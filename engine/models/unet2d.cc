@@ -187,8 +187,13 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   if (config.time_embedding_dim == 0 && !channels.empty())
     config.time_embedding_dim = 4 * channels[0];  // diffusers: `time_embedding_dim or 4 · …`
   CheckRange(reader, "time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
-  if (!config.fourier_time_embedding && !channels.empty() &&
-      channels[0] / 2 - config.freq_shift == 0)
+  if (!config.fourier_time_embedding && !channels.empty() && channels[0] < 2)
+    reader.Complain(
+        "block_out_channels",
+        "must begin with at least 2: a positional time embedding is a sine and a "
+        "cosine of that many channels in all; use more, or time_embedding_type fourier");
+  else if (!config.fourier_time_embedding && !channels.empty() &&
+           channels[0] / 2 - config.freq_shift == 0)
     reader.Complain("freq_shift", "must differ from half of block_out_channels[0]");
   DENOISED_RETURN_IF_ERROR(reader.Finish());
   return config;

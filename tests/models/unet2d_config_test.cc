@@ -90,6 +90,7 @@ TEST(UNet2DConfig, RefusesByNameWhatItCannotHonour) {
       {"block_out_channels", json::array()},
       {"block_out_channels", {32, -64}},
       {"block_out_channels", {32, 1 << 30}},
+      {"block_out_channels", {1, 64}},  // no room for a sine and a cosine
       {"mid_block_type", "UNetMidBlock2DCrossAttn"},
       {"time_embedding_type", "learned"},
       {"class_embed_type", "projection"},
@@ -116,6 +117,17 @@ TEST(UNet2DConfig, RefusesByNameWhatItCannotHonour) {
     EXPECT_THAT(message, HasSubstr(field));
     EXPECT_THAT(message, HasSubstr("unet/config.json"));
   }
+}
+
+TEST(UNet2DConfig, OneChannelIsEnoughForAFourierEmbedding) {
+  nlohmann::json json = Tiny();
+  json["block_out_channels"] = {1, 1};
+  json["norm_num_groups"] = 1;
+  json["freq_shift"] = 1;  // with the positional one half of 1, less this, divides by no zero
+  EXPECT_FALSE(UNet2DConfig::Parse(json, "unet/config.json").ok());
+  json["time_embedding_type"] = "fourier";
+  const auto config = UNet2DConfig::Parse(json, "unet/config.json");
+  EXPECT_TRUE(config.ok()) << config.status();
 }
 
 TEST(UNet2DConfig, DefaultsAreThoseOfDiffusers) {
