@@ -40,7 +40,10 @@ void DeviceWorker::Main(std::promise<absl::Status> started) {
   backend_ = *std::move(backend);
   name_ = std::string(backend_->name());
   description_ = backend_->description();
-  batcher_ = std::make_unique<StepBatcher>(*backend_, *admission_, *queue_, observer_, batching_);
+  // A size that is opened between two evaluations is not the time of either.
+  StepBatcher::Options batching = batching_;
+  batching.part_done = [this] { SetStepBegan(Clock::now()); };
+  batcher_ = std::make_unique<StepBatcher>(*backend_, *admission_, *queue_, observer_, batching);
   started.set_value(absl::OkStatus());
   Loop();
   batcher_.reset();

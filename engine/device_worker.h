@@ -44,7 +44,8 @@ class DeviceWorker {
   /// A backend of its own on the same device, for another thread. What it packs outlives it.
   absl::StatusOr<std::unique_ptr<Backend>> OpenAnother() const { return open_(backend_options_); }
 
-  /// Ends the work of a device whose evaluation takes longer than `limit`: it hangs.
+  /// Ends the work of a device whose evaluation, or part of opening a size, takes longer than
+  /// `limit`: it hangs.
   void LoseIfHanging(std::chrono::duration<double> limit);
 
   const std::string& name() const { return name_; }

@@ -122,8 +122,11 @@ void JobQueue::RemoveModel(const std::string& name, int device) {
   const auto model = models_.find(name);
   if (model == models_.end()) return;
   model->second.devices.erase(device);
-  for (auto& [lane, line] : lines_)
-    if (line.size.model == name) line.open.erase(device);
+  for (auto& [lane, line] : lines_) {
+    if (line.size.model != name) continue;
+    line.open.erase(device);
+    if (line.opening == device) line.opening.reset();
+  }
   admission_.SetDevices(name, static_cast<int>(model->second.devices.size()));
   if (!model->second.devices.empty() || model->second.lost) return;
   std::erase_if(lines_, [&](const auto& entry) { return entry.second.size.model == name; });

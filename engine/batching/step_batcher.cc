@@ -63,6 +63,12 @@ struct StepBatcher::Evaluated {
   std::vector<std::shared_ptr<Image>> parked;  // before it
 };
 
+/// A size that is on its way to a lane.
+struct StepBatcher::Opening {
+  JobQueue::Size size;
+  std::unique_ptr<Lane> lane;  // null: nothing is taken yet
+};
+
 StepBatcher::StepBatcher(Backend& backend, Admission& admission, JobQueue& queue,
                          EngineObserver* observer, const Options& options)
     : backend_(backend),
@@ -118,46 +124,49 @@ absl::Status StepBatcher::RemoveModel(const std::string& model) {
     status = BackendOf(known->second).Synchronize();
   std::erase_if(evaluated_, [&](const auto& evaluated) { return evaluated.model == model; });
   std::erase_if(lanes_, [&](const auto& lane) { return lane->model.name == model; });
+  if (opening_ && opening_->size.model == model) opening_.reset();  // its jobs were cancelled
   models_.erase(model);
   queue_.RemoveModel(model, options_.device);
   return status;
 }
 
-/// Takes memory for sizes that came up. When there is none, the jobs that no device can draw end
-/// with ResourceExhausted.
-absl::Status StepBatcher::OpenSizes() {
-  while (const auto size = queue_.ToOpen(options_.device)) {
-    const absl::Status status = OpenSize(*size);
-    DENOISED_RETURN_IF_ERROR(this->status());
-    queue_.Opened(*size, options_.device, status);
+/// Does one part of what a size that came up takes, so that the lanes there are have their turn
+/// before the next. When there is no memory, the jobs that no device can draw end with
+/// ResourceExhausted. Whether there was anything to do.
+absl::StatusOr<bool> StepBatcher::OpenSizes() {
+  if (!opening_) {
+    const auto size = queue_.ToOpen(options_.device);
+    if (!size) return false;
+    const auto extra = std::count_if(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
+      return lane->model.name == size->model && !lane->first_size;
+    });
+    if (extra >= kExtraSizes) EvictIdleLane(&size->model);
+    opening_ = std::make_unique<Opening>(Opening{.size = *size});
   }
-  return absl::OkStatus();
+  auto more = OpenPart();
+  // Sizes that nobody draws now make room, of any model, and it starts anew.
+  while (more.status().code() == absl::StatusCode::kResourceExhausted) {
+    opening_->lane.reset();
+    if (!EvictIdleLane(nullptr)) break;
+    more = OpenPart();
+  }
+  DENOISED_RETURN_IF_ERROR(this->status());
+  if (more.ok() && *more) return true;
+  const std::unique_ptr<Opening> opened = std::move(opening_);
+  if (more.ok()) lanes_.push_front(std::move(opened->lane));
+  queue_.Opened(opened->size, options_.device, more.status());
+  return true;
 }
 
-absl::Status StepBatcher::OpenSize(const JobQueue::Size& size) {
-  const BatchedModel& model = models_.at(size.model);
-  const auto extra = std::count_if(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
-    return lane->model.name == size.model && !lane->first_size;
-  });
-  if (extra >= kExtraSizes) EvictIdleLane(&size.model);
-  auto lane = WarmLane(model, size.height, size.width);
-  // Sizes that nobody draws now make room, of any model.
-  while (lane.status().code() == absl::StatusCode::kResourceExhausted && EvictIdleLane(nullptr))
-    lane = WarmLane(model, size.height, size.width);
-  if (!lane.ok()) return lane.status();
-  lanes_.push_front(*std::move(lane));
-  return absl::OkStatus();
-}
-
-/// With its graphs captured: no evaluation of a job takes memory.
-absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::WarmLane(const BatchedModel& model,
-                                                                         int height, int width) {
-  DENOISED_ASSIGN_OR_RETURN(auto lane, MakeLane(model, height, width));
-  bool more = true;
-  while (more) {
-    DENOISED_ASSIGN_OR_RETURN(more, WarmUp(*lane));
+/// Memory and the first graph, then one graph more a call; whether any are left. A lane has them
+/// all before it draws: no evaluation of a job takes memory.
+absl::StatusOr<bool> StepBatcher::OpenPart() {
+  const JobQueue::Size& size = opening_->size;
+  if (!opening_->lane) {
+    DENOISED_ASSIGN_OR_RETURN(opening_->lane,
+                              MakeLane(models_.at(size.model), size.height, size.width));
   }
-  return lane;
+  return WarmUp(*opening_->lane);
 }
 
 absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const BatchedModel& model,
@@ -213,14 +222,15 @@ size_t StepBatcher::SlotBytes(const std::string& model) const {
 }
 
 bool StepBatcher::busy() const {
-  return !evaluated_.empty() || queue_.HasWork(options_.device) ||
+  return opening_ || !evaluated_.empty() || queue_.HasWork(options_.device) ||
          std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->active; });
 }
 
 absl::Status StepBatcher::Step() {
   queue_.Settle();
   FreeEnded();
-  DENOISED_RETURN_IF_ERROR(OpenSizes());
+  DENOISED_ASSIGN_OR_RETURN(const bool opened, OpenSizes());
+  if (opened && options_.part_done) options_.part_done();
   auto next = lanes_.end();
   double first_turn = 0;
   for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {

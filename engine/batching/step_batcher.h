@@ -1,6 +1,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -41,6 +42,8 @@ class StepBatcher {
     int device = 0;  // as the queue knows it
     Batching batching = Batching::kStep;
     int keep_evaluations = 4;  // an image with no more of them to go is not parked
+    /// Step() did a part that may take as long as an evaluation, and goes on; may be null.
+    std::function<void()> part_done;
   };
 
   /// `admission` and `queue` outlive the batcher; `observer` may be null.
@@ -60,9 +63,9 @@ class StepBatcher {
 
   /// Whether Step() has anything to do.
   bool busy() const;
-  /// One turn: ends jobs that are to end, takes memory for a size that came up for the first time,
-  /// gives slots to waiting images, enqueues one evaluation and reports an earlier one. The error
-  /// is the device's, and final.
+  /// One turn: ends jobs that are to end, does one part of taking memory and warming up for a size
+  /// that came up for the first time, gives slots to waiting images, enqueues one evaluation and
+  /// reports an earlier one. The error is the device's, and final.
   absl::Status Step();
   /// The first error of the device, in any queue.
   absl::Status status() const;
@@ -72,11 +75,11 @@ class StepBatcher {
   using Image = JobQueue::Image;
   struct Lane;
   struct Evaluated;
+  struct Opening;
 
-  absl::Status OpenSizes();
-  absl::Status OpenSize(const JobQueue::Size& size);
+  absl::StatusOr<bool> OpenSizes();
+  absl::StatusOr<bool> OpenPart();
   absl::StatusOr<std::unique_ptr<Lane>> MakeLane(const BatchedModel& model, int height, int width);
-  absl::StatusOr<std::unique_ptr<Lane>> WarmLane(const BatchedModel& model, int height, int width);
   absl::StatusOr<bool> WarmUp(Lane& lane);
   bool EvictIdleLane(const std::string* model);
   Backend& BackendOf(const BatchedModel& model) const;
@@ -98,6 +101,7 @@ class StepBatcher {
   const std::string device_name_;
   std::map<std::string, BatchedModel> models_;
   std::list<std::unique_ptr<Lane>> lanes_;      // the longest unused first
+  std::unique_ptr<Opening> opening_;            // null: no size is
   std::vector<std::shared_ptr<Image>> parked_;  // since the last launch
   std::deque<Evaluated> evaluated_;             // enqueued, not yet reported
   std::unique_ptr<Marker> last_end_;            // of what was reported

@@ -264,6 +264,29 @@ TEST(Limits, BytesOfWhatWaits) {
   EXPECT_FALSE(estimate.retry_seconds.has_value()) << "it will never fit";
 }
 
+TEST(Scheduling, NewSizesAreOpenedBetweenEvaluationsOfOthers) {
+  Simulation simulation({});
+  simulation.Add("plain", 0);
+  const auto running = simulation.Submit({.steps = 40});
+  simulation.Step();
+  std::vector<std::shared_ptr<Heard>> jobs;
+  for (int size = 5; size < 13; ++size)
+    jobs.push_back(simulation.Submit({.steps = 2, .model = "plain", .size = size}));
+  const double evaluation = 0.0011;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    const auto began = simulation.clock.now;
+    const int evaluations = simulation.evaluations;
+    simulation.Step();
+    EXPECT_EQ(simulation.evaluations, evaluations + 1) << "one is reported after each size";
+    // On the CPU a size has one part: an evaluation that is not measured, and one that is.
+    EXPECT_LE(std::chrono::duration<double>(simulation.clock.now - began).count(),
+              3.01 * evaluation);
+  }
+  simulation.RunAll();
+  EXPECT_TRUE(running->done->ok());
+  for (const auto& heard : jobs) EXPECT_TRUE(heard->done->ok()) << *heard->done;
+}
+
 TEST(Estimates, AreWhatHappens) {
   Simulation simulation({});
   std::mt19937 random(11);

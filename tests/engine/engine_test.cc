@@ -402,6 +402,10 @@ class FailingDevice : public ::testing::Test {
   absl::Status Fault() {
     std::unique_lock lock(mutex_);
     released_.wait(lock, [this] { return !hang_; });
+    const auto delay = delay_;
+    lock.unlock();
+    std::this_thread::sleep_for(delay);
+    lock.lock();
     return error_;
   }
   void Release() {
@@ -431,6 +435,7 @@ class FailingDevice : public ::testing::Test {
   std::mutex mutex_;
   std::condition_variable released_;
   bool hang_ = false;
+  std::chrono::milliseconds delay_{0};  // before every launch
   absl::Status error_;
   std::unique_ptr<Engine> engine_;
   EffectiveJob long_job_;
@@ -470,6 +475,28 @@ TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   EXPECT_TRUE(engine_->Health().ok()) << engine_->Health();
+}
+
+// Each is two launches: one after the other, or with an evaluation, they take longer than the
+// limit.
+TEST_F(FailingDevice, SizesThatComeUpTogetherAreNoHang) {
+  Open(/*watchdog_seconds=*/2);
+  const auto running = Submit();
+  {
+    std::lock_guard lock(mutex_);
+    delay_ = std::chrono::milliseconds(700);
+  }
+  std::vector<std::shared_ptr<Collector>> jobs;
+  for (const int height : {8, 16, 24}) {
+    JobSpec spec{.model = "digits", .seed = 1, .height = height, .width = 16};
+    spec.guidance_scale = 1;
+    spec.sampler.steps = 1;
+    jobs.push_back(denoised::Submit(*engine_, spec));
+  }
+  for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok());
+  EXPECT_TRUE(engine_->Health().ok()) << engine_->Health();
+  std::lock_guard lock(mutex_);
+  delay_ = {};
 }
 
 INSTANTIATE_TEST_SUITE_P(Device, EngineTest, ::testing::ValuesIn(Devices()),
