@@ -1,6 +1,7 @@
 #include "engine/batching/admission.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "engine/core/step_plan.h"
 
@@ -36,7 +37,7 @@ struct Admission::Client {
 };
 
 struct Admission::Model {
-  int max_rows = 0;
+  Room room;
   int devices = 1;
   std::map<std::pair<int, int>, std::unique_ptr<Lane>> lanes;  // by height, width
   std::map<JobId, TimePoint> unstarted;                        // jobs that never had a slot
@@ -45,7 +46,7 @@ struct Admission::Model {
 
 class Admission::Lane {
  public:
-  Lane(Model* model_in, int max_rows_in) : model(model_in), max_rows(max_rows_in) {}
+  explicit Lane(Model* model_in) : model(model_in) {}
 
   /// Expected seconds of an evaluation; 0 while nothing was measured. Of more rows than were
   /// measured too few rather than too many: no deadline that can be met is refused.
@@ -55,12 +56,22 @@ class Admission::Lane {
     return bucket == seconds.end() ? seconds.rbegin()->second : bucket->second;
   }
 
-  /// Rows that all devices carry at a time.
-  int capacity() const { return model->devices * max_rows; }
   int demand() const { return active_rows + waiting_rows; }
+  int images() const { return active_images + waiting_images; }
+  /// Whether so many images of so many rows in all are more than so many devices have room for.
+  bool Exceeds(int rows, int images, int devices) const {
+    return rows > devices * model->room.rows || images > devices * model->room.slots;
+  }
+  /// Rows of them that one device carries at a time: when slots are what it lacks, those that as
+  /// many images have on average.
+  double Carried(int rows, int images) const {
+    const Room& room = model->room;
+    if (images <= room.slots) return room.rows;
+    return std::min<double>(room.rows, double{1} * room.slots * rows / images);
+  }
+  double CostOf(double rows) const { return Cost(static_cast<int>(std::ceil(rows))); }
 
   Model* const model;
-  const int max_rows;             // of one evaluation
   std::map<int, double> seconds;  // of an evaluation, by bucket
   std::map<std::pair<Priority, std::string>, Client> clients;
   size_t sweep_at = kClientsBeforeSweep;
@@ -69,8 +80,10 @@ class Admission::Lane {
   double virtual_time = 0;   // V
   double turn = 0;           // seconds had, each divided by the weight at its time
   int waiting_rows = 0;      // of images without a slot
+  int waiting_images = 0;    // these images
   int64_t waiting_work = 0;  // their row evaluations
   int active_rows = 0;       // of images with one
+  int active_images = 0;     // these
 };
 
 class Admission::Ticket {
@@ -95,18 +108,18 @@ class Admission::Ticket {
 Admission::Admission(const Limits& limits) : limits_(limits) {}
 Admission::~Admission() = default;
 
-Admission::Lane* Admission::Open(const std::string& name, int height, int width, int max_rows) {
+Admission::Lane* Admission::Open(const std::string& name, int height, int width, const Room& room) {
   std::lock_guard lock(mutex_);
   std::unique_ptr<Model>& model = models_[name];
   if (!model) model = std::make_unique<Model>();
-  model->max_rows = max_rows;
+  model->room = room;
   return &LaneOf(*model, height, width);
 }
 
 /// Under mutex_.
 Admission::Lane& Admission::LaneOf(Model& model, int height, int width) {
   std::unique_ptr<Lane>& lane = model.lanes[{height, width}];
-  if (!lane) lane = std::make_unique<Lane>(&model, model.max_rows);
+  if (!lane) lane = std::make_unique<Lane>(&model);
   return *lane;
 }
 
@@ -216,6 +229,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   lane.weight += client.jobs++ == 0 ? ticket->weight : ticket->weight - client.weight;
   client.weight = ticket->weight;
   lane.waiting_rows += ticket->rows * ticket->count;
+  lane.waiting_images += ticket->count;
   lane.waiting_work += ticket->waiting_work;
   model.unstarted.emplace(id, now);
   ++model.totals.queued_requests[static_cast<size_t>(spec.priority)];
@@ -246,19 +260,22 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
     if (other != &lane) other_weights += other->weight;
   const int devices = lane.model->devices;
   const int demand = lane.demand() + ticket.rows * ticket.count;
+  const int images = lane.images() + ticket.count;
   // A lane that fits on one device finds one where the others are fewer.
   double slowdown = (lane_weight + other_weights) / lane_weight;
-  if (demand <= lane.max_rows) slowdown = std::max(1.0, slowdown / devices);
+  if (!lane.Exceeds(demand, images, 1)) slowdown = std::max(1.0, slowdown / devices);
 
   const int rows_of_each = (demand + devices - 1) / devices;
-  const double evaluation = lane.Cost(std::min(lane.max_rows, rows_of_each)) * slowdown;
-  const int images_at_once = devices * (lane.max_rows / ticket.rows);
+  const double carried = lane.Carried(demand, images);
+  const double evaluation = lane.CostOf(std::min<double>(carried, rows_of_each)) * slowdown;
+  const Room& room = lane.model->room;
+  const int images_at_once = devices * std::min(room.slots, room.rows / ticket.rows);
   const int rounds = (ticket.count + images_at_once - 1) / images_at_once;
   double ahead = 0;  // row evaluations
-  if (demand > lane.capacity())
+  if (lane.Exceeds(demand, images, devices))
     ahead = std::clamp((ticket.key - lane.virtual_time) * lane_weight - ticket.work(), 0.0,
                        static_cast<double>(lane.waiting_work));
-  estimate.start_seconds = ahead / lane.capacity() * evaluation;
+  estimate.start_seconds = ahead / (devices * carried) * evaluation;
   estimate.total_seconds =
       *estimate.start_seconds + double{1} * rounds * ticket.evaluations * evaluation;
   return estimate;
@@ -267,9 +284,11 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
 /// Until all that waits now would be gone. Under mutex_.
 double Admission::DrainSeconds() const {
   double seconds = 0;
-  for (const Lane* lane : busy_)
-    seconds +=
-        static_cast<double>(lane->waiting_work) / lane->capacity() * lane->Cost(lane->max_rows);
+  for (const Lane* lane : busy_) {
+    const double carried = lane->Carried(lane->demand(), lane->images());
+    seconds += static_cast<double>(lane->waiting_work) / (lane->model->devices * carried) *
+               lane->CostOf(carried);
+  }
   return seconds;
 }
 
@@ -280,6 +299,7 @@ void Admission::Unqueue(Ticket& ticket, int images, int64_t work) {
   ticket.waiting -= images;
   ticket.waiting_work -= work;
   ticket.lane->waiting_rows -= images * ticket.rows;
+  ticket.lane->waiting_images -= images;
   ticket.lane->waiting_work -= work;
   totals.queued_images[static_cast<size_t>(ticket.priority)] -= images;
   queued_images_ -= images;
@@ -299,6 +319,7 @@ void Admission::Began(Ticket& ticket, int evaluations_left, size_t parked_bytes)
   ++ticket.active;
   ++ticket.lane->model->totals.active_images;
   ticket.lane->active_rows += ticket.rows;
+  ++ticket.lane->active_images;
   if (!ticket.withdrawn) Unqueue(ticket, 1, int64_t{1} * ticket.rows * evaluations_left);
 }
 
@@ -310,6 +331,7 @@ void Admission::Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes
   --ticket.active;
   --ticket.lane->model->totals.active_images;
   ticket.lane->active_rows -= ticket.rows;
+  --ticket.lane->active_images;
   WaitAgain(ticket, evaluations_left);
 }
 
@@ -321,6 +343,7 @@ void Admission::Lost(Ticket& ticket, bool in_slot, int64_t rows) {
     --ticket.active;
     --totals.active_images;
     ticket.lane->active_rows -= ticket.rows;
+    --ticket.lane->active_images;
   }
   WaitAgain(ticket, ticket.evaluations);
 }
@@ -338,6 +361,7 @@ void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   }
   ticket.waiting_work += work;
   ticket.lane->waiting_rows += ticket.rows;
+  ++ticket.lane->waiting_images;
   ticket.lane->waiting_work += work;
   ++totals.queued_images[static_cast<size_t>(ticket.priority)];
   ++queued_images_;
@@ -348,6 +372,7 @@ void Admission::Drawn(Ticket& ticket) {
   --ticket.active;
   --ticket.lane->model->totals.active_images;
   ticket.lane->active_rows -= ticket.rows;
+  --ticket.lane->active_images;
 }
 
 size_t Admission::RoomToPark(size_t parked_bytes) const {
@@ -373,6 +398,7 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
   queued_bytes_ -= ticket.parked_bytes;
   lane.model->totals.active_images -= ticket.active;
   lane.active_rows -= ticket.active * ticket.rows;
+  lane.active_images -= ticket.active;
   if (reason) lane.model->totals.wasted_rows[static_cast<size_t>(*reason)] += rows;
 
   Client& client = *ticket.client;
@@ -420,7 +446,7 @@ int Admission::RowsForEach(const Lane& lane, int devices) const {
 
 bool Admission::Exceeds(const Lane& lane, int devices) const {
   std::lock_guard lock(mutex_);
-  return lane.demand() > devices * lane.max_rows;
+  return lane.Exceeds(lane.demand(), lane.images(), devices);
 }
 
 Admission::Totals Admission::Read(const std::string& name, TimePoint now) const {

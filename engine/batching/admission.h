@@ -49,12 +49,17 @@ class Admission {
   class Lane;
   class Ticket;
 
+  /// What one device has room for, at each size of a model.
+  struct Room {
+    int rows = 0;   // of one evaluation
+    int slots = 0;  // images in flight
+  };
+
   explicit Admission(const Limits& limits);
   ~Admission();
 
   /// A lane for jobs of this size; the one there is when there is one. Lives as long as the model.
-  /// `max_rows` is what an evaluation of one device carries.
-  Lane* Open(const std::string& model, int height, int width, int max_rows);
+  Lane* Open(const std::string& model, int height, int width, const Room& room);
   /// How many devices draw the model from now on; one until it is said.
   void SetDevices(const std::string& model, int devices);
   /// Forgets a model that has no jobs.
@@ -100,7 +105,7 @@ class Admission {
   /// Rows that each of so many devices should have of the lane, for all to have alike: one that has
   /// as many leaves what waits to the others.
   int RowsForEach(const Lane& lane, int devices) const;
-  /// Whether the lane has more rows than so many devices carry at a time.
+  /// Whether the lane has more rows or images than so many devices carry at a time.
   bool Exceeds(const Lane& lane, int devices) const;
 
   struct Totals {  // of one model

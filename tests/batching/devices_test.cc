@@ -145,6 +145,17 @@ TEST(Devices, ANewSizeTakesMemoryWhereItIsNeeded) {
   EXPECT_EQ(nowhere->done->code(), absl::StatusCode::kResourceExhausted);
 }
 
+TEST(Devices, ANewSizeTakesMemoryWhereThereAreSlots) {
+  Simulation simulation({.devices = 2, .max_rows = 8, .slots = 1});
+  simulation.Add("plain", 0);
+  const size_t before = simulation.devices[1].backend->allocated();
+  const auto two = simulation.Submit({.steps = 8, .count = 2, .model = "plain", .size = 6});
+  simulation.RunAll();
+  EXPECT_TRUE(two->done->ok());
+  for (const Simulation::Device& device : simulation.devices)
+    EXPECT_GT(device.backend->allocated(), before) << "one has rows for both, but not slots";
+}
+
 TEST(Devices, ASizeThatOnlyTheLostOneHadMemoryForIsToldSo) {
   Simulation simulation({.devices = 2, .max_rows = 4});
   simulation.Add("plain", 0);
@@ -288,7 +299,8 @@ TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
   Simulation requests({});
   Admission admission({});
   JobQueue queue(admission);
-  Admission::Lane* const lane = admission.Open("fake", Simulation::kSize, Simulation::kSize, 4);
+  Admission::Lane* const lane =
+      admission.Open("fake", Simulation::kSize, Simulation::kSize, {.rows = 4, .slots = 4});
   for (const int device : {0, 1}) {
     queue.AddModel("fake", device);
     queue.Opened({lane, "fake", Simulation::kSize, Simulation::kSize}, device, absl::OkStatus());

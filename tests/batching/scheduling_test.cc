@@ -312,6 +312,37 @@ TEST(Estimates, AreWhatHappens) {
   EXPECT_EQ(*alone.start_seconds, 0);
 }
 
+TEST(Estimates, SlotsMayBeWhatADeviceLacks) {
+  for (const double guidance : {1.0, 3.0}) {
+    Simulation simulation({.slots = 1});
+    const double evaluation = guidance > 1 ? 0.0012 : 0.0011;
+    std::vector<std::pair<Estimate, std::shared_ptr<Heard>>> jobs;
+    for (int i = 0; i < 12; ++i) {
+      Estimate estimate;
+      const auto heard = simulation.TrySubmit({.steps = 20, .guidance = guidance}, &estimate);
+      jobs.emplace_back(estimate, *heard);
+    }
+    Estimate estimate;
+    EXPECT_EQ(
+        simulation
+            .TrySubmit({.steps = 20, .guidance = guidance, .deadline_seconds = 0.1}, &estimate)
+            .status()
+            .code(),
+        absl::StatusCode::kDeadlineExceeded)
+        << "there are rows for all, but it is the thirteenth of one slot";
+    simulation.RunAll();
+    for (const auto& [told, heard] : jobs)
+      EXPECT_NEAR(heard->seconds(), *told.total_seconds, 20 * evaluation)
+          << "within the length of one job";
+    // Four images one after the other.
+    const auto alone =
+        simulation.TrySubmit({.steps = 5, .count = 4, .guidance = guidance}, &estimate);
+    simulation.RunAll();
+    EXPECT_NEAR((*alone)->seconds(), *estimate.total_seconds, 20 * evaluation);
+    EXPECT_GE(*estimate.total_seconds, 19 * evaluation);
+  }
+}
+
 TEST(Estimates, ADeadlineThatCannotBeMetIsRefusedAtOnce) {
   Simulation simulation({});
   Estimate estimate;

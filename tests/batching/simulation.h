@@ -37,6 +37,7 @@ class Simulation : public EngineObserver {
   struct Options {
     int devices = 1;
     int max_rows = 16;
+    int slots = 0;  // 0: as max_rows
     std::function<double(int rows)> cost = [](int rows) { return 0.001 + 0.0001 * rows; };
     Admission::Limits limits;
     Batching batching = Batching::kStep;
@@ -95,14 +96,15 @@ class Simulation : public EngineObserver {
                                     .denoiser = std::make_shared<FakeDenoiser>(kSize, 1, classes),
                                     .null_label = classes - 1,
                                     .max_rows = options_.max_rows,
-                                    .slots = options_.max_rows,
+                                    .slots = Slots(),
                                     .max_evaluations = 2000},
                                    kSize, kSize);
       DENOISED_CHECK(added.ok(), "{}", added.ToString());
     }
     // The CPU warms up its smallest bucket alone, as rows cost it their full time; this one is
     // told.
-    Admission::Lane* lane = admission.Open(model, kSize, kSize, options_.max_rows);
+    Admission::Lane* lane =
+        admission.Open(model, kSize, kSize, {.rows = options_.max_rows, .slots = Slots()});
     for (int rows = 1; rows <= options_.max_rows; ++rows)
       admission.Measured(*lane, rows, options_.cost(rows));
   }
@@ -232,6 +234,8 @@ class Simulation : public EngineObserver {
     Simulation* simulation_;
     const std::shared_ptr<Heard> heard_;
   };
+
+  int Slots() const { return options_.slots ? options_.slots : options_.max_rows; }
 
   const Options options_;
 
