@@ -48,12 +48,24 @@ class Admission::Lane {
  public:
   explicit Lane(Model* model_in) : model(model_in) {}
 
-  /// Expected seconds of an evaluation; 0 while nothing was measured. Of more rows than were
+  /// Expected seconds of an evaluation; 0 while nothing was measured. A bucket that was not
+  /// measured lies on the line between its neighbours that were, as an evaluation takes a time of
+  /// its own and one for each row; but not above proportional to the smaller one, as more rows
+  /// never take more time each, whatever else slowed the larger one down. Of more rows than were
   /// measured too few rather than too many: no deadline that can be met is refused.
   double Cost(int rows) const {
     if (seconds.empty()) return 0;
-    const auto bucket = seconds.lower_bound(rows);
-    return bucket == seconds.end() ? seconds.rbegin()->second : bucket->second;
+    const std::vector<int>& buckets = model->room.buckets;
+    const auto padded = std::lower_bound(buckets.begin(), buckets.end(), rows);
+    const int bucket = padded == buckets.end() ? rows : *padded;
+    const auto above = seconds.lower_bound(bucket);
+    if (above == seconds.end()) return seconds.rbegin()->second;
+    if (above->first == bucket || above == seconds.begin()) return above->second;
+    const auto& [fewer, quicker] = *std::prev(above);
+    const auto& [more, slower] = *above;
+    const double between =
+        quicker + (slower - quicker) * (bucket - fewer) / static_cast<double>(more - fewer);
+    return std::min(between, quicker * bucket / fewer);
   }
 
   int demand() const { return active_rows + waiting_rows; }

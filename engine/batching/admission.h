@@ -51,8 +51,9 @@ class Admission {
 
   /// What one device has room for, at each size of a model.
   struct Room {
-    int rows = 0;   // of one evaluation
-    int slots = 0;  // images in flight
+    int rows = 0;              // of one evaluation
+    int slots = 0;             // images in flight
+    std::vector<int> buckets;  // what rows are padded to, ascending; empty: every count is one
   };
 
   explicit Admission(const Limits& limits);

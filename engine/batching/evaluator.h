@@ -79,6 +79,8 @@ class Evaluator {
   std::unique_ptr<Download> DownloadX0(int slot);
 
   const Options& options() const { return options_; }
+  /// What rows are padded to, ascending.
+  const std::vector<int>& buckets() const { return buckets_; }
   /// Bytes of device memory: activations at their peak, and the images in flight.
   size_t activation_bytes() const { return activation_bytes_; }
   size_t slot_bytes() const { return slot_bytes_; }

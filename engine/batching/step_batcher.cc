@@ -183,8 +183,9 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const B
                                                .downloads = kUnderWay * model.slots,
                                                .parks = kUnderWay * kParksPerEvaluation}));
   lane->slots.resize(model.slots);
-  lane->share =
-      admission_.Open(model.name, height, width, {.rows = model.max_rows, .slots = model.slots});
+  lane->share = admission_.Open(
+      model.name, height, width,
+      {.rows = model.max_rows, .slots = model.slots, .buckets = lane->evaluator->buckets()});
   return lane;
 }
 

@@ -312,6 +312,44 @@ TEST(Estimates, AreWhatHappens) {
   EXPECT_EQ(*alone.start_seconds, 0);
 }
 
+TEST(Estimates, OfBucketsThatWereNotMeasuredLieBetweenThoseThatWere) {
+  Simulation simulation({.warm_up = true});
+  simulation.Submit({.steps = 4, .count = 16});
+  simulation.RunAll();  // 1 and 16 rows have been measured now
+  Estimate estimate;
+  const auto heard =
+      simulation.TrySubmit({.steps = 100, .count = 4, .deadline_seconds = 0.2}, &estimate);
+  ASSERT_TRUE(heard.ok()) << "16 rows would take 0.26 s, these take 0.14: " << heard.status();
+  EXPECT_NEAR(*estimate.total_seconds, 0.14, 1e-6);
+  simulation.RunAll();
+  EXPECT_TRUE((*heard)->done->ok());
+}
+
+TEST(Estimates, AreNeverMoreThanProportionalToAMeasuredOne) {
+  Simulation simulation(
+      {.cost = [](int rows) { return rows < 16 ? 0.001 * rows : 1.0; }, .warm_up = true});
+  simulation.Submit({.steps = 1, .count = 16});
+  simulation.RunAll();
+  Estimate estimate;
+  EXPECT_TRUE(simulation.TrySubmit({.steps = 10, .count = 2}, &estimate).ok());
+  EXPECT_NEAR(*estimate.total_seconds, 0.02, 1e-6);
+}
+
+TEST(Estimates, AreOfTheBucketThatRowsArePaddedTo) {
+  Simulation simulation({});
+  Admission admission({});
+  Admission::Lane* const lane =
+      admission.Open("fake", Simulation::kSize, Simulation::kSize,
+                     {.rows = 16, .slots = 16, .buckets = {1, 2, 4, 8, 16}});
+  admission.Measured(*lane, 4, 0.5);
+  admission.Measured(*lane, 8, 0.75);
+  Estimate estimate;
+  EXPECT_TRUE(
+      admission.Enter(1, simulation.Job({.steps = 2, .count = 5}), simulation.clock.now, &estimate)
+          .ok());
+  EXPECT_EQ(*estimate.total_seconds, 1.5) << "five rows are eight";
+}
+
 TEST(Estimates, SlotsMayBeWhatADeviceLacks) {
   for (const double guidance : {1.0, 3.0}) {
     Simulation simulation({.slots = 1});

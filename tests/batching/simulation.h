@@ -42,6 +42,7 @@ class Simulation : public EngineObserver {
     Admission::Limits limits;
     Batching batching = Batching::kStep;
     int keep_evaluations = 4;
+    bool warm_up = false;  // as the engine does, instead of being told what each bucket costs
   };
   struct Request {
     int steps = 4;  // an evaluation each
@@ -100,6 +101,10 @@ class Simulation : public EngineObserver {
                                     .max_evaluations = 2000},
                                    kSize, kSize);
       DENOISED_CHECK(added.ok(), "{}", added.ToString());
+    }
+    if (options_.warm_up) {
+      for (const Device& device : devices) DENOISED_CHECK(device.batcher->WarmUp(model).ok());
+      return;
     }
     // The CPU warms up its smallest bucket alone, as rows cost it their full time; this one is
     // told.
