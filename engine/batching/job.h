@@ -101,7 +101,8 @@ class JobListener {
   virtual ~JobListener() = default;
   /// The first image got a slot.
   virtual void OnStarted() {}
-  /// `done` of `total` model evaluations, over all images of the job.
+  /// `done` of `total` model evaluations, over all images of the job; more than an int holds are
+  /// told as the most that it does.
   virtual void OnProgress([[maybe_unused]] int done, [[maybe_unused]] int total) {}
   /// After `evaluation` (1-based) of image.index.
   virtual void OnPreview([[maybe_unused]] const ImageResult& image,

@@ -1,12 +1,18 @@
 #include "engine/batching/job_queue.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace denoised {
 namespace {
 
 double Seconds(JobQueue::Clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
+}
+
+/// As listeners count.
+int Saturated(int64_t count) {
+  return static_cast<int>(std::min<int64_t>(count, std::numeric_limits<int>::max()));
 }
 
 }  // namespace
@@ -189,7 +195,7 @@ void JobQueue::Settle() {
     FinishLocked(job,
                  DeadlineExceeded("the deadline passed after {} of {} evaluations; allow more "
                                   "time, or ask for fewer steps or images",
-                                  job->evaluations_done, job->count() * job->effective.evaluations),
+                                  job->evaluations_done, job->evaluations()),
                  EndReason::kDeadline);
   }
 }
@@ -360,7 +366,7 @@ void JobQueue::Tell(std::vector<Outcome> outcomes) {
       ++job->evaluations_done;
     }
     if (news != end)
-      job->listener->OnProgress(job->evaluations_done, job->count() * job->effective.evaluations);
+      job->listener->OnProgress(Saturated(job->evaluations_done), Saturated(job->evaluations()));
     for (auto outcome = news; outcome != end; ++outcome) {
       if (outcome->preview) {
         if (job->timing.first_preview_seconds < 0)

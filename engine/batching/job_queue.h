@@ -40,6 +40,7 @@ class JobQueue {
     std::atomic<bool> over{false};
 
     int count() const { return effective.spec.count; }
+    int64_t evaluations() const { return int64_t{1} * count() * effective.evaluations; }
     bool guided() const { return *effective.spec.guidance_scale > 1; }
     int rows() const { return guided() ? 2 : 1; }
     std::pair<double, JobId> key() const { return Admission::Key(*ticket); }
@@ -63,7 +64,7 @@ class JobQueue {
     std::mutex telling;
     std::shared_ptr<JobListener> listener;  // null: the job is over
     JobTiming timing;
-    int evaluations_done = 0;  // over all images
+    int64_t evaluations_done = 0;  // over all images
     int images_done = 0;
     bool started = false;
   };

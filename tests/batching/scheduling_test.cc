@@ -7,6 +7,7 @@
 #include <random>
 
 #include "tests/batching/cancel_storm.h"
+#include "tests/batching/collector.h"
 #include "tests/batching/simulation.h"
 
 namespace denoised {
@@ -400,6 +401,20 @@ TEST(Estimates, ADeadlineThatCannotBeMetIsRefusedAtOnce) {
   ASSERT_TRUE(quick.ok()) << "a short job goes first: " << quick.status();
   simulation.RunAll();
   EXPECT_TRUE((*quick)->done->ok());
+}
+
+TEST(Limits, AJobMayHaveMoreEvaluationsThanAnIntHolds) {
+  Simulation simulation({.limits = {.images = 1 << 16}});
+  EffectiveJob job = simulation.Job({.steps = 2, .count = 1 << 16, .deadline_seconds = 1e9});
+  job.evaluations = 100'000;  // both are the engine's highest limits
+  const auto collected = std::make_shared<Collector>();
+  ASSERT_TRUE(simulation.queue.Submit(std::move(job), collected).ok());
+  simulation.Step();
+  EXPECT_EQ(collected->progress(), 16) << "of no fewer than that, as it checks";
+  simulation.clock.Advance(1e9);
+  simulation.queue.Settle();
+  ASSERT_TRUE(collected->done().has_value());
+  EXPECT_THAT(std::string(collected->done()->message()), HasSubstr("16 of 6553600000 evaluations"));
 }
 
 TEST(Faults, WhatIsWastedIsCountedByReason) {
