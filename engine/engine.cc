@@ -237,6 +237,40 @@ absl::StatusOr<ModelFiles> ReadModel(const std::string& path) {
   return ModelFiles{std::move(directory), config, std::move(scheduler)};
 }
 
+/// What is wrong with so many steps of the model's own sampler, or empty.
+std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_evaluations) {
+  const SamplerParams params{.steps = steps};
+  if (const auto wrong = scheduler.Validate(params); !wrong.empty()) {
+    const auto of_steps = std::find_if(wrong.begin(), wrong.end(),
+                                       [](const auto& each) { return each.field == "steps"; });
+    return (of_steps == wrong.end() ? wrong.front() : *of_steps).description;
+  }
+  const auto plan = scheduler.Compile(params);
+  if (!plan.ok()) return std::string(plan.status().message());
+  const int evaluations = static_cast<int>(plan->evaluations.size());
+  if (evaluations <= max_evaluations) return "";
+  return fmt::format("is {}, which takes {} evaluations; at most {} are allowed", steps,
+                     evaluations, max_evaluations);
+}
+
+/// What a request gets that names neither sampler nor steps: it must not be told that its steps are
+/// wrong.
+absl::StatusOr<int> DefaultSteps(const ModelDirectory& directory, const SchedulerConfig& scheduler,
+                                 int max_evaluations) {
+  const int wanted = directory.default_steps ? directory.default_steps
+                                             : std::min(kFallbackSteps, scheduler.max_steps());
+  const std::string wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
+  if (wrong.empty()) return wanted;
+  int steps = std::min(wanted, scheduler.max_steps());
+  while (steps > 0 && !WrongWithSteps(scheduler, steps, max_evaluations).empty()) --steps;
+  // Of the sampler, then: a request may name another.
+  if (steps == 0) return std::min(wanted, scheduler.max_steps());
+  if (directory.default_steps == 0) return steps;
+  return InvalidArgument(
+      "{}/model_index.json, _denoised: field 'default_steps' {}; set it to {}, or leave it out",
+      directory.root, wrong, steps);
+}
+
 absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
   DENOISED_RETURN_IF_ERROR(Health());
   DENOISED_ASSIGN_OR_RETURN(const ModelFiles files, ReadModel(path));
@@ -370,8 +404,8 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   info->samplers = scheduler.samplers();
   info->schedules = scheduler.schedules(info->default_sampler);
   info->max_steps = scheduler.max_steps();
-  info->default_steps =
-      std::min(directory.default_steps ? directory.default_steps : kFallbackSteps, info->max_steps);
+  DENOISED_ASSIGN_OR_RETURN(info->default_steps,
+                            DefaultSteps(directory, scheduler, options_.max_evaluations));
   info->default_guidance_scale = info->guidance ? directory.default_guidance_scale : 1.0;
   info->max_evaluations = options_.max_evaluations;
   info->max_count = options_.max_count;

@@ -576,6 +576,44 @@ TEST_F(BadModel, ConfigsThatCannotBeHonoured) {
   EXPECT_THAT(Refusal(), HasSubstr("null_class"));
 }
 
+// What a request gets that names no steps must be what it may ask for.
+TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
+  auto engine = Engine::Create({.device = "cpu", .max_rows = 2, .max_evaluations = 50});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  engine_ = *std::move(engine);
+  const auto scheduler = [&](const char* name, const nlohmann::json& config, int default_steps) {
+    SetField(kIndex, "scheduler", {"diffusers", name});
+    std::ofstream(root_ / kScheduler) << config.dump();
+    nlohmann::json ours = {{"null_class", 10}};
+    if (default_steps) ours["default_steps"] = default_steps;
+    SetField(kIndex, "_denoised", ours);
+  };
+  const auto steps_of = [&](const char* name) {
+    const absl::Status opened = engine_->Open(name, root_);
+    EXPECT_TRUE(opened.ok()) << opened;
+    const JobSpec spec{.model = name};
+    std::vector<FieldViolation> violations;
+    EXPECT_TRUE(engine_->Resolve(spec, &violations).ok());
+    for (const auto& [field, description] : violations) ADD_FAILURE() << field << description;
+    return engine_->Find(name)->default_steps;
+  };
+  const nlohmann::json lcm = {{"_class_name", "LCMScheduler"}, {"original_inference_steps", 20}};
+  scheduler("LCMScheduler", lcm, 50);
+  const std::string refusal = Refusal();
+  for (const char* said : {"model_index.json", "default_steps", "is 50", "lcm", "set it to 20"})
+    EXPECT_THAT(refusal, HasSubstr(said));
+  scheduler("LCMScheduler", lcm, 0);
+  EXPECT_EQ(steps_of("lcm"), 20);
+
+  const nlohmann::json heun = {{"_class_name", "HeunDiscreteScheduler"}};
+  scheduler("HeunDiscreteScheduler", heun, 26);
+  EXPECT_THAT(Refusal(), HasSubstr("takes 51 evaluations; at most 50 are allowed; set it to 25"));
+  scheduler("HeunDiscreteScheduler", heun, 0);
+  EXPECT_EQ(steps_of("heun"), 25) << "each but the last takes two evaluations";
+  scheduler("HeunDiscreteScheduler", heun, 7);
+  EXPECT_EQ(steps_of("heun of 7"), 7);
+}
+
 TEST_F(BadModel, AGoodModelLoadsAfterABadOne) {
   SetField(kUnet, "norm_eps", -1);
   EXPECT_THAT(Refusal(), HasSubstr("norm_eps"));
