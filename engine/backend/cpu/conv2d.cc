@@ -18,6 +18,11 @@ constexpr int64_t kBandFlops = 8'000'000;
 /// Fewer pixels would read the weights faster than memory delivers them.
 constexpr int64_t kBandPixels = 32;
 
+/// Geometries that a convolution keeps from call to call. An image size has up to four: its bands
+/// at the top, in between, at the bottom, and a shorter last one. So eight sizes in turn prepare
+/// nothing anew, and memory does not grow with every size that was ever asked for.
+constexpr size_t kGeometries = 32;
+
 /// Lines [begin, end) of the output, and what they read of the input.
 struct Band {
   int64_t begin = 0, end = 0;
@@ -80,6 +85,7 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
                                                convolution.kernel(), whole.stride);
   const int64_t out_width = ConvolutionExtent(whole.width, whole.pad_left, whole.pad_right,
                                               convolution.kernel(), whole.stride);
+  convolution.Trim(kGeometries);  // before the bands point to what is prepared for them
   const std::vector<Band> bands = CutIntoBands(convolution, whole, out_height, out_width);
   const bool assemble = call.x2 != nullptr || call.upsample2x;
 

@@ -1,5 +1,7 @@
 #include "engine/backend/cpu/convolution.h"
 
+#include <algorithm>
+
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/parallel.h"
 
@@ -77,8 +79,22 @@ Convolution::Plan Convolution::MakePlan(ConvolutionGeometry g) {
 
 const Convolution::Plan& Convolution::Prepare(const ConvolutionGeometry& geometry) {
   auto found = plans_.find(geometry);
-  if (found == plans_.end()) found = plans_.emplace(geometry, MakePlan(geometry)).first;
-  return found->second;
+  if (found == plans_.end()) found = plans_.emplace(geometry, Kept{MakePlan(geometry)}).first;
+  found->second.used = ++uses_;
+  return found->second.plan;
+}
+
+void Convolution::Trim(size_t most) {
+  if (plans_.size() <= most) return;
+  while (plans_.size() > most)
+    plans_.erase(std::min_element(plans_.begin(), plans_.end(), [](const auto& a, const auto& b) {
+      return a.second.used < b.second.used;
+    }));
+  // One is left, since a plan is, and others are made of it.
+  std::erase_if(layouts_, [&](const dnnl::memory& layout) {
+    return std::none_of(plans_.begin(), plans_.end(),
+                        [&](const auto& each) { return each.second.plan.weight == layout; });
+  });
 }
 
 void Convolution::Run(const Plan& plan, const float* source, const float* bias, float* destination,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <vector>
 
@@ -17,9 +18,9 @@ struct ConvolutionGeometry {
   auto operator<=>(const ConvolutionGeometry&) const = default;
 };
 
-/// The weights of one convolution and its oneDNN primitives, one for each geometry met so far, each
-/// for a single row and a single thread. Prepare() is for one thread at a time; Run() may be called
-/// by many at once.
+/// The weights of one convolution and its oneDNN primitives, one for each geometry met lately, each
+/// for a single row and a single thread. Prepare() and Trim() are for one thread at a time; Run()
+/// may be called by many at once.
 class Convolution {
  public:
   /// `weight_oihw` holds [out, in, kernel, kernel].
@@ -32,8 +33,11 @@ class Convolution {
     dnnl::memory weight;
   };
   /// Creates the primitive of a geometry when it is the first of its kind, and lays the weights out
-  /// as it prefers. The reference stays valid.
+  /// as it prefers. The reference stays valid until Trim().
   const Plan& Prepare(const ConvolutionGeometry& geometry);
+  /// Lets go of the geometries that were longest unused, beyond `most` (≥ 1), and of layouts of the
+  /// weights that are for them alone. What is prepared again computes the same bits.
+  void Trim(size_t most);
 
   /// destination [Ho, Wo, out] = convolution of source [H, W, in], plus bias [out]. `scratchpad` is
   /// 64-byte aligned and of plan.scratchpad's size.
@@ -46,8 +50,15 @@ class Convolution {
   int in() const { return in_; }
   int out() const { return out_; }
   int kernel() const { return kernel_; }
+  size_t geometries() const { return plans_.size(); }
+  size_t layouts() const { return layouts_.size(); }
 
  private:
+  struct Kept {
+    Plan plan;
+    uint64_t used = 0;  // when it was last, by uses_
+  };
+
   Plan MakePlan(ConvolutionGeometry geometry);
   dnnl::memory WeightAs(const dnnl::memory::desc& layout);
 
@@ -55,7 +66,8 @@ class Convolution {
   int out_, in_, kernel_;
   std::vector<float> plain_weight_;  // freed once a layout holds it
   std::vector<dnnl::memory> layouts_;
-  std::map<ConvolutionGeometry, Plan> plans_;
+  std::map<ConvolutionGeometry, Kept> plans_;
+  uint64_t uses_ = 0;
 };
 
 }  // namespace denoised::cpu
