@@ -107,6 +107,20 @@ class JsonConfig : public CLI::Config {
   }
 };
 
+/// The arguments, with --config from the environment when they have none: CLI11 reads the file
+/// before the environment, and a default file that is missing or broken it passes over.
+std::vector<const char*> WithConfigOfEnvironment(int argc, const char* const* argv) {
+  std::vector<const char*> arguments(argv, argv + argc);
+  const char* const file = std::getenv("DENOISED_CONFIG");
+  const bool given = std::any_of(arguments.begin(), arguments.end(), [](std::string_view text) {
+    return text == "--config" || text.substr(0, 9) == "--config=";
+  });
+  if (file != nullptr && *file != '\0' && !given) {
+    arguments.insert(arguments.begin() + 1, {"--config", file});
+  }
+  return arguments;
+}
+
 absl::Status CheckModelName(const std::string& flag, const std::string& name) {
   if (IsName(name)) return absl::OkStatus();
   return InvalidArgument("{}: \"{}\" is not a model name; {}", flag, name, kNameRule);
@@ -280,6 +294,7 @@ bool IsLoopback(const std::string& address) {
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
   CommandLine line;
   Config& config = line.config;
+  const std::vector<const char*> arguments = WithConfigOfEnvironment(argc, argv);
   std::vector<std::string> models;
   std::string models_directory;
   double write_timeout = config.write_timeout.count() / 1e3;
@@ -303,9 +318,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.option_defaults()->always_capture_default();
   app.set_version_flag("--version", std::string("denoised ") + kVersion);
   app.config_formatter(std::make_shared<JsonConfig>());
-  app.set_config("--config", "",
-                 "JSON file with the same names as these flags. Flags win over the environment "
-                 "(DENOISED_MAX_ROWS for --max-rows), that over the file, that over defaults");
+  app.set_config(
+      "--config", "",
+      "JSON file with the same names as these flags. Flags win over the environment "
+      "(DENOISED_MAX_ROWS for --max-rows; empty is unset), that over the file, that over "
+      "defaults");
   app.allow_config_extras(CLI::config_extras_mode::error);
   app.add_flag("--print-config", print_config,
                "Print the settings that flags, environment and --config make together, as a file "
@@ -547,11 +564,13 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Logs");
 
   for (CLI::Option* option : app.get_options()) {
+    // DENOISED_VERSION is what images and charts call their tag, and DENOISED_CHECK no setting.
+    if (!option->get_configurable() && option != app.get_config_ptr()) continue;
     option->envname(EnvironmentName(option->get_lnames().front()));
   }
 
   try {
-    app.parse(argc, argv);
+    app.parse(static_cast<int>(arguments.size()), arguments.data());
   } catch (const CLI::CallForHelp&) {
     line.print = app.help();
     return line;

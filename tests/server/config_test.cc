@@ -365,6 +365,30 @@ TEST_F(ConfigTest, EmptyVariablesAreNone) {
   EXPECT_EQ(line->config.engine.max_rows, 4);
 }
 
+TEST_F(ConfigTest, TheFileCanBeNamedByTheEnvironment) {
+  const Variable file("DENOISED_CONFIG", Write("{\"max-rows\": 4}").c_str());
+  const std::vector<std::string> model = {"--model", "m=" + Path("a-model")};
+  const auto line = Parse(model);
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.engine.max_rows, 4);
+
+  const std::string other = directory_.Write("other.json", "{\"max-rows\": 6}");
+  const auto given = Parse({model[0], model[1], "--config=" + other});
+  ASSERT_TRUE(given.ok()) << given.status().message();
+  EXPECT_EQ(given->config.engine.max_rows, 6) << "flags win";
+
+  const Variable absent("DENOISED_CONFIG", "absent.json");
+  EXPECT_THAT(Error(model), HasSubstr("absent.json"));
+}
+
+TEST_F(ConfigTest, WhatIsNoSettingIsNotInTheEnvironment) {
+  const Variable version("DENOISED_VERSION", "1"), help("DENOISED_HELP", "1"),
+      check("DENOISED_CHECK", "1");
+  const auto line = Parse({"--model", "m=" + Path("a-model")});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_FALSE(line->print || line->config.check);
+}
+
 TEST_F(ConfigTest, PrintsHelpAndVersion) {
   const auto help = Parse({"--help"});
   ASSERT_TRUE(help.ok() && help->print);
