@@ -155,6 +155,15 @@ def main():
         note = f", not validated for want of a schema: {', '.join(unknown)}" if unknown else ""
         print(f"{name}: {len(resources)} resources{note}")
 
+    # Without a selector they would be about every pod of the namespace.
+    for kind, field in [("NetworkPolicy", "podSelector"), ("PodDisruptionBudget", "selector")]:
+        for name, resources in rendered.items():
+            for resource in (r for r in resources if r["kind"] == kind):
+                labels = resource["spec"].get(field, {}).get("matchLabels", {})
+                if labels.get("app.kubernetes.io/name") != "denoised":
+                    wrong += 1
+                    print(f"{name}: {kind} selects {labels}, not the pods of denoised")
+
     spec = next(r for r in rendered["overlays/monitoring"] if r["kind"] == "PrometheusRule")["spec"]
     if spec != yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8")):
         wrong += 1
