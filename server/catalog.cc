@@ -79,7 +79,7 @@ absl::Status Catalog::LoadListed(const std::string& name) {
 }
 
 absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
-  std::lock_guard loading(load_mutex_);
+  std::unique_lock loading(load_mutex_);
   const std::string& name = request.name;
   std::string version = request.version, directory = request.directory;
   {
@@ -135,13 +135,18 @@ absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
     for (const Version& other : model.versions) {
       const bool failed = !other.error.ok();
       const bool previous = other.version == model.current && other.version != version;
-      if (failed || (previous && request.unload_previous)) leaving.push_back(other.version);
+      // One that is still listed to be loaded stays, and one that leaves already needs no help.
+      const bool leaves = failed || (previous && request.unload_previous);
+      if (leaves && CheckCanLeave(model, other).ok()) leaving.push_back(other.version);
     }
     const Version& current = *FindVersion(model, model.current);
     if (!request.keep_current || !current.error.ok()) model.current = version;
+    Leave(&model, leaving);
     loaded = Describe(model, *FindVersion(model, version));
   }
-  DENOISED_RETURN_IF_ERROR(UnloadVersions(name, leaving));
+  // The next model need not wait for the requests of those that leave.
+  loading.unlock();
+  DENOISED_RETURN_IF_ERROR(CloseVersions(name, leaving));
   return loaded;
 }
 
@@ -170,10 +175,11 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
 }
 
 absl::Status Catalog::Unload(const std::string& name) {
+  const std::string model_name(NamePart(name));
   std::vector<std::string> versions;
   {
     std::lock_guard lock(mutex_);
-    const Model* model = FindModel(NamePart(name));
+    Model* model = FindModel(model_name);
     const std::string_view wanted = VersionPart(name);
     for (const Version& version : model ? model->versions : std::vector<Version>()) {
       if (wanted.empty() || version.version == wanted) versions.push_back(version.version);
@@ -181,38 +187,35 @@ absl::Status Catalog::Unload(const std::string& name) {
     if (versions.empty()) {
       return NotFound("name: there is no model {}; this server holds: {}", Quote(name), Names());
     }
+    for (const std::string& version : versions) {
+      DENOISED_RETURN_IF_ERROR(CheckCanLeave(*model, *FindVersion(*model, version)));
+    }
+    Leave(model, versions);
   }
-  return UnloadVersions(std::string(NamePart(name)), versions);
+  return CloseVersions(model_name, versions);
 }
 
-absl::Status Catalog::UnloadVersions(const std::string& name,
-                                     const std::vector<std::string>& versions) {
-  {
-    std::lock_guard lock(mutex_);
-    Model* model = FindModel(name);
-    if (model == nullptr) return absl::OkStatus();
-    for (const std::string& each : versions) {
-      Version* version = FindVersion(*model, each);
-      if (version == nullptr) continue;
-      const auto state = Describe(*model, *version).info->state;
-      if (version->unloading || state == ModelState::kLoading) {
-        return FailedPrecondition("model {} is still {}; try again when it is not",
-                                  EngineName(name, each),
-                                  version->unloading ? "being unloaded" : "loading");
-      }
-    }
-    for (const std::string& each : versions) {
-      if (Version* version = FindVersion(*model, each)) version->unloading = true;
-    }
-    // New requests go to the version that was loaded last of those that stay.
-    if (FindVersion(*model, model->current)->unloading) {
-      for (const Version& version : model->versions) {
-        if (!version.unloading && Describe(*model, version).info->state == ModelState::kReady) {
-          model->current = version.version;
-        }
-      }
+absl::Status Catalog::CheckCanLeave(const Model& model, const Version& version) const {
+  const bool loading = Describe(model, version).info->state == ModelState::kLoading;
+  if (!version.unloading && !loading) return absl::OkStatus();
+  return FailedPrecondition("model {} is still {}; try again when it is not",
+                            EngineName(model.name, version.version),
+                            version.unloading ? "being unloaded" : "loading");
+}
+
+void Catalog::Leave(Model* model, const std::vector<std::string>& versions) {
+  for (const std::string& version : versions) FindVersion(*model, version)->unloading = true;
+  // New requests go to the version that was loaded last of those that stay.
+  if (!FindVersion(*model, model->current)->unloading) return;
+  for (const Version& version : model->versions) {
+    if (!version.unloading && Describe(*model, version).info->state == ModelState::kReady) {
+      model->current = version.version;
     }
   }
+}
+
+absl::Status Catalog::CloseVersions(const std::string& name,
+                                    const std::vector<std::string>& versions) {
   absl::Status first_error;
   for (const std::string& version : versions) {
     const absl::Status status = engine_->Close(EngineName(name, version));

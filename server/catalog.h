@@ -98,12 +98,17 @@ class Catalog {
   CatalogModel Describe(const Model& model, const Version& version) const;
   std::optional<CatalogModel> FindLocked(const std::string& name) const;
   void Remove(std::string_view name, std::string_view version);
+  /// OK, or FailedPrecondition: it is still loading, or leaves already.
+  absl::Status CheckCanLeave(const Model& model, const Version& version) const;
+  /// From now on these versions get no new requests.
+  void Leave(Model* model, const std::vector<std::string>& versions);
   std::string Names() const;
 
   /// Opens a version that is listed. Without mutex_.
   absl::Status Open(const std::string& name, const std::string& version,
                     const std::string& directory);
-  absl::Status UnloadVersions(const std::string& name, const std::vector<std::string>& versions);
+  /// Waits for the requests of versions that leave, and forgets them. Without mutex_.
+  absl::Status CloseVersions(const std::string& name, const std::vector<std::string>& versions);
 
   Engine* const engine_;
   Metrics* const metrics_;

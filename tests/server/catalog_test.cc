@@ -156,6 +156,36 @@ TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
   EXPECT_THAT(Listed(), ElementsAre("digits@2*"));
 }
 
+TEST_F(CatalogTest, TheNextLoadDoesNotWaitForTheRequestsOfAVersionThatLeaves) {
+  ASSERT_TRUE(catalog_.LoadListed("digits").ok());
+  engine_.Pause(true);
+  std::vector<FieldViolation> violations;
+  const auto listener = std::make_shared<Quiet>();
+  auto job = engine_.Resolve({.model = "digits@1"}, &violations);
+  ASSERT_TRUE(job.ok() && engine_.Submit(*job, listener, nullptr).ok());
+  const auto replace = [&] {
+    return catalog_.Load({.name = "digits", .unload_previous = true}).status();
+  };
+  auto second = std::async(std::launch::async, replace);
+  while (Means("digits") != "digits@2") std::this_thread::sleep_for(1ms);
+
+  EXPECT_TRUE(catalog_.Load({.name = "faces", .directory = "models/faces"}).ok());
+  EXPECT_EQ(replace(), absl::OkStatus()) << "what leaves already is left alone";
+  EXPECT_THAT(Listed(), ElementsAre("digits@1", "digits@3*", "faces@1*"));
+  engine_.Pause(false);
+  EXPECT_TRUE(listener->done.get_future().get().ok());
+  EXPECT_TRUE(second.get().ok());
+  EXPECT_THAT(Listed(), ElementsAre("digits@3*", "faces@1*"));
+}
+
+TEST_F(CatalogTest, AVersionThatIsStillListedToBeLoadedStays) {
+  ASSERT_TRUE(
+      catalog_.Load({.name = "digits", .directory = "models/new", .unload_previous = true}).ok());
+  EXPECT_THAT(Listed(), ElementsAre("digits@1", "digits@2*"));
+  EXPECT_TRUE(catalog_.LoadListed("digits").ok());
+  EXPECT_THAT(Listed(), ElementsAre("digits@1", "digits@2*"));
+}
+
 class ReloadTest : public CatalogTest {
  protected:
   ReloadTest() {
