@@ -58,7 +58,7 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->schedules = {NoiseSchedule::kNative, NoiseSchedule::kExponential};
   info->default_steps = 10;
   info->max_steps = 1000;
-  info->max_count = 256;
+  info->max_count = std::min(256, options_.max_queued_images);
   info->weight_bytes = 4'000'000;
   info->activation_bytes = 2'000'000;
   info->slot_bytes = 1'000'000;
