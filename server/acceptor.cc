@@ -112,7 +112,7 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& ad
     acceptor->port_ = PortOf(fd);
   }
   if (acceptor->listeners_.empty() || error == EADDRINUSE || error == EACCES) {
-    return InvalidArgument(
+    return Unavailable(
         "--listen {}: cannot listen there: {}; choose another address, or port 0 for a free port",
         address, std::strerror(error));
   }

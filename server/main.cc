@@ -19,12 +19,18 @@
 namespace denoised {
 namespace {
 
+/// 2 for settings that have to be changed; 1 for what may be another time, such as a port in use or
+/// a device that is not there.
+int ExitCode(const absl::Status& status) {
+  return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ? 2 : 1;
+}
+
 /// Serves until a signal or the end of the last device. The exit code.
 int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& signals) {
   auto started = Server::Start(config, std::move(engine));
   if (!started.ok()) {
     log::Error(std::string(started.status().message()));
-    return 1;
+    return ExitCode(started.status());
   }
   Server& server = **started;
 
@@ -118,7 +124,7 @@ int Main(int argc, char** argv) {
   }
   if (!engine.ok()) {
     log::Error(std::string(engine.status().message()));
-    return 1;
+    return ExitCode(engine.status());
   }
   GiveWayToTheEngine();
   return Serve(config, *std::move(engine), signals);

@@ -99,12 +99,19 @@ Metrics::~Metrics() { Detach(); }
 absl::Status Metrics::Serve(const std::string& address, const Serving* serving) {
   snapshot_ = std::make_shared<ServingSnapshot>(serving);
   process_ = std::make_shared<ProcessSnapshot>();
+  // An idle connection holds a thread until it times out: with Prometheus and a few people who
+  // look, two threads are soon taken.
+  const std::vector<std::string> options = {"listening_ports",    address, "num_threads", "16",
+                                            "request_timeout_ms", "3000"};
   // civetweb reports a port in use by an exception.
   try {
-    exposer_ = std::make_unique<prometheus::Exposer>(address);
+    exposer_ = std::make_unique<prometheus::Exposer>(options);
   } catch (const std::exception& error) {
-    return InvalidArgument("--metrics-listen {}: {}; choose a free port, or \"\" for none", address,
-                           error.what());
+    return Unavailable("--metrics-listen {}: {}; choose a free port, {}or \"\" for none", address,
+                       error.what(),
+                       address.front() == '[' ? "an IPv4 address where civetweb is built without "
+                                                "IPv6, as Debian's is, "
+                                              : "");
   }
   exposer_->RegisterCollectable(registry_);
   exposer_->RegisterCollectable(snapshot_);

@@ -20,6 +20,8 @@ namespace denoised {
 namespace {
 
 using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 /// Type and labels of each metric by name, as text that a failing test can show.
 using Families = std::map<std::string, std::string>;
@@ -120,6 +122,26 @@ TEST_F(MetricsTest, TheDocumentListsWhatThereIs) {
   const double now = static_cast<double>(std::time(nullptr));
   EXPECT_NEAR(ValueOf(text, "process_start_time_seconds"), now, 600);
   EXPECT_NEAR(ValueOf(text, "denoised_certificate_expiry_time_seconds"), now + 3600, 60);
+}
+
+TEST_F(MetricsTest, IdleConnectionsDoNotKeepAScrapeWaiting) {
+  Start();
+  std::vector<int> idle;
+  for (int i = 0; i < 8; ++i) idle.push_back(ConnectToMetrics());
+  EXPECT_THAT(Scrape(), HasSubstr("denoised_build_info"));
+  for (const int fd : idle) close(fd);
+}
+
+TEST_F(MetricsTest, AnAddressThatCannotBeHadIsNamedWithARemedy) {
+  Start();
+  Metrics metrics;
+  const std::string taken = "127.0.0.1:" + std::to_string(server_->metrics_port());
+  const absl::Status status = metrics.Serve(taken, nullptr);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << "it may be free another time";
+  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr(taken), HasSubstr("free port")));
+  // With IPv6 or without.
+  const absl::Status six = metrics.Serve("[::1]:0", nullptr);
+  if (!six.ok()) EXPECT_THAT(std::string(six.message()), HasSubstr("IPv6"));
 }
 
 TEST_F(MetricsTest, ADrainIsSeen) {

@@ -171,6 +171,12 @@ class ProcessTest(unittest.TestCase):
             self.assertIn("broken", server.wait_for("no model could be loaded")["error"])
             self.assertEqual(server.process.wait(20), 1)
 
+    def test_wrong_settings_are_told_from_what_may_pass(self):
+        result = run("--model", f"digits={self.model}", "--listen", "127.0.0.1:0",
+                     "--metrics-listen", "", "--tls-cert", "absent.crt", "--tls-key", "absent.key")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("absent.crt", result.stderr)
+
     def test_port_in_use_is_an_error(self):
         with Running(BINARY, "--model", f"digits={self.model}") as server:
             address = server.wait_for("listening")["address"]

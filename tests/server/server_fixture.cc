@@ -51,19 +51,27 @@ grpc::Status ServerFixture::Generate(const v1::GenerateRequest& request) {
   return Generate(request, &response);
 }
 
-std::string ServerFixture::Scrape() const {
+int ServerFixture::ConnectToMetrics() const {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  const timeval patience{.tv_sec = 10};
+  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(server_->metrics_port()));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) return fd;
+  close(fd);
+  return -1;
+}
+
+std::string ServerFixture::Scrape() const {
+  const int fd = ConnectToMetrics();
+  if (fd < 0) return "";
   std::string text;
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
-    const std::string get = "GET /metrics HTTP/1.0\r\n\r\n";
-    if (write(fd, get.data(), get.size()) == static_cast<ssize_t>(get.size())) {
-      char buffer[65536];
-      for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) text.append(buffer, n);
-    }
+  const std::string get = "GET /metrics HTTP/1.0\r\n\r\n";
+  if (write(fd, get.data(), get.size()) == static_cast<ssize_t>(get.size())) {
+    char buffer[65536];
+    for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) text.append(buffer, n);
   }
   close(fd);
   return text;

@@ -34,6 +34,8 @@ class ServerFixture : public ::testing::Test {
   grpc::Status Generate(const v1::GenerateRequest& request, v1::GenerateResponse* response);
   grpc::Status Generate(const v1::GenerateRequest& request = {});
 
+  /// A socket, to be closed by the caller; −1 when nobody listens.
+  int ConnectToMetrics() const;
   /// What GET /metrics answers, headers included; empty when nobody does.
   std::string Scrape() const;
 
