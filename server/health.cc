@@ -12,9 +12,10 @@ Health::Health(grpc::HealthCheckServiceInterface* service) : service_(service) {
   service_->SetServingStatus(kLiveness, true);
 }
 
-void Health::Serve() {
+bool Health::Serve() {
   std::lock_guard lock(mutex_);
   if (!stopped_) Set(true);
+  return !stopped_;
 }
 
 void Health::Stop() {

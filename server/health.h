@@ -14,8 +14,8 @@ class Health {
   /// Everything but "liveness" starts NOT_SERVING. `service` is the gRPC server's own.
   explicit Health(grpc::HealthCheckServiceInterface* service);
 
-  /// Models are ready. Without effect after Stop.
-  void Serve();
+  /// Models are ready. False, and without effect, after Stop.
+  bool Serve();
   /// NOT_SERVING for good.
   void Stop();
   /// Stop, and not live either: the device is lost and only a restart helps.

@@ -58,8 +58,7 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   constexpr std::chrono::milliseconds kNone{0};
   server.Drain(orderly ? config.grace : kNone, orderly ? config.lame_duck : kNone);
   log::Info("stopped");
-  // A device that hangs holds its thread for ever, and taking things down would wait for it.
-  if (server.LostADevice()) std::_Exit(exit_code);
+  if (server.DestructorWaits()) std::_Exit(exit_code);
   return exit_code;
 }
 

@@ -203,8 +203,9 @@ void Server::State::LoadModels() {
   if (ready > 0) {
     const double seconds = std::chrono::duration<double>(Clock::now() - process_start).count();
     metrics.FirstServed(seconds);
-    health->Serve();
-    log::Info("serving", {{"models", ready}, {"seconds_since_start", seconds}});
+    if (health->Serve()) {
+      log::Info("serving", {{"models", ready}, {"seconds_since_start", seconds}});
+    }
   }
   std::lock_guard lock(mutex);
   loaded = ready > 0 ? absl::OkStatus() : first_error;
@@ -304,10 +305,14 @@ absl::Status Server::CheckDevices() {
   return status;
 }
 
-bool Server::LostADevice() const {
+bool Server::DestructorWaits() const {
   const std::vector<DeviceState> devices = state_->engine->Devices();
-  return std::any_of(devices.begin(), devices.end(),
-                     [](const DeviceState& device) { return !device.health.ok(); });
+  const bool lost = std::any_of(devices.begin(), devices.end(),
+                                [](const DeviceState& device) { return !device.health.ok(); });
+  const std::vector<CatalogModel> models = state_->catalog.All();
+  return lost || std::any_of(models.begin(), models.end(), [](const CatalogModel& model) {
+           return model.info->state == ModelState::kLoading;
+         });
 }
 
 void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {

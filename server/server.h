@@ -39,9 +39,9 @@ class Server {
   /// OK while a device is left. An error is final: health becomes NOT_SERVING and the process
   /// should end. Logs each device that is lost; to be called now and then, by one thread.
   absl::Status CheckDevices();
-  /// Whether any device is lost. It may hold its thread for ever, and the process should end
-  /// without the destructor.
-  bool LostADevice() const;
+  /// Whether the destructor would wait: for a device that is lost and may hold its thread for ever,
+  /// or for a model that loads. A process that ends should end without it.
+  bool DestructorWaits() const;
 
   /// Says NOT_SERVING; after `lame_duck` takes no new work; gives what runs `grace` from then, ends
   /// the rest with UNAVAILABLE and closes the port. The second call has nothing to do.

@@ -19,7 +19,9 @@ namespace denoised {
 
 struct FakeEngineOptions {
   std::chrono::microseconds evaluation_cost{200};
+  /// Open takes so long for directories that contain `slow`.
   std::chrono::milliseconds open_cost{0};
+  std::string slow;
   int max_rows = 16;
   int max_slots = 64;
   int max_queued_images = 4096;

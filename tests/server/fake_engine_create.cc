@@ -8,6 +8,8 @@ namespace denoised {
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
   FakeEngineOptions fake;
   fake.evaluation_cost = std::chrono::milliseconds(2);
+  fake.open_cost = std::chrono::seconds(20);
+  fake.slow = "slow";
   if (options.max_rows > 0) fake.max_rows = options.max_rows;
   if (options.max_slots > 0) fake.max_slots = options.max_slots;
   fake.max_queued_images = options.max_queued_images;

@@ -177,6 +177,19 @@ class ProcessTest(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertIn("absent.crt", result.stderr)
 
+    def test_a_signal_does_not_wait_for_a_model(self):
+        slow = os.path.join(os.path.dirname(self.model), "slow")
+        os.mkdir(slow)
+        with open(os.path.join(slow, "config.json"), "w") as file:
+            file.write("{}")
+        with Running(BINARY, "--model", f"digits={self.model}", "--model", f"b={slow}") as server:
+            server.wait_for("model ready")
+            start = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            self.assertEqual(server.process.wait(15), 0)
+            self.assertLess(time.monotonic() - start, 10)
+            self.assertNotIn('"serving"', "".join(server.lines))
+
     def test_port_in_use_is_an_error(self):
         with Running(BINARY, "--model", f"digits={self.model}") as server:
             address = server.wait_for("listening")["address"]

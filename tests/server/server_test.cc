@@ -829,10 +829,10 @@ TEST_F(ServerTest, OneLostDeviceLeavesTheOtherServing) {
   config_.metrics_listen = "127.0.0.1:0";
   Start();
   EXPECT_TRUE(server_->CheckDevices().ok());
-  EXPECT_FALSE(server_->LostADevice());
+  EXPECT_FALSE(server_->DestructorWaits());
   engine_->BreakDevice(0, Internal("an illegal memory access"));
   EXPECT_TRUE(server_->CheckDevices().ok());
-  EXPECT_TRUE(server_->LostADevice());
+  EXPECT_TRUE(server_->DestructorWaits());
   EXPECT_EQ(CheckHealth(channel_, ""), 1);
   grpc::ClientContext context;
   v1::GetServerInfoResponse info;
