@@ -114,6 +114,24 @@ TEST(OpenBackend, TheCpuByName) {
   EXPECT_EQ((*backend)->activation_dtype(), DType::kF32);
 }
 
+TEST(CpuBackend, WeightsThatDoNotFitAreRefused) {
+  auto backend = OpenBackend({.device = "cpu"});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  const auto weights = [](const Shape& shape) {
+    static float nothing;  // which nobody reads
+    return Tensor(&nothing, shape, DType::kF32, Device::kCpu, nullptr);
+  };
+  constexpr int64_t kMany = int64_t{1} << 22;
+  for (const absl::Status& status :
+       {(*backend)->PackConv2d(weights({kMany, kMany, 3, 3}), {}, false).status(),
+        (*backend)->PackLinear({weights({kMany, kMany})}, {}).status(),
+        (*backend)->PackVector(weights({kMany * kMany})).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("are free; choose a smaller model"));
+  }
+  EXPECT_TRUE((*backend)->status().ok());
+}
+
 TEST(OpenBackend, AutoTakesCudaWhenThereIsOne) {
   auto backend = OpenBackend({});
   ASSERT_TRUE(backend.ok()) << backend.status();

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <type_traits>
 
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/host.h"
@@ -111,32 +112,36 @@ class CpuBackend final : public Backend {
                                                            const Tensor& bias,
                                                            bool upsample2x) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
-    auto packed = std::make_unique<cpu::CpuConv2d>();
-    packed->out_channels = static_cast<int>(weight_oihw.dim(0));
-    packed->in_channels = static_cast<int>(weight_oihw.dim(1));
-    packed->kernel = static_cast<int>(weight_oihw.dim(2));
-    packed->upsample2x = upsample2x;
-    packed->has_bias = bias.defined();
-    packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
-                                packed->in_channels, packed->kernel);
-    packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);
-    return packed;
+    return Pack({weight_oihw}, [&] {
+      auto packed = std::make_unique<cpu::CpuConv2d>();
+      packed->out_channels = static_cast<int>(weight_oihw.dim(0));
+      packed->in_channels = static_cast<int>(weight_oihw.dim(1));
+      packed->kernel = static_cast<int>(weight_oihw.dim(2));
+      packed->upsample2x = upsample2x;
+      packed->has_bias = bias.defined();
+      packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
+                                  packed->in_channels, packed->kernel);
+      packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);
+      return packed;
+    });
   }
 
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
       const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
     DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
-    std::vector<float> weight = Concatenated(weights_oi);
-    const int in = static_cast<int>(weights_oi[0].dim(1));
-    const int out = static_cast<int>(weight.size() / in);
-    const bool has_bias = !biases.empty() && biases[0];
-    std::vector<float> bias = has_bias ? Concatenated(biases) : std::vector<float>(out);
-    return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in);
+    return Pack(weights_oi, [&] {
+      std::vector<float> weight = Concatenated(weights_oi);
+      const int in = static_cast<int>(weights_oi[0].dim(1));
+      const int out = static_cast<int>(weight.size() / in);
+      const bool has_bias = !biases.empty() && biases[0];
+      std::vector<float> bias = has_bias ? Concatenated(biases) : std::vector<float>(out);
+      return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in);
+    });
   }
 
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
     DENOISED_RETURN_IF_ERROR(CheckFloats(values));
-    return Tensor::HostF32(values.shape(), values.ToFloats());
+    return Pack({values}, [&] { return Tensor::HostF32(values.shape(), values.ToFloats()); });
   }
 
   void Conv2d(const Conv2dArgs& args) override {
@@ -212,6 +217,30 @@ class CpuBackend final : public Backend {
  private:
   static constexpr TensorRules kRules{Device::kCpu, DType::kF32};
 
+  /// What `pack` makes of `weights`, which takes as many floats of memory; says so when there is
+  /// not so much: the system would give it, and end the process when it is written to.
+  template <typename Function>
+  absl::StatusOr<std::invoke_result_t<Function>> Pack(const std::vector<Tensor>& weights,
+                                                      const Function& pack) {
+    size_t bytes = 0;
+    for (const Tensor& tensor : weights)
+      bytes += static_cast<size_t>(tensor.elements()) * sizeof(float);
+    try {
+      if (bytes <= memory().free) return pack();
+    } catch (const dnnl::error& error) {
+      return Failed(error);
+    } catch (const std::bad_alloc&) {
+    }
+    return ResourceExhausted(
+        "weights of {} bytes do not fit into the host's memory, {} are free; choose a smaller "
+        "model, or raise the memory limit",
+        bytes, memory().free);
+  }
+
+  static absl::Status Failed(const dnnl::error& error) {
+    return Internal("oneDNN failed: {} (status {})", error.what(), static_cast<int>(error.status));
+  }
+
   /// Runs `op`, unless a body is being captured (then only its arguments were checked) or an
   /// earlier op failed: like a device's, the first error is final.
   template <typename Op>
@@ -220,8 +249,7 @@ class CpuBackend final : public Backend {
     try {
       op();
     } catch (const dnnl::error& error) {
-      status_ =
-          Internal("oneDNN failed: {} (status {})", error.what(), static_cast<int>(error.status));
+      status_ = Failed(error);
     } catch (const std::bad_alloc&) {
       status_ = ResourceExhausted(
           "out of host memory for working buffers; {} bytes are free; choose "
