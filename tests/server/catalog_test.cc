@@ -46,6 +46,15 @@ class CatalogTest : public ::testing::Test {
     return all;
   }
 
+  /// A job of the engine's model of this name.
+  std::shared_ptr<Quiet> Submit(const std::string& engine_name) {
+    std::vector<FieldViolation> violations;
+    const auto listener = std::make_shared<Quiet>();
+    auto job = engine_.Resolve({.model = engine_name}, &violations);
+    EXPECT_TRUE(job.ok() && engine_.Submit(*job, listener, nullptr).ok());
+    return listener;
+  }
+
   Metrics metrics_;
   FakeEngine engine_;
   Catalog catalog_;
@@ -137,10 +146,7 @@ TEST_F(CatalogTest, Aliases) {
 TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
   ASSERT_TRUE(catalog_.LoadListed("digits").ok());
   engine_.Pause(true);
-  std::vector<FieldViolation> violations;
-  const auto listener = std::make_shared<Quiet>();
-  auto job = engine_.Resolve({.model = "digits@1"}, &violations);
-  ASSERT_TRUE(job.ok() && engine_.Submit(*job, listener, nullptr).ok());
+  const auto listener = Submit("digits@1");
 
   auto load = std::async(std::launch::async, [&] {
     return catalog_.Load({.name = "digits", .unload_previous = true});
@@ -159,10 +165,7 @@ TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
 TEST_F(CatalogTest, TheNextLoadDoesNotWaitForTheRequestsOfAVersionThatLeaves) {
   ASSERT_TRUE(catalog_.LoadListed("digits").ok());
   engine_.Pause(true);
-  std::vector<FieldViolation> violations;
-  const auto listener = std::make_shared<Quiet>();
-  auto job = engine_.Resolve({.model = "digits@1"}, &violations);
-  ASSERT_TRUE(job.ok() && engine_.Submit(*job, listener, nullptr).ok());
+  const auto listener = Submit("digits@1");
   const auto replace = [&] {
     return catalog_.Load({.name = "digits", .unload_previous = true}).status();
   };
