@@ -118,8 +118,7 @@ grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& est
   }
   switch (status.code()) {
     case absl::StatusCode::kResourceExhausted:
-      return ToGrpcStatus(status, reason::kQueueFull, origin_.request_id,
-                          retry.value_or(serving_->RetryDelay()));
+      return ToGrpcStatus(status, reason::kQueueFull, origin_.request_id, retry);
     case absl::StatusCode::kDeadlineExceeded:
       return ToGrpcStatus(status, reason::kDeadlineExceeded, origin_.request_id, retry);
     case absl::StatusCode::kUnavailable:

@@ -60,7 +60,7 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->schedules = {NoiseSchedule::kNative, NoiseSchedule::kExponential};
   info->default_steps = 10;
   info->max_steps = 1000;
-  info->max_count = std::min(256, options_.max_queued_images);
+  info->max_count = 256;
   info->weight_bytes = 4'000'000;
   info->activation_bytes = 2'000'000;
   info->slot_bytes = 1'000'000;
@@ -178,6 +178,7 @@ absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobLi
   });
   if (!ready) return NotFound("model \"{}\" was unloaded", job.spec.model);
   if (const int queued = Queued(); queued + job.spec.count > options_.max_queued_images) {
+    if (estimate && job.spec.count <= options_.max_queued_images) estimate->retry_seconds = 0.5;
     return ResourceExhausted("{} images are queued; {} more would exceed {}; try again later",
                              queued, job.spec.count, options_.max_queued_images);
   }

@@ -447,21 +447,17 @@ TEST_F(ServerTest, FullQueueSaysWhenToComeBack) {
   EXPECT_TRUE(Generate().ok());
 }
 
-TEST_F(ServerTest, MoreThanMayEverWaitIsRefusedForGood) {
+TEST_F(ServerTest, WhatMayNeverWaitIsNotAskedToComeBack) {
   config_.engine.max_queued_images = 4;
   Start({.max_queued_images = 4});
   v1::GenerateRequest request;
   request.mutable_params()->set_count(5);
-  v1::GenerateResponse response;
-  const grpc::Status status = Generate(request, &response);
-  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << status.error_message();
-  EXPECT_THAT(status.error_message(), HasSubstr("params.count: is 5; use 1 to 4"));
-  grpc::ClientContext context, info_context;
-  v1::GetModelResponse model;
-  ASSERT_TRUE(stub_->GetModel(&context, {}, &model).ok());
-  EXPECT_EQ(model.model().limits().max_count(), 4);
+  const grpc::Status status = Generate(request);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << status.error_message();
+  EXPECT_THAT(status.error_details(), Not(HasSubstr("RetryInfo")));
+  grpc::ClientContext context;
   v1::GetServerInfoResponse info;
-  ASSERT_TRUE(stub_->GetServerInfo(&info_context, {}, &info).ok());
+  ASSERT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
   EXPECT_EQ(info.limits().max_count(), 4);
 }
 
