@@ -408,8 +408,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
                             DefaultSteps(directory, scheduler, options_.max_evaluations));
   info->default_guidance_scale = info->guidance ? directory.default_guidance_scale : 1.0;
   info->max_evaluations = options_.max_evaluations;
-  // More than may wait could never be admitted.
-  info->max_count = std::min(options_.max_count, options_.max_queued_images);
+  info->max_count = options_.LargestCount();
   info->scheduler = std::make_shared<const SchedulerConfig>(scheduler);
   info->slots = model.slots;
   info->weight_bytes = traits.parameters * SizeOf(backend->activation_dtype());

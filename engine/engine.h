@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdint>
@@ -51,6 +52,9 @@ struct EngineOptions {
   std::array<double, kPriorities> priority_weights = {16, 4, 1};
   int keep_evaluations = 4;      // an image with no more of them to go keeps its slot to the end
   double watchdog_seconds = 60;  // an evaluation that takes longer is a device error; 0: never
+
+  /// Images of one request: more than may wait could never be admitted.
+  int LargestCount() const { return std::min(max_count, max_queued_images); }
 };
 
 enum class ModelState { kLoading, kReady, kFailed, kUnloading };

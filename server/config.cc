@@ -507,7 +507,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Width times height of the largest image to draw")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 28))
       ->group("Limits");
-  app.add_option("--max-count", config.engine.max_count, "Images of one request")
+  app.add_option("--max-count", config.engine.max_count,
+                 "Images of one request; no more than --max-queued-images")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
   app.add_option("--max-steps", config.limits.max_steps,

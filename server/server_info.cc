@@ -38,8 +38,7 @@ v1::ServerLimits LimitsOf(const Config& config, const Caller& caller) {
   limits.set_max_reply_bytes(request.max_reply_bytes);
   limits.set_max_init_pixels(request.max_init_pixels);
   limits.set_max_tensor_bytes(request.max_tensor_bytes);
-  limits.set_max_count(
-      LowerLimit(std::min(engine.max_count, engine.max_queued_images), request.max_count));
+  limits.set_max_count(LowerLimit(engine.LargestCount(), request.max_count));
   if (request.max_steps > 0) limits.set_max_steps(request.max_steps);
   if (request.max_previews_per_second > 0) {
     limits.set_max_previews_per_second(request.max_previews_per_second);

@@ -195,6 +195,16 @@ TEST_P(EngineTest, CancelDeadlineAndQueueLimit) {
   EXPECT_GT(estimate.total_seconds.value(), 0.05) << "as measured at warm-up";
 }
 
+TEST_P(EngineTest, NoRequestIsLargerThanWhatMayWait) {
+  const auto engine = Open({.max_rows = 2, .max_queued_images = 5});
+  EXPECT_EQ(engine->Find("digits")->max_count, 5);
+  std::vector<FieldViolation> violations;
+  engine->Resolve({.model = "digits", .count = 6}, &violations).IgnoreError();
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].field, "count");
+  EXPECT_EQ(violations[0].description, "is 6; use 1 to 5");
+}
+
 TEST_P(EngineTest, StatsTellWhatIsThere) {
   const auto engine = Open({.max_rows = 2});
   JobSpec spec{.model = "digits", .count = 3, .guidance_scale = 1};
