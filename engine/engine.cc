@@ -364,6 +364,15 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   const ModelDirectory& directory = files.directory;
   DENOISED_ASSIGN_OR_RETURN(const Weights weights, directory.OpenWeights());
   DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Backend> backend, worker.OpenAnother());
+  // Before the first is packed: a host promises memory that it does not have, and ends the process
+  // when it is written to.
+  info->weight_bytes = weights.parameters() * SizeOf(backend->activation_dtype());
+  if (const size_t free = backend->memory().free; info->weight_bytes > free) {
+    return ResourceExhausted(
+        "{}: its {} parameters need {} bytes of memory on {}, {} are free; choose a smaller model, "
+        "or unload another",
+        directory.root, weights.parameters(), info->weight_bytes, backend->name(), free);
+  }
   BatchedModel model{.name = info->name};
   DENOISED_ASSIGN_OR_RETURN(model.denoiser, LoadUNet2D(*backend, files.config, weights));
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
@@ -411,7 +420,6 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   info->max_count = options_.LargestCount();
   info->scheduler = std::make_shared<const SchedulerConfig>(scheduler);
   info->slots = model.slots;
-  info->weight_bytes = traits.parameters * SizeOf(backend->activation_dtype());
   return model;
 }
 

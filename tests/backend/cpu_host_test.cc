@@ -114,6 +114,7 @@ TEST(OpenBackend, TheCpuByName) {
   EXPECT_EQ((*backend)->activation_dtype(), DType::kF32);
 }
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // their allocators end it
 TEST(CpuBackend, WeightsThatDoNotFitAreRefused) {
   auto backend = OpenBackend({.device = "cpu"});
   ASSERT_TRUE(backend.ok()) << backend.status();
@@ -121,7 +122,7 @@ TEST(CpuBackend, WeightsThatDoNotFitAreRefused) {
     static float nothing;  // which nobody reads
     return Tensor(&nothing, shape, DType::kF32, Device::kCpu, nullptr);
   };
-  constexpr int64_t kMany = int64_t{1} << 22;
+  constexpr int64_t kMany = int64_t{1} << 24;  // its square is beyond every address space
   for (const absl::Status& status :
        {(*backend)->PackConv2d(weights({kMany, kMany, 3, 3}), {}, false).status(),
         (*backend)->PackLinear({weights({kMany, kMany})}, {}).status(),
@@ -131,6 +132,7 @@ TEST(CpuBackend, WeightsThatDoNotFitAreRefused) {
   }
   EXPECT_TRUE((*backend)->status().ok());
 }
+#endif
 
 TEST(OpenBackend, AutoTakesCudaWhenThereIsOne) {
   auto backend = OpenBackend({});

@@ -385,6 +385,24 @@ TEST_P(EngineTest, AModelThatIsClosedFinishesWhatItHas) {
   EXPECT_EQ(again->images(), reference->images());
 }
 
+TEST(Memory, AModelThatDoesNotFitIsRefusedWithWhatItNeedsAndWhatIsFree) {
+  FakeClock clock;
+  const auto engine =
+      CreateEngine({}, [&clock](const BackendOptions&) -> absl::StatusOr<std::unique_ptr<Backend>> {
+        DENOISED_ASSIGN_OR_RETURN(auto cpu, OpenBackend({.device = "cpu"}));
+        auto backend =
+            std::make_unique<SimulatedBackend>(std::move(cpu), &clock, [](int) { return 0.001; });
+        backend->memory_limit = 10'000'000;
+        return backend;
+      });
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const absl::Status status = (*engine)->Open("digits", kDigits);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(
+      std::string(status.message()),
+      AllOf(HasSubstr("3940801 parameters need 15763204 bytes"), HasSubstr("10000000 are free")));
+}
+
 /// The shipped model on a device that fails when told to.
 class FailingDevice : public ::testing::Test {
  protected:

@@ -112,7 +112,7 @@ class CpuBackend final : public Backend {
                                                            const Tensor& bias,
                                                            bool upsample2x) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
-    return Pack({weight_oihw}, [&] {
+    return Pack([&] {
       auto packed = std::make_unique<cpu::CpuConv2d>();
       packed->out_channels = static_cast<int>(weight_oihw.dim(0));
       packed->in_channels = static_cast<int>(weight_oihw.dim(1));
@@ -129,7 +129,7 @@ class CpuBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
       const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
     DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
-    return Pack(weights_oi, [&] {
+    return Pack([&] {
       std::vector<float> weight = Concatenated(weights_oi);
       const int in = static_cast<int>(weights_oi[0].dim(1));
       const int out = static_cast<int>(weight.size() / in);
@@ -141,7 +141,7 @@ class CpuBackend final : public Backend {
 
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
     DENOISED_RETURN_IF_ERROR(CheckFloats(values));
-    return Pack({values}, [&] { return Tensor::HostF32(values.shape(), values.ToFloats()); });
+    return Pack([&] { return Tensor::HostF32(values.shape(), values.ToFloats()); });
   }
 
   void Conv2d(const Conv2dArgs& args) override {
@@ -217,24 +217,19 @@ class CpuBackend final : public Backend {
  private:
   static constexpr TensorRules kRules{Device::kCpu, DType::kF32};
 
-  /// What `pack` makes of `weights`, which takes as many floats of memory; says so when there is
-  /// not so much: the system would give it, and end the process when it is written to.
+  /// What `pack` returns, or throws, as a status.
   template <typename Function>
-  absl::StatusOr<std::invoke_result_t<Function>> Pack(const std::vector<Tensor>& weights,
-                                                      const Function& pack) {
-    size_t bytes = 0;
-    for (const Tensor& tensor : weights)
-      bytes += static_cast<size_t>(tensor.elements()) * sizeof(float);
+  absl::StatusOr<std::invoke_result_t<Function>> Pack(const Function& pack) {
     try {
-      if (bytes <= memory().free) return pack();
+      return pack();
     } catch (const dnnl::error& error) {
       return Failed(error);
     } catch (const std::bad_alloc&) {
+      return ResourceExhausted(
+          "out of host memory for weights, {} bytes are free; choose a smaller model, or raise the "
+          "memory limit",
+          memory().free);
     }
-    return ResourceExhausted(
-        "weights of {} bytes do not fit into the host's memory, {} are free; choose a smaller "
-        "model, or raise the memory limit",
-        bytes, memory().free);
   }
 
   static absl::Status Failed(const dnnl::error& error) {
