@@ -107,11 +107,10 @@ absl::Status Metrics::Serve(const std::string& address, const Serving* serving) 
   try {
     exposer_ = std::make_unique<prometheus::Exposer>(options);
   } catch (const std::exception& error) {
-    return Unavailable("--metrics-listen {}: {}; choose a free port, {}or \"\" for none", address,
-                       error.what(),
-                       address.front() == '[' ? "an IPv4 address where civetweb is built without "
-                                                "IPv6, as Debian's is, "
-                                              : "");
+    return Unavailable(
+        "--metrics-listen {}: {}; choose a free port, in IPv4 where civetweb is built without IPv6 "
+        "as Debian's is, or \"\" for none",
+        address, error.what());
   }
   exposer_->RegisterCollectable(registry_);
   exposer_->RegisterCollectable(snapshot_);
