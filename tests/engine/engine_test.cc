@@ -12,11 +12,12 @@
 #include <random>
 #include <thread>
 
-#include "engine/backend/cuda/cuda_backend.h"
 #include "engine/core/config_reader.h"
 #include "engine/device_engine.h"
 #include "tests/batching/simulated_backend.h"
 #include "tests/engine/submit.h"
+#include "tests/models/golden.h"
+#include "tests/needs_gpu.h"
 
 namespace denoised {
 namespace {
@@ -27,15 +28,11 @@ using Clock = std::chrono::steady_clock;
 
 const fs::path kDigits = DENOISED_SOURCE_DIR "/models/mnist-32";
 
-/// The CPU everywhere; CUDA too where there is a GPU.
-std::vector<std::string> Devices() {
-  std::vector<std::string> devices = {"cpu"};
-  if (CudaDeviceCount() > 0) devices.push_back("cuda");
-  return devices;
-}
-
 class EngineTest : public ::testing::TestWithParam<std::string> {
  protected:
+  void SetUp() override {
+    if (GetParam() == "cuda") DENOISED_NEEDS_GPU();
+  }
   std::unique_ptr<Engine> Open(EngineOptions options = {}) {
     options.device = GetParam();
     auto engine = Engine::Create(options);
@@ -527,7 +524,7 @@ TEST_F(FailingDevice, SizesThatComeUpTogetherAreNoHang) {
   delay_ = {};
 }
 
-INSTANTIATE_TEST_SUITE_P(Device, EngineTest, ::testing::ValuesIn(Devices()),
+INSTANTIATE_TEST_SUITE_P(Device, EngineTest, ::testing::Values("cpu", "cuda"),
                          [](const auto& info) { return info.param; });
 
 /// A model directory to be damaged: a copy of the shipped one.
