@@ -271,8 +271,8 @@ class Backend {
   // Order.
   /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph. Where
   /// there are no graphs (CPU) its ops are only checked now and `body` runs at each Launch(): what
-  /// it refers to must outlive the graph too. `body` may be run twice, and what its ops write may be
-  /// overwritten now, but for slots: see BackendOptions::autotune.
+  /// it refers to must outlive the graph too. `body` may be run twice, and what its ops write may
+  /// be overwritten now, but for slots: see BackendOptions::autotune.
   virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) = 0;
   virtual void Launch(Graph& graph) = 0;
   virtual std::unique_ptr<Marker> Mark() = 0;
