@@ -1,5 +1,6 @@
 #include "engine/backend/cuda/tuner.h"
 
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -39,16 +40,16 @@ class CudaTunerTest : public testing::Test {
 };
 
 TEST_F(CudaTunerTest, ChoosesWhatIsClearlyFaster) {
-  const size_t bytes = 64 << 20;
+  const size_t bytes = 128 << 20;
   const DeviceMemory from = Allocate(bytes), to = Allocate(bytes);
   const Candidates candidates = {Copying("all", 20, from.get(), to.get(), bytes),
-                                 Copying("an eighth", 25, from.get(), to.get(), bytes / 8),
-                                 Copying("a quarter", 28, from.get(), to.get(), bytes / 4)};
+                                 Copying("a half", 25, from.get(), to.get(), bytes / 2),
+                                 Copying("a part", 28, from.get(), to.get(), bytes / 128)};
   EXPECT_EQ(tuner_->Choose("copies", candidates, {}).name, "all");
   EXPECT_TRUE(tuner_->has_unknown());
   ASSERT_TRUE(tuner_->Measure().ok());
   EXPECT_FALSE(tuner_->has_unknown());
-  EXPECT_EQ(tuner_->Choose("copies", candidates, {}).name, "an eighth");
+  EXPECT_EQ(tuner_->Choose("copies", candidates, {}).name, "a part");
   EXPECT_FALSE(tuner_->has_unknown()) << "it was measured";
 }
 
@@ -64,7 +65,9 @@ TEST_F(CudaTunerTest, MeasuresOnNormalNoise) {
       const Candidates candidates = {Copying("one", 1, operand.get(), seen.get(), bytes),
                                      Copying("other", 1, operand.get(), seen.get(), bytes)};
       const Rows values = {operand.get(), stride, element, columns % 8 == 0};
-      tuner_->Choose(std::to_string(columns), candidates, {{values, rows, columns}});
+      const std::string what = fmt::format("{} of {}", static_cast<int>(element), columns);
+      tuner_->Choose(what, candidates, {{values, rows, columns}});
+      ASSERT_TRUE(tuner_->has_unknown());
       ASSERT_TRUE(tuner_->Measure().ok());
       const Tensor host =
           Tensor::Host({rows, stride}, element == Element::kF32 ? DType::kF32 : DType::kBF16);
