@@ -9,8 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "server/clients.h"
-#include "server/name.h"
+#include "server/security/clients.h"
+#include "server/status/name.h"
 #include "server/version.h"
 
 namespace denoised {

@@ -8,7 +8,7 @@
 
 #include "engine/core/status.h"
 #include "engine/engine.h"
-#include "server/log.h"
+#include "server/telemetry/log.h"
 
 namespace denoised {
 

@@ -13,8 +13,8 @@
 
 #include "server/check.h"
 #include "server/config.h"
-#include "server/log.h"
 #include "server/server.h"
+#include "server/telemetry/log.h"
 
 namespace denoised {
 namespace {

@@ -15,22 +15,22 @@
 #include <utility>
 #include <vector>
 
-#include "server/acceptor.h"
-#include "server/catalog.h"
-#include "server/client_load.h"
-#include "server/clients.h"
-#include "server/credentials.h"
-#include "server/health.h"
-#include "server/inference_service.h"
-#include "server/jobs.h"
-#include "server/log.h"
-#include "server/metrics.h"
-#include "server/model_admin.h"
-#include "server/server_info.h"
-#include "server/service.h"
+#include "server/api/health.h"
+#include "server/api/inference_service.h"
+#include "server/api/model_admin.h"
+#include "server/api/server_info.h"
+#include "server/api/service.h"
+#include "server/api/write_watch.h"
+#include "server/jobs/jobs.h"
+#include "server/jobs/worker_pool.h"
+#include "server/models/catalog.h"
+#include "server/security/acceptor.h"
+#include "server/security/client_load.h"
+#include "server/security/clients.h"
+#include "server/security/credentials.h"
+#include "server/telemetry/log.h"
+#include "server/telemetry/metrics.h"
 #include "server/version.h"
-#include "server/worker_pool.h"
-#include "server/write_watch.h"
 
 namespace denoised {
 namespace {

@@ -1,4 +1,4 @@
-#include "server/clients.h"
+#include "server/security/clients.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,8 +6,8 @@
 #include <regex>
 #include <thread>
 
-#include "server/client_load.h"
-#include "server/log.h"
+#include "server/security/client_load.h"
+#include "server/telemetry/log.h"
 #include "tests/io/temporary_directory.h"
 
 namespace denoised {

@@ -8,7 +8,7 @@
 
 #include "denoised/v1/model_admin.grpc.pb.h"
 #include "inference/open_inference.grpc.pb.h"
-#include "server/clients.h"
+#include "server/security/clients.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
