@@ -2,12 +2,14 @@
 
 #include <fmt/format.h>
 #include <google/protobuf/util/message_differencer.h>
+#include <openssl/sha.h>
 
 #include <algorithm>
 #include <functional>
 #include <iterator>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "server/status/quote.h"
 #include "server/status/status_details.h"
 #include "server/telemetry/trace_context.h"
@@ -18,10 +20,14 @@ namespace {
 // What a kept job takes beside its events: so that many empty ones are bounded too.
 constexpr size_t kEntryBytes = 2048;
 
+/// Replaces an upload by its SHA-256. Whoever could make two uploads with the same digest would get
+/// the images of the other.
 void Digest(std::string* bytes) {
-  if (!bytes->empty()) {
-    *bytes = fmt::format("{} bytes, {:016x}", bytes->size(), std::hash<std::string>{}(*bytes));
-  }
+  if (bytes->empty()) return;
+  std::string digest(SHA256_DIGEST_LENGTH, '\0');
+  SHA256(reinterpret_cast<const unsigned char*>(bytes->data()), bytes->size(),
+         reinterpret_cast<unsigned char*>(digest.data()));
+  *bytes = fmt::format("{} bytes, SHA-256 {}", bytes->size(), absl::BytesToHexString(digest));
 }
 
 /// What a request asks, to compare another with: uploads are only kept as digests.

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <map>
@@ -286,6 +287,44 @@ TEST_F(GenerationTest, UploadsAreComparedToo) {
   const auto other = Begin(params);
   EXPECT_EQ(other->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
   EXPECT_THAT(other->refusal.error_message(), HasSubstr("initial_noise"));
+}
+
+/// Changes the first 16 bytes and keeps libstdc++'s std::hash, which is MurmurHash64A: a change of
+/// the first word is made good in the second.
+std::string CollideInStdHash(std::string bytes) {
+  constexpr uint64_t kMultiplier = 0xc6a4a7935bd1e995, kSeed = 0xc70f6907;
+  uint64_t inverse = kMultiplier;  // modulo 2^64, by Newton's method
+  for (int i = 0; i < 6; ++i) inverse *= 2 - kMultiplier * inverse;
+  const auto fold = [](uint64_t value) { return value ^ (value >> 47); };  // its own inverse
+  const auto mix = [&](uint64_t word) { return fold(word * kMultiplier) * kMultiplier; };
+  const auto unmix = [&](uint64_t mixed) { return fold(mixed * inverse) * inverse; };
+
+  uint64_t words[2];
+  std::memcpy(words, bytes.data(), sizeof(words));
+  const uint64_t start = kSeed ^ (bytes.size() * kMultiplier);
+  const uint64_t state = (start ^ mix(words[0])) * kMultiplier;
+  const uint64_t changed = (start ^ mix(++words[0])) * kMultiplier;
+  words[1] = unmix(changed ^ state ^ mix(words[1]));
+  std::memcpy(bytes.data(), words, sizeof(words));
+  return bytes;
+}
+
+TEST_F(GenerationTest, UploadsThatCollideInAFastHashAreToldApart) {
+  engine_.Pause(true);
+  v1::GenerationParams params = Params("a");
+  v1::Tensor& image = *params.mutable_init_image()->mutable_tensor();
+  image.set_data_type(v1::DATA_TYPE_UINT8);
+  for (const int extent : {32, 32, 1}) image.add_shape(extent);
+  image.set_data(std::string(32 * 32, 'a'));
+  const auto first = Begin(params);
+  ASSERT_NE(first->generation, nullptr);
+  const std::string other = CollideInStdHash(image.data());
+  ASSERT_NE(other, image.data());
+#ifdef __GLIBCXX__
+  ASSERT_EQ(std::hash<std::string>{}(other), std::hash<std::string>{}(image.data()));
+#endif
+  image.set_data(other);
+  EXPECT_EQ(Begin(params)->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
 }
 
 TEST_F(GenerationTest, ClientsDoNotSeeEachOther) {
