@@ -519,6 +519,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "All images of one request as float32, as an initial noise or raw output has them")
       ->check(CLI::Range(int64_t{1024}, int64_t{1} << 40))
       ->group("Limits");
+  app.add_option("--max-reply-bytes", config.limits.max_reply_bytes,
+                 "Largest reply message, as estimated before drawing; larger results have to be "
+                 "streamed. Never more than --max-buffered-bytes")
+      ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}))
+      ->group("Limits");
+  app.add_option("--max-decoding-bytes", config.max_decoding_bytes,
+                 "Memory for unpacking uploaded images and noise, of all requests together. A "
+                 "request that finds no room gets RESOURCE_EXHAUSTED and a time to retry after")
+      ->check(CLI::Range(int64_t{1} << 20, int64_t{1} << 40))
+      ->group("Limits");
   app.add_option("--max-previews-per-second", config.limits.max_previews_per_second,
                  "Previews of one image; those in between are left out. 0: no limit")
       ->check(Number(0.0, 1e6))
@@ -548,7 +558,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(int64_t{1} << 24, int64_t{1} << 40))
       ->group("Limits");
   app.add_option("--worker-threads", config.worker_threads,
-                 "Threads that check requests and encode images; 0: half of the cores, at least 2")
+                 "Threads that check requests and encode images; 0: half of the cores within the "
+                 "CPU quota, at least 2")
       ->check(CLI::Range(0, 1024))
       ->group("Limits");
 
@@ -608,6 +619,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   config.lame_duck = milliseconds(lame_duck);
   config.reload_models = milliseconds(reload_models);
   config.jobs.time = milliseconds(job_retention);
+  // gRPC holds a whole reply at once.
+  config.limits.max_reply_bytes =
+      std::min(config.limits.max_reply_bytes, config.connections.max_buffered_bytes);
   DENOISED_RETURN_IF_ERROR(Finish(models, models_directory, &config));
   return line;
 }

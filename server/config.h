@@ -25,7 +25,7 @@ struct RequestLimits {
   int64_t max_init_pixels = 4096 * 4096;        // of an uploaded picture, unpacked
   int64_t max_image_pixels = 4096 * 4096;       // of an image that is drawn
   int64_t max_tensor_bytes = int64_t{1} << 30;  // of all images of a request, as float32
-  int64_t max_reply_bytes = int64_t{1} << 30;   // a protobuf message holds at most 2 GiB
+  int64_t max_reply_bytes = 256 << 20;          // of one message; never more than gRPC may hold
   int max_steps = 0, max_count = 0;             // 0: as the model
   double max_previews_per_second = 30;          // of one image; 0: no bound
 };
@@ -72,7 +72,9 @@ struct Config {
   ConnectionLimits connections;
   SecurityConfig security;
   bool reflection = true, admin = true;  // whether grpc.reflection and ModelAdmin are there
-  int worker_threads = 0;                // 0: half of the cores, at least two
+  int worker_threads = 0;                // 0: half of AvailableCores(), at least two
+  /// What uploads may take while they are unpacked, of all requests at a time.
+  int64_t max_decoding_bytes = int64_t{1} << 30;
   std::chrono::milliseconds write_timeout{30'000};
   std::chrono::milliseconds lame_duck{0};  // from NOT_SERVING to the refusal of new work
   std::chrono::milliseconds grace{30'000};

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/core/available_cores.h"
 #include "server/api/health.h"
 #include "server/api/inference_service.h"
 #include "server/api/model_admin.h"
@@ -22,6 +23,7 @@
 #include "server/api/service.h"
 #include "server/api/write_watch.h"
 #include "server/jobs/jobs.h"
+#include "server/jobs/memory_budget.h"
 #include "server/jobs/worker_pool.h"
 #include "server/models/catalog.h"
 #include "server/security/acceptor.h"
@@ -45,9 +47,7 @@ const Clock::time_point process_start = Clock::now();
 /// behind. So often they go back to the system.
 constexpr std::chrono::minutes kTrimPeriod{1};
 
-int WorkerThreads(int asked) {
-  return asked > 0 ? asked : std::max(2, static_cast<int>(std::thread::hardware_concurrency() / 2));
-}
+int WorkerThreads(int asked) { return asked > 0 ? asked : std::max(2, AvailableCores() / 2); }
 
 int Milliseconds(std::chrono::milliseconds duration) {
   return static_cast<int>(std::min<int64_t>(duration.count(), INT32_MAX));
@@ -105,6 +105,7 @@ struct Server::State {
         std::unique_ptr<Clients> clients_in)
       : config(config),
         client_load(config.connections.max_streams_per_client),
+        decoding(config.max_decoding_bytes),
         jobs(&serving, config.jobs),
         workers(WorkerThreads(config.worker_threads)),
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),
@@ -120,6 +121,7 @@ struct Server::State {
     serving.jobs = &jobs;
     serving.active = &active;
     serving.workers = &workers;
+    serving.decoding = &decoding;
     serving.metrics = &metrics;
     serving.clients = clients.get();
     serving.client_load = &client_load;
@@ -141,6 +143,7 @@ struct Server::State {
   Serving serving;
   ActiveCalls active;
   ClientLoad client_load;
+  MemoryBudget decoding;
   Jobs jobs;
   WorkerPool workers;
   WriteWatch write_watch;

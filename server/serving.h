@@ -14,6 +14,7 @@ class ClientLoad;
 class Clients;
 class Engine;
 class Jobs;
+class MemoryBudget;
 class Metrics;
 class WorkerPool;
 class WriteWatch;
@@ -29,6 +30,7 @@ struct Serving {
   Jobs* jobs = nullptr;
   ActiveCalls* active = nullptr;
   WorkerPool* workers = nullptr;
+  MemoryBudget* decoding = nullptr;
   Metrics* metrics = nullptr;
   const Clients* clients = nullptr;
   ClientLoad* client_load = nullptr;

@@ -82,8 +82,13 @@ FileFormat ToFileFormat(v1::ImageFormat format) {
 class Translator {
  public:
   Translator(const v1::GenerationParams& params, const ModelInfo& model,
-             const RequestLimits& limits, std::vector<FieldViolation>* violations)
-      : params_(params), model_(model), limits_(limits), violations_(*violations) {}
+             const RequestLimits& limits, MemoryBudget* memory,
+             std::vector<FieldViolation>* violations)
+      : params_(params),
+        model_(model),
+        limits_(limits),
+        memory_(*memory),
+        violations_(*violations) {}
 
   Translation Run(const v1::PreviewOptions* preview, bool together, const std::string& request_id) {
     JobSpec& spec = result_.spec;
@@ -259,6 +264,18 @@ class Translator {
     return text + (tensor.shape_size() > shown ? ", ...]" : "]");
   }
 
+  /// Whether there is room for `bytes` more. Else it is a violation of `field`, or, when waiting
+  /// helps, the status of the whole request.
+  bool Reserve(const std::string& field, int64_t bytes) {
+    const absl::Status status = memory_.Reserve(bytes, &result_.memory);
+    if (absl::IsInvalidArgument(status)) {
+      Violate(field, "{}; use a smaller one", std::string(status.message()));
+    } else if (!status.ok()) {
+      result_.memory_status = Annotate(status, field);
+    }
+    return status.ok();
+  }
+
   /// Checks that the data fill the shape; F32 values in host memory, undefined when they do not.
   Tensor ReadTensor(const std::string& field, const v1::Tensor& tensor, const Shape& shape,
                     bool bytes_allowed) {
@@ -274,6 +291,7 @@ class Translator {
               shape.ToString(), floats ? "float32" : "uint8", expected);
       return {};
     }
+    if (!Reserve(field, shape.elements() * 4)) return {};
     Tensor result = Tensor::Host(shape, DType::kF32);
     float* values = result.as<float>();
     if (!floats) {
@@ -334,11 +352,19 @@ class Translator {
               model_.channels);
       return {};
     }
-    auto pixels = DecodeFile(file, limits_.max_init_pixels);
+    constexpr char kField[] = "params.init_image.encoded";
+    bool reserved = true;
+    auto pixels = DecodeFile(file, limits_.max_init_pixels, [&](int64_t bytes) {
+      reserved = Reserve(kField, bytes);
+      return reserved ? absl::OkStatus() : ResourceExhausted("no memory");
+    });
+    if (!reserved) return {};
     if (!pixels.ok()) {
-      Violate("params.init_image.encoded", "{}", std::string(pixels.status().message()));
+      Violate(kField, "{}", std::string(pixels.status().message()));
       return {};
     }
+    const int64_t floats = int64_t{pixels->width} * pixels->height * model_.channels * 4;
+    if (!Reserve(kField, floats)) return {};
     return FromPixels(*pixels, model_.channels);
   }
 
@@ -364,6 +390,10 @@ class Translator {
     }
     // At strength 1 nothing of the picture is left: that is drawing from noise.
     if (!image || !size_ok_ || strength == 1) return;
+    // The image of the model's size, and what lies between the two passes of Resize, which is no
+    // larger than one of its sides.
+    const int64_t resized = int64_t{height_} * width_ * model_.channels * 4;
+    if (!Reserve("params.init_image", resized + std::max<int64_t>(resized, image.bytes()))) return;
     result_.spec.init_image = Resize(image, height_, width_);
     result_.spec.sampler.strength = strength;
   }
@@ -450,6 +480,7 @@ class Translator {
   const v1::GenerationParams& params_;
   const ModelInfo& model_;
   const RequestLimits& limits_;
+  MemoryBudget& memory_;
   std::vector<FieldViolation>& violations_;
   Translation result_;
   bool count_ok_ = true, size_ok_ = true;
@@ -486,6 +517,13 @@ v1::ClassConditionKind ToWire(ClassCondition condition) {
 
 }  // namespace
 
+Priority ReadPriority(const v1::GenerationParams& params) {
+  for (const auto& [ours, wire] : kPriorityNames) {
+    if (wire == params.priority()) return ours;
+  }
+  return Priority::kNormal;
+}
+
 bool IsRequestId(const std::string& id) {
   return !id.empty() && id.size() <= 128 &&
          std::all_of(id.begin(), id.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
@@ -493,8 +531,9 @@ bool IsRequestId(const std::string& id) {
 
 Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                       bool together, const std::string& request_id, const ModelInfo& model,
-                      const RequestLimits& limits, std::vector<FieldViolation>* violations) {
-  return Translator(params, model, limits, violations).Run(preview, together, request_id);
+                      const RequestLimits& limits, MemoryBudget* memory,
+                      std::vector<FieldViolation>* violations) {
+  return Translator(params, model, limits, memory, violations).Run(preview, together, request_id);
 }
 
 std::string ProtoField(const std::string& job_field) {

@@ -7,6 +7,7 @@
 #include "engine/engine.h"
 #include "server/config.h"
 #include "server/encoding/png.h"
+#include "server/jobs/memory_budget.h"
 #include "server/models/catalog.h"
 
 /// Between the wire's messages and the engine's types.
@@ -25,16 +26,25 @@ struct Translation {
   JobSpec spec;
   Rendering image;
   Rendering preview;
+  MemoryBudget::Lease memory;  // of the tensors in `spec`, and of what unpacking them took
+  /// ResourceExhausted: others hold the memory that an upload needs, which was left unset.
+  absl::Status memory_status;
 };
 
 /// Checks all that does not need the engine: presence, finiteness, the ranges that the proto
 /// states, shapes and files. Whatever is wrong is appended to `violations` under its path in the
 /// proto and left unset in the result, so that Engine::Resolve can go on to check the rest.
 /// `preview` is null when none was asked for. `together`: all images leave in one message.
-/// `request_id` is used when the request names none.
+/// `request_id` is used when the request names none. What uploads need, by their headers, is
+/// reserved in `memory` before they are unpacked; an upload that needs all of it and more is a
+/// violation.
 Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                       bool together, const std::string& request_id, const ModelInfo& model,
-                      const RequestLimits& limits, std::vector<FieldViolation>* violations);
+                      const RequestLimits& limits, MemoryBudget* memory,
+                      std::vector<FieldViolation>* violations);
+
+/// The priority that a request asks for; normal when it names none, or none that there is.
+Priority ReadPriority(const v1::GenerationParams& params);
 
 /// Whether `id` may be used as GenerationParams.request_id says.
 bool IsRequestId(const std::string& id);

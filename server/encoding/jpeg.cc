@@ -121,7 +121,8 @@ absl::StatusOr<std::string> EncodeJpeg(const Pixels& pixels, int quality) {
   return file;
 }
 
-absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels) {
+absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels,
+                                  const ReserveMemory& reserve) {
   jpeg_decompress_struct codec{};
   ErrorTrap trap;
   Set(&trap, &codec.err);
@@ -131,11 +132,11 @@ absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels) {
   if (!ReadHeader(&codec, &trap, file)) {
     status = InvalidArgument("the JPEG cannot be read: {}; send an intact RGB or grey file",
                              trap.message);
-  } else if (int64_t{codec.output_width} * codec.output_height > max_pixels) {
-    status =
-        InvalidArgument("the JPEG has {}×{} pixels, but at most {} are accepted; scale it down",
-                        codec.output_width, codec.output_height, max_pixels);
   } else {
+    // Samples, and of a progressive file all coefficients.
+    status = CheckSize("JPEG", codec.output_width, codec.output_height, max_pixels, 3 + 6, reserve);
+  }
+  if (status.ok()) {
     pixels = {static_cast<int>(codec.output_width),
               static_cast<int>(codec.output_height),
               codec.out_color_space == JCS_GRAYSCALE ? 1 : 3,

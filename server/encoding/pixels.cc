@@ -55,6 +55,16 @@ Tensor FilterMiddle(const Tensor& in, int64_t outer, int from, int to, int64_t i
 
 }  // namespace
 
+absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_t max_pixels,
+                       int64_t bytes_per_pixel, const ReserveMemory& reserve) {
+  // Formats hold less than 2^31 pixels an edge, so the product fits.
+  if (width * height > max_pixels) {
+    return InvalidArgument("the {} has {}×{} pixels, but at most {} are accepted; scale it down",
+                           format, width, height, max_pixels);
+  }
+  return reserve == nullptr ? absl::OkStatus() : reserve(width * height * bytes_per_pixel);
+}
+
 std::vector<uint8_t> ToBytes(const Tensor& image) {
   std::vector<uint8_t> bytes(image.elements());
   const float* values = image.as<float>();

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
+#include "engine/core/status.h"
 #include "engine/core/tensor.h"
 
 /// Images between the engine's floats and the bytes of files.
@@ -14,6 +16,16 @@ struct Pixels {
   int width = 0, height = 0, channels = 0;
   std::vector<uint8_t> samples;
 };
+
+/// Told how many bytes unpacking a file takes at its peak, after the header was read and before
+/// anything is unpacked. An error ends the decoding and is what the decoder returns.
+using ReserveMemory = std::function<absl::Status(int64_t bytes)>;
+
+/// What every decoder asks once it knows the size: InvalidArgument when there are more than
+/// `max_pixels`, or what `reserve` (null: no question) says to `bytes_per_pixel`. `format` is
+/// "PNG" and so on.
+absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_t max_pixels,
+                       int64_t bytes_per_pixel, const ReserveMemory& reserve);
 
 /// [−1, 1] to [0, 255], rounded, clipped; NaN becomes 0. `image` is F32 [H, W, C] on the host.
 std::vector<uint8_t> ToBytes(const Tensor& image);

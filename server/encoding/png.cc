@@ -64,18 +64,19 @@ absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& t
   return file;
 }
 
-absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels) {
+absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
+                                 const ReserveMemory& reserve) {
   png_image image;
   std::memset(&image, 0, sizeof(image));
   image.version = PNG_IMAGE_VERSION;
   if (!png_image_begin_read_from_memory(&image, file.data(), file.size())) {
     return InvalidArgument("the PNG cannot be read: {}; send an intact file", image.message);
   }
-  if (int64_t{image.width} * image.height > max_pixels) {
-    const auto width = image.width, height = image.height;
+  const absl::Status status =
+      CheckSize("PNG", image.width, image.height, max_pixels, 3 + 4, reserve);
+  if (!status.ok()) {
     png_image_free(&image);
-    return InvalidArgument("the PNG has {}×{} pixels, but at most {} are accepted; scale it down",
-                           width, height, max_pixels);
+    return status;
   }
   image.format = image.format & PNG_FORMAT_FLAG_COLOR ? PNG_FORMAT_RGB : PNG_FORMAT_GRAY;
   Pixels pixels{static_cast<int>(image.width),

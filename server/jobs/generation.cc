@@ -71,7 +71,8 @@ double Generation::SecondsSinceArrival() const {
 
 std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& params,
                                                 const v1::PreviewOptions* preview, bool together,
-                                                grpc::Status* refusal, bool* replaced) {
+                                                MemoryBudget::Lease* memory, grpc::Status* refusal,
+                                                bool* replaced) {
   const std::string& request_id = origin_.request_id;
   const auto model = serving_->catalog->Select(params.model(), "params.model", request_id, refusal);
   if (!model) return std::nullopt;
@@ -84,8 +85,9 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
   if (!refusal->ok()) return std::nullopt;
 
   std::vector<FieldViolation> violations;
-  Translation translation = Translate(params, preview, together, request_id, *model->info,
-                                      Within(origin_.caller.limits, serving_->limits), &violations);
+  Translation translation =
+      Translate(params, preview, together, request_id, *model->info,
+                Within(origin_.caller.limits, serving_->limits), serving_->decoding, &violations);
   if (!origin_.caller.anonymous()) translation.spec.client = origin_.caller.name;
   translation.spec.client_weight = origin_.caller.weight;
   if (!origin_.survives) translation.spec.deadline = origin_.deadline;
@@ -103,6 +105,12 @@ std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& para
     *refusal = InvalidFields(violations, request_id);
     return std::nullopt;
   }
+  if (!translation.memory_status.ok()) {
+    *refusal = ToGrpcStatus(translation.memory_status, reason::kDecodingMemory, request_id,
+                            serving_->RetryDelay());
+    return std::nullopt;
+  }
+  *memory = std::move(translation.memory);
   if (!job.ok()) {
     *replaced = true;  // it was there and ready a moment ago
     *refusal = ToGrpcStatus(job.status(), reason::kModelUnloading, request_id);
@@ -149,7 +157,9 @@ void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOpti
   for (int attempt = 1;; ++attempt) {
     grpc::Status refusal;
     bool replaced = false;
-    std::optional<EffectiveJob> job = Prepare(params, preview, together, &refusal, &replaced);
+    MemoryBudget::Lease memory;  // until the engine has the tensors and counts them itself
+    std::optional<EffectiveJob> job =
+        Prepare(params, preview, together, &memory, &refusal, &replaced);
     if (!job && replaced && attempt < kAttempts) continue;
     if (!job) return End(refusal);
     job_ = *job;
@@ -346,8 +356,8 @@ void Generation::OnImage(ImageResult image) {
     inbox_.previews.erase(image.index);
     ++encoding_;
   }
-  serving_->workers->Post(
-      [self = shared_from_this(), image = std::move(image)] { self->Encode(image); });
+  serving_->workers->Post([self = shared_from_this(),
+                                               image = std::move(image)] { self->Encode(image); });
 }
 
 void Generation::OnDone(const absl::Status& status, const JobTiming& timing) {

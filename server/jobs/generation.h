@@ -15,6 +15,7 @@
 #include "server/api/call_record.h"
 #include "server/api/translate.h"
 #include "server/jobs/event_log.h"
+#include "server/jobs/memory_budget.h"
 #include "server/security/client_load.h"
 #include "server/security/clients.h"
 #include "server/serving.h"
@@ -122,10 +123,12 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     uint64_t sequence = 0;  // it knows events up to here
   };
 
-  /// The job that is asked for, or nothing and why. `replaced`: the model left meanwhile.
+  /// The job that is asked for, with the memory of its tensors, or nothing and why. `replaced`: the
+  /// model left meanwhile.
   std::optional<EffectiveJob> Prepare(const v1::GenerationParams& params,
                                       const v1::PreviewOptions* preview, bool together,
-                                      grpc::Status* refusal, bool* replaced);
+                                      MemoryBudget::Lease* memory, grpc::Status* refusal,
+                                      bool* replaced);
   /// What the client is told when the engine did not take the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
   /// QueuedEvent, the first of all. Under mutex_.

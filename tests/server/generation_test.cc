@@ -16,7 +16,11 @@
 #include <random>
 #include <thread>
 
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "server/encoding/formats.h"
 #include "server/jobs/jobs.h"
+#include "server/jobs/memory_budget.h"
 #include "server/jobs/worker_pool.h"
 #include "server/models/catalog.h"
 #include "server/security/client_load.h"
@@ -114,14 +118,17 @@ class StrictWatcher : public GenerationWatcher {
 
 class GenerationTest : public ::testing::Test {
  protected:
-  explicit GenerationTest(const JobRetention& retention = {})
-      : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_), jobs_(&serving_, retention) {
+  explicit GenerationTest(const JobRetention& retention = {}, int workers = 4)
+      : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_),
+        jobs_(&serving_, retention),
+        workers_(workers) {
     EXPECT_TRUE(catalog_.LoadListed("digits").ok());
     engine_.SetObserver(&metrics_);
     serving_.engine = &engine_;
     serving_.catalog = &catalog_;
     serving_.jobs = &jobs_;
     serving_.workers = &workers_;
+    serving_.decoding = &decoding_;
     serving_.metrics = &metrics_;
     serving_.client_load = &client_load_;
   }
@@ -178,11 +185,12 @@ class GenerationTest : public ::testing::Test {
 
   Metrics metrics_;
   ClientLoad client_load_{0};
+  MemoryBudget decoding_{1 << 20};
   FakeEngine engine_;
   Catalog catalog_;
   Serving serving_;
   Jobs jobs_;
-  WorkerPool workers_{4};
+  WorkerPool workers_;
 };
 
 TEST_F(GenerationTest, DeliversInOrder) {
@@ -325,6 +333,29 @@ TEST_F(GenerationTest, UploadsThatCollideInAFastHashAreToldApart) {
 #endif
   image.set_data(other);
   EXPECT_EQ(Begin(params)->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+}
+
+TEST_F(GenerationTest, UploadsAreUnpackedOnlyWhenThereIsMemory) {
+  engine_.Pause(true);
+  v1::GenerationParams params = Params("a");
+  auto picture = EncodeFile(Tensor::Host({100, 100, 1}, DType::kF32), FileFormat::kPng, 90, {});
+  ASSERT_TRUE(picture.ok());
+  params.mutable_init_image()->set_encoded(*picture);
+  MemoryBudget::Lease others;
+  ASSERT_TRUE(decoding_.Reserve(decoding_.bytes() - 50'000, &others).ok());
+  const grpc::Status refusal = Begin(params)->Wait();
+  EXPECT_EQ(refusal.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(refusal.error_message(), HasSubstr("params.init_image.encoded"));
+  google::rpc::Status details;
+  ASSERT_TRUE(details.ParseFromString(refusal.error_details()));
+  EXPECT_TRUE(std::any_of(details.details().begin(), details.details().end(), [](const auto& any) {
+    return any.template Is<google::rpc::RetryInfo>();
+  }));
+  EXPECT_EQ(decoding_.reserved(), decoding_.bytes() - 50'000) << "a refusal holds memory";
+  others = {};
+  const auto call = Begin(params);
+  EXPECT_EQ(StateOf("a"), v1::JOB_STATE_QUEUED);
+  EXPECT_EQ(decoding_.reserved(), 0) << "the engine counts what it was given";
 }
 
 TEST_F(GenerationTest, ClientsDoNotSeeEachOther) {
