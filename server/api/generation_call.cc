@@ -24,9 +24,10 @@ std::optional<std::chrono::steady_clock::time_point> Deadline(
 
 }  // namespace
 
-void GenerationCall::Post(Beginning begin) {
+void GenerationCall::Post(Priority priority, Beginning begin) {
   self_ = shared_from_this();
-  serving_->workers->Post([self = self_, begin = std::move(begin)] { self->Begin(begin); });
+  serving_->workers->Post(priority,
+                          [self = self_, begin = std::move(begin)] { self->Begin(begin); });
 }
 
 void GenerationCall::Begin(const Beginning& begin) {

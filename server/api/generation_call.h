@@ -27,7 +27,7 @@ class GenerationCall : public GenerationWatcher,
       const std::shared_ptr<GenerationWatcher>& watcher, grpc::Status* refusal)>;
 
   /// Runs `begin` on a worker, when the client may have one more call.
-  void Post(Beginning begin);
+  void Post(Priority priority, Beginning begin);
 
   void OnNews() final { Advance(std::unique_lock(mutex_)); }
 

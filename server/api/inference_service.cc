@@ -94,8 +94,9 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
                                                   WriteInference(*images, *outputs, response);
                                                   response->set_id(request->id());
                                                 });
-  call->Post([=, this, record = &call->record()](
-                 const auto& watcher, grpc::Status* refusal) -> std::shared_ptr<Generation> {
+  const auto begin = [=, this, record = &call->record()](
+                         const auto& watcher,
+                         grpc::Status* refusal) -> std::shared_ptr<Generation> {
     const std::string name = Together(request->model_name(), request->model_version());
     const auto model = serving_->catalog->Select(name, "model_name", "", refusal);
     if (!model) return nullptr;
@@ -116,7 +117,8 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
       asked.deadline = std::min(asked.deadline.value_or(end), end);
     }
     return serving_->jobs->Begin(asked, watcher, refusal);
-  });
+  };
+  call->Post(Priority::kNormal, begin);
   return call.get();
 }
 

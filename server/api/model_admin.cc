@@ -58,7 +58,7 @@ grpc::ServerUnaryReactor* ModelAdminService::Post(grpc::CallbackServerContext* c
                                                   std::function<grpc::Status()> work) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const auto record = std::make_shared<CallRecord>(*serving_, method, context);
-  threads_.Post([this, reactor, record, work = std::move(work)] {
+  threads_.Post(Priority::kNormal, [this, reactor, record, work = std::move(work)] {
     grpc::Status status = Authorize(*serving_, record->caller());
     if (status.ok() && serving_->draining()) {
       status = ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");

@@ -130,7 +130,8 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
   const auto call = std::make_shared<UnaryCall>(
       serving_, kGenerate, context,
       [response](v1::GenerateResponse* images) { response->Swap(images); });
-  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+  const Priority priority = ReadPriority(request->params());
+  call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     return serving_->jobs->Begin(Asked(*context, *record, request->params(), nullptr, true),
                                  watcher, refusal);
   });
@@ -140,7 +141,8 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
     grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
   const auto call = std::make_shared<StreamCall>(serving_, kStreamGenerate, context, 0);
-  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+  const Priority priority = ReadPriority(request->params());
+  call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
     return serving_->jobs->Begin(Asked(*context, *record, request->params(), preview, false),
                                  watcher, refusal);
@@ -169,7 +171,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerC
   const auto record =
       std::make_shared<CallRecord>(*serving_, "denoised.v1.ImageGeneration.ListJobs", context);
   // There may be many to look through.
-  serving_->workers->Post([=, this] {
+  serving_->workers->Post(Priority::kNormal, [=, this] {
     uint64_t before = std::numeric_limits<uint64_t>::max();
     grpc::Status status = CheckListJobs(*request, *serving_, record->caller(), &before);
     if (status.ok()) {
@@ -188,7 +190,9 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::Wa
     grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
   const auto call =
       std::make_shared<StreamCall>(serving_, kWatchJob, context, request->after_sequence());
-  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+  // Nothing is decoded or encoded to begin a watch.
+  constexpr Priority kPriority = Priority::kInteractive;
+  call->Post(kPriority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     auto generation = serving_->jobs->Find(record->caller().name, request->request_id(), refusal);
     if (generation) generation->Watch(watcher);
     return generation;

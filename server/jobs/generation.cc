@@ -356,7 +356,7 @@ void Generation::OnImage(ImageResult image) {
     inbox_.previews.erase(image.index);
     ++encoding_;
   }
-  serving_->workers->Post([self = shared_from_this(),
+  serving_->workers->Post(job_.spec.priority, [self = shared_from_this(),
                                                image = std::move(image)] { self->Encode(image); });
 }
 
@@ -391,7 +391,7 @@ void Generation::Encode(const ImageResult& image) {
 void Generation::ScheduleDelivery() {
   if (!accepted_ || delivering_) return;
   delivering_ = true;
-  serving_->workers->Post([self = shared_from_this()] { self->Deliver(); });
+  serving_->workers->Post(job_.spec.priority, [self = shared_from_this()] { self->Deliver(); });
 }
 
 void Generation::Deliver() {

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <limits>
 #include <map>
 #include <random>
@@ -63,6 +64,8 @@ class StrictWatcher : public GenerationWatcher {
     EXPECT_TRUE(ended_.wait_for(lock, 30s, [this] { return status_.has_value(); }));
     return status_.value_or(grpc::Status::CANCELLED);
   }
+  /// Called once, when the generation has ended.
+  void set_on_end(std::function<void()> on_end) { on_end_ = std::move(on_end); }
   int previews() const { return previews_; }
   int progresses() const { return progresses_; }
   const std::map<int, std::string>& images() const { return images_; }
@@ -101,6 +104,7 @@ class StrictWatcher : public GenerationWatcher {
     if (status.ok()) {
       EXPECT_EQ(images_.size(), size_t(count_));
     }
+    if (on_end_) on_end_();
     status_ = status;
     ended_.notify_all();
   }
@@ -113,6 +117,7 @@ class StrictWatcher : public GenerationWatcher {
   int count_ = 0, progress_ = 0, progresses_ = 0, previews_ = 0;
   std::map<int, std::string> images_;
   v1::CompletedEvent completed_;
+  std::function<void()> on_end_;
   std::optional<grpc::Status> status_;
 };
 
@@ -423,6 +428,35 @@ TEST_F(GenerationTest, TheTimelineHasEveryMilestoneInOrder) {
   EXPECT_EQ(std::count(story.begin(), story.end(), 'D'), 2);
   EXPECT_EQ(story.size(), 9u);
   EXPECT_LE(last, call->watcher->completed().timing().total_seconds());
+}
+
+class OneWorkerTest : public GenerationTest {
+ protected:
+  OneWorkerTest() : GenerationTest({}, 1) {}
+};
+
+TEST_F(OneWorkerTest, InteractiveJobsAreEncodedBeforeBatchJobs) {
+  std::promise<void> drawn;
+  workers_.Post(Priority::kInteractive, [&] { drawn.get_future().wait(); });
+  v1::GenerationParams params = Params("batch");
+  params.set_count(32);
+  params.set_priority(v1::PRIORITY_BATCH);
+  const auto batch = Begin(params);
+  const auto drawn_all = [&] {
+    return engine_.Stats()[0].active_images == 0 && engine_.QueuedImages("digits@1") == 0;
+  };
+  // All images wait for the worker before the interactive job comes.
+  ASSERT_TRUE(Eventually(drawn_all));
+  params = Params("interactive");
+  params.set_priority(v1::PRIORITY_INTERACTIVE);
+  const auto interactive = Begin(params);
+  std::atomic<int> encoded{-1};
+  interactive->watcher->set_on_end([&] { encoded = batch->generation->Describe().images_done(); });
+  ASSERT_TRUE(Eventually(drawn_all));
+  drawn.set_value();
+  EXPECT_TRUE(interactive->Wait().ok());
+  EXPECT_LE(encoded, 8) << "of 32 that were there before";
+  EXPECT_TRUE(batch->Wait().ok());
 }
 
 class RetentionTest : public GenerationTest {
