@@ -26,19 +26,20 @@ std::optional<std::chrono::steady_clock::time_point> Deadline(
 
 void GenerationCall::Post(Priority priority, Beginning begin) {
   self_ = shared_from_this();
-  serving_->workers->Post(priority,
-                          [self = self_, begin = std::move(begin)] { self->Begin(begin); });
+  context_.workers->Post(priority,
+                         [self = self_, begin = std::move(begin)] { self->Begin(begin); });
 }
 
 void GenerationCall::Begin(const Beginning& begin) {
   grpc::Status refusal;
   std::shared_ptr<Generation> generation;
-  auto stream = serving_->client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
+  auto stream = context_.client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
   if (stream.ok()) {
     stream_ = *std::move(stream);
     generation = begin(shared_from_this(), &refusal);
   } else {
-    refusal = ToGrpcStatus(stream.status(), reason::kClientLimit, "", serving_->RetryDelay());
+    refusal =
+        ToGrpcStatus(stream.status(), reason::kClientLimit, "", context_.queue_wait->RetryDelay());
   }
   bool broken;
   {
@@ -66,7 +67,7 @@ void GenerationCall::Break() {
 std::optional<grpc::Status> GenerationCall::EndWithoutGeneration() const {
   if (generation_ == nullptr) return refusal_;
   if (!broken_) return std::nullopt;
-  const bool late = std::chrono::system_clock::now() >= context_->deadline();
+  const bool late = std::chrono::system_clock::now() >= grpc_context_->deadline();
   return late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "the call's deadline passed")
               : grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone");
 }
@@ -74,10 +75,10 @@ std::optional<grpc::Status> GenerationCall::EndWithoutGeneration() const {
 void GenerationCall::End() {
   if (generation_) {
     generation_->Leave(this);
-    generation_->Describe(&record_);
+    record_.Describe(*generation_);
   }
   // As the client saw it: a reply that could not be delivered was cancelled.
-  const bool lost = status_.ok() && context_->IsCancelled();
+  const bool lost = status_.ok() && grpc_context_->IsCancelled();
   record_.End(lost ? grpc::StatusCode::CANCELLED : status_.error_code(), status_.error_message());
   self_.reset();  // the last line of its life
 }
@@ -123,9 +124,9 @@ v1::GenerateResponse UnaryCall::Collect() {
   return response;
 }
 
-Jobs::Request Asked(const grpc::CallbackServerContext& context, const CallRecord& record,
-                    const v1::GenerationParams& params, const v1::PreviewOptions* preview,
-                    bool together) {
+JobRequest MakeJobRequest(const grpc::CallbackServerContext& context, const CallRecord& record,
+                          const v1::GenerationParams& params, const v1::PreviewOptions* preview,
+                          bool together) {
   return {.params = params,
           .preview = preview,
           .together = together,

@@ -12,10 +12,20 @@
 #include "server/api/call_record.h"
 #include "server/jobs/generation.h"
 #include "server/jobs/jobs.h"
+#include "server/jobs/queue_wait.h"
+#include "server/jobs/worker_pool.h"
 #include "server/security/client_load.h"
-#include "server/serving.h"
 
 namespace denoised {
+
+/// What calls for images work with. What is pointed to must outlive them.
+struct GenerationCallContext {
+  Calls* calls;
+  Jobs* jobs;
+  WorkerPool* workers;
+  ClientLoad* client_load;
+  const QueueWait* queue_wait;
+};
 
 /// A call that follows a generation. gRPC's reactor and whoever has news for it share it: it keeps
 /// itself alive until OnDone.
@@ -34,9 +44,12 @@ class GenerationCall : public GenerationWatcher,
   const CallRecord& record() const { return record_; }
 
  protected:
-  /// `method` is its full name. What is pointed to must outlive the call.
-  GenerationCall(Serving* serving, const char* method, grpc::CallbackServerContext* context)
-      : serving_(serving), context_(context), record_(*serving, method, context) {}
+  /// `method` is its full name. `grpc_context` must outlive the call.
+  GenerationCall(const GenerationCallContext& context, const char* method,
+                 grpc::CallbackServerContext* grpc_context)
+      : context_(context),
+        grpc_context_(grpc_context),
+        record_(context.calls, method, grpc_context) {}
 
   /// Takes the next step that gRPC allows, if there is one: calls gRPC without the lock.
   virtual void Advance(std::unique_lock<std::mutex> lock) = 0;
@@ -52,8 +65,8 @@ class GenerationCall : public GenerationWatcher,
   /// From OnDone.
   void End();
 
-  Serving* const serving_;
-  grpc::CallbackServerContext* const context_;
+  const GenerationCallContext context_;
+  grpc::CallbackServerContext* const grpc_context_;
   CallRecord record_;
   grpc::Status status_;  // what Finish said
 
@@ -78,8 +91,9 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
   /// gRPC sends it, and only when all went well.
   using Reply = std::function<void(v1::GenerateResponse* images)>;
 
-  UnaryCall(Serving* serving, const char* method, grpc::CallbackServerContext* context, Reply reply)
-      : GenerationCall(serving, method, context), reply_(std::move(reply)) {}
+  UnaryCall(const GenerationCallContext& context, const char* method,
+            grpc::CallbackServerContext* grpc_context, Reply reply)
+      : GenerationCall(context, method, grpc_context), reply_(std::move(reply)) {}
 
   void OnCancel() override { Break(); }
   void OnDone() override { End(); }
@@ -91,9 +105,10 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
   const Reply reply_;
 };
 
-/// What a call asks of Jobs. `params` and `preview` (null: none) must live until they were asked.
-Jobs::Request Asked(const grpc::CallbackServerContext& context, const CallRecord& record,
-                    const v1::GenerationParams& params, const v1::PreviewOptions* preview,
-                    bool together);
+/// What a call asks Jobs for. `params` and `preview` (null: none) must live until Jobs::Begin has
+/// returned.
+JobRequest MakeJobRequest(const grpc::CallbackServerContext& context, const CallRecord& record,
+                          const v1::GenerationParams& params, const v1::PreviewOptions* preview,
+                          bool together);
 
 }  // namespace denoised

@@ -26,10 +26,23 @@ void Health::Stop() {
 
 void Health::Die() {
   Stop();
+  std::lock_guard lock(mutex_);
+  live_ = false;
   service_->SetServingStatus(kLiveness, false);
 }
 
+bool Health::ready() const {
+  std::lock_guard lock(mutex_);
+  return serving_;
+}
+
+bool Health::live() const {
+  std::lock_guard lock(mutex_);
+  return live_;
+}
+
 void Health::Set(bool serving) {
+  serving_ = serving;
   service_->SetServingStatus("", serving);
   service_->SetServingStatus("denoised.v1.ImageGeneration", serving);
   service_->SetServingStatus("inference.GRPCInferenceService", serving);

@@ -18,6 +18,11 @@ class Health {
   bool Serve();
   /// NOT_SERVING for good.
   void Stop();
+  /// Whether to send requests here, as "" says.
+  bool ready() const;
+  /// Whether the process need not be restarted, as "liveness" says.
+  bool live() const;
+
   /// Stop, and not live either: the device is lost and only a restart helps.
   void Die();
 
@@ -25,8 +30,10 @@ class Health {
   void Set(bool serving);
 
   grpc::HealthCheckServiceInterface* const service_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  bool serving_ = false;  // guarded by mutex_
   bool stopped_ = false;  // guarded by mutex_
+  bool live_ = true;      // guarded by mutex_
 };
 
 }  // namespace denoised

@@ -8,9 +8,10 @@
 
 #include "server/encoding/formats.h"
 #include "server/encoding/webp.h"
+#include "server/jobs/job_request.h"
 #include "server/security/clients.h"
+#include "server/status/model_name.h"
 #include "server/status/quote.h"
-#include "server/version.h"
 
 namespace denoised {
 namespace {
@@ -57,25 +58,6 @@ auto ToWire(const Table& table, Ours ours) {
   }
   DENOISED_CHECK(false, "enum value {}", static_cast<int>(ours));
   return table[0].wire;
-}
-
-std::string LowerName(std::string name, size_t prefix) {
-  name.erase(0, prefix);
-  std::transform(name.begin(), name.end(), name.begin(),
-                 [](unsigned char c) { return std::tolower(c); });
-  return name;
-}
-
-bool IsFile(v1::ImageFormat format) {
-  return format == v1::IMAGE_FORMAT_PNG || format == v1::IMAGE_FORMAT_JPEG ||
-         format == v1::IMAGE_FORMAT_WEBP;
-}
-
-FileFormat ToFileFormat(v1::ImageFormat format) {
-  DENOISED_CHECK(IsFile(format), "format {}", static_cast<int>(format));
-  return format == v1::IMAGE_FORMAT_PNG    ? FileFormat::kPng
-         : format == v1::IMAGE_FORMAT_JPEG ? FileFormat::kJpeg
-                                           : FileFormat::kWebp;
 }
 
 /// One request on its way to a JobSpec; collects every violation.
@@ -524,11 +506,6 @@ Priority ReadPriority(const v1::GenerationParams& params) {
   return Priority::kNormal;
 }
 
-bool IsRequestId(const std::string& id) {
-  return !id.empty() && id.size() <= 128 &&
-         std::all_of(id.begin(), id.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
-}
-
 Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                       bool together, const std::string& request_id, const ModelInfo& model,
                       const RequestLimits& limits, MemoryBudget* memory,
@@ -555,19 +532,6 @@ std::string ProtoField(const std::string& job_field) {
     if (name == ours) return wire + rest;
   }
   return "params." + field;
-}
-
-std::string Label(Sampler sampler) {
-  return LowerName(v1::Sampler_Name(ToWire(kSamplers, sampler)), sizeof("SAMPLER_") - 1);
-}
-
-std::string Label(NoiseSchedule schedule) {
-  return LowerName(v1::NoiseSchedule_Name(ToWire(kSchedules, schedule)),
-                   sizeof("NOISE_SCHEDULE_") - 1);
-}
-
-std::string Label(Priority priority) {
-  return LowerName(v1::Priority_Name(ToWire(kPriorityNames, priority)), sizeof("PRIORITY_") - 1);
 }
 
 v1::EffectiveParams ToProto(const EffectiveJob& job) {
@@ -646,62 +610,6 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   model.set_memory_bytes(
       static_cast<int64_t>(info.weight_bytes + info.activation_bytes + info.slot_bytes));
   return model;
-}
-
-/// What decides the picture, and nothing else: the same request gives the same file, whatever its
-/// id.
-TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
-  const SamplerParams& sampler = job.spec.sampler;
-  TextEntries texts = {
-      {"Software", std::string("denoised ") + kVersion},
-      {"model", ModelOf(job.spec.model)},
-      {"seed", fmt::format("{}", image.seed)},
-      {"steps", fmt::format("{}", job.steps)},
-      {"evaluations", fmt::format("{}", job.evaluations)},
-      {"guidance_scale", fmt::format("{:g}", std::max(1.0, job.spec.guidance_scale.value_or(1.0)))},
-      {"strength", fmt::format("{:g}", sampler.strength)},
-  };
-  if (sampler.sampler) texts.push_back({"sampler", Label(*sampler.sampler)});
-  if (sampler.schedule) texts.push_back({"noise_schedule", Label(*sampler.schedule)});
-  if (sampler.eta) texts.push_back({"eta", fmt::format("{:g}", *sampler.eta)});
-  if (sampler.s_churn) texts.push_back({"s_churn", fmt::format("{:g}", *sampler.s_churn)});
-  if (sampler.solver_order) {
-    texts.push_back({"solver_order", fmt::format("{}", *sampler.solver_order)});
-  }
-  if (image.label >= 0) texts.push_back({"class_label", fmt::format("{}", image.label)});
-  return texts;
-}
-
-absl::StatusOr<v1::Image> Render(const ImageResult& result, const Rendering& rendering,
-                                 const TextEntries& texts) {
-  const Tensor pixels =
-      rendering.max_edge > 0 ? FitWithin(result.pixels, rendering.max_edge) : result.pixels;
-  v1::Image image;
-  image.set_index(result.index);
-  image.set_seed(result.seed);
-  if (result.label >= 0) image.set_class_label(result.label);
-  image.set_height(static_cast<int32_t>(pixels.dim(0)));
-  image.set_width(static_cast<int32_t>(pixels.dim(1)));
-  if (IsFile(rendering.format)) {
-    const FileFormat format = ToFileFormat(rendering.format);
-    DENOISED_ASSIGN_OR_RETURN(std::string file,
-                              EncodeFile(pixels, format, rendering.quality, texts));
-    image.set_mime_type(MimeType(format));
-    image.set_encoded(std::move(file));
-    return image;
-  }
-  image.set_mime_type("application/octet-stream");
-  v1::Tensor& tensor = *image.mutable_tensor();
-  for (int i = 0; i < 3; ++i) tensor.add_shape(pixels.dim(i));
-  if (rendering.format == v1::IMAGE_FORMAT_RAW_FLOAT32) {
-    tensor.set_data_type(v1::DATA_TYPE_FLOAT32);
-    tensor.set_data(pixels.data(), pixels.bytes());
-  } else {
-    tensor.set_data_type(v1::DATA_TYPE_UINT8);
-    const std::vector<uint8_t> bytes = ToBytes(pixels);
-    tensor.set_data(bytes.data(), bytes.size());
-  }
-  return image;
 }
 
 }  // namespace denoised

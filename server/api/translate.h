@@ -5,22 +5,14 @@
 
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
-#include "server/config.h"
-#include "server/encoding/png.h"
 #include "server/jobs/memory_budget.h"
+#include "server/jobs/rendering.h"
 #include "server/models/catalog.h"
+#include "server/security/limits.h"
 
 /// Between the wire's messages and the engine's types.
 
 namespace denoised {
-
-/// How images leave.
-struct Rendering {
-  v1::ImageFormat format = v1::IMAGE_FORMAT_PNG;
-  int quality = 90;
-  bool metadata = true;  // in the text chunks of a PNG
-  int max_edge = 0;      // pixels; larger images are scaled down; 0: any size
-};
 
 struct Translation {
   JobSpec spec;
@@ -46,9 +38,6 @@ Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptio
 /// The priority that a request asks for; normal when it names none, or none that there is.
 Priority ReadPriority(const v1::GenerationParams& params);
 
-/// Whether `id` may be used as GenerationParams.request_id says.
-bool IsRequestId(const std::string& id);
-
 /// The path in the proto of a field of JobSpec: "class_labels[2]" is
 /// "params.class_labels.labels[2]".
 std::string ProtoField(const std::string& job_field);
@@ -56,17 +45,5 @@ std::string ProtoField(const std::string& job_field);
 v1::EffectiveParams ToProto(const EffectiveJob& job);
 v1::Model ToProto(const CatalogModel& model, const std::string& device,
                   const RequestLimits& limits);
-
-/// "edm_euler": the enum value without its prefix.
-std::string Label(Sampler sampler);
-std::string Label(NoiseSchedule schedule);
-std::string Label(Priority priority);
-
-/// What a PNG says of its making.
-TextEntries Metadata(const EffectiveJob& job, const ImageResult& image);
-
-/// `image` as a message. Costs milliseconds: for worker threads.
-absl::StatusOr<v1::Image> Render(const ImageResult& image, const Rendering& rendering,
-                                 const TextEntries& texts);
 
 }  // namespace denoised

@@ -1,41 +1,15 @@
 #include "server/jobs/generation.h"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "server/jobs/jobs.h"
-#include "server/jobs/worker_pool.h"
-#include "server/models/catalog.h"
-#include "server/security/clients.h"
+#include "server/status/model_name.h"
 #include "server/status/status_details.h"
-#include "server/telemetry/metrics.h"
 
 namespace denoised {
 namespace {
-
-const char* FormatLabel(v1::ImageFormat format) {
-  switch (format) {
-    case v1::IMAGE_FORMAT_PNG:
-      return "png";
-    case v1::IMAGE_FORMAT_JPEG:
-      return "jpeg";
-    case v1::IMAGE_FORMAT_WEBP:
-      return "webp";
-    default:
-      return "raw";
-  }
-}
-
-/// The engine's complaints after the server's own, each field once.
-void Merge(const std::vector<FieldViolation>& engine, std::vector<FieldViolation>* all) {
-  std::set<std::string> fields;
-  for (const FieldViolation& violation : *all) fields.insert(violation.field);
-  for (const FieldViolation& violation : engine) {
-    std::string field = ProtoField(violation.field);
-    if (fields.insert(field).second) all->push_back({std::move(field), violation.description});
-  }
-}
 
 grpc::Status Draining(const std::string& request_id) {
   return ToGrpcStatus(Unavailable("the server is shutting down; try another replica or try again"),
@@ -54,7 +28,7 @@ google::protobuf::Timestamp ToTimestamp(std::chrono::system_clock::time_point ti
 
 constexpr std::chrono::system_clock::time_point kNever{};
 
-constexpr int kAttempts = 3;  // to find a model that is not just being replaced
+constexpr int kAttempts = 3;  // to submit to a model that is not just being replaced
 
 /// Between two deliveries of nothing but progress. A message for every evaluation of every job is
 /// more than anybody can see, and costs both sides more than the images do.
@@ -62,61 +36,11 @@ constexpr std::chrono::milliseconds kProgressPeriod{100};
 
 }  // namespace
 
-Generation::Generation(Serving* serving, Origin origin)
-    : serving_(serving), origin_(std::move(origin)), log_(origin_.request_id) {}
+Generation::Generation(const JobContext& context, Jobs* jobs, Origin origin)
+    : context_(context), jobs_(jobs), origin_(std::move(origin)), log_(origin_.request_id) {}
 
 double Generation::SecondsSinceArrival() const {
   return std::chrono::duration<double>(Clock::now() - origin_.arrival).count();
-}
-
-std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& params,
-                                                const v1::PreviewOptions* preview, bool together,
-                                                MemoryBudget::Lease* memory, grpc::Status* refusal,
-                                                bool* replaced) {
-  const std::string& request_id = origin_.request_id;
-  const auto model = serving_->catalog->Select(params.model(), "params.model", request_id, refusal);
-  if (!model) return std::nullopt;
-  {
-    std::lock_guard lock(mutex_);
-    params_.set_model(model->name);
-    params_.set_model_version(model->version);
-  }
-  *refusal = CheckReady(*model, request_id);
-  if (!refusal->ok()) return std::nullopt;
-
-  std::vector<FieldViolation> violations;
-  Translation translation =
-      Translate(params, preview, together, request_id, *model->info,
-                Within(origin_.caller.limits, serving_->limits), serving_->decoding, &violations);
-  if (!origin_.caller.anonymous()) translation.spec.client = origin_.caller.name;
-  translation.spec.client_weight = origin_.caller.weight;
-  if (!origin_.survives) translation.spec.deadline = origin_.deadline;
-  image_rendering_ = translation.image;
-  preview_rendering_ = translation.preview;
-  std::vector<FieldViolation> engine_violations;
-  auto job = serving_->engine->Resolve(translation.spec, &engine_violations);
-  Merge(engine_violations, &violations);
-  if (!violations.empty()) {
-    if (origin_.field_name != nullptr) {
-      for (FieldViolation& violation : violations) {
-        violation.field = origin_.field_name(violation.field);
-      }
-    }
-    *refusal = InvalidFields(violations, request_id);
-    return std::nullopt;
-  }
-  if (!translation.memory_status.ok()) {
-    *refusal = ToGrpcStatus(translation.memory_status, reason::kDecodingMemory, request_id,
-                            serving_->RetryDelay());
-    return std::nullopt;
-  }
-  *memory = std::move(translation.memory);
-  if (!job.ok()) {
-    *replaced = true;  // it was there and ready a moment ago
-    *refusal = ToGrpcStatus(job.status(), reason::kModelUnloading, request_id);
-    return std::nullopt;
-  }
-  return std::move(job).value();
 }
 
 grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& estimate) const {
@@ -130,53 +54,54 @@ grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& est
     case absl::StatusCode::kDeadlineExceeded:
       return ToGrpcStatus(status, reason::kDeadlineExceeded, origin_.request_id, retry);
     case absl::StatusCode::kUnavailable:
-      return serving_->draining() ? Draining(origin_.request_id)
-                                  : JobStatus(status, origin_.request_id);
+      return context_.drain->draining() ? Draining(origin_.request_id)
+                                        : JobStatus(status, origin_.request_id);
     default:
       return JobStatus(status, origin_.request_id);
   }
 }
 
-void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
-                       bool together) {
-  if (serving_->draining()) return End(Draining(origin_.request_id));
-  auto place = serving_->client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
+void Generation::Start(const JobRequest& request) {
+  if (context_.drain->draining()) return End(Draining(origin_.request_id));
+  auto place = context_.client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
   if (!place.ok()) {
     return End(ToGrpcStatus(place.status(), reason::kClientLimit, origin_.request_id,
-                            serving_->RetryDelay()));
+                            context_.queue_wait->RetryDelay()));
   }
   {
     std::lock_guard lock(mutex_);
     queue_place_ = *std::move(place);
   }
-  include_timings_ = params.include_timings();
+  include_timings_ = request.params.include_timings();
 
   Estimate estimate;
   absl::StatusOr<JobId> id;
   // The model may be replaced meanwhile: then its successor is there.
   for (int attempt = 1;; ++attempt) {
-    grpc::Status refusal;
-    bool replaced = false;
-    MemoryBudget::Lease memory;  // until the engine has the tensors and counts them itself
-    std::optional<EffectiveJob> job =
-        Prepare(params, preview, together, &memory, &refusal, &replaced);
-    if (!job && replaced && attempt < kAttempts) continue;
-    if (!job) return End(refusal);
-    job_ = *job;
+    PreparedJob prepared;  // its memory: until the engine has the tensors and counts them itself
+    const grpc::Status status = context_.preparer->Prepare(request, origin_.request_id, &prepared);
+    {
+      std::lock_guard lock(mutex_);
+      model_ = prepared.model;
+      params_ = prepared.params;
+      params_.set_model(ModelOf(model_));
+      params_.set_model_version(VersionOf(model_));
+    }
+    if (!status.ok()) return End(status);
+    image_rendering_ = prepared.image;
+    preview_rendering_ = prepared.preview;
+    job_ = prepared.job;
     // What is only needed to start need not be kept until the end.
     job_.spec.initial_noise = Tensor();
     job_.spec.init_image = Tensor();
     {
       std::lock_guard lock(mutex_);
-      params_ = ToProto(job_);
-      params_.set_disconnect_policy(origin_.survives ? v1::DISCONNECT_POLICY_CONTINUE
-                                                     : v1::DISCONNECT_POLICY_CANCEL);
-      if (job_.spec.sampler.sampler) sampler_ = Label(*job_.spec.sampler.sampler);
+      if (job_.spec.sampler.sampler) sampler_ = Name(*job_.spec.sampler.sampler);
       if (include_timings_ && attempt == 1) {
         timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
       }
     }
-    id = serving_->engine->Submit(*std::move(job), shared_from_this(), &estimate);
+    id = context_.engine->Submit(std::move(prepared.job), shared_from_this(), &estimate);
     if (!absl::IsNotFound(id.status()) || attempt == kAttempts) break;
   }
   if (!id.ok()) return End(Refusal(id.status(), estimate));
@@ -189,7 +114,7 @@ void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOpti
     ScheduleDelivery();
   }
   TellWatchers();
-  if (cancelled) serving_->engine->Cancel(*id, *cancelled);
+  if (cancelled) context_.engine->Cancel(*id, *cancelled);
 }
 
 void Generation::Cancel(EndReason reason) {
@@ -199,7 +124,7 @@ void Generation::Cancel(EndReason reason) {
     cancelled_ = reason;
     id = id_;
   }
-  if (id) serving_->engine->Cancel(*id, reason);
+  if (id) context_.engine->Cancel(*id, reason);
 }
 
 void Generation::Watch(std::shared_ptr<GenerationWatcher> watcher) {
@@ -223,7 +148,7 @@ void Generation::Leave(const GenerationWatcher* watcher) {
     cancelled_ = EndReason::kDisconnected;  // under the lock that Join() asks it under
     id = id_;
   }
-  if (id) serving_->engine->Cancel(*id, EndReason::kDisconnected);
+  if (id) context_.engine->Cancel(*id, EndReason::kDisconnected);
 }
 
 Generation::News Generation::Next(const GenerationWatcher* watcher, uint64_t sequence) {
@@ -262,26 +187,31 @@ v1::Job Generation::Describe() const {
   job.set_images_done(images_done_);
   job.set_traceparent(origin_.traceparent);
   job.set_last_sequence(log_.last_sequence());
-  if (!end_) {
-    job.set_state(started_ == kNever ? v1::JOB_STATE_QUEUED : v1::JOB_STATE_RUNNING);
-  } else if (end_->ok()) {
-    job.set_state(v1::JOB_STATE_SUCCEEDED);
-  } else {
-    job.set_state(end_->error_code() == grpc::StatusCode::CANCELLED ? v1::JOB_STATE_CANCELLED
-                                                                    : v1::JOB_STATE_FAILED);
-    job.mutable_error()->ParseFromString(end_->error_details());
-  }
+  job.set_state(State());
+  if (end_ && !end_->ok()) job.mutable_error()->ParseFromString(end_->error_details());
   return job;
 }
 
-void Generation::Describe(CallRecord* record) const {
+v1::JobState Generation::State() const {
+  if (!end_) return started_ == kNever ? v1::JOB_STATE_QUEUED : v1::JOB_STATE_RUNNING;
+  if (end_->ok()) return v1::JOB_STATE_SUCCEEDED;
+  return end_->error_code() == grpc::StatusCode::CANCELLED ? v1::JOB_STATE_CANCELLED
+                                                           : v1::JOB_STATE_FAILED;
+}
+
+Generation::Summary Generation::Summarise() const {
   std::lock_guard lock(mutex_);
-  record->request_id = origin_.request_id;
-  record->model = params_.model();
-  record->count = params_.count();
-  record->steps = params_.steps();
-  record->sampler = sampler_;
-  record->queued_seconds = queued_seconds_;
+  return {.request_id = origin_.request_id,
+          .model = params_.model(),
+          .sampler = sampler_,
+          .count = params_.count(),
+          .steps = params_.steps(),
+          .queued_seconds = queued_seconds_};
+}
+
+std::pair<std::string, v1::JobState> Generation::ModelAndState() const {
+  std::lock_guard lock(mutex_);
+  return {params_.model(), State()};
 }
 
 bool Generation::accepted() const {
@@ -309,8 +239,8 @@ void Generation::Accept(const Estimate& estimate) {
 
 void Generation::OnStarted() {
   const double queued = SecondsSinceArrival();
-  serving_->recent_queue_seconds = queued;
-  serving_->metrics->JobStarted(job_.spec.model, job_.spec.priority, queued);
+  context_.queue_wait->JobStarted(queued);
+  context_.metrics->JobStarted(job_.spec.model, job_.spec.priority, queued);
   std::lock_guard lock(mutex_);
   queue_place_ = {};
   inbox_.started = queued;
@@ -336,7 +266,7 @@ void Generation::OnPreview(const ImageResult& image, int evaluation) {
 }
 
 bool Generation::IsTooSoon(int image) {
-  const double rate = serving_->limits.max_previews_per_second;
+  const double rate = context_.max_previews_per_second;
   const auto now = Clock::now();
   const auto [last, first] = last_preview_.try_emplace(image, now);
   if (first || rate == 0) return false;
@@ -346,7 +276,7 @@ bool Generation::IsTooSoon(int image) {
 }
 
 void Generation::OnImage(ImageResult image) {
-  serving_->metrics->ImageDone(job_.spec.model, origin_.caller.name);
+  context_.metrics->ImageDone(job_.spec.model, origin_.caller.name);
   {
     std::lock_guard lock(mutex_);
     if (cancelled_) {
@@ -356,13 +286,14 @@ void Generation::OnImage(ImageResult image) {
     inbox_.previews.erase(image.index);
     ++encoding_;
   }
-  serving_->workers->Post(job_.spec.priority, [self = shared_from_this(),
-                                               image = std::move(image)] { self->Encode(image); });
+  context_.workers->Post(job_.spec.priority, [self = shared_from_this(), image = std::move(image)] {
+    self->Encode(image);
+  });
 }
 
 void Generation::OnDone(const absl::Status& status, const JobTiming& timing) {
   if (timing.first_preview_seconds >= 0) {
-    serving_->metrics->FirstPreview(job_.spec.model, timing.first_preview_seconds);
+    context_.metrics->FirstPreview(job_.spec.model, timing.first_preview_seconds);
   }
   std::lock_guard lock(mutex_);
   done_ = status;
@@ -373,8 +304,8 @@ void Generation::Encode(const ImageResult& image) {
   const auto start = Clock::now();
   auto rendered = Render(image, image_rendering_,
                          image_rendering_.metadata ? Metadata(job_, image) : TextEntries{});
-  serving_->metrics->Encoded(FormatLabel(image_rendering_.format),
-                             std::chrono::duration<double>(Clock::now() - start).count());
+  context_.metrics->Encoded(job_.spec.model, FormatLabel(image_rendering_.format),
+                            std::chrono::duration<double>(Clock::now() - start).count());
   std::lock_guard lock(mutex_);
   --encoding_;
   if (rendered.ok()) {
@@ -391,7 +322,7 @@ void Generation::Encode(const ImageResult& image) {
 void Generation::ScheduleDelivery() {
   if (!accepted_ || delivering_) return;
   delivering_ = true;
-  serving_->workers->Post(job_.spec.priority, [self = shared_from_this()] { self->Deliver(); });
+  context_.workers->Post(job_.spec.priority, [self = shared_from_this()] { self->Deliver(); });
 }
 
 void Generation::Deliver() {
@@ -482,15 +413,20 @@ absl::Status Generation::EndStatus() const {
 }
 
 void Generation::End(const grpc::Status& status) {
+  std::string model;
   {
     std::lock_guard lock(mutex_);
     end_ = status;
     ended_ = std::chrono::system_clock::now();
     job_ = {};
     queue_place_ = {};
+    model = model_;
   }
+  context_.metrics->RequestEnded(
+      model, absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())),
+      SecondsSinceArrival());
   // Before the watchers hear of it: a client that was told the end finds the job as it ended.
-  serving_->jobs->Ended(shared_from_this());
+  jobs_->Ended(shared_from_this());
   TellWatchers();
 }
 

@@ -12,16 +12,31 @@
 
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
-#include "server/api/call_record.h"
-#include "server/api/translate.h"
+#include "server/jobs/drain.h"
 #include "server/jobs/event_log.h"
-#include "server/jobs/memory_budget.h"
+#include "server/jobs/job_request.h"
+#include "server/jobs/queue_wait.h"
+#include "server/jobs/rendering.h"
+#include "server/jobs/worker_pool.h"
 #include "server/security/client_load.h"
-#include "server/security/clients.h"
-#include "server/serving.h"
+#include "server/telemetry/metrics.h"
 #include "server/telemetry/timeline.h"
 
 namespace denoised {
+
+class Jobs;
+
+/// What every job works with. What is pointed to must outlive the jobs.
+struct JobContext {
+  Engine* engine;
+  JobPreparer* preparer;
+  WorkerPool* workers;
+  ClientLoad* client_load;
+  Metrics* metrics;
+  QueueWait* queue_wait;
+  const DrainProgress* drain;
+  double max_previews_per_second;  // of one image; 0: no bound
+};
 
 /// Follows a generation: a call that streams its events or waits for its end.
 class GenerationWatcher {
@@ -54,15 +69,14 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     std::optional<Clock::time_point> deadline;  // of the call that began it
     bool survives = false;  // goes on when nobody watches it, also beyond the deadline
     bool kept = false;      // may be asked for after its end
-    /// What the caller's protocol calls a field of denoised.v1: "params.steps". Null: the same.
-    std::string (*field_name)(const std::string& field) = nullptr;
   };
 
-  Generation(Serving* serving, Origin origin);
+  /// `jobs` is told of the end.
+  Generation(const JobContext& context, Jobs* jobs, Origin origin);
 
-  /// On a worker thread, once: checks the request and submits it. `preview` (null: none) and
-  /// `params` are not used afterwards. `together`: all images leave in one message.
-  void Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview, bool together);
+  /// On a worker thread, once: checks the request and submits it. What `request` refers to is not
+  /// used afterwards.
+  void Start(const JobRequest& request);
   /// Nobody wants the images any more. The end still follows. Without effect after it.
   void Cancel(EndReason reason);
 
@@ -90,7 +104,14 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   /// What GetJob says of it, but for how long it is kept.
   v1::Job Describe() const;
   /// What the log says of it.
-  void Describe(CallRecord* record) const;
+  struct Summary {
+    std::string request_id, model, sampler;
+    int count = 0, steps = 0;    // 0: it was refused
+    double queued_seconds = -1;  // < 0: no image got a slot
+  };
+  Summary Summarise() const;
+  /// For metrics: the model's name, empty when there is none of that name, and the state.
+  std::pair<std::string, v1::JobState> ModelAndState() const;
   /// Whether the engine took it.
   bool accepted() const;
   /// Of the events that are kept.
@@ -123,12 +144,6 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     uint64_t sequence = 0;  // it knows events up to here
   };
 
-  /// The job that is asked for, with the memory of its tensors, or nothing and why. `replaced`: the
-  /// model left meanwhile.
-  std::optional<EffectiveJob> Prepare(const v1::GenerationParams& params,
-                                      const v1::PreviewOptions* preview, bool together,
-                                      MemoryBudget::Lease* memory, grpc::Status* refusal,
-                                      bool* replaced);
   /// What the client is told when the engine did not take the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
   /// QueuedEvent, the first of all. Under mutex_.
@@ -143,11 +158,13 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   void Write(Inbox inbox, std::vector<v1::PreviewEvent> previews);
   /// CompletedEvent, the last of all. Under mutex_.
   void Complete();
+  v1::JobState State() const;
   absl::Status EndStatus() const;
   void End(const grpc::Status& status);
   void TellWatchers();
 
-  Serving* const serving_;
+  const JobContext context_;
+  Jobs* const jobs_;
   const Origin origin_;
   const std::chrono::system_clock::time_point created_ = std::chrono::system_clock::now();
 
@@ -157,6 +174,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   bool include_timings_ = false;
 
   mutable std::mutex mutex_;
+  std::string model_;  // the engine's name
   v1::EffectiveParams params_;
   std::string sampler_;  // for the log
   Inbox inbox_;

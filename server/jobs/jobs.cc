@@ -31,7 +31,7 @@ void Digest(std::string* bytes) {
 }
 
 /// What a request asks, to compare another with: uploads are only kept as digests.
-v1::StreamGenerateRequest Asked(const Jobs::Request& request) {
+v1::StreamGenerateRequest Asked(const JobRequest& request) {
   v1::StreamGenerateRequest asked;
   v1::GenerationParams& params = *asked.mutable_params();
   params = request.params;
@@ -64,11 +64,16 @@ grpc::Status AlreadyExists(const std::string& request_id, const std::string& dif
 
 }  // namespace
 
+bool IsRequestId(const std::string& id) {
+  return !id.empty() && id.size() <= 128 &&
+         std::all_of(id.begin(), id.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
+}
+
 Jobs::Key Jobs::KeyOf(const Generation& generation) {
   return {generation.origin().caller.name, generation.origin().request_id};
 }
 
-std::shared_ptr<Generation> Jobs::Begin(const Request& request,
+std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
                                         const std::shared_ptr<GenerationWatcher>& watcher,
                                         grpc::Status* refusal) {
   const v1::GenerationParams& params = request.params;
@@ -77,15 +82,15 @@ std::shared_ptr<Generation> Jobs::Begin(const Request& request,
   if (named) entry.asked = Asked(request);
   const bool survives = params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
   const auto generation = std::make_shared<Generation>(
-      serving_, Generation::Origin{.caller = request.caller,
-                                   .peer = request.peer,
-                                   .traceparent = request.traceparent,
-                                   .request_id = named ? params.request_id() : RandomHex(16),
-                                   .arrival = request.arrival,
-                                   .deadline = request.deadline,
-                                   .survives = survives,
-                                   .kept = named || survives,
-                                   .field_name = request.field_name});
+      context_, this,
+      Generation::Origin{.caller = request.caller,
+                         .peer = request.peer,
+                         .traceparent = request.traceparent,
+                         .request_id = named ? params.request_id() : RandomHex(16),
+                         .arrival = request.arrival,
+                         .deadline = request.deadline,
+                         .survives = survives,
+                         .kept = named || survives});
   entry.generation = generation;
   {
     std::lock_guard lock(mutex_);
@@ -108,7 +113,7 @@ std::shared_ptr<Generation> Jobs::Begin(const Request& request,
     }
     generation->Watch(watcher);
   }
-  generation->Start(params, request.preview, request.together);
+  generation->Start(request);
   return generation;
 }
 
@@ -223,6 +228,13 @@ size_t Jobs::size() const {
 size_t Jobs::bytes() const {
   std::lock_guard lock(mutex_);
   return kept_bytes_ + RunningBytes();
+}
+
+std::map<std::pair<std::string, v1::JobState>, int> Jobs::CountByState() const {
+  std::lock_guard lock(mutex_);
+  std::map<std::pair<std::string, v1::JobState>, int> counts;
+  for (const auto& [key, entry] : entries_) ++counts[entry.generation->ModelAndState()];
+  return counts;
 }
 
 }  // namespace denoised

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/core/status.h"
-#include "server/config.h"
+#include "server/security/limits.h"
 
 namespace denoised {
 

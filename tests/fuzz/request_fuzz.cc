@@ -16,6 +16,7 @@
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "server/api/translate.h"
+#include "server/jobs/job_request.h"
 #include "server/status/status_details.h"
 #include "tests/fuzz/message_mutator.h"
 

@@ -7,6 +7,7 @@
 #include <future>
 #include <thread>
 
+#include "server/status/model_name.h"
 #include "server/telemetry/metrics.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/fake_engine.h"

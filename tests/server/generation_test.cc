@@ -19,6 +19,7 @@
 
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
+#include "server/api/request_preparer.h"
 #include "server/encoding/formats.h"
 #include "server/jobs/jobs.h"
 #include "server/jobs/memory_budget.h"
@@ -123,19 +124,22 @@ class StrictWatcher : public GenerationWatcher {
 
 class GenerationTest : public ::testing::Test {
  protected:
-  explicit GenerationTest(const JobRetention& retention = {}, int workers = 4)
+  explicit GenerationTest(const JobRetention& retention = {}, int workers = 4,
+                          double max_previews_per_second = 30)
       : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_),
-        jobs_(&serving_, retention),
+        preparer_(&catalog_, &engine_, {}, &decoding_, &queue_wait_),
+        jobs_({.engine = &engine_,
+               .preparer = &preparer_,
+               .workers = &workers_,
+               .client_load = &client_load_,
+               .metrics = &metrics_,
+               .queue_wait = &queue_wait_,
+               .drain = &drain_,
+               .max_previews_per_second = max_previews_per_second},
+              retention),
         workers_(workers) {
     EXPECT_TRUE(catalog_.LoadListed("digits").ok());
     engine_.SetObserver(&metrics_);
-    serving_.engine = &engine_;
-    serving_.catalog = &catalog_;
-    serving_.jobs = &jobs_;
-    serving_.workers = &workers_;
-    serving_.decoding = &decoding_;
-    serving_.metrics = &metrics_;
-    serving_.client_load = &client_load_;
   }
   // The engine posts to the workers until its jobs have ended.
   ~GenerationTest() override { engine_.Drain(std::chrono::steady_clock::now()); }
@@ -193,7 +197,9 @@ class GenerationTest : public ::testing::Test {
   MemoryBudget decoding_{1 << 20};
   FakeEngine engine_;
   Catalog catalog_;
-  Serving serving_;
+  QueueWait queue_wait_;
+  DrainProgress drain_;
+  RequestPreparer preparer_;
   Jobs jobs_;
   WorkerPool workers_;
 };
@@ -208,19 +214,43 @@ TEST_F(GenerationTest, DeliversInOrder) {
   EXPECT_GT(call->watcher->previews(), 0);
 }
 
-TEST_F(GenerationTest, PreviewsComeNoFasterThanTheLimit) {
-  engine_.set_evaluation_cost(1ms);
-  v1::GenerationParams params;
-  params.set_count(2);
-  params.set_steps(100);
-  serving_.limits.max_previews_per_second = 1e-3;  // the first of each image
-  const auto few = Begin(params);
-  EXPECT_TRUE(few->Wait().ok());
-  EXPECT_EQ(few->watcher->previews(), 2);
-  serving_.limits.max_previews_per_second = 0;
-  const auto many = Begin(params);
-  EXPECT_TRUE(many->Wait().ok());
-  EXPECT_GT(many->watcher->previews(), 10);
+class PreviewLimitTest : public GenerationTest {
+ protected:
+  explicit PreviewLimitTest(double limit = 1e-3) : GenerationTest({}, 4, limit) {
+    engine_.set_evaluation_cost(1ms);
+  }
+  int Previews() {
+    v1::GenerationParams params;
+    params.set_count(2);
+    params.set_steps(100);
+    const auto call = Begin(params);
+    EXPECT_TRUE(call->Wait().ok());
+    return call->watcher->previews();
+  }
+};
+class NoPreviewLimitTest : public PreviewLimitTest {
+ protected:
+  NoPreviewLimitTest() : PreviewLimitTest(0) {}
+};
+
+TEST_F(PreviewLimitTest, TheFirstOfEachImageComes) { EXPECT_EQ(Previews(), 2); }
+TEST_F(NoPreviewLimitTest, PreviewsComeAsTheyAreDrawn) { EXPECT_GT(Previews(), 10); }
+
+TEST_F(GenerationTest, ADrainRefusesNewJobs) {
+  drain_.state = DrainState::kLameDuck;
+  EXPECT_TRUE(Begin({})->Wait().ok());
+  drain_.state = DrainState::kDraining;
+  EXPECT_EQ(Begin({})->Wait().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(GenerationTest, JobsAreCountedByModelAndState) {
+  EXPECT_TRUE(Begin(Params("done"))->Wait().ok());
+  engine_.Pause(true);
+  const auto waiting = Begin(Params("waiting"));
+  const auto counts = jobs_.CountByState();
+  EXPECT_EQ(counts,
+            (std::map<std::pair<std::string, v1::JobState>, int>{
+                {{"digits", v1::JOB_STATE_SUCCEEDED}, 1}, {{"digits", v1::JOB_STATE_QUEUED}, 1}}));
 }
 
 TEST_F(GenerationTest, TheLastWatcherThatLeavesCancels) {
