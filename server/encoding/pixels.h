@@ -37,6 +37,9 @@ Pixels ToPixels(const Tensor& image);
 /// luma. CHECKs that `channels` is 1 or 3.
 Tensor FromPixels(const Pixels& pixels, int channels);
 
+/// RGBA samples shown over white, as grey (the red samples) or RGB; `channels` is 1 or 3.
+std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels);
+
 /// F32 [H, W, C] scaled to [height, width, C] with a triangle filter, widened when scaling down so
 /// that every source pixel counts.
 Tensor Resize(const Tensor& image, int height, int width);

@@ -43,15 +43,7 @@ absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
       nullptr) {
     return InvalidArgument("the WebP is damaged; send an intact file");
   }
-  Pixels pixels{features.width, features.height, 3, std::vector<uint8_t>(count * 3)};
-  for (int64_t i = 0; i < count; ++i) {
-    const int alpha = rgba[4 * i + 3];
-    for (int c = 0; c < 3; ++c) {
-      pixels.samples[3 * i + c] =
-          static_cast<uint8_t>((rgba[4 * i + c] * alpha + 255 * (255 - alpha) + 127) / 255);
-    }
-  }
-  return pixels;
+  return Pixels{features.width, features.height, 3, OverWhite(rgba, 3)};
 }
 
 }  // namespace denoised
