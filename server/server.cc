@@ -8,7 +8,6 @@
 #include <prometheus/text_serializer.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <set>
@@ -17,6 +16,8 @@
 #include <vector>
 
 #include "engine/core/available_cores.h"
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
 #include "server/api/health.h"
 #include "server/api/inference_service.h"
 #include "server/api/model_admin.h"
@@ -171,11 +172,11 @@ struct Server::State {
   std::unique_ptr<Acceptor> acceptor;
   std::unique_ptr<HttpServer> http;  // null when it is not wanted
 
-  std::mutex mutex;
-  std::condition_variable loaded_changed;
-  std::optional<absl::Status> loaded;  // guarded by mutex
-  bool stopping = false;               // guarded by mutex
-  std::condition_variable stop;
+  Mutex mutex;
+  ConditionVariable loaded_changed;
+  std::optional<absl::Status> loaded ABSL_GUARDED_BY(mutex);
+  bool stopping ABSL_GUARDED_BY(mutex) = false;
+  ConditionVariable stop;
   std::once_flag drained;
   std::thread loader, housekeeper, reloader, trimmer;
   std::set<std::string> lost_devices;  // that CheckDevices has seen
@@ -224,9 +225,9 @@ void Server::State::LoadModels() {
       log::Info("serving", {{"models", ready}, {"seconds_since_start", seconds}});
     }
   }
-  std::lock_guard lock(mutex);
+  MutexLock lock(&mutex);
   loaded = ready > 0 ? absl::OkStatus() : first_error;
-  loaded_changed.notify_all();
+  loaded_changed.NotifyAll();
 }
 
 absl::Status Server::State::ServeHttp() {
@@ -266,11 +267,14 @@ void Server::State::KeepHouse() {
 }
 
 void Server::State::Repeat(std::chrono::milliseconds period, const std::function<void()>& task) {
-  std::unique_lock lock(mutex);
-  while (!stop.wait_for(lock, period, [this] { return stopping; })) {
-    lock.unlock();
+  while (true) {
+    {
+      MutexLock lock(&mutex);
+      const Clock::time_point next = Clock::now() + period;
+      while (!stopping && Clock::now() < next) stop.WaitUntil(&mutex, next);
+      if (stopping) return;
+    }
     task();
-    lock.lock();
   }
 }
 
@@ -323,10 +327,10 @@ Server::~Server() {
   Drain(std::chrono::milliseconds(0));
   state_->loader.join();
   {
-    std::lock_guard lock(state_->mutex);
+    MutexLock lock(&state_->mutex);
     state_->stopping = true;
   }
-  state_->stop.notify_all();
+  state_->stop.NotifyAll();
   state_->housekeeper.join();
   state_->trimmer.join();
   if (state_->reloader.joinable()) state_->reloader.join();
@@ -336,8 +340,11 @@ int Server::port() const { return state_->acceptor->port(); }
 int Server::metrics_port() const { return state_->http ? state_->http->port() : 0; }
 
 std::optional<absl::Status> Server::Loaded(std::chrono::milliseconds timeout) {
-  std::unique_lock lock(state_->mutex);
-  state_->loaded_changed.wait_for(lock, timeout, [this] { return state_->loaded.has_value(); });
+  const Clock::time_point deadline = Clock::now() + timeout;
+  MutexLock lock(&state_->mutex);
+  while (!state_->loaded && Clock::now() < deadline) {
+    state_->loaded_changed.WaitUntil(&state_->mutex, deadline);
+  }
   return state_->loaded;
 }
 

@@ -43,25 +43,25 @@ void GenerationCall::Begin(const Beginning& begin) {
   }
   bool broken;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     begun_ = true;
     generation_ = generation;
     refusal_ = refusal;
     broken = broken_;
   }
   if (broken && generation) generation->Leave(this);
-  Advance(std::unique_lock(mutex_));
+  Advance();
 }
 
 void GenerationCall::Break() {
   std::shared_ptr<Generation> generation;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     broken_ = true;
     generation = generation_;
   }
   if (generation) generation->Leave(this);
-  Advance(std::unique_lock(mutex_));
+  Advance();
 }
 
 std::optional<grpc::Status> GenerationCall::EndWithoutGeneration() const {
@@ -83,13 +83,16 @@ void GenerationCall::End() {
   self_.reset();  // the last line of its life
 }
 
-void UnaryCall::Advance(std::unique_lock<std::mutex> lock) {
-  if (!begun_ || finished_) return;
-  std::optional<grpc::Status> end = EndWithoutGeneration();
-  if (!end) end = generation_->end();
-  if (!end) return;
-  finished_ = true;
-  lock.unlock();
+void UnaryCall::Advance() {
+  std::optional<grpc::Status> end;
+  {
+    MutexLock lock(&mutex_);
+    if (!begun_ || finished_) return;
+    end = EndWithoutGeneration();
+    if (!end) end = generation_->end();
+    if (!end) return;
+    finished_ = true;
+  }
   if (end->ok()) {
     v1::GenerateResponse images = Collect();
     reply_(&images);

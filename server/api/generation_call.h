@@ -5,10 +5,10 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include "denoised/v1/image_generation.pb.h"
+#include "engine/core/mutex.h"
 #include "server/api/call_record.h"
 #include "server/jobs/generation.h"
 #include "server/jobs/jobs.h"
@@ -39,7 +39,7 @@ class GenerationCall : public GenerationWatcher,
   /// Runs `begin` on a worker, when the client may have one more call.
   void Post(Priority priority, Beginning begin);
 
-  void OnNews() final { Advance(std::unique_lock(mutex_)); }
+  void OnNews() final { Advance(); }
 
   const CallRecord& record() const { return record_; }
 
@@ -52,15 +52,14 @@ class GenerationCall : public GenerationWatcher,
         record_(context.calls, method, grpc_context) {}
 
   /// Takes the next step that gRPC allows, if there is one: calls gRPC without the lock.
-  virtual void Advance(std::unique_lock<std::mutex> lock) = 0;
+  virtual void Advance() ABSL_LOCKS_EXCLUDED(mutex_) = 0;
 
   /// Nobody reads any more: the call has nothing to wait for, and the generation has one watcher
   /// less.
   void Break();
 
-  /// What ends the call when no generation does: it was refused, or its client has gone. Under
-  /// mutex_.
-  std::optional<grpc::Status> EndWithoutGeneration() const;
+  /// What ends the call when no generation does: it was refused, or its client has gone.
+  std::optional<grpc::Status> EndWithoutGeneration() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   /// From OnDone.
   void End();
@@ -70,12 +69,13 @@ class GenerationCall : public GenerationWatcher,
   CallRecord record_;
   grpc::Status status_;  // what Finish said
 
-  std::mutex mutex_;
-  bool begun_ = false;                      // guarded by mutex_
-  bool broken_ = false;                     // guarded by mutex_; nobody reads any more
-  bool finished_ = false;                   // guarded by mutex_
-  std::shared_ptr<Generation> generation_;  // set with begun_
-  grpc::Status refusal_;                    // set with begun_; why there is no generation
+  Mutex mutex_;
+  bool begun_ ABSL_GUARDED_BY(mutex_) = false;
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // nobody reads any more
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  // Set with begun_, constant from then on.
+  std::shared_ptr<Generation> generation_;
+  grpc::Status refusal_;  // why there is no generation
 
  private:
   void Begin(const Beginning& begin);
@@ -99,7 +99,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
   void OnDone() override { End(); }
 
  private:
-  void Advance(std::unique_lock<std::mutex> lock) override;
+  void Advance() override;
   v1::GenerateResponse Collect();
 
   const Reply reply_;

@@ -8,36 +8,37 @@ constexpr char kLiveness[] = "liveness";
 }  // namespace
 
 Health::Health(grpc::HealthCheckServiceInterface* service) : service_(service) {
+  MutexLock lock(&mutex_);
   Set(false);
   service_->SetServingStatus(kLiveness, true);
 }
 
 bool Health::Serve() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (!stopped_) Set(true);
   return !stopped_;
 }
 
 void Health::Stop() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   stopped_ = true;
   Set(false);
 }
 
 void Health::Die() {
   Stop();
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   live_ = false;
   service_->SetServingStatus(kLiveness, false);
 }
 
 bool Health::ready() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return serving_;
 }
 
 bool Health::live() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return live_;
 }
 

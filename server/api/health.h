@@ -2,7 +2,7 @@
 
 #include <grpcpp/health_check_service_interface.h>
 
-#include <mutex>
+#include "engine/core/mutex.h"
 
 namespace denoised {
 
@@ -27,13 +27,13 @@ class Health {
   void Die();
 
  private:
-  void Set(bool serving);
+  void Set(bool serving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   grpc::HealthCheckServiceInterface* const service_;
-  mutable std::mutex mutex_;
-  bool serving_ = false;  // guarded by mutex_
-  bool stopped_ = false;  // guarded by mutex_
-  bool live_ = true;      // guarded by mutex_
+  mutable Mutex mutex_;
+  bool serving_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  bool live_ ABSL_GUARDED_BY(mutex_) = true;
 };
 
 }  // namespace denoised

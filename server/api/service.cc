@@ -6,11 +6,11 @@
 #include <charconv>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "engine/core/mutex.h"
 #include "server/api/generation_call.h"
 #include "server/api/server_info.h"
 #include "server/api/translate.h"
@@ -50,35 +50,41 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
                      message_->image().image().index());
     }
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(&mutex_);
       writing_ = false;
     }
     if (!ok) return Break();
-    Advance(std::unique_lock(mutex_));
+    Advance();
   }
 
   void OnCancel() override { Break(); }
   void OnDone() override { End(); }
 
  private:
-  void Advance(std::unique_lock<std::mutex> lock) override {
-    if (!begun_ || writing_ || finished_) return;
-    std::optional<grpc::Status> end = EndWithoutGeneration();
-    if (!end) {
-      Generation::News news = generation_->Next(this, sequence_);
-      if (news.event != nullptr) {
-        writing_ = true;
-        sequence_ = news.event->sequence();
-        message_ = Completed(std::move(news.event));
-        lock.unlock();
-        write_watch_->Arm(grpc_context_);
-        return StartWrite(message_.get());
+  void Advance() override {
+    std::optional<grpc::Status> end;
+    {
+      MutexLock lock(&mutex_);
+      if (!begun_ || writing_ || finished_) return;
+      end = EndWithoutGeneration();
+      if (!end) {
+        Generation::News news = generation_->Next(this, sequence_);
+        if (news.event != nullptr) {
+          writing_ = true;
+          sequence_ = news.event->sequence();
+          message_ = Completed(std::move(news.event));
+        } else if (news.end) {
+          end = std::move(news.end);
+        } else {
+          return;
+        }
       }
-      end = std::move(news.end);
+      finished_ = end.has_value();
     }
-    if (!end) return;
-    finished_ = true;
-    lock.unlock();
+    if (!end) {
+      write_watch_->Arm(grpc_context_);
+      return StartWrite(message_.get());
+    }
     status_ = *end;
     Finish(*end);  // the call may be gone now, but for whoever called
   }
@@ -92,8 +98,8 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
   }
 
   WriteWatch* const write_watch_;
-  bool writing_ = false;                            // guarded by mutex_
-  uint64_t sequence_;                               // guarded by mutex_; of the last event taken
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t sequence_ ABSL_GUARDED_BY(mutex_);       // of the last event taken
   std::shared_ptr<const EventLog::Event> message_;  // the write in flight
   Timeline sent_;
 };

@@ -69,7 +69,7 @@ void Generation::Start(const JobRequest& request) {
                             context_.queue_wait->RetryDelay()));
   }
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     queue_place_ = *std::move(place);
   }
   include_timings_ = request.params.include_timings();
@@ -81,7 +81,7 @@ void Generation::Start(const JobRequest& request) {
     PreparedJob prepared;  // its memory: until the engine has the tensors and counts them itself
     const grpc::Status status = context_.preparer->Prepare(request, origin_.request_id, &prepared);
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(&mutex_);
       model_ = prepared.model;
       params_ = prepared.params;
       params_.set_model(ModelOf(model_));
@@ -95,7 +95,7 @@ void Generation::Start(const JobRequest& request) {
     job_.spec.initial_noise = Tensor();
     job_.spec.init_image = Tensor();
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(&mutex_);
       if (job_.spec.sampler.sampler) sampler_ = Name(*job_.spec.sampler.sampler);
       if (include_timings_ && attempt == 1) {
         timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
@@ -107,7 +107,7 @@ void Generation::Start(const JobRequest& request) {
   if (!id.ok()) return End(Refusal(id.status(), estimate));
   std::optional<EndReason> cancelled;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     id_ = *id;
     cancelled = cancelled_;
     Accept(estimate);
@@ -120,7 +120,7 @@ void Generation::Start(const JobRequest& request) {
 void Generation::Cancel(EndReason reason) {
   std::optional<JobId> id;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     cancelled_ = reason;
     id = id_;
   }
@@ -128,12 +128,12 @@ void Generation::Cancel(EndReason reason) {
 }
 
 void Generation::Watch(std::shared_ptr<GenerationWatcher> watcher) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   watchers_.push_back({std::move(watcher)});
 }
 
 bool Generation::Join(const std::shared_ptr<GenerationWatcher>& watcher) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (end_ ? !end_->ok() : cancelled_.has_value()) return false;
   watchers_.push_back({watcher});
   return true;
@@ -142,7 +142,7 @@ bool Generation::Join(const std::shared_ptr<GenerationWatcher>& watcher) {
 void Generation::Leave(const GenerationWatcher* watcher) {
   std::optional<JobId> id;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     std::erase_if(watchers_, [&](const Watching& each) { return each.watcher.get() == watcher; });
     if (!watchers_.empty() || origin_.survives || end_) return;
     cancelled_ = EndReason::kDisconnected;  // under the lock that Join() asks it under
@@ -152,7 +152,7 @@ void Generation::Leave(const GenerationWatcher* watcher) {
 }
 
 Generation::News Generation::Next(const GenerationWatcher* watcher, uint64_t sequence) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (!origin_.kept) {
     uint64_t known = log_.last_sequence();
     for (Watching& each : watchers_) {
@@ -167,12 +167,12 @@ Generation::News Generation::Next(const GenerationWatcher* watcher, uint64_t seq
 }
 
 std::optional<grpc::Status> Generation::end() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return end_;
 }
 
 v1::Job Generation::Describe() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   v1::Job job;
   job.set_request_id(origin_.request_id);
   job.set_client(origin_.caller.name);
@@ -200,7 +200,7 @@ v1::JobState Generation::State() const {
 }
 
 Generation::Summary Generation::Summarise() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return {.request_id = origin_.request_id,
           .model = params_.model(),
           .sampler = sampler_,
@@ -210,17 +210,17 @@ Generation::Summary Generation::Summarise() const {
 }
 
 std::pair<std::string, v1::JobState> Generation::ModelAndState() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return {params_.model(), State()};
 }
 
 bool Generation::accepted() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return accepted_;
 }
 
 size_t Generation::bytes() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return log_.bytes();
 }
 
@@ -241,7 +241,7 @@ void Generation::OnStarted() {
   const double queued = SecondsSinceArrival();
   context_.queue_wait->JobStarted(queued);
   context_.metrics->JobStarted(job_.spec.model, job_.spec.priority, queued);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   queue_place_ = {};
   inbox_.started = queued;
   if (include_timings_) timeline_.Add(v1::TimelineEntry::MILESTONE_ADMITTED, queued);
@@ -249,7 +249,7 @@ void Generation::OnStarted() {
 }
 
 void Generation::OnProgress(int done, int total) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   inbox_.progress = progress_ = {done, total};
   if (include_timings_) timeline_.AddEvaluation(SecondsSinceArrival(), done, total);
   const auto now = Clock::now();
@@ -259,7 +259,7 @@ void Generation::OnProgress(int done, int total) {
 }
 
 void Generation::OnPreview(const ImageResult& image, int evaluation) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (cancelled_ || IsTooSoon(image.index)) return;
   inbox_.previews.insert_or_assign(image.index, Preview{image, evaluation});
   ScheduleDelivery();
@@ -278,7 +278,7 @@ bool Generation::IsTooSoon(int image) {
 void Generation::OnImage(ImageResult image) {
   context_.metrics->ImageDone(job_.spec.model, origin_.caller.name);
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (cancelled_) {
       images_dropped_ = true;
       return;
@@ -295,7 +295,7 @@ void Generation::OnDone(const absl::Status& status, const JobTiming& timing) {
   if (timing.first_preview_seconds >= 0) {
     context_.metrics->FirstPreview(job_.spec.model, timing.first_preview_seconds);
   }
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   done_ = status;
   ScheduleDelivery();
 }
@@ -306,7 +306,7 @@ void Generation::Encode(const ImageResult& image) {
                          image_rendering_.metadata ? Metadata(job_, image) : TextEntries{});
   context_.metrics->Encoded(job_.spec.model, FormatLabel(image_rendering_.format),
                             std::chrono::duration<double>(Clock::now() - start).count());
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   --encoding_;
   if (rendered.ok()) {
     inbox_.images.push_back(std::move(rendered).value());
@@ -326,16 +326,20 @@ void Generation::ScheduleDelivery() {
 }
 
 void Generation::Deliver() {
-  std::unique_lock lock(mutex_);
+  absl::Status status;
   while (true) {
-    Inbox inbox = std::exchange(inbox_, {});
-    const bool ended = done_ && encoding_ == 0;
-    if (inbox.empty() && !ended) {
-      delivering_ = false;
-      return;
+    Inbox inbox;
+    bool ended = false, cancelled = false;
+    {
+      MutexLock lock(&mutex_);
+      inbox = std::exchange(inbox_, {});
+      ended = done_ && encoding_ == 0;
+      cancelled = cancelled_.has_value();
+      if (inbox.empty() && !ended) {
+        delivering_ = false;
+        return;
+      }
     }
-    const bool cancelled = cancelled_.has_value();
-    lock.unlock();
     std::vector<v1::PreviewEvent> previews;
     for (auto& [index, preview] : inbox.previews) {
       if (cancelled) break;
@@ -347,17 +351,18 @@ void Generation::Deliver() {
       event.set_evaluations(job_.evaluations);
       *event.mutable_image() = std::move(image).value();
     }
-    lock.lock();
-    Write(std::move(inbox), std::move(previews));
-    if (ended) break;
-    lock.unlock();
+    {
+      MutexLock lock(&mutex_);
+      Write(std::move(inbox), std::move(previews));
+      if (ended) {
+        // delivering_ stays true: nothing follows.
+        status = EndStatus();
+        if (status.ok()) Complete();
+        break;
+      }
+    }
     TellWatchers();
-    lock.lock();
   }
-  // delivering_ stays true: nothing follows.
-  const absl::Status status = EndStatus();
-  if (status.ok()) Complete();
-  lock.unlock();
   End(status.ok() ? grpc::Status::OK : JobStatus(status, origin_.request_id));
 }
 
@@ -415,7 +420,7 @@ absl::Status Generation::EndStatus() const {
 void Generation::End(const grpc::Status& status) {
   std::string model;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     end_ = status;
     ended_ = std::chrono::system_clock::now();
     job_ = {};
@@ -433,7 +438,7 @@ void Generation::End(const grpc::Status& status) {
 void Generation::TellWatchers() {
   std::vector<std::shared_ptr<GenerationWatcher>> watchers;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     for (const Watching& each : watchers_) watchers.push_back(each.watcher);
   }
   for (const auto& watcher : watchers) watcher->OnNews();

@@ -5,12 +5,12 @@
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "denoised/v1/image_generation.pb.h"
+#include "engine/core/mutex.h"
 #include "engine/engine.h"
 #include "server/jobs/drain.h"
 #include "server/jobs/event_log.h"
@@ -146,20 +146,21 @@ class Generation final : public JobListener, public std::enable_shared_from_this
 
   /// What the client is told when the engine did not take the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
-  /// QueuedEvent, the first of all. Under mutex_.
-  void Accept(const Estimate& estimate);
-  /// Whether a preview of this image would be more than the limit allows. Under mutex_.
-  bool IsTooSoon(int image);
+  /// QueuedEvent, the first of all.
+  void Accept(const Estimate& estimate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Whether a preview of this image would be more than the limit allows.
+  bool IsTooSoon(int image) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Encode(const ImageResult& image);
-  /// Sees to it that a worker delivers the inbox. Under mutex_.
-  void ScheduleDelivery();
+  /// Sees to it that a worker delivers the inbox.
+  void ScheduleDelivery() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Deliver();
-  /// Inbox to log. `previews` are rendered. Under mutex_.
-  void Write(Inbox inbox, std::vector<v1::PreviewEvent> previews);
-  /// CompletedEvent, the last of all. Under mutex_.
-  void Complete();
-  v1::JobState State() const;
-  absl::Status EndStatus() const;
+  /// Inbox to log. `previews` are rendered.
+  void Write(Inbox inbox, std::vector<v1::PreviewEvent> previews)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// CompletedEvent, the last of all.
+  void Complete() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  v1::JobState State() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status EndStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End(const grpc::Status& status);
   void TellWatchers();
 
@@ -173,30 +174,33 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   EffectiveJob job_;
   bool include_timings_ = false;
 
-  mutable std::mutex mutex_;
-  std::string model_;  // the engine's name
-  v1::EffectiveParams params_;
-  std::string sampler_;  // for the log
-  Inbox inbox_;
-  EventLog log_;
-  Timeline timeline_;
-  std::vector<Watching> watchers_;
-  ClientLoad::Lease queue_place_;
-  std::map<int, std::chrono::steady_clock::time_point> last_preview_;  // by image
-  std::chrono::steady_clock::time_point last_progress_;                // that was delivered alone
-  int encoding_ = 0;                  // images between OnImage and the inbox
-  std::optional<absl::Status> done_;  // what the engine ended with
-  absl::Status encode_error_;
-  std::optional<JobId> id_;
-  std::optional<Progress> progress_;
-  int images_done_ = 0;
-  double queued_seconds_ = -1;                             // < 0: no image got a slot
-  std::chrono::system_clock::time_point started_, ended_;  // epoch: not yet
-  std::optional<grpc::Status> end_;
-  std::optional<EndReason> cancelled_;
-  bool images_dropped_ = false;  // since nobody wanted them
-  bool accepted_ = false;        // QueuedEvent is in the log: the rest may follow
-  bool delivering_ = false;      // a worker runs Deliver or is going to
+  mutable Mutex mutex_;
+  std::string model_ ABSL_GUARDED_BY(mutex_);  // the engine's name
+  v1::EffectiveParams params_ ABSL_GUARDED_BY(mutex_);
+  std::string sampler_ ABSL_GUARDED_BY(mutex_);  // for the log
+  Inbox inbox_ ABSL_GUARDED_BY(mutex_);
+  EventLog log_ ABSL_GUARDED_BY(mutex_);
+  Timeline timeline_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Watching> watchers_ ABSL_GUARDED_BY(mutex_);
+  ClientLoad::Lease queue_place_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::chrono::steady_clock::time_point> last_preview_
+      ABSL_GUARDED_BY(mutex_);  // by image
+  std::chrono::steady_clock::time_point last_progress_
+      ABSL_GUARDED_BY(mutex_);                // that was delivered alone
+  int encoding_ ABSL_GUARDED_BY(mutex_) = 0;  // images between OnImage and the inbox
+  std::optional<absl::Status> done_ ABSL_GUARDED_BY(mutex_);  // what the engine ended with
+  absl::Status encode_error_ ABSL_GUARDED_BY(mutex_);
+  std::optional<JobId> id_ ABSL_GUARDED_BY(mutex_);
+  std::optional<Progress> progress_ ABSL_GUARDED_BY(mutex_);
+  int images_done_ ABSL_GUARDED_BY(mutex_) = 0;
+  double queued_seconds_ ABSL_GUARDED_BY(mutex_) = -1;  // < 0: no image got a slot
+  std::chrono::system_clock::time_point started_ ABSL_GUARDED_BY(mutex_);  // epoch: not yet
+  std::chrono::system_clock::time_point ended_ ABSL_GUARDED_BY(mutex_);
+  std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mutex_);
+  std::optional<EndReason> cancelled_ ABSL_GUARDED_BY(mutex_);
+  bool images_dropped_ ABSL_GUARDED_BY(mutex_) = false;  // since nobody wanted them
+  bool accepted_ ABSL_GUARDED_BY(mutex_) = false;  // QueuedEvent is in the log: the rest may follow
+  bool delivering_ ABSL_GUARDED_BY(mutex_) = false;  // a worker runs Deliver or is going to
 };
 
 }  // namespace denoised

@@ -93,7 +93,7 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
                          .kept = named || survives});
   entry.generation = generation;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     entry.number = ++last_number_;
     const auto [known, fresh] = entries_.try_emplace(KeyOf(*generation), entry);
     if (!fresh) {
@@ -125,7 +125,7 @@ std::shared_ptr<Generation> Jobs::Find(const std::string& client, const std::str
         "");
     return nullptr;
   }
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto entry = entries_.find({client, request_id});
   if (entry != entries_.end()) return entry->second.generation;
   *refusal = ToGrpcStatus(
@@ -140,7 +140,7 @@ std::shared_ptr<Generation> Jobs::Find(const std::string& client, const std::str
 
 v1::Job Jobs::Describe(const Generation& generation) const {
   v1::Job job = generation.Describe();
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto entry = entries_.find(KeyOf(generation));
   if (entry != entries_.end() && entry->second.expires) {
     job.mutable_expire_time()->set_seconds(
@@ -153,7 +153,7 @@ v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t
                                 uint64_t before) const {
   std::vector<std::pair<uint64_t, std::shared_ptr<Generation>>> found;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     auto entry = client ? entries_.lower_bound({*client, ""}) : entries_.begin();
     for (; entry != entries_.end() && (!client || entry->first.first == *client); ++entry) {
       const Entry& each = entry->second;
@@ -172,7 +172,7 @@ v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t
 
 void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
   const bool keep = generation->origin().kept && generation->accepted();
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto entry = entries_.find(KeyOf(*generation));
   // A retry may have taken its place.
   if (entry == entries_.end() || entry->second.generation != generation) return;
@@ -188,7 +188,7 @@ void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
 }
 
 void Jobs::Expire() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   while (!kept_.empty() && kept_.front().expires <= Clock::now()) DropOldest();
   const size_t running = RunningBytes();
   while (!kept_.empty() && running + kept_bytes_ > static_cast<size_t>(retention_.max_bytes)) {
@@ -221,17 +221,17 @@ void Jobs::Forget(const Generation& generation) {
 }
 
 size_t Jobs::size() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return entries_.size();
 }
 
 size_t Jobs::bytes() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return kept_bytes_ + RunningBytes();
 }
 
 std::map<std::pair<std::string, v1::JobState>, int> Jobs::CountByState() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   std::map<std::pair<std::string, v1::JobState>, int> counts;
   for (const auto& [key, entry] : entries_) ++counts[entry.generation->ModelAndState()];
   return counts;

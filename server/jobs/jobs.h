@@ -4,11 +4,11 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "engine/core/mutex.h"
 #include "server/jobs/generation.h"
 #include "server/jobs/job_request.h"
 #include "server/jobs/retention.h"
@@ -70,19 +70,18 @@ class Jobs {
   };
 
   static Key KeyOf(const Generation& generation);
-  // Under mutex_.
-  size_t RunningBytes() const;
-  void DropOldest();
-  /// A retry takes the place of this one.
-  void Forget(const Generation& generation);
+  size_t RunningBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Drops the kept result of `generation`, whose place a retry takes.
+  void Forget(const Generation& generation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const JobContext context_;
   const JobRetention retention_;
-  mutable std::mutex mutex_;
-  std::map<Key, Entry> entries_;  // guarded by mutex_
-  uint64_t last_number_ = 0;      // guarded by mutex_; of all that began
-  std::deque<Kept> kept_;         // guarded by mutex_; in the order of their ends
-  size_t kept_bytes_ = 0;         // guarded by mutex_
+  mutable Mutex mutex_;
+  std::map<Key, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_number_ ABSL_GUARDED_BY(mutex_) = 0;  // of all that began
+  std::deque<Kept> kept_ ABSL_GUARDED_BY(mutex_);     // in the order of their ends
+  size_t kept_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace denoised
