@@ -49,9 +49,9 @@ using Clock = std::chrono::steady_clock;
 /// Initialised before main: the start of the process, near enough for startup_seconds.
 const Clock::time_point process_start = Clock::now();
 
-/// malloc keeps what is freed in the arena of the thread that took it, where other threads cannot
-/// use it: free pages spread over the arenas, and resident memory creeps up though nothing is left
-/// behind. So often they go back to the system.
+/// How often free memory goes back to the system. malloc keeps freed pages in the arena of the
+/// thread that took them, where other threads cannot use them, so resident memory grows without a
+/// leak.
 constexpr std::chrono::minutes kTrimPeriod{1};
 
 int WorkerThreads(int asked) { return asked > 0 ? asked : std::max(2, AvailableCores() / 2); }
@@ -65,8 +65,8 @@ void Limits(const Config& config, grpc::ServerBuilder* builder) {
   builder->SetMaxReceiveMessageSize(static_cast<int>(config.limits.max_request_bytes));
   // Replies are bounded by RequestLimits::max_reply_bytes, before anything is drawn.
   builder->SetMaxSendMessageSize(-1);
-  // Queued clients may ping: by default gRPC cuts off whoever pings without data more often than
-  // every five minutes.
+  // Queued clients may ping. By default gRPC closes connections that ping without data more often
+  // than every five minutes.
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
                               Milliseconds(connections.min_ping));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);

@@ -12,11 +12,11 @@
 #include "server/models/catalog.h"
 #include "server/security/security_config.h"
 
-/// Metrics that are read when Prometheus asks, since somebody knows them anyway. Thread-safe.
+/// Metrics that are read from their owners when Prometheus scrapes. Thread-safe.
 
 namespace denoised {
 
-/// What there is to read. What is pointed to outlives the reading.
+/// The owners. They must outlive each call.
 struct SnapshotSources {
   const Engine* engine;
   const Catalog* catalog;
@@ -27,7 +27,7 @@ struct SnapshotSources {
   SecurityConfig security;
 };
 
-/// What the engine, the catalog and the jobs know.
+/// Metrics of the engine, the catalog and the jobs.
 std::vector<prometheus::MetricFamily> CollectServing(const SnapshotSources& sources);
 
 /// The process_* metrics that every Prometheus client library has: CPU, memory, files.

@@ -16,7 +16,7 @@ void Calls::Enter() {
 
 void Calls::Leave() {
   MutexLock lock(&mutex_);
-  // Notified under the lock: whoever waits may destroy this object next.
+  // Notified under the lock, as the thread that waits may destroy this object next.
   if (--count_ == 0) none_.NotifyAll();
 }
 
@@ -33,7 +33,7 @@ namespace {
 std::shared_ptr<const Caller> CallerOf(const Clients& clients,
                                        const grpc::CallbackServerContext& context) {
   auto caller = IdentifyCaller(clients, context.client_metadata(), context.auth_context().get());
-  // The port has let nobody in whom it did not know, but a token may have been withdrawn since.
+  // The port has checked the caller before, but a token may have been withdrawn since.
   return caller.ok() ? *std::move(caller) : std::make_shared<const Caller>();
 }
 

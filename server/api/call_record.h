@@ -40,18 +40,18 @@ class Calls {
   int count_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-/// One call, from its arrival to its end: becomes one log line and its metrics. The fields belong
-/// to whoever works on the call at the time.
+/// One call, from its arrival to its end: writes one log line and the metrics. Not synchronised:
+/// one thread at a time uses the fields.
 class CallRecord {
  public:
-  /// `method` is its full name, "denoised.v1.ImageGeneration.Generate". Finds out who calls, and
-  /// tells the caller the trace: `traceparent` in the initial metadata.
+  /// `method` is its full name, "denoised.v1.ImageGeneration.Generate". Identifies the
+  /// caller, and sends `traceparent` in the initial metadata.
   CallRecord(Calls* calls, const char* method, grpc::CallbackServerContext* context);
 
   /// Says in the log what was asked for and how long it waited.
   void Describe(const Generation& generation);
 
-  /// Once, when nothing more will be sent.
+  /// To be called once, when nothing more will be sent.
   void End(grpc::StatusCode code, const std::string& message);
 
   std::chrono::steady_clock::time_point arrival() const { return arrival_; }

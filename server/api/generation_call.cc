@@ -98,7 +98,7 @@ void UnaryCall::Advance() {
     reply_(&images);
   }
   status_ = *end;
-  Finish(*end);  // the call may be gone now, but for whoever called
+  Finish(*end);  // the call may be deleted now, unless the caller holds it
 }
 
 v1::GenerateResponse UnaryCall::Collect() {

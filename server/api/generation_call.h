@@ -27,16 +27,16 @@ struct GenerationCallContext {
   const QueueWait* queue_wait;
 };
 
-/// A call that follows a generation. gRPC's reactor and whoever has news for it share it: it keeps
-/// itself alive until OnDone.
+/// A call that follows a generation. gRPC's reactor and the generation share it, so it keeps itself
+/// alive until OnDone.
 class GenerationCall : public GenerationWatcher,
                        public std::enable_shared_from_this<GenerationCall> {
  public:
-  /// Finds or makes the generation, watched by the call. Null with the reason set.
+  /// Finds or makes the generation, watched by the call. Null with `refusal` set.
   using Beginning = std::function<std::shared_ptr<Generation>(
       const std::shared_ptr<GenerationWatcher>& watcher, grpc::Status* refusal)>;
 
-  /// Runs `begin` on a worker, when the client may have one more call.
+  /// Runs `begin` on a worker, unless the client has too many calls.
   void Post(Priority priority, Beginning begin);
 
   void OnNews() final { Advance(); }
@@ -51,14 +51,13 @@ class GenerationCall : public GenerationWatcher,
         grpc_context_(grpc_context),
         record_(context.calls, method, grpc_context) {}
 
-  /// Takes the next step that gRPC allows, if there is one: calls gRPC without the lock.
+  /// Takes the next step that gRPC allows, if there is one. Calls gRPC without the lock.
   virtual void Advance() ABSL_LOCKS_EXCLUDED(mutex_) = 0;
 
-  /// Nobody reads any more: the call has nothing to wait for, and the generation has one watcher
-  /// less.
+  /// The client has gone: stops waiting and leaves the generation.
   void Break();
 
-  /// What ends the call when no generation does: it was refused, or its client has gone.
+  /// The status when the call ends without the generation: it was refused, or its client has gone.
   std::optional<grpc::Status> EndWithoutGeneration() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   /// From OnDone.
@@ -71,7 +70,7 @@ class GenerationCall : public GenerationWatcher,
 
   Mutex mutex_;
   bool begun_ ABSL_GUARDED_BY(mutex_) = false;
-  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // nobody reads any more
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // the client has gone
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   // Set with begun_, constant from then on.
   std::shared_ptr<Generation> generation_;

@@ -32,7 +32,7 @@ constexpr char kStreamGenerate[] = "denoised.v1.ImageGeneration.StreamGenerate";
 constexpr char kWatchJob[] = "denoised.v1.ImageGeneration.WatchJob";
 
 /// StreamGenerate and WatchJob: one write in flight, the rest waits in the generation's log.
-/// Whoever sets writing_ owns message_ and the right to call gRPC.
+/// The thread that sets writing_ owns message_ and may call gRPC.
 class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateResponse>,
                          public GenerationCall {
  public:
@@ -86,7 +86,7 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
       return StartWrite(message_.get());
     }
     status_ = *end;
-    Finish(*end);  // the call may be gone now, but for whoever called
+    Finish(*end);  // the call may be deleted now, unless the caller holds it
   }
 
   /// `event`; a timeline in it gets what was sent on this stream.

@@ -12,8 +12,8 @@
 
 namespace denoised {
 
-/// Cancels calls whose write does not end in time: gRPC accepts a few megabytes for a reader that
-/// reads nothing and then holds the write, and with it the call, forever. Thread-safe.
+/// Cancels calls whose write does not end in time. For a client that reads nothing, gRPC accepts a
+/// few megabytes, then holds the write and the call for ever. Thread-safe.
 class WriteWatch {
  public:
   /// `on_stall` is called, without locks held, for every call that was cancelled.

@@ -17,13 +17,13 @@ struct Pixels {
   std::vector<uint8_t> samples;
 };
 
-/// Told how many bytes unpacking a file takes at its peak, after the header was read and before
-/// anything is unpacked. An error ends the decoding and is what the decoder returns.
+/// Called with the peak memory that unpacking a file takes, after its header was read and before
+/// anything is unpacked. The decoder returns the error that it returns.
 using ReserveMemory = std::function<absl::Status(int64_t bytes)>;
 
-/// What every decoder asks once it knows the size: InvalidArgument when there are more than
-/// `max_pixels`, or what `reserve` (null: no question) says to `bytes_per_pixel`. `format` is
-/// "PNG" and so on.
+/// The check that every decoder makes once it knows the size: InvalidArgument when there are more
+/// than `max_pixels`, else what `reserve` (may be null) returns for `bytes_per_pixel`. `format` is
+/// "PNG", "JPEG" or "WebP".
 absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_t max_pixels,
                        int64_t bytes_per_pixel, const ReserveMemory& reserve);
 

@@ -42,8 +42,8 @@ struct JobContext {
 class GenerationWatcher {
  public:
   virtual ~GenerationWatcher() = default;
-  /// Next() has something new, or may have. Called from worker threads, without locks held, also
-  /// when several things happened at once or nothing did, and once or twice after Leave.
+  /// Next() may have something new. Called from worker threads, without locks held. One call may
+  /// stand for several events or for none, and one or two may come after Leave.
   virtual void OnNews() = 0;
 };
 
@@ -53,7 +53,7 @@ class GenerationWatcher {
 ///   a worker           Jobs::Begin makes the Generation; Start checks the request and submits it
 ///   the engine's       JobListener's methods leave what happened in an inbox and return
 ///   workers            encode images side by side; Deliver writes the inbox into the event log in
-///                      order and tells the watchers, who take events each at their own pace
+///                      order and notifies the watchers; each takes events at its own pace
 ///
 /// Of progress and of each image's previews the inbox keeps the latest. Thread-safe.
 class Generation final : public JobListener, public std::enable_shared_from_this<Generation> {
@@ -61,13 +61,13 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   using Clock = std::chrono::steady_clock;
 
   struct Origin {
-    Caller caller;     // whose it is: only this client sees it
-    std::string peer;  // from where it came
+    Caller caller;     // the owner: only this client sees the job
+    std::string peer;  // address of the caller
     std::string traceparent;
     std::string request_id;  // unique among the client's
     Clock::time_point arrival = Clock::now();
     std::optional<Clock::time_point> deadline;  // of the call that began it
-    bool survives = false;  // goes on when nobody watches it, also beyond the deadline
+    bool survives = false;  // goes on without watchers, also beyond the deadline
     bool kept = false;      // may be asked for after its end
   };
 
@@ -77,12 +77,13 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   /// On a worker thread, once: checks the request and submits it. What `request` refers to is not
   /// used afterwards.
   void Start(const JobRequest& request);
-  /// Nobody wants the images any more. The end still follows. Without effect after it.
+  /// Stops the job. Its end still follows. Has no effect after the end.
   void Cancel(EndReason reason);
 
-  /// Whoever watches must leave.
+  /// Every watcher must call Leave.
   void Watch(std::shared_ptr<GenerationWatcher> watcher);
-  /// Watches, unless it failed or was cancelled or is about to be: then a retry must begin anew.
+  /// Watch, unless the job failed or was cancelled or is being cancelled. Then it returns false,
+  /// and a retry must begin a new job.
   bool Join(const std::shared_ptr<GenerationWatcher>& watcher);
   /// A generation that does not survive is cancelled when the last watcher leaves before its end.
   void Leave(const GenerationWatcher* watcher);
@@ -92,7 +93,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     std::shared_ptr<const EventLog::Event> event;
     std::optional<grpc::Status> end;
   };
-  /// `watcher` will not ask for what is up to `sequence` again.
+  /// Events up to `sequence` may be dropped: `watcher` does not ask for them again.
   News Next(const GenerationWatcher* watcher, uint64_t sequence);
 
   /// How it ended, once it has.
@@ -101,9 +102,9 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   const Origin& origin() const { return origin_; }
   double SecondsSinceArrival() const;
   bool include_timings() const { return include_timings_; }
-  /// What GetJob says of it, but for how long it is kept.
+  /// For GetJob, without the time until which it is kept.
   v1::Job Describe() const;
-  /// What the log says of it.
+  /// For the log.
   struct Summary {
     std::string request_id, model, sampler;
     int count = 0, steps = 0;    // 0: it was refused
@@ -112,9 +113,9 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   Summary Summarise() const;
   /// For metrics: the model's name, empty when there is none of that name, and the state.
   std::pair<std::string, v1::JobState> ModelAndState() const;
-  /// Whether the engine took it.
+  /// Whether the engine has queued it.
   bool accepted() const;
-  /// Of the events that are kept.
+  /// The size of the events that are kept.
   size_t bytes() const;
 
   void OnStarted() override;
@@ -141,17 +142,17 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   };
   struct Watching {
     std::shared_ptr<GenerationWatcher> watcher;
-    uint64_t sequence = 0;  // it knows events up to here
+    uint64_t sequence = 0;  // it has taken events up to here
   };
 
-  /// What the client is told when the engine did not take the job.
+  /// The status for the client when the engine refused the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
   /// QueuedEvent, the first of all.
   void Accept(const Estimate& estimate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Whether a preview of this image would be more than the limit allows.
   bool IsTooSoon(int image) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Encode(const ImageResult& image);
-  /// Sees to it that a worker delivers the inbox.
+  /// Makes a worker deliver the inbox.
   void ScheduleDelivery() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Deliver();
   /// Inbox to log. `previews` are rendered.
@@ -198,7 +199,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   std::chrono::system_clock::time_point ended_ ABSL_GUARDED_BY(mutex_);
   std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mutex_);
   std::optional<EndReason> cancelled_ ABSL_GUARDED_BY(mutex_);
-  bool images_dropped_ ABSL_GUARDED_BY(mutex_) = false;  // since nobody wanted them
+  bool images_dropped_ ABSL_GUARDED_BY(mutex_) = false;  // as the job was cancelled
   bool accepted_ ABSL_GUARDED_BY(mutex_) = false;  // QueuedEvent is in the log: the rest may follow
   bool delivering_ ABSL_GUARDED_BY(mutex_) = false;  // a worker runs Deliver or is going to
 };

@@ -17,11 +17,11 @@
 namespace denoised {
 namespace {
 
-// What a kept job takes beside its events: so that many empty ones are bounded too.
+// Memory of a kept job beside its events, so that many empty jobs are bounded too.
 constexpr size_t kEntryBytes = 2048;
 
-/// Replaces an upload by its SHA-256. Whoever could make two uploads with the same digest would get
-/// the images of the other.
+/// Replaces an upload by its SHA-256. With a weaker hash a client could make an upload that passes
+/// for another one, and get the images of that.
 void Digest(std::string* bytes) {
   if (bytes->empty()) return;
   std::string digest(SHA256_DIGEST_LENGTH, '\0');
@@ -30,7 +30,7 @@ void Digest(std::string* bytes) {
   *bytes = fmt::format("{} bytes, SHA-256 {}", bytes->size(), absl::BytesToHexString(digest));
 }
 
-/// What a request asks, to compare another with: uploads are only kept as digests.
+/// A request in the form in which requests are compared: uploads are kept as digests.
 v1::StreamGenerateRequest Asked(const JobRequest& request) {
   v1::StreamGenerateRequest asked;
   v1::GenerationParams& params = *asked.mutable_params();

@@ -7,8 +7,8 @@
 
 namespace denoised {
 
-/// A number of bytes that all threads share. Whoever takes memory reserves it here first, so that
-/// many requests at once cannot take more than the host has. Thread-safe; must outlive its leases.
+/// Memory that all requests share. Code reserves bytes here before it takes them, so that many
+/// requests at once cannot take more than the host has. Thread-safe; must outlive its leases.
 class MemoryBudget {
  public:
   /// Reserved bytes, given back by the destructor or when another lease is assigned.
