@@ -45,13 +45,6 @@ bool UsesNoise(const DeviceEvaluation& plan) {
   return false;
 }
 
-/// The factor of the noise from the model's second half of channels, see NoiseScale.
-float LearnedNoiseScale(const DeviceEvaluation& plan, float v) {
-  if (plan.noise_scale == NoiseScale::kLearned) return std::sqrt(std::max(v, 0.0f));
-  const float f = (v + 1.0f) * 0.5f;
-  return std::exp(0.5f * (f * plan.log_variance_max + (1.0f - f) * plan.log_variance_min));
-}
-
 /// Moves one slot on by what row `r` of the model's output says.
 void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
   const SlotState& state = args.state;
@@ -93,11 +86,11 @@ void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
       const int64_t at = element / channels * out_channels + element % channels;
       float f = conditional[at];
       if (unconditional != nullptr) f = unconditional[at] + guidance * (f - unconditional[at]);
-      float predicted = plan.x0_from_x * in[kInputX][i] + plan.x0_from_model * f;
-      if (plan.clip > 0) predicted = std::clamp(predicted, -plan.clip, plan.clip);
+      const float predicted =
+          ClippedX0(plan, plan.x0_from_x * in[kInputX][i] + plan.x0_from_model * f);
       in[kInputModel][i] = f;
       in[kInputX0][i] = x0[element] = predicted;
-      if (learned) in[kInputNoise][i] *= LearnedNoiseScale(plan, conditional[at + channels]);
+      if (learned) in[kInputNoise][i] *= NoiseFactor(plan, conditional[at + channels]);
     }
     for (int o = 0; o < kPlanOutputs; ++o) {
       float next[kBlock] = {};

@@ -167,21 +167,6 @@ __device__ Present PresentIn(const DeviceEvaluation& plan) {
   return high << 32 | low;
 }
 
-/// The factor of the noise column: 1, or what the model learned (step_plan.h's NoiseScale).
-__device__ float NoiseFactor(const DeviceEvaluation& plan, float learned) {
-  switch (plan.noise_scale) {
-    case NoiseScale::kFixed:
-      return 1.0f;
-    case NoiseScale::kLearned:
-      return sqrtf(learned);
-    case NoiseScale::kLearnedRange: {
-      const float f = 0.5f * (learned + 1.0f);
-      return expf(0.5f * (f * plan.log_variance_max + (1.0f - f) * plan.log_variance_min));
-    }
-  }
-  return 1.0f;
-}
-
 /// What an evaluation starts from, at a thread's elements.
 struct Inputs {
   float x[kOwned], model[kOwned], variance[kOwned];
@@ -275,8 +260,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     float x0[kOwned];
 #pragma unroll
     for (int j = 0; j < kOwned; ++j) {
-      x0[j] = plan.x0_from_x * in.x[j] + plan.x0_from_model * in.model[j];
-      if (plan.clip > 0) x0[j] = fminf(fmaxf(x0[j], -plan.clip), plan.clip);
+      x0[j] = ClippedX0(plan, plan.x0_from_x * in.x[j] + plan.x0_from_model * in.model[j]);
     }
     add(kInputX, in.x);
     add(kInputModel, in.model);
