@@ -7,7 +7,7 @@ set_target_properties(denoised_proto PROPERTIES EXPORT_NAME proto)
 install(TARGETS denoised_client denoised_proto EXPORT denoised COMPONENT client
         ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(FILES denoised/client.h denoised/connection.h denoised/error.h denoised/generation.h
-              denoised/retry.h
+              denoised/mock_connection.h denoised/retry.h
         DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/denoised COMPONENT client)
 install(EXPORT denoised NAMESPACE denoised:: FILE denoisedTargets.cmake
         DESTINATION ${denoised_package} COMPONENT client)
