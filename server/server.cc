@@ -169,7 +169,10 @@ void Server::State::Announce() const {
                         {"address", WithPort(config.listen, acceptor->port())},
                         {"device", DeviceNames(*engine)},
                         {"device_description", engine->Devices().front().description},
-                        {"models", static_cast<int>(config.models.size())}};
+                        {"models", static_cast<int>(config.models.size())},
+                        {"admins", !config.admin              ? "nobody"
+                                   : EverybodyIsAdmin(config) ? "everybody"
+                                                              : "clients with \"admin\": true"}};
   if (metrics.port() != 0) {
     fields.push_back(
         {"metrics", "http://" + WithPort(config.metrics_listen, metrics.port()) + "/metrics"});
@@ -225,8 +228,9 @@ Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
                                                       std::unique_ptr<Engine> engine) {
-  DENOISED_ASSIGN_OR_RETURN(auto clients,
-                            Clients::Open(config.security.clients, config.security.refresh));
+  DENOISED_ASSIGN_OR_RETURN(
+      auto clients,
+      Clients::Open(config.security.clients, config.security.refresh, EverybodyIsAdmin(config)));
   auto state = std::make_unique<State>(config, std::move(engine), std::move(clients));
   DENOISED_ASSIGN_OR_RETURN(
       const auto credentials,

@@ -95,9 +95,16 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
 };
 
 /// Whether the caller may ask for it; `before` is what the token says.
-grpc::Status CheckListJobs(const v1::ListJobsRequest& request, const Serving& serving,
-                           const Caller& caller, uint64_t* before) {
-  if (request.all_clients() && !serving.clients->IsAdmin(caller)) {
+grpc::Status CheckListJobs(const v1::ListJobsRequest& request, const Caller& caller,
+                           uint64_t* before) {
+  if (caller.anonymous() && !caller.admin) {
+    return ToGrpcStatus(
+        absl::PermissionDeniedError(
+            "callers without a name may not list jobs, as the ids of all of them would be told; "
+            "ask for a job by its request_id, or ask the server's operator for a token"),
+        reason::kNotAdmin, "");
+  }
+  if (request.all_clients() && !caller.admin) {
     return ToGrpcStatus(
         absl::PermissionDeniedError(fmt::format(
             "all_clients: client \"{}\" sees its own jobs alone; leave all_clients out, or give it "
@@ -171,7 +178,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerC
   // There may be many to look through.
   serving_->workers->Post([=, this] {
     uint64_t before = std::numeric_limits<uint64_t>::max();
-    grpc::Status status = CheckListJobs(*request, *serving_, record->caller(), &before);
+    grpc::Status status = CheckListJobs(*request, record->caller(), &before);
     if (status.ok()) {
       std::optional<std::string> client;
       if (!request->all_clients()) client = record->caller().name;
