@@ -62,7 +62,7 @@ class DeviceEngine : public Engine {
   std::vector<DeviceState> Devices() const override;
 
  private:
-  /// Forwards evaluations to the observer that is set now.
+  /// Forwards to the observer that is set now.
   class Observer : public EngineObserver {
    public:
     explicit Observer(DeviceEngine* engine) : engine_(engine) {}
@@ -70,6 +70,10 @@ class DeviceEngine : public Engine {
                       double seconds) override {
       if (EngineObserver* observer = engine_->observer_.load())
         observer->OnEvaluation(model, device, rows, bucket, seconds);
+    }
+    void OnNonfiniteImage(const std::string& model, const std::string& device) override {
+      if (EngineObserver* observer = engine_->observer_.load())
+        observer->OnNonfiniteImage(model, device);
     }
 
    private:
@@ -127,7 +131,8 @@ absl::Status DeviceEngine::Start() {
         open_backend_,
         StepBatcher::Options{.device = i,
                              .batching = options_.batching,
-                             .keep_evaluations = options_.keep_evaluations},
+                             .keep_evaluations = options_.keep_evaluations,
+                             .allow_nonfinite = options_.allow_nonfinite},
         &admission_, &queue_, &worker_observer_, [this, i] { OnLost(i); }));
   queue_.SetWake([this] {
     for (const auto& worker : workers_) worker->Wake();

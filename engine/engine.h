@@ -52,6 +52,8 @@ struct EngineOptions {
   std::array<double, kPriorities> priority_weights = {16, 4, 1};
   int keep_evaluations = 4;      // an image with no more of them to go keeps its slot to the end
   double watchdog_seconds = 60;  // an evaluation that takes longer is a device error; 0: never
+  /// Delivers images that have NaN or infinity, for debugging. Otherwise their jobs end.
+  bool allow_nonfinite = false;
 
   /// Images of one request: more than may wait could never be admitted.
   int LargestCount() const { return std::min(max_count, max_queued_images); }

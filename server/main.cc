@@ -13,9 +13,9 @@
 
 #include "server/check.h"
 #include "server/config.h"
-#include "server/log.h"
 #include "server/server.h"
 #include "server/service_manager.h"
+#include "server/telemetry/log.h"
 
 namespace denoised {
 namespace {

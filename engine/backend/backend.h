@@ -134,9 +134,11 @@ struct SlotState {
   Tensor x0;          // F32 [S, H, W, C], predicted by the latest evaluation; for previews
   Tensor plans;       // U8 [S, max evaluations · sizeof(DeviceEvaluation)]
   Tensor evaluation;  // I32 [S], index of the next evaluation in the slot's plan
-  Tensor seed;        // I64 [S], the bits of a uint64
-  Tensor guidance;    // F32 [S]
-  Tensor embedding;   // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
+  Tensor nonfinite;  // I32 [S], the first evaluation (1-based) whose predicted x0, before clipping,
+                     // or next state has NaN or infinity; 0: none had
+  Tensor seed;       // I64 [S], the bits of a uint64
+  Tensor guidance;   // F32 [S]
+  Tensor embedding;  // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
 };
 
 /// One row of an evaluation. Uploaded as I32 [rows, 4].
@@ -154,7 +156,7 @@ struct BeginSlotArgs {
   Tensor noise;   // optional F32 [H, W, C] instead of Philox draw kInitialDraw
   float source_scale = 0, noise_scale = 1, churn_scale = 0;
   // x = source_scale·source + noise_scale·noise + churn_scale·noise'; registers and x0 zero,
-  // evaluation 0. state.seed must hold the slot's seed already.
+  // evaluation and nonfinite 0. state.seed must hold the slot's seed already.
 };
 
 struct GatherArgs {

@@ -109,7 +109,8 @@ class JobListener {
                          [[maybe_unused]] int evaluation) {}
   virtual void OnImage(ImageResult image) = 0;
   /// OK once all images were delivered; Cancelled, DeadlineExceeded, Unavailable (drained away),
-  /// or what the device reported.
+  /// DataLoss (an image has NaN or infinity, see EngineOptions::allow_nonfinite), or what the
+  /// device reported.
   virtual void OnDone(const absl::Status& status, const JobTiming& timing) = 0;
 };
 
@@ -123,6 +124,10 @@ class EngineObserver {
   /// another model's ran beside it; < 0 when not measured.
   virtual void OnEvaluation(const std::string& model, const std::string& device, int rows,
                             int bucket, double seconds) = 0;
+  /// An image of `model` that was drawn on `device` has NaN or infinity: its job ends, or the image
+  /// is delivered with EngineOptions::allow_nonfinite.
+  virtual void OnNonfiniteImage([[maybe_unused]] const std::string& model,
+                                [[maybe_unused]] const std::string& device) {}
 };
 
 }  // namespace denoised

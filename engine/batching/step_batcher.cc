@@ -19,6 +19,20 @@ constexpr int kParksPerEvaluation = 4;
 // Sizes other than a model's first, kept at most for the next request of that size.
 constexpr int kExtraSizes = 2;
 
+/// DataLoss and not Internal: gRPC makes Internal by itself for faults on the way, which a client
+/// may retry, and DataLoss never. The same request has the same bits, so a retry draws the same
+/// image.
+absl::Status NonfiniteImage(const EffectiveJob& job, const ImageResult& image, int evaluation) {
+  return DataLoss(
+      "model '{}' drew an image that is not finite: image {} (seed {}{}) has NaN or infinity since "
+      "evaluation {} of {}; the same request draws the same image again; check the model's weights "
+      "and configuration, or use another sampler, schedule, guidance scale or number of steps "
+      "(--allow-nonfinite delivers such images for debugging)",
+      job.spec.model, image.index, image.seed,
+      image.label < 0 ? "" : fmt::format(", class label {}", image.label), evaluation,
+      job.evaluations);
+}
+
 }  // namespace
 
 struct StepBatcher::Lane {
@@ -48,6 +62,7 @@ struct StepBatcher::Lane {
 struct StepBatcher::Evaluated {
   struct Row {
     std::shared_ptr<Image> image;
+    int slot = 0;
     int evaluation = 0;  // 1-based
     float preview_scale = 1;
     std::unique_ptr<Download> preview, result;
@@ -60,6 +75,7 @@ struct StepBatcher::Evaluated {
   std::unique_ptr<Marker> begin, end;
   double seconds = 0;  // of its share of the device before others ended
   std::vector<Row> images;
+  std::unique_ptr<Download> nonfinite;         // by slot; null: no pixels are on their way
   std::vector<std::shared_ptr<Image>> parked;  // before it
 };
 
@@ -181,6 +197,7 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const B
                                                .slots = model.slots,
                                                .max_evaluations = model.max_evaluations,
                                                .downloads = kUnderWay * model.slots,
+                                               .flag_downloads = kUnderWay,
                                                .parks = kUnderWay * kParksPerEvaluation}));
   lane->slots.resize(model.slots);
   lane->share = admission_.Open(
@@ -390,7 +407,7 @@ absl::Status StepBatcher::Launch(Lane& lane) {
     job.rows_launched += job.rows();
     const int done = ++image->evaluation;
     const bool last = done == static_cast<int>(plan.size());
-    Evaluated::Row row{.image = image, .evaluation = done};
+    Evaluated::Row row{.image = image, .slot = s, .evaluation = done};
     if (last) {
       row.result = lane.evaluator->DownloadState(s);
     } else if (spec.previews && done % spec.preview_every == 0) {
@@ -401,6 +418,8 @@ absl::Status StepBatcher::Launch(Lane& lane) {
         row.preview_scale = plan[done].input_scale;
       }
     }
+    if (!evaluated.nonfinite && (row.result || row.preview))
+      evaluated.nonfinite = lane.evaluator->DownloadNonfinite();
     evaluated.images.push_back(std::move(row));
     if (!last) continue;
     queue_.Drawn(image);
@@ -454,16 +473,28 @@ absl::Status StepBatcher::Report() {
     queue_.GiveBack(image);
   }
 
+  Tensor nonfinite;
+  if (evaluated.nonfinite) {
+    DENOISED_ASSIGN_OR_RETURN(nonfinite, evaluated.nonfinite->Wait());
+  }
   std::vector<JobQueue::Outcome> outcomes;
   for (Evaluated::Row& row : evaluated.images) {
     const Image& image = *row.image;
     if (image.job->over) continue;
     outcomes.push_back({.image = row.image, .evaluation = row.evaluation});
-    Download* download = row.result ? row.result.get() : row.preview.get();
-    if (!download) continue;
     const JobSpec& spec = image.job->effective.spec;
     ImageResult result{.index = image.index, .seed = spec.SeedOf(image.index)};
     if (!spec.class_labels.empty()) result.label = spec.class_labels[image.index];
+    const int first_nonfinite = nonfinite ? nonfinite.as<int32_t>()[row.slot] : 0;
+    if (first_nonfinite > 0 && (row.result || !options_.allow_nonfinite)) {
+      if (observer_) observer_->OnNonfiniteImage(evaluated.model, device_name_);
+    }
+    if (first_nonfinite > 0 && !options_.allow_nonfinite) {
+      outcomes.back().error = NonfiniteImage(image.job->effective, result, first_nonfinite);
+      continue;
+    }
+    Download* download = row.result ? row.result.get() : row.preview.get();
+    if (!download) continue;
     DENOISED_ASSIGN_OR_RETURN(result.pixels, download->Wait());
     if (row.preview)
       for (float& value : result.pixels.span<float>()) value *= row.preview_scale;
