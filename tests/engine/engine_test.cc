@@ -595,6 +595,21 @@ TEST_F(FailingDevice, AnEvaluationThatDoesNotReturnIsAnError) {
   Release();  // what the device does later, nobody hears: OnDone came already, and once
 }
 
+TEST_F(FailingDevice, ALoadThatDoesNotReturnIsAnError) {
+  Open(/*watchdog_seconds=*/1);
+  {
+    std::lock_guard lock(mutex_);
+    hang_ = true;  // the warm-up
+  }
+  const absl::Status opened = engine_->Open("second", kDigits);
+  constexpr char kWhy[] = "a part of loading or removing a model did not return within 1 s";
+  EXPECT_EQ(opened.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(opened.message()), HasSubstr(kWhy));
+  EXPECT_EQ(engine_->Find("second")->state, ModelState::kFailed);
+  ExpectAllTold({}, kWhy);
+  EXPECT_TRUE(engine_->Close("digits").ok()) << "it asks nothing of a lost device";
+}
+
 TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {
   Open(/*watchdog_seconds=*/2);
   const auto job = Submit();
