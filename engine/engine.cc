@@ -6,7 +6,7 @@
 #include <thread>
 #include <tuple>
 
-#include "engine/backend/backend.h"
+#include "engine/backend/counting.h"
 #include "engine/batching/job_queue.h"
 #include "engine/device_engine.h"
 #include "engine/device_worker.h"
@@ -377,7 +377,9 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Backend> backend, worker.OpenAnother());
   // Before the first is packed: a host promises memory that it does not have, and ends the process
   // when it is written to.
-  info->weight_bytes = weights.parameters() * SizeOf(backend->activation_dtype());
+  CountingBackend counting(*backend);
+  DENOISED_RETURN_IF_ERROR(LoadUNet2D(counting, files.config, weights).status());
+  info->weight_bytes = counting.weight_bytes();
   if (const size_t free = backend->memory().free; info->weight_bytes > free) {
     return ResourceExhausted(
         "{}: its {} parameters need {} bytes of memory on {}, {} are free; choose a smaller model, "

@@ -505,7 +505,7 @@ TEST(Memory, AModelThatDoesNotFitIsRefusedWithWhatItNeedsAndWhatIsFree) {
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_THAT(
       std::string(status.message()),
-      AllOf(HasSubstr("3940801 parameters need 15763204 bytes"), HasSubstr("10000000 are free")));
+      AllOf(HasSubstr("3940801 parameters need 15759748 bytes"), HasSubstr("10000000 are free")));
 }
 
 /// The shipped model on a device that fails when told to.
