@@ -30,7 +30,8 @@ ROOMS = [
     ("denoised/v1/", "proto"),  # generated from proto/
     ("inference/", "proto"),
     ("google/rpc/", "proto"),
-    ("grpc/health/", "proto"),
+    ("denoised/rpc/", "proto"),  # the client's copies of google/rpc/ and grpc/health/
+    ("denoised/health/", "proto"),
     ("denoised/", "client"),  # client/denoised/, as an installed client is included
     ("command/", "client"),  # client/command/
     ("grpc", "gRPC"),

@@ -1,6 +1,7 @@
 #include "denoised/connection.h"
 
 #include <fmt/format.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
@@ -15,12 +16,12 @@
 #include "denoised/backoff.h"
 #include "denoised/conversion.h"
 #include "denoised/error.h"
+#include "denoised/health/health.pb.h"
 #include "denoised/rpc_status.h"
 #include "denoised/stream_call.h"
 #include "denoised/target.h"
 #include "denoised/v1/image_generation.grpc.pb.h"
 #include "denoised/v1/model_admin.grpc.pb.h"
-#include "grpc/health/v1/health.grpc.pb.h"
 
 namespace denoised::client {
 namespace {
@@ -61,7 +62,7 @@ class GrpcConnection : public Connection {
         budget_(std::make_shared<RetryBudget>(retry.budget)),
         stub_(v1::ImageGeneration::NewStub(channel)),
         admin_(v1::ModelAdmin::NewStub(channel)),
-        health_(grpc::health::v1::Health::NewStub(channel)) {}
+        health_(channel) {}
 
   absl::StatusOr<GenerationResult> Generate(const Generation& generation,
                                             const CallOptions& options) override {
@@ -235,17 +236,27 @@ class GrpcConnection : public Connection {
 
   absl::StatusOr<ServingStatus> CheckHealth(const std::string& service,
                                             const CallOptions& options) override {
-    grpc::health::v1::HealthCheckRequest request;
+    health::HealthCheckRequest request;
     request.set_service(service);
-    grpc::health::v1::HealthCheckResponse response;
+    health::HealthCheckResponse response;
     const absl::Status status = Call(options, [&](grpc::ClientContext* context) {
-      return health_->Check(context, request, &response);
+      // The generated stub would call the service by the name of our copy (proto/CMakeLists.txt).
+      grpc::CompletionQueue queue;
+      const auto call =
+          health_.PrepareUnaryCall(context, "/grpc.health.v1.Health/Check", request, &queue);
+      grpc::Status result;
+      call->StartCall();
+      call->Finish(&response, &result, nullptr);
+      void* tag = nullptr;
+      bool ok = false;
+      queue.Next(&tag, &ok);
+      return result;
     });
     if (!status.ok()) return status;
     switch (response.status()) {
-      case grpc::health::v1::HealthCheckResponse::SERVING:
+      case health::HealthCheckResponse::SERVING:
         return ServingStatus::kServing;
-      case grpc::health::v1::HealthCheckResponse::NOT_SERVING:
+      case health::HealthCheckResponse::NOT_SERVING:
         return ServingStatus::kNotServing;
       default:
         return ServingStatus::kUnknown;
@@ -323,7 +334,7 @@ class GrpcConnection : public Connection {
   const std::shared_ptr<RetryBudget> budget_;
   const std::shared_ptr<v1::ImageGeneration::Stub> stub_;
   const std::unique_ptr<v1::ModelAdmin::Stub> admin_;
-  const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
+  grpc::TemplatedGenericStub<health::HealthCheckRequest, health::HealthCheckResponse> health_;
 };
 
 absl::StatusOr<std::string> ReadFile(const char* option, const std::string& path) {

@@ -46,40 +46,42 @@ class StreamCall {
 /// Standard health: SERVING, or why not.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2 };
 
-/// What a Client needs of a server, or of several that are the same; tests implement it.
-/// Implementations are thread-safe. Errors are the server's, with details (denoised/error.h), or
-/// UNAVAILABLE, DEADLINE_EXCEEDED and CANCELLED.
+/// The calls that a Client makes to a server, or to several that are the same. Implementations are
+/// thread-safe. Errors are the server's, with details (denoised/error.h), or UNAVAILABLE,
+/// DEADLINE_EXCEEDED and CANCELLED.
+///
+/// For tests: denoised/mock_connection.h, or a class of your own. A call that it does not override
+/// returns UNIMPLEMENTED, so a new call in a later version breaks no such class.
 class Connection {
  public:
   virtual ~Connection() = default;
   virtual absl::StatusOr<GenerationResult> Generate(const Generation& generation,
-                                                    const CallOptions& options) = 0;
+                                                    const CallOptions& options);
   /// Never null; a call that cannot be made tells its listener so. A stream that breaks is begun
   /// again with the same seed and request_id, and tells its listener only what is new.
   virtual std::unique_ptr<StreamCall> StreamGenerate(const Generation& generation,
                                                      const std::optional<PreviewOptions>& preview,
                                                      StreamListener listener,
-                                                     const CallOptions& options) = 0;
+                                                     const CallOptions& options);
   /// The events of a job after `after_sequence` that the server keeps, then as they happen. Never
   /// null.
   virtual std::unique_ptr<StreamCall> WatchJob(const std::string& request_id,
                                                uint64_t after_sequence, StreamListener listener,
-                                               const CallOptions& options) = 0;
-  virtual absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) = 0;
+                                               const CallOptions& options);
+  virtual absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options);
   virtual absl::StatusOr<std::vector<Job>> ListJobs(const JobQuery& query,
-                                                    const CallOptions& options) = 0;
-  virtual absl::StatusOr<Job> CancelJob(const std::string& request_id,
-                                        const CallOptions& options) = 0;
-  virtual absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options) = 0;
-  virtual absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options) = 0;
-  virtual absl::Status UnloadModel(const std::string& name, const CallOptions& options) = 0;
+                                                    const CallOptions& options);
+  virtual absl::StatusOr<Job> CancelJob(const std::string& request_id, const CallOptions& options);
+  virtual absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options);
+  virtual absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options);
+  virtual absl::Status UnloadModel(const std::string& name, const CallOptions& options);
   virtual absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
-                                         const CallOptions& options) = 0;
-  virtual absl::Status DeleteAlias(const std::string& alias, const CallOptions& options) = 0;
-  virtual absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options) = 0;
-  virtual absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options) = 0;
+                                         const CallOptions& options);
+  virtual absl::Status DeleteAlias(const std::string& alias, const CallOptions& options);
+  virtual absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options);
+  virtual absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options);
   virtual absl::StatusOr<ServingStatus> CheckHealth(const std::string& service,
-                                                    const CallOptions& options) = 0;
+                                                    const CallOptions& options);
 };
 
 /// Files in PEM, read by Connect.

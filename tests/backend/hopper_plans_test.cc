@@ -10,8 +10,8 @@
 
 #include "engine/backend/backend.h"
 #include "engine/backend/cuda/conv2d_sm90.h"
-#include "engine/backend/cuda/cuda_backend.h"
 #include "engine/backend/cuda/device.h"
+#include "tests/needs_gpu.h"
 
 /// Whatever the tuner or a launcher chooses, the bits are the same: every candidate for a launch,
 /// by itself, on a Hopper GPU. What is chosen from needs none.
@@ -117,10 +117,9 @@ class HopperPlansTest : public testing::Test {
  protected:
   void SetUp() override {
     cudaDeviceProp properties;
-    if (CudaDeviceCount() == 0 || cudaGetDeviceProperties(&properties, 0) != cudaSuccess ||
-        properties.major != 9) {
-      GTEST_SKIP() << "there is no Hopper GPU";
-    }
+    DENOISED_NEEDS_GPU();
+    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+    if (properties.major != 9) GTEST_SKIP() << "needs a GPU of compute capability 9.0";
     auto backend = OpenBackend({.device = "cuda"});  // loads the kernels
     ASSERT_TRUE(backend.ok()) << backend.status();
     backend_ = *std::move(backend);
@@ -349,10 +348,10 @@ void PrintTo(const NormCase& c, std::ostream* out) {
   *out << fmt::format("{}x{}x{}x{}x{}", c.images, c.height, c.width, c.channels, c.channels2);
 }
 
-class GroupNormsInOnePassTest : public HopperPlansTest,
+class HopperGroupNormTest : public HopperPlansTest,
                                 public testing::WithParamInterface<NormCase> {};
 
-TEST_P(GroupNormsInOnePassTest, GiveTheSameBits) {
+TEST_P(HopperGroupNormTest, GiveTheSameBits) {
   const NormCase& c = GetParam();
   for (const bool factors : {false, true}) {
     kept_.clear();
@@ -396,7 +395,7 @@ TEST_P(GroupNormsInOnePassTest, GiveTheSameBits) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, GroupNormsInOnePassTest, testing::ValuesIn(kNormCases),
+INSTANTIATE_TEST_SUITE_P(Shapes, HopperGroupNormTest, testing::ValuesIn(kNormCases),
                          testing::PrintToStringParamName());
 
 // Blocks of a team wait for each other, and two launches that each got half of the multiprocessors

@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "denoised/client.h"
+#include "denoised/mock_connection.h"
 #include "tests/client/fake_service.h"
-#include "tests/client/mock_connection.h"
 #include "tests/eventually.h"
 
 namespace denoised::client {
@@ -513,6 +513,39 @@ TEST(ClientTest, WorksOnAnyConnection) {
   const Client client(connection);
   EXPECT_EQ(client.Generate({.count = 3})->params.count, 3);
   EXPECT_EQ(client.GetModel("cats").status().message(), "no cats");
+}
+
+TEST(ClientTest, CallsThatAConnectionLacksAreUnimplemented) {
+  class Bare : public Connection {};
+  const Client client(std::make_shared<Bare>());
+  std::optional<absl::Status> done;
+  const StreamListener listener = {.on_done = [&done](const absl::Status& s) { done = s; }};
+  const auto streamed = client.StreamGenerate({}, {}, listener);
+  EXPECT_EQ(streamed->Wait(), done);
+  const absl::Status statuses[] = {
+      client.Generate({}).status(),
+      streamed->Wait(),
+      client.WatchJob("id", 0, listener)->Wait(),
+      client.GetJob("id").status(),
+      client.ListJobs().status(),
+      client.CancelJob("id").status(),
+      client.GetServerInfo().status(),
+      client.LoadModel({}).status(),
+      client.UnloadModel("name"),
+      client.SetAlias("alias", "name").status(),
+      client.DeleteAlias("alias"),
+      client.ListModels().status(),
+      client.GetModel("name").status(),
+      client.CheckHealth("").status(),
+  };
+  for (const absl::Status& status : statuses) EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+  EXPECT_THAT(std::string(client.GetJob("id").status().message()), HasSubstr("GetJob"));
+}
+
+TEST(ClientTest, AMockedStreamThatNoTestExpectsIsAnError) {
+  testing::NiceMock<MockConnection> mock;
+  EXPECT_TRUE(absl::IsUnimplemented(mock.StreamGenerate({}, {}, {}, {})->Wait()));
+  EXPECT_TRUE(absl::IsUnimplemented(mock.WatchJob("id", 0, {}, {})->Wait()));
 }
 
 TEST(NamesTest, RoundTrip) {

@@ -9,8 +9,8 @@
 #include <cstring>
 #include <thread>
 
-#include "google/rpc/error_details.pb.h"
-#include "google/rpc/status.pb.h"
+#include "denoised/rpc/error_details.pb.h"
+#include "denoised/rpc/status.pb.h"
 
 namespace denoised::client {
 namespace {
@@ -22,15 +22,21 @@ constexpr int kEvaluations = 4;
 template <typename... Details>
 grpc::Status WithDetails(grpc::StatusCode code, const std::string& message,
                          const Details&... details) {
-  google::rpc::Status status;
+  rpc::Status status;
   status.set_code(code);
   status.set_message(message);
-  (status.add_details()->PackFrom(details), ...);
+  const auto add = [&status](const google::protobuf::Message& detail) {
+    google::protobuf::Any* any = status.add_details();
+    // Not PackFrom: the name on the wire is the published one, that of our copy is not.
+    any->set_type_url("type.googleapis.com/google.rpc." + detail.GetDescriptor()->name());
+    any->set_value(detail.SerializeAsString());
+  };
+  (add(details), ...);
   return grpc::Status(code, message, status.SerializeAsString());
 }
 
-google::rpc::ErrorInfo Info(const std::string& reason) {
-  google::rpc::ErrorInfo info;
+rpc::ErrorInfo Info(const std::string& reason) {
+  rpc::ErrorInfo info;
   info.set_reason(reason);
   info.set_domain("denoised");
   return info;
@@ -122,7 +128,7 @@ v1::Image Draw(const v1::EffectiveParams& params, int index, v1::ImageFormat for
 }  // namespace
 
 grpc::Status InvalidFields(const std::vector<std::pair<std::string, std::string>>& violations) {
-  google::rpc::BadRequest bad_request;
+  rpc::BadRequest bad_request;
   for (const auto& [field, description] : violations) {
     auto* violation = bad_request.add_field_violations();
     violation->set_field(field);
@@ -133,7 +139,7 @@ grpc::Status InvalidFields(const std::vector<std::pair<std::string, std::string>
 }
 
 grpc::Status QueueFull(std::chrono::milliseconds retry_after) {
-  google::rpc::RetryInfo retry;
+  rpc::RetryInfo retry;
   retry.mutable_retry_delay()->set_seconds(retry_after.count() / 1000);
   retry.mutable_retry_delay()->set_nanos(retry_after.count() % 1000 * 1'000'000);
   return WithDetails(grpc::StatusCode::RESOURCE_EXHAUSTED, "the queue is full", retry,

@@ -9,11 +9,11 @@
 #include <mutex>
 #include <thread>
 
-#include "engine/backend/cuda/cuda_backend.h"
 #include "engine/device_engine.h"
 #include "tests/batching/simulated_backend.h"
 #include "tests/engine/busy_gpu.h"
 #include "tests/engine/submit.h"
+#include "tests/needs_gpu.h"
 
 namespace denoised {
 namespace {
@@ -234,7 +234,7 @@ TEST(SeveralDevices, MustBeOfOneKindAndNamedOnce) {
 /// On a machine with two GPUs. A kernel that fails there is no subject of this test: CUDA then
 /// fails on every GPU of the process (docs/scaling.md).
 TEST(SeveralDevices, AGpuThatHangsLeavesItsImagesToTheOther) {
-  if (CudaDeviceCount() < 2) GTEST_SKIP() << "there are no two GPUs";
+  if (CudaDeviceCount() < 2) GTEST_SKIP() << "needs a GPU beside another";
   constexpr int kJobs = 24;
   std::vector<std::map<int, std::vector<float>>> alone;
   {

@@ -1,4 +1,4 @@
-#include "server/catalog.h"
+#include "server/models/catalog.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 #include <future>
 #include <thread>
 
-#include "server/metrics.h"
+#include "server/telemetry/metrics.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/fake_engine.h"
 

@@ -4,15 +4,14 @@
 #include <cstdlib>
 #include <limits>
 
-#include "engine/backend/cpu/host.h"
+#include "engine/core/available_cores.h"
 
 namespace denoised::cpu {
 
 int Threads() {
-  // A quota that changes later is not followed: scratch and the division of work are sized by this.
   static const int useful = std::getenv("OMP_NUM_THREADS") != nullptr
                                 ? std::numeric_limits<int>::max()
-                                : UsefulThreads(omp_get_num_procs(), ReadCpuQuota());
+                                : AvailableCores();
   return std::min(omp_get_max_threads(), useful);
 }
 

@@ -7,8 +7,8 @@
 
 namespace denoised::cpu {
 
-/// Threads that ParallelFor uses: OpenMP's limit for the calling thread, and no more than the
-/// process's CPU quota is good for, unless OMP_NUM_THREADS says how many.
+/// Threads that ParallelFor uses: OMP_NUM_THREADS where it is set, else OpenMP's limit for the
+/// calling thread and at most AvailableCores().
 int Threads();
 
 /// The calling thread's number, below Threads().
