@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/batching/job.h"
 #include "engine/core/class_condition.h"
 #include "engine/core/notify.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
+#include "engine/job.h"
 #include "engine/sampling/sampler.h"
 
 /// The public door of the engine. It knows no gRPC and no protobuf and can be used as a library:
