@@ -203,8 +203,11 @@ void Evaluator::Resume(int slot, const Start& start, int evaluations_done, const
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
-  const int bucket =
-      *std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
+  const auto padded_to =
+      std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
+  DENOISED_CHECK(padded_to != buckets_.end(), "{} rows, at most {}", rows.size(),
+                 options_.max_rows);
+  const int bucket = *padded_to;
   std::vector<EvaluationRow> padded(rows.begin(), rows.end());
   padded.resize(bucket, kPadding);
   const bool same =

@@ -16,7 +16,7 @@
 
 #include "engine/batching/admission.h"
 #include "engine/batching/evaluator.h"
-#include "engine/batching/job.h"
+#include "engine/job.h"
 
 namespace denoised {
 

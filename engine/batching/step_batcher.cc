@@ -1,7 +1,10 @@
 #include "engine/batching/step_batcher.h"
 
 #include <algorithm>
-#include <thread>
+#include <set>
+#include <string_view>
+
+#include "engine/batching/first_reached.h"
 
 namespace denoised {
 namespace {
@@ -429,17 +432,18 @@ absl::Status StepBatcher::Launch(Lane& lane) {
   return absl::OkStatus();
 }
 
-/// Waits for the evaluation that ends next; those of one model end in their order.
+/// Waits for the evaluation that ends next. Those of one model end in their order.
 absl::StatusOr<StepBatcher::Evaluated> StepBatcher::NextToEnd() {
-  auto next = evaluated_.begin();
-  const bool several = std::any_of(next, evaluated_.end(), [&](const Evaluated& evaluated) {
-    return evaluated.model != next->model;
-  });
-  while (several && !next->end->reached()) {
-    if (++next != evaluated_.end()) continue;
-    next = evaluated_.begin();
-    std::this_thread::yield();
+  // The oldest of each model.
+  std::vector<Marker*> ends;
+  std::vector<size_t> indices;
+  std::set<std::string_view> models;
+  for (size_t i = 0; i < evaluated_.size(); ++i) {
+    if (!models.insert(evaluated_[i].model).second) continue;
+    ends.push_back(evaluated_[i].end.get());
+    indices.push_back(i);
   }
+  const auto next = evaluated_.begin() + static_cast<std::ptrdiff_t>(indices[FirstReached(ends)]);
   DENOISED_RETURN_IF_ERROR(next->end->Wait());
   Evaluated evaluated = std::move(*next);
   evaluated_.erase(next);

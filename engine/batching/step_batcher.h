@@ -10,8 +10,8 @@
 
 #include "engine/batching/admission.h"
 #include "engine/batching/evaluator.h"
-#include "engine/batching/job.h"
 #include "engine/batching/job_queue.h"
+#include "engine/job.h"
 
 namespace denoised {
 

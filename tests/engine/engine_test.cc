@@ -512,7 +512,7 @@ TEST(Memory, AModelThatDoesNotFitIsRefusedWithWhatItNeedsAndWhatIsFree) {
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_THAT(
       std::string(status.message()),
-      AllOf(HasSubstr("3940801 parameters need 15763204 bytes"), HasSubstr("10000000 are free")));
+      AllOf(HasSubstr("3940801 parameters need 15759748 bytes"), HasSubstr("10000000 are free")));
 }
 
 /// The shipped model on a device that fails when told to.
@@ -600,6 +600,21 @@ TEST_F(FailingDevice, AnEvaluationThatDoesNotReturnIsAnError) {
   }
   ExpectAllTold({first, second, third}, "did not return within 1 s");
   Release();  // what the device does later, nobody hears: OnDone came already, and once
+}
+
+TEST_F(FailingDevice, ALoadThatDoesNotReturnIsAnError) {
+  Open(/*watchdog_seconds=*/1);
+  {
+    std::lock_guard lock(mutex_);
+    hang_ = true;  // the warm-up
+  }
+  const absl::Status opened = engine_->Open("second", kDigits);
+  constexpr char kWhy[] = "a part of loading or removing a model did not return within 1 s";
+  EXPECT_EQ(opened.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(opened.message()), HasSubstr(kWhy));
+  EXPECT_EQ(engine_->Find("second")->state, ModelState::kFailed);
+  ExpectAllTold({}, kWhy);
+  EXPECT_TRUE(engine_->Close("digits").ok()) << "it asks nothing of a lost device";
 }
 
 TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {
