@@ -273,8 +273,8 @@ class Backend {
   // Order.
   /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph. Where
   /// there are no graphs (CPU) its ops are only checked now and `body` runs at each Launch(): what
-  /// it refers to must outlive the graph too. `body` may be run twice, and what its convolutions,
-  /// linears and group norms write may be overwritten now: see BackendOptions::autotune.
+  /// it refers to must outlive the graph too. `body` may be run twice, and what its ops write may be
+  /// overwritten now, but for slots: see BackendOptions::autotune.
   virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) = 0;
   virtual void Launch(Graph& graph) = 0;
   virtual std::unique_ptr<Marker> Mark() = 0;
@@ -290,8 +290,8 @@ struct BackendOptions {
   bool fp32 = false;            // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: the kernels for any chip from compute capability 8.0 on, also where there are better.
   bool generic_kernels = false;
-  /// CUDA, on Hopper: Capture() first measures which of the kernels that give the same bits is the
-  /// fastest for a shape, where that is not known.
+  /// CUDA: Capture() first measures which of the kernels that give the same bits is the fastest for
+  /// a shape, where that is not known.
   bool autotune = false;
   std::string autotune_cache;  // directory that keeps what was measured; empty: it is forgotten
   Notify notify;               // on the thread that uses the backend; may be empty
