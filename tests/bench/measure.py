@@ -85,7 +85,7 @@ class Session:
         return worker
 
     def python(self, name, script, *flags, **environment):
-        return self.start(name, [self.args.python, HERE / script, *flags], **environment)
+        return self.start(name, [self.args.python, ROOT / "tests" / script, *flags], **environment)
 
     def stop(self, *workers):
         for worker in workers:
@@ -145,7 +145,7 @@ def models(session):
     limits = {"TORCHINDUCTOR_COMPILE_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
 
     def start_peers(some, way):
-        return {shape: session.python(f"{shape[0]}-{shape[1]}-{way}", "peer_model.py",
+        return {shape: session.python(f"{shape[0]}-{shape[1]}-{way}", "bench/peer_model.py",
                                       f"--model={shape[0]}", f"--rows={shape[1]}", f"--way={way}",
                                       f"--device={args.device}", **limits) for shape in some}
 
@@ -277,7 +277,7 @@ def digits(session):
     modes = {"eager": "PyTorch eager", "graph": "PyTorch eager, UNet in a graph",
              "compile": "torch.compile, all in one graph"} if on_gpu else {
                  "eager": "PyTorch eager", "compile": "torch.compile"}
-    peer = session.python("digits-peer", "../reference/torch_mnist_bench.py", "--turns",
+    peer = session.python("digits-peer", "reference/torch_mnist_bench.py", "--turns",
                           f"--device={args.device}", f"--count={DIGITS}",
                           f"--dtype={'bfloat16' if on_gpu else 'float32'}", *threads, **environment)
     bench = session.start("denoised-digits", [
@@ -349,7 +349,7 @@ def ops(session):
     shapes = list(dict.fromkeys(name.split("/", 1)[1] for name in names))
     of_name = {name: shapes.index(name.split("/", 1)[1]) % count for name in names}
     threads = max(1, (os.cpu_count() or 1) // count)
-    peers = [session.python(f"ops-{i}", "peer_ops.py", f"--lock={lock}",
+    peers = [session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={lock}",
                             f"--search-seconds={args.search_seconds}",
                             TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
                             OMP_NUM_THREADS=f"{threads}") for i in range(count)]
@@ -440,7 +440,7 @@ def clocks(session):
     args = session.args
     shape = args.clocks_op
     # PyTorch keeps what its autotuner chose, so that each limit has a process of its own.
-    peers = {limit: session.python(f"clocks-{limit}", "peer_ops.py", "--search-seconds=40",
+    peers = {limit: session.python(f"clocks-{limit}", "bench/peer_ops.py", "--search-seconds=40",
                                    f"--lock={session.out / 'gpu.lock'}") for limit in (0, 10)}
     ours = {warm: session.start(f"clocks-ours-{warm}", [
         session.program("backend-throughput"), f"--device={args.device}", "--turns",

@@ -30,7 +30,8 @@ class Worker:
         except OSError as error:
             self.process, self.error = None, f"{name}: {error}"
             return
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self):
         for line in self.process.stdout:
@@ -74,6 +75,7 @@ class Worker:
 
     def close(self):
         if self.process is None:
+            self.log.close()
             return
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -82,6 +84,8 @@ class Worker:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.reader.join(timeout=10)
+        self.process.stdout.close()
         self.log.close()
 
 
