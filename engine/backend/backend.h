@@ -21,7 +21,7 @@
 ///
 /// Ops only enqueue. They return nothing: shapes were validated when the model was loaded, so a
 /// wrong one is a bug (CHECK); what the device reports is kept and returned by status(). A backend
-/// belongs to the one thread that owns the device.
+/// belongs to the one thread that owns the device, except inside ForEachPart().
 
 namespace denoised {
 
@@ -201,6 +201,13 @@ class Graph {
   virtual ~Graph() = default;
 };
 
+/// How the rows of an evaluation are divided over the threads of a backend.
+struct RowSplit {
+  int apart = 0;    // rows [0, apart) are computed in parts, the others together by all threads
+  int part = 0;     // rows of the largest part
+  int workers = 1;  // parts that are computed at one time
+};
+
 struct BackendMemory {
   size_t total = 0, free = 0;  // bytes on the device
 };
@@ -269,6 +276,19 @@ class Backend {
   virtual void BeginSlot(const BeginSlotArgs& args) = 0;
   virtual void Gather(const GatherArgs& args) = 0;
   virtual void Advance(const AdvanceArgs& args) = 0;
+
+  // Rows. A CPU is fastest when each thread takes rows of its own through all ops: the rows stay in
+  // the core's cache, and threads wait for each other once an evaluation instead of once an op.
+  /// How an evaluation of `rows` rows should be divided. A row has the same bits either way.
+  virtual RowSplit SplitRows(int /*rows*/) const { return {}; }
+  /// Calls body(begin, count, worker) for parts of at most split.part rows that make up rows
+  /// [0, split.apart), in any order, from up to split.workers threads, each with its own `worker`
+  /// < split.workers. The body may call ops that write memory of its rows or its worker. Returns
+  /// when all calls have returned.
+  virtual void ForEachPart(const RowSplit& split,
+                           const std::function<void(int begin, int count, int worker)>& body) {
+    if (split.apart > 0) body(0, split.apart, 0);
+  }
 
   // Order.
   /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph. Where
