@@ -337,6 +337,17 @@ def server_for(session, environment):
             yield server
 
 
+def libraries_of(python):
+    """The environment in which a program finds the cuBLASLt that PyTorch brings, if it brings one."""
+    find = ("import glob, nvidia; "
+            "print([f for p in nvidia.__path__ for f in glob.glob(p + '/*/lib/libcublasLt.so*')][0])")
+    done = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {}
+    folders = [str(pathlib.Path(done.stdout.strip()).parent), os.environ.get("LD_LIBRARY_PATH")]
+    return {"LD_LIBRARY_PATH": ":".join(filter(None, folders))}
+
+
 def ops(session):
     args = session.args
     program = [sys.executable, args.fake] if args.fake else [session.program("backend-throughput")]
@@ -355,7 +366,8 @@ def ops(session):
                             OMP_NUM_THREADS=f"{threads}") for i in range(count)]
     ours = session.start("backend-throughput", [session.program("backend-throughput"),
                                                 f"--device={args.device}", "--turns"])
-    linear = session.start("cublaslt-search", [session.program("cublaslt-search"), "--turns"])
+    linear = session.start("cublaslt-search", [session.program("cublaslt-search"), "--turns"],
+                           **libraries_of(args.python))
     our_ready = ready(ours, START_SECONDS)
     peer_ready = [ready(peer, START_SECONDS) for peer in peers][0] | {
         "cublaslt": ready(linear, START_SECONDS).get("cublaslt")}
