@@ -187,7 +187,10 @@ void Server::State::Announce() const {
                         {"address", WithPort(config.listen, acceptor->port())},
                         {"device", info.DeviceNames()},
                         {"device_description", engine->Devices().front().description},
-                        {"models", static_cast<int>(config.models.size())}};
+                        {"models", static_cast<int>(config.models.size())},
+                        {"admins", !config.admin              ? "nobody"
+                                   : EverybodyIsAdmin(config) ? "everybody"
+                                                              : "clients with \"admin\": true"}};
   if (http) {
     fields.push_back(
         {"metrics", "http://" + WithPort(config.metrics_listen, http->port()) + "/metrics"});
@@ -282,8 +285,9 @@ Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
                                                       std::unique_ptr<Engine> engine) {
-  DENOISED_ASSIGN_OR_RETURN(auto clients,
-                            Clients::Open(config.security.clients, config.security.refresh));
+  DENOISED_ASSIGN_OR_RETURN(
+      auto clients,
+      Clients::Open(config.security.clients, config.security.refresh, EverybodyIsAdmin(config)));
   auto state = std::make_unique<State>(config, std::move(engine), std::move(clients));
   DENOISED_ASSIGN_OR_RETURN(
       const auto credentials,

@@ -24,6 +24,7 @@ ROOMS = [
     ("engine/models/", "models"),
     ("engine/batching/", "batching"),
     ("engine/engine.h", "engine.h"),
+    ("engine/job.h", "job.h"),  # the other half of the door, which batching/ implements
     ("server/version.h", "server version"),  # generated
     ("server/status/", "server status"),
     ("server/telemetry/", "telemetry"),
@@ -38,7 +39,8 @@ ROOMS = [
     ("denoised/v1/", "proto"),  # generated from proto/
     ("inference/", "proto"),
     ("google/rpc/", "proto"),
-    ("grpc/health/", "proto"),
+    ("denoised/rpc/", "proto"),  # the client's copies of google/rpc/ and grpc/health/
+    ("denoised/health/", "proto"),
     ("denoised/", "client"),  # client/denoised/, as an installed client is included
     ("command/", "client"),  # client/command/
     ("grpc", "gRPC"),
@@ -65,9 +67,10 @@ ALLOWED = {
     "sampling": {"core"},
     "nn": {"core", "backend", "io"},
     "models": {"core", "backend", "io", "nn"},
-    "batching": {"core", "backend", "io", "nn", "models", "sampling"},
-    "engine.h": {"core", "sampling", "batching"},
-    "engine": {"core", "backend", "io", "nn", "models", "sampling", "batching", "engine.h"},
+    "job.h": {"core", "sampling"},
+    "batching": {"core", "backend", "io", "nn", "models", "sampling", "job.h"},
+    "engine.h": {"core", "sampling", "job.h"},
+    "engine": {"core", "backend", "io", "nn", "models", "sampling", "batching", "engine.h", "job.h"},
     "server status": {"core", "engine.h", "proto", "gRPC"},
     "telemetry": {"core", "engine.h", "proto", "gRPC", "prometheus-cpp", "civetweb", "server status"},
     "encoding": {"core"},
@@ -152,6 +155,8 @@ class IncludeDirections(unittest.TestCase):
             ("engine/engine.cc", '#include "denoised/v1/image_generation.pb.h"'),
             ("engine/engine.cc", "#include <google/protobuf/message.h>"),
             ("engine/engine.h", '#include "engine/models/unet2d.h"'),
+            ("engine/engine.h", '#include "engine/batching/job_queue.h"'),
+            ("engine/job.h", '#include "engine/batching/admission.h"'),
             ("server/main.cc", '#include "engine/batching/step_batcher.h"'),
             ("server/main.cc", '#include "engine/resolve.h"'),
             ("server/main.cc", '#include "command/terminal.h"'),

@@ -23,8 +23,6 @@ class Calls {
  public:
   Calls(const Clients* clients, Metrics* metrics) : clients_(clients), metrics_(metrics) {}
 
-  /// Whether the caller may see and change what belongs to others.
-  bool IsAdmin(const Caller& caller) const { return clients_->IsAdmin(caller); }
   /// False when calls were still running at `deadline`.
   bool WaitForNone(std::chrono::steady_clock::time_point deadline);
 

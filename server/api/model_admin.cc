@@ -16,9 +16,9 @@
 namespace denoised {
 namespace {
 
-/// Whether the caller may change the models: an admin, where it is known who calls.
-grpc::Status Authorize(bool is_admin, const Caller& caller) {
-  if (is_admin) return grpc::Status::OK;
+/// Only admins may change the models.
+grpc::Status Authorize(const Caller& caller) {
+  if (caller.admin) return grpc::Status::OK;
   return ToGrpcStatus(
       absl::PermissionDeniedError(fmt::format(
           "client \"{}\" may not change models; give it \"admin\": true in the file of clients",
@@ -59,7 +59,7 @@ grpc::ServerUnaryReactor* ModelAdminService::Post(grpc::CallbackServerContext* c
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const auto record = std::make_shared<CallRecord>(calls_, method, context);
   threads_.Post(Priority::kNormal, [this, reactor, record, work = std::move(work)] {
-    grpc::Status status = Authorize(calls_->IsAdmin(record->caller()), record->caller());
+    grpc::Status status = Authorize(record->caller());
     if (status.ok() && drain_->draining()) {
       status = ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");
     }

@@ -105,9 +105,16 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
 };
 
 /// Whether the caller may ask for it; `before` is what the token says.
-grpc::Status CheckListJobs(const v1::ListJobsRequest& request, bool is_admin, const Caller& caller,
+grpc::Status CheckListJobs(const v1::ListJobsRequest& request, const Caller& caller,
                            uint64_t* before) {
-  if (request.all_clients() && !is_admin) {
+  if (caller.anonymous() && !caller.admin) {
+    return ToGrpcStatus(
+        absl::PermissionDeniedError(
+            "callers without a name may not list jobs, as the ids of all of them would be told; "
+            "ask for a job by its request_id, or ask the server's operator for a token"),
+        reason::kNotAdmin, "");
+  }
+  if (request.all_clients() && !caller.admin) {
     return ToGrpcStatus(
         absl::PermissionDeniedError(fmt::format(
             "all_clients: client \"{}\" sees its own jobs alone; leave all_clients out, or give it "
@@ -184,8 +191,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerC
   // There may be many to look through.
   context_.workers->Post(Priority::kNormal, [=, this] {
     uint64_t before = std::numeric_limits<uint64_t>::max();
-    grpc::Status status = CheckListJobs(*request, context_.calls->IsAdmin(record->caller()),
-                                        record->caller(), &before);
+    grpc::Status status = CheckListJobs(*request, record->caller(), &before);
     if (status.ok()) {
       std::optional<std::string> client;
       if (!request->all_clients()) client = record->caller().name;

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "absl/strings/escaping.h"
+#include "server/security/job_id.h"
 #include "server/status/quote.h"
 #include "server/status/status_details.h"
-#include "server/telemetry/trace_context.h"
 
 namespace denoised {
 namespace {
@@ -80,17 +80,22 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
   const bool named = IsRequestId(params.request_id());
   Entry entry;
   if (named) entry.asked = Asked(request);
+  const absl::StatusOr<std::string> id = named ? params.request_id() : MakeJobId();
+  if (!id.ok()) {
+    *refusal = ToGrpcStatus(id.status(), reason::kServerError, "");
+    return nullptr;
+  }
   const bool survives = params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
-  const auto generation = std::make_shared<Generation>(
-      context_, this,
-      Generation::Origin{.caller = request.caller,
-                         .peer = request.peer,
-                         .traceparent = request.traceparent,
-                         .request_id = named ? params.request_id() : RandomHex(16),
-                         .arrival = request.arrival,
-                         .deadline = request.deadline,
-                         .survives = survives,
-                         .kept = named || survives});
+  const auto generation =
+      std::make_shared<Generation>(context_, this,
+                                   Generation::Origin{.caller = request.caller,
+                                                      .peer = request.peer,
+                                                      .traceparent = request.traceparent,
+                                                      .request_id = *id,
+                                                      .arrival = request.arrival,
+                                                      .deadline = request.deadline,
+                                                      .survives = survives,
+                                                      .kept = named || survives});
   entry.generation = generation;
   {
     MutexLock lock(&mutex_);
