@@ -61,7 +61,7 @@ class Metrics : public EngineObserver {
   void Retain(const std::set<std::string>& models, Clock::time_point now = Clock::now());
   static constexpr std::chrono::minutes kRetention{10};
 
-  /// All series, but for those of ServingSnapshot and ProcessSnapshot.
+  /// All series of this class.
   std::vector<prometheus::MetricFamily> Collect() const { return registry_.Collect(); }
 
  private:

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "server/status/model_name.h"
+#include "server/telemetry/log.h"
 #include "server/telemetry/metrics.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
