@@ -44,6 +44,7 @@ MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
 # Where max-autotune has been faster than torch.compile as it is. It takes two to five minutes.
 AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256"
 DIGITS, DIGIT_STEPS = 16, 10
+LOCK = pathlib.Path(tempfile.gettempdir()) / "denoised-bench.lock"
 START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 120  # that a worker may take
 
 
@@ -217,8 +218,7 @@ class Requests:
 
     def __init__(self, session, server):
         self.session, self.server, self.seed = session, server, 0
-        self.out = session.out / "digits"
-        self.out.mkdir(parents=True, exist_ok=True)
+        self.out = server.options.work
 
     def ask(self, verb, _name, seconds):
         times = []
@@ -355,13 +355,12 @@ def ops(session):
     listed = subprocess.run([*program, "--list"], check=True, capture_output=True,
                             text=True).stdout.split()
     names = [name for name in listed if args.ops in name]
-    lock = session.out / "gpu.lock"
     count = min(args.processes, len(names))
     # An op of a shape goes where the same convolution was searched.
     shapes = list(dict.fromkeys(name.split("/", 1)[1] for name in names))
     of_name = {name: shapes.index(name.split("/", 1)[1]) % count for name in names}
     threads = max(1, (os.cpu_count() or 1) // count)
-    peers = [session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={lock}",
+    peers = [session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={LOCK}",
                             f"--search-seconds={args.search_seconds}",
                             TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
                             OMP_NUM_THREADS=f"{threads}") for i in range(count)]
@@ -454,7 +453,7 @@ def clocks(session):
     shape = args.clocks_op
     # PyTorch keeps what its autotuner chose, so that each limit has a process of its own.
     peers = {limit: session.python(f"clocks-{limit}", "bench/peer_ops.py", "--search-seconds=40",
-                                   f"--lock={session.out / 'gpu.lock'}") for limit in (0, 10)}
+                                   f"--lock={LOCK}") for limit in (0, 10)}
     ours = {warm: session.start(f"clocks-ours-{warm}", [
         session.program("backend-throughput"), f"--device={args.device}", "--turns",
         f"--warm-up={warm}"]) for warm in (0, 1)}
