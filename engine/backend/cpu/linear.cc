@@ -8,8 +8,11 @@
 namespace denoised::cpu {
 
 CpuLinear::CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias,
-                     int out, int in)
-    : engine_(std::move(engine)), bias_(std::move(bias)), plain_weight_(std::move(weight_oi)) {
+                     int out, int in, DType dtype)
+    : engine_(std::move(engine)),
+      dtype_(dtype),
+      bias_(std::move(bias)),
+      plain_weight_(std::move(weight_oi)) {
   out_features = out;
   in_features = in;
 }
@@ -24,8 +27,9 @@ const float* CpuLinear::PlainWeight() const {
 Convolution& CpuLinear::OverTokens() const {
   std::lock_guard lock(mutex_);
   if (!over_tokens_) {
+    plain_in_use_ |= dtype_ != DType::kF32;  // they cannot be recovered from rounded ones
     over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
-                         out_features, in_features, 1);
+                         out_features, in_features, 1, dtype_);
   }
   return *over_tokens_;
 }
