@@ -7,10 +7,10 @@
 #include <ostream>
 #include <string>
 
-#include "server/acceptor.h"
-#include "server/clients.h"
-#include "server/credentials.h"
-#include "server/metrics.h"
+#include "server/security/acceptor.h"
+#include "server/security/clients.h"
+#include "server/security/credentials.h"
+#include "server/telemetry/metrics.h"
 
 namespace denoised {
 namespace {

@@ -9,8 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "server/clients.h"
-#include "server/name.h"
+#include "server/security/clients.h"
+#include "server/status/name.h"
 #include "server/version.h"
 
 namespace denoised {
@@ -234,12 +234,11 @@ absl::Status CheckSecurity(const Config& config) {
         "--clients needs TLS, since anybody on the way could read the tokens; give --tls-cert and "
         "--tls-key too");
   }
-  if (config.admin && security.clients.empty() && !IsLoopback(config.listen)) {
+  if (config.admin && security.clients.empty() && !EverybodyIsAdmin(config)) {
     return InvalidArgument(
-        "--admin on {} would let everybody change the models; say with --clients who may, or "
-        "listen "
-        "on 127.0.0.1",
-        config.listen);
+        "--admin=on has no admins on {}{}; name them in --clients with \"admin\": true{}",
+        config.listen, security.tls_client_ca.empty() ? "" : " with --tls-client-ca",
+        security.tls_client_ca.empty() ? ", or listen on 127.0.0.1" : "");
   }
   return absl::OkStatus();
 }
@@ -289,6 +288,11 @@ bool IsLoopback(const std::string& address) {
   // Not every name that begins with "127." is of this machine.
   if (inet_pton(AF_INET, host.c_str(), &numeric) == 1) return ntohl(numeric.s_addr) >> 24 == 127;
   return host == "localhost" || host == "[::1]";
+}
+
+bool EverybodyIsAdmin(const Config& config) {
+  return config.admin && IsLoopback(config.listen) && config.security.clients.empty() &&
+         config.security.tls_client_ca.empty();
 }
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
@@ -410,8 +414,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->group("Security");
   app.add_option("--admin", admin,
-                 "Offer ModelAdmin, to load and unload models: \"on\", \"off\", or \"auto\", on "
-                 "loopback and with --clients, for clients with \"admin\"")
+                 "Let admins load and unload models: \"on\", \"off\", or \"auto\", where there are "
+                 "admins. Admins are the clients with \"admin\": true in --clients. Without "
+                 "--clients and --tls-client-ca, everybody is an admin on a loopback address and "
+                 "nobody on others. Give \"off\" or --clients behind a proxy on this machine: all "
+                 "its callers come from loopback")
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->group("Security");
 
@@ -430,7 +437,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                "On a Hopper GPU, compute with the kernels that every chip can run")
       ->group("Engine");
   AddChoice<bool>(&app, "--autotune", &config.engine.autotune, {{"on", true}, {"off", false}}, "on",
-                  "On a Hopper GPU, measure which kernels are the fastest for a model's shapes "
+                  "On a GPU, measure which kernels are the fastest for a model's shapes "
                   "when it is first loaded: \"on\" or \"off\". Images do not depend on it")
       ->group("Engine");
   app.add_option("--autotune-cache", autotune_cache,
@@ -608,8 +615,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   config.engine.autotune_cache = autotune_cache == "auto" ? CacheDirectory() : autotune_cache;
   const bool loopback = IsLoopback(config.listen);
   config.reflection = reflection == "on" || (reflection == "auto" && loopback);
-  config.admin =
-      admin == "on" || (admin == "auto" && (loopback || !config.security.clients.empty()));
+  config.admin = admin != "off";
+  if (admin == "auto" && config.security.clients.empty()) config.admin = EverybodyIsAdmin(config);
   config.grace = milliseconds(grace);
   config.lame_duck = milliseconds(lame_duck);
   config.reload_models = milliseconds(reload_models);

@@ -8,7 +8,7 @@
 
 #include "engine/core/status.h"
 #include "engine/engine.h"
-#include "server/log.h"
+#include "server/telemetry/log.h"
 
 namespace denoised {
 
@@ -91,6 +91,9 @@ struct CommandLine {
 
 /// Whether only this machine can connect to `address`, a host:port.
 bool IsLoopback(const std::string& address);
+/// Whether every caller is an admin: the server listens on loopback alone and tells no callers
+/// apart, by a file of clients or by certificates. See Clients for why.
+bool EverybodyIsAdmin(const Config& config);
 
 /// Reads flags, the environment (DENOISED_MAX_ROWS for --max-rows) and the JSON file of --config,
 /// the first of them wins. InvalidArgument or NotFound names the flag, its value and the remedy, of

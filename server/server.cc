@@ -15,22 +15,22 @@
 #include <utility>
 #include <vector>
 
-#include "server/acceptor.h"
-#include "server/catalog.h"
-#include "server/client_load.h"
-#include "server/clients.h"
-#include "server/credentials.h"
-#include "server/health.h"
-#include "server/inference_service.h"
-#include "server/jobs.h"
-#include "server/log.h"
-#include "server/metrics.h"
-#include "server/model_admin.h"
-#include "server/server_info.h"
-#include "server/service.h"
+#include "server/api/health.h"
+#include "server/api/inference_service.h"
+#include "server/api/model_admin.h"
+#include "server/api/server_info.h"
+#include "server/api/service.h"
+#include "server/api/write_watch.h"
+#include "server/jobs/jobs.h"
+#include "server/jobs/worker_pool.h"
+#include "server/models/catalog.h"
+#include "server/security/acceptor.h"
+#include "server/security/client_load.h"
+#include "server/security/clients.h"
+#include "server/security/credentials.h"
+#include "server/telemetry/log.h"
+#include "server/telemetry/metrics.h"
 #include "server/version.h"
-#include "server/worker_pool.h"
-#include "server/write_watch.h"
 
 namespace denoised {
 namespace {
@@ -169,7 +169,10 @@ void Server::State::Announce() const {
                         {"address", WithPort(config.listen, acceptor->port())},
                         {"device", DeviceNames(*engine)},
                         {"device_description", engine->Devices().front().description},
-                        {"models", static_cast<int>(config.models.size())}};
+                        {"models", static_cast<int>(config.models.size())},
+                        {"admins", !config.admin              ? "nobody"
+                                   : EverybodyIsAdmin(config) ? "everybody"
+                                                              : "clients with \"admin\": true"}};
   if (metrics.port() != 0) {
     fields.push_back(
         {"metrics", "http://" + WithPort(config.metrics_listen, metrics.port()) + "/metrics"});
@@ -225,8 +228,9 @@ Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
                                                       std::unique_ptr<Engine> engine) {
-  DENOISED_ASSIGN_OR_RETURN(auto clients,
-                            Clients::Open(config.security.clients, config.security.refresh));
+  DENOISED_ASSIGN_OR_RETURN(
+      auto clients,
+      Clients::Open(config.security.clients, config.security.refresh, EverybodyIsAdmin(config)));
   auto state = std::make_unique<State>(config, std::move(engine), std::move(clients));
   DENOISED_ASSIGN_OR_RETURN(
       const auto credentials,

@@ -16,11 +16,11 @@
 #include <utility>
 
 #include "engine/engine.h"
-#include "server/catalog.h"
-#include "server/credentials.h"
-#include "server/jobs.h"
-#include "server/server_info.h"
-#include "server/translate.h"
+#include "server/api/server_info.h"
+#include "server/api/translate.h"
+#include "server/jobs/jobs.h"
+#include "server/models/catalog.h"
+#include "server/security/credentials.h"
 #include "server/version.h"
 
 namespace denoised {

@@ -24,13 +24,15 @@ ROOMS = [
     ("engine/models/", "models"),
     ("engine/batching/", "batching"),
     ("engine/engine.h", "engine.h"),
+    ("engine/job.h", "job.h"),  # the other half of the door, which batching/ implements
     ("server/", "server"),
     ("client/", "client"),
     ("proto/", "proto"),
     ("denoised/v1/", "proto"),  # generated from proto/
     ("inference/", "proto"),
     ("google/rpc/", "proto"),
-    ("grpc/health/", "proto"),
+    ("denoised/rpc/", "proto"),  # the client's copies of google/rpc/ and grpc/health/
+    ("denoised/health/", "proto"),
     ("denoised/", "client"),  # client/denoised/, as an installed client is included
     ("command/", "client"),  # client/command/
     ("grpc", "gRPC"),
@@ -55,9 +57,10 @@ ALLOWED = {
     "sampling": {"core"},
     "nn": {"core", "backend", "io"},
     "models": {"core", "backend", "io", "nn"},
-    "batching": {"core", "backend", "io", "nn", "models", "sampling"},
-    "engine.h": {"core", "sampling", "batching"},
-    "engine": {"core", "backend", "io", "nn", "models", "sampling", "batching", "engine.h"},
+    "job.h": {"core", "sampling"},
+    "batching": {"core", "backend", "io", "nn", "models", "sampling", "job.h"},
+    "engine.h": {"core", "sampling", "job.h"},
+    "engine": {"core", "backend", "io", "nn", "models", "sampling", "batching", "engine.h", "job.h"},
     "server": {"core", "sampling", "engine.h", "proto", "gRPC", "prometheus-cpp"},
     "client": {"proto", "gRPC"},
 }
@@ -130,6 +133,8 @@ class IncludeDirections(unittest.TestCase):
             ("engine/engine.cc", '#include "denoised/v1/image_generation.pb.h"'),
             ("engine/engine.cc", "#include <google/protobuf/message.h>"),
             ("engine/engine.h", '#include "engine/models/unet2d.h"'),
+            ("engine/engine.h", '#include "engine/batching/job_queue.h"'),
+            ("engine/job.h", '#include "engine/batching/admission.h"'),
             ("server/main.cc", '#include "engine/batching/step_batcher.h"'),
             ("server/main.cc", '#include "engine/resolve.h"'),
             ("server/main.cc", '#include "command/terminal.h"'),

@@ -134,9 +134,11 @@ struct SlotState {
   Tensor x0;          // F32 [S, H, W, C], predicted by the latest evaluation; for previews
   Tensor plans;       // U8 [S, max evaluations · sizeof(DeviceEvaluation)]
   Tensor evaluation;  // I32 [S], index of the next evaluation in the slot's plan
-  Tensor seed;        // I64 [S], the bits of a uint64
-  Tensor guidance;    // F32 [S]
-  Tensor embedding;   // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
+  Tensor nonfinite;  // I32 [S], the first evaluation (1-based) whose predicted x0, before clipping,
+                     // or next state has NaN or infinity; 0: none had
+  Tensor seed;       // I64 [S], the bits of a uint64
+  Tensor guidance;   // F32 [S]
+  Tensor embedding;  // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
 };
 
 /// One row of an evaluation. Uploaded as I32 [rows, 4].
@@ -154,7 +156,7 @@ struct BeginSlotArgs {
   Tensor noise;   // optional F32 [H, W, C] instead of Philox draw kInitialDraw
   float source_scale = 0, noise_scale = 1, churn_scale = 0;
   // x = source_scale·source + noise_scale·noise + churn_scale·noise'; registers and x0 zero,
-  // evaluation 0. state.seed must hold the slot's seed already.
+  // evaluation and nonfinite 0. state.seed must hold the slot's seed already.
 };
 
 struct GatherArgs {
@@ -291,8 +293,8 @@ class Backend {
   // Order.
   /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph. Where
   /// there are no graphs (CPU) its ops are only checked now and `body` runs at each Launch(): what
-  /// it refers to must outlive the graph too. `body` may be run twice, and what its convolutions,
-  /// linears and group norms write may be overwritten now: see BackendOptions::autotune.
+  /// it refers to must outlive the graph too. `body` may be run twice, and what its ops write may be
+  /// overwritten now, but for slots: see BackendOptions::autotune.
   virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) = 0;
   virtual void Launch(Graph& graph) = 0;
   virtual std::unique_ptr<Marker> Mark() = 0;
@@ -311,8 +313,8 @@ struct BackendOptions {
   bool fp32 = false;  // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: the kernels for any chip from compute capability 8.0 on, also where there are better.
   bool generic_kernels = false;
-  /// CUDA, on Hopper: Capture() first measures which of the kernels that give the same bits is the
-  /// fastest for a shape, where that is not known.
+  /// CUDA: Capture() first measures which of the kernels that give the same bits is the fastest for
+  /// a shape, where that is not known.
   bool autotune = false;
   std::string autotune_cache;  // directory that keeps what was measured; empty: it is forgotten
   Notify notify;               // on the thread that uses the backend; may be empty

@@ -57,6 +57,7 @@ absl::Status Evaluator::Allocate() {
       &state_.plans, {slots, int64_t{options_.max_evaluations} * int64_t{sizeof(DeviceEvaluation)}},
       DType::kU8, "step plans"));
   DENOISED_RETURN_IF_ERROR(take(&state_.evaluation, {slots}, DType::kI32, "slots"));
+  DENOISED_RETURN_IF_ERROR(take(&state_.nonfinite, {slots}, DType::kI32, "slots"));
   DENOISED_RETURN_IF_ERROR(take(&state_.seed, {slots}, DType::kI64, "slots"));
   DENOISED_RETURN_IF_ERROR(take(&state_.guidance, {slots}, DType::kF32, "slots"));
   if (traits.class_vector_size > 0)
@@ -72,6 +73,10 @@ absl::Status Evaluator::Allocate() {
   const int downloads = options_.downloads + options_.parks;
   DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, downloads));
   if (downloads_) slot_bytes_ += image_bytes * downloads;
+  const size_t flag_bytes = slots * sizeof(int32_t);
+  const int flag_downloads = options_.flag_downloads + options_.parks;
+  DENOISED_ASSIGN_OR_RETURN(flag_downloads_, backend_.ReserveDownloads(flag_bytes, flag_downloads));
+  if (flag_downloads_) slot_bytes_ += flag_bytes * flag_downloads;
   const size_t registers_bytes = kRegisters * image_bytes;
   DENOISED_ASSIGN_OR_RETURN(register_downloads_,
                             backend_.ReserveDownloads(registers_bytes, options_.parks));
@@ -211,12 +216,15 @@ std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
   auto parked = std::make_unique<Parked>();
   parked->x_download = backend_.BeginDownload(SlotOf(state_.x, slot));
   parked->registers_download = backend_.BeginDownload(state_.registers.Slice(slot, 1));
+  parked->nonfinite_download = backend_.BeginDownload(state_.nonfinite.Slice(slot, 1));
   return parked;
 }
 
 absl::Status Evaluator::Parked::Arrive() {
   DENOISED_ASSIGN_OR_RETURN(x, x_download->Wait());
   DENOISED_ASSIGN_OR_RETURN(registers, registers_download->Wait());
+  DENOISED_ASSIGN_OR_RETURN(nonfinite, nonfinite_download->Wait());
+  nonfinite_download.reset();
   x_download.reset();
   registers_download.reset();
   return absl::OkStatus();
@@ -227,13 +235,18 @@ void Evaluator::Resume(int slot, const Start& start, int evaluations_done, const
   backend_.Upload(parked.x.data(), parked.x.bytes(), SlotOf(state_.x, slot));
   backend_.Upload(parked.registers.data(), parked.registers.bytes(),
                   state_.registers.Slice(slot, 1));
+  backend_.Upload(parked.nonfinite.data(), parked.nonfinite.bytes(),
+                  SlotOf(state_.nonfinite, slot));
   const int32_t next = evaluations_done;
   backend_.Upload(&next, sizeof(next), SlotOf(state_.evaluation, slot));
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
-  const int bucket =
-      *std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
+  const auto padded_to =
+      std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
+  DENOISED_CHECK(padded_to != buckets_.end(), "{} rows, at most {}", rows.size(),
+                 options_.max_rows);
+  const int bucket = *padded_to;
   std::vector<EvaluationRow> padded(rows.begin(), rows.end());
   padded.resize(bucket, kPadding);
   const bool same =
@@ -255,6 +268,10 @@ std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
 
 std::unique_ptr<Download> Evaluator::DownloadX0(int slot) {
   return backend_.BeginDownload(SlotOf(state_.x0, slot));
+}
+
+std::unique_ptr<Download> Evaluator::DownloadNonfinite() {
+  return backend_.BeginDownload(state_.nonfinite);
 }
 
 }  // namespace denoised

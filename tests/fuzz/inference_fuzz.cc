@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "inference/open_inference.pb.h"
-#include "server/inference.h"
-#include "server/status_details.h"
-#include "server/translate.h"
+#include "server/api/inference.h"
+#include "server/api/translate.h"
+#include "server/status/status_details.h"
 #include "tests/fuzz/message_mutator.h"
 
 namespace {

@@ -8,8 +8,8 @@
 #include <string>
 #include <string_view>
 
-#include "server/clients.h"
-#include "server/trace_context.h"
+#include "server/security/clients.h"
+#include "server/telemetry/trace_context.h"
 
 namespace {
 

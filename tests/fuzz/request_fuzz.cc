@@ -15,8 +15,8 @@
 #include "engine/resolve.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
-#include "server/status_details.h"
-#include "server/translate.h"
+#include "server/api/translate.h"
+#include "server/status/status_details.h"
 #include "tests/fuzz/message_mutator.h"
 
 namespace {

@@ -187,6 +187,15 @@ TEST_F(ConfigTest, OffersTheWorldNothingByOversight) {
     EXPECT_THAT(Error({"--listen", open, "--admin", "on"}), HasSubstr("--clients")) << open;
   }
   EXPECT_FALSE(parse({"--admin", "off"}).admin);
+  EXPECT_FALSE(EverybodyIsAdmin(parse({"--admin", "off"}))) << "a proxy may be on this machine";
+  EXPECT_TRUE(EverybodyIsAdmin(parse({})));
+  const std::vector<std::string> mutual = {"--tls-cert",      "c", "--tls-key", "k",
+                                           "--tls-client-ca", "ca"};
+  EXPECT_FALSE(parse(mutual).admin) << "whoever has a certificate is no admin for that";
+  EXPECT_FALSE(EverybodyIsAdmin(parse(tls))) << "the file says who is";
+  EXPECT_TRUE(parse(tls).admin);
+  EXPECT_THAT(Error({"--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "ca", "--admin=on"}),
+              HasSubstr("name them in --clients with \"admin\": true"));
   EXPECT_FALSE(parse({"--reflection", "off"}).reflection);
   EXPECT_TRUE(parse({"--listen", "0.0.0.0:0", "--reflection", "on"}).reflection);
   std::vector<std::string> flags = {"--listen", "0.0.0.0:0"};

@@ -1,7 +1,7 @@
 // The way of requests through workers and engine, without gRPC between: this is what
 // ThreadSanitizer can see whole.
 
-#include "server/generation.h"
+#include "server/jobs/generation.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,11 +15,11 @@
 #include <random>
 #include <thread>
 
-#include "server/catalog.h"
-#include "server/client_load.h"
-#include "server/jobs.h"
-#include "server/metrics.h"
-#include "server/worker_pool.h"
+#include "server/jobs/jobs.h"
+#include "server/jobs/worker_pool.h"
+#include "server/models/catalog.h"
+#include "server/security/client_load.h"
+#include "server/telemetry/metrics.h"
 #include "tests/eventually.h"
 #include "tests/server/fake_engine.h"
 

@@ -1,7 +1,7 @@
 // The Open Inference Protocol over loopback, on a FakeEngine: what clients of Triton and KServe
 // send, and what they must not.
 
-#include "server/inference.h"
+#include "server/api/inference.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // docs/metrics.md against a server that was given something to count.
 
-#include "server/metrics.h"
+#include "server/telemetry/metrics.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

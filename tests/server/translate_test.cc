@@ -1,4 +1,4 @@
-#include "server/translate.h"
+#include "server/api/translate.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <functional>
+
+#include "denoised/v1/model_admin.grpc.pb.h"
+#include "server/jobs/worker_pool.h"
+#include "server/serving.h"
+
+namespace denoised {
+
+/// denoised.v1.ModelAdmin on gRPC's callback API. Its calls wait for the device and for requests to
+/// end, so they have threads of their own. `serving` must outlive the service, the service its
+/// calls.
+class ModelAdminService final : public v1::ModelAdmin::CallbackService {
+ public:
+  explicit ModelAdminService(Serving* serving) : serving_(serving) {}
+
+  grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context,
+                                      const v1::LoadModelRequest* request,
+                                      v1::LoadModelResponse* response) override;
+  grpc::ServerUnaryReactor* UnloadModel(grpc::CallbackServerContext* context,
+                                        const v1::UnloadModelRequest* request,
+                                        v1::UnloadModelResponse* response) override;
+  grpc::ServerUnaryReactor* SetAlias(grpc::CallbackServerContext* context,
+                                     const v1::SetAliasRequest* request,
+                                     v1::SetAliasResponse* response) override;
+  grpc::ServerUnaryReactor* DeleteAlias(grpc::CallbackServerContext* context,
+                                        const v1::DeleteAliasRequest* request,
+                                        v1::DeleteAliasResponse* response) override;
+
+ private:
+  /// Runs `work` on a thread that may wait, if the caller may ask for it.
+  grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,
+                                 std::function<grpc::Status()> work);
+
+  Serving* const serving_;
+  WorkerPool threads_{4};
+};
+
+}  // namespace denoised
