@@ -7,24 +7,25 @@
 #include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
 
-/// A row's output is cut into bands of whole lines, by its shape alone; a unit of work is one band
-/// of one row, convolved by one thread while its input and output stay in that core's cache. So one
-/// row keeps several cores busy, a batch costs one fork and join, and bits depend on neither.
+/// A row's output is cut into bands of whole lines, by its shape alone. A unit of work is one band
+/// of one row: one thread computes it, and its input and output stay in that core's cache. So
+/// several threads can work on one row, and the bits do not depend on how many there are.
 
 namespace denoised::cpu {
 namespace {
 
 /// Enough to hide the cost of starting a primitive (a few µs against about 80).
 constexpr int64_t kBandFlops = 8'000'000;
-/// Fewer pixels would read the weights faster than memory delivers them.
+/// With fewer pixels, the time would go into reading the weights from memory.
 constexpr int64_t kBandPixels = 32;
 
-/// Geometries that a convolution keeps from call to call. An image size has up to four: its bands
-/// at the top, in between, at the bottom, and a shorter last one. So eight sizes in turn prepare
-/// nothing anew, and memory does not grow with every size that was ever asked for.
+/// Geometries that a convolution keeps from call to call. An image size has up to four: the bands
+/// at the top, in the middle and at the bottom, and a shorter last one. So eight sizes can
+/// alternate without being prepared again, and memory does not grow with the number of sizes ever
+/// used.
 constexpr size_t kGeometries = 32;
 
-/// Lines [begin, end) of the output, and what they read of the input.
+/// Lines [begin, end) of the output, and the lines of the input that they read.
 struct Band {
   int64_t begin = 0, end = 0;
   int64_t in_begin = 0, in_lines = 0;

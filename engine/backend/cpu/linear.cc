@@ -27,7 +27,7 @@ const float* CpuLinear::PlainWeight() const {
 Convolution& CpuLinear::OverTokens() const {
   std::lock_guard lock(mutex_);
   if (!over_tokens_) {
-    plain_in_use_ |= dtype_ != DType::kF32;  // they cannot be recovered from rounded ones
+    plain_in_use_ |= dtype_ != DType::kF32;  // PlainWeight() must not return rounded ones
     over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
                          out_features, in_features, 1, dtype_);
   }
@@ -36,7 +36,7 @@ Convolution& CpuLinear::OverTokens() const {
 
 namespace {
 
-/// One vector per row: each row of the matrix is read once and used for all of them.
+/// One vector per row. Each row of the matrix is read once for all vectors.
 void OverVectors(const LinearArgs& args, const CpuLinear& weight) {
   constexpr int64_t kOutputs = 32;  // a unit; enough to outweigh handing it out
   const int64_t rows = args.x.dim(0), in = weight.in_features, out = weight.out_features;
