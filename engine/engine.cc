@@ -124,6 +124,7 @@ absl::Status DeviceEngine::Start() {
     workers_.push_back(std::make_unique<DeviceWorker>(
         BackendOptions{.device = options_.device,
                        .number = options_.devices[i],
+                       .cpu_dtype = options_.cpu_dtype,
                        .fp32 = options_.fp32,
                        .generic_kernels = options_.generic_kernels,
                        .autotune = options_.autotune,

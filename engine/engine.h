@@ -33,6 +33,7 @@ struct EngineOptions {
   /// Numbers of the devices to use, all of one kind. On the CPU each is a worker over the same
   /// cores.
   std::vector<int> devices = {0};
+  DType cpu_dtype = DType::kF32;  // as BackendOptions::cpu_dtype
   bool fp32 = false;
   bool generic_kernels = false;  // as BackendOptions::generic_kernels
   bool autotune = true;          // as BackendOptions::autotune, and the next two

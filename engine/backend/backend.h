@@ -307,7 +307,10 @@ class Backend {
 struct BackendOptions {
   std::string device = "auto";  // "auto" (CUDA when there is one), "cpu", "cuda"
   int number = 0;               // as CUDA counts devices; on the CPU only a part of the name
-  bool fp32 = false;            // CUDA: activations and arithmetic in fp32, for debugging
+  /// CPU: the dtype in which convolutions and linears over tokens multiply, F32 or BF16; sums and
+  /// activations are F32. BF16 needs AVX512-BF16 or AMX.
+  DType cpu_dtype = DType::kF32;
+  bool fp32 = false;  // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: the kernels for any chip from compute capability 8.0 on, also where there are better.
   bool generic_kernels = false;
   /// CUDA: Capture() first measures which of the kernels that give the same bits is the fastest for

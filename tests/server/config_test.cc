@@ -331,6 +331,8 @@ TEST_F(ConfigTest, MeasuredKernelsAreKeptInTheCacheOfTheUser) {
     return line.ok() ? line->config.engine : EngineOptions();
   };
   const Variable home("HOME", "/home/me"), cache("XDG_CACHE_HOME", "/caches");
+  EXPECT_EQ(engine({}).cpu_dtype, DType::kF32);
+  EXPECT_EQ(engine({"--cpu-dtype", "bf16"}).cpu_dtype, DType::kBF16);
   EXPECT_TRUE(engine({}).autotune);
   EXPECT_FALSE(engine({"--autotune", "off"}).autotune);
   EXPECT_EQ(engine({}).autotune_cache, "/caches/denoised");
