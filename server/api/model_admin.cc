@@ -57,10 +57,10 @@ grpc::ServerUnaryReactor* ModelAdminService::Post(grpc::CallbackServerContext* c
                                                   const char* method,
                                                   std::function<grpc::Status()> work) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  const auto record = std::make_shared<CallRecord>(*serving_, method, context);
-  threads_.Post([this, reactor, record, work = std::move(work)] {
+  const auto record = std::make_shared<CallRecord>(calls_, method, context);
+  threads_.Post(Priority::kNormal, [this, reactor, record, work = std::move(work)] {
     grpc::Status status = Authorize(record->caller());
-    if (status.ok() && serving_->draining()) {
+    if (status.ok() && drain_->draining()) {
       status = ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");
     }
     if (status.ok()) status = work();
@@ -88,13 +88,13 @@ grpc::ServerUnaryReactor* ModelAdminService::LoadModel(grpc::CallbackServerConte
                                     Quote(directory))});
     }
     if (!violations.empty()) return InvalidFields(violations, "");
-    auto model = serving_->catalog->Load({.name = request->name(),
-                                          .directory = directory,
-                                          .version = request->version(),
-                                          .keep_current = request->keep_current(),
-                                          .unload_previous = request->unload_previous()});
+    auto model = catalog_->Load({.name = request->name(),
+                                 .directory = directory,
+                                 .version = request->version(),
+                                 .keep_current = request->keep_current(),
+                                 .unload_previous = request->unload_previous()});
     if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine), serving_->limits);
+    *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
     return grpc::Status::OK;
   });
 }
@@ -106,7 +106,7 @@ grpc::ServerUnaryReactor* ModelAdminService::UnloadModel(grpc::CallbackServerCon
     if (!IsModelReference(request->name())) {
       return InvalidFields({{"name", NotAReference(request->name())}}, "");
     }
-    return ToGrpc(serving_->catalog->Unload(request->name()));
+    return ToGrpc(catalog_->Unload(request->name()));
   });
 }
 
@@ -120,9 +120,9 @@ grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContex
       violations.push_back({"target", NotAReference(request->target())});
     }
     if (!violations.empty()) return InvalidFields(violations, "");
-    auto model = serving_->catalog->SetAlias(request->alias(), request->target());
+    auto model = catalog_->SetAlias(request->alias(), request->target());
     if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine), serving_->limits);
+    *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
     return grpc::Status::OK;
   });
 }
@@ -134,7 +134,7 @@ grpc::ServerUnaryReactor* ModelAdminService::DeleteAlias(grpc::CallbackServerCon
     if (!IsName(request->alias())) {
       return InvalidFields({{"alias", NotAName(request->alias())}}, "");
     }
-    return ToGrpc(serving_->catalog->DeleteAlias(request->alias()));
+    return ToGrpc(catalog_->DeleteAlias(request->alias()));
   });
 }
 
