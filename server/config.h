@@ -8,15 +8,10 @@
 
 #include "engine/core/status.h"
 #include "engine/engine.h"
+#include "server/models/model_source.h"
 #include "server/telemetry/log.h"
 
 namespace denoised {
-
-/// A model to hold, under the name that requests use.
-struct ModelSource {
-  std::string name;
-  std::string directory;
-};
 
 /// Bounds on what one request may bring, so that a server's memory is planned and not hoped for.
 /// What a model or a client allows may be less.
@@ -66,6 +61,8 @@ struct Config {
   std::string listen = "127.0.0.1:50051";
   std::string metrics_listen = "127.0.0.1:9090";  // empty: no metrics port
   std::vector<ModelSource> models;
+  std::vector<std::string> model_roots;  // where admins may load from; empty: see ModelRoots::Make
+  std::string state_dir;                 // keeps what admins change; empty: nothing is kept
   EngineOptions engine;
   RequestLimits limits;
   JobRetention jobs;

@@ -114,7 +114,8 @@ class StrictWatcher : public GenerationWatcher {
 class GenerationTest : public ::testing::Test {
  protected:
   explicit GenerationTest(const JobRetention& retention = {})
-      : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_), jobs_(&serving_, retention) {
+      : catalog_({.models = {{"digits", "models/digits"}}}, &engine_, &metrics_),
+        jobs_(&serving_, retention) {
     EXPECT_TRUE(catalog_.LoadListed("digits").ok());
     engine_.SetObserver(&metrics_);
     serving_.engine = &engine_;
