@@ -4,8 +4,9 @@
 #include <mutex>
 #include <numeric>
 #include <thread>
+#include <tuple>
 
-#include "engine/backend/backend.h"
+#include "engine/backend/counting.h"
 #include "engine/batching/job_queue.h"
 #include "engine/device_engine.h"
 #include "engine/device_worker.h"
@@ -62,7 +63,7 @@ class DeviceEngine : public Engine {
   std::vector<DeviceState> Devices() const override;
 
  private:
-  /// Forwards evaluations to the observer that is set now.
+  /// Forwards to the observer that is set now.
   class Observer : public EngineObserver {
    public:
     explicit Observer(DeviceEngine* engine) : engine_(engine) {}
@@ -70,6 +71,10 @@ class DeviceEngine : public Engine {
                       double seconds) override {
       if (EngineObserver* observer = engine_->observer_.load())
         observer->OnEvaluation(model, device, rows, bucket, seconds);
+    }
+    void OnNonfiniteImage(const std::string& model, const std::string& device) override {
+      if (EngineObserver* observer = engine_->observer_.load())
+        observer->OnNonfiniteImage(model, device);
     }
 
    private:
@@ -127,7 +132,8 @@ absl::Status DeviceEngine::Start() {
         open_backend_,
         StepBatcher::Options{.device = i,
                              .batching = options_.batching,
-                             .keep_evaluations = options_.keep_evaluations},
+                             .keep_evaluations = options_.keep_evaluations,
+                             .allow_nonfinite = options_.allow_nonfinite},
         &admission_, &queue_, &worker_observer_, [this, i] { OnLost(i); }));
   queue_.SetWake([this] {
     for (const auto& worker : workers_) worker->Wake();
@@ -305,18 +311,23 @@ absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const ModelFiles& files,
                                   ModelInfo* info) const {
   DENOISED_RETURN_IF_ERROR(worker.health());
   DENOISED_ASSIGN_OR_RETURN(const BatchedModel model, Pack(worker, files, info));
-  DENOISED_RETURN_IF_ERROR(worker.Run(
-      [&](StepBatcher& batcher) { return batcher.AddModel(model, info->height, info->width); }));
+  DENOISED_RETURN_IF_ERROR(
+      worker.Run([model, height = info->height, width = info->width](StepBatcher& batcher) {
+        return batcher.AddModel(model, height, width);
+      }));
   bool more = true;
   while (more) {
-    DENOISED_ASSIGN_OR_RETURN(
-        more, worker.Run([&](StepBatcher& batcher) { return batcher.WarmUp(model.name); }));
+    DENOISED_ASSIGN_OR_RETURN(more, worker.Run([name = model.name](StepBatcher& batcher) {
+      return batcher.WarmUp(name);
+    }));
   }
-  return worker.Run([&](StepBatcher& batcher) {
-    info->activation_bytes = batcher.ActivationBytes(model.name);
-    info->slot_bytes = batcher.SlotBytes(model.name);
-    return absl::OkStatus();
-  });
+  using Bytes = std::pair<size_t, size_t>;
+  DENOISED_ASSIGN_OR_RETURN(
+      std::tie(info->activation_bytes, info->slot_bytes),
+      worker.Run([name = model.name](StepBatcher& batcher) -> absl::StatusOr<Bytes> {
+        return Bytes(batcher.ActivationBytes(name), batcher.SlotBytes(name));
+      }));
+  return absl::OkStatus();
 }
 
 /// From those that live; weights go where they came from, on the threads of the devices.
@@ -324,7 +335,7 @@ absl::Status DeviceEngine::RemoveFromDevices(const std::string& name) {
   absl::Status status;
   for (const auto& worker : workers_) {
     absl::Status removed =
-        worker->Run([&](StepBatcher& batcher) { return batcher.RemoveModel(name); });
+        worker->Run([name](StepBatcher& batcher) { return batcher.RemoveModel(name); });
     if (worker->health().ok()) status.Update(removed);
   }
   return status;
@@ -366,7 +377,9 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Backend> backend, worker.OpenAnother());
   // Before the first is packed: a host promises memory that it does not have, and ends the process
   // when it is written to.
-  info->weight_bytes = weights.parameters() * SizeOf(backend->activation_dtype());
+  CountingBackend counting(*backend);
+  DENOISED_RETURN_IF_ERROR(LoadUNet2D(counting, files.config, weights).status());
+  info->weight_bytes = counting.weight_bytes();
   if (const size_t free = backend->memory().free; info->weight_bytes > free) {
     return ResourceExhausted(
         "{}: its {} parameters need {} bytes of memory on {}, {} are free; choose a smaller model, "

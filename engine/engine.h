@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/batching/job.h"
 #include "engine/core/class_condition.h"
 #include "engine/core/notify.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
+#include "engine/job.h"
 #include "engine/sampling/sampler.h"
 
 /// The public door of the engine. It knows no gRPC and no protobuf and can be used as a library:
@@ -50,8 +50,12 @@ struct EngineOptions {
   Batching batching = Batching::kStep;
   /// Shares of a client by Priority, where clients of several wait for the same device.
   std::array<double, kPriorities> priority_weights = {16, 4, 1};
-  int keep_evaluations = 4;      // an image with no more of them to go keeps its slot to the end
-  double watchdog_seconds = 60;  // an evaluation that takes longer is a device error; 0: never
+  int keep_evaluations = 4;  // an image with no more of them to go keeps its slot to the end
+  /// A device that takes longer for one evaluation, or for one part of loading or removing a model,
+  /// is lost; 0: never.
+  double watchdog_seconds = 60;
+  /// Delivers images that have NaN or infinity, for debugging. Otherwise their jobs end.
+  bool allow_nonfinite = false;
 
   /// Images of one request: more than may wait could never be admitted.
   int LargestCount() const { return std::min(max_count, max_queued_images); }
@@ -157,10 +161,10 @@ class Engine {
   virtual std::vector<EngineStats> Stats() const = 0;
   /// Must outlive the engine; set before the first Open.
   virtual void SetObserver(EngineObserver* observer) = 0;
-  /// OK while a device is left, then the error of the last that ended all work. Images of a device
-  /// that is lost are drawn again by the others. A device that hangs is lost; as it holds its
-  /// thread then, Open, Close and the destructor may never return, and the process should end
-  /// without them.
+  /// OK while a device is left; then the error of the last one, which ended all work. The other
+  /// devices draw the images of a lost device again. A device that hangs is lost, and its thread
+  /// with it: the destructor waits for that thread and may never return, so the process should
+  /// end without it. So may Open, if the device hangs while weights are packed.
   virtual absl::Status Health() const = 0;
   /// In the order of EngineOptions::devices.
   virtual std::vector<DeviceState> Devices() const = 0;

@@ -11,6 +11,7 @@
 #include "server/security/acceptor.h"
 #include "server/security/clients.h"
 #include "server/security/credentials.h"
+#include "server/telemetry/http_server.h"
 #include "server/telemetry/metrics.h"
 
 namespace denoised {
@@ -66,7 +67,8 @@ void CheckAddresses(const Config& config, Report* report) {
       Acceptor::Listen(config.listen, config.connections.max_connections, &metrics);
   report->Add("listen " + config.listen, acceptor.status());
   if (config.metrics_listen.empty()) return;
-  report->Add("metrics " + config.metrics_listen, metrics.Serve(config.metrics_listen, nullptr));
+  report->Add("metrics " + config.metrics_listen,
+              HttpServer::Listen(config.metrics_listen, {}).status());
 }
 
 std::string Describe(const ModelInfo& model) {

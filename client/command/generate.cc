@@ -233,13 +233,14 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
 
 }  // namespace
 
-ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std::stop_token stop) {
+ExitCode Generate(const client::Client& client, const GenerateFlags& flags,
+                  const client::CallOptions& call) {
   const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
   const bool live = terminal && flags.previews;
   if (flags.previews && !live) {
     std::fputs("note: --previews needs a terminal; none are shown\n", stderr);
   }
-  client::CallOptions options = {.stop = stop};
+  client::CallOptions options = call;
   if (flags.timeout_seconds) {
     options.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
         std::chrono::duration<double>(*flags.timeout_seconds));
@@ -258,10 +259,10 @@ ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std:
                    .pictures = request->preview.has_value(),
                    .animate = !flags.animate.empty()},
                   view.get());
-  const auto call = client.StreamGenerate(
+  const auto stream = client.StreamGenerate(
       request->generation, request->preview,
       {.on_event = [&drawing](const client::Event& event) { drawing.OnEvent(event); }}, options);
-  const absl::Status drawn = call->Wait();
+  const absl::Status drawn = stream->Wait();
   drawing.Finish();
   view.reset();
 
@@ -271,16 +272,15 @@ ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std:
 }
 
 ExitCode Watch(const client::Client& client, const std::string& request_id, uint64_t after_sequence,
-               GenerateFlags flags, std::stop_token stop) {
+               GenerateFlags flags, const client::CallOptions& call) {
   const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
   std::unique_ptr<LiveView> view;
   if (terminal) view = std::make_unique<LiveView>(stdout, TerminalColoursOfEnvironment());
   Drawing drawing({}, view.get());
-  const auto call = client.WatchJob(
+  const auto stream = client.WatchJob(
       request_id, after_sequence,
-      {.on_event = [&drawing](const client::Event& event) { drawing.OnEvent(event); }},
-      {.stop = stop});
-  const absl::Status drawn = call->Wait();
+      {.on_event = [&drawing](const client::Event& event) { drawing.OnEvent(event); }}, call);
+  const absl::Status drawn = stream->Wait();
   drawing.Finish();
   view.reset();
   if (!drawing.images().empty()) flags.format = FormatOf(drawing.images().front());

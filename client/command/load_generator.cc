@@ -164,7 +164,7 @@ void LoadGenerator::Send() {
             ended_.push_back(&request);
             wake_.notify_one();
           }};
-  client::CallOptions call;
+  client::CallOptions call = {.metadata = options_.metadata, .traceparent = options_.traceparent};
   const double now = Now();
   request.outcome.sent_late_seconds = now - arrival.at_seconds;
   if (arrival.deadline_seconds) {

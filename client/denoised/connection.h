@@ -7,6 +7,7 @@
 #include <optional>
 #include <stop_token>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -16,10 +17,16 @@
 
 namespace denoised::client {
 
-/// Of one call.
+/// How to make one call.
 struct CallOptions {
   std::optional<std::chrono::nanoseconds> timeout;  // for all attempts together; unset: none
   std::stop_token stop;                             // a stop request cancels the call
+  /// Sent with every attempt, as gRPC metadata. Keys are case-insensitive. Values are printable
+  /// ASCII; those of keys that end in "-bin" are any bytes.
+  std::vector<std::pair<std::string, std::string>> metadata;
+  /// The caller's span, in the form of W3C Trace Context: the server logs the call under its trace.
+  /// Empty: none.
+  std::string traceparent;
 };
 
 /// Told of a streaming call, on a thread of gRPC's callback pool. The calls for one stream come one
@@ -46,40 +53,42 @@ class StreamCall {
 /// Standard health: SERVING, or why not.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2 };
 
-/// What a Client needs of a server, or of several that are the same; tests implement it.
-/// Implementations are thread-safe. Errors are the server's, with details (denoised/error.h), or
-/// UNAVAILABLE, DEADLINE_EXCEEDED and CANCELLED.
+/// The calls that a Client makes to a server, or to several that are the same. Implementations are
+/// thread-safe. Errors are the server's, with details (denoised/error.h), or UNAVAILABLE,
+/// DEADLINE_EXCEEDED and CANCELLED.
+///
+/// For tests: denoised/mock_connection.h, or a class of your own. A call that it does not override
+/// returns UNIMPLEMENTED, so a new call in a later version breaks no such class.
 class Connection {
  public:
   virtual ~Connection() = default;
   virtual absl::StatusOr<GenerationResult> Generate(const Generation& generation,
-                                                    const CallOptions& options) = 0;
+                                                    const CallOptions& options);
   /// Never null; a call that cannot be made tells its listener so. A stream that breaks is begun
   /// again with the same seed and request_id, and tells its listener only what is new.
   virtual std::unique_ptr<StreamCall> StreamGenerate(const Generation& generation,
                                                      const std::optional<PreviewOptions>& preview,
                                                      StreamListener listener,
-                                                     const CallOptions& options) = 0;
+                                                     const CallOptions& options);
   /// The events of a job after `after_sequence` that the server keeps, then as they happen. Never
   /// null.
   virtual std::unique_ptr<StreamCall> WatchJob(const std::string& request_id,
                                                uint64_t after_sequence, StreamListener listener,
-                                               const CallOptions& options) = 0;
-  virtual absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) = 0;
+                                               const CallOptions& options);
+  virtual absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options);
   virtual absl::StatusOr<std::vector<Job>> ListJobs(const JobQuery& query,
-                                                    const CallOptions& options) = 0;
-  virtual absl::StatusOr<Job> CancelJob(const std::string& request_id,
-                                        const CallOptions& options) = 0;
-  virtual absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options) = 0;
-  virtual absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options) = 0;
-  virtual absl::Status UnloadModel(const std::string& name, const CallOptions& options) = 0;
+                                                    const CallOptions& options);
+  virtual absl::StatusOr<Job> CancelJob(const std::string& request_id, const CallOptions& options);
+  virtual absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options);
+  virtual absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options);
+  virtual absl::Status UnloadModel(const std::string& name, const CallOptions& options);
   virtual absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
-                                         const CallOptions& options) = 0;
-  virtual absl::Status DeleteAlias(const std::string& alias, const CallOptions& options) = 0;
-  virtual absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options) = 0;
-  virtual absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options) = 0;
+                                         const CallOptions& options);
+  virtual absl::Status DeleteAlias(const std::string& alias, const CallOptions& options);
+  virtual absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options);
+  virtual absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options);
   virtual absl::StatusOr<ServingStatus> CheckHealth(const std::string& service,
-                                                    const CallOptions& options) = 0;
+                                                    const CallOptions& options);
 };
 
 /// Files in PEM, read by Connect.
@@ -94,9 +103,13 @@ struct ConnectionOptions {
   RetryPolicy retry;
   /// Unset: the connection is not encrypted.
   std::optional<TlsOptions> tls;
-  /// A file with a bearer token, sent with every call; it is read for each, so that it may be
-  /// replaced. Empty: none. Needs TLS.
+  /// A file with a bearer token, sent with every call. It is read for each call, so the token can
+  /// be replaced. Empty: none. Needs TLS or allow_plaintext_token.
   std::string token_file;
+  /// Sends tokens over a connection that the library does not encrypt. Set it only where something
+  /// else encrypts the connection, such as the sidecar of a service mesh: otherwise anyone on the
+  /// network can read and use the token.
+  bool allow_plaintext_token = false;
   /// Largest message either way. gRPC's own 4 MB is less than one raw 1024 x 1024 image (12 MB); a
   /// unary reply carries all images of a request.
   int max_message_bytes = 256 << 20;

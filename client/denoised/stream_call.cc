@@ -71,6 +71,7 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
 
   void Start() {
     const StreamCallSetup& setup = operation_->setup_;
+    setup.headers.AddTo(&context_);
     if (setup.deadline) context_.set_deadline(*setup.deadline);
     if (setup.generate) {
       operation_->stub_->async()->StreamGenerate(&context_, &*setup.generate, this);

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "denoised/attempts.h"
+#include "denoised/call_headers.h"
 #include "denoised/connection.h"
 #include "denoised/v1/image_generation.grpc.pb.h"
 
@@ -14,6 +15,7 @@ namespace denoised::client {
 struct StreamCallSetup {
   std::optional<v1::StreamGenerateRequest> generate;  // unset: the job of `watch` is there already
   v1::WatchJobRequest watch;
+  CallHeaders headers;
   Attempts attempts;
   std::optional<std::chrono::system_clock::time_point> deadline;
   std::function<absl::Status(const grpc::Status&)> to_status;

@@ -21,7 +21,7 @@
 ///
 /// Ops only enqueue. They return nothing: shapes were validated when the model was loaded, so a
 /// wrong one is a bug (CHECK); what the device reports is kept and returned by status(). A backend
-/// belongs to the one thread that owns the device.
+/// belongs to the one thread that owns the device, except inside ForEachPart().
 
 namespace denoised {
 
@@ -134,9 +134,11 @@ struct SlotState {
   Tensor x0;          // F32 [S, H, W, C], predicted by the latest evaluation; for previews
   Tensor plans;       // U8 [S, max evaluations · sizeof(DeviceEvaluation)]
   Tensor evaluation;  // I32 [S], index of the next evaluation in the slot's plan
-  Tensor seed;        // I64 [S], the bits of a uint64
-  Tensor guidance;    // F32 [S]
-  Tensor embedding;   // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
+  Tensor nonfinite;  // I32 [S], the first evaluation (1-based) whose predicted x0, before clipping,
+                     // or next state has NaN or infinity; 0: none had
+  Tensor seed;       // I64 [S], the bits of a uint64
+  Tensor guidance;   // F32 [S]
+  Tensor embedding;  // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
 };
 
 /// One row of an evaluation. Uploaded as I32 [rows, 4].
@@ -154,7 +156,7 @@ struct BeginSlotArgs {
   Tensor noise;   // optional F32 [H, W, C] instead of Philox draw kInitialDraw
   float source_scale = 0, noise_scale = 1, churn_scale = 0;
   // x = source_scale·source + noise_scale·noise + churn_scale·noise'; registers and x0 zero,
-  // evaluation 0. state.seed must hold the slot's seed already.
+  // evaluation and nonfinite 0. state.seed must hold the slot's seed already.
 };
 
 struct GatherArgs {
@@ -197,6 +199,13 @@ class Marker {
 class Graph {
  public:
   virtual ~Graph() = default;
+};
+
+/// How the rows of an evaluation are divided over the threads of a backend.
+struct RowSplit {
+  int apart = 0;    // rows [0, apart) are computed in parts, the others together by all threads
+  int part = 0;     // rows of the largest part
+  int workers = 1;  // parts that are computed at one time
 };
 
 struct BackendMemory {
@@ -268,11 +277,24 @@ class Backend {
   virtual void Gather(const GatherArgs& args) = 0;
   virtual void Advance(const AdvanceArgs& args) = 0;
 
+  // Rows. A CPU is fastest when each thread takes rows of its own through all ops: the rows stay in
+  // the core's cache, and threads wait for each other once an evaluation instead of once an op.
+  /// How an evaluation of `rows` rows should be divided. A row has the same bits either way.
+  virtual RowSplit SplitRows(int /*rows*/) const { return {}; }
+  /// Calls body(begin, count, worker) for parts of at most split.part rows that make up rows
+  /// [0, split.apart), in any order, from up to split.workers threads, each with its own `worker`
+  /// < split.workers. The body may call ops that write memory of its rows or its worker. Returns
+  /// when all calls have returned.
+  virtual void ForEachPart(const RowSplit& split,
+                           const std::function<void(int begin, int count, int worker)>& body) {
+    if (split.apart > 0) body(0, split.apart, 0);
+  }
+
   // Order.
   /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph. Where
   /// there are no graphs (CPU) its ops are only checked now and `body` runs at each Launch(): what
-  /// it refers to must outlive the graph too. `body` may be run twice, and what its convolutions,
-  /// linears and group norms write may be overwritten now: see BackendOptions::autotune.
+  /// it refers to must outlive the graph too. `body` may be run twice, and what its ops write may be
+  /// overwritten now, but for slots: see BackendOptions::autotune.
   virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) = 0;
   virtual void Launch(Graph& graph) = 0;
   virtual std::unique_ptr<Marker> Mark() = 0;
@@ -288,8 +310,8 @@ struct BackendOptions {
   bool fp32 = false;            // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: the kernels for any chip from compute capability 8.0 on, also where there are better.
   bool generic_kernels = false;
-  /// CUDA, on Hopper: Capture() first measures which of the kernels that give the same bits is the
-  /// fastest for a shape, where that is not known.
+  /// CUDA: Capture() first measures which of the kernels that give the same bits is the fastest for
+  /// a shape, where that is not known.
   bool autotune = false;
   std::string autotune_cache;  // directory that keeps what was measured; empty: it is forgotten
   Notify notify;               // on the thread that uses the backend; may be empty

@@ -12,7 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/batching/job.h"
+#include "engine/core/mutex.h"
+#include "engine/job.h"
 
 namespace denoised {
 

@@ -24,6 +24,7 @@ class Evaluator {
     int slots = 0;
     int max_evaluations = 0;  // longest plan
     int downloads = 0;        // of states and predictions, under way at a time
+    int flag_downloads = 0;   // of Nonfinite, under way at a time
     int parks = 0;            // on their way to the host at a time
   };
 
@@ -57,8 +58,8 @@ class Evaluator {
   /// An image between two evaluations without a slot: all that Begin cannot make anew of it. First
   /// under way to the host, from Arrive() on there.
   struct Parked {
-    std::unique_ptr<Download> x_download, registers_download;
-    Tensor x, registers;
+    std::unique_ptr<Download> x_download, registers_download, nonfinite_download;
+    Tensor x, registers, nonfinite;
     absl::Status Arrive();
     /// Of the host's memory, from Arrive() on.
     size_t bytes() const { return x.bytes() + registers.bytes(); }
@@ -77,6 +78,8 @@ class Evaluator {
   /// The slot's state, or its predicted x0, at this point: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
   std::unique_ptr<Download> DownloadX0(int slot);
+  /// For each slot the first evaluation (1-based) that was not finite, or 0: I32 [slots].
+  std::unique_ptr<Download> DownloadNonfinite();
 
   const Options& options() const { return options_; }
   /// What rows are padded to, ascending.
@@ -92,7 +95,9 @@ class Evaluator {
   absl::Status Allocate();
   absl::StatusOr<Graph*> GraphFor(int bucket);
   void UploadStart(int slot, const Start& start);
-  void Enqueue(Backend& backend, Arena& arena, int bucket);
+  void Enqueue(int bucket);
+  /// The network's output for rows [begin, begin + count) of rows_.
+  Tensor Predict(Backend& backend, Arena& arena, int begin, int count);
   Tensor SlotOf(const Tensor& per_slot, int slot) const;
 
   Backend& backend_;
@@ -100,10 +105,12 @@ class Evaluator {
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
-  Tensor rows_;                                                 // I32 [max_rows, 4]
-  std::shared_ptr<const void> downloads_, register_downloads_;  // their memory
-  Tensor source_, noise_;                                       // F32 [H, W, C]: what Begin uploads
-  std::optional<Arena> arena_;
+  Tensor rows_;  // I32 [max_rows, 4]
+  std::shared_ptr<const void> downloads_, flag_downloads_, register_downloads_;  // their memory
+  Tensor source_, noise_;           // F32 [H, W, C]: what Begin uploads
+  Tensor outputs_;                  // F32 [max_rows, H, W, output channels], where rows are split
+  std::optional<Arena> arena_;      // for rows computed together
+  std::vector<Arena> part_arenas_;  // by worker, for rows computed in parts; in the same memory
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
   size_t warm_buckets_ = 0;

@@ -368,6 +368,10 @@ void JobQueue::Tell(std::vector<Outcome> outcomes) {
     if (news != end)
       job->listener->OnProgress(Saturated(job->evaluations_done), Saturated(job->evaluations()));
     for (auto outcome = news; outcome != end; ++outcome) {
+      if (!outcome->error.ok()) {
+        FinishLocked(job, outcome->error, EndReason::kFailed);
+        break;
+      }
       if (outcome->preview) {
         if (job->timing.first_preview_seconds < 0)
           job->timing.first_preview_seconds = Seconds(now_() - job->submitted);

@@ -16,7 +16,7 @@
 
 #include "engine/batching/admission.h"
 #include "engine/batching/evaluator.h"
-#include "engine/batching/job.h"
+#include "engine/job.h"
 
 namespace denoised {
 
@@ -154,6 +154,7 @@ class JobQueue {
     std::shared_ptr<Image> image;
     int evaluation = 0;  // 1-based
     std::optional<ImageResult> preview, result;
+    absl::Status error;  // not OK: the image's job ends with it
   };
   void Tell(std::vector<Outcome> outcomes);
 

@@ -1,7 +1,10 @@
 #include "engine/batching/step_batcher.h"
 
 #include <algorithm>
-#include <thread>
+#include <set>
+#include <string_view>
+
+#include "engine/batching/first_reached.h"
 
 namespace denoised {
 namespace {
@@ -18,6 +21,20 @@ constexpr int kParksPerEvaluation = 4;
 
 // Sizes other than a model's first, kept at most for the next request of that size.
 constexpr int kExtraSizes = 2;
+
+/// DataLoss and not Internal: gRPC makes Internal by itself for faults on the way, which a client
+/// may retry, and DataLoss never. The same request has the same bits, so a retry draws the same
+/// image.
+absl::Status NonfiniteImage(const EffectiveJob& job, const ImageResult& image, int evaluation) {
+  return DataLoss(
+      "model '{}' drew an image that is not finite: image {} (seed {}{}) has NaN or infinity since "
+      "evaluation {} of {}; the same request draws the same image again; check the model's weights "
+      "and configuration, or use another sampler, schedule, guidance scale or number of steps "
+      "(--allow-nonfinite delivers such images for debugging)",
+      job.spec.model, image.index, image.seed,
+      image.label < 0 ? "" : fmt::format(", class label {}", image.label), evaluation,
+      job.evaluations);
+}
 
 }  // namespace
 
@@ -48,6 +65,7 @@ struct StepBatcher::Lane {
 struct StepBatcher::Evaluated {
   struct Row {
     std::shared_ptr<Image> image;
+    int slot = 0;
     int evaluation = 0;  // 1-based
     float preview_scale = 1;
     std::unique_ptr<Download> preview, result;
@@ -60,6 +78,7 @@ struct StepBatcher::Evaluated {
   std::unique_ptr<Marker> begin, end;
   double seconds = 0;  // of its share of the device before others ended
   std::vector<Row> images;
+  std::unique_ptr<Download> nonfinite;         // by slot; null: no pixels are on their way
   std::vector<std::shared_ptr<Image>> parked;  // before it
 };
 
@@ -181,6 +200,7 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const B
                                                .slots = model.slots,
                                                .max_evaluations = model.max_evaluations,
                                                .downloads = kUnderWay * model.slots,
+                                               .flag_downloads = kUnderWay,
                                                .parks = kUnderWay * kParksPerEvaluation}));
   lane->slots.resize(model.slots);
   lane->share = admission_.Open(
@@ -390,7 +410,7 @@ absl::Status StepBatcher::Launch(Lane& lane) {
     job.rows_launched += job.rows();
     const int done = ++image->evaluation;
     const bool last = done == static_cast<int>(plan.size());
-    Evaluated::Row row{.image = image, .evaluation = done};
+    Evaluated::Row row{.image = image, .slot = s, .evaluation = done};
     if (last) {
       row.result = lane.evaluator->DownloadState(s);
     } else if (spec.previews && done % spec.preview_every == 0) {
@@ -401,6 +421,8 @@ absl::Status StepBatcher::Launch(Lane& lane) {
         row.preview_scale = plan[done].input_scale;
       }
     }
+    if (!evaluated.nonfinite && (row.result || row.preview))
+      evaluated.nonfinite = lane.evaluator->DownloadNonfinite();
     evaluated.images.push_back(std::move(row));
     if (!last) continue;
     queue_.Drawn(image);
@@ -410,17 +432,18 @@ absl::Status StepBatcher::Launch(Lane& lane) {
   return absl::OkStatus();
 }
 
-/// Waits for the evaluation that ends next; those of one model end in their order.
+/// Waits for the evaluation that ends next. Those of one model end in their order.
 absl::StatusOr<StepBatcher::Evaluated> StepBatcher::NextToEnd() {
-  auto next = evaluated_.begin();
-  const bool several = std::any_of(next, evaluated_.end(), [&](const Evaluated& evaluated) {
-    return evaluated.model != next->model;
-  });
-  while (several && !next->end->reached()) {
-    if (++next != evaluated_.end()) continue;
-    next = evaluated_.begin();
-    std::this_thread::yield();
+  // The oldest of each model.
+  std::vector<Marker*> ends;
+  std::vector<size_t> indices;
+  std::set<std::string_view> models;
+  for (size_t i = 0; i < evaluated_.size(); ++i) {
+    if (!models.insert(evaluated_[i].model).second) continue;
+    ends.push_back(evaluated_[i].end.get());
+    indices.push_back(i);
   }
+  const auto next = evaluated_.begin() + static_cast<std::ptrdiff_t>(indices[FirstReached(ends)]);
   DENOISED_RETURN_IF_ERROR(next->end->Wait());
   Evaluated evaluated = std::move(*next);
   evaluated_.erase(next);
@@ -454,16 +477,28 @@ absl::Status StepBatcher::Report() {
     queue_.GiveBack(image);
   }
 
+  Tensor nonfinite;
+  if (evaluated.nonfinite) {
+    DENOISED_ASSIGN_OR_RETURN(nonfinite, evaluated.nonfinite->Wait());
+  }
   std::vector<JobQueue::Outcome> outcomes;
   for (Evaluated::Row& row : evaluated.images) {
     const Image& image = *row.image;
     if (image.job->over) continue;
     outcomes.push_back({.image = row.image, .evaluation = row.evaluation});
-    Download* download = row.result ? row.result.get() : row.preview.get();
-    if (!download) continue;
     const JobSpec& spec = image.job->effective.spec;
     ImageResult result{.index = image.index, .seed = spec.SeedOf(image.index)};
     if (!spec.class_labels.empty()) result.label = spec.class_labels[image.index];
+    const int first_nonfinite = nonfinite ? nonfinite.as<int32_t>()[row.slot] : 0;
+    if (first_nonfinite > 0 && (row.result || !options_.allow_nonfinite)) {
+      if (observer_) observer_->OnNonfiniteImage(evaluated.model, device_name_);
+    }
+    if (first_nonfinite > 0 && !options_.allow_nonfinite) {
+      outcomes.back().error = NonfiniteImage(image.job->effective, result, first_nonfinite);
+      continue;
+    }
+    Download* download = row.result ? row.result.get() : row.preview.get();
+    if (!download) continue;
     DENOISED_ASSIGN_OR_RETURN(result.pixels, download->Wait());
     if (row.preview)
       for (float& value : result.pixels.span<float>()) value *= row.preview_scale;

@@ -10,8 +10,8 @@
 
 #include "engine/batching/admission.h"
 #include "engine/batching/evaluator.h"
-#include "engine/batching/job.h"
 #include "engine/batching/job_queue.h"
+#include "engine/job.h"
 
 namespace denoised {
 
@@ -41,7 +41,8 @@ class StepBatcher {
   struct Options {
     int device = 0;  // as the queue knows it
     Batching batching = Batching::kStep;
-    int keep_evaluations = 4;  // an image with no more of them to go is not parked
+    int keep_evaluations = 4;      // an image with no more of them to go is not parked
+    bool allow_nonfinite = false;  // as EngineOptions::allow_nonfinite
     /// Step() did a part that may take as long as an evaluation, and goes on; may be null.
     std::function<void()> part_done;
   };

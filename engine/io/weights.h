@@ -21,8 +21,8 @@ class Weights {
  public:
   Weights(Safetensors tensors, std::string file);
   /// Has whatever is asked for: matrices and kernels uniform in ±√3/√(fan-in), so that activations
-  /// keep their scale, vectors in 1 ± 0.1, from (seed, name) alone. For benchmarks and tests of
-  /// architectures without a checkpoint.
+  /// keep their scale, biases in ±0.5, other vectors in 1 ± 0.5, from (seed, name) alone. For
+  /// benchmarks and tests of architectures without a checkpoint.
   static Weights Synthetic(uint64_t seed);
 
   Weights operator/(std::string_view name) const;

@@ -74,10 +74,10 @@ grpc::ServerUnaryReactor* ModelAdminService::Post(grpc::CallbackServerContext* c
                                                   const char* method, ModelChange change,
                                                   std::function<grpc::Status()> work) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  const auto record = std::make_shared<CallRecord>(*serving_, method, context);
-  threads_.Post([this, reactor, record, change = std::move(change), work = std::move(work)] {
+  const auto record = std::make_shared<CallRecord>(calls_, method, context);
+  threads_.Post(Priority::kNormal, [this, reactor, record, change = std::move(change), work = std::move(work)] {
     grpc::Status status = Authorize(record->caller());
-    if (status.ok() && serving_->draining()) {
+    if (status.ok() && drain_->draining()) {
       status = ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");
     }
     if (status.ok()) status = work();
@@ -103,18 +103,18 @@ grpc::ServerUnaryReactor* ModelAdminService::LoadModel(grpc::CallbackServerConte
     }
     const std::string& directory = request->directory();
     if (!directory.empty()) {
-      const auto allowed = serving_->catalog->Allowed(request->name(), directory);
+      const auto allowed = catalog_->Allowed(request->name(), directory);
       if (!allowed.ok())
         violations.push_back({"directory", std::string(allowed.status().message())});
     }
     if (!violations.empty()) return InvalidFields(violations, "");
-    auto model = serving_->catalog->Load({.name = request->name(),
-                                          .directory = directory,
-                                          .version = request->version(),
-                                          .keep_current = request->keep_current(),
-                                          .unload_previous = request->unload_previous()});
+    auto model = catalog_->Load({.name = request->name(),
+                                 .directory = directory,
+                                 .version = request->version(),
+                                 .keep_current = request->keep_current(),
+                                 .unload_previous = request->unload_previous()});
     if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine), serving_->limits);
+    *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
     return grpc::Status::OK;
   });
 }
@@ -127,7 +127,7 @@ grpc::ServerUnaryReactor* ModelAdminService::UnloadModel(grpc::CallbackServerCon
     if (!IsModelReference(request->name())) {
       return InvalidFields({{"name", NotAReference(request->name())}}, "");
     }
-    return ToGrpc(serving_->catalog->Unload(request->name()));
+    return ToGrpc(catalog_->Unload(request->name()));
   });
 }
 
@@ -142,9 +142,9 @@ grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContex
       violations.push_back({"target", NotAReference(request->target())});
     }
     if (!violations.empty()) return InvalidFields(violations, "");
-    auto model = serving_->catalog->SetAlias(request->alias(), request->target());
+    auto model = catalog_->SetAlias(request->alias(), request->target());
     if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine), serving_->limits);
+    *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
     return grpc::Status::OK;
   });
 }
@@ -157,7 +157,7 @@ grpc::ServerUnaryReactor* ModelAdminService::DeleteAlias(grpc::CallbackServerCon
     if (!IsName(request->alias())) {
       return InvalidFields({{"alias", NotAName(request->alias())}}, "");
     }
-    return ToGrpc(serving_->catalog->DeleteAlias(request->alias()));
+    return ToGrpc(catalog_->DeleteAlias(request->alias()));
   });
 }
 

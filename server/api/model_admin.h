@@ -4,8 +4,12 @@
 #include <string>
 
 #include "denoised/v1/model_admin.grpc.pb.h"
+#include "server/api/call_record.h"
+#include "server/api/server_info.h"
+#include "server/jobs/drain.h"
 #include "server/jobs/worker_pool.h"
-#include "server/serving.h"
+#include "server/models/catalog.h"
+#include "server/security/limits.h"
 
 namespace denoised {
 
@@ -18,11 +22,13 @@ struct ModelChange {
 };
 
 /// denoised.v1.ModelAdmin on gRPC's callback API. Its calls wait for the device and for requests to
-/// end, so they have threads of their own. `serving` must outlive the service, the service its
-/// calls.
+/// end, so they have threads of their own. What is pointed to must outlive the service, the service
+/// its calls.
 class ModelAdminService final : public v1::ModelAdmin::CallbackService {
  public:
-  explicit ModelAdminService(Serving* serving) : serving_(serving) {}
+  ModelAdminService(Calls* calls, Catalog* catalog, const DrainProgress* drain,
+                    const ServerInfo* info, const RequestLimits& limits)
+      : calls_(calls), catalog_(catalog), drain_(drain), info_(info), limits_(limits) {}
 
   grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context,
                                       const v1::LoadModelRequest* request,
@@ -43,7 +49,11 @@ class ModelAdminService final : public v1::ModelAdmin::CallbackService {
   grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,
                                  ModelChange change, std::function<grpc::Status()> work);
 
-  Serving* const serving_;
+  Calls* const calls_;
+  Catalog* const catalog_;
+  const DrainProgress* const drain_;
+  const ServerInfo* const info_;
+  const RequestLimits limits_;
   WorkerPool threads_{4};
 };
 

@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "server/status/model_name.h"
 #include "server/status/quote.h"
 #include "server/status/status_details.h"
 #include "server/telemetry/log.h"
@@ -41,14 +42,6 @@ std::string_view VersionPart(std::string_view name) {
 std::string_view NamePart(std::string_view name) { return name.substr(0, name.find('@')); }
 
 }  // namespace
-
-std::string EngineName(std::string_view name, std::string_view version) {
-  return fmt::format("{}@{}", name, version);
-}
-std::string ModelOf(std::string_view engine_name) { return std::string(NamePart(engine_name)); }
-std::string VersionOf(std::string_view engine_name) {
-  return std::string(VersionPart(engine_name));
-}
 
 absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>& models,
                                                   const std::vector<std::string>& roots,
@@ -341,7 +334,7 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   }
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  metrics_->ModelLoaded(name, seconds);
+  metrics_->ModelLoaded(EngineName(name, version), seconds);
   log::Info("model ready", {{"model", name}, {"version", version}, {"seconds", seconds}});
   return status;
 }

@@ -19,12 +19,6 @@ namespace denoised {
 
 class Metrics;
 
-/// The engine knows each version of a model as a model of its own, "name@version".
-std::string EngineName(std::string_view name, std::string_view version);
-/// "digits" and "2" of the engine's "digits@2".
-std::string ModelOf(std::string_view engine_name);
-std::string VersionOf(std::string_view engine_name);
-
 /// A version of a model as clients see it.
 struct CatalogModel {
   std::string name, version;

@@ -8,7 +8,7 @@
 
 #include "engine/core/mutex.h"
 #include "engine/core/status.h"
-#include "server/config.h"
+#include "server/security/limits.h"
 
 namespace denoised {
 

@@ -10,6 +10,7 @@
 #include <set>
 #include <thread>
 
+#include "server/status/model_name.h"
 #include "server/telemetry/log.h"
 #include "server/telemetry/metrics.h"
 #include "tests/eventually.h"

@@ -136,6 +136,10 @@ TEST_F(ConfigTest, ReadsLimits) {
                            "65536",
                            "--max-tensor-bytes",
                            "1048576",
+                           "--max-decoding-bytes",
+                           "2097152",
+                           "--max-reply-bytes",
+                           "67108864",
                            "--max-previews-per-second",
                            "2.5",
                            "--max-connections",
@@ -157,6 +161,8 @@ TEST_F(ConfigTest, ReadsLimits) {
   EXPECT_EQ(config.limits.max_steps, 50);
   EXPECT_EQ(config.limits.max_image_pixels, 65536);
   EXPECT_EQ(config.limits.max_tensor_bytes, 1048576);
+  EXPECT_EQ(config.max_decoding_bytes, 2097152);
+  EXPECT_EQ(config.limits.max_reply_bytes, 33554432) << "gRPC holds no more";
   EXPECT_EQ(config.limits.max_previews_per_second, 2.5);
   EXPECT_EQ(config.connections.max_connections, 7);
   EXPECT_EQ(config.connections.max_streams, 8);
