@@ -437,7 +437,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                "On a Hopper GPU, compute with the kernels that every chip can run")
       ->group("Engine");
   AddChoice<bool>(&app, "--autotune", &config.engine.autotune, {{"on", true}, {"off", false}}, "on",
-                  "On a Hopper GPU, measure which kernels are the fastest for a model's shapes "
+                  "On a GPU, measure which kernels are the fastest for a model's shapes "
                   "when it is first loaded: \"on\" or \"off\". Images do not depend on it")
       ->group("Engine");
   app.add_option("--autotune-cache", autotune_cache,

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "command/bench_report.h"
+#include "command/call_options.h"
 #include "command/files.h"
 #include "command/generate_request.h"
 #include "command/live_view.h"
@@ -44,9 +45,12 @@ absl::StatusOr<ImageHashes> ReadHashes(const std::string& path) {
       fmt::format("--compare {}: {}", path, std::string(hashes.status().message())));
 }
 
-LoadOptions ToOptions(const BenchFlags& flags) {
-  LoadOptions options = {
-      .duration_seconds = flags.duration_seconds, .requests = flags.requests, .unary = flags.unary};
+LoadOptions ToOptions(const BenchFlags& flags, const client::CallOptions& call) {
+  LoadOptions options = {.duration_seconds = flags.duration_seconds,
+                         .requests = flags.requests,
+                         .unary = flags.unary,
+                         .metadata = call.metadata,
+                         .traceparent = call.traceparent};
   const bool traced = !flags.trace.empty();
   if (!flags.rate && !traced) options.concurrency = flags.concurrency.value_or(1);
   if (!traced && !flags.duration_seconds && !flags.requests) {
@@ -202,7 +206,7 @@ Examples:
 }
 
 ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& flags,
-               std::stop_token stop) {
+               const client::CallOptions& call) {
   std::optional<ImageHashes> earlier;
   if (!flags.compare.empty()) {
     auto hashes = ReadHashes(flags.compare);
@@ -220,7 +224,7 @@ ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& fla
   workload->set_format(FormatOf(flags.format));
   // On every connection, so that none is yet to be made when the load begins.
   for (const client::Client& client : clients) {
-    const absl::Status status = workload->Learn(client, {.timeout = kCallTimeout, .stop = stop});
+    const absl::Status status = workload->Learn(client, WithTimeout(call, kCallTimeout));
     if (!status.ok()) return Report(status, false);
   }
 
@@ -232,11 +236,11 @@ ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& fla
   std::optional<ProgressView> view;
   if (IsTerminal(STDERR_FILENO)) view.emplace(stderr);
   BenchReport report = MakeReport(RunLoad(
-      clients, *std::move(workload), ToOptions(flags), on_sent,
+      clients, *std::move(workload), ToOptions(flags, call), on_sent,
       [&view](const LoadProgress& progress) {
         if (view) view->Show(progress);
       },
-      stop));
+      call.stop));
   view.reset();
 
   if (earlier) report.images_compared = report.load.hashes.CompareWith(*earlier);
@@ -254,7 +258,7 @@ ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& fla
       return Report(status, false);
     }
   }
-  return ExitCodeOf(report, stop);
+  return ExitCodeOf(report, call.stop);
 }
 
 }  // namespace denoised::command

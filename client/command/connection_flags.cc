@@ -1,6 +1,40 @@
 #include "command/connection_flags.h"
 
+#include <optional>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+
 namespace denoised::command {
+namespace {
+
+/// "key: value", as curl and grpcurl take it; nullopt for anything else.
+std::optional<std::pair<std::string, std::string>> ParseHeader(const std::string& text) {
+  const size_t colon = text.find(':');
+  if (colon == 0 || colon == std::string::npos) return std::nullopt;
+  std::string key = text.substr(0, colon), value = text.substr(colon + 1);
+  absl::StripAsciiWhitespace(&key);
+  absl::StripAsciiWhitespace(&value);
+  absl::AsciiStrToLower(&key);
+  if (!key.ends_with("-bin")) return std::pair(key, value);
+  std::string bytes;
+  if (!absl::Base64Unescape(value, &bytes)) return std::nullopt;
+  return std::pair(key, bytes);
+}
+
+CLI::Validator Header() {
+  return CLI::Validator(
+      [](std::string& text) {
+        return ParseHeader(text) ? std::string()
+                                 : "\"" + text +
+                                       "\" is not a header; use 'key: value', and base64 for the "
+                                       "value of a key that ends in -bin";
+      },
+      "");
+}
+
+}  // namespace
 
 void AddConnectionFlags(CLI::App& app, ConnectionFlags& flags) {
   app.add_option("--server", flags.server,
@@ -24,6 +58,19 @@ void AddConnectionFlags(CLI::App& app, ConnectionFlags& flags) {
   app.add_option("--token-file", flags.token_file,
                  "Send the token in this file, as the server's operator gave it; needs TLS")
       ->envname("DENOISE_TOKEN_FILE");
+  app.add_flag("--allow-plaintext-token", flags.allow_plaintext_token,
+               "Send the token without TLS too. Only where something else encrypts the connection, "
+               "such as a service mesh")
+      ->envname("DENOISE_ALLOW_PLAINTEXT_TOKEN");
+  app.add_option(
+         "-H,--header", flags.headers,
+         "Send this metadata with every call: 'key: value'. Can be repeated; the value of a "
+         "key that ends in -bin is base64")
+      ->allow_extra_args(false)
+      ->check(Header());
+  app.add_option("--traceparent", flags.traceparent,
+                 "Continue this trace (W3C Trace Context): 00-TRACE_ID-SPAN_ID-FLAGS")
+      ->envname("TRACEPARENT");
 }
 
 client::ConnectionOptions ToOptions(const ConnectionFlags& flags) {
@@ -34,6 +81,13 @@ client::ConnectionOptions ToOptions(const ConnectionFlags& flags) {
     options.tls = files;
   }
   options.token_file = flags.token_file;
+  options.allow_plaintext_token = flags.allow_plaintext_token;
+  return options;
+}
+
+client::CallOptions ToCallOptions(const ConnectionFlags& flags, std::stop_token stop) {
+  client::CallOptions options = {.stop = std::move(stop), .traceparent = flags.traceparent};
+  for (const std::string& header : flags.headers) options.metadata.push_back(*ParseHeader(header));
   return options;
 }
 

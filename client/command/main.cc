@@ -127,16 +127,17 @@ int main(int argc, char** argv) {
     clients.emplace_back(*std::move(connection));
   }
   const client::Client& client = clients.front();
-  if (generate->parsed()) return command::Generate(client, generate_flags, interrupt.token());
-  if (load->parsed()) return command::LoadModel(client, change, interrupt.token());
-  if (unload->parsed()) return command::UnloadModel(client, change, interrupt.token());
-  if (alias->parsed()) return command::SetAlias(client, change, interrupt.token());
-  if (list_jobs->parsed()) return command::ListJobs(client, jobs_flags, interrupt.token());
-  if (get_job->parsed()) return command::GetJob(client, jobs_flags, interrupt.token());
-  if (watch_job->parsed()) return command::WatchJob(client, jobs_flags, interrupt.token());
-  if (cancel_job->parsed()) return command::CancelJob(client, jobs_flags, interrupt.token());
-  if (server_info->parsed()) return command::ServerInfo(client, info_json, interrupt.token());
-  if (models->parsed()) return command::Models(client, models_flags, interrupt.token());
-  if (bench->parsed()) return command::Bench(clients, bench_flags, interrupt.token());
-  return command::Health(client, health_flags, interrupt.token());
+  const client::CallOptions call = command::ToCallOptions(connection_flags, interrupt.token());
+  if (generate->parsed()) return command::Generate(client, generate_flags, call);
+  if (load->parsed()) return command::LoadModel(client, change, call);
+  if (unload->parsed()) return command::UnloadModel(client, change, call);
+  if (alias->parsed()) return command::SetAlias(client, change, call);
+  if (list_jobs->parsed()) return command::ListJobs(client, jobs_flags, call);
+  if (get_job->parsed()) return command::GetJob(client, jobs_flags, call);
+  if (watch_job->parsed()) return command::WatchJob(client, jobs_flags, call);
+  if (cancel_job->parsed()) return command::CancelJob(client, jobs_flags, call);
+  if (server_info->parsed()) return command::ServerInfo(client, info_json, call);
+  if (models->parsed()) return command::Models(client, models_flags, call);
+  if (bench->parsed()) return command::Bench(clients, bench_flags, call);
+  return command::Health(client, health_flags, call);
 }

@@ -1,13 +1,11 @@
 #pragma once
 
-#include <stop_token>
-
 #include "command/report.h"
 #include "denoised/client.h"
 
 namespace denoised::command {
 
 /// `denoise server info`: what the server is and allows.
-ExitCode ServerInfo(const client::Client& client, bool json, std::stop_token stop);
+ExitCode ServerInfo(const client::Client& client, bool json, const client::CallOptions& call);
 
 }  // namespace denoised::command

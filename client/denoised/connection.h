@@ -7,6 +7,7 @@
 #include <optional>
 #include <stop_token>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -16,10 +17,16 @@
 
 namespace denoised::client {
 
-/// Of one call.
+/// How to make one call.
 struct CallOptions {
   std::optional<std::chrono::nanoseconds> timeout;  // for all attempts together; unset: none
   std::stop_token stop;                             // a stop request cancels the call
+  /// Sent with every attempt, as gRPC metadata. Keys are case-insensitive. Values are printable
+  /// ASCII; those of keys that end in "-bin" are any bytes.
+  std::vector<std::pair<std::string, std::string>> metadata;
+  /// The caller's span, in the form of W3C Trace Context: the server logs the call under its trace.
+  /// Empty: none.
+  std::string traceparent;
 };
 
 /// Told of a streaming call, on a thread of gRPC's callback pool. The calls for one stream come one
@@ -96,9 +103,13 @@ struct ConnectionOptions {
   RetryPolicy retry;
   /// Unset: the connection is not encrypted.
   std::optional<TlsOptions> tls;
-  /// A file with a bearer token, sent with every call; it is read for each, so that it may be
-  /// replaced. Empty: none. Needs TLS.
+  /// A file with a bearer token, sent with every call. It is read for each call, so the token can
+  /// be replaced. Empty: none. Needs TLS or allow_plaintext_token.
   std::string token_file;
+  /// Sends tokens over a connection that the library does not encrypt. Set it only where something
+  /// else encrypts the connection, such as the sidecar of a service mesh: otherwise anyone on the
+  /// network can read and use the token.
+  bool allow_plaintext_token = false;
   /// Largest message either way. gRPC's own 4 MB is less than one raw 1024 x 1024 image (12 MB); a
   /// unary reply carries all images of a request.
   int max_message_bytes = 256 << 20;

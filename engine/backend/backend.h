@@ -20,8 +20,8 @@
 /// depends on the row's shape alone, so a row has the same bits in any batch.
 ///
 /// Ops only enqueue and return nothing. Shapes were validated when the model was loaded, so a wrong
-/// one is a bug (CHECK). Errors of the device are kept and returned by status(). Only the
-/// thread that owns the device uses a backend.
+/// one is a bug (CHECK). Errors of the device are kept and returned by status(). Only the thread
+/// that owns the device uses a backend, except inside ForEachPart().
 
 namespace denoised {
 
@@ -201,6 +201,13 @@ class Graph {
   virtual ~Graph() = default;
 };
 
+/// How the rows of an evaluation are divided over the threads of a backend.
+struct RowSplit {
+  int apart = 0;    // rows [0, apart) are computed in parts, the others together by all threads
+  int part = 0;     // rows of the largest part
+  int workers = 1;  // parts that are computed at one time
+};
+
 struct BackendMemory {
   size_t total = 0, free = 0;  // bytes on the device
 };
@@ -270,11 +277,24 @@ class Backend {
   virtual void Gather(const GatherArgs& args) = 0;
   virtual void Advance(const AdvanceArgs& args) = 0;
 
+  // Rows. A CPU is fastest when each thread takes rows of its own through all ops: the rows stay in
+  // the core's cache, and threads wait for each other once an evaluation instead of once an op.
+  /// How an evaluation of `rows` rows should be divided. A row has the same bits either way.
+  virtual RowSplit SplitRows(int /*rows*/) const { return {}; }
+  /// Calls body(begin, count, worker) for parts of at most split.part rows that make up rows
+  /// [0, split.apart), in any order, from up to split.workers threads, each with its own `worker`
+  /// < split.workers. The body may call ops that write memory of its rows or its worker. Returns
+  /// when all calls have returned.
+  virtual void ForEachPart(const RowSplit& split,
+                           const std::function<void(int begin, int count, int worker)>& body) {
+    if (split.apart > 0) body(0, split.apart, 0);
+  }
+
   // Order.
   /// Runs `body` and records its ops instead of executing them. Tensors must outlive the graph. The
   /// CPU has no graphs: its ops are only checked now and `body` runs again at each Launch(), so all
-  /// that it refers to must outlive the graph too. `body` may be run twice now, and the outputs of
-  /// its convolutions, linears and group norms may be overwritten: see BackendOptions::autotune.
+  /// that it refers to must outlive the graph too. `body` may be run twice now, and what its ops
+  /// write, except slots, may be overwritten: see BackendOptions::autotune.
   virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) = 0;
   virtual void Launch(Graph& graph) = 0;
   virtual std::unique_ptr<Marker> Mark() = 0;
@@ -290,8 +310,8 @@ struct BackendOptions {
   bool fp32 = false;            // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: only the kernels for any GPU from compute capability 8.0 on, even if others are faster.
   bool generic_kernels = false;
-  /// CUDA, on Hopper: for shapes that were not measured before, Capture() first measures which of
-  /// the kernels that give the same bits is the fastest.
+  /// CUDA: for shapes that were not measured before, Capture() first measures which of the kernels
+  /// that give the same bits is the fastest.
   bool autotune = false;
   std::string autotune_cache;  // directory for measured results; empty: they are not kept
   Notify notify;               // called on the thread that uses the backend; may be empty

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "engine/backend/counting.h"
 
@@ -81,49 +82,86 @@ absl::Status Evaluator::Allocate() {
                             backend_.ReserveDownloads(registers_bytes, options_.parks));
   if (register_downloads_) slot_bytes_ += registers_bytes * options_.parks;
 
-  // A smaller bucket may fragment the arena more than the largest does, so every bucket is
-  // measured.
-  for (const int bucket : buckets_) {
+  const auto measure = [&](int rows) {
     CountingBackend counting(backend_);
     Arena measuring = Arena::Measuring(backend_.device());
-    Enqueue(counting, measuring, bucket);
-    activation_bytes_ = std::max(activation_bytes_, measuring.peak());
-    flops_per_row_ = counting.work().flops / bucket;
+    const Tensor output = Predict(counting, measuring, 0, rows);
+    counting.Advance({.state = state_, .rows = rows_.Slice(0, rows), .model_output = output});
+    flops_per_row_ = counting.work().flops / rows;
+    return measuring.peak();
+  };
+  int workers = 0, part = 0;
+  std::set<int> together;
+  for (const int bucket : buckets_) {
+    const RowSplit split = backend_.SplitRows(bucket);
+    if (split.apart > 0) workers = split.workers;
+    part = std::max(part, split.part);
+    if (split.apart < bucket) together.insert(bucket - split.apart);
   }
+  // Fewer rows may fragment the arena more than more rows do, so every number of rows is measured.
+  size_t part_bytes = 0;
+  for (int rows = 1; rows <= part; ++rows) part_bytes = std::max(part_bytes, measure(rows));
+  activation_bytes_ = part_bytes * workers;
+  for (const int rows : together) activation_bytes_ = std::max(activation_bytes_, measure(rows));
+  if (workers > 0)
+    DENOISED_RETURN_IF_ERROR(take(&outputs_,
+                                  {options_.max_rows, height, width, traits.output_channels},
+                                  DType::kF32, "predictions"));
   DENOISED_ASSIGN_OR_RETURN(
       Tensor block,
       backend_.Allocate({static_cast<int64_t>(activation_bytes_)}, DType::kU8,
                         fmt::format("activations of {} rows of {}×{}", options_.max_rows,
                                     options_.width, options_.height)));
+  for (int worker = 0; worker < workers; ++worker)
+    part_arenas_.emplace_back(
+        block.Slice(static_cast<int64_t>(worker * part_bytes), static_cast<int64_t>(part_bytes)));
   arena_.emplace(std::move(block));
   return backend_.status();
 }
 
-void Evaluator::Enqueue(Backend& backend, Arena& arena, int bucket) {
+void Evaluator::Enqueue(int bucket) {
+  const RowSplit split = backend_.SplitRows(bucket);
+  Tensor output;
+  if (split.apart == 0) {
+    output = Predict(backend_, *arena_, 0, bucket);
+  } else {
+    output = outputs_.Slice(0, bucket);
+    backend_.ForEachPart(split, [&](int begin, int count, int worker) {
+      backend_.Copy(Predict(backend_, part_arenas_[worker], begin, count),
+                    output.Slice(begin, count));
+    });
+    const int together = bucket - split.apart;
+    if (together > 0)
+      backend_.Copy(Predict(backend_, *arena_, split.apart, together),
+                    output.Slice(split.apart, together));
+  }
+  // A row may read another row's output, so rows advance when all outputs are there.
+  backend_.Advance({.state = state_, .rows = rows_.Slice(0, bucket), .model_output = output});
+}
+
+Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) {
   const DenoiserTraits& traits = denoiser_->traits();
   nn::Context context{backend, arena};
-  const Tensor rows = rows_.Slice(0, bucket);
+  const Tensor rows = rows_.Slice(begin, count);
   DenoiserInput input;
-  input.x = context.New({bucket, options_.height, options_.width, traits.channels});
-  input.condition = context.NewF32({bucket});
-  if (traits.condition == ClassCondition::kLabel) input.label = arena.New({bucket}, DType::kI32);
+  input.x = context.New({count, options_.height, options_.width, traits.channels});
+  input.condition = context.NewF32({count});
+  if (traits.condition == ClassCondition::kLabel) input.label = arena.New({count}, DType::kI32);
   if (traits.class_vector_size > 0)
-    input.embedding = context.NewF32({bucket, traits.class_vector_size});
+    input.embedding = context.NewF32({count, traits.class_vector_size});
   backend.Gather({.state = state_,
                   .rows = rows,
                   .x = input.x,
                   .condition = input.condition,
                   .label = input.label,
                   .embedding = input.embedding});
-  const Tensor output = denoiser_->Forward(context, input);
-  backend.Advance({.state = state_, .rows = rows, .model_output = output});
+  return denoiser_->Forward(context, input);
 }
 
 absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
   std::unique_ptr<Graph>& graph = graphs_[bucket];
   if (!graph) {
-    DENOISED_ASSIGN_OR_RETURN(
-        graph, backend_.Capture([this, bucket] { Enqueue(backend_, *arena_, bucket); }));
+    DENOISED_ASSIGN_OR_RETURN(graph, backend_.Capture([this, bucket] { Enqueue(bucket); }));
   }
   return graph.get();
 }

@@ -95,7 +95,9 @@ class Evaluator {
   absl::Status Allocate();
   absl::StatusOr<Graph*> GraphFor(int bucket);
   void UploadStart(int slot, const Start& start);
-  void Enqueue(Backend& backend, Arena& arena, int bucket);
+  void Enqueue(int bucket);
+  /// The network's output for rows [begin, begin + count) of rows_.
+  Tensor Predict(Backend& backend, Arena& arena, int begin, int count);
   Tensor SlotOf(const Tensor& per_slot, int slot) const;
 
   Backend& backend_;
@@ -105,8 +107,10 @@ class Evaluator {
   SlotState state_;
   Tensor rows_;  // I32 [max_rows, 4]
   std::shared_ptr<const void> downloads_, flag_downloads_, register_downloads_;  // their memory
-  Tensor source_, noise_;  // F32 [H, W, C]: what Begin uploads
-  std::optional<Arena> arena_;
+  Tensor source_, noise_;           // F32 [H, W, C]: what Begin uploads
+  Tensor outputs_;                  // F32 [max_rows, H, W, output channels], where rows are split
+  std::optional<Arena> arena_;      // for rows computed together
+  std::vector<Arena> part_arenas_;  // by worker, for rows computed in parts; in the same memory
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
   size_t warm_buckets_ = 0;

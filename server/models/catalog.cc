@@ -61,29 +61,41 @@ Catalog::Catalog(std::vector<ModelSource> sources, Engine* engine, Metrics* metr
 }
 
 absl::Status Catalog::LoadListed(const std::string& name) {
-  std::lock_guard loading(load_mutex_);
+  MutexLock loading(&load_mutex_);
   std::string version, directory;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     const Model* model = FindModel(name);
     if (model == nullptr) return NotFound("model \"{}\" is not listed any more", name);
     version = model->versions[0].version;
     directory = model->versions[0].directory;
   }
   const absl::Status status = Open(name, version, directory);
-  if (!status.ok()) {
-    std::lock_guard lock(mutex_);
-    if (Model* model = FindModel(name)) FindVersion(*model, version)->error = status;
-  }
+  MutexLock lock(&mutex_);
+  Version& listed = *FindVersion(*FindModel(name), version);
+  listed.state = status.ok() ? State::kReady : State::kFailed;
+  listed.error = status;
   return status;
 }
 
 absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
-  std::unique_lock loading(load_mutex_);
+  std::vector<std::string> leaving;
+  absl::StatusOr<CatalogModel> loaded;
+  {
+    MutexLock loading(&load_mutex_);
+    loaded = LoadVersion(request, &leaving);
+  }
+  // The next load need not wait for the requests of the versions that leave.
+  DENOISED_RETURN_IF_ERROR(CloseVersions(request.name, leaving));
+  return loaded;
+}
+
+absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
+                                                  std::vector<std::string>* leaving) {
   const std::string& name = request.name;
   std::string version = request.version, directory = request.directory;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (const auto alias = aliases_.find(name); alias != aliases_.end()) {
       return absl::AlreadyExistsError(fmt::format(
           "name: \"{}\" is an alias of {}; choose another name, or delete the alias first", name,
@@ -117,37 +129,31 @@ absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
       model->name = name;
       model->current = version;
     }
-    model->versions.push_back({.version = version, .directory = directory});
+    model->versions.push_back(
+        {.version = version, .directory = directory, .state = State::kLoading});
   }
 
   const absl::Status status = Open(name, version, directory);
-  std::vector<std::string> leaving;
-  CatalogModel loaded;
-  {
-    std::lock_guard lock(mutex_);
-    if (!status.ok()) {
-      Remove(name, version);
-      // NotFound would say that there is no such model.
-      return absl::IsNotFound(status) ? InvalidArgument("{}", std::string(status.message()))
-                                      : status;
-    }
-    Model& model = *FindModel(name);
-    for (const Version& other : model.versions) {
-      const bool failed = !other.error.ok();
-      const bool previous = other.version == model.current && other.version != version;
-      // One that is still listed to be loaded stays, and one that leaves already needs no help.
-      const bool leaves = failed || (previous && request.unload_previous);
-      if (leaves && CheckCanLeave(model, other).ok()) leaving.push_back(other.version);
-    }
-    const Version& current = *FindVersion(model, model.current);
-    if (!request.keep_current || !current.error.ok()) model.current = version;
-    Leave(&model, leaving);
-    loaded = Describe(model, *FindVersion(model, version));
+  MutexLock lock(&mutex_);
+  if (!status.ok()) {
+    Remove(name, version);
+    // NotFound would say that there is no such model.
+    return absl::IsNotFound(status) ? InvalidArgument("{}", std::string(status.message())) : status;
   }
-  // The next model need not wait for the requests of those that leave.
-  loading.unlock();
-  DENOISED_RETURN_IF_ERROR(CloseVersions(name, leaving));
-  return loaded;
+  Model& model = *FindModel(name);
+  FindVersion(model, version)->state = State::kReady;
+  for (const Version& other : model.versions) {
+    const bool failed = other.state == State::kFailed;
+    // A version that is still listed stays, and one that leaves already needs no help.
+    const bool replaced = request.unload_previous && other.state == State::kReady &&
+                          other.version == model.current && other.version != version;
+    if (failed || replaced) leaving->push_back(other.version);
+  }
+  const State current = FindVersion(model, model.current)->state;
+  const bool useless = current == State::kFailed || current == State::kLeaving;
+  if (!request.keep_current || useless) model.current = version;
+  Leave(&model, *leaving);
+  return Describe(model, *FindVersion(model, version));
 }
 
 absl::Status Catalog::Open(const std::string& name, const std::string& version,
@@ -155,7 +161,7 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   log::Info("loading model", {{"model", name}, {"version", version}, {"directory", directory}});
   const std::string signature = Signature(directory);
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     FindVersion(*FindModel(name), version)->signature = signature;
   }
   const auto start = std::chrono::steady_clock::now();
@@ -178,39 +184,34 @@ absl::Status Catalog::Unload(const std::string& name) {
   const std::string model_name(NamePart(name));
   std::vector<std::string> versions;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     Model* model = FindModel(model_name);
     const std::string_view wanted = VersionPart(name);
     for (const Version& version : model ? model->versions : std::vector<Version>()) {
-      if (wanted.empty() || version.version == wanted) versions.push_back(version.version);
+      if (!wanted.empty() && version.version != wanted) continue;
+      if (version.state != State::kReady && version.state != State::kFailed) {
+        return FailedPrecondition("model {} is still {}; try again when it is not",
+                                  EngineName(model_name, version.version),
+                                  version.state == State::kLeaving ? "being unloaded" : "loading");
+      }
+      versions.push_back(version.version);
     }
     if (versions.empty()) {
       return NotFound("name: there is no model {}; this server holds: {}", Quote(name), Names());
-    }
-    for (const std::string& version : versions) {
-      DENOISED_RETURN_IF_ERROR(CheckCanLeave(*model, *FindVersion(*model, version)));
     }
     Leave(model, versions);
   }
   return CloseVersions(model_name, versions);
 }
 
-absl::Status Catalog::CheckCanLeave(const Model& model, const Version& version) const {
-  const bool loading = Describe(model, version).info->state == ModelState::kLoading;
-  if (!version.unloading && !loading) return absl::OkStatus();
-  return FailedPrecondition("model {} is still {}; try again when it is not",
-                            EngineName(model.name, version.version),
-                            version.unloading ? "being unloaded" : "loading");
-}
-
 void Catalog::Leave(Model* model, const std::vector<std::string>& versions) {
-  for (const std::string& version : versions) FindVersion(*model, version)->unloading = true;
+  for (const std::string& version : versions) {
+    FindVersion(*model, version)->state = State::kLeaving;
+  }
   // New requests go to the version that was loaded last of those that stay.
-  if (!FindVersion(*model, model->current)->unloading) return;
+  if (FindVersion(*model, model->current)->state != State::kLeaving) return;
   for (const Version& version : model->versions) {
-    if (!version.unloading && Describe(*model, version).info->state == ModelState::kReady) {
-      model->current = version.version;
-    }
+    if (version.state == State::kReady) model->current = version.version;
   }
 }
 
@@ -222,7 +223,7 @@ absl::Status Catalog::CloseVersions(const std::string& name,
     // The engine does not hold what could not be loaded.
     if (!status.ok() && !absl::IsNotFound(status) && first_error.ok()) first_error = status;
     log::Info("model unloaded", {{"model", name}, {"version", version}});
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     Remove(name, version);
   }
   return first_error;
@@ -247,7 +248,7 @@ void Catalog::Remove(std::string_view name, std::string_view version) {
 
 absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
                                                const std::string& target) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   Model* model = FindModel(NamePart(target));
   const std::string_view wanted = VersionPart(target);
   Version* version =
@@ -271,7 +272,7 @@ absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
 }
 
 absl::Status Catalog::DeleteAlias(const std::string& alias) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (aliases_.erase(alias) > 0) return absl::OkStatus();
   return NotFound("alias: there is no alias {}; ListModels tells those there are", Quote(alias));
 }
@@ -282,10 +283,10 @@ void Catalog::ReloadChanged() {
   };
   std::vector<Look> looks;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     for (Model& model : models_) {
       const Version& current = *FindVersion(model, model.current);
-      if (!current.signature.empty()) {
+      if (current.state != State::kLeaving && !current.signature.empty()) {
         looks.push_back({model.name, current.directory, current.signature});
       }
     }
@@ -293,7 +294,7 @@ void Catalog::ReloadChanged() {
   for (const Look& look : looks) {
     const std::string now = Signature(look.directory);
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(&mutex_);
       Model* model = FindModel(look.name);
       if (model == nullptr) continue;
       // Two looks that agree: nobody is writing.
@@ -333,12 +334,21 @@ CatalogModel Catalog::Describe(const Model& model, const Version& version) const
       described.aliases.push_back(alias);
     }
   }
-  described.info = version.error.ok() ? engine_->Find(engine_name) : nullptr;
+  const bool opened = version.state == State::kReady || version.state == State::kLeaving;
+  if (opened) described.info = engine_->Find(engine_name);
+  if (version.state == State::kLeaving && described.info != nullptr &&
+      described.info->state == ModelState::kReady) {
+    ModelInfo leaving = *described.info;  // the engine will hear of it in a moment
+    leaving.state = ModelState::kUnloading;
+    described.info = std::make_shared<const ModelInfo>(std::move(leaving));
+  }
   if (described.info == nullptr) {
     described.info = std::make_shared<const ModelInfo>(
         ModelInfo{.name = engine_name,
                   .directory = version.directory,
-                  .state = version.error.ok() ? ModelState::kLoading : ModelState::kFailed,
+                  .state = opened                            ? ModelState::kUnloading
+                           : version.state == State::kFailed ? ModelState::kFailed
+                                                             : ModelState::kLoading,
                   .error = version.error});
   }
   return described;
@@ -358,12 +368,12 @@ std::optional<CatalogModel> Catalog::FindLocked(const std::string& name) const {
 }
 
 std::optional<CatalogModel> Catalog::Find(const std::string& name) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return FindLocked(name);
 }
 
 std::vector<CatalogModel> Catalog::All() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   std::vector<CatalogModel> all;
   for (const Model& model : models_) {
     for (const Version& version : model.versions) all.push_back(Describe(model, version));
@@ -380,7 +390,7 @@ std::string Catalog::Names() const {
 std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::string& field,
                                             const std::string& request_id,
                                             grpc::Status* refusal) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (name.empty() && models_.size() == 1) return FindLocked(models_[0].name);
   if (name.empty()) {
     *refusal = InvalidFields(

@@ -4,12 +4,12 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "engine/core/mutex.h"
 #include "engine/engine.h"
 #include "server/config.h"
 
@@ -32,10 +32,12 @@ struct CatalogModel {
 };
 
 /// The models that the server holds, by names, versions and aliases, also those that still load or
-/// could not: the engine learns of a model only when its turn comes. A model has one or more
-/// versions, of which one is current; requests that name no version get that one, and those in
-/// flight finish with the version they began with. Thread-safe; `engine` and `metrics` must outlive
-/// it.
+/// could not be loaded. A model has one or more versions, of which one is current: requests that
+/// name no version get that one. Requests in flight finish with the version they began with.
+///
+/// The catalog alone decides how far a version is. The engine opens and closes models, but that it
+/// has a model says nothing here: a version is ready when the catalog says so, and until then
+/// nobody can unload it. Thread-safe; `engine` and `metrics` must outlive the catalog.
 class Catalog {
  public:
   /// Lists `sources` as versions "1" that still load.
@@ -78,44 +80,56 @@ class Catalog {
                                      const std::string& request_id, grpc::Status* refusal) const;
 
  private:
+  /// kListed: of the constructor, and its LoadListed has not ended. kLoading: of Load. Only
+  /// kReady and kFailed become kLeaving, and only kLeaving and a failed Load remove a version.
+  enum class State { kListed, kLoading, kReady, kFailed, kLeaving };
   struct Version {
     std::string version, directory;
-    std::string signature;  // of the directory's files as they were loaded
-    absl::Status error;     // why it could not be loaded
-    bool unloading = false;
+    State state = State::kListed;
+    std::string signature = {};  // of the directory's files as they were loaded
+    absl::Status error = {};     // of kFailed
   };
   struct Model {
     std::string name;
     std::vector<Version> versions;  // in the order of loading; never empty
-    std::string current;
-    std::string seen, tried;  // signatures: at the last look, and of the last reload
+    std::string current;            // always one of `versions`
+    std::string seen, tried;        // signatures: at the last look, and of the last reload
   };
 
-  // Under mutex_.
-  Model* FindModel(std::string_view name);
-  const Model* FindModel(std::string_view name) const;
+  Model* FindModel(std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  const Model* FindModel(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static Version* FindVersion(Model& model, std::string_view version);
-  CatalogModel Describe(const Model& model, const Version& version) const;
-  std::optional<CatalogModel> FindLocked(const std::string& name) const;
-  void Remove(std::string_view name, std::string_view version);
-  /// OK, or FailedPrecondition: it is still loading, or leaves already.
-  absl::Status CheckCanLeave(const Model& model, const Version& version) const;
-  /// From now on these versions get no new requests.
-  void Leave(Model* model, const std::vector<std::string>& versions);
-  std::string Names() const;
+  CatalogModel Describe(const Model& model, const Version& version) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::optional<CatalogModel> FindLocked(const std::string& name) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Remove(std::string_view name, std::string_view version)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// From now on these versions, which are kReady or kFailed, get no new requests.
+  void Leave(Model* model, const std::vector<std::string>& versions)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::string Names() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  /// Opens a version that is listed. Without mutex_.
+  /// Load, but for closing the versions that leave: these are `leaving`.
+  absl::StatusOr<CatalogModel> LoadVersion(const LoadRequest& request,
+                                           std::vector<std::string>* leaving)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(load_mutex_) ABSL_LOCKS_EXCLUDED(mutex_);
+  /// Opens a version that is kListed or kLoading.
   absl::Status Open(const std::string& name, const std::string& version,
-                    const std::string& directory);
-  /// Waits for the requests of versions that leave, and forgets them. Without mutex_.
-  absl::Status CloseVersions(const std::string& name, const std::vector<std::string>& versions);
+                    const std::string& directory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(load_mutex_)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  /// Waits for the requests of versions that are kLeaving, and removes them.
+  absl::Status CloseVersions(const std::string& name, const std::vector<std::string>& versions)
+      ABSL_LOCKS_EXCLUDED(load_mutex_, mutex_);
 
   Engine* const engine_;
   Metrics* const metrics_;
-  std::mutex load_mutex_;  // one load at a time, as each takes memory
-  mutable std::mutex mutex_;
-  std::vector<Model> models_;                   // guarded by mutex_
-  std::map<std::string, std::string> aliases_;  // guarded by mutex_; to "name" or "name@version"
+  /// One load at a time, as each takes memory.
+  Mutex load_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
+  mutable Mutex mutex_;
+  std::vector<Model> models_ ABSL_GUARDED_BY(mutex_);
+  /// To "name" or "name@version".
+  std::map<std::string, std::string> aliases_ ABSL_GUARDED_BY(mutex_);
 };
 
 /// OK, or why `model` cannot draw now: FAILED_PRECONDITION while it loads, when it failed, or while

@@ -11,7 +11,7 @@
 // Random data; kernels are chosen as by the server; --autotune=DIRECTORY keeps which they are
 // there, and takes what it finds there. A figure is the median over launches of a graph
 // that holds an op many times. Its activations rotate through more memory than a chip's last cache
-// holds; its weights stay, as those of a layer do. tests/bench/peer_kernels.py measures PyTorch in
+// holds; its weights stay, as those of a layer do. tests/bench/peer_ops.py measures PyTorch in
 // the same way: it takes its shapes from the names below.
 
 #include <benchmark/benchmark.h>

@@ -20,7 +20,7 @@ from diffusers import __version__ as diffusers_version
 
 import peer
 
-CONFIGS = Path(__file__).parents[1] / "models" / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "models" / "configs"
 MODES = {"compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 

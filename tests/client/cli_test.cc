@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <thread>
@@ -106,6 +107,45 @@ TEST_F(CliTest, SpeaksTls) {
   EXPECT_EQ(bare.exit_code, 2);
   EXPECT_THAT(bare.err, HasSubstr("tls"));
   EXPECT_THAT(run({"--tls-ca", Path("absent")}).err, HasSubstr("absent"));
+}
+
+TEST_F(CliTest, SendsATokenInPlaintextOnlyWhenItIsAllowed) {
+  std::ofstream(Path("token")) << "open-sesame\n";
+  const auto refused = Run({"models", "--token-file", Path("token")});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("--allow-plaintext-token"));
+  EXPECT_EQ(Run({"models", "--token-file", Path("token"), "--allow-plaintext-token"}).exit_code, 0);
+  EXPECT_EQ(server_.authorization(), "Bearer open-sesame");
+}
+
+TEST_F(CliTest, SendsHeadersAndATraceWithEveryCall) {
+  const std::string trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+  const std::multimap<std::string, std::string> sent = {
+      {"x-tenant", "blue: sky"}, {"x-raw-bin", "\xff\x01"}, {"traceparent", trace}};
+  const std::vector<std::string> headers = {"-H", "X-Tenant:  blue: sky ", "--header",
+                                            "x-raw-bin: /wE="};
+  for (std::vector<std::string> command : {std::vector<std::string>{"models"},
+                                           {"generate", "-o", Path("x.png")},
+                                           {"bench", "-n", "1", "--warm-up", "0"},
+                                           {"bench", "-n", "1", "--warm-up", "0", "--unary"}}) {
+    command.insert(command.begin(), headers.begin(), headers.end());
+    command.insert(command.begin(), {DENOISE_BINARY, "--server", server_.address()});
+    const auto result = RunProcess(command, {"TRACEPARENT=" + trace});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_THAT(server_.metadata(), testing::IsSupersetOf(sent));
+  }
+  for (const std::vector<std::string>& wrong : {std::vector<std::string>{"-H", "no colon"},
+                                                {"-H", ": no key"},
+                                                {"-H", "x-bin: no base64!"},
+                                                {"-H", "a b: v"},
+                                                {"-H", "grpc-timeout: 1S"},
+                                                {"--traceparent", "00-1-2-3"}}) {
+    auto command = wrong;
+    command.push_back("models");
+    const auto result = Run(command);
+    EXPECT_EQ(result.exit_code, 2) << wrong[1];
+    EXPECT_THAT(result.err, HasSubstr("use ")) << wrong[1];
+  }
 }
 
 TEST_F(CliTest, EndsCleanlyEveryTime) {

@@ -193,12 +193,28 @@ std::vector<v1::GenerationParams> FakeServer::requests() const {
   return requests_;
 }
 
-std::string FakeServer::authorization() const {
+std::multimap<std::string, std::string> FakeServer::metadata() const {
   std::lock_guard lock(mutex_);
-  return authorization_;
+  return metadata_;
 }
 
-grpc::Status FakeServer::Admit(const v1::GenerationParams& params) {
+std::string FakeServer::authorization() const {
+  const auto all = metadata();
+  const auto found = all.find("authorization");
+  return found == all.end() ? "" : found->second;
+}
+
+void FakeServer::KeepMetadata(const grpc::ServerContext& context) {
+  std::lock_guard lock(mutex_);
+  metadata_.clear();
+  for (const auto& [key, value] : context.client_metadata()) {
+    metadata_.emplace(std::string(key.data(), key.size()), std::string(value.data(), value.size()));
+  }
+}
+
+grpc::Status FakeServer::Admit(const grpc::ServerContext& context,
+                               const v1::GenerationParams& params) {
+  KeepMetadata(context);
   ++generations_;
   std::lock_guard lock(mutex_);
   requests_.push_back(params);
@@ -224,7 +240,7 @@ grpc::Status FakeServer::Admit(const v1::GenerationParams& params) {
 
 grpc::Status FakeServer::Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
                                   v1::GenerateResponse* response) {
-  if (grpc::Status status = Admit(request->params()); !status.ok()) return status;
+  if (grpc::Status status = Admit(*context, request->params()); !status.ok()) return status;
   const auto until = std::chrono::steady_clock::now() + kEvaluations * evaluation_time_.load();
   while (std::chrono::steady_clock::now() < until) {
     if (context->IsCancelled()) {
@@ -249,7 +265,7 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
                                         const v1::StreamGenerateRequest* request,
                                         grpc::ServerWriter<v1::StreamGenerateResponse>* writer) {
   const v1::GenerationParams& params = request->params();
-  if (grpc::Status status = Admit(params); !status.ok()) return status;
+  if (grpc::Status status = Admit(*context, params); !status.ok()) return status;
   const v1::EffectiveParams effective = Effective(params);
   uint64_t sequence = 0, last = UINT64_MAX;
   {
@@ -348,11 +364,7 @@ grpc::Status FakeServer::ListJobs(grpc::ServerContext*, const v1::ListJobsReques
 grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
                                     const v1::ListModelsRequest* request,
                                     v1::ListModelsResponse* response) {
-  const auto header = context->client_metadata().find("authorization");
-  if (header != context->client_metadata().end()) {
-    std::lock_guard lock(mutex_);
-    authorization_.assign(header->second.data(), header->second.size());
-  }
+  KeepMetadata(*context);
   v1::Model* model = response->add_models();
   model->set_name("digits");
   model->set_state(v1::MODEL_STATE_AVAILABLE);

@@ -4,10 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <functional>
 #include <future>
+#include <random>
+#include <set>
 #include <thread>
 
 #include "server/telemetry/metrics.h"
+#include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/fake_engine.h"
 
@@ -187,6 +191,108 @@ TEST_F(CatalogTest, AVersionThatIsStillListedToBeLoadedStays) {
   EXPECT_THAT(Listed(), ElementsAre("digits@1", "digits@2*"));
   EXPECT_TRUE(catalog_.LoadListed("digits").ok());
   EXPECT_THAT(Listed(), ElementsAre("digits@1", "digits@2*"));
+}
+
+/// The engine has a model a moment before the catalog has it.
+TEST_F(CatalogTest, WhatTheEngineHasAndTheCatalogNotYetIsStillLoading) {
+  FakeEngine engine({.open_linger = 300ms});
+  Catalog catalog({{"digits", "models/digits"}}, &engine, &metrics_);
+  ASSERT_TRUE(catalog.LoadListed("digits").ok());
+  auto load = std::async(std::launch::async, [&] { return catalog.Load({.name = "digits"}); });
+  ASSERT_TRUE(Eventually([&] { return engine.Find("digits@2") != nullptr; }));
+  EXPECT_EQ(catalog.Find("digits@2")->info->state, ModelState::kLoading);
+  EXPECT_EQ(catalog.Unload("digits@2").code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(catalog.Unload("digits").code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(catalog.SetAlias("digits", "digits@2").status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  const auto loaded = load.get();
+  ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+  EXPECT_EQ(loaded->version, "2");
+  EXPECT_TRUE(catalog.Unload("digits").ok());
+  EXPECT_TRUE(catalog.All().empty());
+}
+
+/// Loads, unloads, aliases, reloads, lists and draws at once, for ThreadSanitizer above all.
+TEST_F(CatalogTest, EverythingAtOnce) {
+  const TemporaryDirectory root;
+  root.Write("config.json", "{}");
+  FakeEngine engine({.evaluation_cost = 20us, .open_linger = 1ms});
+  Catalog catalog({{"digits", root.path()}}, &engine, &metrics_);
+  ASSERT_TRUE(catalog.LoadListed("digits").ok());
+  using absl::StatusCode;
+  std::atomic<bool> stop{false};
+  std::atomic<int> loaded{0}, unloaded{0}, drawn{0}, aliased{0};
+  const auto expect = [](const absl::Status& status, std::set<StatusCode> codes) {
+    EXPECT_TRUE(status.ok() || codes.count(status.code())) << status;
+    return status.ok();
+  };
+  std::vector<std::thread> threads;
+  /// `round` over and over, with a number of its own each time.
+  const auto repeat = [&](const std::function<void(uint32_t)>& round) {
+    threads.emplace_back([&stop, round, seed = threads.size()] {
+      std::mt19937 random(static_cast<uint32_t>(seed));
+      while (!stop) round(random());
+    });
+  };
+  for (int i = 0; i < 2; ++i) {
+    repeat([&](uint32_t random) {
+      const char* const name = random % 3 == 0 ? "faces" : "digits";
+      const auto model = catalog.Load({.name = name,
+                                       .directory = random % 7 == 0 ? "broken" : root.path(),
+                                       .keep_current = random % 5 == 0,
+                                       .unload_previous = random % 2 == 0});
+      if (expect(model.status(), {StatusCode::kInvalidArgument})) ++loaded;
+    });
+    repeat([&](uint32_t random) {
+      const std::vector<CatalogModel> all = catalog.All();
+      if (all.empty()) return;
+      const CatalogModel& model = all[random % all.size()];
+      const std::string name =
+          random % 11 == 0 ? model.name : EngineName(model.name, model.version);
+      if (expect(catalog.Unload(name), {StatusCode::kFailedPrecondition, StatusCode::kNotFound})) {
+        ++unloaded;
+      }
+    });
+    repeat([&](uint32_t) {
+      const auto model = catalog.Find("digits");
+      if (!model || !CheckReady(*model, "").ok()) return;
+      std::vector<FieldViolation> violations;
+      const auto job = engine.Resolve({.model = model->info->name}, &violations);
+      const auto listener = std::make_shared<Quiet>();
+      if (!job.ok() || !engine.Submit(*job, listener, nullptr).ok()) return;  // it left meanwhile
+      if (expect(listener->done.get_future().get(), {})) ++drawn;
+    });
+  }
+  repeat([&](uint32_t random) {
+    const std::set<StatusCode> gone = {StatusCode::kNotFound, StatusCode::kFailedPrecondition};
+    const std::string target = "digits" + (random % 2 ? "" : "@" + std::to_string(random % 9));
+    if (expect(catalog.SetAlias("latest", target).status(), gone)) ++aliased;
+    if (random % 3 == 0) expect(catalog.DeleteAlias("latest"), gone);
+    if (random % 4 == 0 && target != "digits") {
+      expect(catalog.SetAlias("digits", target).status(), gone);
+    }
+    const auto latest = catalog.Find("latest");
+    EXPECT_TRUE(!latest || latest->name == "digits");
+  });
+  repeat([&](uint32_t random) {
+    root.Write("config.json", std::string(random % 100, ' ') + "{}");
+    for (int look = 0; look < 3; ++look) catalog.ReloadChanged();
+  });
+  std::this_thread::sleep_for(3s);
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(loaded, 10);
+  EXPECT_GT(unloaded, 10);
+  EXPECT_GT(drawn, 10);
+  EXPECT_GT(aliased, 10);
+  // What the catalog lists is what the engine holds.
+  std::set<std::string> listed, held;
+  for (const CatalogModel& model : catalog.All()) {
+    EXPECT_EQ(model.info->state, ModelState::kReady);
+    listed.insert(model.info->name);
+  }
+  for (const auto& model : engine.Models()) held.insert(model->name);
+  EXPECT_EQ(listed, held);
 }
 
 class ReloadTest : public CatalogTest {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/ops.h"
@@ -27,7 +28,7 @@ constexpr size_t kGeometries = 32;
 struct Band {
   int64_t begin = 0, end = 0;
   int64_t in_begin = 0;
-  const Convolution::Plan* plan = nullptr;
+  std::shared_ptr<const Convolution::Plan> plan;
 };
 
 int64_t BandLines(const Convolution& convolution, int64_t out_height, int64_t out_width) {
@@ -53,7 +54,7 @@ std::vector<Band> CutIntoBands(Convolution& convolution, const ConvolutionGeomet
     geometry.height = in_end - in_begin;
     geometry.pad_top = static_cast<int>(in_begin - first);
     geometry.pad_bottom = static_cast<int>(last - in_end);
-    bands.push_back({begin, end, in_begin, &convolution.Prepare(geometry)});
+    bands.push_back({begin, end, in_begin, convolution.Prepare(geometry)});
   }
   return bands;
 }
@@ -85,7 +86,7 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
                                                convolution.kernel(), whole.stride);
   const int64_t out_width = ConvolutionExtent(whole.width, whole.pad_left, whole.pad_right,
                                               convolution.kernel(), whole.stride);
-  convolution.Trim(kGeometries);  // before the bands point to what is prepared for them
+  convolution.Trim(kGeometries);
   const std::vector<Band> bands = CutIntoBands(convolution, whole, out_height, out_width);
   const bool assemble = call.x2 != nullptr || call.upsample2x;
 
@@ -108,10 +109,10 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
   float* const working = scratch.Take<float>(each * Threads());
 
   const auto units = static_cast<int64_t>(bands.size());
-  ParallelFor(call.rows * units, [&](int64_t unit) {
+  ParallelFor(call.rows * units, [&](int64_t unit, int thread) {
     const int64_t row = unit / units;
     const Band& band = bands[unit % units];
-    float* const mine = working + each * Thread();
+    float* const mine = working + each * thread;
     const float* source = call.x + (row * whole.height + band.in_begin) * whole.width * in;
     if (assemble) {
       const int64_t in_lines = band.plan->source.get_size() / sizeof(float) / (whole.width * in);

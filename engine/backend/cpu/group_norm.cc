@@ -101,16 +101,16 @@ void GroupNorm(const GroupNormArgs& args, Scratch& scratch) {
   // The same pieces in either order of visiting: by rows while there are enough for all cores,
   // since a row then stays in its core's cache; else by chunks.
   if (rows >= Threads()) {
-    ParallelFor(rows, [&](int64_t row) {
+    ParallelFor(rows, [&](int64_t row, int) {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) sum_chunk(row, chunk);
       fold(row);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) normalize_chunk(row, chunk);
     });
   } else {
-    ParallelFor(rows * chunks, [&](int64_t unit) { sum_chunk(unit / chunks, unit % chunks); });
+    ParallelFor(rows * chunks, [&](int64_t unit, int) { sum_chunk(unit / chunks, unit % chunks); });
     for (int64_t row = 0; row < rows; ++row) fold(row);
     ParallelFor(rows * chunks,
-                [&](int64_t unit) { normalize_chunk(unit / chunks, unit % chunks); });
+                [&](int64_t unit, int) { normalize_chunk(unit / chunks, unit % chunks); });
   }
 }
 

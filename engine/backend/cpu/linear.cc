@@ -15,12 +15,14 @@ CpuLinear::CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vec
 }
 
 const float* CpuLinear::PlainWeight() const {
+  std::lock_guard lock(mutex_);
   if (!plain_in_use_ && over_tokens_) plain_weight_ = over_tokens_->PlainWeight();
   plain_in_use_ = true;
   return plain_weight_.data();
 }
 
 Convolution& CpuLinear::OverTokens() const {
+  std::lock_guard lock(mutex_);
   if (!over_tokens_) {
     over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
                          out_features, in_features, 1);
@@ -38,7 +40,7 @@ void OverVectors(const LinearArgs& args, const CpuLinear& weight) {
   const float* w = weight.PlainWeight();
   const float* residual = args.residual ? args.residual.as<float>() : nullptr;
   float* y = args.out.as<float>();
-  ParallelFor((out + kOutputs - 1) / kOutputs, [&](int64_t unit) {
+  ParallelFor((out + kOutputs - 1) / kOutputs, [&](int64_t unit, int) {
     const int64_t begin = unit * kOutputs, end = std::min(out, begin + kOutputs);
     for (int64_t o = begin; o < end; ++o) {
       for (int64_t n = 0; n < rows; ++n) {

@@ -2,17 +2,16 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <limits>
 
 #include "engine/core/available_cores.h"
 
 namespace denoised::cpu {
 
-int Threads() {
-  static const int useful = std::getenv("OMP_NUM_THREADS") != nullptr
-                                ? std::numeric_limits<int>::max()
-                                : AvailableCores();
-  return std::min(omp_get_max_threads(), useful);
+int Workers() {
+  static const int workers = std::getenv("OMP_NUM_THREADS") != nullptr
+                                 ? omp_get_max_threads()
+                                 : std::min(omp_get_max_threads(), AvailableCores());
+  return workers;
 }
 
 }  // namespace denoised::cpu

@@ -146,7 +146,7 @@ void Gather(const GatherArgs& args) {
   const int64_t elements = ImageElements(state);
   const int64_t features = args.embedding ? args.embedding.dim(1) : 0;
   const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
-  ParallelFor(args.rows.dim(0), [&](int64_t r) {
+  ParallelFor(args.rows.dim(0), [&](int64_t r, int) {
     const EvaluationRow& row = rows[r];
     const bool active = row.slot >= 0;
     const DeviceEvaluation* plan = active ? &EvaluationOf(state, row.slot) : nullptr;
@@ -171,7 +171,7 @@ void Gather(const GatherArgs& args) {
 
 void Advance(const AdvanceArgs& args) {
   const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
-  ParallelFor(args.rows.dim(0), [&](int64_t r) {
+  ParallelFor(args.rows.dim(0), [&](int64_t r, int) {
     if (rows[r].slot >= 0 && rows[r].advances) AdvanceRow(args, rows[r], r);
   });
 }
