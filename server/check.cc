@@ -7,6 +7,7 @@
 #include <ostream>
 #include <string>
 
+#include "server/models/saved_models.h"
 #include "server/security/acceptor.h"
 #include "server/security/clients.h"
 #include "server/security/credentials.h"
@@ -86,6 +87,11 @@ bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& 
   Report report(out);
   CheckSecurityFiles(config.security, &report);
   CheckAddresses(config, &report);
+  if (!config.state_dir.empty()) {
+    const auto state = SavedModelsFile::Open(config.state_dir);
+    report.Add("state directory " + config.state_dir,
+               state.ok() ? (*state)->Read().status() : state.status());
+  }
   if (engine.ok()) {
     for (const DeviceState& device : (*engine)->Devices()) {
       report.Add("device " + device.name, device.health, device.description);

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "server/models/model_roots.h"
 #include "server/security/clients.h"
 #include "server/status/name.h"
 #include "server/version.h"
@@ -124,11 +125,6 @@ std::vector<const char*> WithConfigOfEnvironment(int argc, const char* const* ar
 absl::Status CheckModelName(const std::string& flag, const std::string& name) {
   if (IsName(name)) return absl::OkStatus();
   return InvalidArgument("{}: \"{}\" is not a model name; {}", flag, name, kNameRule);
-}
-
-bool IsModelDirectory(const fs::path& path) {
-  std::error_code error;
-  return fs::exists(path / "model_index.json", error) || fs::exists(path / "config.json", error);
 }
 
 absl::StatusOr<ModelSource> ParseModel(const std::string& text) {
@@ -277,6 +273,7 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
                            source.name));
     }
   }
+  note(ModelRoots::Make(config->model_roots, config->models).status());
   return problems;
 }
 
@@ -341,6 +338,18 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Models");
   app.add_option("--models", models_directory,
                  "Load every model folder in this directory, each under its folder's name")
+      ->group("Models");
+  app.add_option(
+         "--model-roots", config.model_roots,
+         "Directories, with commas between them. Admins may load models from these and what "
+         "is below them, and from nowhere else. Default: the directories that the "
+         "configured models lie in")
+      ->delimiter(',')
+      ->group("Models");
+  app.add_option("--state-dir", config.state_dir,
+                 "Directory that keeps what admins load, unload and alias for the next start. A "
+                 "model whose --model has changed since starts as --model says. Empty: a restart "
+                 "undoes what admins changed")
       ->group("Models");
   app.add_option("--reload-models-seconds", reload_models,
                  "How often to look for changed model files and load the model again. If that "
@@ -444,6 +453,12 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--autotune-cache", autotune_cache,
                  "Directory that keeps what was measured for the next start; \"auto\": denoised in "
                  "$XDG_CACHE_HOME or ~/.cache. Empty: it is measured at every start")
+      ->group("Engine");
+  AddChoice<DType>(
+      &app, "--cpu-dtype", &config.engine.cpu_dtype,
+      {{"fp32", DType::kF32}, {"bf16", DType::kBF16}}, "fp32",
+      "On the CPU, multiply in \"fp32\" or \"bf16\". bf16 needs AVX512-BF16 or AMX; it "
+      "is faster, and images differ slightly from those of fp32")
       ->group("Engine");
   app.add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU")
       ->group("Engine");

@@ -36,6 +36,8 @@ struct Config {
   std::string listen = "127.0.0.1:50051";
   std::string metrics_listen = "127.0.0.1:9090";  // empty: no metrics port
   std::vector<ModelSource> models;
+  std::vector<std::string> model_roots;  // where admins may load from; empty: see ModelRoots::Make
+  std::string state_dir;                 // keeps what admins change; empty: nothing is kept
   EngineOptions engine;
   RequestLimits limits;
   JobRetention jobs;

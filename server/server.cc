@@ -109,7 +109,7 @@ std::string WithPort(const std::string& address, int port) {
 /// In the order of construction; what stands later uses what stands earlier.
 struct Server::State {
   State(const Config& config, std::unique_ptr<Engine> engine_in,
-        std::unique_ptr<Clients> clients_in)
+        std::unique_ptr<Clients> clients_in, CatalogOptions models)
       : config(config),
         client_load(config.connections.max_streams_per_client),
         decoding(config.max_decoding_bytes),
@@ -127,7 +127,7 @@ struct Server::State {
         workers(WorkerThreads(config.worker_threads)),
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),
         engine(std::move(engine_in)),
-        catalog(config.models, engine.get(), &metrics),
+        catalog(std::move(models), engine.get(), &metrics),
         info(DescribeSettings(config), engine.get(), &catalog, &drain),
         preparer(&catalog, engine.get(), config.limits, &decoding, &queue_wait),
         call_context{&calls, &jobs, &workers, &client_load, &queue_wait},
@@ -212,16 +212,18 @@ void Server::State::Announce() const {
 void Server::State::LoadModels() {
   absl::Status first_error;
   int ready = 0;
-  for (const ModelSource& source : config.models) {
+  const std::vector<std::string> listed = catalog.Listed();
+  for (const std::string& model : listed) {
     if (drain.draining()) break;
-    const absl::Status status = catalog.LoadListed(source.name);
+    const absl::Status status = catalog.LoadListed(model);
     if (status.ok()) {
       ++ready;
     } else if (first_error.ok()) {
-      first_error = Annotate(status, "model " + source.name);
+      first_error = Annotate(status, "model " + model);
     }
   }
-  if (ready > 0) {
+  // When admins have unloaded all models, the server is as they left it.
+  if (ready > 0 || listed.empty()) {
     const double seconds = std::chrono::duration<double>(Clock::now() - process_start).count();
     metrics.FirstServed(seconds);
     if (health->Serve()) {
@@ -229,7 +231,7 @@ void Server::State::LoadModels() {
     }
   }
   MutexLock lock(&mutex);
-  loaded = ready > 0 ? absl::OkStatus() : first_error;
+  loaded = ready > 0 ? absl::OkStatus() : first_error;  // OK too when nothing was listed
   loaded_changed.NotifyAll();
 }
 
@@ -288,7 +290,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   DENOISED_ASSIGN_OR_RETURN(
       auto clients,
       Clients::Open(config.security.clients, config.security.refresh, EverybodyIsAdmin(config)));
-  auto state = std::make_unique<State>(config, std::move(engine), std::move(clients));
+  DENOISED_ASSIGN_OR_RETURN(
+      CatalogOptions models,
+      MakeCatalogOptions(config.models, config.model_roots, config.state_dir));
+  auto state =
+      std::make_unique<State>(config, std::move(engine), std::move(clients), std::move(models));
   DENOISED_ASSIGN_OR_RETURN(
       const auto credentials,
       MakeServerCredentials(config.security, state->clients.get(), &state->metrics));

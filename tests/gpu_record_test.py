@@ -95,7 +95,8 @@ class GpuRecordTest(unittest.TestCase):
     def test_records_what_ran(self):
         self.program("backend_test", {f"Cuda/Fine.Case/{i}": "passed" for i in range(20)} |
                      {"Cuda/Two.Gpus/0": "skipped"})
-        record = self.run_test_gpu()
+        record = self.run_test_gpu(f"--keep={self.root / 'logs'}")
+        self.assertIn("[ RUN      ] Cuda/Fine.Case/19", (self.root / "logs/test-gpu.log").read_text())
         self.assertEqual(record["passed"], 22)
         self.assertEqual(record["failed"], [])
         self.assertEqual(record["skipped"], {"backend_test: Cuda/Two.Gpus/0": "needs a GPU beside another"})

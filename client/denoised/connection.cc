@@ -356,7 +356,7 @@ class GrpcConnection : public Connection {
         std::stop_callback cancel(options.stop, [&context] { context.TryCancel(); });
         status = ToStatus(attempt(&context), name_);
       }
-      if (!options.stop.stop_requested()) status = WithoutStrangeCancel(std::move(status));
+      if (!options.stop.stop_requested()) status = WithoutShutdownCancel(std::move(status));
       const auto delay = attempts.Ended(status);
       if (!delay) return status;
       if (!Sleep(*delay, options.stop)) return absl::CancelledError("cancelled by the caller");

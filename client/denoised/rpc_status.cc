@@ -50,7 +50,7 @@ ErrorDetails Details(const absl::Status& status) {
   return details;
 }
 
-absl::Status WithoutStrangeCancel(absl::Status status) {
+absl::Status WithoutShutdownCancel(absl::Status status) {
   if (!absl::IsCancelled(status) || !Details(status).domain.empty()) return status;
   return absl::UnavailableError("the server shut down");
 }

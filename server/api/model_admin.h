@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 #include "denoised/v1/model_admin.grpc.pb.h"
 #include "server/api/call_record.h"
@@ -11,6 +12,14 @@
 #include "server/security/limits.h"
 
 namespace denoised {
+
+/// What an admin wants to change, for the log.
+struct ModelChange {
+  const char* verb;       // "load", "unload", ...
+  std::string model;      // "name" or "name@version"
+  std::string directory;  // of a load; empty: where the current version came from
+  std::string alias;
+};
 
 /// denoised.v1.ModelAdmin on gRPC's callback API. Its calls wait for the device and for requests to
 /// end, so they have threads of their own. What is pointed to must outlive the service, the service
@@ -35,9 +44,10 @@ class ModelAdminService final : public v1::ModelAdmin::CallbackService {
                                         v1::DeleteAliasResponse* response) override;
 
  private:
-  /// Runs `work` on a thread that may wait, if the caller may ask for it.
+  /// Runs `work` on a thread that may wait, if the caller is an admin. `change` goes to the log,
+  /// with the caller and what came of it.
   grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,
-                                 std::function<grpc::Status()> work);
+                                 ModelChange change, std::function<grpc::Status()> work);
 
   Calls* const calls_;
   Catalog* const catalog_;

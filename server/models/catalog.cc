@@ -43,29 +43,183 @@ std::string_view NamePart(std::string_view name) { return name.substr(0, name.fi
 
 }  // namespace
 
-Catalog::Catalog(std::vector<ModelSource> sources, Engine* engine, Metrics* metrics)
-    : engine_(engine), metrics_(metrics) {
-  for (ModelSource& source : sources) {
-    Model& model = models_.emplace_back();
-    model.name = std::move(source.name);
-    model.current = "1";
-    model.versions = {{.version = "1", .directory = std::move(source.directory)}};
+absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>& models,
+                                                  const std::vector<std::string>& roots,
+                                                  const std::string& state_dir) {
+  CatalogOptions options{.models = models};
+  DENOISED_ASSIGN_OR_RETURN(options.roots, ModelRoots::Make(roots, models));
+  if (!state_dir.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(options.file, SavedModelsFile::Open(state_dir));
+    DENOISED_ASSIGN_OR_RETURN(options.saved, options.file->Read());
   }
+  return options;
+}
+
+Catalog::Catalog(CatalogOptions options, Engine* engine, Metrics* metrics)
+    : options_(std::move(options)), engine_(engine), metrics_(metrics) {
+  MutexLock lock(&mutex_);
+  Restore(options_.saved);
+}
+
+void Catalog::Restore(const SavedModels& saved) {
+  const auto list = [&](const std::string& name, std::vector<SavedModels::Version> versions,
+                        const std::string& current) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    Model& model = models_.emplace_back();
+    model.name = name;
+    model.current = current;
+    for (SavedModels::Version& version : versions) {
+      model.versions.push_back(
+          {.version = std::move(version.version), .directory = std::move(version.directory)});
+    }
+  };
+  const auto restore = [&](const SavedModels::Model& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    std::vector<std::string> versions;
+    for (const SavedModels::Version& version : model.versions) versions.push_back(version.version);
+    log::Info("model restored from --state-dir",
+              {{"model", model.name},
+               {"versions", versions.empty() ? "none: it was unloaded"
+                                             : fmt::format("{}", fmt::join(versions, " "))},
+               {"current", model.current}});
+    if (!versions.empty()) list(model.name, model.versions, model.current);
+  };
+  const auto unchanged = [&](const SavedModels::Model& model) {
+    const std::string* const configured = Configured(model.name);
+    return configured ? model.configured == *configured : !model.configured;
+  };
+  for (const ModelSource& source : options_.models) {
+    const auto model =
+        std::find_if(saved.models.begin(), saved.models.end(),
+                     [&](const SavedModels::Model& each) { return each.name == source.name; });
+    if (model != saved.models.end() && unchanged(*model)) {
+      restore(*model);
+    } else {
+      list(source.name, {{"1", source.directory}}, "1");
+    }
+  }
+  for (const SavedModels::Model& model : saved.models) {
+    if (!unchanged(model)) {
+      log::Warning("model not restored from --state-dir: its configuration has changed since",
+                   {{"model", model.name}, {"configured_then", model.configured.value_or("")}});
+    } else if (Configured(model.name) == nullptr) {
+      restore(model);
+    }
+  }
+  for (const auto& [alias, target] : saved.aliases) {
+    const absl::Status status = FindModel(alias) != nullptr
+                                    ? absl::AlreadyExistsError("a model has this name")
+                                    : SetAliasLocked(alias, target).status();
+    if (status.ok()) {
+      log::Info("alias restored from --state-dir", {{"alias", alias}, {"target", target}});
+    } else {
+      log::Warning(
+          "alias not restored from --state-dir",
+          {{"alias", alias}, {"target", target}, {"error", std::string(status.message())}});
+    }
+  }
+}
+
+SavedModels Catalog::Changes() const {
+  SavedModels changes;
+  const auto stays = [](const Version& version) {
+    return version.state != State::kLoading && version.state != State::kLeaving;
+  };
+  const auto add = [&](const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    SavedModels::Model saved{.name = name};
+    const std::string* const configured = Configured(name);
+    if (configured != nullptr) saved.configured = *configured;
+    const Model* const model = FindModel(name);
+    for (const Version& version : model ? model->versions : std::vector<Version>()) {
+      if (!stays(version)) continue;
+      saved.versions.push_back({version.version, version.directory});
+      if (saved.current.empty() || version.version == model->current) {
+        saved.current = version.version;
+      }
+    }
+    const bool as_configured =
+        configured == nullptr ? saved.versions.empty()
+                              : saved.versions.size() == 1 && saved.versions[0].version == "1" &&
+                                    saved.versions[0].directory == *configured;
+    if (!as_configured) changes.models.push_back(std::move(saved));
+  };
+  for (const ModelSource& source : options_.models) add(source.name);
+  for (const Model& model : models_) {
+    if (Configured(model.name) == nullptr) add(model.name);
+  }
+  for (const auto& [alias, target] : aliases_) {
+    const Model* const model = FindModel(NamePart(target));
+    const std::string_view wanted = VersionPart(target);
+    const bool means_something =
+        model != nullptr &&
+        std::any_of(model->versions.begin(), model->versions.end(), [&](const Version& version) {
+          return stays(version) && (wanted.empty() || version.version == wanted);
+        });
+    if (means_something) changes.aliases[alias] = target;
+  }
+  return changes;
+}
+
+absl::Status Catalog::Save() {
+  if (options_.file == nullptr) return absl::OkStatus();
+  MutexLock saving(&save_mutex_);
+  SavedModels changes;
+  {
+    MutexLock lock(&mutex_);
+    changes = Changes();
+  }
+  const absl::Status status = options_.file->Write(changes);
+  if (status.ok()) return status;
+  log::Error("change of the models not saved", {{"error", std::string(status.message())}});
+  return Internal(
+      "the change is made, but not saved, so that a restart undoes it: --state-dir: {}; when that "
+      "is repaired, the next change saves this one too",
+      std::string(status.message()));
+}
+
+const std::string* Catalog::Configured(std::string_view name) const {
+  for (const ModelSource& source : options_.models) {
+    if (source.name == name) return &source.directory;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::string> Catalog::Allowed(const std::string& name,
+                                             const std::string& directory) const {
+  const std::string* const configured = Configured(name);
+  // Not resolved: a link that the operator changes is looked through at each load.
+  if (configured != nullptr && *configured == directory) return directory;
+  return options_.roots.Resolve(directory);
+}
+
+std::vector<std::string> Catalog::Listed() const {
+  MutexLock lock(&mutex_);
+  std::vector<std::string> listed;
+  for (const Model& model : models_) {
+    for (const Version& version : model.versions) {
+      if (version.state == State::kListed)
+        listed.push_back(EngineName(model.name, version.version));
+    }
+  }
+  return listed;
 }
 
 absl::Status Catalog::LoadListed(const std::string& name) {
   MutexLock loading(&load_mutex_);
-  std::string version, directory;
+  const std::string model_name(NamePart(name));
+  std::string version(VersionPart(name)), directory;
   {
     MutexLock lock(&mutex_);
-    const Model* model = FindModel(name);
-    if (model == nullptr) return NotFound("model \"{}\" is not listed any more", name);
-    version = model->versions[0].version;
-    directory = model->versions[0].directory;
+    Model* const model = FindModel(model_name);
+    if (model != nullptr && version.empty()) version = model->current;
+    const Version* const listed = model == nullptr ? nullptr : FindVersion(*model, version);
+    if (listed == nullptr || listed->state != State::kListed) {
+      return NotFound("model {} is not listed to be loaded", Quote(name));
+    }
+    directory = listed->directory;
   }
-  const absl::Status status = Open(name, version, directory);
+  const auto allowed = Allowed(model_name, directory);
+  const absl::Status status = allowed.ok() ? Open(model_name, version, *allowed) : allowed.status();
   MutexLock lock(&mutex_);
-  Version& listed = *FindVersion(*FindModel(name), version);
+  Version& listed = *FindVersion(*FindModel(model_name), version);
   listed.state = status.ok() ? State::kReady : State::kFailed;
   listed.error = status;
   return status;
@@ -78,8 +232,11 @@ absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
     MutexLock loading(&load_mutex_);
     loaded = LoadVersion(request, &leaving);
   }
+  if (!loaded.ok()) return loaded;
+  const absl::Status saved = Save();
   // The next load need not wait for the requests of the versions that leave.
   DENOISED_RETURN_IF_ERROR(CloseVersions(request.name, leaving));
+  if (!saved.ok()) return saved;
   return loaded;
 }
 
@@ -87,6 +244,18 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
                                                   std::vector<std::string>* leaving) {
   const std::string& name = request.name;
   std::string version = request.version, directory = request.directory;
+  if (directory.empty()) {
+    MutexLock lock(&mutex_);
+    if (Model* const model = FindModel(name)) {
+      directory = FindVersion(*model, model->current)->directory;
+    }
+  }
+  // Without the lock: it asks the file system.
+  if (!directory.empty()) {
+    auto allowed = Allowed(name, directory);
+    if (!allowed.ok()) return Annotate(allowed.status(), "directory");
+    directory = *std::move(allowed);
+  }
   {
     MutexLock lock(&mutex_);
     if (const auto alias = aliases_.find(name); alias != aliases_.end()) {
@@ -95,13 +264,10 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
           alias->second));
     }
     Model* model = FindModel(name);
-    if (directory.empty()) {
-      if (model == nullptr) {
-        return NotFound(
-            "name: there is no model {} to load again; say with directory where a new one is",
-            Quote(name));
-      }
-      directory = FindVersion(*model, model->current)->directory;
+    if (request.directory.empty() && model == nullptr) {
+      return NotFound(
+          "name: there is no model {} to load again; say with directory where a new one is",
+          Quote(name));
     }
     if (version.empty()) {
       int highest = 0;
@@ -194,7 +360,10 @@ absl::Status Catalog::Unload(const std::string& name) {
     }
     Leave(model, versions);
   }
-  return CloseVersions(model_name, versions);
+  // Before the wait, or a server that ends meanwhile would load them again.
+  const absl::Status saved = Save();
+  DENOISED_RETURN_IF_ERROR(CloseVersions(model_name, versions));
+  return saved;
 }
 
 void Catalog::Leave(Model* model, const std::vector<std::string>& versions) {
@@ -241,7 +410,18 @@ void Catalog::Remove(std::string_view name, std::string_view version) {
 
 absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
                                                const std::string& target) {
-  MutexLock lock(&mutex_);
+  absl::StatusOr<CatalogModel> model;
+  {
+    MutexLock lock(&mutex_);
+    model = SetAliasLocked(alias, target);
+  }
+  if (!model.ok()) return model;
+  DENOISED_RETURN_IF_ERROR(Save());
+  return model;
+}
+
+absl::StatusOr<CatalogModel> Catalog::SetAliasLocked(const std::string& alias,
+                                                     const std::string& target) {
   Model* model = FindModel(NamePart(target));
   const std::string_view wanted = VersionPart(target);
   Version* version =
@@ -265,9 +445,14 @@ absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
 }
 
 absl::Status Catalog::DeleteAlias(const std::string& alias) {
-  MutexLock lock(&mutex_);
-  if (aliases_.erase(alias) > 0) return absl::OkStatus();
-  return NotFound("alias: there is no alias {}; ListModels tells those there are", Quote(alias));
+  {
+    MutexLock lock(&mutex_);
+    if (aliases_.erase(alias) == 0) {
+      return NotFound("alias: there is no alias {}; ListModels tells those there are",
+                      Quote(alias));
+    }
+  }
+  return Save();
 }
 
 void Catalog::ReloadChanged() {

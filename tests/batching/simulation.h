@@ -159,7 +159,7 @@ class Simulation : public EngineObserver {
 
   void End(JobId id, EndReason reason) {
     queue.End(id, Cancelled("the request was cancelled"), reason);
-    queue.Settle();
+    queue.EndDueJobs();
   }
 
   bool busy() const {

@@ -210,6 +210,15 @@ TEST_F(ConfigTest, OffersTheWorldNothingByOversight) {
   EXPECT_FALSE(parse(flags).reflection);
 }
 
+TEST_F(ConfigTest, ModelRootsAndStateDirectory) {
+  const auto line = Parse({"--model", "m=" + Path("a-model"), "--model-roots",
+                           Path("b-model") + "," + directory_.path(), "--state-dir", "/var/x"});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_THAT(line->config.model_roots, ::testing::ElementsAre(Path("b-model"), directory_.path()));
+  EXPECT_EQ(line->config.state_dir, "/var/x");
+  EXPECT_THAT(Error({"--model-roots", Path("absent")}), HasSubstr("--model-roots: \""));
+}
+
 TEST_F(ConfigTest, LoginNeedsEncryption) {
   EXPECT_THAT(Error({"--clients", "f"}), HasSubstr("--clients needs TLS"));
   EXPECT_THAT(Error({"--tls-client-ca", "f"}), HasSubstr("--tls-client-ca needs TLS"));
@@ -337,6 +346,8 @@ TEST_F(ConfigTest, MeasuredKernelsAreKeptInTheCacheOfTheUser) {
     return line.ok() ? line->config.engine : EngineOptions();
   };
   const Variable home("HOME", "/home/me"), cache("XDG_CACHE_HOME", "/caches");
+  EXPECT_EQ(engine({}).cpu_dtype, DType::kF32);
+  EXPECT_EQ(engine({"--cpu-dtype", "bf16"}).cpu_dtype, DType::kBF16);
   EXPECT_TRUE(engine({}).autotune);
   EXPECT_FALSE(engine({"--autotune", "off"}).autotune);
   EXPECT_EQ(engine({}).autotune_cache, "/caches/denoised");

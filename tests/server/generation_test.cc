@@ -126,7 +126,7 @@ class GenerationTest : public ::testing::Test {
  protected:
   explicit GenerationTest(const JobRetention& retention = {}, int workers = 4,
                           double max_previews_per_second = 30)
-      : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_),
+      : catalog_({.models = {{"digits", "models/digits"}}}, &engine_, &metrics_),
         preparer_(&catalog_, &engine_, {}, &decoding_, &queue_wait_),
         jobs_({.engine = &engine_,
                .preparer = &preparer_,

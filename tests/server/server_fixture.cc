@@ -13,6 +13,7 @@ ServerFixture::ServerFixture() {
   config_.listen = "127.0.0.1:0";
   config_.metrics_listen = "";
   config_.models = {{"digits", "models/digits"}};
+  config_.model_roots = {testing::TempDir()};
   log::Configure(log::Format::kText, log::Level::kError);
 }
 
