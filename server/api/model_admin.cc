@@ -8,6 +8,7 @@
 #include "server/api/translate.h"
 #include "server/models/catalog.h"
 #include "server/security/clients.h"
+#include "server/status/model_name.h"
 #include "server/status/name.h"
 #include "server/status/quote.h"
 #include "server/status/status_details.h"

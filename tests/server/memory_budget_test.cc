@@ -48,7 +48,9 @@ TEST(MemoryBudgetTest, ThreadsNeverHoldMoreThanThereIs) {
     threads.emplace_back([&] {
       for (int round = 0; round < 1000; ++round) {
         MemoryBudget::Lease lease;
-        if (budget.Reserve(400, &lease).ok()) EXPECT_LE(budget.reserved(), 1000);
+        if (budget.Reserve(400, &lease).ok()) {
+          EXPECT_LE(budget.reserved(), 1000);
+        }
       }
     });
   }

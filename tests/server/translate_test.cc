@@ -417,7 +417,8 @@ TEST(TranslateTest, TheEngineKnowsEverySamplerByItsNameOnTheWire) {
     params.set_sampler(static_cast<v1::Sampler>(value));
     const Outcome outcome = Translated(params);
     ASSERT_TRUE(outcome.violations.empty());
-    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(Name(*outcome.translation.spec.sampler.sampler)),
+    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(
+                               std::string(Name(*outcome.translation.spec.sampler.sampler))),
               v1::Sampler_Name(params.sampler()));
   }
 }
