@@ -199,9 +199,9 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
     if (splits > 1 && steps < splits * kMinSplitSteps) continue;
     for (int index = 0; index < kHopperTiles; ++index) {
       const auto tile = static_cast<HopperTile>(index);
-      const int most = IsUnit(tile)                                    ? splits
-                       : IsPatch(tile) && tile != HopperTile::kPatch80 ? 1
-                                                                       : 2;
+      const int most = Is64x64(tile)                                             ? splits
+                       : IsHaloTile(tile) && tile != HopperTile::kHaloTile128x80 ? 1
+                                                                                 : 2;
       for (int cluster = 1; cluster <= most; cluster *= 2) {
         const HopperPlan plan{tile, splits, cluster};
         DENOISED_ASSIGN_OR_RETURN(const auto microseconds, Time(launch, plan, queue, fastest[i]));
@@ -223,7 +223,7 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
   const Queue queue{context->compute(), properties.multiProcessorCount, true, true};
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv2dHopperKernels(), "loading kernels"));
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv3x3HopperKernels(), "loading kernels"));
-  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConvUnitKernels(), "loading kernels"));
+  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv64x64Kernels(), "loading kernels"));
   Operands operands;
   DENOISED_RETURN_IF_ERROR(operands.Allocate());
 

@@ -14,7 +14,7 @@
 
 namespace denoised::cuda {
 
-// A destructor has nobody to tell; what makes these calls fail is an earlier error, reported there.
+// Destructors ignore errors: these calls only fail after an earlier error, which was reported.
 struct Destroy {
   void operator()(cudaStream_t stream) const { static_cast<void>(cudaStreamDestroy(stream)); }
   void operator()(cudaEvent_t event) const { static_cast<void>(cudaEventDestroy(event)); }
