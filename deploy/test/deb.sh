@@ -26,7 +26,10 @@ cpack --config build/release/CPackConfig.cmake -B "$work" >"$work/cpack.log" 2>&
   { cat "$work/cpack.log"; fail "cpack"; }
 deb=$(ls "$work"/*.deb)
 dpkg-deb --info "$deb" | grep -E '^ (Package|Version|Architecture|Installed-Size|Depends)'
-dpkg-deb --contents "$deb" | awk '$1 !~ /^d/ {print $3, $6}'
+dpkg-deb --contents "$deb" | awk '$1 !~ /^d/ {print $3, $6}' | tee "$work/contents"
+for file in copyright NOTICE; do
+  grep -q " ./usr/share/doc/denoised/$file$" "$work/contents" || fail "the package lacks $file"
+done
 
 step "Install in a bare Debian 12"
 [[ -e "$work/base.tar" ]] || deploy/test/base_image.sh "$work/base.tar"

@@ -12,7 +12,7 @@ using TunedWays = std::map<std::string, std::string>;
 
 /// What was measured on a kind of device with a build of the kernels, kept for the next process:
 /// {"device": …, "kernels": …, "ways": {…}}. Processes and threads may share the file: it is
-/// replaced as a whole, and what one overwrites of another's is only measured again.
+/// replaced as a whole; a measurement that another process overwrites is only measured again.
 class TuningFile {
  public:
   TuningFile(std::string path, std::string device, std::string kernels)
@@ -20,8 +20,8 @@ class TuningFile {
 
   const std::string& path() const { return path_; }
 
-  /// Empty when there is no file, or one of another device or other kernels. InvalidArgument, with
-  /// the remedy, when it is none of ours.
+  /// Empty if there is no file, or if it is of another device or other kernels. InvalidArgument,
+  /// with the remedy, if it is not a tuning file.
   absl::StatusOr<TunedWays> Read() const;
   /// Adds to what the file holds; makes its directory. FailedPrecondition says why it cannot be.
   absl::Status Add(const TunedWays& ways) const;

@@ -31,6 +31,7 @@ DENOISED_STATUS_MAKER(Unavailable, kUnavailable)
 DENOISED_STATUS_MAKER(Cancelled, kCancelled)
 DENOISED_STATUS_MAKER(DeadlineExceeded, kDeadlineExceeded)
 DENOISED_STATUS_MAKER(Internal, kInternal)
+DENOISED_STATUS_MAKER(DataLoss, kDataLoss)
 #undef DENOISED_STATUS_MAKER
 
 /// The same status with "prefix: " before its message; OK stays OK.

@@ -75,7 +75,7 @@ bool IsFinite(const StepPlan& plan) {
          IsFloat(plan.initial_churn_scale);
 }
 
-/// One request on its way to a plan, collecting what is wrong with it.
+/// Turns one request into a plan and collects the errors in it.
 class Compilation {
  public:
   Compilation(const SchedulerConfig& config, const Fields& fields, const SamplerParams& params)
@@ -102,7 +102,7 @@ class Compilation {
     return plan;
   }
 
-  /// What was resolved, as parameters that say everything.
+  /// The resolved parameters, all set.
   SamplerParams Resolved() const {
     SamplerParams params = params_;
     params.sampler = request_.sampler;
@@ -186,7 +186,7 @@ class Compilation {
                                     request_.churn.max));
   }
 
-  /// What a sampler asks of the number of steps beyond its range.
+  /// Conditions of a sampler on the number of steps, beside its range.
   void CheckSteps() {
     const int steps = request_.steps;
     const Sampler sampler = request_.sampler;

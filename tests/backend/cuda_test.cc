@@ -16,6 +16,7 @@ class CudaTest : public OnBackend {
  protected:
   void SetUp() override {
     OnBackend::SetUp();
+    if (IsSkipped()) return;
     static std::unique_ptr<Backend> cpu = OpenBackend({.device = "cpu"}).value();
     cpu_ = cpu.get();
   }
@@ -117,10 +118,23 @@ const ConvCase kShortcutCases[] = {
     {2, 16, 64, 0, 3, 3, 1, false, 64, 0},        // few outputs
 };
 
+// The longest sums of published UNets, k = 9 · 1280 = 11,520: in one source and two, doubled, with
+// a shortcut, and in a batch.
+const ConvCase kLongSums[] = {
+    {4, 8, 1280, 0, 1280, 3},
+    {2, 16, 640, 640, 640, 3},
+    {2, 16, 1280, 0, 320, 3},
+    {2, 8, 1280, 0, 640, 3, 1, true},
+    {64, 8, 1280, 0, 256, 3},
+    {2, 16, 1280, 0, 1280, 3, 2},
+    {4, 8, 640, 640, 1280, 3, 1, false, 640, 640},
+};
+
 class CudaConv2dTest : public CudaTest {
  protected:
   /// Against the CPU backend, and whether a row alone has the same bits.
-  void Run(const ConvCase& c, bool with_add = true) {
+  void Run(const ConvCase& c, bool with_add = true) { Run(c, with_add, Tolerance(4e-6)); }
+  void Run(const ConvCase& c, bool with_add, double tolerance) {
     const int64_t channels = c.channels + c.channels2;
     const Array x = Random({c.rows, c.size, c.size, c.channels});
     const Array x2 = c.channels2 > 0 ? Random({c.rows, c.size, c.size, c.channels2}) : Array();
@@ -188,7 +202,7 @@ class CudaConv2dTest : public CudaTest {
     }
     expected.out = cpu_->Allocate(residual.shape, DType::kF32, "a test").value();
     cpu_->Conv2d(expected);
-    EXPECT_LT(Error(actual, ReadFromCpu(expected.out)), Tolerance(4e-6))
+    EXPECT_LT(Error(actual, ReadFromCpu(expected.out)), tolerance)
         << x.shape.ToString() << " + " << c.channels2 << " -> " << c.outputs << ", shortcut "
         << c.shortcut << " + " << c.shortcut2;
   }
@@ -204,6 +218,12 @@ TEST_P(CudaConv2dTest, EveryTile) {
 
 TEST_P(CudaConv2dTest, EveryTileOfPatches) {
   for (const ConvCase& c : kPatchCases) Run(c, /*with_add=*/false);
+}
+
+// In fp32 the error of a sum grows with the root of its length. In bf16 it is that of rounding the
+// result, 2⁻⁹, and 16 products left out of 11,520 would be an error of 4e-2.
+TEST_P(CudaConv2dTest, LongSums) {
+  for (const ConvCase& c : kLongSums) Run(c, /*with_add=*/false, fp32() ? 2e-5 : 4e-3);
 }
 
 TEST_P(CudaConv2dTest, ShortcutsOfEveryTile) {
@@ -667,10 +687,11 @@ TEST_P(CudaTest, TunedGraphsHaveTheSameBits) {
     EXPECT_TRUE(Bytes(out) == expected);
     return runs;
   };
-  EXPECT_EQ(runs_to_capture(), on_hopper() ? 2 : 1);
+  const bool has_choices = !fp32();
+  EXPECT_EQ(runs_to_capture(), has_choices ? 2 : 1);
   EXPECT_EQ(runs_to_capture(), 1) << "what was measured was not kept";
   EXPECT_TRUE(warnings.empty()) << warnings.front();
-  if (!on_hopper()) return;
+  if (!has_choices) return;
   const auto file = *std::filesystem::directory_iterator(options.autotune_cache);
   std::ofstream(file.path()) << "{\"ways\": ";
   EXPECT_EQ(runs_to_capture(), 2);
@@ -762,8 +783,6 @@ TEST_P(CudaTest, ADeviceThatIsNotThere) {
   EXPECT_NE(std::string(refused.status().message()).find("cuda:999"), std::string::npos);
 }
 
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaTest);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaConv2dTest);
 INSTANTIATE_TEST_SUITE_P(Cuda, CudaTest, testing::ValuesIn(CudaBackends()), BackendName);
 INSTANTIATE_TEST_SUITE_P(Cuda, CudaConv2dTest, testing::ValuesIn(CudaBackends()), BackendName);
 

@@ -16,6 +16,7 @@
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "server/api/translate.h"
+#include "server/jobs/job_request.h"
 #include "server/status/status_details.h"
 #include "tests/fuzz/message_mutator.h"
 
@@ -199,6 +200,7 @@ void CheckRefusal(const std::vector<FieldViolation>& violations) {
 
 void Ask(const ModelInfo& model, const v1::GenerationParams& params,
          const v1::PreviewOptions* preview, bool together) {
+  static MemoryBudget memory(1 << 20);
   RequestLimits limits;
   limits.max_init_pixels = 4096;
   limits.max_image_pixels = 24 * 24;
@@ -208,7 +210,7 @@ void Ask(const ModelInfo& model, const v1::GenerationParams& params,
   limits.max_steps = 80;
   std::vector<FieldViolation> violations, of_engine;
   const Translation translation =
-      Translate(params, preview, together, "fuzz", model, limits, &violations);
+      Translate(params, preview, together, "fuzz", model, limits, &memory, &violations);
   EffectiveJob job;
   ResolveJob(model, translation.spec, &job, &of_engine);
   for (const FieldViolation& violation : of_engine) {

@@ -185,8 +185,9 @@ TEST_F(StormTest, TenThousandCancelsLeaveNothingAndChangeNobodysBytes) {
   ASSERT_TRUE(crowd.WaitForNone());
   const double seconds = SecondsSince(begin);
   EXPECT_TRUE(Eventually([&] { return Idle(); })) << "a slot is leaked";
-  EXPECT_TRUE(Eventually([&] { return Scrape().find("denoised_jobs 0") != std::string::npos; }))
-      << "a job is leaked";
+  EXPECT_TRUE(Eventually([&] {
+    return Scrape().find("denoised_job_bytes 0") != std::string::npos;
+  })) << "a job is leaked";
 
   // The idle server draws what the survivors got.
   int survivors = 0, cancelled = 0;

@@ -14,8 +14,7 @@
 // eight at a time, when they are fp32; or one element at a time, when the channels are no multiple
 // of eight (3, 4, 9) or not aligned.
 
-#include <algorithm>
-#include <iterator>
+#include <utility>
 
 #include "engine/backend/cuda/conv_mma.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
@@ -273,24 +272,25 @@ constexpr Choice kChoices[] = {
     ChoiceOf<Tile<64, 32, 2, 2, 8, 4>>(0.174, 1.12, 0.349, 2.91),
 };
 
-double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queue& queue) {
-  return Microseconds(choice.cost, PhasesOf(conv) * Blocks(conv, choice.m, choice.n),
-                      conv.weight_stride / kDepth, queue.multiprocessors);
-}
-
 }  // namespace
 
-cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue) {
-  if (!HasVectorInputs(conv)) return LaunchTile<SmallTile, Inputs::kScalar, false>(conv, queue);
+std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue) {
+  if (!HasVectorInputs(conv)) return {{"scalar", 0, LaunchTile<SmallTile, Inputs::kScalar, false>}};
   if (conv.x.element == Element::kF32) {
-    return LaunchTile<SmallTile, Inputs::kVector, false>(conv, queue);
+    return {{"fp32", 0, LaunchTile<SmallTile, Inputs::kVector, false>}};
   }
-  if (!FinishesInVectors(conv)) return LaunchTile<SmallTile, Inputs::kCopied, false>(conv, queue);
-  const Choice& best = *std::min_element(
-      std::begin(kChoices), std::end(kChoices), [&](const Choice& a, const Choice& b) {
-        return MicrosecondsOf(a, conv, queue) < MicrosecondsOf(b, conv, queue);
-      });
-  return best.launch(conv, queue);
+  if (!FinishesInVectors(conv)) {
+    return {{"64x64", 0, LaunchTile<SmallTile, Inputs::kCopied, false>}};
+  }
+  std::vector<ConvCandidate> candidates;
+  for (const Choice& choice : kChoices) {
+    const int64_t tiles = PhasesOf(conv) * Blocks(conv, choice.m, choice.n);
+    candidates.push_back(
+        {std::to_string(choice.m) + "x" + std::to_string(choice.n),
+         Microseconds(choice.cost, tiles, conv.weight_stride / kDepth, queue.multiprocessors),
+         choice.launch});
+  }
+  return Sorted(std::move(candidates));
 }
 
 cudaError_t LoadConv2dKernels() {

@@ -17,7 +17,7 @@
 // here and have runs follows from their shape alone, so a row's bits are the same in any batch.
 
 #include <algorithm>
-#include <iterator>
+#include <utility>
 
 #include "engine/backend/cuda/conv_mma.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
@@ -361,8 +361,6 @@ Squares SquaresOf(const Conv2dLaunch& conv, int square) {
   return {Divisor(across), Divisor(across * ((conv.height + square - 1) / square))};
 }
 
-constexpr double kNever = 1e9;  // µs
-
 int64_t TilesAcross(const Conv2dLaunch& conv, int n) { return (conv.outputs + n - 1) / n; }
 
 /// Blocks along the pixels of a phase.
@@ -444,21 +442,25 @@ constexpr Choice kChoices[] = {
     ChoiceOf<Tile<1, 32, 4, 16, 4, 3, 4, 8, 2>>(0.15, 1.28, 0.46, 2.95),
 };
 
-double MicrosecondsOf(const Choice& choice, const Conv2dLaunch& conv, const Queue& queue) {
-  const int runs = choice.runs == Runs::kByBlocks ? kRunCount : 1;
-  const int64_t tiles =
-      BlocksOf(conv, choice.square, choice.units) * PhasesOf(conv) * TilesAcross(conv, choice.n);
-  if (choice.taps != EdgeTaps(conv) || (choice.runs != Runs::kOne) != HasRuns(conv)) return kNever;
-  if (runs > 1) {
-    const int64_t sums = tiles * kRunCount * choice.units * kUnitEdge * kUnitEdge * choice.n;
-    if (sums * static_cast<int64_t>(sizeof(float)) > conv.workspace_bytes ||
-        tiles > kWorkspaceZeros) {
-      return kNever;
-    }
-  }
-  return Microseconds(choice.cost, tiles * runs,
-                      choice.taps * (conv.channels + conv.channels2) / (kDepth * runs),
-                      queue.multiprocessors);
+int64_t TilesOf(const Choice& choice, const Conv2dLaunch& conv) {
+  return BlocksOf(conv, choice.square, choice.units) * PhasesOf(conv) * TilesAcross(conv, choice.n);
+}
+
+bool CanCompute(const Choice& choice, const Conv2dLaunch& conv) {
+  if (choice.taps != EdgeTaps(conv) || (choice.runs != Runs::kOne) != HasRuns(conv)) return false;
+  if (choice.runs != Runs::kByBlocks) return true;
+  const int64_t tiles = TilesOf(choice, conv);
+  const int64_t sums = tiles * kRunCount * choice.units * kUnitEdge * kUnitEdge * choice.n;
+  return sums * static_cast<int64_t>(sizeof(float)) <= conv.workspace_bytes &&
+         tiles <= kWorkspaceZeros;
+}
+
+std::string NameOf(const Choice& choice) {
+  std::string name = std::to_string(choice.units) + " units of " + std::to_string(choice.square) +
+                     "x" + std::to_string(choice.square) + " x " + std::to_string(choice.n);
+  if (choice.runs == Runs::kInTurn) name += ", runs in turn";
+  if (choice.runs == Runs::kByBlocks) name += ", runs by blocks";
+  return name;
 }
 
 }  // namespace
@@ -472,12 +474,18 @@ bool SuitsConv3x3(const Conv2dLaunch& conv) {
          FinishesInVectors(conv);
 }
 
-cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const Queue& queue) {
-  const Choice& best = *std::min_element(
-      std::begin(kChoices), std::end(kChoices), [&](const Choice& a, const Choice& b) {
-        return MicrosecondsOf(a, conv, queue) < MicrosecondsOf(b, conv, queue);
-      });
-  return best.launch(conv, queue);
+std::vector<ConvCandidate> Conv3x3Candidates(const Conv2dLaunch& conv, const Queue& queue) {
+  std::vector<ConvCandidate> candidates;
+  for (const Choice& choice : kChoices) {
+    if (!CanCompute(choice, conv)) continue;
+    const int runs = choice.runs == Runs::kByBlocks ? kRunCount : 1;
+    const int steps = choice.taps * (conv.channels + conv.channels2) / (kDepth * runs);
+    candidates.push_back(
+        {NameOf(choice),
+         Microseconds(choice.cost, TilesOf(choice, conv) * runs, steps, queue.multiprocessors),
+         choice.launch});
+  }
+  return Sorted(std::move(candidates));
 }
 
 cudaError_t LoadConv3x3Kernels() {

@@ -28,11 +28,7 @@ constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
 constexpr size_t kNormFactorBytes = size_t{8} << 20;
 
 /// What tells this build of the kernels from others: measured ways are those of one build.
-#ifdef DENOISED_KERNELS
 constexpr const char* kKernels = DENOISED_KERNELS;
-#else
-constexpr const char* kKernels = "";
-#endif
 
 Element ElementOf(DType dtype) {
   switch (dtype) {
@@ -81,6 +77,7 @@ SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
   slots.plan_bytes = state.plans.dim(1);
   slots.max_evaluations = static_cast<int>(slots.plan_bytes / sizeof(DeviceEvaluation));
   slots.evaluation = state.evaluation.as<int32_t>();
+  slots.nonfinite = state.nonfinite.as<int32_t>();
   slots.seed = state.seed.as<int64_t>();
   slots.guidance = Floats(state.guidance);
   if (state.embedding) {
@@ -143,8 +140,11 @@ class CudaBackend final : public Backend {
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
                                  properties.multiProcessorCount,
                                  static_cast<double>(properties.totalGlobalMem) / (1 << 30),
-                                 driver / 1000, driver % 1000 / 10, fp32_ ? ", fp32" : "")) {
-    if (hopper && options.autotune) {
+                                 driver / 1000, driver % 1000 / 10,
+                                 fp32_                     ? ", fp32"
+                                 : options.generic_kernels ? ", generic kernels"
+                                                           : "")) {
+    if (options.autotune) {
       std::optional<TuningFile> file;
       if (!options.autotune_cache.empty()) {
         std::string name = properties.name;
@@ -152,7 +152,7 @@ class CudaBackend final : public Backend {
             name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '-');
         file.emplace(options.autotune_cache + "/" + name + ".json", description_, kKernels);
       }
-      tuner_.emplace(queue_.stream, std::move(file), options.notify);
+      tuner_.emplace(queue_, std::move(file), options.notify);
     }
   }
 
@@ -282,9 +282,11 @@ class CudaBackend final : public Backend {
     // Of ways with the same tile the one that normalises by itself goes first.
     std::stable_sort(ways.begin(), ways.end(),
                      [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
+    std::vector<Operand> operands = OperandsOf(fused);
+    AddOperand(&operands, norm.scale_shift, norm.images, 2 * (norm.channels + norm.channels2));
     Go(fmt::format("{} groups{} of {}", norm.groups,
                    norm.scale_shift.data != nullptr ? ", scaled," : "", Describe(fused)),
-       ways, "NormConv2d");
+       ways, std::move(operands), "NormConv2d");
   }
 
   bool MakesOutputNorm(const Conv2dArgs& args) override {
@@ -321,6 +323,7 @@ class CudaBackend final : public Backend {
     conv.scale = args.scale;
     conv.activation = args.activation;
     conv.out = View(args.out);
+    Writes(args.out);
     AddWeight(&conv, weight.weight, weight.bias);
     context_->Use();
     Multiply(conv, "Linear");
@@ -347,6 +350,7 @@ class CudaBackend final : public Backend {
     attention.scale = args.scale;
     attention.fp32 = fp32_;
     attention.out = View(args.out);
+    Writes(args.out);
     context_->Use();
     context_->Record(LaunchAttention(attention, queue_), "Attention");
   }
@@ -391,6 +395,7 @@ class CudaBackend final : public Backend {
 
   void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
     CheckResample2x(kind, x, out, rules());
+    Writes(out);
     context_->Use();
     const auto launch = kind == Resample::kNearestUp ? LaunchUpsample2x : LaunchAveragePool2x;
     context_->Record(
@@ -401,6 +406,7 @@ class CudaBackend final : public Backend {
   void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
            const Tensor& out) override {
     CheckAdd(a, b, out, rules());
+    Writes(out);
     context_->Use();
     context_->Record(LaunchAdd(View(a), scale, View(b), shift, activation, RowCount(out),
                                Extent(out, -1), View(out), queue_),
@@ -428,6 +434,7 @@ class CudaBackend final : public Backend {
     Check(args, rules());
     Rows x = View(args.x);
     x.stride = args.x.elements() / args.x.dim(0);  // an image is a row
+    Writes(args.x);
     context_->Use();
     context_->Record(
         LaunchGather(View(args.state, args.x), args.rows.as<int32_t>(), Extent(args.rows, 0), x,
@@ -491,6 +498,7 @@ class CudaBackend final : public Backend {
 
   absl::StatusOr<RecordedGraph> Record(const std::function<void()>& body) {
     capturing_ = true;
+    written_.clear();
     absl::StatusOr<RecordedGraph> recorded = RecordGraph(queue_.stream, body);
     capturing_ = false;
     context_->Record(recorded.status());  // unless an op failed, which says more
@@ -500,10 +508,46 @@ class CudaBackend final : public Backend {
 
   /// Goes the way that is known to be the fastest, else the first. What is not part of a graph is
   /// not measured: its results are wanted now.
-  void Go(const std::string& what, const Ways& ways, const char* op) {
+  void Go(const std::string& what, const Ways& ways, std::vector<Operand> operands,
+          const char* op) {
     DENOISED_CHECK(!ways.empty(), "{}: nothing computes {}", op, what);
-    const Way& way = tuner_ && capturing_ ? tuner_->Choose(what, ways) : ways.front();
+    const Way& way =
+        tuner_ && capturing_ ? tuner_->Choose(what, ways, std::move(operands)) : ways.front();
     context_->Record(way.enqueue(), op);
+  }
+
+  /// An op of the graph that is being captured writes it, so measuring may overwrite it.
+  void Writes(const Tensor& out) {
+    if (!capturing_ || !tuner_) return;
+    const auto* begin = static_cast<const std::byte*>(out.data());
+    written_.emplace_back(begin, begin +
+                                     (RowCount(out) - 1) * out.row_stride() * SizeOf(out.dtype()) +
+                                     out.dim(-1) * SizeOf(out.dtype()));
+  }
+  void AddOperand(std::vector<Operand>* operands, const Rows& values, int64_t rows,
+                  int columns) const {
+    if (values.data == nullptr || rows == 0) return;
+    const int64_t element_bytes = values.element == Element::kF32 ? 4 : 2;
+    const auto* begin = static_cast<const std::byte*>(values.data);
+    const auto* end = begin + ((rows - 1) * values.stride + columns) * element_bytes;
+    const bool may_overwrite = std::any_of(
+        written_.begin(), written_.end(),
+        [&](const auto& written) { return written.first <= begin && end <= written.second; });
+    if (may_overwrite) operands->push_back({values, rows, columns});
+  }
+  /// Those of a convolution that measuring may overwrite.
+  std::vector<Operand> OperandsOf(const Conv2dLaunch& conv) const {
+    std::vector<Operand> operands;
+    if (!capturing_ || !tuner_) return operands;
+    const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
+    const int64_t out_pixels = int64_t{conv.images} * conv.out_height * conv.out_width;
+    AddOperand(&operands, conv.x, pixels, conv.channels);
+    AddOperand(&operands, conv.x2, pixels, conv.channels2);
+    AddOperand(&operands, conv.shortcut.x, out_pixels, conv.shortcut.channels);
+    AddOperand(&operands, conv.shortcut.x2, out_pixels, conv.shortcut.channels2);
+    AddOperand(&operands, conv.add, conv.images, conv.outputs);
+    AddOperand(&operands, conv.residual, out_pixels, conv.outputs);
+    return operands;
   }
 
   /// What cannot be part of a graph: it uses host memory or events that change from call to call.
@@ -545,6 +589,7 @@ class CudaBackend final : public Backend {
     conv.output_norm = {Floats(args.output_norm.gamma), Floats(args.output_norm.beta),
                         args.output_norm.groups, args.output_norm.eps};
     conv.out = View(args.out);
+    Writes(args.out);
     AddWeight(&conv, weight.weight, weight.bias);
     if (args.shortcut.weight != nullptr) AddShortcut(&conv, args);
     return conv;
@@ -591,6 +636,7 @@ class CudaBackend final : public Backend {
     norm.scale_shift = View(args.scale_shift);
     norm.activation = args.activation;
     norm.out = View(args.out);
+    Writes(args.out);
     norm.workspace = norm_memory_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
     norm.workspace_zeros = WorkspaceZeros();
@@ -689,7 +735,7 @@ class CudaBackend final : public Backend {
         ways.push_back({NameOf(candidate.plan), candidate.microseconds,
                         [=, this] { return LaunchConv2dHopper(conv, candidate.plan, queue_); }});
       }
-      Go(Describe(conv), ways, op);
+      Go(Describe(conv), ways, OperandsOf(conv), op);
     } else if (SuitsRowLinear(conv)) {
       context_->Record(LaunchRowLinear(conv, queue_), op);
     } else if (SuitsFewInputs(conv)) {
@@ -698,10 +744,16 @@ class CudaBackend final : public Backend {
       context_->Record(LaunchConv2dFewOutputs(conv, queue_), op);
     } else if (fp32_) {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
-    } else if (SuitsConv3x3(conv)) {
-      context_->Record(LaunchConv3x3(WithWorkspace(conv), queue_), op);
     } else {
-      context_->Record(LaunchConv2d(conv, queue_), op);
+      const Conv2dLaunch launch = WithWorkspace(conv);
+      Ways ways;
+      for (const ConvCandidate& candidate : SuitsConv3x3(launch)
+                                                ? Conv3x3Candidates(launch, queue_)
+                                                : Conv2dCandidates(launch, queue_)) {
+        ways.push_back({candidate.name, candidate.microseconds,
+                        [=, this] { return candidate.launch(launch, queue_); }});
+      }
+      Go(Describe(conv), ways, OperandsOf(conv), op);
     }
   }
 
@@ -762,6 +814,8 @@ class CudaBackend final : public Backend {
   const std::string name_, description_;
   std::optional<Tuner> tuner_;
   bool capturing_ = false;
+  /// What ops of the present capture write: [begin, end).
+  std::vector<std::pair<const std::byte*, const std::byte*>> written_;
 };
 
 /// Every kernel, now rather than in the middle of a capture.

@@ -8,6 +8,7 @@
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
+#include "engine/core/philox.h"
 
 namespace denoised::cuda {
 namespace {
@@ -103,6 +104,25 @@ __global__ void __launch_bounds__(kThreads)
   StoreChannels<V>(out, row, channel, sum);
 }
 
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    NoiseKernel(Rows out, int64_t rows, int columns, uint64_t seed) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  int64_t row;
+  int column;
+  if (!Place<V>(rows, columns, &row, &column)) return;
+  const uint64_t first = row * columns + column;
+  float v[V];
+  Normal4 normal;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (j % 4 == 0) normal = PhiloxNormal(seed, 0, first + j);
+    v[j] = normal.v[j % 4];
+  }
+  StoreChannels<V>(out, row, column, v);
+}
+
 __global__ void __launch_bounds__(kThreads)
     DivideRowsKernel(Rows x, const float* divisor, int64_t elements, Rows out) {
   WaitForPredecessors();
@@ -151,6 +171,16 @@ cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Ac
                          activation, rows, columns, out);
 }
 
+cudaError_t LaunchNoise(const Rows& out, int64_t rows, int columns, uint64_t seed,
+                        const Queue& queue) {
+  if (out.vector && columns % 8 == 0) {
+    return LaunchDependent(NoiseKernel<8>, ShapeOf<8>(rows, columns), queue, out, rows, columns,
+                           seed);
+  }
+  return LaunchDependent(NoiseKernel<1>, ShapeOf<1>(rows, columns), queue, out, rows, columns,
+                         seed);
+}
+
 cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
                              const Rows& out, const Queue& queue) {
   const dim3 grid(static_cast<unsigned>((elements + kThreads - 1) / kThreads),
@@ -162,7 +192,8 @@ cudaError_t LoadElementwiseKernels() {
   for (cudaError_t error :
        {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
         LoadKernel(Upsample2xKernel<8>), LoadKernel(Upsample2xKernel<1>),
-        LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>)}) {
+        LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>),
+        LoadKernel(NoiseKernel<8>), LoadKernel(NoiseKernel<1>)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "engine/backend/activation.h"
 #include "engine/core/step_plan.h"
@@ -77,8 +79,8 @@ struct Conv2dLaunch {
   /// and what SuitsOutputNorm().
   OutputNorm output_norm;
   Rows out;  // [images · out_height · out_width, outputs]
-  // For LaunchConv3x3 of small images: sums of parts of k; without it, or where it is too small,
-  // other tiles are chosen.
+  // For Conv3x3Candidates() of small images: sums of parts of k. Without it, or where it is too
+  // small, the candidates that need it are left out.
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
   int* workspace_zeros = nullptr;  // kWorkspaceZeros, and zero again afterwards
@@ -97,11 +99,18 @@ inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
 constexpr int kWorkspaceZeros = 1024;
 constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 256;  // outputs of the widest tile
-cudaError_t LaunchConv2d(const Conv2dLaunch& conv, const Queue& queue);
+/// One of the tiles that can compute a convolution. All give the same bits.
+struct ConvCandidate {
+  std::string name;         // unique among those of one launch
+  double microseconds = 0;  // that a launch should take
+  cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue) = nullptr;
+};
+/// For any convolution in bf16 or with fp32 inputs, the cheapest first.
+std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
 /// 3×3 on tensor cores, from patches of the image: for what SuitsConv3x3().
 bool SuitsConv3x3(const Conv2dLaunch& conv);
-cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const Queue& queue);
+std::vector<ConvCandidate> Conv3x3Candidates(const Conv2dLaunch& conv, const Queue& queue);
 /// Of few inputs under a window, or of few outputs: for what SuitsFewInputs(), SuitsFewOutputs().
 bool SuitsFewInputs(const Conv2dLaunch& conv);
 cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue);
@@ -205,6 +214,10 @@ cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width
 cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
                       int64_t rows, int columns, const Rows& out, const Queue& queue);
 
+/// Normal noise of unit size, the same for the same seed: operands for measurements.
+cudaError_t LaunchNoise(const Rows& out, int64_t rows, int columns, uint64_t seed,
+                        const Queue& queue);
+
 /// out[n] = x[n] / divisor[n] for images of `elements` contiguous values.
 cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
                              const Rows& out, const Queue& queue);
@@ -232,6 +245,7 @@ struct SlotsLaunch {
   int max_evaluations = 0;
   int64_t plan_bytes = 0;            // from one slot's plan to the next
   int32_t* evaluation = nullptr;     // [slots]
+  int32_t* nonfinite = nullptr;      // [slots]
   const int64_t* seed = nullptr;     // [slots]
   const float* guidance = nullptr;   // [slots]
   const float* embedding = nullptr;  // [slots, embedding_dim], or null

@@ -37,26 +37,38 @@ Ways Contenders(const Ways& ways) {
   return contenders;
 }
 
-/// The index of the fastest of the contenders for `what`, given those of each place.
-absl::StatusOr<size_t> Fastest(const std::string& what, const std::vector<Ways>& places,
-                               cudaStream_t stream) {
+absl::Status NotKept() { return FailedPrecondition("autotune_cache names no directory"); }
+
+}  // namespace
+
+/// The index of the fastest contender for `what`.
+absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector<Place>& places) {
+  uint64_t seed = 0;
+  for (const Place& place : places) {
+    for (const Operand& operand : place.operands) {
+      DENOISED_RETURN_IF_ERROR(ToStatus(
+          LaunchNoise(operand.values, operand.rows, operand.columns, seed++, queue_), "tuning"));
+    }
+  }
+  const cudaStream_t stream = queue_.stream;
+  const Ways& contenders = places[0].contenders;
   struct Runner {
     GraphExec graph;
     Event begin, end;
     float best = INFINITY;  // ms a launch
   };
   const int launches =
-      static_cast<int>(std::clamp(kGraphMicroseconds / places[0][0].microseconds, 2.0, 16.0));
-  std::vector<Runner> runners(places[0].size());
+      static_cast<int>(std::clamp(kGraphMicroseconds / contenders[0].microseconds, 2.0, 16.0));
+  std::vector<Runner> runners(contenders.size());
   for (size_t i = 0; i < runners.size(); ++i) {
     Runner& runner = runners[i];
     cudaError_t error = cudaSuccess;
     DENOISED_ASSIGN_OR_RETURN(const RecordedGraph recorded, RecordGraph(stream, [&] {
                                 for (int n = 0; n < launches && error == cudaSuccess; ++n)
-                                  error = places[n % places.size()][i].enqueue();
+                                  error = places[n % places.size()].contenders[i].enqueue();
                               }));
     DENOISED_RETURN_IF_ERROR(
-        ToStatus(error, fmt::format("tuning {} by {}", what, places[0][i].name)));
+        ToStatus(error, fmt::format("tuning {} by {}", what, contenders[i].name)));
     DENOISED_ASSIGN_OR_RETURN(runner.graph, Instantiate(recorded.get()));
     DENOISED_ASSIGN_OR_RETURN(runner.begin, NewEvent(/*timing=*/true));
     DENOISED_ASSIGN_OR_RETURN(runner.end, NewEvent(/*timing=*/true));
@@ -82,11 +94,7 @@ absl::StatusOr<size_t> Fastest(const std::string& what, const std::vector<Ways>&
   return clearly ? static_cast<size_t>(fastest - runners.begin()) : 0;
 }
 
-absl::Status NotKept() { return FailedPrecondition("autotune_cache names no directory"); }
-
-}  // namespace
-
-const Way& Tuner::Choose(const std::string& what, const Ways& ways) {
+const Way& Tuner::Choose(const std::string& what, const Ways& ways, std::vector<Operand> operands) {
   if (!read_) ReadFile();
   if (const auto known = known_.find(what); known != known_.end()) {
     for (const Way& way : ways) {
@@ -94,9 +102,10 @@ const Way& Tuner::Choose(const std::string& what, const Ways& ways) {
     }
   }
   if (auto contenders = Contenders(ways); contenders.size() > 1) {
-    std::vector<Ways>& places = unknown_[what];
-    DENOISED_CHECK(places.empty() || places[0].size() == contenders.size(), "ways of {}", what);
-    places.push_back(std::move(contenders));
+    std::vector<Place>& places = unknown_[what];
+    DENOISED_CHECK(places.empty() || places[0].contenders.size() == contenders.size(), "ways of {}",
+                   what);
+    places.push_back({std::move(contenders), std::move(operands)});
   }
   return ways.front();
 }
@@ -108,8 +117,8 @@ absl::Status Tuner::Measure() {
   DENOISED_RETURN_IF_ERROR(ToStatus(cudaDeviceSynchronize(), "tuning"));
   TunedWays measured;
   for (const auto& [what, places] : unknown) {
-    DENOISED_ASSIGN_OR_RETURN(const size_t fastest, Fastest(what, places, stream_));
-    measured[what] = places[0][fastest].name;
+    DENOISED_ASSIGN_OR_RETURN(const size_t fastest, Fastest(what, places));
+    measured[what] = places[0].contenders[fastest].name;
   }
   for (const auto& [what, way] : measured) known_[what] = way;
   if (absl::Status kept = file_ ? file_->Add(measured) : NotKept(); !kept.ok() && !said_) {
