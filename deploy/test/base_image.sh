@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Makes a tar file of a bare Debian 12, as small as debian:bookworm-slim. container.sh uses it as the
 # base image and deb.sh as the machine, so that neither needs a registry.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds the images from a local base image with buildah and runs the CPU one with podman as an
 # operator would: it must become healthy, draw, be scraped by Prometheus and drain on SIGTERM. Needs
 # root, buildah, podman, runc, mmdebstrap, prometheus, curl and openssl, and no registry.

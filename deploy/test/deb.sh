@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds the Debian package, installs it in a bare Debian 12 with apt-get, runs it there as its unit
 # would, draws, drains, and removes it. Needs root, mmdebstrap and dpkg-dev.
 #

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <map>
@@ -21,9 +22,9 @@ class TuningFile {
 
   const std::string& path() const { return path_; }
 
-/// {"version": 2, "device": …, "kernels": …, "choices": {…}}. Processes and threads may share the
-/// file: it is replaced as a whole; a measurement that another process overwrites is only measured
-/// again.
+  /// Empty when there is no file, or one of another version, device or build. InvalidArgument, with
+  /// the remedy, when it is none of ours.
+  absl::StatusOr<TunedChoices> Read() const;
   /// Adds to what the file holds; makes its directory. FailedPrecondition says why it cannot be.
   absl::Status Add(const TunedChoices& choices) const;
 

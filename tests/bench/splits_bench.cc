@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What it costs that k is split by the shape of a layer alone, so that bits do not depend on the
 // batch (docs/kernels.md): the products of a model on Hopper with the fastest tile for their
 // splits, beside the fastest of all tiles and splits.
