@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/io/weights.h"
 
 #include <algorithm>
@@ -25,8 +26,8 @@ Tensor SyntheticTensor(uint64_t seed, const std::string& name, const Shape& shap
   Tensor tensor = Tensor::Host(shape, DType::kF32);
   const bool vector = shape.rank() < 2;
   const double fan_in = vector ? 1 : static_cast<double>(shape.elements() / shape[0]);
-  const float spread = vector ? 0.1f : static_cast<float>(std::sqrt(3.0 / fan_in));
-  const float center = vector ? 1.0f : 0.0f;
+  const float spread = vector ? 0.5f : static_cast<float>(std::sqrt(3.0 / fan_in));
+  const float center = vector && !name.ends_with("bias") ? 1.0f : 0.0f;
   uint64_t state = seed;
   for (const char c : name) state = (state ^ static_cast<uint8_t>(c)) * 0x100000001b3u;  // FNV-1a
   for (float& value : tensor.span<float>()) {
@@ -36,8 +37,8 @@ Tensor SyntheticTensor(uint64_t seed, const std::string& name, const Shape& shap
   return tensor;
 }
 
-/// Characters that two names share at their beginnings and ends: what differs between a checkpoint
-/// and our expectation is usually one part in the middle, or a number.
+/// Characters that two names share at their beginnings and ends. The name in a checkpoint usually
+/// differs from the expected one in one part in the middle, or in a number.
 size_t SharedEnds(const std::string& a, const std::string& b) {
   const auto front = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
   const auto back = std::mismatch(a.rbegin(), a.rend(), b.rbegin(), b.rend());

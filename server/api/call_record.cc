@@ -2,63 +2,73 @@
 
 #include <utility>
 
+#include "absl/status/status.h"
 #include "server/security/credentials.h"
-#include "server/serving.h"
 #include "server/telemetry/log.h"
 #include "server/telemetry/metrics.h"
 
 namespace denoised {
 
-void ActiveCalls::Enter() {
-  std::lock_guard lock(mutex_);
+void Calls::Enter() {
+  MutexLock lock(&mutex_);
   ++count_;
 }
 
-void ActiveCalls::Leave() {
-  std::lock_guard lock(mutex_);
-  // Notified under the lock: whoever waits may destroy this object next.
-  if (--count_ == 0) none_.notify_all();
+void Calls::Leave() {
+  MutexLock lock(&mutex_);
+  // Notified under the lock, as the thread that waits may destroy this object next.
+  if (--count_ == 0) none_.NotifyAll();
 }
 
-bool ActiveCalls::WaitForNone(std::chrono::steady_clock::time_point deadline) {
-  std::unique_lock lock(mutex_);
-  return none_.wait_until(lock, deadline, [this] { return count_ == 0; });
+bool Calls::WaitForNone(std::chrono::steady_clock::time_point deadline) {
+  MutexLock lock(&mutex_);
+  while (count_ > 0 && std::chrono::steady_clock::now() < deadline) {
+    none_.WaitUntil(&mutex_, deadline);
+  }
+  return count_ == 0;
 }
 
 namespace {
 
-std::shared_ptr<const Caller> CallerOf(const Serving& serving,
+std::shared_ptr<const Caller> CallerOf(const Clients& clients,
                                        const grpc::CallbackServerContext& context) {
-  auto caller =
-      IdentifyCaller(*serving.clients, context.client_metadata(), context.auth_context().get());
-  // The port has let nobody in whom it did not know, but a token may have been withdrawn since.
+  auto caller = IdentifyCaller(clients, context.client_metadata(), context.auth_context().get());
+  // The port has checked the caller before, but a token may have been withdrawn since.
   return caller.ok() ? *std::move(caller) : std::make_shared<const Caller>();
 }
 
 }  // namespace
 
-CallRecord::CallRecord(const Serving& serving, const char* method,
-                       grpc::CallbackServerContext* context)
-    : active_(serving.active),
-      metrics_(serving.metrics),
+CallRecord::CallRecord(Calls* calls, const char* method, grpc::CallbackServerContext* context)
+    : calls_(calls),
       method_(google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(method)),
       peer_(context->peer()),
-      caller_(CallerOf(serving, *context)),
+      caller_(CallerOf(*calls->clients_, *context)),
       trace_(TraceContext::Continue(MetadataValue(context->client_metadata(), "traceparent"))),
       arrival_(std::chrono::steady_clock::now()) {
   DENOISED_CHECK(method_ != nullptr, "no method {}", method);
   context->AddInitialMetadata("traceparent", trace_.traceparent());
-  active_->Enter();
-  metrics_->CallStarted(method_);
+  calls_->Enter();
+  calls_->metrics_->CallStarted(method_);
 }
 
 double CallRecord::SecondsSinceArrival() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - arrival_).count();
 }
 
+void CallRecord::Describe(const Generation& generation) {
+  Generation::Summary summary = generation.Summarise();
+  request_id = std::move(summary.request_id);
+  model = std::move(summary.model);
+  sampler = std::move(summary.sampler);
+  count = summary.count;
+  steps = summary.steps;
+  queued_seconds = summary.queued_seconds;
+}
+
 void CallRecord::End(grpc::StatusCode code, const std::string& message) {
   const double seconds = SecondsSinceArrival();
-  metrics_->CallEnded(method_, CodeName(code), caller_->name, seconds);
+  calls_->metrics_->CallEnded(method_, CodeName(code), caller_->name, seconds);
   log::Fields fields = {{"method", method_->name()},   {"code", CodeName(code)},
                         {"client", caller_->name},     {"peer", peer_},
                         {"trace_id", trace_.trace_id}, {"span_id", trace_.span_id}};
@@ -74,7 +84,7 @@ void CallRecord::End(grpc::StatusCode code, const std::string& message) {
   fields.push_back({"seconds", seconds});
   if (code != grpc::StatusCode::OK && !message.empty()) fields.push_back({"error", message});
   log::Info("request", fields);
-  active_->Leave();
+  calls_->Leave();
 }
 
 grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
@@ -85,26 +95,9 @@ grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord
   return reactor;
 }
 
-const char* CodeName(grpc::StatusCode code) {
-  constexpr const char* kNames[] = {"OK",
-                                    "CANCELLED",
-                                    "UNKNOWN",
-                                    "INVALID_ARGUMENT",
-                                    "DEADLINE_EXCEEDED",
-                                    "NOT_FOUND",
-                                    "ALREADY_EXISTS",
-                                    "PERMISSION_DENIED",
-                                    "RESOURCE_EXHAUSTED",
-                                    "FAILED_PRECONDITION",
-                                    "ABORTED",
-                                    "OUT_OF_RANGE",
-                                    "UNIMPLEMENTED",
-                                    "INTERNAL",
-                                    "UNAVAILABLE",
-                                    "DATA_LOSS",
-                                    "UNAUTHENTICATED"};
-  const int index = static_cast<int>(code);
-  return index >= 0 && index < static_cast<int>(std::size(kNames)) ? kNames[index] : "UNKNOWN";
+std::string CodeName(grpc::StatusCode code) {
+  // Abseil's codes are gRPC's.
+  return absl::StatusCodeToString(static_cast<absl::StatusCode>(code));
 }
 
 }  // namespace denoised

@@ -4,42 +4,52 @@
 #include <grpcpp/server_context.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
+#include "server/jobs/generation.h"
 #include "server/security/clients.h"
 #include "server/telemetry/trace_context.h"
 
 namespace denoised {
 
 class Metrics;
-struct Serving;
 
-/// How many calls are running, for the end of a drain. Thread-safe.
-class ActiveCalls {
+/// The calls of all services: what their records need, and how many run, for the end of a drain.
+/// Thread-safe; what is pointed to must outlive it.
+class Calls {
  public:
-  void Enter();
-  void Leave();
+  Calls(const Clients* clients, Metrics* metrics) : clients_(clients), metrics_(metrics) {}
+
   /// False when calls were still running at `deadline`.
   bool WaitForNone(std::chrono::steady_clock::time_point deadline);
 
  private:
-  std::mutex mutex_;
-  std::condition_variable none_;
-  int count_ = 0;  // guarded by mutex_
+  friend class CallRecord;
+  void Enter();
+  void Leave();
+
+  const Clients* const clients_;
+  Metrics* const metrics_;
+  Mutex mutex_;
+  ConditionVariable none_;
+  int count_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-/// One call, from its arrival to its end: becomes one log line and its metrics. The fields belong
-/// to whoever works on the call at the time.
+/// One call, from its arrival to its end: writes one log line and the metrics. Not synchronised:
+/// one thread at a time uses the fields.
 class CallRecord {
  public:
-  /// `method` is its full name, "denoised.v1.ImageGeneration.Generate". Finds out who calls, and
-  /// tells the caller the trace: `traceparent` in the initial metadata.
-  CallRecord(const Serving& serving, const char* method, grpc::CallbackServerContext* context);
+  /// `method` is its full name, "denoised.v1.ImageGeneration.Generate". Identifies the
+  /// caller, and sends `traceparent` in the initial metadata.
+  CallRecord(Calls* calls, const char* method, grpc::CallbackServerContext* context);
 
-  /// Once, when nothing more will be sent.
+  /// Says in the log what was asked for and how long it waited.
+  void Describe(const Generation& generation);
+
+  /// To be called once, when nothing more will be sent.
   void End(grpc::StatusCode code, const std::string& message);
 
   std::chrono::steady_clock::time_point arrival() const { return arrival_; }
@@ -54,8 +64,7 @@ class CallRecord {
   double queued_seconds = -1;  // < 0: no image got a slot
 
  private:
-  ActiveCalls* const active_;
-  Metrics* const metrics_;
+  Calls* const calls_;
   const google::protobuf::MethodDescriptor* const method_;
   const std::string peer_;
   const std::shared_ptr<const Caller> caller_;
@@ -68,6 +77,6 @@ grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord
                                 const grpc::Status& status);
 
 /// "OK", "INVALID_ARGUMENT", …
-const char* CodeName(grpc::StatusCode code);
+std::string CodeName(grpc::StatusCode code);
 
 }  // namespace denoised

@@ -24,48 +24,50 @@ std::optional<std::chrono::steady_clock::time_point> Deadline(
 
 }  // namespace
 
-void GenerationCall::Post(Beginning begin) {
+void GenerationCall::Post(Priority priority, Beginning begin) {
   self_ = shared_from_this();
-  serving_->workers->Post([self = self_, begin = std::move(begin)] { self->Begin(begin); });
+  context_.workers->Post(priority,
+                         [self = self_, begin = std::move(begin)] { self->Begin(begin); });
 }
 
 void GenerationCall::Begin(const Beginning& begin) {
   grpc::Status refusal;
   std::shared_ptr<Generation> generation;
-  auto stream = serving_->client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
+  auto stream = context_.client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
   if (stream.ok()) {
     stream_ = *std::move(stream);
     generation = begin(shared_from_this(), &refusal);
   } else {
-    refusal = ToGrpcStatus(stream.status(), reason::kClientLimit, "", serving_->RetryDelay());
+    refusal =
+        ToGrpcStatus(stream.status(), reason::kClientLimit, "", context_.queue_wait->RetryDelay());
   }
   bool broken;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     begun_ = true;
     generation_ = generation;
     refusal_ = refusal;
     broken = broken_;
   }
   if (broken && generation) generation->Leave(this);
-  Advance(std::unique_lock(mutex_));
+  Advance();
 }
 
 void GenerationCall::Break() {
   std::shared_ptr<Generation> generation;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     broken_ = true;
     generation = generation_;
   }
   if (generation) generation->Leave(this);
-  Advance(std::unique_lock(mutex_));
+  Advance();
 }
 
 std::optional<grpc::Status> GenerationCall::EndWithoutGeneration() const {
   if (generation_ == nullptr) return refusal_;
   if (!broken_) return std::nullopt;
-  const bool late = std::chrono::system_clock::now() >= context_->deadline();
+  const bool late = std::chrono::system_clock::now() >= grpc_context_->deadline();
   return late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "the call's deadline passed")
               : grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone");
 }
@@ -73,27 +75,30 @@ std::optional<grpc::Status> GenerationCall::EndWithoutGeneration() const {
 void GenerationCall::End() {
   if (generation_) {
     generation_->Leave(this);
-    generation_->Describe(&record_);
+    record_.Describe(*generation_);
   }
   // As the client saw it: a reply that could not be delivered was cancelled.
-  const bool lost = status_.ok() && context_->IsCancelled();
+  const bool lost = status_.ok() && grpc_context_->IsCancelled();
   record_.End(lost ? grpc::StatusCode::CANCELLED : status_.error_code(), status_.error_message());
   self_.reset();  // the last line of its life
 }
 
-void UnaryCall::Advance(std::unique_lock<std::mutex> lock) {
-  if (!begun_ || finished_) return;
-  std::optional<grpc::Status> end = EndWithoutGeneration();
-  if (!end) end = generation_->end();
-  if (!end) return;
-  finished_ = true;
-  lock.unlock();
+void UnaryCall::Advance() {
+  std::optional<grpc::Status> end;
+  {
+    MutexLock lock(&mutex_);
+    if (!begun_ || finished_) return;
+    end = EndWithoutGeneration();
+    if (!end) end = generation_->end();
+    if (!end) return;
+    finished_ = true;
+  }
   if (end->ok()) {
     v1::GenerateResponse images = Collect();
     reply_(&images);
   }
   status_ = *end;
-  Finish(*end);  // the call may be gone now, but for whoever called
+  Finish(*end);  // the call may be deleted now, unless the caller holds it
 }
 
 v1::GenerateResponse UnaryCall::Collect() {
@@ -122,9 +127,9 @@ v1::GenerateResponse UnaryCall::Collect() {
   return response;
 }
 
-Jobs::Request Asked(const grpc::CallbackServerContext& context, const CallRecord& record,
-                    const v1::GenerationParams& params, const v1::PreviewOptions* preview,
-                    bool together) {
+JobRequest MakeJobRequest(const grpc::CallbackServerContext& context, const CallRecord& record,
+                          const v1::GenerationParams& params, const v1::PreviewOptions* preview,
+                          bool together) {
   return {.params = params,
           .preview = preview,
           .together = together,

@@ -5,64 +5,76 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include "denoised/v1/image_generation.pb.h"
+#include "engine/core/mutex.h"
 #include "server/api/call_record.h"
 #include "server/jobs/generation.h"
 #include "server/jobs/jobs.h"
+#include "server/jobs/queue_wait.h"
+#include "server/jobs/worker_pool.h"
 #include "server/security/client_load.h"
-#include "server/serving.h"
 
 namespace denoised {
 
-/// A call that follows a generation. gRPC's reactor and whoever has news for it share it: it keeps
-/// itself alive until OnDone.
+/// What calls for images work with. What is pointed to must outlive them.
+struct GenerationCallContext {
+  Calls* calls;
+  Jobs* jobs;
+  WorkerPool* workers;
+  ClientLoad* client_load;
+  const QueueWait* queue_wait;
+};
+
+/// A call that follows a generation. gRPC's reactor and the generation share it, so it keeps itself
+/// alive until OnDone.
 class GenerationCall : public GenerationWatcher,
                        public std::enable_shared_from_this<GenerationCall> {
  public:
-  /// Finds or makes the generation, watched by the call. Null with the reason set.
+  /// Finds or makes the generation, watched by the call. Null with `refusal` set.
   using Beginning = std::function<std::shared_ptr<Generation>(
       const std::shared_ptr<GenerationWatcher>& watcher, grpc::Status* refusal)>;
 
-  /// Runs `begin` on a worker, when the client may have one more call.
-  void Post(Beginning begin);
+  /// Runs `begin` on a worker, unless the client has too many calls.
+  void Post(Priority priority, Beginning begin);
 
-  void OnNews() final { Advance(std::unique_lock(mutex_)); }
+  void OnNews() final { Advance(); }
 
   const CallRecord& record() const { return record_; }
 
  protected:
-  /// `method` is its full name. What is pointed to must outlive the call.
-  GenerationCall(Serving* serving, const char* method, grpc::CallbackServerContext* context)
-      : serving_(serving), context_(context), record_(*serving, method, context) {}
+  /// `method` is its full name. `grpc_context` must outlive the call.
+  GenerationCall(const GenerationCallContext& context, const char* method,
+                 grpc::CallbackServerContext* grpc_context)
+      : context_(context),
+        grpc_context_(grpc_context),
+        record_(context.calls, method, grpc_context) {}
 
-  /// Takes the next step that gRPC allows, if there is one: calls gRPC without the lock.
-  virtual void Advance(std::unique_lock<std::mutex> lock) = 0;
+  /// Takes the next step that gRPC allows, if there is one. Calls gRPC without the lock.
+  virtual void Advance() ABSL_LOCKS_EXCLUDED(mutex_) = 0;
 
-  /// Nobody reads any more: the call has nothing to wait for, and the generation has one watcher
-  /// less.
+  /// The client has gone: stops waiting and leaves the generation.
   void Break();
 
-  /// What ends the call when no generation does: it was refused, or its client has gone. Under
-  /// mutex_.
-  std::optional<grpc::Status> EndWithoutGeneration() const;
+  /// The status when the call ends without the generation: it was refused, or its client has gone.
+  std::optional<grpc::Status> EndWithoutGeneration() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   /// From OnDone.
   void End();
 
-  Serving* const serving_;
-  grpc::CallbackServerContext* const context_;
+  const GenerationCallContext context_;
+  grpc::CallbackServerContext* const grpc_context_;
   CallRecord record_;
   grpc::Status status_;  // what Finish said
 
-  std::mutex mutex_;
-  bool begun_ = false;                      // guarded by mutex_
-  bool broken_ = false;                     // guarded by mutex_; nobody reads any more
-  bool finished_ = false;                   // guarded by mutex_
-  std::shared_ptr<Generation> generation_;  // set with begun_
-  grpc::Status refusal_;                    // set with begun_; why there is no generation
+  Mutex mutex_;
+  bool begun_ ABSL_GUARDED_BY(mutex_) = false;
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // the client has gone
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  // Set with begun_, constant from then on.
+  std::shared_ptr<Generation> generation_;
+  grpc::Status refusal_;  // why there is no generation
 
  private:
   void Begin(const Beginning& begin);
@@ -78,22 +90,24 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
   /// gRPC sends it, and only when all went well.
   using Reply = std::function<void(v1::GenerateResponse* images)>;
 
-  UnaryCall(Serving* serving, const char* method, grpc::CallbackServerContext* context, Reply reply)
-      : GenerationCall(serving, method, context), reply_(std::move(reply)) {}
+  UnaryCall(const GenerationCallContext& context, const char* method,
+            grpc::CallbackServerContext* grpc_context, Reply reply)
+      : GenerationCall(context, method, grpc_context), reply_(std::move(reply)) {}
 
   void OnCancel() override { Break(); }
   void OnDone() override { End(); }
 
  private:
-  void Advance(std::unique_lock<std::mutex> lock) override;
+  void Advance() override;
   v1::GenerateResponse Collect();
 
   const Reply reply_;
 };
 
-/// What a call asks of Jobs. `params` and `preview` (null: none) must live until they were asked.
-Jobs::Request Asked(const grpc::CallbackServerContext& context, const CallRecord& record,
-                    const v1::GenerationParams& params, const v1::PreviewOptions* preview,
-                    bool together);
+/// What a call asks Jobs for. `params` and `preview` (null: none) must live until Jobs::Begin has
+/// returned.
+JobRequest MakeJobRequest(const grpc::CallbackServerContext& context, const CallRecord& record,
+                          const v1::GenerationParams& params, const v1::PreviewOptions* preview,
+                          bool together);
 
 }  // namespace denoised

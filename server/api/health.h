@@ -2,7 +2,7 @@
 
 #include <grpcpp/health_check_service_interface.h>
 
-#include <mutex>
+#include "engine/core/mutex.h"
 
 namespace denoised {
 
@@ -18,15 +18,22 @@ class Health {
   bool Serve();
   /// NOT_SERVING for good.
   void Stop();
+  /// Whether to send requests here, as "" says.
+  bool ready() const;
+  /// Whether the process need not be restarted, as "liveness" says.
+  bool live() const;
+
   /// Stop, and not live either: the device is lost and only a restart helps.
   void Die();
 
  private:
-  void Set(bool serving);
+  void Set(bool serving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   grpc::HealthCheckServiceInterface* const service_;
-  std::mutex mutex_;
-  bool stopped_ = false;  // guarded by mutex_
+  mutable Mutex mutex_;
+  bool serving_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  bool live_ ABSL_GUARDED_BY(mutex_) = true;
 };
 
 }  // namespace denoised

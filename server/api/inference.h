@@ -8,7 +8,7 @@
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
 #include "inference/open_inference.pb.h"
-#include "server/config.h"
+#include "server/security/limits.h"
 
 /// Between the tensors of the Open Inference Protocol and the request that Generate takes.
 ///

@@ -1,16 +1,21 @@
 #pragma once
 
 #include "inference/open_inference.grpc.pb.h"
-#include "server/serving.h"
+#include "server/api/generation_call.h"
+#include "server/api/server_info.h"
+#include "server/models/catalog.h"
+#include "server/security/limits.h"
 
 namespace denoised {
 
 /// The Open Inference Protocol for clients of Triton and KServe: another way to ask what
 /// ImageGenerationService is asked, with the same queue, limits, metrics and log behind it. No
-/// method blocks. `serving` must outlive the service, the service its calls.
+/// method blocks. What is pointed to must outlive the service, the service its calls.
 class InferenceService final : public inference::GRPCInferenceService::CallbackService {
  public:
-  explicit InferenceService(Serving* serving) : serving_(serving) {}
+  InferenceService(const GenerationCallContext& context, const Engine* engine,
+                   const Catalog* catalog, const ServerInfo* info, const RequestLimits& limits)
+      : context_(context), engine_(engine), catalog_(catalog), info_(info), limits_(limits) {}
 
   grpc::ServerUnaryReactor* ServerLive(grpc::CallbackServerContext* context,
                                        const inference::ServerLiveRequest* request,
@@ -32,7 +37,11 @@ class InferenceService final : public inference::GRPCInferenceService::CallbackS
                                        inference::ModelInferResponse* response) override;
 
  private:
-  Serving* const serving_;
+  const GenerationCallContext context_;
+  const Engine* const engine_;
+  const Catalog* const catalog_;
+  const ServerInfo* const info_;
+  const RequestLimits limits_;
 };
 
 }  // namespace denoised

@@ -1,6 +1,5 @@
 #include "server/api/model_admin.h"
 
-#include <filesystem>
 #include <memory>
 #include <utility>
 
@@ -9,16 +8,18 @@
 #include "server/api/translate.h"
 #include "server/models/catalog.h"
 #include "server/security/clients.h"
+#include "server/status/model_name.h"
 #include "server/status/name.h"
 #include "server/status/quote.h"
 #include "server/status/status_details.h"
+#include "server/telemetry/log.h"
 
 namespace denoised {
 namespace {
 
-/// Whether the caller may change the models: an admin, where it is known who calls.
-grpc::Status Authorize(const Serving& serving, const Caller& caller) {
-  if (serving.clients->IsAdmin(caller)) return grpc::Status::OK;
+/// Only admins may change the models.
+grpc::Status Authorize(const Caller& caller) {
+  if (caller.admin) return grpc::Status::OK;
   return ToGrpcStatus(
       absl::PermissionDeniedError(fmt::format(
           "client \"{}\" may not change models; give it \"admin\": true in the file of clients",
@@ -40,6 +41,23 @@ std::string NotAName(const std::string& name) {
   return fmt::format("is {}; {}", Quote(name), kNameRule);
 }
 
+/// Who changed what, or wanted to.
+void LogChange(const ModelChange& change, const CallRecord& call, const grpc::Status& status) {
+  log::Fields fields = {{"change", change.verb},
+                        {"client", call.caller().name},
+                        {"peer", call.peer()},
+                        {"trace_id", call.trace().trace_id},
+                        {"code", CodeName(status.error_code())}};
+  for (const auto& [name, value] : {std::pair{"model", &change.model},
+                                    {"directory", &change.directory},
+                                    {"alias", &change.alias}}) {
+    // What the client sent may be of any length.
+    if (!value->empty()) fields.push_back({name, value->substr(0, 256)});
+  }
+  if (!status.ok()) fields.push_back({"error", status.error_message()});
+  log::Info(status.ok() ? "models changed" : "models not changed", fields);
+}
+
 /// `name` or `name@version`.
 bool IsModelReference(const std::string& name) {
   const size_t at = name.find('@');
@@ -54,16 +72,17 @@ std::string NotAReference(const std::string& name) {
 }  // namespace
 
 grpc::ServerUnaryReactor* ModelAdminService::Post(grpc::CallbackServerContext* context,
-                                                  const char* method,
+                                                  const char* method, ModelChange change,
                                                   std::function<grpc::Status()> work) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  const auto record = std::make_shared<CallRecord>(*serving_, method, context);
-  threads_.Post([this, reactor, record, work = std::move(work)] {
-    grpc::Status status = Authorize(*serving_, record->caller());
-    if (status.ok() && serving_->draining()) {
+  const auto record = std::make_shared<CallRecord>(calls_, method, context);
+  threads_.Post(Priority::kNormal, [this, reactor, record, change = std::move(change), work = std::move(work)] {
+    grpc::Status status = Authorize(record->caller());
+    if (status.ok() && drain_->draining()) {
       status = ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");
     }
     if (status.ok()) status = work();
+    LogChange(change, *record, status);
     record->End(status.error_code(), status.error_message());
     reactor->Finish(status);
   });
@@ -73,28 +92,30 @@ grpc::ServerUnaryReactor* ModelAdminService::Post(grpc::CallbackServerContext* c
 grpc::ServerUnaryReactor* ModelAdminService::LoadModel(grpc::CallbackServerContext* context,
                                                        const v1::LoadModelRequest* request,
                                                        v1::LoadModelResponse* response) {
-  return Post(context, "denoised.v1.ModelAdmin.LoadModel", [=, this] {
+  const std::string target = request->version().empty()
+                                 ? request->name()
+                                 : EngineName(request->name(), request->version());
+  const ModelChange change{"load", target, request->directory()};
+  return Post(context, "denoised.v1.ModelAdmin.LoadModel", change, [=, this] {
     std::vector<FieldViolation> violations;
     if (!IsName(request->name())) violations.push_back({"name", NotAName(request->name())});
     if (!request->version().empty() && !IsName(request->version())) {
       violations.push_back({"version", NotAName(request->version())});
     }
-    std::error_code error;
     const std::string& directory = request->directory();
-    if (!directory.empty() && !std::filesystem::is_directory(directory, error)) {
-      violations.push_back(
-          {"directory", fmt::format("is {}, which is no directory of the server; give the folder "
-                                    "that holds model_index.json or config.json",
-                                    Quote(directory))});
+    if (!directory.empty()) {
+      const auto allowed = catalog_->Allowed(request->name(), directory);
+      if (!allowed.ok())
+        violations.push_back({"directory", std::string(allowed.status().message())});
     }
     if (!violations.empty()) return InvalidFields(violations, "");
-    auto model = serving_->catalog->Load({.name = request->name(),
-                                          .directory = directory,
-                                          .version = request->version(),
-                                          .keep_current = request->keep_current(),
-                                          .unload_previous = request->unload_previous()});
+    auto model = catalog_->Load({.name = request->name(),
+                                 .directory = directory,
+                                 .version = request->version(),
+                                 .keep_current = request->keep_current(),
+                                 .unload_previous = request->unload_previous()});
     if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine), serving_->limits);
+    *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
     return grpc::Status::OK;
   });
 }
@@ -102,27 +123,29 @@ grpc::ServerUnaryReactor* ModelAdminService::LoadModel(grpc::CallbackServerConte
 grpc::ServerUnaryReactor* ModelAdminService::UnloadModel(grpc::CallbackServerContext* context,
                                                          const v1::UnloadModelRequest* request,
                                                          v1::UnloadModelResponse*) {
-  return Post(context, "denoised.v1.ModelAdmin.UnloadModel", [=, this] {
+  const ModelChange change{"unload", request->name()};
+  return Post(context, "denoised.v1.ModelAdmin.UnloadModel", change, [=, this] {
     if (!IsModelReference(request->name())) {
       return InvalidFields({{"name", NotAReference(request->name())}}, "");
     }
-    return ToGrpc(serving_->catalog->Unload(request->name()));
+    return ToGrpc(catalog_->Unload(request->name()));
   });
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContext* context,
                                                       const v1::SetAliasRequest* request,
                                                       v1::SetAliasResponse* response) {
-  return Post(context, "denoised.v1.ModelAdmin.SetAlias", [=, this] {
+  const ModelChange change{"alias", request->target(), "", request->alias()};
+  return Post(context, "denoised.v1.ModelAdmin.SetAlias", change, [=, this] {
     std::vector<FieldViolation> violations;
     if (!IsName(request->alias())) violations.push_back({"alias", NotAName(request->alias())});
     if (!IsModelReference(request->target())) {
       violations.push_back({"target", NotAReference(request->target())});
     }
     if (!violations.empty()) return InvalidFields(violations, "");
-    auto model = serving_->catalog->SetAlias(request->alias(), request->target());
+    auto model = catalog_->SetAlias(request->alias(), request->target());
     if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine), serving_->limits);
+    *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
     return grpc::Status::OK;
   });
 }
@@ -130,11 +153,12 @@ grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* ModelAdminService::DeleteAlias(grpc::CallbackServerContext* context,
                                                          const v1::DeleteAliasRequest* request,
                                                          v1::DeleteAliasResponse*) {
-  return Post(context, "denoised.v1.ModelAdmin.DeleteAlias", [=, this] {
+  const ModelChange change{"delete alias", "", "", request->alias()};
+  return Post(context, "denoised.v1.ModelAdmin.DeleteAlias", change, [=, this] {
     if (!IsName(request->alias())) {
       return InvalidFields({{"alias", NotAName(request->alias())}}, "");
     }
-    return ToGrpc(serving_->catalog->DeleteAlias(request->alias()));
+    return ToGrpc(catalog_->DeleteAlias(request->alias()));
   });
 }
 

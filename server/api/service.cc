@@ -6,11 +6,11 @@
 #include <charconv>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "engine/core/mutex.h"
 #include "server/api/generation_call.h"
 #include "server/api/server_info.h"
 #include "server/api/translate.h"
@@ -20,6 +20,7 @@
 #include "server/jobs/worker_pool.h"
 #include "server/models/catalog.h"
 #include "server/security/clients.h"
+#include "server/status/model_name.h"
 #include "server/status/quote.h"
 #include "server/status/status_details.h"
 
@@ -31,53 +32,61 @@ constexpr char kStreamGenerate[] = "denoised.v1.ImageGeneration.StreamGenerate";
 constexpr char kWatchJob[] = "denoised.v1.ImageGeneration.WatchJob";
 
 /// StreamGenerate and WatchJob: one write in flight, the rest waits in the generation's log.
-/// Whoever sets writing_ owns message_ and the right to call gRPC.
+/// The thread that sets writing_ owns message_ and may call gRPC.
 class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateResponse>,
                          public GenerationCall {
  public:
   /// `sequence`: events up to it are known.
-  StreamCall(Serving* serving, const char* method, grpc::CallbackServerContext* context,
-             uint64_t sequence)
-      : GenerationCall(serving, method, context), sequence_(sequence) {}
+  StreamCall(const GenerationCallContext& context, WriteWatch* write_watch, const char* method,
+             grpc::CallbackServerContext* grpc_context, uint64_t sequence)
+      : GenerationCall(context, method, grpc_context),
+        write_watch_(write_watch),
+        sequence_(sequence) {}
 
   void OnWriteDone(bool ok) override {
-    serving_->write_watch->Disarm(context_);
+    write_watch_->Disarm(grpc_context_);
     if (ok && message_->has_image() && generation_->include_timings()) {
       sent_.AddImage(v1::TimelineEntry::MILESTONE_SENT, generation_->SecondsSinceArrival(),
                      message_->image().image().index());
     }
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(&mutex_);
       writing_ = false;
     }
     if (!ok) return Break();
-    Advance(std::unique_lock(mutex_));
+    Advance();
   }
 
   void OnCancel() override { Break(); }
   void OnDone() override { End(); }
 
  private:
-  void Advance(std::unique_lock<std::mutex> lock) override {
-    if (!begun_ || writing_ || finished_) return;
-    std::optional<grpc::Status> end = EndWithoutGeneration();
-    if (!end) {
-      Generation::News news = generation_->Next(this, sequence_);
-      if (news.event != nullptr) {
-        writing_ = true;
-        sequence_ = news.event->sequence();
-        message_ = Completed(std::move(news.event));
-        lock.unlock();
-        serving_->write_watch->Arm(context_);
-        return StartWrite(message_.get());
+  void Advance() override {
+    std::optional<grpc::Status> end;
+    {
+      MutexLock lock(&mutex_);
+      if (!begun_ || writing_ || finished_) return;
+      end = EndWithoutGeneration();
+      if (!end) {
+        Generation::News news = generation_->Next(this, sequence_);
+        if (news.event != nullptr) {
+          writing_ = true;
+          sequence_ = news.event->sequence();
+          message_ = Completed(std::move(news.event));
+        } else if (news.end) {
+          end = std::move(news.end);
+        } else {
+          return;
+        }
       }
-      end = std::move(news.end);
+      finished_ = end.has_value();
     }
-    if (!end) return;
-    finished_ = true;
-    lock.unlock();
+    if (!end) {
+      write_watch_->Arm(grpc_context_);
+      return StartWrite(message_.get());
+    }
     status_ = *end;
-    Finish(*end);  // the call may be gone now, but for whoever called
+    Finish(*end);  // the call may be deleted now, unless the caller holds it
   }
 
   /// `event`; a timeline in it gets what was sent on this stream.
@@ -88,16 +97,24 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
     return completed;
   }
 
-  bool writing_ = false;                            // guarded by mutex_
-  uint64_t sequence_;                               // guarded by mutex_; of the last event taken
+  WriteWatch* const write_watch_;
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t sequence_ ABSL_GUARDED_BY(mutex_);       // of the last event taken
   std::shared_ptr<const EventLog::Event> message_;  // the write in flight
   Timeline sent_;
 };
 
 /// Whether the caller may ask for it; `before` is what the token says.
-grpc::Status CheckListJobs(const v1::ListJobsRequest& request, const Serving& serving,
-                           const Caller& caller, uint64_t* before) {
-  if (request.all_clients() && !serving.clients->IsAdmin(caller)) {
+grpc::Status CheckListJobs(const v1::ListJobsRequest& request, const Caller& caller,
+                           uint64_t* before) {
+  if (caller.anonymous() && !caller.admin) {
+    return ToGrpcStatus(
+        absl::PermissionDeniedError(
+            "callers without a name may not list jobs, as the ids of all of them would be told; "
+            "ask for a job by its request_id, or ask the server's operator for a token"),
+        reason::kNotAdmin, "");
+  }
+  if (request.all_clients() && !caller.admin) {
     return ToGrpcStatus(
         absl::PermissionDeniedError(fmt::format(
             "all_clients: client \"{}\" sees its own jobs alone; leave all_clients out, or give it "
@@ -128,22 +145,25 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
                                                            const v1::GenerateRequest* request,
                                                            v1::GenerateResponse* response) {
   const auto call = std::make_shared<UnaryCall>(
-      serving_, kGenerate, context,
+      context_, kGenerate, context,
       [response](v1::GenerateResponse* images) { response->Swap(images); });
-  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
-    return serving_->jobs->Begin(Asked(*context, *record, request->params(), nullptr, true),
-                                 watcher, refusal);
+  const Priority priority = ReadPriority(request->params());
+  call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    return context_.jobs->Begin(MakeJobRequest(*context, *record, request->params(), nullptr, true),
+                                watcher, refusal);
   });
   return call.get();
 }
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
     grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
-  const auto call = std::make_shared<StreamCall>(serving_, kStreamGenerate, context, 0);
-  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+  const auto call =
+      std::make_shared<StreamCall>(context_, write_watch_, kStreamGenerate, context, 0);
+  const Priority priority = ReadPriority(request->params());
+  call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
-    return serving_->jobs->Begin(Asked(*context, *record, request->params(), preview, false),
-                                 watcher, refusal);
+    return context_.jobs->Begin(
+        MakeJobRequest(*context, *record, request->params(), preview, false), watcher, refusal);
   });
   return call.get();
 }
@@ -151,12 +171,12 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::St
 grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerContext* context,
                                                          const v1::GetJobRequest* request,
                                                          v1::GetJobResponse* response) {
-  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetJob", context);
+  CallRecord record(context_.calls, "denoised.v1.ImageGeneration.GetJob", context);
   grpc::Status status;
   if (const auto generation =
-          serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
-    generation->Describe(&record);
-    *response->mutable_job() = serving_->jobs->Describe(*generation);
+          context_.jobs->Find(record.caller().name, request->request_id(), &status)) {
+    record.Describe(*generation);
+    *response->mutable_job() = context_.jobs->Describe(*generation);
   }
   return Reply(context, &record, status);
 }
@@ -167,16 +187,16 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerC
   constexpr int kPageSize = 100, kMaxPageSize = 1000;
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const auto record =
-      std::make_shared<CallRecord>(*serving_, "denoised.v1.ImageGeneration.ListJobs", context);
+      std::make_shared<CallRecord>(context_.calls, "denoised.v1.ImageGeneration.ListJobs", context);
   // There may be many to look through.
-  serving_->workers->Post([=, this] {
+  context_.workers->Post(Priority::kNormal, [=, this] {
     uint64_t before = std::numeric_limits<uint64_t>::max();
-    grpc::Status status = CheckListJobs(*request, *serving_, record->caller(), &before);
+    grpc::Status status = CheckListJobs(*request, record->caller(), &before);
     if (status.ok()) {
       std::optional<std::string> client;
       if (!request->all_clients()) client = record->caller().name;
       const int size = request->page_size() == 0 ? kPageSize : request->page_size();
-      *response = serving_->jobs->List(client, std::min(size, kMaxPageSize), before);
+      *response = context_.jobs->List(client, std::min(size, kMaxPageSize), before);
     }
     record->End(status.error_code(), status.error_message());
     reactor->Finish(status);
@@ -186,10 +206,12 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerC
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(
     grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
-  const auto call =
-      std::make_shared<StreamCall>(serving_, kWatchJob, context, request->after_sequence());
-  call->Post([=, this, record = &call->record()](const auto& watcher, auto* refusal) {
-    auto generation = serving_->jobs->Find(record->caller().name, request->request_id(), refusal);
+  const auto call = std::make_shared<StreamCall>(context_, write_watch_, kWatchJob, context,
+                                                 request->after_sequence());
+  // Nothing is decoded or encoded to begin a watch.
+  constexpr Priority kPriority = Priority::kInteractive;
+  call->Post(kPriority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    auto generation = context_.jobs->Find(record->caller().name, request->request_id(), refusal);
     if (generation) generation->Watch(watcher);
     return generation;
   });
@@ -199,12 +221,12 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::Wa
 grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServerContext* context,
                                                             const v1::CancelJobRequest* request,
                                                             v1::CancelJobResponse* response) {
-  CallRecord record(*serving_, "denoised.v1.ImageGeneration.CancelJob", context);
+  CallRecord record(context_.calls, "denoised.v1.ImageGeneration.CancelJob", context);
   grpc::Status status;
   if (const auto generation =
-          serving_->jobs->Find(record.caller().name, request->request_id(), &status)) {
-    generation->Describe(&record);
-    *response->mutable_job() = serving_->jobs->Describe(*generation);
+          context_.jobs->Find(record.caller().name, request->request_id(), &status)) {
+    record.Describe(*generation);
+    *response->mutable_job() = context_.jobs->Describe(*generation);
     generation->Cancel(EndReason::kCancelled);
   }
   return Reply(context, &record, status);
@@ -213,18 +235,18 @@ grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServer
 grpc::ServerUnaryReactor* ImageGenerationService::GetServerInfo(
     grpc::CallbackServerContext* context, const v1::GetServerInfoRequest*,
     v1::GetServerInfoResponse* response) {
-  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetServerInfo", context);
-  *response = DescribeServer(*serving_, record);
+  CallRecord record(context_.calls, "denoised.v1.ImageGeneration.GetServerInfo", context);
+  *response = info_->Describe(record.caller());
   return Reply(context, &record, grpc::Status::OK);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServerContext* context,
                                                              const v1::ListModelsRequest*,
                                                              v1::ListModelsResponse* response) {
-  CallRecord record(*serving_, "denoised.v1.ImageGeneration.ListModels", context);
-  const RequestLimits limits = Within(record.caller().limits, serving_->limits);
-  for (const CatalogModel& model : serving_->catalog->All()) {
-    *response->add_models() = ToProto(model, DeviceNames(*serving_->engine), limits);
+  CallRecord record(context_.calls, "denoised.v1.ImageGeneration.ListModels", context);
+  const RequestLimits limits = Within(record.caller().limits, limits_);
+  for (const CatalogModel& model : catalog_->All()) {
+    *response->add_models() = ToProto(model, info_->DeviceNames(), limits);
   }
   return Reply(context, &record, grpc::Status::OK);
 }
@@ -232,12 +254,12 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServe
 grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerContext* context,
                                                            const v1::GetModelRequest* request,
                                                            v1::GetModelResponse* response) {
-  CallRecord record(*serving_, "denoised.v1.ImageGeneration.GetModel", context);
+  CallRecord record(context_.calls, "denoised.v1.ImageGeneration.GetModel", context);
   grpc::Status status;
-  if (const auto model = serving_->catalog->Select(request->name(), "name", "", &status)) {
+  if (const auto model = catalog_->Select(request->name(), "name", "", &status)) {
     record.model = EngineName(model->name, model->version);
-    *response->mutable_model() = ToProto(*model, DeviceNames(*serving_->engine),
-                                         Within(record.caller().limits, serving_->limits));
+    *response->mutable_model() =
+        ToProto(*model, info_->DeviceNames(), Within(record.caller().limits, limits_));
   }
   return Reply(context, &record, status);
 }

@@ -1,15 +1,26 @@
 #pragma once
 
 #include "denoised/v1/image_generation.grpc.pb.h"
-#include "server/serving.h"
+#include "server/api/generation_call.h"
+#include "server/api/server_info.h"
+#include "server/api/write_watch.h"
+#include "server/models/catalog.h"
+#include "server/security/limits.h"
 
 namespace denoised {
 
 /// denoised.v1.ImageGeneration on gRPC's callback API. No method blocks: work is done by the
-/// workers and the engine. `serving` must outlive the service, the service its calls.
+/// workers and the engine. What is pointed to must outlive the service, the service its calls.
 class ImageGenerationService final : public v1::ImageGeneration::CallbackService {
  public:
-  explicit ImageGenerationService(Serving* serving) : serving_(serving) {}
+  ImageGenerationService(const GenerationCallContext& context, WriteWatch* write_watch,
+                         const Catalog* catalog, const ServerInfo* info,
+                         const RequestLimits& limits)
+      : context_(context),
+        write_watch_(write_watch),
+        catalog_(catalog),
+        info_(info),
+        limits_(limits) {}
 
   grpc::ServerUnaryReactor* Generate(grpc::CallbackServerContext* context,
                                      const v1::GenerateRequest* request,
@@ -38,7 +49,11 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
                                      v1::GetModelResponse* response) override;
 
  private:
-  Serving* const serving_;
+  const GenerationCallContext context_;
+  WriteWatch* const write_watch_;
+  const Catalog* const catalog_;
+  const ServerInfo* const info_;
+  const RequestLimits limits_;
 };
 
 }  // namespace denoised

@@ -8,9 +8,10 @@
 
 #include "server/encoding/formats.h"
 #include "server/encoding/webp.h"
+#include "server/jobs/job_request.h"
 #include "server/security/clients.h"
+#include "server/status/model_name.h"
 #include "server/status/quote.h"
-#include "server/version.h"
 
 namespace denoised {
 namespace {
@@ -59,31 +60,17 @@ auto ToWire(const Table& table, Ours ours) {
   return table[0].wire;
 }
 
-std::string LowerName(std::string name, size_t prefix) {
-  name.erase(0, prefix);
-  std::transform(name.begin(), name.end(), name.begin(),
-                 [](unsigned char c) { return std::tolower(c); });
-  return name;
-}
-
-bool IsFile(v1::ImageFormat format) {
-  return format == v1::IMAGE_FORMAT_PNG || format == v1::IMAGE_FORMAT_JPEG ||
-         format == v1::IMAGE_FORMAT_WEBP;
-}
-
-FileFormat ToFileFormat(v1::ImageFormat format) {
-  DENOISED_CHECK(IsFile(format), "format {}", static_cast<int>(format));
-  return format == v1::IMAGE_FORMAT_PNG    ? FileFormat::kPng
-         : format == v1::IMAGE_FORMAT_JPEG ? FileFormat::kJpeg
-                                           : FileFormat::kWebp;
-}
-
 /// One request on its way to a JobSpec; collects every violation.
 class Translator {
  public:
   Translator(const v1::GenerationParams& params, const ModelInfo& model,
-             const RequestLimits& limits, std::vector<FieldViolation>* violations)
-      : params_(params), model_(model), limits_(limits), violations_(*violations) {}
+             const RequestLimits& limits, MemoryBudget* memory,
+             std::vector<FieldViolation>* violations)
+      : params_(params),
+        model_(model),
+        limits_(limits),
+        memory_(*memory),
+        violations_(*violations) {}
 
   Translation Run(const v1::PreviewOptions* preview, bool together, const std::string& request_id) {
     JobSpec& spec = result_.spec;
@@ -259,6 +246,18 @@ class Translator {
     return text + (tensor.shape_size() > shown ? ", ...]" : "]");
   }
 
+  /// Whether there is room for `bytes` more. Else it is a violation of `field`, or, when waiting
+  /// helps, the status of the whole request.
+  bool Reserve(const std::string& field, int64_t bytes) {
+    const absl::Status status = memory_.Reserve(bytes, &result_.memory);
+    if (absl::IsInvalidArgument(status)) {
+      Violate(field, "{}; use a smaller one", std::string(status.message()));
+    } else if (!status.ok()) {
+      result_.memory_status = Annotate(status, field);
+    }
+    return status.ok();
+  }
+
   /// Checks that the data fill the shape; F32 values in host memory, undefined when they do not.
   Tensor ReadTensor(const std::string& field, const v1::Tensor& tensor, const Shape& shape,
                     bool bytes_allowed) {
@@ -274,6 +273,7 @@ class Translator {
               shape.ToString(), floats ? "float32" : "uint8", expected);
       return {};
     }
+    if (!Reserve(field, shape.elements() * 4)) return {};
     Tensor result = Tensor::Host(shape, DType::kF32);
     float* values = result.as<float>();
     if (!floats) {
@@ -334,11 +334,19 @@ class Translator {
               model_.channels);
       return {};
     }
-    auto pixels = DecodeFile(file, limits_.max_init_pixels);
+    constexpr char kField[] = "params.init_image.encoded";
+    bool reserved = true;
+    auto pixels = DecodeFile(file, limits_.max_init_pixels, [&](int64_t bytes) {
+      reserved = Reserve(kField, bytes);
+      return reserved ? absl::OkStatus() : ResourceExhausted("no memory");
+    });
+    if (!reserved) return {};
     if (!pixels.ok()) {
-      Violate("params.init_image.encoded", "{}", std::string(pixels.status().message()));
+      Violate(kField, "{}", std::string(pixels.status().message()));
       return {};
     }
+    const int64_t floats = int64_t{pixels->width} * pixels->height * model_.channels * 4;
+    if (!Reserve(kField, floats)) return {};
     return FromPixels(*pixels, model_.channels);
   }
 
@@ -364,6 +372,10 @@ class Translator {
     }
     // At strength 1 nothing of the picture is left: that is drawing from noise.
     if (!image || !size_ok_ || strength == 1) return;
+    // The image of the model's size, and what lies between the two passes of Resize, which is no
+    // larger than one of its sides.
+    const int64_t resized = int64_t{height_} * width_ * model_.channels * 4;
+    if (!Reserve("params.init_image", resized + std::max<int64_t>(resized, image.bytes()))) return;
     result_.spec.init_image = Resize(image, height_, width_);
     result_.spec.sampler.strength = strength;
   }
@@ -450,6 +462,7 @@ class Translator {
   const v1::GenerationParams& params_;
   const ModelInfo& model_;
   const RequestLimits& limits_;
+  MemoryBudget& memory_;
   std::vector<FieldViolation>& violations_;
   Translation result_;
   bool count_ok_ = true, size_ok_ = true;
@@ -486,15 +499,18 @@ v1::ClassConditionKind ToWire(ClassCondition condition) {
 
 }  // namespace
 
-bool IsRequestId(const std::string& id) {
-  return !id.empty() && id.size() <= 128 &&
-         std::all_of(id.begin(), id.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
+Priority ReadPriority(const v1::GenerationParams& params) {
+  for (const auto& [ours, wire] : kPriorityNames) {
+    if (wire == params.priority()) return ours;
+  }
+  return Priority::kNormal;
 }
 
 Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                       bool together, const std::string& request_id, const ModelInfo& model,
-                      const RequestLimits& limits, std::vector<FieldViolation>* violations) {
-  return Translator(params, model, limits, violations).Run(preview, together, request_id);
+                      const RequestLimits& limits, MemoryBudget* memory,
+                      std::vector<FieldViolation>* violations) {
+  return Translator(params, model, limits, memory, violations).Run(preview, together, request_id);
 }
 
 std::string ProtoField(const std::string& job_field) {
@@ -516,19 +532,6 @@ std::string ProtoField(const std::string& job_field) {
     if (name == ours) return wire + rest;
   }
   return "params." + field;
-}
-
-std::string Label(Sampler sampler) {
-  return LowerName(v1::Sampler_Name(ToWire(kSamplers, sampler)), sizeof("SAMPLER_") - 1);
-}
-
-std::string Label(NoiseSchedule schedule) {
-  return LowerName(v1::NoiseSchedule_Name(ToWire(kSchedules, schedule)),
-                   sizeof("NOISE_SCHEDULE_") - 1);
-}
-
-std::string Label(Priority priority) {
-  return LowerName(v1::Priority_Name(ToWire(kPriorityNames, priority)), sizeof("PRIORITY_") - 1);
 }
 
 v1::EffectiveParams ToProto(const EffectiveJob& job) {
@@ -607,62 +610,6 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   model.set_memory_bytes(
       static_cast<int64_t>(info.weight_bytes + info.activation_bytes + info.slot_bytes));
   return model;
-}
-
-/// What decides the picture, and nothing else: the same request gives the same file, whatever its
-/// id.
-TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
-  const SamplerParams& sampler = job.spec.sampler;
-  TextEntries texts = {
-      {"Software", std::string("denoised ") + kVersion},
-      {"model", ModelOf(job.spec.model)},
-      {"seed", fmt::format("{}", image.seed)},
-      {"steps", fmt::format("{}", job.steps)},
-      {"evaluations", fmt::format("{}", job.evaluations)},
-      {"guidance_scale", fmt::format("{:g}", std::max(1.0, job.spec.guidance_scale.value_or(1.0)))},
-      {"strength", fmt::format("{:g}", sampler.strength)},
-  };
-  if (sampler.sampler) texts.push_back({"sampler", Label(*sampler.sampler)});
-  if (sampler.schedule) texts.push_back({"noise_schedule", Label(*sampler.schedule)});
-  if (sampler.eta) texts.push_back({"eta", fmt::format("{:g}", *sampler.eta)});
-  if (sampler.s_churn) texts.push_back({"s_churn", fmt::format("{:g}", *sampler.s_churn)});
-  if (sampler.solver_order) {
-    texts.push_back({"solver_order", fmt::format("{}", *sampler.solver_order)});
-  }
-  if (image.label >= 0) texts.push_back({"class_label", fmt::format("{}", image.label)});
-  return texts;
-}
-
-absl::StatusOr<v1::Image> Render(const ImageResult& result, const Rendering& rendering,
-                                 const TextEntries& texts) {
-  const Tensor pixels =
-      rendering.max_edge > 0 ? FitWithin(result.pixels, rendering.max_edge) : result.pixels;
-  v1::Image image;
-  image.set_index(result.index);
-  image.set_seed(result.seed);
-  if (result.label >= 0) image.set_class_label(result.label);
-  image.set_height(static_cast<int32_t>(pixels.dim(0)));
-  image.set_width(static_cast<int32_t>(pixels.dim(1)));
-  if (IsFile(rendering.format)) {
-    const FileFormat format = ToFileFormat(rendering.format);
-    DENOISED_ASSIGN_OR_RETURN(std::string file,
-                              EncodeFile(pixels, format, rendering.quality, texts));
-    image.set_mime_type(MimeType(format));
-    image.set_encoded(std::move(file));
-    return image;
-  }
-  image.set_mime_type("application/octet-stream");
-  v1::Tensor& tensor = *image.mutable_tensor();
-  for (int i = 0; i < 3; ++i) tensor.add_shape(pixels.dim(i));
-  if (rendering.format == v1::IMAGE_FORMAT_RAW_FLOAT32) {
-    tensor.set_data_type(v1::DATA_TYPE_FLOAT32);
-    tensor.set_data(pixels.data(), pixels.bytes());
-  } else {
-    tensor.set_data_type(v1::DATA_TYPE_UINT8);
-    const std::vector<uint8_t> bytes = ToBytes(pixels);
-    tensor.set_data(bytes.data(), bytes.size());
-  }
-  return image;
 }
 
 }  // namespace denoised

@@ -10,44 +10,57 @@ WriteWatch::WriteWatch(std::chrono::milliseconds timeout, std::function<void()> 
 
 WriteWatch::~WriteWatch() {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     stopping_ = true;
   }
-  wake_.notify_all();
+  wake_.NotifyAll();
   thread_.join();
 }
 
 void WriteWatch::Arm(grpc::CallbackServerContext* context) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   deadlines_[context] = std::chrono::steady_clock::now() + timeout_;
 }
 
 void WriteWatch::Disarm(grpc::CallbackServerContext* context) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   deadlines_.erase(context);
 }
 
-void WriteWatch::Run() {
-  const auto period = std::min<std::chrono::milliseconds>(timeout_ / 4, std::chrono::seconds(1));
-  std::unique_lock lock(mutex_);
-  while (!wake_.wait_for(lock, std::max(period, std::chrono::milliseconds(1)),
-                         [this] { return stopping_; })) {
-    const auto now = std::chrono::steady_clock::now();
-    int stalled = 0;
-    for (auto it = deadlines_.begin(); it != deadlines_.end();) {
-      if (it->second > now) {
-        ++it;
-        continue;
-      }
-      // Under the lock, since Disarm is what keeps the context alive. gRPC delivers the failed
-      // write on a thread of its own.
-      it->first->TryCancel();
-      it = deadlines_.erase(it);
-      ++stalled;
+bool WriteWatch::WaitForNextLook() {
+  const auto period = std::clamp<std::chrono::milliseconds>(
+      timeout_ / 4, std::chrono::milliseconds(1), std::chrono::seconds(1));
+  const auto next = std::chrono::steady_clock::now() + period;
+  while (!stopping_ && std::chrono::steady_clock::now() < next) wake_.WaitUntil(&mutex_, next);
+  return !stopping_;
+}
+
+int WriteWatch::CancelLate() {
+  const auto now = std::chrono::steady_clock::now();
+  int cancelled = 0;
+  for (auto it = deadlines_.begin(); it != deadlines_.end();) {
+    if (it->second > now) {
+      ++it;
+      continue;
     }
-    lock.unlock();
-    for (; stalled > 0; --stalled) on_stall_();
-    lock.lock();
+    // Under the lock, since Disarm is what keeps the context alive. gRPC delivers the failed write
+    // on a thread of its own.
+    it->first->TryCancel();
+    it = deadlines_.erase(it);
+    ++cancelled;
+  }
+  return cancelled;
+}
+
+void WriteWatch::Run() {
+  while (true) {
+    int cancelled = 0;
+    {
+      MutexLock lock(&mutex_);
+      if (!WaitForNextLook()) return;
+      cancelled = CancelLate();
+    }
+    for (; cancelled > 0; --cancelled) on_stall_();
   }
 }
 

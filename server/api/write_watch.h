@@ -3,16 +3,17 @@
 #include <grpcpp/server_context.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
 
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
+
 namespace denoised {
 
-/// Cancels calls whose write does not end in time: gRPC accepts a few megabytes for a reader that
-/// reads nothing and then holds the write, and with it the call, forever. Thread-safe.
+/// Cancels calls whose write does not end in time. For a client that reads nothing, gRPC accepts a
+/// few megabytes, then holds the write and the call for ever. Thread-safe.
 class WriteWatch {
  public:
   /// `on_stall` is called, without locks held, for every call that was cancelled.
@@ -29,14 +30,18 @@ class WriteWatch {
 
  private:
   void Run();
+  /// False when the destructor was called before the time of the next look.
+  bool WaitForNextLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// How many calls were cancelled.
+  int CancelLate() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::chrono::milliseconds timeout_;
   const std::function<void()> on_stall_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stopping_ = false;  // guarded by mutex_
-  std::unordered_map<grpc::CallbackServerContext*, std::chrono::steady_clock::time_point>
-      deadlines_;  // guarded by mutex_
+  Mutex mutex_;
+  ConditionVariable wake_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::unordered_map<grpc::CallbackServerContext*, std::chrono::steady_clock::time_point> deadlines_
+      ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
 };
 

@@ -9,10 +9,10 @@
 
 namespace denoised {
 
-/// What happened to a job, for readers that each come when they can. Of progress and of each
-/// image's previews it keeps the latest, so a reader that is slow or late is told only what still
-/// matters; every other event stays until it is forgotten. An event has the same number for all
-/// readers; numbers rise, and those that are missing were replaced by newer ones. Not synchronised.
+/// The events of a job, for readers at different paces. Of progress, and of the previews of each
+/// image, it keeps the latest event only, so a slow or late reader gets what still matters. Every
+/// other event stays until Forget. An event has the same number for all readers. Numbers rise;
+/// missing numbers belong to events that newer ones replaced. Not synchronised.
 class EventLog {
  public:
   using Event = v1::StreamGenerateResponse;
@@ -23,7 +23,7 @@ class EventLog {
   void Push(Event event);
   /// The first event after `sequence`; null when there is none.
   std::shared_ptr<const Event> After(uint64_t sequence) const;
-  /// Drops events up to `sequence`, which nobody will ask for.
+  /// Drops events up to `sequence`.
   void Forget(uint64_t sequence);
 
   /// The number of the last event, 0 before the first.

@@ -1,41 +1,15 @@
 #include "server/jobs/generation.h"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "server/jobs/jobs.h"
-#include "server/jobs/worker_pool.h"
-#include "server/models/catalog.h"
-#include "server/security/clients.h"
+#include "server/status/model_name.h"
 #include "server/status/status_details.h"
-#include "server/telemetry/metrics.h"
 
 namespace denoised {
 namespace {
-
-const char* FormatLabel(v1::ImageFormat format) {
-  switch (format) {
-    case v1::IMAGE_FORMAT_PNG:
-      return "png";
-    case v1::IMAGE_FORMAT_JPEG:
-      return "jpeg";
-    case v1::IMAGE_FORMAT_WEBP:
-      return "webp";
-    default:
-      return "raw";
-  }
-}
-
-/// The engine's complaints after the server's own, each field once.
-void Merge(const std::vector<FieldViolation>& engine, std::vector<FieldViolation>* all) {
-  std::set<std::string> fields;
-  for (const FieldViolation& violation : *all) fields.insert(violation.field);
-  for (const FieldViolation& violation : engine) {
-    std::string field = ProtoField(violation.field);
-    if (fields.insert(field).second) all->push_back({std::move(field), violation.description});
-  }
-}
 
 grpc::Status Draining(const std::string& request_id) {
   return ToGrpcStatus(Unavailable("the server is shutting down; try another replica or try again"),
@@ -54,7 +28,7 @@ google::protobuf::Timestamp ToTimestamp(std::chrono::system_clock::time_point ti
 
 constexpr std::chrono::system_clock::time_point kNever{};
 
-constexpr int kAttempts = 3;  // to find a model that is not just being replaced
+constexpr int kAttempts = 3;  // to submit to a model that is not just being replaced
 
 /// Between two deliveries of nothing but progress. A message for every evaluation of every job is
 /// more than anybody can see, and costs both sides more than the images do.
@@ -62,53 +36,11 @@ constexpr std::chrono::milliseconds kProgressPeriod{100};
 
 }  // namespace
 
-Generation::Generation(Serving* serving, Origin origin)
-    : serving_(serving), origin_(std::move(origin)), log_(origin_.request_id) {}
+Generation::Generation(const JobContext& context, Jobs* jobs, Origin origin)
+    : context_(context), jobs_(jobs), origin_(std::move(origin)), log_(origin_.request_id) {}
 
 double Generation::SecondsSinceArrival() const {
   return std::chrono::duration<double>(Clock::now() - origin_.arrival).count();
-}
-
-std::optional<EffectiveJob> Generation::Prepare(const v1::GenerationParams& params,
-                                                const v1::PreviewOptions* preview, bool together,
-                                                grpc::Status* refusal, bool* replaced) {
-  const std::string& request_id = origin_.request_id;
-  const auto model = serving_->catalog->Select(params.model(), "params.model", request_id, refusal);
-  if (!model) return std::nullopt;
-  {
-    std::lock_guard lock(mutex_);
-    params_.set_model(model->name);
-    params_.set_model_version(model->version);
-  }
-  *refusal = CheckReady(*model, request_id);
-  if (!refusal->ok()) return std::nullopt;
-
-  std::vector<FieldViolation> violations;
-  Translation translation = Translate(params, preview, together, request_id, *model->info,
-                                      Within(origin_.caller.limits, serving_->limits), &violations);
-  if (!origin_.caller.anonymous()) translation.spec.client = origin_.caller.name;
-  translation.spec.client_weight = origin_.caller.weight;
-  if (!origin_.survives) translation.spec.deadline = origin_.deadline;
-  image_rendering_ = translation.image;
-  preview_rendering_ = translation.preview;
-  std::vector<FieldViolation> engine_violations;
-  auto job = serving_->engine->Resolve(translation.spec, &engine_violations);
-  Merge(engine_violations, &violations);
-  if (!violations.empty()) {
-    if (origin_.field_name != nullptr) {
-      for (FieldViolation& violation : violations) {
-        violation.field = origin_.field_name(violation.field);
-      }
-    }
-    *refusal = InvalidFields(violations, request_id);
-    return std::nullopt;
-  }
-  if (!job.ok()) {
-    *replaced = true;  // it was there and ready a moment ago
-    *refusal = ToGrpcStatus(job.status(), reason::kModelUnloading, request_id);
-    return std::nullopt;
-  }
-  return std::move(job).value();
 }
 
 grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& estimate) const {
@@ -122,83 +54,86 @@ grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& est
     case absl::StatusCode::kDeadlineExceeded:
       return ToGrpcStatus(status, reason::kDeadlineExceeded, origin_.request_id, retry);
     case absl::StatusCode::kUnavailable:
-      return serving_->draining() ? Draining(origin_.request_id)
-                                  : JobStatus(status, origin_.request_id);
+      return context_.drain->draining() ? Draining(origin_.request_id)
+                                        : JobStatus(status, origin_.request_id);
     default:
       return JobStatus(status, origin_.request_id);
   }
 }
 
-void Generation::Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
-                       bool together) {
-  if (serving_->draining()) return End(Draining(origin_.request_id));
-  auto place = serving_->client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
+void Generation::Start(const JobRequest& request) {
+  if (context_.drain->draining()) return End(Draining(origin_.request_id));
+  auto place = context_.client_load->Admit(ClientLoad::kQueued, origin_.caller, origin_.peer);
   if (!place.ok()) {
     return End(ToGrpcStatus(place.status(), reason::kClientLimit, origin_.request_id,
-                            serving_->RetryDelay()));
+                            context_.queue_wait->RetryDelay()));
   }
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     queue_place_ = *std::move(place);
   }
-  include_timings_ = params.include_timings();
+  include_timings_ = request.params.include_timings();
 
   Estimate estimate;
   absl::StatusOr<JobId> id;
   // The model may be replaced meanwhile: then its successor is there.
   for (int attempt = 1;; ++attempt) {
-    grpc::Status refusal;
-    bool replaced = false;
-    std::optional<EffectiveJob> job = Prepare(params, preview, together, &refusal, &replaced);
-    if (!job && replaced && attempt < kAttempts) continue;
-    if (!job) return End(refusal);
-    job_ = *job;
+    PreparedJob prepared;  // its memory: until the engine has the tensors and counts them itself
+    const grpc::Status status = context_.preparer->Prepare(request, origin_.request_id, &prepared);
+    {
+      MutexLock lock(&mutex_);
+      model_ = prepared.model;
+      params_ = prepared.params;
+      params_.set_model(ModelOf(model_));
+      params_.set_model_version(VersionOf(model_));
+    }
+    if (!status.ok()) return End(status);
+    image_rendering_ = prepared.image;
+    preview_rendering_ = prepared.preview;
+    job_ = prepared.job;
     // What is only needed to start need not be kept until the end.
     job_.spec.initial_noise = Tensor();
     job_.spec.init_image = Tensor();
     {
-      std::lock_guard lock(mutex_);
-      params_ = ToProto(job_);
-      params_.set_disconnect_policy(origin_.survives ? v1::DISCONNECT_POLICY_CONTINUE
-                                                     : v1::DISCONNECT_POLICY_CANCEL);
-      if (job_.spec.sampler.sampler) sampler_ = Label(*job_.spec.sampler.sampler);
+      MutexLock lock(&mutex_);
+      if (job_.spec.sampler.sampler) sampler_ = Name(*job_.spec.sampler.sampler);
       if (include_timings_ && attempt == 1) {
         timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
       }
     }
-    id = serving_->engine->Submit(*std::move(job), shared_from_this(), &estimate);
+    id = context_.engine->Submit(std::move(prepared.job), shared_from_this(), &estimate);
     if (!absl::IsNotFound(id.status()) || attempt == kAttempts) break;
   }
   if (!id.ok()) return End(Refusal(id.status(), estimate));
   std::optional<EndReason> cancelled;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     id_ = *id;
     cancelled = cancelled_;
     Accept(estimate);
     ScheduleDelivery();
   }
   TellWatchers();
-  if (cancelled) serving_->engine->Cancel(*id, *cancelled);
+  if (cancelled) context_.engine->Cancel(*id, *cancelled);
 }
 
 void Generation::Cancel(EndReason reason) {
   std::optional<JobId> id;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     cancelled_ = reason;
     id = id_;
   }
-  if (id) serving_->engine->Cancel(*id, reason);
+  if (id) context_.engine->Cancel(*id, reason);
 }
 
 void Generation::Watch(std::shared_ptr<GenerationWatcher> watcher) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   watchers_.push_back({std::move(watcher)});
 }
 
 bool Generation::Join(const std::shared_ptr<GenerationWatcher>& watcher) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (end_ ? !end_->ok() : cancelled_.has_value()) return false;
   watchers_.push_back({watcher});
   return true;
@@ -207,17 +142,17 @@ bool Generation::Join(const std::shared_ptr<GenerationWatcher>& watcher) {
 void Generation::Leave(const GenerationWatcher* watcher) {
   std::optional<JobId> id;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     std::erase_if(watchers_, [&](const Watching& each) { return each.watcher.get() == watcher; });
     if (!watchers_.empty() || origin_.survives || end_) return;
     cancelled_ = EndReason::kDisconnected;  // under the lock that Join() asks it under
     id = id_;
   }
-  if (id) serving_->engine->Cancel(*id, EndReason::kDisconnected);
+  if (id) context_.engine->Cancel(*id, EndReason::kDisconnected);
 }
 
 Generation::News Generation::Next(const GenerationWatcher* watcher, uint64_t sequence) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (!origin_.kept) {
     uint64_t known = log_.last_sequence();
     for (Watching& each : watchers_) {
@@ -232,12 +167,12 @@ Generation::News Generation::Next(const GenerationWatcher* watcher, uint64_t seq
 }
 
 std::optional<grpc::Status> Generation::end() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return end_;
 }
 
 v1::Job Generation::Describe() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   v1::Job job;
   job.set_request_id(origin_.request_id);
   job.set_client(origin_.caller.name);
@@ -252,35 +187,40 @@ v1::Job Generation::Describe() const {
   job.set_images_done(images_done_);
   job.set_traceparent(origin_.traceparent);
   job.set_last_sequence(log_.last_sequence());
-  if (!end_) {
-    job.set_state(started_ == kNever ? v1::JOB_STATE_QUEUED : v1::JOB_STATE_RUNNING);
-  } else if (end_->ok()) {
-    job.set_state(v1::JOB_STATE_SUCCEEDED);
-  } else {
-    job.set_state(end_->error_code() == grpc::StatusCode::CANCELLED ? v1::JOB_STATE_CANCELLED
-                                                                    : v1::JOB_STATE_FAILED);
-    job.mutable_error()->ParseFromString(end_->error_details());
-  }
+  job.set_state(State());
+  if (end_ && !end_->ok()) job.mutable_error()->ParseFromString(end_->error_details());
   return job;
 }
 
-void Generation::Describe(CallRecord* record) const {
-  std::lock_guard lock(mutex_);
-  record->request_id = origin_.request_id;
-  record->model = params_.model();
-  record->count = params_.count();
-  record->steps = params_.steps();
-  record->sampler = sampler_;
-  record->queued_seconds = queued_seconds_;
+v1::JobState Generation::State() const {
+  if (!end_) return started_ == kNever ? v1::JOB_STATE_QUEUED : v1::JOB_STATE_RUNNING;
+  if (end_->ok()) return v1::JOB_STATE_SUCCEEDED;
+  return end_->error_code() == grpc::StatusCode::CANCELLED ? v1::JOB_STATE_CANCELLED
+                                                           : v1::JOB_STATE_FAILED;
+}
+
+Generation::Summary Generation::Summarise() const {
+  MutexLock lock(&mutex_);
+  return {.request_id = origin_.request_id,
+          .model = params_.model(),
+          .sampler = sampler_,
+          .count = params_.count(),
+          .steps = params_.steps(),
+          .queued_seconds = queued_seconds_};
+}
+
+std::pair<std::string, v1::JobState> Generation::ModelAndState() const {
+  MutexLock lock(&mutex_);
+  return {params_.model(), State()};
 }
 
 bool Generation::accepted() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return accepted_;
 }
 
 size_t Generation::bytes() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return log_.bytes();
 }
 
@@ -299,9 +239,9 @@ void Generation::Accept(const Estimate& estimate) {
 
 void Generation::OnStarted() {
   const double queued = SecondsSinceArrival();
-  serving_->recent_queue_seconds = queued;
-  serving_->metrics->JobStarted(job_.spec.model, job_.spec.priority, queued);
-  std::lock_guard lock(mutex_);
+  context_.queue_wait->JobStarted(queued);
+  context_.metrics->JobStarted(job_.spec.model, job_.spec.priority, queued);
+  MutexLock lock(&mutex_);
   queue_place_ = {};
   inbox_.started = queued;
   if (include_timings_) timeline_.Add(v1::TimelineEntry::MILESTONE_ADMITTED, queued);
@@ -309,7 +249,7 @@ void Generation::OnStarted() {
 }
 
 void Generation::OnProgress(int done, int total) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   inbox_.progress = progress_ = {done, total};
   if (include_timings_) timeline_.AddEvaluation(SecondsSinceArrival(), done, total);
   const auto now = Clock::now();
@@ -319,14 +259,14 @@ void Generation::OnProgress(int done, int total) {
 }
 
 void Generation::OnPreview(const ImageResult& image, int evaluation) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (cancelled_ || IsTooSoon(image.index)) return;
   inbox_.previews.insert_or_assign(image.index, Preview{image, evaluation});
   ScheduleDelivery();
 }
 
 bool Generation::IsTooSoon(int image) {
-  const double rate = serving_->limits.max_previews_per_second;
+  const double rate = context_.max_previews_per_second;
   const auto now = Clock::now();
   const auto [last, first] = last_preview_.try_emplace(image, now);
   if (first || rate == 0) return false;
@@ -336,9 +276,9 @@ bool Generation::IsTooSoon(int image) {
 }
 
 void Generation::OnImage(ImageResult image) {
-  serving_->metrics->ImageDone(job_.spec.model, origin_.caller.name);
+  context_.metrics->ImageDone(job_.spec.model, origin_.caller.name);
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (cancelled_) {
       images_dropped_ = true;
       return;
@@ -346,15 +286,16 @@ void Generation::OnImage(ImageResult image) {
     inbox_.previews.erase(image.index);
     ++encoding_;
   }
-  serving_->workers->Post(
-      [self = shared_from_this(), image = std::move(image)] { self->Encode(image); });
+  context_.workers->Post(job_.spec.priority, [self = shared_from_this(), image = std::move(image)] {
+    self->Encode(image);
+  });
 }
 
 void Generation::OnDone(const absl::Status& status, const JobTiming& timing) {
   if (timing.first_preview_seconds >= 0) {
-    serving_->metrics->FirstPreview(job_.spec.model, timing.first_preview_seconds);
+    context_.metrics->FirstPreview(job_.spec.model, timing.first_preview_seconds);
   }
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   done_ = status;
   ScheduleDelivery();
 }
@@ -363,9 +304,9 @@ void Generation::Encode(const ImageResult& image) {
   const auto start = Clock::now();
   auto rendered = Render(image, image_rendering_,
                          image_rendering_.metadata ? Metadata(job_, image) : TextEntries{});
-  serving_->metrics->Encoded(FormatLabel(image_rendering_.format),
-                             std::chrono::duration<double>(Clock::now() - start).count());
-  std::lock_guard lock(mutex_);
+  context_.metrics->Encoded(job_.spec.model, FormatLabel(image_rendering_.format),
+                            std::chrono::duration<double>(Clock::now() - start).count());
+  MutexLock lock(&mutex_);
   --encoding_;
   if (rendered.ok()) {
     inbox_.images.push_back(std::move(rendered).value());
@@ -381,20 +322,24 @@ void Generation::Encode(const ImageResult& image) {
 void Generation::ScheduleDelivery() {
   if (!accepted_ || delivering_) return;
   delivering_ = true;
-  serving_->workers->Post([self = shared_from_this()] { self->Deliver(); });
+  context_.workers->Post(job_.spec.priority, [self = shared_from_this()] { self->Deliver(); });
 }
 
 void Generation::Deliver() {
-  std::unique_lock lock(mutex_);
+  absl::Status status;
   while (true) {
-    Inbox inbox = std::exchange(inbox_, {});
-    const bool ended = done_ && encoding_ == 0;
-    if (inbox.empty() && !ended) {
-      delivering_ = false;
-      return;
+    Inbox inbox;
+    bool ended = false, cancelled = false;
+    {
+      MutexLock lock(&mutex_);
+      inbox = std::exchange(inbox_, {});
+      ended = done_ && encoding_ == 0;
+      cancelled = cancelled_.has_value();
+      if (inbox.empty() && !ended) {
+        delivering_ = false;
+        return;
+      }
     }
-    const bool cancelled = cancelled_.has_value();
-    lock.unlock();
     std::vector<v1::PreviewEvent> previews;
     for (auto& [index, preview] : inbox.previews) {
       if (cancelled) break;
@@ -406,17 +351,18 @@ void Generation::Deliver() {
       event.set_evaluations(job_.evaluations);
       *event.mutable_image() = std::move(image).value();
     }
-    lock.lock();
-    Write(std::move(inbox), std::move(previews));
-    if (ended) break;
-    lock.unlock();
+    {
+      MutexLock lock(&mutex_);
+      Write(std::move(inbox), std::move(previews));
+      if (ended) {
+        // delivering_ stays true: nothing follows.
+        status = EndStatus();
+        if (status.ok()) Complete();
+        break;
+      }
+    }
     TellWatchers();
-    lock.lock();
   }
-  // delivering_ stays true: nothing follows.
-  const absl::Status status = EndStatus();
-  if (status.ok()) Complete();
-  lock.unlock();
   End(status.ok() ? grpc::Status::OK : JobStatus(status, origin_.request_id));
 }
 
@@ -472,22 +418,27 @@ absl::Status Generation::EndStatus() const {
 }
 
 void Generation::End(const grpc::Status& status) {
+  std::string model;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     end_ = status;
     ended_ = std::chrono::system_clock::now();
     job_ = {};
     queue_place_ = {};
+    model = model_;
   }
+  context_.metrics->RequestEnded(
+      model, absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())),
+      SecondsSinceArrival());
   // Before the watchers hear of it: a client that was told the end finds the job as it ended.
-  serving_->jobs->Ended(shared_from_this());
+  jobs_->Ended(shared_from_this());
   TellWatchers();
 }
 
 void Generation::TellWatchers() {
   std::vector<std::shared_ptr<GenerationWatcher>> watchers;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     for (const Watching& each : watchers_) watchers.push_back(each.watcher);
   }
   for (const auto& watcher : watchers) watcher->OnNews();

@@ -5,29 +5,45 @@
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "denoised/v1/image_generation.pb.h"
+#include "engine/core/mutex.h"
 #include "engine/engine.h"
-#include "server/api/call_record.h"
-#include "server/api/translate.h"
+#include "server/jobs/drain.h"
 #include "server/jobs/event_log.h"
+#include "server/jobs/job_request.h"
+#include "server/jobs/queue_wait.h"
+#include "server/jobs/rendering.h"
+#include "server/jobs/worker_pool.h"
 #include "server/security/client_load.h"
-#include "server/security/clients.h"
-#include "server/serving.h"
+#include "server/telemetry/metrics.h"
 #include "server/telemetry/timeline.h"
 
 namespace denoised {
+
+class Jobs;
+
+/// What every job works with. What is pointed to must outlive the jobs.
+struct JobContext {
+  Engine* engine;
+  JobPreparer* preparer;
+  WorkerPool* workers;
+  ClientLoad* client_load;
+  Metrics* metrics;
+  QueueWait* queue_wait;
+  const DrainProgress* drain;
+  double max_previews_per_second;  // of one image; 0: no bound
+};
 
 /// Follows a generation: a call that streams its events or waits for its end.
 class GenerationWatcher {
  public:
   virtual ~GenerationWatcher() = default;
-  /// Next() has something new, or may have. Called from worker threads, without locks held, also
-  /// when several things happened at once or nothing did, and once or twice after Leave.
+  /// Next() may have something new. Called from worker threads, without locks held. One call may
+  /// stand for several events or for none, and one or two may come after Leave.
   virtual void OnNews() = 0;
 };
 
@@ -37,7 +53,7 @@ class GenerationWatcher {
 ///   a worker           Jobs::Begin makes the Generation; Start checks the request and submits it
 ///   the engine's       JobListener's methods leave what happened in an inbox and return
 ///   workers            encode images side by side; Deliver writes the inbox into the event log in
-///                      order and tells the watchers, who take events each at their own pace
+///                      order and notifies the watchers; each takes events at its own pace
 ///
 /// Of progress and of each image's previews the inbox keeps the latest. Thread-safe.
 class Generation final : public JobListener, public std::enable_shared_from_this<Generation> {
@@ -45,29 +61,29 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   using Clock = std::chrono::steady_clock;
 
   struct Origin {
-    Caller caller;     // whose it is: only this client sees it
-    std::string peer;  // from where it came
+    Caller caller;     // the owner: only this client sees the job
+    std::string peer;  // address of the caller
     std::string traceparent;
     std::string request_id;  // unique among the client's
     Clock::time_point arrival = Clock::now();
     std::optional<Clock::time_point> deadline;  // of the call that began it
-    bool survives = false;  // goes on when nobody watches it, also beyond the deadline
+    bool survives = false;  // goes on without watchers, also beyond the deadline
     bool kept = false;      // may be asked for after its end
-    /// What the caller's protocol calls a field of denoised.v1: "params.steps". Null: the same.
-    std::string (*field_name)(const std::string& field) = nullptr;
   };
 
-  Generation(Serving* serving, Origin origin);
+  /// `jobs` is told of the end.
+  Generation(const JobContext& context, Jobs* jobs, Origin origin);
 
-  /// On a worker thread, once: checks the request and submits it. `preview` (null: none) and
-  /// `params` are not used afterwards. `together`: all images leave in one message.
-  void Start(const v1::GenerationParams& params, const v1::PreviewOptions* preview, bool together);
-  /// Nobody wants the images any more. The end still follows. Without effect after it.
+  /// On a worker thread, once: checks the request and submits it. What `request` refers to is not
+  /// used afterwards.
+  void Start(const JobRequest& request);
+  /// Stops the job. Its end still follows. Has no effect after the end.
   void Cancel(EndReason reason);
 
-  /// Whoever watches must leave.
+  /// Every watcher must call Leave.
   void Watch(std::shared_ptr<GenerationWatcher> watcher);
-  /// Watches, unless it failed or was cancelled or is about to be: then a retry must begin anew.
+  /// Watch, unless the job failed or was cancelled or is being cancelled. Then it returns false,
+  /// and a retry must begin a new job.
   bool Join(const std::shared_ptr<GenerationWatcher>& watcher);
   /// A generation that does not survive is cancelled when the last watcher leaves before its end.
   void Leave(const GenerationWatcher* watcher);
@@ -77,7 +93,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     std::shared_ptr<const EventLog::Event> event;
     std::optional<grpc::Status> end;
   };
-  /// `watcher` will not ask for what is up to `sequence` again.
+  /// Events up to `sequence` may be dropped: `watcher` does not ask for them again.
   News Next(const GenerationWatcher* watcher, uint64_t sequence);
 
   /// How it ended, once it has.
@@ -86,13 +102,20 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   const Origin& origin() const { return origin_; }
   double SecondsSinceArrival() const;
   bool include_timings() const { return include_timings_; }
-  /// What GetJob says of it, but for how long it is kept.
+  /// For GetJob, without the time until which it is kept.
   v1::Job Describe() const;
-  /// What the log says of it.
-  void Describe(CallRecord* record) const;
-  /// Whether the engine took it.
+  /// For the log.
+  struct Summary {
+    std::string request_id, model, sampler;
+    int count = 0, steps = 0;    // 0: it was refused
+    double queued_seconds = -1;  // < 0: no image got a slot
+  };
+  Summary Summarise() const;
+  /// For metrics: the model's name, empty when there is none of that name, and the state.
+  std::pair<std::string, v1::JobState> ModelAndState() const;
+  /// Whether the engine has queued it.
   bool accepted() const;
-  /// Of the events that are kept.
+  /// The size of the events that are kept.
   size_t bytes() const;
 
   void OnStarted() override;
@@ -119,32 +142,31 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   };
   struct Watching {
     std::shared_ptr<GenerationWatcher> watcher;
-    uint64_t sequence = 0;  // it knows events up to here
+    uint64_t sequence = 0;  // it has taken events up to here
   };
 
-  /// The job that is asked for, or nothing and why. `replaced`: the model left meanwhile.
-  std::optional<EffectiveJob> Prepare(const v1::GenerationParams& params,
-                                      const v1::PreviewOptions* preview, bool together,
-                                      grpc::Status* refusal, bool* replaced);
-  /// What the client is told when the engine did not take the job.
+  /// The status for the client when the engine refused the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
-  /// QueuedEvent, the first of all. Under mutex_.
-  void Accept(const Estimate& estimate);
-  /// Whether a preview of this image would be more than the limit allows. Under mutex_.
-  bool IsTooSoon(int image);
+  /// QueuedEvent, the first of all.
+  void Accept(const Estimate& estimate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Whether a preview of this image would be more than the limit allows.
+  bool IsTooSoon(int image) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Encode(const ImageResult& image);
-  /// Sees to it that a worker delivers the inbox. Under mutex_.
-  void ScheduleDelivery();
+  /// Makes a worker deliver the inbox.
+  void ScheduleDelivery() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Deliver();
-  /// Inbox to log. `previews` are rendered. Under mutex_.
-  void Write(Inbox inbox, std::vector<v1::PreviewEvent> previews);
-  /// CompletedEvent, the last of all. Under mutex_.
-  void Complete();
-  absl::Status EndStatus() const;
+  /// Inbox to log. `previews` are rendered.
+  void Write(Inbox inbox, std::vector<v1::PreviewEvent> previews)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// CompletedEvent, the last of all.
+  void Complete() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  v1::JobState State() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status EndStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End(const grpc::Status& status);
   void TellWatchers();
 
-  Serving* const serving_;
+  const JobContext context_;
+  Jobs* const jobs_;
   const Origin origin_;
   const std::chrono::system_clock::time_point created_ = std::chrono::system_clock::now();
 
@@ -153,29 +175,33 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   EffectiveJob job_;
   bool include_timings_ = false;
 
-  mutable std::mutex mutex_;
-  v1::EffectiveParams params_;
-  std::string sampler_;  // for the log
-  Inbox inbox_;
-  EventLog log_;
-  Timeline timeline_;
-  std::vector<Watching> watchers_;
-  ClientLoad::Lease queue_place_;
-  std::map<int, std::chrono::steady_clock::time_point> last_preview_;  // by image
-  std::chrono::steady_clock::time_point last_progress_;                // that was delivered alone
-  int encoding_ = 0;                  // images between OnImage and the inbox
-  std::optional<absl::Status> done_;  // what the engine ended with
-  absl::Status encode_error_;
-  std::optional<JobId> id_;
-  std::optional<Progress> progress_;
-  int images_done_ = 0;
-  double queued_seconds_ = -1;                             // < 0: no image got a slot
-  std::chrono::system_clock::time_point started_, ended_;  // epoch: not yet
-  std::optional<grpc::Status> end_;
-  std::optional<EndReason> cancelled_;
-  bool images_dropped_ = false;  // since nobody wanted them
-  bool accepted_ = false;        // QueuedEvent is in the log: the rest may follow
-  bool delivering_ = false;      // a worker runs Deliver or is going to
+  mutable Mutex mutex_;
+  std::string model_ ABSL_GUARDED_BY(mutex_);  // the engine's name
+  v1::EffectiveParams params_ ABSL_GUARDED_BY(mutex_);
+  std::string sampler_ ABSL_GUARDED_BY(mutex_);  // for the log
+  Inbox inbox_ ABSL_GUARDED_BY(mutex_);
+  EventLog log_ ABSL_GUARDED_BY(mutex_);
+  Timeline timeline_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Watching> watchers_ ABSL_GUARDED_BY(mutex_);
+  ClientLoad::Lease queue_place_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::chrono::steady_clock::time_point> last_preview_
+      ABSL_GUARDED_BY(mutex_);  // by image
+  std::chrono::steady_clock::time_point last_progress_
+      ABSL_GUARDED_BY(mutex_);                // that was delivered alone
+  int encoding_ ABSL_GUARDED_BY(mutex_) = 0;  // images between OnImage and the inbox
+  std::optional<absl::Status> done_ ABSL_GUARDED_BY(mutex_);  // what the engine ended with
+  absl::Status encode_error_ ABSL_GUARDED_BY(mutex_);
+  std::optional<JobId> id_ ABSL_GUARDED_BY(mutex_);
+  std::optional<Progress> progress_ ABSL_GUARDED_BY(mutex_);
+  int images_done_ ABSL_GUARDED_BY(mutex_) = 0;
+  double queued_seconds_ ABSL_GUARDED_BY(mutex_) = -1;  // < 0: no image got a slot
+  std::chrono::system_clock::time_point started_ ABSL_GUARDED_BY(mutex_);  // epoch: not yet
+  std::chrono::system_clock::time_point ended_ ABSL_GUARDED_BY(mutex_);
+  std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mutex_);
+  std::optional<EndReason> cancelled_ ABSL_GUARDED_BY(mutex_);
+  bool images_dropped_ ABSL_GUARDED_BY(mutex_) = false;  // as the job was cancelled
+  bool accepted_ ABSL_GUARDED_BY(mutex_) = false;  // QueuedEvent is in the log: the rest may follow
+  bool delivering_ ABSL_GUARDED_BY(mutex_) = false;  // a worker runs Deliver or is going to
 };
 
 }  // namespace denoised

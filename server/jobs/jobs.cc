@@ -2,30 +2,36 @@
 
 #include <fmt/format.h>
 #include <google/protobuf/util/message_differencer.h>
+#include <openssl/sha.h>
 
 #include <algorithm>
 #include <functional>
 #include <iterator>
 #include <vector>
 
+#include "absl/strings/escaping.h"
+#include "server/security/job_id.h"
 #include "server/status/quote.h"
 #include "server/status/status_details.h"
-#include "server/telemetry/trace_context.h"
 
 namespace denoised {
 namespace {
 
-// What a kept job takes beside its events: so that many empty ones are bounded too.
+// Memory of a kept job beside its events, so that many empty jobs are bounded too.
 constexpr size_t kEntryBytes = 2048;
 
+/// Replaces an upload by its SHA-256. With a weaker hash a client could make an upload that passes
+/// for another one, and get the images of that.
 void Digest(std::string* bytes) {
-  if (!bytes->empty()) {
-    *bytes = fmt::format("{} bytes, {:016x}", bytes->size(), std::hash<std::string>{}(*bytes));
-  }
+  if (bytes->empty()) return;
+  std::string digest(SHA256_DIGEST_LENGTH, '\0');
+  SHA256(reinterpret_cast<const unsigned char*>(bytes->data()), bytes->size(),
+         reinterpret_cast<unsigned char*>(digest.data()));
+  *bytes = fmt::format("{} bytes, SHA-256 {}", bytes->size(), absl::BytesToHexString(digest));
 }
 
-/// What a request asks, to compare another with: uploads are only kept as digests.
-v1::StreamGenerateRequest Asked(const Jobs::Request& request) {
+/// A request in the form in which requests are compared: uploads are kept as digests.
+v1::StreamGenerateRequest Asked(const JobRequest& request) {
   v1::StreamGenerateRequest asked;
   v1::GenerationParams& params = *asked.mutable_params();
   params = request.params;
@@ -58,31 +64,41 @@ grpc::Status AlreadyExists(const std::string& request_id, const std::string& dif
 
 }  // namespace
 
+bool IsRequestId(const std::string& id) {
+  return !id.empty() && id.size() <= 128 &&
+         std::all_of(id.begin(), id.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
+}
+
 Jobs::Key Jobs::KeyOf(const Generation& generation) {
   return {generation.origin().caller.name, generation.origin().request_id};
 }
 
-std::shared_ptr<Generation> Jobs::Begin(const Request& request,
+std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
                                         const std::shared_ptr<GenerationWatcher>& watcher,
                                         grpc::Status* refusal) {
   const v1::GenerationParams& params = request.params;
   const bool named = IsRequestId(params.request_id());
   Entry entry;
   if (named) entry.asked = Asked(request);
+  const absl::StatusOr<std::string> id = named ? params.request_id() : MakeJobId();
+  if (!id.ok()) {
+    *refusal = ToGrpcStatus(id.status(), reason::kServerError, "");
+    return nullptr;
+  }
   const bool survives = params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
-  const auto generation = std::make_shared<Generation>(
-      serving_, Generation::Origin{.caller = request.caller,
-                                   .peer = request.peer,
-                                   .traceparent = request.traceparent,
-                                   .request_id = named ? params.request_id() : RandomHex(16),
-                                   .arrival = request.arrival,
-                                   .deadline = request.deadline,
-                                   .survives = survives,
-                                   .kept = named || survives,
-                                   .field_name = request.field_name});
+  const auto generation =
+      std::make_shared<Generation>(context_, this,
+                                   Generation::Origin{.caller = request.caller,
+                                                      .peer = request.peer,
+                                                      .traceparent = request.traceparent,
+                                                      .request_id = *id,
+                                                      .arrival = request.arrival,
+                                                      .deadline = request.deadline,
+                                                      .survives = survives,
+                                                      .kept = named || survives});
   entry.generation = generation;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     entry.number = ++last_number_;
     const auto [known, fresh] = entries_.try_emplace(KeyOf(*generation), entry);
     if (!fresh) {
@@ -102,7 +118,7 @@ std::shared_ptr<Generation> Jobs::Begin(const Request& request,
     }
     generation->Watch(watcher);
   }
-  generation->Start(params, request.preview, request.together);
+  generation->Start(request);
   return generation;
 }
 
@@ -114,7 +130,7 @@ std::shared_ptr<Generation> Jobs::Find(const std::string& client, const std::str
         "");
     return nullptr;
   }
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto entry = entries_.find({client, request_id});
   if (entry != entries_.end()) return entry->second.generation;
   *refusal = ToGrpcStatus(
@@ -129,7 +145,7 @@ std::shared_ptr<Generation> Jobs::Find(const std::string& client, const std::str
 
 v1::Job Jobs::Describe(const Generation& generation) const {
   v1::Job job = generation.Describe();
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto entry = entries_.find(KeyOf(generation));
   if (entry != entries_.end() && entry->second.expires) {
     job.mutable_expire_time()->set_seconds(
@@ -142,7 +158,7 @@ v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t
                                 uint64_t before) const {
   std::vector<std::pair<uint64_t, std::shared_ptr<Generation>>> found;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     auto entry = client ? entries_.lower_bound({*client, ""}) : entries_.begin();
     for (; entry != entries_.end() && (!client || entry->first.first == *client); ++entry) {
       const Entry& each = entry->second;
@@ -161,7 +177,7 @@ v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t
 
 void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
   const bool keep = generation->origin().kept && generation->accepted();
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto entry = entries_.find(KeyOf(*generation));
   // A retry may have taken its place.
   if (entry == entries_.end() || entry->second.generation != generation) return;
@@ -177,7 +193,7 @@ void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
 }
 
 void Jobs::Expire() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   while (!kept_.empty() && kept_.front().expires <= Clock::now()) DropOldest();
   const size_t running = RunningBytes();
   while (!kept_.empty() && running + kept_bytes_ > static_cast<size_t>(retention_.max_bytes)) {
@@ -210,13 +226,20 @@ void Jobs::Forget(const Generation& generation) {
 }
 
 size_t Jobs::size() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return entries_.size();
 }
 
 size_t Jobs::bytes() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return kept_bytes_ + RunningBytes();
+}
+
+std::map<std::pair<std::string, v1::JobState>, int> Jobs::CountByState() const {
+  MutexLock lock(&mutex_);
+  std::map<std::pair<std::string, v1::JobState>, int> counts;
+  for (const auto& [key, entry] : entries_) ++counts[entry.generation->ModelAndState()];
+  return counts;
 }
 
 }  // namespace denoised

@@ -4,14 +4,14 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
-#include "server/config.h"
+#include "engine/core/mutex.h"
 #include "server/jobs/generation.h"
-#include "server/serving.h"
+#include "server/jobs/job_request.h"
+#include "server/jobs/retention.h"
 
 namespace denoised {
 
@@ -22,26 +22,14 @@ class Jobs {
  public:
   using Clock = std::chrono::steady_clock;
 
-  Jobs(Serving* serving, const JobRetention& retention)
-      : serving_(serving), retention_(retention) {}
+  Jobs(const JobContext& context, const JobRetention& retention)
+      : context_(context), retention_(retention) {}
 
-  /// A request as its call brought it. `preview` is null when none was asked for.
-  struct Request {
-    const v1::GenerationParams& params;
-    const v1::PreviewOptions* preview;
-    bool together;  // all images leave in one message
-    Caller caller;
-    std::string peer;  // where the call came from
-    std::string traceparent;
-    Clock::time_point arrival;
-    std::optional<Clock::time_point> deadline;
-    std::string (*field_name)(const std::string& field) = nullptr;  // as Generation::Origin
-  };
   /// The generation that the request asks for, watched by `watcher`: a new one, which was started,
   /// or the one of this client and request_id that runs or is kept. Null with `refusal` set when
   /// that one was asked for something else: ALREADY_EXISTS names what differs. Whatever else is
   /// wrong is the end of the new one. On a worker thread.
-  std::shared_ptr<Generation> Begin(const Request& request,
+  std::shared_ptr<Generation> Begin(const JobRequest& request,
                                     const std::shared_ptr<GenerationWatcher>& watcher,
                                     grpc::Status* refusal);
 
@@ -64,6 +52,8 @@ class Jobs {
   /// Generations that run or are kept, and the bytes of their events.
   size_t size() const;
   size_t bytes() const;
+  /// How many there are by the model's name and their state.
+  std::map<std::pair<std::string, v1::JobState>, int> CountByState() const;
 
  private:
   using Key = std::pair<std::string, std::string>;  // client, request_id
@@ -80,19 +70,18 @@ class Jobs {
   };
 
   static Key KeyOf(const Generation& generation);
-  // Under mutex_.
-  size_t RunningBytes() const;
-  void DropOldest();
-  /// A retry takes the place of this one.
-  void Forget(const Generation& generation);
+  size_t RunningBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Drops the kept result of `generation`, whose place a retry takes.
+  void Forget(const Generation& generation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  Serving* const serving_;
+  const JobContext context_;
   const JobRetention retention_;
-  mutable std::mutex mutex_;
-  std::map<Key, Entry> entries_;  // guarded by mutex_
-  uint64_t last_number_ = 0;      // guarded by mutex_; of all that began
-  std::deque<Kept> kept_;         // guarded by mutex_; in the order of their ends
-  size_t kept_bytes_ = 0;         // guarded by mutex_
+  mutable Mutex mutex_;
+  std::map<Key, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_number_ ABSL_GUARDED_BY(mutex_) = 0;  // of all that began
+  std::deque<Kept> kept_ ABSL_GUARDED_BY(mutex_);     // in the order of their ends
+  size_t kept_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace denoised

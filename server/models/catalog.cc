@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "server/status/model_name.h"
 #include "server/status/quote.h"
 #include "server/status/status_details.h"
 #include "server/telemetry/log.h"
@@ -42,61 +43,231 @@ std::string_view NamePart(std::string_view name) { return name.substr(0, name.fi
 
 }  // namespace
 
-std::string EngineName(std::string_view name, std::string_view version) {
-  return fmt::format("{}@{}", name, version);
-}
-std::string ModelOf(std::string_view engine_name) { return std::string(NamePart(engine_name)); }
-std::string VersionOf(std::string_view engine_name) {
-  return std::string(VersionPart(engine_name));
+absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>& models,
+                                                  const std::vector<std::string>& roots,
+                                                  const std::string& state_dir) {
+  CatalogOptions options{.models = models};
+  DENOISED_ASSIGN_OR_RETURN(options.roots, ModelRoots::Make(roots, models));
+  if (!state_dir.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(options.file, SavedModelsFile::Open(state_dir));
+    DENOISED_ASSIGN_OR_RETURN(options.saved, options.file->Read());
+  }
+  return options;
 }
 
-Catalog::Catalog(std::vector<ModelSource> sources, Engine* engine, Metrics* metrics)
-    : engine_(engine), metrics_(metrics) {
-  for (ModelSource& source : sources) {
+Catalog::Catalog(CatalogOptions options, Engine* engine, Metrics* metrics)
+    : options_(std::move(options)), engine_(engine), metrics_(metrics) {
+  MutexLock lock(&mutex_);
+  Restore(options_.saved);
+}
+
+void Catalog::Restore(const SavedModels& saved) {
+  const auto list = [&](const std::string& name, std::vector<SavedModels::Version> versions,
+                        const std::string& current) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     Model& model = models_.emplace_back();
-    model.name = std::move(source.name);
-    model.current = "1";
-    model.versions = {{.version = "1", .directory = std::move(source.directory)}};
+    model.name = name;
+    model.current = current;
+    for (SavedModels::Version& version : versions) {
+      model.versions.push_back(
+          {.version = std::move(version.version), .directory = std::move(version.directory)});
+    }
+  };
+  const auto restore = [&](const SavedModels::Model& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    std::vector<std::string> versions;
+    for (const SavedModels::Version& version : model.versions) versions.push_back(version.version);
+    log::Info("model restored from --state-dir",
+              {{"model", model.name},
+               {"versions", versions.empty() ? "none: it was unloaded"
+                                             : fmt::format("{}", fmt::join(versions, " "))},
+               {"current", model.current}});
+    if (!versions.empty()) list(model.name, model.versions, model.current);
+  };
+  const auto unchanged = [&](const SavedModels::Model& model) {
+    const std::string* const configured = Configured(model.name);
+    return configured ? model.configured == *configured : !model.configured;
+  };
+  for (const ModelSource& source : options_.models) {
+    const auto model =
+        std::find_if(saved.models.begin(), saved.models.end(),
+                     [&](const SavedModels::Model& each) { return each.name == source.name; });
+    if (model != saved.models.end() && unchanged(*model)) {
+      restore(*model);
+    } else {
+      list(source.name, {{"1", source.directory}}, "1");
+    }
   }
+  for (const SavedModels::Model& model : saved.models) {
+    if (!unchanged(model)) {
+      log::Warning("model not restored from --state-dir: its configuration has changed since",
+                   {{"model", model.name}, {"configured_then", model.configured.value_or("")}});
+    } else if (Configured(model.name) == nullptr) {
+      restore(model);
+    }
+  }
+  for (const auto& [alias, target] : saved.aliases) {
+    const absl::Status status = FindModel(alias) != nullptr
+                                    ? absl::AlreadyExistsError("a model has this name")
+                                    : SetAliasLocked(alias, target).status();
+    if (status.ok()) {
+      log::Info("alias restored from --state-dir", {{"alias", alias}, {"target", target}});
+    } else {
+      log::Warning(
+          "alias not restored from --state-dir",
+          {{"alias", alias}, {"target", target}, {"error", std::string(status.message())}});
+    }
+  }
+}
+
+SavedModels Catalog::Changes() const {
+  SavedModels changes;
+  const auto stays = [](const Version& version) {
+    return version.state != State::kLoading && version.state != State::kLeaving;
+  };
+  const auto add = [&](const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    SavedModels::Model saved{.name = name};
+    const std::string* const configured = Configured(name);
+    if (configured != nullptr) saved.configured = *configured;
+    const Model* const model = FindModel(name);
+    for (const Version& version : model ? model->versions : std::vector<Version>()) {
+      if (!stays(version)) continue;
+      saved.versions.push_back({version.version, version.directory});
+      if (saved.current.empty() || version.version == model->current) {
+        saved.current = version.version;
+      }
+    }
+    const bool as_configured =
+        configured == nullptr ? saved.versions.empty()
+                              : saved.versions.size() == 1 && saved.versions[0].version == "1" &&
+                                    saved.versions[0].directory == *configured;
+    if (!as_configured) changes.models.push_back(std::move(saved));
+  };
+  for (const ModelSource& source : options_.models) add(source.name);
+  for (const Model& model : models_) {
+    if (Configured(model.name) == nullptr) add(model.name);
+  }
+  for (const auto& [alias, target] : aliases_) {
+    const Model* const model = FindModel(NamePart(target));
+    const std::string_view wanted = VersionPart(target);
+    const bool means_something =
+        model != nullptr &&
+        std::any_of(model->versions.begin(), model->versions.end(), [&](const Version& version) {
+          return stays(version) && (wanted.empty() || version.version == wanted);
+        });
+    if (means_something) changes.aliases[alias] = target;
+  }
+  return changes;
+}
+
+absl::Status Catalog::Save() {
+  if (options_.file == nullptr) return absl::OkStatus();
+  MutexLock saving(&save_mutex_);
+  SavedModels changes;
+  {
+    MutexLock lock(&mutex_);
+    changes = Changes();
+  }
+  const absl::Status status = options_.file->Write(changes);
+  if (status.ok()) return status;
+  log::Error("change of the models not saved", {{"error", std::string(status.message())}});
+  return Internal(
+      "the change is made, but not saved, so that a restart undoes it: --state-dir: {}; when that "
+      "is repaired, the next change saves this one too",
+      std::string(status.message()));
+}
+
+const std::string* Catalog::Configured(std::string_view name) const {
+  for (const ModelSource& source : options_.models) {
+    if (source.name == name) return &source.directory;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::string> Catalog::Allowed(const std::string& name,
+                                             const std::string& directory) const {
+  const std::string* const configured = Configured(name);
+  // Not resolved: a link that the operator changes is looked through at each load.
+  if (configured != nullptr && *configured == directory) return directory;
+  return options_.roots.Resolve(directory);
+}
+
+std::vector<std::string> Catalog::Listed() const {
+  MutexLock lock(&mutex_);
+  std::vector<std::string> listed;
+  for (const Model& model : models_) {
+    for (const Version& version : model.versions) {
+      if (version.state == State::kListed)
+        listed.push_back(EngineName(model.name, version.version));
+    }
+  }
+  return listed;
 }
 
 absl::Status Catalog::LoadListed(const std::string& name) {
-  std::lock_guard loading(load_mutex_);
-  std::string version, directory;
+  MutexLock loading(&load_mutex_);
+  const std::string model_name(NamePart(name));
+  std::string version(VersionPart(name)), directory;
   {
-    std::lock_guard lock(mutex_);
-    const Model* model = FindModel(name);
-    if (model == nullptr) return NotFound("model \"{}\" is not listed any more", name);
-    version = model->versions[0].version;
-    directory = model->versions[0].directory;
+    MutexLock lock(&mutex_);
+    Model* const model = FindModel(model_name);
+    if (model != nullptr && version.empty()) version = model->current;
+    const Version* const listed = model == nullptr ? nullptr : FindVersion(*model, version);
+    if (listed == nullptr || listed->state != State::kListed) {
+      return NotFound("model {} is not listed to be loaded", Quote(name));
+    }
+    directory = listed->directory;
   }
-  const absl::Status status = Open(name, version, directory);
-  if (!status.ok()) {
-    std::lock_guard lock(mutex_);
-    if (Model* model = FindModel(name)) FindVersion(*model, version)->error = status;
-  }
+  const auto allowed = Allowed(model_name, directory);
+  const absl::Status status = allowed.ok() ? Open(model_name, version, *allowed) : allowed.status();
+  MutexLock lock(&mutex_);
+  Version& listed = *FindVersion(*FindModel(model_name), version);
+  listed.state = status.ok() ? State::kReady : State::kFailed;
+  listed.error = status;
   return status;
 }
 
 absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
-  std::unique_lock loading(load_mutex_);
+  std::vector<std::string> leaving;
+  absl::StatusOr<CatalogModel> loaded;
+  {
+    MutexLock loading(&load_mutex_);
+    loaded = LoadVersion(request, &leaving);
+  }
+  if (!loaded.ok()) return loaded;
+  const absl::Status saved = Save();
+  // The next load need not wait for the requests of the versions that leave.
+  DENOISED_RETURN_IF_ERROR(CloseVersions(request.name, leaving));
+  if (!saved.ok()) return saved;
+  return loaded;
+}
+
+absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
+                                                  std::vector<std::string>* leaving) {
   const std::string& name = request.name;
   std::string version = request.version, directory = request.directory;
+  if (directory.empty()) {
+    MutexLock lock(&mutex_);
+    if (Model* const model = FindModel(name)) {
+      directory = FindVersion(*model, model->current)->directory;
+    }
+  }
+  // Without the lock: it asks the file system.
+  if (!directory.empty()) {
+    auto allowed = Allowed(name, directory);
+    if (!allowed.ok()) return Annotate(allowed.status(), "directory");
+    directory = *std::move(allowed);
+  }
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (const auto alias = aliases_.find(name); alias != aliases_.end()) {
       return absl::AlreadyExistsError(fmt::format(
           "name: \"{}\" is an alias of {}; choose another name, or delete the alias first", name,
           alias->second));
     }
     Model* model = FindModel(name);
-    if (directory.empty()) {
-      if (model == nullptr) {
-        return NotFound(
-            "name: there is no model {} to load again; say with directory where a new one is",
-            Quote(name));
-      }
-      directory = FindVersion(*model, model->current)->directory;
+    if (request.directory.empty() && model == nullptr) {
+      return NotFound(
+          "name: there is no model {} to load again; say with directory where a new one is",
+          Quote(name));
     }
     if (version.empty()) {
       int highest = 0;
@@ -117,37 +288,31 @@ absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
       model->name = name;
       model->current = version;
     }
-    model->versions.push_back({.version = version, .directory = directory});
+    model->versions.push_back(
+        {.version = version, .directory = directory, .state = State::kLoading});
   }
 
   const absl::Status status = Open(name, version, directory);
-  std::vector<std::string> leaving;
-  CatalogModel loaded;
-  {
-    std::lock_guard lock(mutex_);
-    if (!status.ok()) {
-      Remove(name, version);
-      // NotFound would say that there is no such model.
-      return absl::IsNotFound(status) ? InvalidArgument("{}", std::string(status.message()))
-                                      : status;
-    }
-    Model& model = *FindModel(name);
-    for (const Version& other : model.versions) {
-      const bool failed = !other.error.ok();
-      const bool previous = other.version == model.current && other.version != version;
-      // One that is still listed to be loaded stays, and one that leaves already needs no help.
-      const bool leaves = failed || (previous && request.unload_previous);
-      if (leaves && CheckCanLeave(model, other).ok()) leaving.push_back(other.version);
-    }
-    const Version& current = *FindVersion(model, model.current);
-    if (!request.keep_current || !current.error.ok()) model.current = version;
-    Leave(&model, leaving);
-    loaded = Describe(model, *FindVersion(model, version));
+  MutexLock lock(&mutex_);
+  if (!status.ok()) {
+    Remove(name, version);
+    // NotFound would say that there is no such model.
+    return absl::IsNotFound(status) ? InvalidArgument("{}", std::string(status.message())) : status;
   }
-  // The next model need not wait for the requests of those that leave.
-  loading.unlock();
-  DENOISED_RETURN_IF_ERROR(CloseVersions(name, leaving));
-  return loaded;
+  Model& model = *FindModel(name);
+  FindVersion(model, version)->state = State::kReady;
+  for (const Version& other : model.versions) {
+    const bool failed = other.state == State::kFailed;
+    // A version that is still listed stays, and one that leaves already needs no help.
+    const bool replaced = request.unload_previous && other.state == State::kReady &&
+                          other.version == model.current && other.version != version;
+    if (failed || replaced) leaving->push_back(other.version);
+  }
+  const State current = FindVersion(model, model.current)->state;
+  const bool useless = current == State::kFailed || current == State::kLeaving;
+  if (!request.keep_current || useless) model.current = version;
+  Leave(&model, *leaving);
+  return Describe(model, *FindVersion(model, version));
 }
 
 absl::Status Catalog::Open(const std::string& name, const std::string& version,
@@ -155,7 +320,7 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   log::Info("loading model", {{"model", name}, {"version", version}, {"directory", directory}});
   const std::string signature = Signature(directory);
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     FindVersion(*FindModel(name), version)->signature = signature;
   }
   const auto start = std::chrono::steady_clock::now();
@@ -169,7 +334,7 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   }
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  metrics_->ModelLoaded(name, seconds);
+  metrics_->ModelLoaded(EngineName(name, version), seconds);
   log::Info("model ready", {{"model", name}, {"version", version}, {"seconds", seconds}});
   return status;
 }
@@ -178,39 +343,37 @@ absl::Status Catalog::Unload(const std::string& name) {
   const std::string model_name(NamePart(name));
   std::vector<std::string> versions;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     Model* model = FindModel(model_name);
     const std::string_view wanted = VersionPart(name);
     for (const Version& version : model ? model->versions : std::vector<Version>()) {
-      if (wanted.empty() || version.version == wanted) versions.push_back(version.version);
+      if (!wanted.empty() && version.version != wanted) continue;
+      if (version.state != State::kReady && version.state != State::kFailed) {
+        return FailedPrecondition("model {} is still {}; try again when it is not",
+                                  EngineName(model_name, version.version),
+                                  version.state == State::kLeaving ? "being unloaded" : "loading");
+      }
+      versions.push_back(version.version);
     }
     if (versions.empty()) {
       return NotFound("name: there is no model {}; this server holds: {}", Quote(name), Names());
     }
-    for (const std::string& version : versions) {
-      DENOISED_RETURN_IF_ERROR(CheckCanLeave(*model, *FindVersion(*model, version)));
-    }
     Leave(model, versions);
   }
-  return CloseVersions(model_name, versions);
-}
-
-absl::Status Catalog::CheckCanLeave(const Model& model, const Version& version) const {
-  const bool loading = Describe(model, version).info->state == ModelState::kLoading;
-  if (!version.unloading && !loading) return absl::OkStatus();
-  return FailedPrecondition("model {} is still {}; try again when it is not",
-                            EngineName(model.name, version.version),
-                            version.unloading ? "being unloaded" : "loading");
+  // Before the wait, or a server that ends meanwhile would load them again.
+  const absl::Status saved = Save();
+  DENOISED_RETURN_IF_ERROR(CloseVersions(model_name, versions));
+  return saved;
 }
 
 void Catalog::Leave(Model* model, const std::vector<std::string>& versions) {
-  for (const std::string& version : versions) FindVersion(*model, version)->unloading = true;
+  for (const std::string& version : versions) {
+    FindVersion(*model, version)->state = State::kLeaving;
+  }
   // New requests go to the version that was loaded last of those that stay.
-  if (!FindVersion(*model, model->current)->unloading) return;
+  if (FindVersion(*model, model->current)->state != State::kLeaving) return;
   for (const Version& version : model->versions) {
-    if (!version.unloading && Describe(*model, version).info->state == ModelState::kReady) {
-      model->current = version.version;
-    }
+    if (version.state == State::kReady) model->current = version.version;
   }
 }
 
@@ -222,7 +385,7 @@ absl::Status Catalog::CloseVersions(const std::string& name,
     // The engine does not hold what could not be loaded.
     if (!status.ok() && !absl::IsNotFound(status) && first_error.ok()) first_error = status;
     log::Info("model unloaded", {{"model", name}, {"version", version}});
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     Remove(name, version);
   }
   return first_error;
@@ -247,7 +410,18 @@ void Catalog::Remove(std::string_view name, std::string_view version) {
 
 absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
                                                const std::string& target) {
-  std::lock_guard lock(mutex_);
+  absl::StatusOr<CatalogModel> model;
+  {
+    MutexLock lock(&mutex_);
+    model = SetAliasLocked(alias, target);
+  }
+  if (!model.ok()) return model;
+  DENOISED_RETURN_IF_ERROR(Save());
+  return model;
+}
+
+absl::StatusOr<CatalogModel> Catalog::SetAliasLocked(const std::string& alias,
+                                                     const std::string& target) {
   Model* model = FindModel(NamePart(target));
   const std::string_view wanted = VersionPart(target);
   Version* version =
@@ -271,9 +445,14 @@ absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
 }
 
 absl::Status Catalog::DeleteAlias(const std::string& alias) {
-  std::lock_guard lock(mutex_);
-  if (aliases_.erase(alias) > 0) return absl::OkStatus();
-  return NotFound("alias: there is no alias {}; ListModels tells those there are", Quote(alias));
+  {
+    MutexLock lock(&mutex_);
+    if (aliases_.erase(alias) == 0) {
+      return NotFound("alias: there is no alias {}; ListModels tells those there are",
+                      Quote(alias));
+    }
+  }
+  return Save();
 }
 
 void Catalog::ReloadChanged() {
@@ -282,10 +461,10 @@ void Catalog::ReloadChanged() {
   };
   std::vector<Look> looks;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     for (Model& model : models_) {
       const Version& current = *FindVersion(model, model.current);
-      if (!current.signature.empty()) {
+      if (current.state != State::kLeaving && !current.signature.empty()) {
         looks.push_back({model.name, current.directory, current.signature});
       }
     }
@@ -293,7 +472,7 @@ void Catalog::ReloadChanged() {
   for (const Look& look : looks) {
     const std::string now = Signature(look.directory);
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(&mutex_);
       Model* model = FindModel(look.name);
       if (model == nullptr) continue;
       // Two looks that agree: nobody is writing.
@@ -333,12 +512,21 @@ CatalogModel Catalog::Describe(const Model& model, const Version& version) const
       described.aliases.push_back(alias);
     }
   }
-  described.info = version.error.ok() ? engine_->Find(engine_name) : nullptr;
+  const bool opened = version.state == State::kReady || version.state == State::kLeaving;
+  if (opened) described.info = engine_->Find(engine_name);
+  if (version.state == State::kLeaving && described.info != nullptr &&
+      described.info->state == ModelState::kReady) {
+    ModelInfo leaving = *described.info;  // the engine will hear of it in a moment
+    leaving.state = ModelState::kUnloading;
+    described.info = std::make_shared<const ModelInfo>(std::move(leaving));
+  }
   if (described.info == nullptr) {
     described.info = std::make_shared<const ModelInfo>(
         ModelInfo{.name = engine_name,
                   .directory = version.directory,
-                  .state = version.error.ok() ? ModelState::kLoading : ModelState::kFailed,
+                  .state = opened                            ? ModelState::kUnloading
+                           : version.state == State::kFailed ? ModelState::kFailed
+                                                             : ModelState::kLoading,
                   .error = version.error});
   }
   return described;
@@ -358,12 +546,12 @@ std::optional<CatalogModel> Catalog::FindLocked(const std::string& name) const {
 }
 
 std::optional<CatalogModel> Catalog::Find(const std::string& name) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return FindLocked(name);
 }
 
 std::vector<CatalogModel> Catalog::All() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   std::vector<CatalogModel> all;
   for (const Model& model : models_) {
     for (const Version& version : model.versions) all.push_back(Describe(model, version));
@@ -380,7 +568,7 @@ std::string Catalog::Names() const {
 std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::string& field,
                                             const std::string& request_id,
                                             grpc::Status* refusal) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (name.empty() && models_.size() == 1) return FindLocked(models_[0].name);
   if (name.empty()) {
     *refusal = InvalidFields(

@@ -15,7 +15,7 @@ std::string KeyOf(const Caller& caller, const std::string& peer) {
 
 ClientLoad::Lease::~Lease() {
   if (load_ == nullptr) return;
-  std::lock_guard lock(load_->mutex_);
+  MutexLock lock(&load_->mutex_);
   auto& counts = load_->counts_[kind_];
   const auto it = counts.find(key_);
   if (--it->second == 0) counts.erase(it);
@@ -34,7 +34,7 @@ absl::StatusOr<ClientLoad::Lease> ClientLoad::Admit(Kind kind, const Caller& cal
   const int limit = kind == kStream ? LowerLimit(caller.limits.max_streams, max_streams_)
                                     : caller.limits.max_queued_requests;
   std::string key = KeyOf(caller, peer);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto it = counts_[kind].find(key);
   const int count = it == counts_[kind].end() ? 0 : it->second;
   if (limit > 0 && count >= limit) {

@@ -2,9 +2,9 @@
 
 #include <array>
 #include <map>
-#include <mutex>
 #include <string>
 
+#include "engine/core/mutex.h"
 #include "engine/core/status.h"
 #include "server/security/clients.h"
 
@@ -45,8 +45,9 @@ class ClientLoad {
 
  private:
   const int max_streams_;
-  std::mutex mutex_;
-  std::array<std::map<std::string, int>, 2> counts_;  // guarded by mutex_; by kind and client, > 0
+  Mutex mutex_;
+  /// By kind and client, > 0.
+  std::array<std::map<std::string, int>, 2> counts_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace denoised

@@ -80,9 +80,11 @@ RequestLimits Within(const ClientLimits& client, RequestLimits server) {
 }
 
 absl::StatusOr<std::unique_ptr<Clients>> Clients::Open(const std::string& path,
-                                                       std::chrono::milliseconds refresh) {
-  std::unique_ptr<Clients> clients(new Clients(path, refresh));
+                                                       std::chrono::milliseconds refresh,
+                                                       bool everybody_is_admin) {
+  std::unique_ptr<Clients> clients(new Clients(path, refresh, everybody_is_admin));
   if (path.empty()) return clients;
+  MutexLock lock(&clients->mutex_);
   clients->version_ = Version(path);
   DENOISED_ASSIGN_OR_RETURN(clients->entries_, Read(path));
   clients->checked_ = std::chrono::steady_clock::now();
@@ -96,6 +98,9 @@ absl::StatusOr<std::shared_ptr<const Clients::Entries>> Clients::Read(const std:
   for (const auto& [name, object] : file.items()) {
     const std::string where = fmt::format("{}: client \"{}\"", path, name);
     if (!IsName(name)) return InvalidArgument("{}: {}", where, kNameRule);
+    if (name == kAnonymous) {
+      return InvalidArgument("{}: callers without a name have this one; choose another", where);
+    }
     if (!object.is_object()) {
       return InvalidArgument("{} is not an object, such as {{\"token_sha256\": [\"9f86…\"]}}",
                              where);
@@ -144,7 +149,7 @@ absl::StatusOr<std::shared_ptr<const Clients::Entries>> Clients::Read(const std:
 
 std::shared_ptr<const Clients::Entries> Clients::Current() const {
   if (path_.empty()) return nullptr;
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto now = std::chrono::steady_clock::now();
   if (now - checked_ < refresh_) return entries_;
   checked_ = now;
@@ -165,7 +170,7 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
     const Credentials& credentials) const {
   const auto entries = Current();
   if (entries == nullptr) {
-    auto caller = std::make_shared<Caller>();
+    auto caller = std::make_shared<Caller>(Caller{.admin = everybody_is_admin_});
     if (!credentials.certificate.empty()) caller->name = credentials.certificate[0];
     return caller;
   }
@@ -175,7 +180,7 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
       return Unauthenticated("authorization is not a bearer token; send \"Bearer TOKEN\"");
     }
     const Digest digest = Sha256(credentials.authorization.substr(kScheme.size()));
-    // All are compared, each in constant time: how long it takes tells nothing of the file.
+    // Compares with all tokens, each in constant time, so that timing tells nothing of the file.
     std::shared_ptr<const Caller> found;
     for (const Entry& entry : *entries) {
       for (const std::string& known : entry.token_digests) {

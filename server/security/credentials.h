@@ -13,7 +13,7 @@
 #include <string_view>
 
 #include "engine/core/status.h"
-#include "server/config.h"
+#include "server/security/security_config.h"
 
 namespace denoised {
 

@@ -25,6 +25,7 @@ inline constexpr char kJobNotFound[] = "JOB_NOT_FOUND";
 inline constexpr char kRequestIdTaken[] = "REQUEST_ID_TAKEN";
 inline constexpr char kClientLimit[] = "CLIENT_LIMIT";
 inline constexpr char kQueueFull[] = "QUEUE_FULL";
+inline constexpr char kDecodingMemory[] = "DECODING_MEMORY";
 inline constexpr char kDeviceMemory[] = "DEVICE_MEMORY";
 inline constexpr char kDraining[] = "DRAINING";
 inline constexpr char kCancelled[] = "CANCELLED";

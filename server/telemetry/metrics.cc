@@ -1,10 +1,8 @@
 #include "server/telemetry/metrics.h"
 
-#include <prometheus/exposer.h>
+#include <utility>
 
-#include "server/api/translate.h"
-#include "server/models/catalog.h"
-#include "server/snapshots.h"
+#include "server/status/model_name.h"
 
 namespace denoised {
 namespace {
@@ -52,41 +50,81 @@ prometheus::Labels CallLabels(const MethodDescriptor* method) {
           {"grpc_method", method->name()}};
 }
 
+std::string ModelLabel(const std::string& model) {
+  return model.empty() ? "unknown" : ModelOf(model);
+}
+
 }  // namespace
 
+const char* PriorityLabel(Priority priority) {
+  switch (priority) {
+    case Priority::kInteractive:
+      return "interactive";
+    case Priority::kNormal:
+      return "normal";
+    case Priority::kBatch:
+      return "batch";
+  }
+  DENOISED_CHECK(false, "priority {}", static_cast<int>(priority));
+  return "";
+}
+
+template <typename Metric>
+template <typename... Arguments>
+Metric& Metrics::ByVersion<Metric>::Get(const std::string& model, prometheus::Labels labels,
+                                        Arguments&&... arguments) {
+  labels["model"] = ModelLabel(model);
+  labels["version"] = model.empty() ? "unknown" : VersionOf(model);
+  Metric& metric = family_.Add(labels, std::forward<Arguments>(arguments)...);
+  if (!model.empty()) series_[model].insert(&metric);
+  return metric;
+}
+
+template <typename Metric>
+void Metrics::ByVersion<Metric>::Remove(const std::string& model) {
+  const auto series = series_.find(model);
+  if (series == series_.end()) return;
+  for (Metric* const metric : series->second) family_.Remove(metric);
+  series_.erase(series);
+}
+
 Metrics::Metrics()
-    : registry_(std::make_shared<prometheus::Registry>()),
-      started_(CounterFamily(*registry_, "grpc_server_started_total", "Calls that began")),
-      handled_(CounterFamily(*registry_, "grpc_server_handled_total", "Calls that ended, by code")),
-      client_calls_(CounterFamily(*registry_, "denoised_client_calls_total",
+    : started_(CounterFamily(registry_, "grpc_server_started_total", "Calls that began")),
+      handled_(CounterFamily(registry_, "grpc_server_handled_total", "Calls that ended, by code")),
+      client_calls_(CounterFamily(registry_, "denoised_client_calls_total",
                                   "Calls that ended, by client and code")),
-      handling_seconds_(HistogramFamily(*registry_, "grpc_server_handling_seconds",
+      handling_seconds_(HistogramFamily(registry_, "grpc_server_handling_seconds",
                                         "From the arrival of a call to its end")),
-      queue_seconds_(HistogramFamily(*registry_, "denoised_queue_seconds",
+      client_images_(CounterFamily(registry_, "denoised_client_images_total",
+                                   "Images drawn, by client and model")),
+      connections_(
+          CounterFamily(registry_, "denoised_connections_total", "Connections that were accepted")),
+      refused_connections_(CounterFamily(registry_, "denoised_refused_connections_total",
+                                         "Connections closed since there were too many")),
+      stalled_readers_(CounterFamily(registry_, "denoised_stalled_readers_total",
+                                     "Streams cancelled because nobody read them")),
+      startup_seconds_(GaugeFamily(registry_, "denoised_startup_seconds",
+                                   "From the start of the process until it served")),
+      requests_(CounterFamily(registry_, "denoised_requests_total",
+                              "Requests for images that ended, by code")),
+      request_seconds_(HistogramFamily(registry_, "denoised_request_seconds",
+                                       "From the arrival of a request to its end, of those that "
+                                       "succeeded")),
+      queue_seconds_(HistogramFamily(registry_, "denoised_queue_seconds",
                                      "From the arrival of a request to its first slot")),
       first_preview_seconds_(
-          HistogramFamily(*registry_, "denoised_first_preview_seconds",
+          HistogramFamily(registry_, "denoised_first_preview_seconds",
                           "From the queueing of a request to its first preview")),
-      client_images_(
-          CounterFamily(*registry_, "denoised_client_images_total", "Images drawn, by client")),
-      connections_(CounterFamily(*registry_, "denoised_connections_total",
-                                 "Connections that were accepted")),
-      refused_connections_(CounterFamily(*registry_, "denoised_refused_connections_total",
-                                         "Connections closed since there were too many")),
-      images_(CounterFamily(*registry_, "denoised_images_total", "Images drawn")),
-      encoding_seconds_(HistogramFamily(*registry_, "denoised_encoding_seconds",
-                                        "Time to encode one image or preview, by format")),
-      stalled_readers_(CounterFamily(*registry_, "denoised_stalled_readers_total",
-                                     "Streams cancelled because nobody read them")),
-      model_load_seconds_(GaugeFamily(*registry_, "denoised_model_load_seconds",
+      images_(CounterFamily(registry_, "denoised_images_total", "Images drawn")),
+      encoding_seconds_(HistogramFamily(registry_, "denoised_encoding_seconds",
+                                        "Time to encode one image, by format")),
+      model_load_seconds_(GaugeFamily(registry_, "denoised_model_load_seconds",
                                       "Time to load and warm up the model")),
-      startup_seconds_(GaugeFamily(*registry_, "denoised_startup_seconds",
-                                   "From the start of the process until it served")),
-      evaluation_rows_(HistogramFamily(*registry_, "denoised_evaluation_rows",
+      evaluation_rows_(HistogramFamily(registry_, "denoised_evaluation_rows",
                                        "Rows that did work in one model evaluation")),
-      evaluation_seconds_(HistogramFamily(*registry_, "denoised_evaluation_seconds",
+      evaluation_seconds_(HistogramFamily(registry_, "denoised_evaluation_seconds",
                                           "Device time of one model evaluation")),
-      padding_rows_(CounterFamily(*registry_, "denoised_padding_rows_total",
+      padding_rows_(CounterFamily(registry_, "denoised_padding_rows_total",
                                   "Rows of evaluations that were only padding")) {
   // A series that is 0 before the first event can be alerted on.
   for (Counters* counter : {&connections_, &refused_connections_, &stalled_readers_}) {
@@ -94,48 +132,17 @@ Metrics::Metrics()
   }
 }
 
-Metrics::~Metrics() { Detach(); }
-
-absl::Status Metrics::Serve(const std::string& address, const Serving* serving) {
-  snapshot_ = std::make_shared<ServingSnapshot>(serving);
-  process_ = std::make_shared<ProcessSnapshot>();
-  // An idle connection holds a thread until it times out: with Prometheus and a few people who
-  // look, two threads are soon taken.
-  const std::vector<std::string> options = {"listening_ports",    address, "num_threads", "16",
-                                            "request_timeout_ms", "3000"};
-  // civetweb reports a port in use by an exception.
-  try {
-    exposer_ = std::make_unique<prometheus::Exposer>(options);
-  } catch (const std::exception& error) {
-    return Unavailable(
-        "--metrics-listen {}: {}; choose a free port, in IPv4 where civetweb is built without IPv6 "
-        "as Debian's is, or \"\" for none",
-        address, error.what());
-  }
-  exposer_->RegisterCollectable(registry_);
-  exposer_->RegisterCollectable(snapshot_);
-  exposer_->RegisterCollectable(process_);
-  return absl::OkStatus();
-}
-
-void Metrics::Detach() {
-  if (snapshot_) snapshot_->Detach();
-}
-
-int Metrics::port() const {
-  return exposer_ == nullptr ? 0 : exposer_->GetListeningPorts().front();
-}
-
 void Metrics::CallStarted(const MethodDescriptor* method) {
   started_.Add(CallLabels(method)).Increment();
 }
 
-void Metrics::CallEnded(const MethodDescriptor* method, const char* code, const std::string& client,
-                        double seconds) {
+void Metrics::CallEnded(const MethodDescriptor* method, const std::string& code,
+                        const std::string& client, double seconds) {
   prometheus::Labels labels = CallLabels(method);
   handling_seconds_.Add(labels, LatencyBuckets()).Observe(seconds);
   labels["grpc_code"] = code;
   handled_.Add(labels).Increment();
+  MutexLock lock(&mutex_);
   client_calls_.Add({{"client", ClientLabel(client)}, {"grpc_code", code}}).Increment();
 }
 
@@ -148,60 +155,92 @@ void Metrics::CallRefused(const MethodDescriptor* method) {
 
 std::string Metrics::ClientLabel(const std::string& client) {
   constexpr size_t kMaxClients = 100;
-  std::lock_guard lock(mutex_);
   if (clients_.size() < kMaxClients) clients_.insert(client);
   return clients_.count(client) ? client : "other";
 }
 
+void Metrics::Touch(const std::string& model) {
+  if (!model.empty()) versions_.try_emplace(model, Clock::now());
+}
+
+void Metrics::RequestEnded(const std::string& model, const std::string& code, double seconds) {
+  MutexLock lock(&mutex_);
+  Touch(model);
+  requests_.Get(model, {{"code", code}}).Increment();
+  if (code == "OK") request_seconds_.Get(model, {}, LatencyBuckets()).Observe(seconds);
+}
+
 void Metrics::JobStarted(const std::string& model, Priority priority, double seconds) {
-  queue_seconds_.Add({{"model", ModelOf(model)}, {"priority", Label(priority)}}, LatencyBuckets())
+  MutexLock lock(&mutex_);
+  Touch(model);
+  queue_seconds_.Get(model, {{"priority", PriorityLabel(priority)}}, LatencyBuckets())
       .Observe(seconds);
 }
 
 void Metrics::FirstPreview(const std::string& model, double seconds) {
-  first_preview_seconds_.Add({{"model", ModelOf(model)}}, LatencyBuckets()).Observe(seconds);
+  MutexLock lock(&mutex_);
+  Touch(model);
+  first_preview_seconds_.Get(model, {}, LatencyBuckets()).Observe(seconds);
 }
 
 void Metrics::ImageDone(const std::string& model, const std::string& client) {
-  images_.Add({{"model", ModelOf(model)}}).Increment();
-  client_images_.Add({{"client", ClientLabel(client)}}).Increment();
+  MutexLock lock(&mutex_);
+  Touch(model);
+  images_.Get(model, {}).Increment();
+  client_images_.Add({{"client", ClientLabel(client)}, {"model", ModelLabel(model)}}).Increment();
 }
 
 void Metrics::ConnectionAccepted() { connections_.Add({}).Increment(); }
 void Metrics::ConnectionRefused() { refused_connections_.Add({}).Increment(); }
 
-void Metrics::Encoded(const char* format, double seconds) {
-  encoding_seconds_.Add({{"format", format}}, ShortBuckets()).Observe(seconds);
+void Metrics::Encoded(const std::string& model, const char* format, double seconds) {
+  MutexLock lock(&mutex_);
+  Touch(model);
+  encoding_seconds_.Get(model, {{"format", format}}, ShortBuckets()).Observe(seconds);
 }
 
 void Metrics::ReaderStalled() { stalled_readers_.Add({}).Increment(); }
 
 void Metrics::ModelLoaded(const std::string& model, double seconds) {
-  model_load_seconds_.Add({{"model", ModelOf(model)}}).Set(seconds);
+  MutexLock lock(&mutex_);
+  Touch(model);
+  model_load_seconds_.Get(model, {}).Set(seconds);
 }
 
 void Metrics::FirstServed(double seconds) { startup_seconds_.Add({}).Set(seconds); }
 
 void Metrics::OnEvaluation(const std::string& model, const std::string& device, int rows,
                            int bucket, double seconds) {
-  EvaluationSeries series;
-  {
-    std::lock_guard lock(mutex_);
-    auto it = evaluations_.find({model, device});
-    if (it == evaluations_.end()) {
-      const prometheus::Labels labels = {{"device", device}, {"model", ModelOf(model)}};
-      it = evaluations_
-               .emplace(std::pair(model, device),
-                        EvaluationSeries{&evaluation_rows_.Add(labels, RowBuckets()),
-                                         &evaluation_seconds_.Add(labels, ShortBuckets()),
-                                         &padding_rows_.Add(labels)})
-               .first;
+  const prometheus::Labels labels = {{"device", device}};
+  MutexLock lock(&mutex_);
+  Touch(model);
+  evaluation_rows_.Get(model, labels, RowBuckets()).Observe(rows);
+  padding_rows_.Get(model, labels).Increment(bucket - rows);
+  auto& seconds_of_all = evaluation_seconds_.Get(model, labels, ShortBuckets());
+  if (seconds >= 0) seconds_of_all.Observe(seconds);
+}
+
+void Metrics::Retain(const std::set<std::string>& models, Clock::time_point now) {
+  MutexLock lock(&mutex_);
+  for (auto version = versions_.begin(); version != versions_.end();) {
+    const std::string& model = version->first;
+    if (models.count(model) > 0) version->second = now;
+    if (now - version->second < kRetention) {
+      ++version;
+      continue;
     }
-    series = it->second;
+    requests_.Remove(model);
+    request_seconds_.Remove(model);
+    queue_seconds_.Remove(model);
+    first_preview_seconds_.Remove(model);
+    images_.Remove(model);
+    encoding_seconds_.Remove(model);
+    model_load_seconds_.Remove(model);
+    evaluation_rows_.Remove(model);
+    evaluation_seconds_.Remove(model);
+    padding_rows_.Remove(model);
+    version = versions_.erase(version);
   }
-  series.rows->Observe(rows);
-  series.padding->Increment(bucket - rows);
-  if (seconds >= 0) series.seconds->Observe(seconds);
 }
 
 }  // namespace denoised

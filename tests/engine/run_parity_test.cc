@@ -5,12 +5,12 @@
 
 #include <filesystem>
 
-#include "engine/backend/cuda/cuda_backend.h"
 #include "engine/core/config_reader.h"
 #include "engine/engine.h"
 #include "engine/io/safetensors.h"
 #include "tests/engine/submit.h"
 #include "tests/models/golden.h"
+#include "tests/needs_gpu.h"
 
 namespace denoised {
 namespace {
@@ -26,18 +26,16 @@ struct Target {
 /// fp32: rounding of one evaluation, up to 2e-6, over ten; bf16 keeps eight bits of each
 /// activation, and the error of one evaluation feeds the next.
 std::vector<Target> Targets() {
-  std::vector<Target> targets = {{"cpu", {.device = "cpu"}, 1e-4}};
-  if (CudaDeviceCount() > 0) {
-    targets.push_back({"cuda_fp32", {.device = "cuda", .fp32 = true}, 1e-4});
-    targets.push_back({"cuda_bf16", {.device = "cuda"}, 5e-2});
-  }
-  return targets;
+  return {{"cpu", {.device = "cpu"}, 1e-4},
+          {"cuda_fp32", {.device = "cuda", .fp32 = true}, 1e-4},
+          {"cuda_bf16", {.device = "cuda"}, 5e-2}};
 }
 
 class RunParity : public ::testing::TestWithParam<std::tuple<std::string, Target>> {};
 
 TEST_P(RunParity, FromTheSameNoiseToTheSameImage) {
   const auto& [name, target] = GetParam();
+  if (target.options.device == "cuda") DENOISED_NEEDS_GPU();
   const fs::path directory = Goldens() / name;
   const auto run = ReadJsonFile(directory / "run.json");
   ASSERT_TRUE(run.ok()) << run.status();

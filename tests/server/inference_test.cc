@@ -588,7 +588,8 @@ TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
                "grpc_server_handled_total{grpc_code=\"RESOURCE_EXHAUSTED\",grpc_method="
                "\"ModelInfer\",grpc_service=\"inference.GRPCInferenceService\"") !=
                std::string::npos &&
-           text.find("denoised_client_images_total{client=\"anonymous\"} 2") != std::string::npos;
+           text.find("denoised_client_images_total{client=\"anonymous\",model=\"digits\"} 2") !=
+               std::string::npos;
   }));
 }
 

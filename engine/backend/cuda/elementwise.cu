@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pointwise sums and resampling by two without a convolution.
 //
 // Policy. Bound by memory: a thread makes eight neighbouring channels of one pixel with 16-byte
@@ -6,15 +7,16 @@
 #include <algorithm>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/fast_divmod.h"
+#include "engine/core/philox.h"
 
 namespace denoised::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 
-/// A thread for each vector of V columns, whole rows in a block, so that nobody divides.
+/// A thread for each vector of V columns, whole rows in a block, so that no thread has to divide.
 template <int V>
 LaunchShape ShapeOf(int64_t rows, int columns) {
   const unsigned vectors = columns / V, across = std::clamp<unsigned>(vectors, 1, kThreads);
@@ -38,7 +40,7 @@ struct Pixel {
   int y, x;
 };
 struct OutputSize {
-  Divisor height, width;
+  FastDivmod height, width;
   __device__ Pixel At(int64_t row) const {
     const int pixel = static_cast<int>(row), line = pixel / width;
     return {line / height, line % height, pixel % width};
@@ -103,6 +105,25 @@ __global__ void __launch_bounds__(kThreads)
   StoreChannels<V>(out, row, channel, sum);
 }
 
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    NoiseKernel(Rows out, int64_t rows, int columns, uint64_t seed) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  int64_t row;
+  int column;
+  if (!Place<V>(rows, columns, &row, &column)) return;
+  const uint64_t first = row * columns + column;
+  float v[V];
+  Normal4 normal;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (j % 4 == 0) normal = PhiloxNormal(seed, 0, first + j);
+    v[j] = normal.v[j % 4];
+  }
+  StoreChannels<V>(out, row, column, v);
+}
+
 __global__ void __launch_bounds__(kThreads)
     DivideRowsKernel(Rows x, const float* divisor, int64_t elements, Rows out) {
   WaitForPredecessors();
@@ -119,7 +140,7 @@ cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, i
                              const Rows& out, const Queue& queue) {
   const int64_t rows = static_cast<int64_t>(images) * height * width * 4;
   if (rows > INT32_MAX) return cudaErrorInvalidValue;
-  const OutputSize size = {Divisor(2 * height), Divisor(2 * width)};
+  const OutputSize size = {FastDivmod(2 * height), FastDivmod(2 * width)};
   if (x.vector && out.vector && channels % 8 == 0) {
     return LaunchDependent(Upsample2xKernel<8>, ShapeOf<8>(rows, channels), queue, x, rows, size,
                            channels, out);
@@ -130,7 +151,7 @@ cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, i
 
 cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width, int channels,
                                 const Rows& out, const Queue& queue) {
-  const OutputSize size = {Divisor(height / 2), Divisor(width / 2)};
+  const OutputSize size = {FastDivmod(height / 2), FastDivmod(width / 2)};
   const int64_t rows = static_cast<int64_t>(images) * size.height.value * size.width.value;
   if (rows > INT32_MAX) return cudaErrorInvalidValue;
   if (x.vector && out.vector && channels % 8 == 0) {
@@ -151,6 +172,16 @@ cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Ac
                          activation, rows, columns, out);
 }
 
+cudaError_t LaunchNoise(const Rows& out, int64_t rows, int columns, uint64_t seed,
+                        const Queue& queue) {
+  if (out.vector && columns % 8 == 0) {
+    return LaunchDependent(NoiseKernel<8>, ShapeOf<8>(rows, columns), queue, out, rows, columns,
+                           seed);
+  }
+  return LaunchDependent(NoiseKernel<1>, ShapeOf<1>(rows, columns), queue, out, rows, columns,
+                         seed);
+}
+
 cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
                              const Rows& out, const Queue& queue) {
   const dim3 grid(static_cast<unsigned>((elements + kThreads - 1) / kThreads),
@@ -162,7 +193,8 @@ cudaError_t LoadElementwiseKernels() {
   for (cudaError_t error :
        {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
         LoadKernel(Upsample2xKernel<8>), LoadKernel(Upsample2xKernel<1>),
-        LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>)}) {
+        LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>),
+        LoadKernel(NoiseKernel<8>), LoadKernel(NoiseKernel<1>)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <functional>
@@ -7,47 +8,65 @@
 #include <vector>
 
 #include "engine/backend/cuda/device.h"
+#include "engine/backend/cuda/launch.h"
 #include "engine/backend/tuning_file.h"
 #include "engine/core/notify.h"
 
 namespace denoised::cuda {
 
-/// One of several ways to enqueue the same, all of which give the same bits.
-struct Way {
+/// One of several ways to compute a launch that all give the same bits.
+struct Candidate {
   std::string name;
-  double microseconds = 0;  // that it should take
+  double microseconds = 0;  // expected
   std::function<cudaError_t()> enqueue;
 };
 
-using Ways = std::vector<Way>;
+using Candidates = std::vector<Candidate>;
 
-/// Chooses ways by measuring them, once for each kind of device. Of the thread that owns the
-/// device.
+/// A matrix that a launch reads, in memory that may be overwritten while it is measured.
+struct Operand {
+  Rows values;
+  int64_t rows = 0;
+  int columns = 0;
+};
+
+/// Chooses the fastest candidate by measuring, once for each kind of device. Not thread-safe: for
+/// the thread that owns the device.
 class Tuner {
  public:
-  /// Without a file what was measured is forgotten in the end. `notify` may be empty.
-  Tuner(cudaStream_t stream, std::optional<TuningFile> file, Notify notify)
-      : stream_(stream), file_(std::move(file)), notify_(std::move(notify)) {}
+  /// Without a file, measurements are lost with the tuner. `notify` may be empty.
+  Tuner(const Queue& queue, std::optional<TuningFile> file, Notify notify)
+      : queue_(queue), file_(std::move(file)), notify_(std::move(notify)) {}
 
-  /// The one of `ways`, of which the first should be the fastest, that was the fastest when `what`
-  /// was measured; the first when it was not, and then Measure() will. Everywhere the same `what`
-  /// has the same ways, but for their operands.
-  const Way& Choose(const std::string& what, const Ways& ways);
+  /// The candidate that was the fastest when `what` was measured; the first one, which should be
+  /// the fastest by the cost model, when it was not: then Measure() will. The same `what` must
+  /// always come with the same candidates; only operands may differ.
+  const Candidate& Choose(const std::string& what, const Candidates& candidates,
+                          std::vector<Operand> operands);
 
   bool has_unknown() const { return !unknown_.empty(); }
-  /// Measures what Choose() did not know, in the stream and on the ways' own operands, those of one
-  /// place after another where it was asked: what they write is undefined after it.
+  /// Measures what Choose() did not know, in the queue's stream, on the operands of each place
+  /// where it was asked in turn. Operands are filled with normal noise of unit size first:
+  /// multiplying zeros takes less power, and so less time, than what a model multiplies. Operands
+  /// and results are undefined afterwards.
   absl::Status Measure();
 
  private:
-  void ReadFile();
+  /// A launch that Choose() was asked about.
+  struct Place {
+    Candidates contenders;
+    std::vector<Operand> operands;
+  };
 
-  const cudaStream_t stream_;
+  void ReadFile();
+  absl::StatusOr<size_t> Fastest(const std::string& what, const std::vector<Place>& places);
+
+  const Queue queue_;
   const std::optional<TuningFile> file_;
   const Notify notify_;
-  bool read_ = false, said_ = false;
-  TunedWays known_;
-  std::map<std::string, std::vector<Ways>> unknown_;  // of each place
+  bool read_ = false, notified_ = false;
+  TunedChoices known_;
+  std::map<std::string, std::vector<Place>> unknown_;
 };
 
 }  // namespace denoised::cuda

@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Prints whether docs/gpu-tests.json, which scripts/test-gpu writes, is a record of these sources.
+
+Their hash covers what decides the result of a kernel and of a model built from kernels: the files of
+SOURCES. It does not cover the CPU backend, nor what uses a model without changing what it computes."""
+
+import argparse
+import hashlib
+import json
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECORD = pathlib.Path("docs/gpu-tests.json")
+
+SOURCES = ["cmake/cuda.cmake", "engine/backend/*", "engine/backend/cuda/*", "engine/core/*",
+           "engine/nn/*", "engine/models/*"]
+
+# A case that needs a GPU has one of these in its name, and is in one of these programs.
+GPU_CASES = "*Cuda*:*cuda*:*Hopper*:*Gpu*"
+GPU_PROGRAMS = ["backend_test", "models_test", "engine_test"]
+NEEDS_GPU = "needs a GPU"  # what such a case says when it is skipped: tests/needs_gpu.h
+
+
+def hash_of_sources(root=ROOT):
+    files = {file for pattern in SOURCES for file in root.glob(pattern) if file.is_file()}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        contents = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(f"{file.relative_to(root).as_posix()} {contents}\n".encode())
+    return digest.hexdigest()
+
+
+def describe(record, sources):
+    """The line that scripts/test prints; `record` is None when there is no file."""
+    run_it = "run scripts/test-gpu on a machine with a GPU"
+    if record is None:
+        return f"GPU tests: there is no {RECORD}: {run_it}"
+    of = (f"{record['device']} at {record['commit']}: {record['passed']} passed, "
+          f"{len(record['failed'])} failed, {len(record['skipped'])} skipped")
+    if record["sources"] != sources:
+        return f"GPU tests: {RECORD} is of other CUDA sources ({of}): {run_it}"
+    return f"GPU tests: {RECORD} is of these CUDA sources ({of})"
+
+
+def read(path):
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__,
+                                        formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--hash", action="store_true", help="print the hash of the sources alone")
+    print(hash_of_sources() if arguments.parse_args().hash
+          else describe(read(ROOT / RECORD), hash_of_sources()))

@@ -1,0 +1,521 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_runtime_api.h>
+#include <fmt/core.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <ostream>
+#include <random>
+#include <set>
+
+#include "engine/backend/backend.h"
+#include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/device.h"
+#include "tests/needs_gpu.h"
+
+/// Whatever the tuner or a launcher chooses, the bits are the same: every candidate for a launch,
+/// by itself, on a GPU. The lists of candidates are tested without one.
+
+namespace denoised::cuda {
+namespace {
+
+struct Case {
+  int images, height, width, channels, channels2, outputs, kernel;
+  int stride = 1;
+  bool upsample2x = false, narrow = false;
+  int shortcut = 0, shortcut2 = 0;
+};
+
+const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
+                                  {5, 16, 16, 256, 128, 384, 3},
+                                  {9, 8, 8, 256, 0, 256, 3},
+                                  {2, 64, 64, 192, 0, 192, 3},
+                                  {2, 64, 64, 320, 0, 320, 3},
+                                  {3, 16, 16, 640, 64, 640, 3},
+                                  {2, 16, 16, 192, 0, 1280, 3},
+                                  {2, 16, 16, 64, 0, 64, 3},
+                                  {70, 4, 4, 320, 64, 320, 3},
+                                  {1, 8, 8, 768, 0, 768, 3},
+                                  {6, 16, 16, 128, 0, 160, 3, 1, true},
+                                  {3, 5, 3, 64, 0, 264, 3, 1, true},
+                                  {2, 20, 12, 64, 64, 256, 3, 1, true},
+                                  {3, 15, 17, 64, 0, 72, 3, 2},
+                                  {40, 1, 256, 192, 0, 576, 1},
+                                  {3, 1, 2045, 320, 0, 1288, 1},
+                                  {1, 1, 1, 768, 0, 3080, 1},
+                                  {2, 64, 64, 64, 0, 24, 3},
+                                  {3, 16, 16, 64, 32, 40, 3, 1, false, true},
+                                  {5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
+                                  {9, 8, 8, 256, 0, 256, 3, 1, false, false, 256, 512},
+                                  {3, 16, 16, 320, 0, 320, 3, 1, false, false, 128, 72},
+                                  {3, 32, 32, 128, 64, 128, 3, 1, false, false, 192, 64},
+                                  {2, 32, 32, 128, 0, 128, 3, 1, false, false, 64, 0},
+                                  {2, 16, 16, 64, 0, 128, 3, 1, false, false, 64, 0},
+                                  {70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
+                                  {3, 15, 17, 64, 0, 72, 3, 2, false, false, 64, 8}};
+
+struct NormCase {
+  int images, height, width, channels, channels2, groups;
+  bool scaled = false;
+};
+
+/// A launch with pointers to nothing.
+Conv2dLaunch ShapeOf(const Case& c) {
+  Conv2dLaunch conv;
+  conv.images = c.images, conv.height = c.height, conv.width = c.width;
+  conv.channels = c.channels, conv.channels2 = c.channels2, conv.outputs = c.outputs;
+  conv.kernel = c.kernel, conv.stride = c.stride, conv.upsample2x = c.upsample2x;
+  conv.pad_top = conv.pad_left = c.kernel / 2;
+  const int factor = c.upsample2x ? 2 : 1;
+  conv.out_height = (c.height * factor - 1) / c.stride + 1;
+  conv.out_width = (c.width * factor - 1) / c.stride + 1;
+  static std::byte nothing;
+  const auto rows = [](int channels, bool fp32 = false) {
+    return channels == 0 ? Rows()
+                         : Rows{&nothing, channels, fp32 ? Element::kF32 : Element::kBf16, true};
+  };
+  conv.x = rows(c.channels), conv.x2 = rows(c.channels2);
+  conv.add = rows(c.outputs);
+  conv.shortcut.x = rows(c.shortcut), conv.shortcut.x2 = rows(c.shortcut2);
+  conv.shortcut.channels = c.shortcut, conv.shortcut.channels2 = c.shortcut2;
+  if (c.shortcut == 0) conv.residual = rows(c.outputs);
+  conv.activation = Activation::kSilu;
+  conv.out = rows(c.outputs, c.narrow);
+  return conv;
+}
+
+TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
+  std::set<std::string> seen;
+  for (Case c : kCases) {
+    std::set<int> splits;
+    for (const int images : {c.images, 1, 2, 16, 64, 256}) {
+      c.images = images;
+      const Conv2dLaunch conv = ShapeOf(c);
+      SCOPED_TRACE(Describe(conv));
+      ASSERT_TRUE(SuitsHopper(conv));
+      const std::vector<HopperCandidate> candidates =
+          HopperCandidates(conv, {.multiprocessors = 132, .hopper = true});
+      ASSERT_FALSE(candidates.empty());
+      std::set<std::string> names;
+      for (const HopperCandidate& candidate : candidates) {
+        EXPECT_TRUE(names.insert(NameOf(candidate.plan)).second) << NameOf(candidate.plan);
+        EXPECT_GE(candidate.microseconds, candidates.front().microseconds);
+        if (Is64x64(candidate.plan.tile)) {
+          EXPECT_EQ(candidate.plan.splits % candidate.plan.cluster, 0) << NameOf(candidate.plan);
+        }
+        splits.insert(candidate.plan.splits);
+      }
+      seen.merge(names);
+    }
+    EXPECT_EQ(splits.size(), 1u) << Describe(ShapeOf(c));
+  }
+  // Besides, both 64×64 tiles in clusters of 2, 4 and 8, and eight tiles in clusters of 2.
+  EXPECT_EQ(seen.size(), kHopperTiles + 2 * 3u + 8) << "a tile is never among the candidates";
+}
+
+/// The generic kernels' candidates for a convolution that either of add and residual is added to.
+std::vector<ConvCandidate> GenericCandidates(const Conv2dLaunch& conv, const Queue& queue) {
+  return SuitsConv3x3(conv) ? Conv3x3Candidates(conv, queue) : Conv2dCandidates(conv, queue);
+}
+
+TEST(GenericCandidatesTest, HaveNamesAndAreAllReached) {
+  std::set<std::string> seen_3x3, seen;
+  for (Case c : kCases) {
+    if (c.shortcut > 0) continue;
+    for (const int images : {c.images, 1, 64}) {
+      c.images = images;
+      Conv2dLaunch conv = ShapeOf(c);
+      conv.weight_element = Element::kBf16;
+      conv.add = {};
+      conv.weight_stride = c.kernel * c.kernel * (c.channels + c.channels2);
+      conv.workspace_bytes = 8 << 20;
+      std::set<std::string> names;
+      double last = 0;
+      for (const ConvCandidate& candidate : GenericCandidates(conv, {.multiprocessors = 108})) {
+        EXPECT_TRUE(names.insert(candidate.name).second) << candidate.name;
+        EXPECT_GE(candidate.microseconds, last) << candidate.name;
+        last = candidate.microseconds;
+      }
+      EXPECT_FALSE(names.empty()) << Describe(conv);
+      (SuitsConv3x3(conv) ? seen_3x3 : seen).merge(names);
+    }
+  }
+  EXPECT_EQ(seen.size(), 5u) << "a tile of conv2d.cu is never among the candidates";
+  // Six tiles, seven with split-K; those of doubled images have the names of others.
+  EXPECT_EQ(seen_3x3.size(), 6u + 7u) << "a tile of conv3x3.cu is never among the candidates";
+}
+
+class CudaPlansTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    cudaDeviceProp properties;
+    DENOISED_NEEDS_GPU();
+    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+    auto backend = OpenBackend({.device = "cuda"});  // loads the kernels
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    auto stream = NewStream();
+    ASSERT_TRUE(stream.ok()) << stream.status();
+    stream_ = *std::move(stream);
+    queue_ = {stream_.get(), properties.multiProcessorCount, false, properties.major >= 9};
+  }
+
+  Tensor Random(const Shape& shape, DType dtype, float deviation = 1) {
+    std::normal_distribution<float> normal(0, deviation);
+    Tensor host = Tensor::Host(shape, dtype);
+    for (int64_t i = 0; i < shape.elements(); ++i) {
+      const float value = normal(random_);
+      if (dtype == DType::kF32) {
+        host.as<float>()[i] = value;
+      } else {
+        host.as<uint16_t>()[i] = FloatToBFloat16(value);
+      }
+    }
+    Tensor tensor = Zeros(shape, dtype);
+    backend_->Upload(host.data(), host.bytes(), tensor);
+    return tensor;
+  }
+  Tensor Zeros(const Shape& shape, DType dtype) {
+    Tensor tensor = backend_->Allocate(shape, dtype, "a test").value();
+    EXPECT_EQ(cudaMemset(tensor.data(), 0, tensor.bytes()), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // before an upload in another stream
+    kept_.push_back(tensor);
+    return tensor;
+  }
+  static Rows View(const Tensor& tensor) {
+    return {tensor.data(), tensor.dim(-1),
+            tensor.dtype() == DType::kF32 ? Element::kF32 : Element::kBf16, true};
+  }
+
+  Conv2dLaunch Launch(const Case& c) {
+    Conv2dLaunch conv = ShapeOf(c);
+    const int64_t pixels = int64_t{c.images} * c.height * c.width;
+    const int64_t out_pixels = int64_t{c.images} * conv.out_height * conv.out_width;
+    conv.x = View(Random({pixels, c.channels}, DType::kBF16));
+    if (c.channels2 > 0) conv.x2 = View(Random({pixels, c.channels2}, DType::kBF16));
+    const int64_t depth =
+        int64_t{c.upsample2x ? 4 : c.kernel * c.kernel} * (c.channels + c.channels2);
+    const Tensor weight = Random({int64_t{c.upsample2x ? 4 : 1} * c.outputs,
+                                  (depth + kDepthPadding - 1) / kDepthPadding * kDepthPadding},
+                                 DType::kBF16, 1 / std::sqrt(static_cast<float>(depth)));
+    conv.weight = weight.data();
+    conv.weight_stride = static_cast<int>(weight.dim(1));
+    conv.weight_element = Element::kBf16;
+    conv.bias = Random({c.outputs + kBiasPadding}, DType::kF32).as<float>();
+    conv.add = View(Random({c.images, c.outputs}, DType::kBF16));
+    if (c.shortcut > 0) {
+      conv.shortcut = Shortcut(c, out_pixels);
+    } else {
+      conv.residual = View(Random({out_pixels, c.outputs}, DType::kBF16));
+    }
+    out_ = Zeros({out_pixels, c.outputs}, c.narrow ? DType::kF32 : DType::kBF16);
+    conv.out = View(out_);
+    return conv;
+  }
+
+  GroupNormLaunch Launch(const NormCase& c, bool factors) {
+    GroupNormLaunch norm;
+    const int64_t pixels = int64_t{c.images} * c.height * c.width;
+    const int channels = c.channels + c.channels2;
+    norm.channels = c.channels, norm.channels2 = c.channels2;
+    norm.images = c.images, norm.pixels = c.height * c.width;
+    norm.groups = c.groups;
+    norm.eps = 1e-5f;
+    norm.x = View(Random({pixels, c.channels}, DType::kBF16));
+    if (c.channels2 > 0) norm.x2 = View(Random({pixels, c.channels2}, DType::kBF16, 3));
+    norm.gamma = Random({channels}, DType::kF32).as<float>();
+    norm.beta = Random({channels}, DType::kF32).as<float>();
+    if (c.scaled) norm.scale_shift = View(Random({c.images, 2 * channels}, DType::kBF16));
+    norm.activation = c.scaled ? Activation::kSilu : Activation::kNone;
+    out_ = factors ? Zeros({c.images, 2 * channels}, DType::kF32)
+                   : Zeros({pixels, channels}, DType::kBF16);
+    norm.out = {out_.data(), channels, Element::kBf16, true};
+    if (factors) norm.factors = out_.as<float>();
+    const Tensor workspace = Zeros({c.images, 128, c.groups, 2}, DType::kF32);
+    norm.workspace = workspace.data();
+    norm.workspace_bytes = workspace.bytes();
+    norm.semaphores = static_cast<int*>(Zeros({kSemaphores}, DType::kF32).data());
+    if (flags_.data() == nullptr) flags_ = Zeros({kFlagBytes / 4}, DType::kF32);
+    norm.flags = flags_.data();
+    return norm;
+  }
+
+  ShortcutLaunch Shortcut(const Case& c, int64_t out_pixels) {
+    ShortcutLaunch shortcut;
+    shortcut.channels = c.shortcut, shortcut.channels2 = c.shortcut2;
+    shortcut.x = View(Random({out_pixels, c.shortcut}, DType::kBF16));
+    if (c.shortcut2 > 0) shortcut.x2 = View(Random({out_pixels, c.shortcut2}, DType::kBF16));
+    const int depth = c.shortcut + c.shortcut2;
+    shortcut.weight_stride = (depth + kDepthPadding - 1) / kDepthPadding * kDepthPadding;
+    shortcut.weight = Random({c.outputs, shortcut.weight_stride}, DType::kBF16,
+                             1 / std::sqrt(static_cast<float>(depth)))
+                          .data();
+    return shortcut;
+  }
+
+  /// What `launch` leaves in out_.
+  template <typename Launch>
+  std::vector<std::byte> Run(const std::string& name, Launch launch) {
+    EXPECT_TRUE(backend_->Synchronize().ok());  // uploads are in its stream
+    std::vector<std::byte> bytes(out_.bytes());
+    EXPECT_EQ(cudaMemsetAsync(out_.data(), 0xff, out_.bytes(), stream_.get()), cudaSuccess);
+    EXPECT_EQ(launch(), cudaSuccess) << name;
+    EXPECT_EQ(cudaMemcpyAsync(bytes.data(), out_.data(), bytes.size(), cudaMemcpyDeviceToHost,
+                              stream_.get()),
+              cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(stream_.get()), cudaSuccess) << name;
+    return bytes;
+  }
+  std::vector<std::byte> Run(const Conv2dLaunch& conv, const HopperPlan& plan) {
+    return Run(NameOf(plan), [&] { return LaunchConv2dHopper(conv, plan, queue_); });
+  }
+
+  /// The bits that all candidates give.
+  std::vector<std::byte> RunAll(const Conv2dLaunch& conv) {
+    const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);
+    const std::vector<std::byte> first = Run(conv, candidates.front().plan);
+    EXPECT_NE(first, std::vector<std::byte>(first.size(), std::byte{0xff}));
+    for (const HopperCandidate& candidate : candidates) {
+      EXPECT_TRUE(Run(conv, candidate.plan) == first) << NameOf(candidate.plan);
+    }
+    return first;
+  }
+
+  std::mt19937 random_{3};
+  std::unique_ptr<Backend> backend_;
+  std::vector<Tensor> kept_;
+  Stream stream_;
+  Queue queue_;
+  Tensor out_;
+  Tensor flags_;  // for all launches, as a backend has it: each finds what others left
+};
+
+TEST_F(CudaPlansTest, AllGenericCandidatesGiveTheSameBits) {
+  for (const Case& c : kCases) {
+    if (c.shortcut > 0) continue;
+    kept_.clear();
+    Conv2dLaunch conv = Launch(c);
+    conv.add = {};
+    const Tensor workspace = Zeros({8 << 20}, DType::kU8);
+    conv.workspace = workspace.data();
+    conv.workspace_bytes = workspace.bytes();
+    conv.semaphores = static_cast<int*>(Zeros({kSemaphores}, DType::kF32).data());
+    SCOPED_TRACE(Describe(conv));
+    std::vector<std::byte> first;
+    for (const ConvCandidate& candidate : GenericCandidates(conv, queue_)) {
+      const auto bytes = Run(candidate.name, [&] { return candidate.launch(conv, queue_); });
+      EXPECT_NE(bytes, std::vector<std::byte>(bytes.size(), std::byte{0xff})) << candidate.name;
+      if (first.empty()) first = bytes;
+      EXPECT_TRUE(bytes == first) << candidate.name;
+    }
+  }
+}
+
+/// With the kernels that only Hopper has.
+class HopperPlansTest : public CudaPlansTest {
+ protected:
+  void SetUp() override {
+    CudaPlansTest::SetUp();
+    if (IsSkipped()) return;
+#ifdef DENOISED_SM90A
+    cudaDeviceProp properties;
+    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+    queue_.hopper = properties.major == 9;
+#endif
+    if (!queue_.hopper) GTEST_SKIP() << "needs a GPU of compute capability 9.0 and its kernels";
+  }
+};
+
+TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
+  for (const Case& c : kCases) {
+    kept_.clear();
+    const Conv2dLaunch conv = Launch(c);
+    SCOPED_TRACE(Describe(conv));
+    const std::vector<std::byte> first = RunAll(conv);
+    if (HopperCandidates(conv, queue_).front().plan.splits > 1) {
+      EXPECT_FALSE(Run(conv, {.tile = HopperTile::k64x64, .splits = 1}) == first)
+          << "the bits depend on the splits";
+    }
+  }
+}
+
+TEST_F(HopperPlansTest, AllWithAFusedNormGiveTheSameBits) {
+  for (const Case& c : {Case{3, 32, 32, 128, 0, 128, 3}, Case{2, 64, 64, 192, 0, 192, 3},
+                        Case{5, 16, 16, 256, 128, 384, 3}, Case{9, 8, 8, 256, 0, 256, 3},
+                        Case{3, 32, 32, 64, 128, 320, 3}, Case{2, 8, 8, 320, 0, 640, 3},
+                        Case{2, 16, 16, 192, 0, 1280, 3},
+                        Case{5, 16, 16, 256, 128, 384, 3, 1, false, false, 256, 96},
+                        Case{9, 8, 8, 256, 0, 256, 3, 1, false, false, 72, 0},
+                        Case{2, 32, 32, 320, 0, 320, 3, 1, false, false, 320, 320}}) {
+    kept_.clear();
+    Conv2dLaunch conv = Launch(c);
+    conv.input_factors =
+        Random({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
+    SCOPED_TRACE(Describe(conv));
+    ASSERT_TRUE(SuitsHaloTile(conv));
+    RunAll(conv);
+  }
+}
+
+// Groups of two, four and eight channels; one, four and eight images a tile, the last ones of it
+// missing; outputs that tiles do not divide; halo tiles and im2col.
+TEST_F(HopperPlansTest, NormsOfOutputsHaveTheBitsOfGroupNorms) {
+  struct {
+    Case conv;
+    int groups;
+  } cases[] = {{{1, 8, 8, 256, 0, 256, 3}, 32},     {{9, 8, 8, 256, 128, 128, 3}, 32},
+               {{5, 4, 4, 256, 0, 256, 3}, 32},     {{70, 4, 4, 320, 64, 320, 3}, 40},
+               {{3, 2, 4, 128, 0, 64, 3}, 32},      {{7, 4, 8, 64, 0, 72, 3}, 18},
+               {{3, 15, 15, 64, 0, 256, 3, 2}, 64}, {{11, 1, 64, 256, 0, 72, 1}, 9},
+               {{33, 8, 8, 512, 0, 256, 3}, 128}};
+  for (const auto& [c, groups] : cases) {
+    kept_.clear();
+    Conv2dLaunch conv = Launch(c);
+    conv.residual = {};
+    conv.activation = Activation::kNone;
+    const Tensor made = out_;
+    GroupNormLaunch norm;
+    norm.images = c.images, norm.pixels = conv.out_height * conv.out_width;
+    norm.channels = c.outputs, norm.groups = groups;
+    norm.eps = 1e-5f;
+    norm.activation = Activation::kSilu;
+    norm.gamma = Random({c.outputs}, DType::kF32).as<float>();
+    norm.beta = Random({c.outputs}, DType::kF32).as<float>();
+    norm.x = View(made);
+    ASSERT_EQ(LaunchConv2dHopper(conv, HopperCandidates(conv, queue_).front().plan, queue_),
+              cudaSuccess);
+    out_ = Zeros(made.shape(), DType::kBF16);
+    norm.out = conv.out = View(out_);
+    ASSERT_TRUE(SuitsGroupNormCluster(norm, queue_));
+    const std::vector<std::byte> apart =
+        Run("apart", [&] { return LaunchGroupNormCluster(norm, queue_); });
+    conv.output_norm = {norm.gamma, norm.beta, groups, norm.eps};
+    SCOPED_TRACE(Describe(conv));
+    ASSERT_TRUE(SuitsOutputNorm(conv));
+    EXPECT_TRUE(RunAll(conv) == apart);
+    conv.output_norm.eps *= 2;
+    EXPECT_FALSE(RunAll(conv) == apart);
+  }
+}
+
+// Runs of two, four and eight channels; clusters of one block to sixteen, teams of up to 128;
+// pixels that chunks and blocks do not divide; slices across both sources, of several boxes; more
+// work tiles than teams; channels that tiles do not divide.
+const NormCase kNormCases[] = {{17, 64, 64, 192, 0, 32, true},  {2, 61, 67, 192, 0, 32},
+                               {3, 64, 64, 384, 192, 32, true}, {3, 63, 65, 256, 256, 32, true},
+                               {70, 16, 16, 576, 0, 32, true},  {9, 31, 33, 384, 384, 32},
+                               {5, 31, 33, 576, 384, 32, true}, {2, 37, 41, 320, 0, 32},
+                               {3, 16, 16, 768, 576, 32},       {40, 16, 16, 1152, 0, 32},
+                               {3, 64, 64, 576, 0, 32, true},   {5, 31, 33, 960, 0, 32},
+                               {9, 128, 128, 128, 0, 32, true}, {2, 127, 129, 128, 128, 32},
+                               {3, 256, 256, 128, 0, 32, true}, {2, 128, 128, 320, 0, 32},
+                               {2, 48, 48, 768, 0, 32}};
+
+void PrintTo(const NormCase& c, std::ostream* out) {
+  *out << fmt::format("{}x{}x{}x{}x{}", c.images, c.height, c.width, c.channels, c.channels2);
+}
+
+class HopperGroupNormTest : public HopperPlansTest, public testing::WithParamInterface<NormCase> {};
+
+TEST_P(HopperGroupNormTest, GiveTheSameBits) {
+  const NormCase& c = GetParam();
+  for (const bool factors : {false, true}) {
+    kept_.clear();
+    const GroupNormLaunch norm = Launch(c, factors);
+    SCOPED_TRACE(fmt::format("factors {}", factors));
+    ASSERT_TRUE(SuitsGroupNormStream(norm) && SuitsGroupNormPieces(norm));
+    const auto launch = [&](const GroupNormLaunch& norm) {
+      return factors ? LaunchGroupNormPieces(norm, queue_) : LaunchGroupNormStream(norm, queue_);
+    };
+    const std::vector<std::byte> all = Run("all", [&] { return launch(norm); });
+    EXPECT_TRUE(Run("again", [&] { return launch(norm); }) == all);
+    if (SuitsGroupNormCluster(norm, queue_)) {
+      EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == all);
+    } else {
+      EXPECT_TRUE(PrefersGroupNormStream(norm, queue_) && PrefersGroupNormPieces(norm, queue_));
+      if (!factors) {
+        GroupNormLaunch scaled = norm;
+        scaled.factors = Zeros({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
+        const auto make_and_apply = [&] {
+          const cudaError_t error = LaunchGroupNormPieces(scaled, queue_);
+          return error == cudaSuccess ? LaunchGroupScale(scaled, queue_) : error;
+        };
+        EXPECT_TRUE(Run("factors, then applied", make_and_apply) == all);
+      }
+    }
+    GroupNormLaunch first = norm;
+    first.images = 1;
+    const std::vector<std::byte> alone = Run("alone", [&] { return launch(first); });
+    EXPECT_TRUE(std::equal(alone.begin(), alone.begin() + all.size() / c.images, all.begin()));
+    EXPECT_TRUE(std::all_of(alone.begin() + all.size() / c.images, alone.end(), [](std::byte byte) {
+      return byte == std::byte{0xff};
+    })) << "it wrote beyond its image";
+    GroupNormLaunch other = norm;
+    other.eps *= 2;
+    EXPECT_FALSE(Run("other", [&] { return launch(other); }) == all);
+    if (factors) {
+      GroupNormLaunch few = norm;  // images at a time
+      few.workspace_bytes = std::max<size_t>(few.workspace_bytes / 4, 128 * 8 * c.groups);
+      EXPECT_TRUE(Run("few", [&] { return launch(few); }) == all);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, HopperGroupNormTest, testing::ValuesIn(kNormCases),
+                         testing::PrintToStringParamName());
+
+// Blocks of a team wait for each other, and two launches that each got half of the multiprocessors
+// would for ever.
+TEST_F(HopperPlansTest, TeamsOfTwoStreamsEndSideBySide) {
+  const auto stream = NewStream();
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  std::vector<GroupNormLaunch> norms;
+  std::vector<Queue> queues = {queue_, queue_};
+  queues[1].stream = stream->get();
+  std::vector<Tensor> outs;
+  std::vector<std::vector<std::byte>> alone;
+  for (int i = 0; i < 2; ++i) {
+    flags_ = {};
+    norms.push_back(Launch({3, 128, 128, 128, 0, 32, true}, /*factors=*/false));
+    outs.push_back(out_);
+    alone.push_back(Run("alone", [&] { return LaunchGroupNormStream(norms[i], queue_); }));
+    ASSERT_EQ(cudaMemset(out_.data(), 0xff, out_.bytes()), cudaSuccess);
+  }
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (int launch = 0; launch < 200; ++launch) {
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_EQ(LaunchGroupNormStream(norms[i], queues[i]), cudaSuccess);
+    }
+  }
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (int i = 0; i < 2; ++i) {
+    std::vector<std::byte> bytes(outs[i].bytes());
+    ASSERT_EQ(cudaMemcpy(bytes.data(), outs[i].data(), bytes.size(), cudaMemcpyDeviceToHost),
+              cudaSuccess);
+    EXPECT_TRUE(bytes == alone[i]);
+  }
+}
+
+TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesHaveTheirKernels) {
+  static std::byte nothing;
+  const auto norm_of = [](int images, int size, int channels) {
+    const Rows rows = {&nothing, channels, Element::kBf16, true};
+    GroupNormLaunch norm;
+    norm.x = norm.out = rows;
+    norm.channels = channels, norm.groups = 32;
+    norm.images = images, norm.pixels = size * size;
+    return norm;
+  };
+  EXPECT_TRUE(PrefersGroupNormStream(norm_of(1024, 16, 576), queue_));
+  EXPECT_FALSE(PrefersGroupNormStream(norm_of(1, 16, 576), queue_));
+  EXPECT_FALSE(PrefersGroupNormStream(norm_of(1024, 16, 256), queue_));
+  EXPECT_TRUE(PrefersGroupNormStream(norm_of(1024, 32, 128), queue_));
+  EXPECT_FALSE(PrefersGroupNormStream(norm_of(64, 32, 128), queue_));
+  EXPECT_FALSE(SuitsGroupNormStream(norm_of(1024, 8, 256)));
+  EXPECT_TRUE(PrefersGroupNormPieces(norm_of(64, 64, 192), queue_));
+  EXPECT_FALSE(PrefersGroupNormPieces(norm_of(1, 64, 192), queue_));
+}
+
+}  // namespace
+}  // namespace denoised::cuda

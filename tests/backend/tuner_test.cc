@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/backend/cuda/tuner.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "engine/core/tensor.h"
+#include "tests/needs_gpu.h"
+
+/// The tuner on ways that copy memory, whose speed and effect are known.
+
+namespace denoised::cuda {
+namespace {
+
+class CudaTunerTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    DENOISED_NEEDS_GPU();
+    stream_ = NewStream().value();
+    tuner_.emplace(Queue{stream_.get(), 1}, std::nullopt, Notify());
+  }
+
+  DeviceMemory Allocate(size_t bytes) {
+    DeviceMemory memory = AllocateDevice(bytes, "a test").value();
+    EXPECT_EQ(cudaMemset(memory.get(), 0, bytes), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    return memory;
+  }
+  Candidate Copying(const char* name, double microseconds, const void* from, void* to,
+                    size_t bytes) {
+    return {name, microseconds, [=, this] {
+              return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_.get());
+            }};
+  }
+
+  Stream stream_;
+  std::optional<Tuner> tuner_;
+};
+
+TEST_F(CudaTunerTest, ChoosesWhatIsClearlyFaster) {
+  const size_t bytes = 64 << 20;
+  const DeviceMemory from = Allocate(bytes), to = Allocate(bytes);
+  const Candidates candidates = {Copying("all", 20, from.get(), to.get(), bytes),
+                                 Copying("an eighth", 25, from.get(), to.get(), bytes / 8),
+                                 Copying("a quarter", 28, from.get(), to.get(), bytes / 4)};
+  EXPECT_EQ(tuner_->Choose("copies", candidates, {}).name, "all");
+  EXPECT_TRUE(tuner_->has_unknown());
+  ASSERT_TRUE(tuner_->Measure().ok());
+  EXPECT_FALSE(tuner_->has_unknown());
+  EXPECT_EQ(tuner_->Choose("copies", candidates, {}).name, "an eighth");
+  EXPECT_FALSE(tuner_->has_unknown()) << "it was measured";
+}
+
+// Candidates copy the operand away as they find it: bf16 and fp32, in vectors and one by one, whole
+// and as columns of a wider matrix.
+TEST_F(CudaTunerTest, MeasuresOnNormalNoise) {
+  for (const Element element : {Element::kBf16, Element::kF32}) {
+    for (const int columns : {64, 67}) {
+      const int64_t rows = 1000, stride = 80;
+      const size_t element_bytes = element == Element::kF32 ? 4 : 2;
+      const size_t bytes = rows * stride * element_bytes;
+      const DeviceMemory operand = Allocate(bytes), seen = Allocate(bytes);
+      const Candidates candidates = {Copying("one", 1, operand.get(), seen.get(), bytes),
+                                     Copying("other", 1, operand.get(), seen.get(), bytes)};
+      const Rows values = {operand.get(), stride, element, columns % 8 == 0};
+      tuner_->Choose(std::to_string(columns), candidates, {{values, rows, columns}});
+      ASSERT_TRUE(tuner_->Measure().ok());
+      const Tensor host =
+          Tensor::Host({rows, stride}, element == Element::kF32 ? DType::kF32 : DType::kBF16);
+      ASSERT_EQ(cudaMemcpy(host.data(), seen.get(), bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+      const std::vector<float> found = host.ToFloats();
+      double sum = 0, squares = 0, neighbours = 0;
+      for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t column = 0; column < stride; ++column) {
+          const float value = found[row * stride + column];
+          if (column >= columns) {
+            ASSERT_EQ(value, 0) << "beside the operand";
+            continue;
+          }
+          sum += value;
+          squares += double{value} * value;
+          if (column > 0) neighbours += double{value} * found[row * stride + column - 1];
+        }
+      }
+      const double count = static_cast<double>(rows * columns);  // errors of 4/√count
+      EXPECT_NEAR(sum / count, 0, 4 / std::sqrt(count));
+      EXPECT_NEAR(squares / count, 1, 6 / std::sqrt(count));
+      EXPECT_NEAR(neighbours / count, 0, 4 / std::sqrt(count)) << "neighbours are alike";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace denoised::cuda

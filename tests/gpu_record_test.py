@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/test-gpu, scripts/gpu_record.py and scripts/count_test_cases.py, on programs that behave
+like GoogleTest's and a GPU that is a script. Run: tests/gpu_record_test.py"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SCRIPTS = ["test-gpu", "gpu_record.py", "count_test_cases.py"]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import gpu_record  # noqa: E402
+
+# Cases and what becomes of them; with "crash" the program ends before it writes its report.
+PROGRAM = """#!{python}
+import os, sys, time
+cases = {cases}
+flags = dict(flag.split("=", 1) for flag in sys.argv[1:] if "=" in flag)
+if "--gtest_list_tests" in sys.argv:
+    print("Running main() from gmock_main.cc")
+    for name in cases:
+        suite, case = name.split(".")
+        print(suite + ".\\n  " + case + "  # GetParam() = 1")
+    sys.exit()
+count, index = int(os.environ["GTEST_TOTAL_SHARDS"]), int(os.environ["GTEST_SHARD_INDEX"])
+mine = list(cases)[index::count]
+report = ""
+for name in mine:
+    print("[ RUN      ] " + name, flush=True)
+    if cases[name] == "crash": sys.exit(11)
+    if cases[name] == "hang": time.sleep(60)
+    suite, case = name.split(".")
+    inner = dict(passed="", failed="<failure/>",
+                 skipped='<skipped message="a_test.cc:1&#x0A;needs a GPU beside another"/>')[cases[name]]
+    report += f'<testcase classname="{{suite}}" name="{{case}}" status="run">{{inner}}</testcase>'
+with open(flags["--gtest_output"].removeprefix("xml:"), "w") as out:
+    out.write("<testsuites>" + report + "</testsuites>")
+sys.exit("failed" in [cases[name] for name in mine])
+"""
+SANITIZER = """#!{python}
+import subprocess, sys
+at = sys.argv.index("--error-exitcode")
+ran = subprocess.run(sys.argv[at + 2:], stdout=subprocess.PIPE, text=True)
+status, bad = ran.returncode, "Bad" in ran.stdout
+print("========= COMPUTE-SANITIZER\\n========= Invalid __global__ write" if bad else "")
+sys.exit(int(sys.argv[at + 1]) if bad else status)
+"""
+
+
+class GpuRecordTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+        (self.root / "scripts").mkdir()
+        for name in SCRIPTS:
+            shutil.copy(ROOT / "scripts" / name, self.root / "scripts" / name)
+        for file in ["cmake/cuda.cmake", "engine/core/arena.cc", "engine/nn/conv.cc",
+                     "engine/backend/cuda/conv2d.cu", "engine/backend/cpu/conv.cc"]:
+            self.write(file, file)
+        self.script("bin/nvidia-smi", "#!/bin/sh\necho 'NVIDIA H200, 580.1'\n")
+        self.script("bin/compute-sanitizer", SANITIZER.format(python=sys.executable))
+        for name in gpu_record.GPU_PROGRAMS:
+            self.program(name, {"Cuda/Fine.Case/Bf16": "passed"})
+
+    def write(self, name, text):
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def script(self, name, text):
+        self.write(name, text).chmod(0o755)
+
+    def program(self, name, cases):
+        self.script(f"build/cuda/tests/{name.removesuffix('_test')}/{name}",
+                    PROGRAM.format(python=sys.executable, cases=cases))
+
+    def run_test_gpu(self, *arguments, status=0):
+        environment = {**os.environ, "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
+                       "DENOISED_COMMIT": "abc123"}
+        ran = subprocess.run([sys.executable, "scripts/test-gpu", "--no-build", "--jobs=2",
+                              *arguments], cwd=self.root, env=environment, text=True,
+                             capture_output=True)
+        self.assertEqual(ran.returncode, status, ran.stdout + ran.stderr)
+        self.output = ran.stdout + ran.stderr
+        return gpu_record.read(self.root / gpu_record.RECORD)
+
+    def test_records_what_ran(self):
+        self.program("backend_test", {f"Cuda/Fine.Case/{i}": "passed" for i in range(20)} |
+                     {"Cuda/Two.Gpus/0": "skipped"})
+        record = self.run_test_gpu(f"--keep={self.root / 'logs'}")
+        self.assertIn("[ RUN      ] Cuda/Fine.Case/19", (self.root / "logs/test-gpu.log").read_text())
+        self.assertEqual(record["passed"], 22)
+        self.assertEqual(record["failed"], [])
+        self.assertEqual(record["skipped"], {"backend_test: Cuda/Two.Gpus/0": "needs a GPU beside another"})
+        self.assertEqual((record["device"], record["driver"], record["commit"]),
+                         ("NVIDIA H200", "580.1", "abc123"))
+        self.assertEqual(record["sources"], gpu_record.hash_of_sources(self.root))
+        self.assertTrue(self.output.endswith("22 passed, 0 failed, 1 skipped\n"), self.output)
+
+    def test_a_failure_a_crash_and_a_hang_are_failures(self):
+        self.program("models_test", {"Cuda/Bad.Case/0": "failed"})
+        self.assertEqual(self.run_test_gpu(status=1)["failed"], ["models_test: Cuda/Bad.Case/0"])
+        self.program("models_test", {"Cuda/Lost.Case/0": "crash"})
+        failed = self.run_test_gpu(status=1)["failed"]
+        self.assertEqual(failed, ["models_test: Cuda/Lost.Case/0: did not run",
+                                  "models_test-0 ended with 11 in Cuda/Lost.Case/0"])
+        self.program("models_test", {"Cuda/Lost.Case/0": "hang"})
+        failed = self.run_test_gpu("--timeout=3", status=1)["failed"]
+        self.assertIn("models_test-0 ended with the timeout in Cuda/Lost.Case/0", failed)
+
+    def test_a_program_that_is_missing_is_an_error(self):
+        shutil.rmtree(self.root / "build/cuda/tests/models")
+        self.run_test_gpu(status=1)
+        self.assertIn("models_test: no such program", self.output)
+
+    def test_a_part_does_not_replace_the_whole(self):
+        self.run_test_gpu("--filter=*Cuda*", status=2)
+        self.assertIn("--out", self.output)
+
+    def test_sanitizers_are_added_to_a_record_of_the_same_sources(self):
+        self.run_test_gpu()
+        record = self.run_test_gpu("--sanitize=memcheck", "--programs", "backend_test")
+        self.assertEqual(record["passed"], 3)
+        self.assertEqual(record["sanitizers"]["memcheck"]["failed"], [])
+        self.program("backend_test", {"Cuda/Bad.Write/0": "passed"})
+        record = self.run_test_gpu("--sanitize=racecheck", "--programs", "backend_test", status=1)
+        self.assertEqual(record["sanitizers"]["racecheck"]["failed"],
+                         ["backend_test-0 ended with 86: Invalid __global__ write"])
+        self.assertEqual(list(record["sanitizers"]), ["memcheck", "racecheck"])
+        self.write("engine/backend/cuda/conv2d.cu", "changed")
+        self.assertEqual(self.run_test_gpu()["sanitizers"], {})
+
+    def test_the_hash_is_of_what_decides_results_on_a_gpu(self):
+        before = gpu_record.hash_of_sources(self.root)
+        self.write("engine/backend/cpu/conv.cc", "changed")
+        self.assertEqual(gpu_record.hash_of_sources(self.root), before)
+        for file in ["engine/backend/cuda/conv2d.cu", "engine/nn/conv.cc", "engine/models/new.cc"]:
+            self.write(file, "changed")
+            after = gpu_record.hash_of_sources(self.root)
+            self.assertNotEqual(after, before, file)
+            before = after
+
+    def test_says_whether_the_record_is_of_these_sources(self):
+        say = [sys.executable, self.root / "scripts/gpu_record.py"]
+        self.assertIn("there is no docs/gpu-tests.json", subprocess.check_output(say, text=True))
+        self.run_test_gpu()
+        self.assertIn("is of these CUDA sources (NVIDIA H200 at abc123: 3 passed, 0 failed, 0 skipped",
+                      subprocess.check_output(say, text=True))
+        self.write("engine/core/arena.cc", "changed")
+        self.assertIn("is of other CUDA sources", subprocess.check_output(say, text=True))
+
+    def count(self, program, case):
+        results = self.root / "results"
+        self.write("results/ctest.xml", f'<t><testcase name="{program}" status="run"/></t>')
+        self.write(f"results/cases/{program}.xml",
+                   '<t><testcase classname="Fine" name="Case" status="run"/>'
+                   f'<testcase classname="Cuda/A" name="{case}" status="run">'
+                   '<skipped message="a.cc:1&#x0A;needs a GPU"/></testcase></t>')
+        return subprocess.run([sys.executable, self.root / "scripts/count_test_cases.py", results],
+                              text=True, capture_output=True)
+
+    def test_skipped_cases_are_counted(self):
+        ran = self.count("backend_test", "Case/0")
+        self.assertEqual((ran.returncode, ran.stdout), (
+            0, "1 cases were skipped: they need a GPU\n1 passed, 0 failed\n"))
+
+    def test_a_case_that_test_gpu_would_not_run_is_a_failure(self):
+        ran = self.count("server_test", "Case/0")
+        self.assertEqual(ran.returncode, 1)
+        self.assertIn("FAILED: server_test: Cuda/A.Case/0 needs a GPU, and scripts/test-gpu",
+                      ran.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()
