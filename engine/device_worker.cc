@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/device_worker.h"
 
 #include <utility>
@@ -24,10 +25,10 @@ absl::Status DeviceWorker::Start() {
 
 void DeviceWorker::Stop() {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     stop_ = true;
   }
-  wake_.notify_all();
+  wake_.NotifyAll();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -40,9 +41,9 @@ void DeviceWorker::Main(std::promise<absl::Status> started) {
   backend_ = *std::move(backend);
   name_ = std::string(backend_->name());
   description_ = backend_->description();
-  // A size that is opened between two evaluations is not the time of either.
+  // Opening a size between two evaluations does not count as part of either.
   StepBatcher::Options batching = batching_;
-  batching.part_done = [this] { SetStepBegan(Clock::now()); };
+  batching.part_done = [this] { WatchFrom(Clock::now()); };
   batcher_ = std::make_unique<StepBatcher>(*backend_, *admission_, *queue_, observer_, batching);
   started.set_value(absl::OkStatus());
   Loop();
@@ -53,35 +54,50 @@ void DeviceWorker::Main(std::promise<absl::Status> started) {
 void DeviceWorker::Loop() {
   while (true) {
     const bool busy = batcher_->busy();
-    std::deque<Command> commands;
+    std::shared_ptr<PendingCommand> command;
     {
-      std::unique_lock lock(mutex_);
-      wake_.wait(lock,
-                 [&] { return stop_ || (health_.ok() && (busy || woken_ || !commands_.empty())); });
+      MutexLock lock(&mutex_);
+      while (!stop_ && (!health_.ok() || !(busy || woken_ || !commands_.empty())))
+        wake_.Wait(&mutex_);
       if (stop_) return;
       woken_ = false;
-      commands.swap(commands_);
+      if (!commands_.empty()) {
+        command = running_ = std::move(commands_.front());
+        commands_.pop_front();
+        watched_from_ = Clock::now();
+      }
     }
-    for (const Command& command : commands) command(absl::OkStatus());
+    if (command) {
+      command->run(*batcher_);
+      MutexLock lock(&mutex_);
+      running_.reset();
+      watched_from_.reset();
+      if (!health_.ok()) continue;
+    }
+    // One command, one step: neither holds up the other for longer.
     if (!batcher_->busy()) continue;
-    SetStepBegan(Clock::now());
+    WatchFrom(Clock::now());
     const absl::Status status = batcher_->Step();
-    SetStepBegan(std::nullopt);
+    WatchFrom(std::nullopt);
     if (!status.ok()) Lose(status);
   }
 }
 
-void DeviceWorker::SetStepBegan(std::optional<Clock::time_point> time) {
-  std::lock_guard lock(mutex_);
-  step_began_ = time;
+void DeviceWorker::WatchFrom(std::optional<Clock::time_point> begin) {
+  MutexLock lock(&mutex_);
+  watched_from_ = begin;
 }
 
 void DeviceWorker::LoseIfHanging(std::chrono::duration<double> limit) {
+  bool command = false;
   {
-    std::lock_guard lock(mutex_);
-    if (!step_began_ || Clock::now() - *step_began_ < limit) return;
+    MutexLock lock(&mutex_);
+    if (!watched_from_ || Clock::now() - *watched_from_ < limit) return;
+    command = running_ != nullptr;
   }
-  Lose(DeadlineExceeded("an evaluation did not return within {} s", limit.count()));
+  Lose(DeadlineExceeded("{} did not return within {} s",
+                        command ? "a part of loading or removing a model" : "an evaluation",
+                        limit.count()));
 }
 
 void DeviceWorker::LoseIfBroken() {
@@ -89,29 +105,30 @@ void DeviceWorker::LoseIfBroken() {
 }
 
 void DeviceWorker::Lose(const absl::Status& status) {
-  std::deque<Command> commands;
+  std::deque<std::shared_ptr<PendingCommand>> commands;
   absl::Status health;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (!health_.ok()) return;
     health = health_ = Unavailable("device {} failed and needs a restart of the server: {}", name_,
                                    std::string(status.message()));
     commands.swap(commands_);
+    if (running_) commands.push_front(running_);
   }
-  for (const Command& command : commands) command(health);
+  for (const auto& command : commands) command->fail(health);
   lost_();
 }
 
 void DeviceWorker::Wake() {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     woken_ = true;
   }
-  wake_.notify_all();
+  wake_.NotifyAll();
 }
 
 absl::Status DeviceWorker::health() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return health_;
 }
 

@@ -1,30 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <future>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 
 #include "engine/batching/step_batcher.h"
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
 #include "engine/device_engine.h"
 
 namespace denoised {
 
-/// One device and the thread that owns it: its backend, its models and its step batcher. Between
-/// evaluations the thread takes commands, so nothing of them is ever shared. Methods may be called
-/// from any thread.
+/// One device and the thread that owns it: its backend, its models and its step batcher. The thread
+/// runs commands of other threads between evaluations, so that none of these is ever shared.
+/// Methods may be called from any thread.
 class DeviceWorker {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `lost` is called once if the device fails, on any thread, when no command runs any more. All
-  /// that is passed outlives the worker.
+  /// `lost` is called once if the device fails, on any thread, after all commands were answered.
+  /// Everything that is passed must outlive the worker.
   DeviceWorker(const BackendOptions& backend, const BackendOpener& open,
                const StepBatcher::Options& batching, Admission* admission, JobQueue* queue,
                EngineObserver* observer, std::function<void()> lost);
@@ -37,29 +39,33 @@ class DeviceWorker {
 
   /// The queue may have work.
   void Wake();
-  /// Runs `part` with the batcher on the device's thread, between two evaluations, and waits for
-  /// what it returns, a Status or StatusOr; Unavailable without running it when the device is lost.
-  template <typename Part>
-  auto Run(Part part) -> decltype(part(std::declval<StepBatcher&>()));
+  /// Runs `command` with the batcher on the device's thread, between two evaluations, and returns
+  /// its Status or StatusOr. Unavailable if the device is lost before or while it runs. It may then
+  /// go on running after the return, so it must own all that it refers to.
+  template <typename Command>
+  auto Run(Command command) -> decltype(command(std::declval<StepBatcher&>()));
   /// A backend of its own on the same device, for another thread. What it packs outlives it.
   absl::StatusOr<std::unique_ptr<Backend>> OpenAnother() const { return open_(backend_options_); }
 
-  /// Ends the work of a device whose evaluation, or part of opening a size, takes longer than
-  /// `limit`: it hangs.
+  /// Gives up the device if its thread has spent more than `limit` on one evaluation, one command
+  /// (part of a load, removal of a model) or one part of opening a size: it hangs.
   void LoseIfHanging(std::chrono::duration<double> limit);
 
   const std::string& name() const { return name_; }
   const std::string& description() const { return description_; }
-  /// OK, or Unavailable with what the device failed of.
+  /// OK, or Unavailable with the device's error.
   absl::Status health() const;
 
  private:
-  /// Runs with OK, or is told why it will not.
-  using Command = std::function<void(const absl::Status& device)>;
+  /// A call of Run(): both end it, whichever comes first.
+  struct PendingCommand {
+    std::function<void(StepBatcher&)> run;
+    std::function<void(const absl::Status&)> fail;
+  };
 
   void Main(std::promise<absl::Status> started);
   void Loop();
-  void SetStepBegan(std::optional<Clock::time_point> time);
+  void WatchFrom(std::optional<Clock::time_point> begin);
   void LoseIfBroken();
   void Lose(const absl::Status& status);
 
@@ -73,34 +79,45 @@ class DeviceWorker {
   std::string name_, description_;
   std::thread thread_;
 
-  // Of the device's thread alone.
+  // Used by the device's thread only.
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<StepBatcher> batcher_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<Command> commands_;
-  bool stop_ = false, woken_ = false;
-  absl::Status health_;
-  std::optional<Clock::time_point> step_began_;
+  mutable Mutex mutex_;
+  ConditionVariable wake_;
+  std::deque<std::shared_ptr<PendingCommand>> commands_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<PendingCommand> running_ ABSL_GUARDED_BY(mutex_);
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false, woken_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status health_ ABSL_GUARDED_BY(mutex_);
+  /// Of what the thread does now; none while it waits.
+  std::optional<Clock::time_point> watched_from_ ABSL_GUARDED_BY(mutex_);
 };
 
-template <typename Part>
-auto DeviceWorker::Run(Part part) -> decltype(part(std::declval<StepBatcher&>())) {
-  using Result = decltype(part(std::declval<StepBatcher&>()));
-  // Shared: set_value may still be returning when the waiting thread has gone on.
-  const auto done = std::make_shared<std::promise<Result>>();
+template <typename Command>
+auto DeviceWorker::Run(Command command) -> decltype(command(std::declval<StepBatcher&>())) {
+  using Result = decltype(command(std::declval<StepBatcher&>()));
+  struct Answer {
+    std::atomic<bool> given{false};
+    std::promise<Result> promise;
+    void Give(Result result) {
+      if (!given.exchange(true)) promise.set_value(std::move(result));
+    }
+  };
+  const auto answer = std::make_shared<Answer>();
+  const auto pending = std::make_shared<PendingCommand>();
+  pending->run = [this, answer, command = std::move(command)](StepBatcher& batcher) {
+    Result result = command(batcher);
+    LoseIfBroken();  // before the answer: the caller may ask for health()
+    answer->Give(std::move(result));
+  };
+  pending->fail = [answer](const absl::Status& device) { answer->Give(device); };
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     DENOISED_RETURN_IF_ERROR(health_);
-    commands_.push_back([this, done, part = std::move(part)](const absl::Status& device) {
-      Result result = device.ok() ? Result(part(*batcher_)) : Result(device);
-      if (device.ok()) LoseIfBroken();  // first: who asks next knows why it failed
-      done->set_value(std::move(result));
-    });
+    commands_.push_back(pending);
   }
-  wake_.notify_all();
-  return done->get_future().get();
+  wake_.NotifyAll();
+  return answer->promise.get_future().get();
 }
 
 }  // namespace denoised

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/resolve.h"
 
 #include <algorithm>
@@ -176,7 +177,14 @@ class Resolver {
     }
   }
 
+  /// F32 numbers in host memory, all finite.
   void Finite(const char* field, const Tensor& tensor) {
+    if (tensor.dtype() != DType::kF32 || tensor.device() != Device::kCpu || !tensor.contiguous()) {
+      Violate(field, "is {}{}{}; pass a contiguous F32 tensor in host memory", Name(tensor.dtype()),
+              tensor.device() == Device::kCpu ? "" : " on a device",
+              tensor.contiguous() ? "" : ", not contiguous");
+      return;
+    }
     for (const float value : tensor.span<float>())
       if (!std::isfinite(value)) {
         Violate(field, "holds {}; use finite numbers", value);

@@ -7,10 +7,12 @@
 #include <ostream>
 #include <string>
 
-#include "server/acceptor.h"
-#include "server/clients.h"
-#include "server/credentials.h"
-#include "server/metrics.h"
+#include "server/models/saved_models.h"
+#include "server/security/acceptor.h"
+#include "server/security/clients.h"
+#include "server/security/credentials.h"
+#include "server/telemetry/http_server.h"
+#include "server/telemetry/metrics.h"
 
 namespace denoised {
 namespace {
@@ -65,7 +67,8 @@ void CheckAddresses(const Config& config, Report* report) {
       Acceptor::Listen(config.listen, config.connections.max_connections, &metrics);
   report->Add("listen " + config.listen, acceptor.status());
   if (config.metrics_listen.empty()) return;
-  report->Add("metrics " + config.metrics_listen, metrics.Serve(config.metrics_listen, nullptr));
+  report->Add("metrics " + config.metrics_listen,
+              HttpServer::Listen(config.metrics_listen, {}).status());
 }
 
 std::string Describe(const ModelInfo& model) {
@@ -84,6 +87,11 @@ bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& 
   Report report(out);
   CheckSecurityFiles(config.security, &report);
   CheckAddresses(config, &report);
+  if (!config.state_dir.empty()) {
+    const auto state = SavedModelsFile::Open(config.state_dir);
+    report.Add("state directory " + config.state_dir,
+               state.ok() ? (*state)->Read().status() : state.status());
+  }
   if (engine.ok()) {
     for (const DeviceState& device : (*engine)->Devices()) {
       report.Add("device " + device.name, device.health, device.description);

@@ -10,8 +10,8 @@
 namespace denoised {
 
 /// Tries what Server::Start and the loading of models need, with the same code: certificates, the
-/// file of clients, the addresses, the device, every model. A line for each goes to `report` as
-/// soon as it is known, and no failure ends it early:
+/// file of clients, the addresses, the state directory, the device, every model. A line for each
+/// goes to `report` as soon as it is known, and no failure ends it early:
 ///
 ///   ok      listen 127.0.0.1:50051
 ///   failed  model cats: data/cats/unet/config.json: no such file; …

@@ -9,8 +9,9 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "server/clients.h"
-#include "server/name.h"
+#include "server/models/model_roots.h"
+#include "server/security/clients.h"
+#include "server/status/name.h"
 #include "server/version.h"
 
 namespace denoised {
@@ -126,11 +127,6 @@ absl::Status CheckModelName(const std::string& flag, const std::string& name) {
   return InvalidArgument("{}: \"{}\" is not a model name; {}", flag, name, kNameRule);
 }
 
-bool IsModelDirectory(const fs::path& path) {
-  std::error_code error;
-  return fs::exists(path / "model_index.json", error) || fs::exists(path / "config.json", error);
-}
-
 absl::StatusOr<ModelSource> ParseModel(const std::string& text) {
   const size_t equals = text.find('=');
   if (equals == std::string::npos) {
@@ -234,12 +230,11 @@ absl::Status CheckSecurity(const Config& config) {
         "--clients needs TLS, since anybody on the way could read the tokens; give --tls-cert and "
         "--tls-key too");
   }
-  if (config.admin && security.clients.empty() && !IsLoopback(config.listen)) {
+  if (config.admin && security.clients.empty() && !EverybodyIsAdmin(config)) {
     return InvalidArgument(
-        "--admin on {} would let everybody change the models; say with --clients who may, or "
-        "listen "
-        "on 127.0.0.1",
-        config.listen);
+        "--admin=on has no admins on {}{}; name them in --clients with \"admin\": true{}",
+        config.listen, security.tls_client_ca.empty() ? "" : " with --tls-client-ca",
+        security.tls_client_ca.empty() ? ", or listen on 127.0.0.1" : "");
   }
   return absl::OkStatus();
 }
@@ -278,6 +273,7 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
                            source.name));
     }
   }
+  note(ModelRoots::Make(config->model_roots, config->models).status());
   return problems;
 }
 
@@ -289,6 +285,11 @@ bool IsLoopback(const std::string& address) {
   // Not every name that begins with "127." is of this machine.
   if (inet_pton(AF_INET, host.c_str(), &numeric) == 1) return ntohl(numeric.s_addr) >> 24 == 127;
   return host == "localhost" || host == "[::1]";
+}
+
+bool EverybodyIsAdmin(const Config& config) {
+  return config.admin && IsLoopback(config.listen) && config.security.clients.empty() &&
+         config.security.tls_client_ca.empty();
 }
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
@@ -338,9 +339,21 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--models", models_directory,
                  "Load every model folder in this directory, each under its folder's name")
       ->group("Models");
+  app.add_option(
+         "--model-roots", config.model_roots,
+         "Directories, with commas between them. Admins may load models from these and what "
+         "is below them, and from nowhere else. Default: the directories that the "
+         "configured models lie in")
+      ->delimiter(',')
+      ->group("Models");
+  app.add_option("--state-dir", config.state_dir,
+                 "Directory that keeps what admins load, unload and alias for the next start. A "
+                 "model whose --model has changed since starts as --model says. Empty: a restart "
+                 "undoes what admins changed")
+      ->group("Models");
   app.add_option("--reload-models-seconds", reload_models,
-                 "Look this often whether the files of a model have changed, and load it again; "
-                 "one that cannot be loaded leaves the old one serving. 0: never")
+                 "How often to look for changed model files and load the model again. If that "
+                 "fails, the old version goes on serving. 0: never")
       ->check(Seconds(0.0, 86400.0))
       ->group("Models");
 
@@ -348,16 +361,17 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Address of the gRPC port; port 0 picks a free one. On other addresses than "
                  "loopback see Security")
       ->group("Network");
-  app.add_option("--metrics-listen", config.metrics_listen,
-                 "Address of the HTTP port for Prometheus (GET /metrics); empty disables it")
+  app.add_option(
+         "--metrics-listen", config.metrics_listen,
+         "Address of the HTTP port for Prometheus (/metrics) and probes (/healthz, /readyz); "
+         "empty disables it")
       ->group("Network");
   app.add_option("--keepalive-seconds", keepalive,
-                 "Ping idle connections this often, to notice clients that vanished")
+                 "How often idle connections are pinged, to find clients that are gone")
       ->check(Seconds(1.0, 86400.0))
       ->group("Network");
   app.add_option("--max-connection-age-seconds", max_connection_age,
-                 "Ask clients to reconnect after so long, so that load spreads over replicas; "
-                 "0: never")
+                 "Ask clients to reconnect after so long, to spread load over replicas; 0: never")
       ->check(Seconds(0.0, 31536000.0))
       ->group("Network");
   app.add_option("--max-connection-idle-seconds", max_connection_idle,
@@ -369,15 +383,15 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(Seconds(0.1, 3600.0))
       ->group("Network");
   app.add_option("--write-timeout-seconds", write_timeout,
-                 "Cancel a stream whose reader takes nothing for so long")
+                 "Cancel a stream whose client reads nothing for so long")
       ->check(Seconds(0.1, 86400.0))
       ->group("Network");
   app.add_option("--lame-duck-seconds", lame_duck,
-                 "After SIGTERM or Ctrl-C, say NOT_SERVING to health checks so long before new "
-                 "requests are refused: time for load balancers to look elsewhere")
+                 "After SIGTERM or Ctrl-C, health checks get NOT_SERVING for so long before new "
+                 "requests are refused, so that load balancers can choose other servers")
       ->check(Seconds(0.0, 3600.0))
       ->group("Network");
-  app.add_option("--grace-seconds", grace, "Then give running requests so long to finish")
+  app.add_option("--grace-seconds", grace, "Time that running requests have to finish after that")
       ->check(Seconds(0.0, 86400.0))
       ->group("Network");
 
@@ -410,8 +424,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->group("Security");
   app.add_option("--admin", admin,
-                 "Offer ModelAdmin, to load and unload models: \"on\", \"off\", or \"auto\", on "
-                 "loopback and with --clients, for clients with \"admin\"")
+                 "Let admins load and unload models: \"on\", \"off\", or \"auto\", where there are "
+                 "admins. Admins are the clients with \"admin\": true in --clients. Without "
+                 "--clients and --tls-client-ca, everybody is an admin on a loopback address and "
+                 "nobody on others. Give \"off\" or --clients behind a proxy on this machine: all "
+                 "its callers come from loopback")
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->group("Security");
 
@@ -436,6 +453,12 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--autotune-cache", autotune_cache,
                  "Directory that keeps what was measured for the next start; \"auto\": denoised in "
                  "$XDG_CACHE_HOME or ~/.cache. Empty: it is measured at every start")
+      ->group("Engine");
+  AddChoice<DType>(
+      &app, "--cpu-dtype", &config.engine.cpu_dtype,
+      {{"fp32", DType::kF32}, {"bf16", DType::kBF16}}, "fp32",
+      "On the CPU, multiply in \"fp32\" or \"bf16\". bf16 needs AVX512-BF16 or AMX; it "
+      "is faster, and images differ slightly from those of fp32")
       ->group("Engine");
   app.add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU")
       ->group("Engine");
@@ -479,7 +502,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(1, 1 << 24))
       ->group("Limits");
   app.add_option("--max-queued-bytes", config.engine.max_queued_bytes,
-                 "Bytes that waiting requests may hold, initial noise and images above all")
+                 "Memory of waiting requests, mostly their initial noise and images")
       ->check(CLI::Range(size_t{1} << 20, size_t{1} << 40))
       ->group("Limits");
   app.add_option("--max-queued-images", config.engine.max_queued_images,
@@ -487,20 +510,21 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(1, 1 << 24))
       ->group("Limits");
   app.add_option("--job-retention-seconds", job_retention,
-                 "Keep the results of jobs so long for WatchJob and for retries; of those whose "
-                 "request chose its request_id or DISCONNECT_POLICY_CONTINUE")
+                 "How long results are kept for WatchJob and for retries. Only results of requests "
+                 "with a request_id or DISCONNECT_POLICY_CONTINUE are kept")
       ->check(Seconds(0.0, 31536000.0))
       ->group("Limits");
   app.add_option("--max-kept-job-bytes", config.jobs.max_bytes,
-                 "Memory for these results, less what running jobs hold; the oldest go first")
+                 "Memory for these results and for running jobs together; the oldest results are "
+                 "dropped first")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
       ->group("Limits");
   app.add_option("--max-request-bytes", config.limits.max_request_bytes,
-                 "Largest request message; an initial noise or image must fit")
+                 "Largest request message, uploads included")
       ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}))
       ->group("Limits");
   app.add_option("--max-init-pixels", config.limits.max_init_pixels,
-                 "Largest picture for image to image, in unpacked pixels")
+                 "Largest uploaded picture, width times height")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 28))
       ->group("Limits");
   app.add_option("--max-image-pixels", config.limits.max_image_pixels,
@@ -516,39 +540,50 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(0, 100000))
       ->group("Limits");
   app.add_option("--max-tensor-bytes", config.limits.max_tensor_bytes,
-                 "All images of one request as float32, as an initial noise or raw output has them")
+                 "Size of all images of one request as float32")
       ->check(CLI::Range(int64_t{1024}, int64_t{1} << 40))
       ->group("Limits");
+  app.add_option("--max-reply-bytes", config.limits.max_reply_bytes,
+                 "Largest reply message, as estimated before drawing; larger results have to be "
+                 "streamed. Never more than --max-buffered-bytes")
+      ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}))
+      ->group("Limits");
+  app.add_option("--max-decoding-bytes", config.max_decoding_bytes,
+                 "Memory for unpacking uploaded images and noise, of all requests together. A "
+                 "request that finds no room gets RESOURCE_EXHAUSTED and a time to retry after")
+      ->check(CLI::Range(int64_t{1} << 20, int64_t{1} << 40))
+      ->group("Limits");
   app.add_option("--max-previews-per-second", config.limits.max_previews_per_second,
-                 "Previews of one image; those in between are left out. 0: no limit")
+                 "Previews of one image per second; the others are dropped. 0: no limit")
       ->check(Number(0.0, 1e6))
       ->group("Limits");
   app.add_option(
          "--max-connections", config.connections.max_connections,
-         "Connections at a time, as far as the system's limit of open files allows; further "
-         "ones are closed")
+         "Concurrent connections, within the system's limit of open files; further ones are "
+         "closed")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
   app.add_option("--max-streams-per-connection", config.connections.max_streams,
-                 "Calls under way of one connection; further ones wait in the client")
+                 "Concurrent calls of one connection; further calls wait in the client")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
   app.add_option(
          "--max-streams-per-client", config.connections.max_streams_per_client,
-         "Calls under way of one client, a name of --clients or --tls-client-ca, else a host")
+         "Concurrent calls of one client: a name of --clients or --tls-client-ca, else a host")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
   app.add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
-                 "Requests of one client that may wait for the device; 0: as many as of all")
+                 "Requests of one client that may wait for the device; 0: --max-queued-requests")
       ->check(CLI::Range(0, 1 << 20))
       ->group("Limits");
   app.add_option("--max-buffered-bytes", config.connections.max_buffered_bytes,
-                 "Messages on their way in or out, of all connections; beyond it gRPC slows down "
-                 "and then refuses")
+                 "Memory for messages that gRPC sends and receives, of all connections; beyond it "
+                 "gRPC slows down and then refuses")
       ->check(CLI::Range(int64_t{1} << 24, int64_t{1} << 40))
       ->group("Limits");
   app.add_option("--worker-threads", config.worker_threads,
-                 "Threads that check requests and encode images; 0: half of the cores, at least 2")
+                 "Threads that check requests and encode images; 0: half of the cores within the "
+                 "CPU quota, at least 2")
       ->check(CLI::Range(0, 1024))
       ->group("Limits");
 
@@ -602,12 +637,15 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   config.engine.autotune_cache = autotune_cache == "auto" ? CacheDirectory() : autotune_cache;
   const bool loopback = IsLoopback(config.listen);
   config.reflection = reflection == "on" || (reflection == "auto" && loopback);
-  config.admin =
-      admin == "on" || (admin == "auto" && (loopback || !config.security.clients.empty()));
+  config.admin = admin != "off";
+  if (admin == "auto" && config.security.clients.empty()) config.admin = EverybodyIsAdmin(config);
   config.grace = milliseconds(grace);
   config.lame_duck = milliseconds(lame_duck);
   config.reload_models = milliseconds(reload_models);
   config.jobs.time = milliseconds(job_retention);
+  // gRPC holds a whole reply at once.
+  config.limits.max_reply_bytes =
+      std::min(config.limits.max_reply_bytes, config.connections.max_buffered_bytes);
   DENOISED_RETURN_IF_ERROR(Finish(models, models_directory, &config));
   return line;
 }

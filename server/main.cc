@@ -13,8 +13,9 @@
 
 #include "server/check.h"
 #include "server/config.h"
-#include "server/log.h"
 #include "server/server.h"
+#include "server/service_manager.h"
+#include "server/telemetry/log.h"
 
 namespace denoised {
 namespace {
@@ -34,6 +35,8 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
   }
   Server& server = **started;
 
+  NotifyServiceManager("STATUS=loading models");
+  bool ready = false;
   int exit_code = 0;
   while (true) {
     const timespec half_a_second{0, 500'000'000};
@@ -49,7 +52,12 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
       exit_code = 1;
       break;
     }
+    if (loaded && !ready) {
+      ready = true;
+      NotifyServiceManager("READY=1\nSTATUS=serving");
+    }
   }
+  NotifyServiceManager("STOPPING=1\nSTATUS=draining");
   // From here on a second signal ends the process at once.
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
   const bool orderly = exit_code == 0;

@@ -5,9 +5,9 @@
 #include <grpcpp/impl/server_builder_option.h>
 #include <grpcpp/impl/server_builder_plugin.h>
 #include <malloc.h>
+#include <prometheus/text_serializer.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <set>
@@ -15,22 +15,31 @@
 #include <utility>
 #include <vector>
 
-#include "server/acceptor.h"
-#include "server/catalog.h"
-#include "server/client_load.h"
-#include "server/clients.h"
-#include "server/credentials.h"
-#include "server/health.h"
-#include "server/inference_service.h"
-#include "server/jobs.h"
-#include "server/log.h"
-#include "server/metrics.h"
-#include "server/model_admin.h"
-#include "server/server_info.h"
-#include "server/service.h"
+#include "engine/core/available_cores.h"
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
+#include "server/api/health.h"
+#include "server/api/inference_service.h"
+#include "server/api/model_admin.h"
+#include "server/api/request_preparer.h"
+#include "server/api/server_info.h"
+#include "server/api/service.h"
+#include "server/api/write_watch.h"
+#include "server/jobs/jobs.h"
+#include "server/jobs/memory_budget.h"
+#include "server/jobs/worker_pool.h"
+#include "server/models/catalog.h"
+#include "server/security/acceptor.h"
+#include "server/security/client_load.h"
+#include "server/security/clients.h"
+#include "server/security/credentials.h"
+#include "server/settings.h"
+#include "server/snapshots.h"
+#include "server/status/model_name.h"
+#include "server/telemetry/http_server.h"
+#include "server/telemetry/log.h"
+#include "server/telemetry/metrics.h"
 #include "server/version.h"
-#include "server/worker_pool.h"
-#include "server/write_watch.h"
 
 namespace denoised {
 namespace {
@@ -40,14 +49,12 @@ using Clock = std::chrono::steady_clock;
 /// Initialised before main: the start of the process, near enough for startup_seconds.
 const Clock::time_point process_start = Clock::now();
 
-/// malloc keeps what is freed in the arena of the thread that took it, where other threads cannot
-/// use it: free pages spread over the arenas, and resident memory creeps up though nothing is left
-/// behind. So often they go back to the system.
+/// How often free memory goes back to the system. malloc keeps freed pages in the arena of the
+/// thread that took them, where other threads cannot use them, so resident memory grows without a
+/// leak.
 constexpr std::chrono::minutes kTrimPeriod{1};
 
-int WorkerThreads(int asked) {
-  return asked > 0 ? asked : std::max(2, static_cast<int>(std::thread::hardware_concurrency() / 2));
-}
+int WorkerThreads(int asked) { return asked > 0 ? asked : std::max(2, AvailableCores() / 2); }
 
 int Milliseconds(std::chrono::milliseconds duration) {
   return static_cast<int>(std::min<int64_t>(duration.count(), INT32_MAX));
@@ -58,8 +65,8 @@ void Limits(const Config& config, grpc::ServerBuilder* builder) {
   builder->SetMaxReceiveMessageSize(static_cast<int>(config.limits.max_request_bytes));
   // Replies are bounded by RequestLimits::max_reply_bytes, before anything is drawn.
   builder->SetMaxSendMessageSize(-1);
-  // Queued clients may ping: by default gRPC cuts off whoever pings without data more often than
-  // every five minutes.
+  // Queued clients may ping. By default gRPC closes connections that ping without data more often
+  // than every five minutes.
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
                               Milliseconds(connections.min_ping));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
@@ -102,77 +109,91 @@ std::string WithPort(const std::string& address, int port) {
 /// In the order of construction; what stands later uses what stands earlier.
 struct Server::State {
   State(const Config& config, std::unique_ptr<Engine> engine_in,
-        std::unique_ptr<Clients> clients_in)
+        std::unique_ptr<Clients> clients_in, CatalogOptions models)
       : config(config),
         client_load(config.connections.max_streams_per_client),
-        jobs(&serving, config.jobs),
+        decoding(config.max_decoding_bytes),
+        clients(std::move(clients_in)),
+        calls(clients.get(), &metrics),
+        jobs({.engine = engine_in.get(),
+              .preparer = &preparer,
+              .workers = &workers,
+              .client_load = &client_load,
+              .metrics = &metrics,
+              .queue_wait = &queue_wait,
+              .drain = &drain,
+              .max_previews_per_second = config.limits.max_previews_per_second},
+             config.jobs),
         workers(WorkerThreads(config.worker_threads)),
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),
         engine(std::move(engine_in)),
-        catalog(config.models, engine.get(), &metrics),
-        clients(std::move(clients_in)),
-        service(&serving),
-        inference(&serving),
-        model_admin(config.admin ? std::make_unique<ModelAdminService>(&serving) : nullptr) {
-    serving.config = &this->config;
-    serving.engine = engine.get();
-    serving.catalog = &catalog;
-    serving.jobs = &jobs;
-    serving.active = &active;
-    serving.workers = &workers;
-    serving.metrics = &metrics;
-    serving.clients = clients.get();
-    serving.client_load = &client_load;
-    serving.write_watch = &write_watch;
-    serving.limits = config.limits;
+        catalog(std::move(models), engine.get(), &metrics),
+        info(DescribeSettings(config), engine.get(), &catalog, &drain),
+        preparer(&catalog, engine.get(), config.limits, &decoding, &queue_wait),
+        call_context{&calls, &jobs, &workers, &client_load, &queue_wait},
+        service(call_context, &write_watch, &catalog, &info, config.limits),
+        inference(call_context, engine.get(), &catalog, &info, config.limits),
+        model_admin(config.admin ? std::make_unique<ModelAdminService>(&calls, &catalog, &drain,
+                                                                       &info, config.limits)
+                                 : nullptr) {
     engine->SetObserver(&metrics);
   }
 
-  /// Nobody scrapes what is being destroyed.
-  ~State() { metrics.Detach(); }
-
+  /// Opens the port for Prometheus and probes.
+  absl::Status ServeHttp();
   void Announce() const;
   void LoadModels();
+  /// Drops what was kept long enough.
+  void KeepHouse();
   /// Runs `task` once every `period` until the server stops.
   void Repeat(std::chrono::milliseconds period, const std::function<void()>& task);
 
   const Config config;
   Metrics metrics;
-  Serving serving;
-  ActiveCalls active;
+  DrainProgress drain;
+  QueueWait queue_wait;
   ClientLoad client_load;
+  MemoryBudget decoding;
+  std::unique_ptr<Clients> clients;
+  Calls calls;
   Jobs jobs;
   WorkerPool workers;
   WriteWatch write_watch;
   std::unique_ptr<Engine> engine;
   Catalog catalog;
-  std::unique_ptr<Clients> clients;
+  ServerInfo info;
+  RequestPreparer preparer;
+  GenerationCallContext call_context;
   ImageGenerationService service;
   InferenceService inference;
   std::unique_ptr<ModelAdminService> model_admin;  // null when it is not wanted
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Health> health;
   std::unique_ptr<Acceptor> acceptor;
+  std::unique_ptr<HttpServer> http;  // null when it is not wanted
 
-  std::mutex mutex;
-  std::condition_variable loaded_changed;
-  std::optional<absl::Status> loaded;  // guarded by mutex
-  bool stopping = false;               // guarded by mutex
-  std::condition_variable stop;
+  Mutex mutex;
+  ConditionVariable loaded_changed;
+  std::optional<absl::Status> loaded ABSL_GUARDED_BY(mutex);
+  bool stopping ABSL_GUARDED_BY(mutex) = false;
+  ConditionVariable stop;
   std::once_flag drained;
-  std::thread loader, expirer, reloader, trimmer;
+  std::thread loader, housekeeper, reloader, trimmer;
   std::set<std::string> lost_devices;  // that CheckDevices has seen
 };
 
 void Server::State::Announce() const {
   log::Fields fields = {{"version", kVersion},
                         {"address", WithPort(config.listen, acceptor->port())},
-                        {"device", DeviceNames(*engine)},
+                        {"device", info.DeviceNames()},
                         {"device_description", engine->Devices().front().description},
-                        {"models", static_cast<int>(config.models.size())}};
-  if (metrics.port() != 0) {
+                        {"models", static_cast<int>(config.models.size())},
+                        {"admins", !config.admin              ? "nobody"
+                                   : EverybodyIsAdmin(config) ? "everybody"
+                                                              : "clients with \"admin\": true"}};
+  if (http) {
     fields.push_back(
-        {"metrics", "http://" + WithPort(config.metrics_listen, metrics.port()) + "/metrics"});
+        {"metrics", "http://" + WithPort(config.metrics_listen, http->port()) + "/metrics"});
   }
   log::Info("listening", fields);
   const SecurityConfig& security = config.security;
@@ -191,33 +212,74 @@ void Server::State::Announce() const {
 void Server::State::LoadModels() {
   absl::Status first_error;
   int ready = 0;
-  for (const ModelSource& source : config.models) {
-    if (serving.draining()) break;
-    const absl::Status status = catalog.LoadListed(source.name);
+  const std::vector<std::string> listed = catalog.Listed();
+  for (const std::string& model : listed) {
+    if (drain.draining()) break;
+    const absl::Status status = catalog.LoadListed(model);
     if (status.ok()) {
       ++ready;
     } else if (first_error.ok()) {
-      first_error = Annotate(status, "model " + source.name);
+      first_error = Annotate(status, "model " + model);
     }
   }
-  if (ready > 0) {
+  // When admins have unloaded all models, the server is as they left it.
+  if (ready > 0 || listed.empty()) {
     const double seconds = std::chrono::duration<double>(Clock::now() - process_start).count();
     metrics.FirstServed(seconds);
     if (health->Serve()) {
       log::Info("serving", {{"models", ready}, {"seconds_since_start", seconds}});
     }
   }
-  std::lock_guard lock(mutex);
-  loaded = ready > 0 ? absl::OkStatus() : first_error;
-  loaded_changed.notify_all();
+  MutexLock lock(&mutex);
+  loaded = ready > 0 ? absl::OkStatus() : first_error;  // OK too when nothing was listed
+  loaded_changed.NotifyAll();
+}
+
+absl::Status Server::State::ServeHttp() {
+  if (config.metrics_listen.empty()) return absl::OkStatus();
+  const SnapshotSources sources{.engine = engine.get(),
+                                .catalog = &catalog,
+                                .jobs = &jobs,
+                                .decoding = &decoding,
+                                .drain = &drain,
+                                .info = &info,
+                                .security = config.security};
+  const auto probe = [](bool ok) { return ok ? HttpReply{200, "ok\n"} : HttpReply{503, "no\n"}; };
+  auto listening = HttpServer::Listen(
+      config.metrics_listen,
+      {{"/metrics",
+        [this, sources] {
+          std::vector<prometheus::MetricFamily> families = metrics.Collect();
+          for (auto& more : {CollectServing(sources), CollectProcess()}) {
+            families.insert(families.end(), more.begin(), more.end());
+          }
+          return HttpReply{200, prometheus::TextSerializer().Serialize(families)};
+        }},
+       {"/healthz", [this, probe] { return probe(health->live()); }},
+       {"/readyz", [this, probe] { return probe(health->ready()); }}});
+  if (!listening.ok()) return listening.status();
+  http = *std::move(listening);
+  return absl::OkStatus();
+}
+
+void Server::State::KeepHouse() {
+  jobs.Expire();
+  std::set<std::string> models;
+  for (const CatalogModel& model : catalog.All()) {
+    models.insert(EngineName(model.name, model.version));
+  }
+  metrics.Retain(models);
 }
 
 void Server::State::Repeat(std::chrono::milliseconds period, const std::function<void()>& task) {
-  std::unique_lock lock(mutex);
-  while (!stop.wait_for(lock, period, [this] { return stopping; })) {
-    lock.unlock();
+  while (true) {
+    {
+      MutexLock lock(&mutex);
+      const Clock::time_point next = Clock::now() + period;
+      while (!stopping && Clock::now() < next) stop.WaitUntil(&mutex, next);
+      if (stopping) return;
+    }
     task();
-    lock.lock();
   }
 }
 
@@ -225,15 +287,17 @@ Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
                                                       std::unique_ptr<Engine> engine) {
-  DENOISED_ASSIGN_OR_RETURN(auto clients,
-                            Clients::Open(config.security.clients, config.security.refresh));
-  auto state = std::make_unique<State>(config, std::move(engine), std::move(clients));
+  DENOISED_ASSIGN_OR_RETURN(
+      auto clients,
+      Clients::Open(config.security.clients, config.security.refresh, EverybodyIsAdmin(config)));
+  DENOISED_ASSIGN_OR_RETURN(
+      CatalogOptions models,
+      MakeCatalogOptions(config.models, config.model_roots, config.state_dir));
+  auto state =
+      std::make_unique<State>(config, std::move(engine), std::move(clients), std::move(models));
   DENOISED_ASSIGN_OR_RETURN(
       const auto credentials,
       MakeServerCredentials(config.security, state->clients.get(), &state->metrics));
-  if (!config.metrics_listen.empty()) {
-    DENOISED_RETURN_IF_ERROR(state->metrics.Serve(config.metrics_listen, &state->serving));
-  }
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
@@ -251,14 +315,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
   // gRPC's own health service says SERVING until it is told otherwise: before anybody can ask.
   state->health = std::make_unique<Health>(state->grpc_server->GetHealthCheckService());
+  DENOISED_RETURN_IF_ERROR(state->ServeHttp());
   state->acceptor->Start(std::move(handler));
   state->Announce();
   State* raw = state.get();
   state->loader = std::thread([raw] { raw->LoadModels(); });
-  state->expirer = std::thread([raw] {
+  state->housekeeper = std::thread([raw] {
     const auto period = std::clamp<std::chrono::milliseconds>(
         raw->config.jobs.time / 4, std::chrono::milliseconds(10), std::chrono::seconds(1));
-    raw->Repeat(period, [raw] { raw->jobs.Expire(); });
+    raw->Repeat(period, [raw] { raw->KeepHouse(); });
   });
   state->trimmer = std::thread([raw] { raw->Repeat(kTrimPeriod, [] { malloc_trim(0); }); });
   if (config.reload_models.count() > 0) {
@@ -272,21 +337,24 @@ Server::~Server() {
   Drain(std::chrono::milliseconds(0));
   state_->loader.join();
   {
-    std::lock_guard lock(state_->mutex);
+    MutexLock lock(&state_->mutex);
     state_->stopping = true;
   }
-  state_->stop.notify_all();
-  state_->expirer.join();
+  state_->stop.NotifyAll();
+  state_->housekeeper.join();
   state_->trimmer.join();
   if (state_->reloader.joinable()) state_->reloader.join();
 }
 
 int Server::port() const { return state_->acceptor->port(); }
-int Server::metrics_port() const { return state_->metrics.port(); }
+int Server::metrics_port() const { return state_->http ? state_->http->port() : 0; }
 
 std::optional<absl::Status> Server::Loaded(std::chrono::milliseconds timeout) {
-  std::unique_lock lock(state_->mutex);
-  state_->loaded_changed.wait_for(lock, timeout, [this] { return state_->loaded.has_value(); });
+  const Clock::time_point deadline = Clock::now() + timeout;
+  MutexLock lock(&state_->mutex);
+  while (!state_->loaded && Clock::now() < deadline) {
+    state_->loaded_changed.WaitUntil(&state_->mutex, deadline);
+  }
   return state_->loaded;
 }
 
@@ -318,17 +386,17 @@ bool Server::DestructorWaits() const {
 void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {
   std::call_once(state_->drained, [&] {
     state_->health->Stop();
-    Serving& serving = state_->serving;
+    DrainProgress& drain = state_->drain;
     const auto end = std::chrono::system_clock::now() + lame_duck + grace;
-    serving.drain_deadline = std::chrono::duration<double>(end.time_since_epoch()).count();
-    serving.drain = DrainState::kLameDuck;
+    drain.deadline = std::chrono::duration<double>(end.time_since_epoch()).count();
+    drain.state = DrainState::kLameDuck;
     std::this_thread::sleep_for(lame_duck);
     const Clock::time_point deadline = Clock::now() + grace;
-    serving.drain = DrainState::kDraining;
+    drain.state = DrainState::kDraining;
     state_->engine->Drain(deadline);
     // The images of the last jobs are on their way through the workers and to their readers.
     const Clock::time_point flushed = std::max(deadline, Clock::now() + std::chrono::seconds(1));
-    if (!state_->active.WaitForNone(flushed)) {
+    if (!state_->calls.WaitForNone(flushed)) {
       log::Warning("calls were still being read at the end of the grace period; cancelling them");
     }
     state_->acceptor->Stop();

@@ -25,7 +25,7 @@ class Server {
   /// bound.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const Config& config,
                                                        std::unique_ptr<Engine> engine);
-  /// Drains without grace when nobody drained.
+  /// Drains without grace, unless Drain was called.
   ~Server();
 
   /// Where it listens, also when port 0 was asked for. metrics_port is 0 when there is none.

@@ -15,12 +15,11 @@
 #include <string>
 #include <utility>
 
-#include "engine/engine.h"
-#include "server/catalog.h"
-#include "server/credentials.h"
-#include "server/jobs.h"
-#include "server/server_info.h"
-#include "server/translate.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/strip.h"
+#include "server/security/credentials.h"
+#include "server/status/model_name.h"
+#include "server/telemetry/metrics.h"
 #include "server/version.h"
 
 namespace denoised {
@@ -54,56 +53,59 @@ void Add(MetricFamily* family, Labels labels, double value) {
   family->metric.push_back(std::move(metric));
 }
 
-/// What the engine says, by model: versions share the series, so that these go on when a model is
-/// replaced.
-std::map<std::string, EngineStats> ByModel(const std::vector<EngineStats>& versions) {
-  std::map<std::string, EngineStats> models;
-  for (const EngineStats& stats : versions) {
-    EngineStats& sum = models[ModelOf(stats.model)];
-    sum.active_images += stats.active_images;
-    sum.slots += stats.slots;
-    sum.oldest_wait_seconds = std::max(sum.oldest_wait_seconds, stats.oldest_wait_seconds);
-    sum.parked_images += stats.parked_images;
-    for (size_t i = 0; i < kPriorities; ++i) {
-      sum.queued_requests[i] += stats.queued_requests[i];
-      sum.queued_images_by_priority[i] += stats.queued_images_by_priority[i];
-    }
-    for (size_t i = 0; i < kEndReasons; ++i) sum.wasted_rows[i] += stats.wasted_rows[i];
-  }
-  return models;
+/// The labels of a version, of the engine's name "digits@2".
+Labels VersionLabels(const std::string& engine_name, Labels more = {}) {
+  more.push_back({"model", ModelOf(engine_name)});
+  more.push_back({"version", VersionOf(engine_name)});
+  return more;
 }
 
 void Collect(const Catalog& catalog, const std::vector<DeviceState>& devices,
              std::vector<MetricFamily>* families) {
-  auto state = Gauge("denoised_model_state", "1 for the state that the model is in");
+  auto state = Gauge("denoised_model_state", "1 for the state that the version is in");
+  auto current = Gauge("denoised_model_current", "1 for the version that the name alone means");
   auto memory = Gauge("denoised_model_memory_bytes", "Memory of a device by purpose");
-  std::map<std::string, std::array<size_t, 3>> bytes;
   for (const CatalogModel& model : catalog.All()) {
     const ModelInfo& info = *model.info;
-    std::array<size_t, 3>& sum = bytes[model.name];
-    sum[0] += info.weight_bytes;
-    sum[1] += info.activation_bytes;
-    sum[2] += info.slot_bytes;
-    if (!model.current) continue;
-    for (const auto& [name, value] : {std::pair{"loading", ModelState::kLoading},
-                                      {"available", ModelState::kReady},
-                                      {"failed", ModelState::kFailed},
-                                      {"unloading", ModelState::kUnloading}}) {
-      Add(&state, {{"model", model.name}, {"state", name}}, info.state == value);
+    const std::string name = EngineName(model.name, model.version);
+    Add(&current, VersionLabels(name), model.current);
+    for (const auto& [label, value] : {std::pair{"loading", ModelState::kLoading},
+                                       {"available", ModelState::kReady},
+                                       {"failed", ModelState::kFailed},
+                                       {"unloading", ModelState::kUnloading}}) {
+      Add(&state, VersionLabels(name, {{"state", label}}), info.state == value);
     }
-  }
-  for (const auto& [model, sum] : bytes) {
-    for (const auto& [purpose, index] :
-         {std::pair{"weights", 0}, {"activations", 1}, {"slots", 2}}) {
+    for (const auto& [purpose, bytes] : {std::pair{"weights", info.weight_bytes},
+                                         {"activations", info.activation_bytes},
+                                         {"slots", info.slot_bytes}}) {
       for (const DeviceState& device : devices) {
         if (!device.health.ok()) continue;
-        Add(&memory, {{"device", device.name}, {"model", model}, {"purpose", purpose}},
-            static_cast<double>(sum[index]));
+        Add(&memory, VersionLabels(name, {{"device", device.name}, {"purpose", purpose}}),
+            static_cast<double>(bytes));
       }
     }
   }
-  families->push_back(std::move(state));
-  families->push_back(std::move(memory));
+  for (MetricFamily* family : {&state, &current, &memory}) families->push_back(std::move(*family));
+}
+
+void Collect(const Jobs& jobs, const Catalog& catalog, std::vector<MetricFamily>* families) {
+  constexpr v1::JobState kStates[] = {v1::JOB_STATE_QUEUED, v1::JOB_STATE_RUNNING,
+                                      v1::JOB_STATE_SUCCEEDED, v1::JOB_STATE_FAILED,
+                                      v1::JOB_STATE_CANCELLED};
+  auto counts = jobs.CountByState();
+  // Every model has a series for every state, also while there is no such job.
+  for (const CatalogModel& model : catalog.All()) {
+    for (const v1::JobState state : kStates) counts.try_emplace({model.name, state}, 0);
+  }
+  auto family = Gauge("denoised_jobs", "Requests that run or whose results are kept, by state");
+  for (const auto& [key, count] : counts) {
+    const auto& [model, state] = key;
+    const std::string name(absl::StripPrefix(v1::JobState_Name(state), "JOB_STATE_"));
+    Add(&family,
+        {{"model", model.empty() ? "unknown" : model}, {"state", absl::AsciiStrToLower(name)}},
+        count);
+  }
+  families->push_back(std::move(family));
 }
 
 void Collect(const Engine& engine, std::vector<MetricFamily>* families) {
@@ -116,19 +118,20 @@ void Collect(const Engine& engine, std::vector<MetricFamily>* families) {
                         "Images that gave their slot to another before they were done");
   auto wasted = Counter("denoised_wasted_rows_total",
                         "Rows of evaluations spent on requests that ended early");
-  for (const auto& [name, stats] : ByModel(engine.Stats())) {
-    const Labels::value_type model = {"model", name};
+  for (const EngineStats& stats : engine.Stats()) {
+    const std::string& name = stats.model;
     for (size_t i = 0; i < kPriorities; ++i) {
-      const Labels::value_type priority = {"priority", denoised::Label(static_cast<Priority>(i))};
-      Add(&requests, {model, priority}, stats.queued_requests[i]);
-      Add(&images, {model, priority}, stats.queued_images_by_priority[i]);
+      const Labels labels =
+          VersionLabels(name, {{"priority", PriorityLabel(static_cast<Priority>(i))}});
+      Add(&requests, labels, stats.queued_requests[i]);
+      Add(&images, labels, stats.queued_images_by_priority[i]);
     }
-    Add(&oldest, {model}, stats.oldest_wait_seconds);
-    Add(&active, {model}, stats.active_images);
-    Add(&slots, {model}, stats.slots);
-    Add(&parked, {model}, static_cast<double>(stats.parked_images));
+    Add(&oldest, VersionLabels(name), stats.oldest_wait_seconds);
+    Add(&active, VersionLabels(name), stats.active_images);
+    Add(&slots, VersionLabels(name), stats.slots);
+    Add(&parked, VersionLabels(name), static_cast<double>(stats.parked_images));
     for (size_t i = 0; i < kEndReasons; ++i) {
-      Add(&wasted, {model, {"reason", kEndReasonNames[i]}},
+      Add(&wasted, VersionLabels(name, {{"reason", kEndReasonNames[i]}}),
           static_cast<double>(stats.wasted_rows[i]));
     }
   }
@@ -163,19 +166,12 @@ double BootTime() {
 
 }  // namespace
 
-void ServingSnapshot::Detach() {
-  std::lock_guard lock(mutex_);
-  serving_ = nullptr;
-}
-
-std::vector<MetricFamily> ServingSnapshot::Collect() const {
-  std::lock_guard lock(mutex_);
-  if (serving_ == nullptr) return {};
+std::vector<MetricFamily> CollectServing(const SnapshotSources& sources) {
   std::vector<MetricFamily> families;
   auto build = Gauge("denoised_build_info", "1, with the version and the devices");
-  Add(&build, {{"version", kVersion}, {"device", DeviceNames(*serving_->engine)}}, 1);
+  Add(&build, {{"version", kVersion}, {"device", sources.info->DeviceNames()}}, 1);
   families.push_back(std::move(build));
-  const std::vector<DeviceState> devices = serving_->engine->Devices();
+  const std::vector<DeviceState> devices = sources.engine->Devices();
   auto up = Gauge("denoised_device_up", "1 while the device works, 0 when it is lost");
   for (const DeviceState& device : devices) Add(&up, {{"device", device.name}}, device.health.ok());
   families.push_back(std::move(up));
@@ -184,25 +180,26 @@ std::vector<MetricFamily> ServingSnapshot::Collect() const {
                                     {"serving", v1::SERVER_STATE_SERVING},
                                     {"lame_duck", v1::SERVER_STATE_LAME_DUCK},
                                     {"draining", v1::SERVER_STATE_DRAINING}}) {
-    Add(&state, {{"state", name}}, StateOf(*serving_) == value);
+    Add(&state, {{"state", name}}, sources.info->State() == value);
   }
   families.push_back(std::move(state));
   families.push_back(Single(MetricType::Gauge, "denoised_drain_deadline_time_seconds",
                             "By when the drain should be over, in seconds since 1970; 0 before it",
-                            serving_->drain_deadline));
-  denoised::Collect(*serving_->catalog, devices, &families);
-  denoised::Collect(*serving_->engine, &families);
-  if (const auto expiry = CertificateExpiry(serving_->config->security)) {
+                            sources.drain->deadline));
+  Collect(*sources.catalog, devices, &families);
+  Collect(*sources.engine, &families);
+  Collect(*sources.jobs, *sources.catalog, &families);
+  if (const auto expiry = CertificateExpiry(sources.security)) {
     families.push_back(Single(MetricType::Gauge, "denoised_certificate_expiry_time_seconds",
                               "When the certificate expires, in seconds since 1970",
                               std::chrono::duration<double>(expiry->time_since_epoch()).count()));
   }
-  families.push_back(Single(MetricType::Gauge, "denoised_jobs",
-                            "Requests that run or whose results are kept",
-                            static_cast<double>(serving_->jobs->size())));
   families.push_back(Single(MetricType::Gauge, "denoised_job_bytes",
                             "Events that are held for those who watch jobs or may ask for them",
-                            static_cast<double>(serving_->jobs->bytes())));
+                            static_cast<double>(sources.jobs->bytes())));
+  families.push_back(Single(MetricType::Gauge, "denoised_decoding_bytes",
+                            "Memory that is reserved to unpack uploads",
+                            static_cast<double>(sources.decoding->reserved())));
   const struct mallinfo2 heap = mallinfo2();
   families.push_back(
       Single(MetricType::Gauge, "denoised_heap_bytes",
@@ -211,7 +208,7 @@ std::vector<MetricFamily> ServingSnapshot::Collect() const {
   return families;
 }
 
-std::vector<MetricFamily> ProcessSnapshot::Collect() const {
+std::vector<MetricFamily> CollectProcess() {
   // utime, stime, num_threads, starttime, vsize, rss of proc(5), counted from its field 3.
   constexpr size_t kUser = 11, kSystem = 12, kThreads = 17, kStart = 19, kVirtual = 20, kRss = 21;
   const std::vector<std::string> stat = ReadStat();

@@ -1,33 +1,36 @@
 #pragma once
 
-#include <prometheus/collectable.h>
+#include <prometheus/metric_family.h>
 
-#include <mutex>
 #include <vector>
 
-#include "server/serving.h"
+#include "engine/engine.h"
+#include "server/api/server_info.h"
+#include "server/jobs/drain.h"
+#include "server/jobs/jobs.h"
+#include "server/jobs/memory_budget.h"
+#include "server/models/catalog.h"
+#include "server/security/security_config.h"
+
+/// Metrics that are read from their owners when Prometheus scrapes. Thread-safe.
 
 namespace denoised {
 
-/// What the engine, the catalog and the jobs know themselves, read when Prometheus asks.
-class ServingSnapshot : public prometheus::Collectable {
- public:
-  explicit ServingSnapshot(const Serving* serving) : serving_(serving) {}
-
-  /// Nothing is read from now on: what is pointed to may be destroyed.
-  void Detach();
-
-  std::vector<prometheus::MetricFamily> Collect() const override;
-
- private:
-  mutable std::mutex mutex_;
-  const Serving* serving_;  // guarded by mutex_
+/// The owners. They must outlive each call.
+struct SnapshotSources {
+  const Engine* engine;
+  const Catalog* catalog;
+  const Jobs* jobs;
+  const MemoryBudget* decoding;
+  const DrainProgress* drain;
+  const ServerInfo* info;
+  SecurityConfig security;
 };
+
+/// Metrics of the engine, the catalog and the jobs.
+std::vector<prometheus::MetricFamily> CollectServing(const SnapshotSources& sources);
 
 /// The process_* metrics that every Prometheus client library has: CPU, memory, files.
-class ProcessSnapshot : public prometheus::Collectable {
- public:
-  std::vector<prometheus::MetricFamily> Collect() const override;
-};
+std::vector<prometheus::MetricFamily> CollectProcess();
 
 }  // namespace denoised

@@ -1,9 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
 #include <optional>
-#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -38,6 +38,6 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags);
 /// connection, must not retry: an error is a result. kOk when requests succeeded and equal requests
 /// got equal images; a stop request ends the load early and is kInterrupted.
 ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& flags,
-               std::stop_token stop);
+               const client::CallOptions& call);
 
 }  // namespace denoised::command

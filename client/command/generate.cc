@@ -1,16 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/generate.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdio>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
+#include <utility>
 
 #include "command/codec.h"
 #include "command/drawing.h"
@@ -182,34 +183,28 @@ std::string FormatOf(const client::Image& image) {
   return image.mime_type.substr(std::min(kFiles.size(), image.mime_type.size()));
 }
 
-/// Leaves once the request is queued; it goes on without us.
+/// Returns once the request is queued; the server goes on with it.
 ExitCode Detach(const client::Client& client, const GenerateRequest& request, bool json,
                 const client::CallOptions& options) {
-  std::mutex mutex;
+  // The listener's calls come one at a time, and the last one before Wait returns.
   std::optional<client::Queued> queued;
-  std::unique_ptr<client::StreamCall> call;
-  std::condition_variable changed;
-  bool done = false;
-  call = client.StreamGenerate(request.generation, std::nullopt,
-                               {.on_event =
-                                    [&](const client::Event& event) {
-                                      std::lock_guard lock(mutex);
-                                      if (const auto* first = std::get_if<client::Queued>(&event)) {
-                                        queued = *first;
-                                      }
-                                      changed.notify_all();
-                                    },
-                                .on_done =
-                                    [&](const absl::Status&) {
-                                      std::lock_guard lock(mutex);
-                                      done = true;
-                                      changed.notify_all();
-                                    }},
-                               options);
-  {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return queued || done; });
-  }
+  std::promise<void> known;
+  bool answered = false;
+  const auto answer = [&known, &answered] {
+    if (!std::exchange(answered, true)) known.set_value();
+  };
+  const auto call =
+      client.StreamGenerate(request.generation, std::nullopt,
+                            {.on_event =
+                                 [&](const client::Event& event) {
+                                   if (const auto* first = std::get_if<client::Queued>(&event)) {
+                                     queued = *first;
+                                     answer();
+                                   }
+                                 },
+                             .on_done = [&](const absl::Status&) { answer(); }},
+                            options);
+  known.get_future().wait();
   call->Cancel();
   const absl::Status status = call->Wait();
   if (!queued) return Report(status, json);
@@ -225,21 +220,23 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
     std::puts(line.dump().c_str());
   } else {
     std::puts(queued->params.request_id.c_str());
-    std::fputs(fmt::format("note: ask for it there: --server {}\n", queued->server).c_str(),
-               stderr);
+    std::fputs(
+        fmt::format("note: only this server knows the job: --server {}\n", queued->server).c_str(),
+        stderr);
   }
   return kOk;
 }
 
 }  // namespace
 
-ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std::stop_token stop) {
+ExitCode Generate(const client::Client& client, const GenerateFlags& flags,
+                  const client::CallOptions& call) {
   const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
   const bool live = terminal && flags.previews;
   if (flags.previews && !live) {
     std::fputs("note: --previews needs a terminal; none are shown\n", stderr);
   }
-  client::CallOptions options = {.stop = stop};
+  client::CallOptions options = call;
   if (flags.timeout_seconds) {
     options.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
         std::chrono::duration<double>(*flags.timeout_seconds));
@@ -258,10 +255,10 @@ ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std:
                    .pictures = request->preview.has_value(),
                    .animate = !flags.animate.empty()},
                   view.get());
-  const auto call = client.StreamGenerate(
+  const auto stream = client.StreamGenerate(
       request->generation, request->preview,
       {.on_event = [&drawing](const client::Event& event) { drawing.OnEvent(event); }}, options);
-  const absl::Status drawn = call->Wait();
+  const absl::Status drawn = stream->Wait();
   drawing.Finish();
   view.reset();
 
@@ -271,16 +268,15 @@ ExitCode Generate(const client::Client& client, const GenerateFlags& flags, std:
 }
 
 ExitCode Watch(const client::Client& client, const std::string& request_id, uint64_t after_sequence,
-               GenerateFlags flags, std::stop_token stop) {
+               GenerateFlags flags, const client::CallOptions& call) {
   const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
   std::unique_ptr<LiveView> view;
   if (terminal) view = std::make_unique<LiveView>(stdout, TerminalColoursOfEnvironment());
   Drawing drawing({}, view.get());
-  const auto call = client.WatchJob(
+  const auto stream = client.WatchJob(
       request_id, after_sequence,
-      {.on_event = [&drawing](const client::Event& event) { drawing.OnEvent(event); }},
-      {.stop = stop});
-  const absl::Status drawn = call->Wait();
+      {.on_event = [&drawing](const client::Event& event) { drawing.OnEvent(event); }}, call);
+  const absl::Status drawn = stream->Wait();
   drawing.Finish();
   view.reset();
   if (!drawing.images().empty()) flags.format = FormatOf(drawing.images().front());

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/health.h"
 
 #include <fmt/format.h>
@@ -7,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "command/call_options.h"
 #include "command/progress.h"
 
 namespace denoised::command {
@@ -38,8 +40,9 @@ std::string ModelsUnderWay(const client::Client& client, const client::CallOptio
   return fmt::format("{}", fmt::join(states, "; "));
 }
 
-Answer Ask(const client::Client& client, const HealthFlags& flags, std::stop_token stop) {
-  const client::CallOptions options = {.timeout = kCallTimeout, .stop = stop};
+Answer Ask(const client::Client& client, const HealthFlags& flags,
+           const client::CallOptions& call) {
+  const client::CallOptions options = WithTimeout(call, kCallTimeout);
   const auto health = client.CheckHealth(flags.service, options);
   if (health.ok() && *health == client::ServingStatus::kServing) return {kOk, "SERVING", ""};
   if (health.ok()) return {kError, "NOT_SERVING", ModelsUnderWay(client, options)};
@@ -55,7 +58,8 @@ Answer Ask(const client::Client& client, const HealthFlags& flags, std::stop_tok
 
 }  // namespace
 
-ExitCode Health(const client::Client& client, const HealthFlags& flags, std::stop_token stop) {
+ExitCode Health(const client::Client& client, const HealthFlags& flags,
+                const client::CallOptions& call) {
   const auto begin = steady_clock::now();
   const auto waited = [&begin] {
     return std::chrono::duration<double>(steady_clock::now() - begin);
@@ -63,8 +67,8 @@ ExitCode Health(const client::Client& client, const HealthFlags& flags, std::sto
   std::string told;
   Answer answer;
   for (;;) {
-    answer = Ask(client, flags, stop);
-    const bool over = waited().count() + 0.2 >= flags.wait_seconds || stop.stop_requested();
+    answer = Ask(client, flags, call);
+    const bool over = waited().count() + 0.2 >= flags.wait_seconds || call.stop.stop_requested();
     if (answer.code == kOk || over) break;
     if (answer.comment != told) {
       std::fputs(
@@ -74,7 +78,7 @@ ExitCode Health(const client::Client& client, const HealthFlags& flags, std::sto
     }
     std::this_thread::sleep_for(kInterval);
   }
-  if (stop.stop_requested()) answer.code = kInterrupted;
+  if (call.stop.stop_requested()) answer.code = kInterrupted;
   if (flags.json) {
     std::puts(nlohmann::json({{"service", flags.service},
                               {"status", answer.status},

@@ -1,6 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <stop_token>
 #include <string>
 
 #include "command/report.h"
@@ -16,6 +16,7 @@ struct HealthFlags {
 
 /// `denoise health`: kOk when SERVING, kError when not, kUnavailable when nobody answers. While it
 /// waits it tells on stderr what for. `client` should not retry: this does.
-ExitCode Health(const client::Client& client, const HealthFlags& flags, std::stop_token stop);
+ExitCode Health(const client::Client& client, const HealthFlags& flags,
+                const client::CallOptions& call);
 
 }  // namespace denoised::command

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/jobs.h"
 
 #include <fmt/chrono.h>
@@ -5,6 +6,7 @@
 
 #include <cstdio>
 
+#include "command/call_options.h"
 #include "command/generate.h"
 #include "command/json.h"
 #include "command/table.h"
@@ -63,8 +65,9 @@ void PrintTable(const std::vector<client::Job>& jobs) {
 
 }  // namespace
 
-ExitCode ListJobs(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
-  const auto jobs = client.ListJobs(flags.query, {.timeout = kCallTimeout, .stop = stop});
+ExitCode ListJobs(const client::Client& client, const JobsFlags& flags,
+                  const client::CallOptions& call) {
+  const auto jobs = client.ListJobs(flags.query, WithTimeout(call, kCallTimeout));
   if (!jobs.ok()) return Report(jobs.status(), flags.json);
   if (!flags.json) {
     PrintTable(*jobs);
@@ -76,20 +79,22 @@ ExitCode ListJobs(const client::Client& client, const JobsFlags& flags, std::sto
   return kOk;
 }
 
-ExitCode GetJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
-  return Tell(client.GetJob(flags.request_id, {.timeout = kCallTimeout, .stop = stop}), flags.json);
+ExitCode GetJob(const client::Client& client, const JobsFlags& flags,
+                const client::CallOptions& call) {
+  return Tell(client.GetJob(flags.request_id, WithTimeout(call, kCallTimeout)), flags.json);
 }
 
-ExitCode WatchJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
+ExitCode WatchJob(const client::Client& client, const JobsFlags& flags,
+                  const client::CallOptions& call) {
   GenerateFlags saving;
   saving.out = flags.out;
   saving.json = flags.json;
-  return Watch(client, flags.request_id, flags.after_sequence, saving, stop);
+  return Watch(client, flags.request_id, flags.after_sequence, saving, call);
 }
 
-ExitCode CancelJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop) {
-  return Tell(client.CancelJob(flags.request_id, {.timeout = kCallTimeout, .stop = stop}),
-              flags.json);
+ExitCode CancelJob(const client::Client& client, const JobsFlags& flags,
+                   const client::CallOptions& call) {
+  return Tell(client.CancelJob(flags.request_id, WithTimeout(call, kCallTimeout)), flags.json);
 }
 
 }  // namespace denoised::command

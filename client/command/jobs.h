@@ -1,7 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
-#include <stop_token>
 #include <string>
 
 #include "command/generate_flags.h"
@@ -19,12 +19,16 @@ struct JobsFlags {
 };
 
 /// `denoise jobs list`: those that run and those that are kept.
-ExitCode ListJobs(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
+ExitCode ListJobs(const client::Client& client, const JobsFlags& flags,
+                  const client::CallOptions& call);
 /// `denoise jobs get`: how far a job is.
-ExitCode GetJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
+ExitCode GetJob(const client::Client& client, const JobsFlags& flags,
+                const client::CallOptions& call);
 /// `denoise jobs watch`: follows a job and saves its pictures.
-ExitCode WatchJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
+ExitCode WatchJob(const client::Client& client, const JobsFlags& flags,
+                  const client::CallOptions& call);
 /// `denoise jobs cancel`: ends it.
-ExitCode CancelJob(const client::Client& client, const JobsFlags& flags, std::stop_token stop);
+ExitCode CancelJob(const client::Client& client, const JobsFlags& flags,
+                   const client::CallOptions& call);
 
 }  // namespace denoised::command

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cmath>
@@ -6,6 +7,7 @@
 #include <optional>
 #include <stop_token>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "command/image_hashes.h"
@@ -22,6 +24,9 @@ struct LoadOptions {
   std::optional<double> duration_seconds;  // of the arrivals that count
   std::optional<int64_t> requests;         // that count; with neither, until the workload ends
   bool unary = false;                      // Generate in place of StreamGenerate, a thread for each
+  // As in client::CallOptions, of every request.
+  std::vector<std::pair<std::string, std::string>> metadata;
+  std::string traceparent;
 };
 
 /// How a request ended. Times are in seconds, and latencies count from the arrival: the moment at

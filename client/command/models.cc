@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/models.h"
 
 #include <fmt/format.h>
@@ -5,6 +6,7 @@
 
 #include <cstdio>
 
+#include "command/call_options.h"
 #include "command/json.h"
 #include "command/table.h"
 
@@ -80,8 +82,9 @@ void PrintModel(const client::Model& model) {
 
 }  // namespace
 
-ExitCode Models(const client::Client& client, const ModelsFlags& flags, std::stop_token stop) {
-  const client::CallOptions options = {.timeout = kCallTimeout, .stop = stop};
+ExitCode Models(const client::Client& client, const ModelsFlags& flags,
+                const client::CallOptions& call) {
+  const client::CallOptions options = WithTimeout(call, kCallTimeout);
   if (!flags.name.empty()) {
     const auto model = client.GetModel(flags.name, options);
     if (!model.ok()) return Report(model.status(), flags.json);
@@ -120,18 +123,18 @@ ExitCode TellModel(const absl::StatusOr<client::Model>& model, bool json) {
 
 // Without a timeout: large models take their time, and so do the requests that are to end.
 ExitCode LoadModel(const client::Client& client, const ModelChangeFlags& flags,
-                   std::stop_token stop) {
-  return TellModel(client.LoadModel(flags.load, {.stop = stop}), flags.json);
+                   const client::CallOptions& call) {
+  return TellModel(client.LoadModel(flags.load, call), flags.json);
 }
 
 ExitCode UnloadModel(const client::Client& client, const ModelChangeFlags& flags,
-                     std::stop_token stop) {
-  return Report(client.UnloadModel(flags.unload, {.stop = stop}), flags.json);
+                     const client::CallOptions& call) {
+  return Report(client.UnloadModel(flags.unload, call), flags.json);
 }
 
 ExitCode SetAlias(const client::Client& client, const ModelChangeFlags& flags,
-                  std::stop_token stop) {
-  const client::CallOptions options = {.timeout = kCallTimeout, .stop = stop};
+                  const client::CallOptions& call) {
+  const client::CallOptions options = WithTimeout(call, kCallTimeout);
   if (flags.delete_alias) return Report(client.DeleteAlias(flags.alias, options), flags.json);
   return TellModel(client.SetAlias(flags.alias, flags.target, options), flags.json);
 }

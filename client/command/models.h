@@ -1,6 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <stop_token>
 #include <string>
 
 #include "command/report.h"
@@ -22,13 +22,14 @@ struct ModelChangeFlags {
   bool json = false;
 };
 ExitCode LoadModel(const client::Client& client, const ModelChangeFlags& flags,
-                   std::stop_token stop);
+                   const client::CallOptions& call);
 ExitCode UnloadModel(const client::Client& client, const ModelChangeFlags& flags,
-                     std::stop_token stop);
+                     const client::CallOptions& call);
 ExitCode SetAlias(const client::Client& client, const ModelChangeFlags& flags,
-                  std::stop_token stop);
+                  const client::CallOptions& call);
 
 /// `denoise models`: a table of all models, or everything about one.
-ExitCode Models(const client::Client& client, const ModelsFlags& flags, std::stop_token stop);
+ExitCode Models(const client::Client& client, const ModelsFlags& flags,
+                const client::CallOptions& call);
 
 }  // namespace denoised::command

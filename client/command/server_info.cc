@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/server_info.h"
 
 #include <fmt/format.h>
@@ -5,13 +6,14 @@
 
 #include <cstdio>
 
+#include "command/call_options.h"
 #include "command/json.h"
 #include "command/progress.h"
 
 namespace denoised::command {
 
-ExitCode ServerInfo(const client::Client& client, bool json, std::stop_token stop) {
-  const auto info = client.GetServerInfo({.timeout = std::chrono::seconds(10), .stop = stop});
+ExitCode ServerInfo(const client::Client& client, bool json, const client::CallOptions& call) {
+  const auto info = client.GetServerInfo(WithTimeout(call, std::chrono::seconds(10)));
   if (!info.ok()) return Report(info.status(), json);
   if (json) {
     std::puts(ToJson(*info).dump().c_str());

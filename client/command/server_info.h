@@ -1,6 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
-
-#include <stop_token>
 
 #include "command/report.h"
 #include "denoised/client.h"
@@ -8,6 +7,6 @@
 namespace denoised::command {
 
 /// `denoise server info`: what the server is and allows.
-ExitCode ServerInfo(const client::Client& client, bool json, std::stop_token stop);
+ExitCode ServerInfo(const client::Client& client, bool json, const client::CallOptions& call);
 
 }  // namespace denoised::command

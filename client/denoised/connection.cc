@@ -1,6 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/connection.h"
 
 #include <fmt/format.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
@@ -11,16 +13,18 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "denoised/attempts.h"
 #include "denoised/backoff.h"
+#include "denoised/call_headers.h"
 #include "denoised/conversion.h"
 #include "denoised/error.h"
+#include "denoised/health/health.pb.h"
 #include "denoised/rpc_status.h"
 #include "denoised/stream_call.h"
 #include "denoised/target.h"
 #include "denoised/v1/image_generation.grpc.pb.h"
 #include "denoised/v1/model_admin.grpc.pb.h"
-#include "grpc/health/v1/health.grpc.pb.h"
 
 namespace denoised::client {
 namespace {
@@ -46,22 +50,34 @@ bool Sleep(std::chrono::nanoseconds delay, const std::stop_token& stop) {
   return !stop.stop_requested();
 }
 
-// What one of several servers alone can answer.
-constexpr char kJobs[] = "a job is known to";
-constexpr char kModels[] = "models are changed on";
+absl::Status PlaintextToken(const char* what) {
+  return absl::InvalidArgumentError(
+      fmt::format("{} needs tls: anyone on the network could read the token. If something else "
+                  "encrypts the connection, such as a service mesh, set allow_plaintext_token "
+                  "(denoise --allow-plaintext-token)",
+                  what));
+}
+
+// Calls that go to one server, not to any of several.
+constexpr char kJobs[] = "a job is known to only";
+constexpr char kModels[] = "models are changed on only";
 
 class GrpcConnection : public Connection {
  public:
   /// `name` is what the caller calls the target.
+  /// `token` may be null; `plaintext` when metadata must hold no token either.
   GrpcConnection(std::string name, bool replicas, const std::shared_ptr<grpc::Channel>& channel,
-                 const RetryPolicy& retry)
+                 const RetryPolicy& retry, std::shared_ptr<grpc::CallCredentials> token,
+                 bool plaintext)
       : name_(std::move(name)),
         replicas_(replicas),
         retry_(retry),
+        token_(std::move(token)),
+        plaintext_(plaintext),
         budget_(std::make_shared<RetryBudget>(retry.budget)),
         stub_(v1::ImageGeneration::NewStub(channel)),
         admin_(v1::ModelAdmin::NewStub(channel)),
-        health_(grpc::health::v1::Health::NewStub(channel)) {}
+        health_(channel) {}
 
   absl::StatusOr<GenerationResult> Generate(const Generation& generation,
                                             const CallOptions& options) override {
@@ -86,9 +102,10 @@ class GrpcConnection : public Connection {
       return FailedStreamCall(std::move(status), listener);
     }
     if (preview) *request.mutable_preview() = ToProto(*preview);
-    StreamCallSetup setup = Setup(options);
-    setup.generate = std::move(request);
-    return StartStreamCall(stub_, std::move(setup), std::move(listener), options.stop);
+    auto setup = Setup(options);
+    if (!setup.ok()) return FailedStreamCall(setup.status(), listener);
+    setup->generate = std::move(request);
+    return StartStreamCall(stub_, *std::move(setup), std::move(listener), options.stop);
   }
 
   std::unique_ptr<StreamCall> WatchJob(const std::string& request_id, uint64_t after_sequence,
@@ -97,10 +114,11 @@ class GrpcConnection : public Connection {
     if (absl::Status status = CheckSingle(kJobs); !status.ok()) {
       return FailedStreamCall(std::move(status), listener);
     }
-    StreamCallSetup setup = Setup(options);
-    setup.watch.set_request_id(request_id);
-    setup.watch.set_after_sequence(after_sequence);
-    return StartStreamCall(stub_, std::move(setup), std::move(listener), options.stop);
+    auto setup = Setup(options);
+    if (!setup.ok()) return FailedStreamCall(setup.status(), listener);
+    setup->watch.set_request_id(request_id);
+    setup->watch.set_after_sequence(after_sequence);
+    return StartStreamCall(stub_, *std::move(setup), std::move(listener), options.stop);
   }
 
   absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) override {
@@ -235,17 +253,27 @@ class GrpcConnection : public Connection {
 
   absl::StatusOr<ServingStatus> CheckHealth(const std::string& service,
                                             const CallOptions& options) override {
-    grpc::health::v1::HealthCheckRequest request;
+    health::HealthCheckRequest request;
     request.set_service(service);
-    grpc::health::v1::HealthCheckResponse response;
+    health::HealthCheckResponse response;
     const absl::Status status = Call(options, [&](grpc::ClientContext* context) {
-      return health_->Check(context, request, &response);
+      // The generated stub would call the service by the name of our copy (proto/CMakeLists.txt).
+      grpc::CompletionQueue queue;
+      const auto call =
+          health_.PrepareUnaryCall(context, "/grpc.health.v1.Health/Check", request, &queue);
+      grpc::Status result;
+      call->StartCall();
+      call->Finish(&response, &result, nullptr);
+      void* tag = nullptr;
+      bool ok = false;
+      queue.Next(&tag, &ok);
+      return result;
     });
     if (!status.ok()) return status;
     switch (response.status()) {
-      case grpc::health::v1::HealthCheckResponse::SERVING:
+      case health::HealthCheckResponse::SERVING:
         return ServingStatus::kServing;
-      case grpc::health::v1::HealthCheckResponse::NOT_SERVING:
+      case health::HealthCheckResponse::NOT_SERVING:
         return ServingStatus::kNotServing;
       default:
         return ServingStatus::kUnknown;
@@ -256,14 +284,31 @@ class GrpcConnection : public Connection {
   absl::Status CheckSingle(const char* what) const {
     if (!replicas_) return absl::OkStatus();
     return absl::InvalidArgumentError(fmt::format(
-        "{} one server, but {} stands for several; connect to that one by its own address, "
+        "{} one server, but {} stands for several; connect to that server by its own address, "
         "host:port",
         what, name_));
   }
 
-  StreamCallSetup Setup(const CallOptions& options) const {
+  absl::StatusOr<CallHeaders> Headers(const CallOptions& options) const {
+    auto metadata = MetadataOf(options);
+    if (!metadata.ok()) return metadata.status();
+    for (const auto& [key, value] : *metadata) {
+      if (key != "authorization") continue;
+      if (token_ != nullptr) {
+        return absl::InvalidArgumentError(
+            "metadata \"authorization\" and token_file are both given; give one");
+      }
+      if (plaintext_) return PlaintextToken("metadata \"authorization\"");
+    }
+    return CallHeaders{*std::move(metadata), token_};
+  }
+
+  absl::StatusOr<StreamCallSetup> Setup(const CallOptions& options) const {
+    auto headers = Headers(options);
+    if (!headers.ok()) return headers.status();
     const auto deadline = Deadline(options);
-    return {
+    return StreamCallSetup{
+        .headers = *std::move(headers),
         .attempts = Attempts(retry_, budget_, deadline),
         .deadline = deadline,
         .to_status = [name = name_](const grpc::Status& status) { return ToStatus(status, name); }};
@@ -301,16 +346,19 @@ class GrpcConnection : public Connection {
   }
   template <typename Attempt>
   absl::Status Call(const CallOptions& options, const Attempt& attempt, const RetryPolicy& retry) {
+    const auto headers = Headers(options);
+    if (!headers.ok()) return headers.status();
     const auto deadline = Deadline(options);
     for (Attempts attempts(retry, budget_, deadline);;) {
       grpc::ClientContext context;
+      headers->AddTo(&context);
       if (deadline) context.set_deadline(*deadline);
       absl::Status status;
       {
         std::stop_callback cancel(options.stop, [&context] { context.TryCancel(); });
         status = ToStatus(attempt(&context), name_);
       }
-      if (!options.stop.stop_requested()) status = WithoutStrangeCancel(std::move(status));
+      if (!options.stop.stop_requested()) status = WithoutShutdownCancel(std::move(status));
       const auto delay = attempts.Ended(status);
       if (!delay) return status;
       if (!Sleep(*delay, options.stop)) return absl::CancelledError("cancelled by the caller");
@@ -320,10 +368,12 @@ class GrpcConnection : public Connection {
   const std::string name_;
   const bool replicas_;
   const RetryPolicy retry_;
+  const std::shared_ptr<grpc::CallCredentials> token_;
+  const bool plaintext_;
   const std::shared_ptr<RetryBudget> budget_;
   const std::shared_ptr<v1::ImageGeneration::Stub> stub_;
   const std::unique_ptr<v1::ModelAdmin::Stub> admin_;
-  const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
+  grpc::TemplatedGenericStub<health::HealthCheckRequest, health::HealthCheckResponse> health_;
 };
 
 absl::StatusOr<std::string> ReadFile(const char* option, const std::string& path) {
@@ -341,8 +391,7 @@ absl::StatusOr<std::string> ReadToken(const std::string& path) {
   if (!text.ok()) return text;
   const size_t end = text->find_last_not_of(" \t\r\n");
   std::string token = text->substr(0, end + 1);
-  const auto printable = [](char c) { return c > 0x20 && c < 0x7f; };
-  if (token.empty() || !std::all_of(token.begin(), token.end(), printable)) {
+  if (token.empty() || !std::all_of(token.begin(), token.end(), absl::ascii_isgraph)) {
     return absl::InvalidArgumentError(
         fmt::format("token_file: \"{}\" does not hold one token and nothing else", path));
   }
@@ -381,18 +430,22 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
     if (!text.ok()) return text.status();
     *content = *std::move(text);
   }
-  auto credentials = grpc::SslCredentials(files);
-  if (options.token_file.empty()) return credentials;
+  return grpc::SslCredentials(files);
+}
+
+/// Null when there is no token to send.
+absl::StatusOr<std::shared_ptr<grpc::CallCredentials>> MakeToken(const ConnectionOptions& options) {
+  if (options.token_file.empty()) return nullptr;
   if (const auto token = ReadToken(options.token_file); !token.ok()) return token.status();
-  return grpc::CompositeChannelCredentials(
-      credentials,
-      grpc::MetadataCredentialsFromPlugin(std::make_unique<TokenFromFile>(options.token_file)));
+  // gRPC fails a call whose connection is less secure than its credentials ask for.
+  return grpc::experimental::MetadataCredentialsFromPlugin(
+      std::make_unique<TokenFromFile>(options.token_file),
+      options.allow_plaintext_token ? GRPC_SECURITY_NONE : GRPC_PRIVACY_AND_INTEGRITY);
 }
 
 absl::Status Validate(const ConnectionOptions& options) {
-  if (!options.tls && !options.token_file.empty()) {
-    return absl::InvalidArgumentError(
-        "token_file needs tls, or anybody on the way could read the token");
+  if (!options.tls && !options.token_file.empty() && !options.allow_plaintext_token) {
+    return PlaintextToken("token_file");
   }
   if (options.tls && options.tls->cert_file.empty() != options.tls->key_file.empty()) {
     return absl::InvalidArgumentError(
@@ -445,6 +498,8 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   }
   auto credentials = MakeCredentials(options);
   if (!credentials.ok()) return credentials.status();
+  auto token = MakeToken(options);
+  if (!token.ok()) return token.status();
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(options.max_message_bytes);
   arguments.SetMaxSendMessageSize(options.max_message_bytes);
@@ -458,7 +513,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   // window update of a message of several MB until its next probe, 10 s later.
   arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
-  // gRPC lets all channels of equal arguments share one connection; ours are what they say.
+  // By default all channels with equal arguments share one connection; each of ours has its own.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // RetryPolicy decides about retries, so that they are the same for unary and streaming calls.
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
@@ -487,7 +542,9 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   if (parsed->direct) arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetUserAgentPrefix("denoised-client");
   const auto channel = grpc::CreateCustomChannel(parsed->uri, *credentials, arguments);
-  return std::make_shared<GrpcConnection>(target, parsed->replicas, channel, options.retry);
+  return std::make_shared<GrpcConnection>(target, parsed->replicas, channel, options.retry,
+                                          *std::move(token),
+                                          !options.tls && !options.allow_plaintext_token);
 }
 
 }  // namespace denoised::client

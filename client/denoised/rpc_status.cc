@@ -1,8 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/rpc_status.h"
 
 #include "denoised/error.h"
-#include "google/rpc/error_details.pb.h"
-#include "google/rpc/status.pb.h"
+#include "denoised/rpc/error_details.pb.h"
+#include "denoised/rpc/status.pb.h"
 
 namespace denoised::client {
 namespace {
@@ -24,7 +25,7 @@ absl::Status FromGrpc(const grpc::Status& status) {
   // absl::StatusCode and grpc::StatusCode share their numbers.
   absl::Status converted(static_cast<absl::StatusCode>(status.error_code()),
                          status.error_message());
-  google::rpc::Status details;
+  rpc::Status details;
   if (!details.ParseFromString(status.error_details())) return converted;
   for (const auto& detail : details.details()) {
     converted.SetPayload(detail.type_url(), absl::Cord(detail.value()));
@@ -34,23 +35,23 @@ absl::Status FromGrpc(const grpc::Status& status) {
 
 ErrorDetails Details(const absl::Status& status) {
   ErrorDetails details;
-  if (const auto bad_request = Payload<google::rpc::BadRequest>(status)) {
+  if (const auto bad_request = Payload<rpc::BadRequest>(status)) {
     for (const auto& violation : bad_request->field_violations()) {
       details.field_violations.push_back({violation.field(), violation.description()});
     }
   }
-  if (const auto retry = Payload<google::rpc::RetryInfo>(status)) {
+  if (const auto retry = Payload<rpc::RetryInfo>(status)) {
     details.retry_after = std::chrono::seconds(retry->retry_delay().seconds()) +
                           std::chrono::nanoseconds(retry->retry_delay().nanos());
   }
-  if (const auto info = Payload<google::rpc::ErrorInfo>(status)) {
+  if (const auto info = Payload<rpc::ErrorInfo>(status)) {
     details.reason = info->reason();
     details.domain = info->domain();
   }
   return details;
 }
 
-absl::Status WithoutStrangeCancel(absl::Status status) {
+absl::Status WithoutShutdownCancel(absl::Status status) {
   if (!absl::IsCancelled(status) || !Details(status).domain.empty()) return status;
   return absl::UnavailableError("the server shut down");
 }

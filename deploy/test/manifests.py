@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Renders every overlay of deploy/k8s with kubectl kustomize and validates what comes out, strictly:
-an unknown field is an error. Shows first that it catches planted errors. Needs kubectl and
+# SPDX-License-Identifier: Apache-2.0
+"""Renders every overlay and component of deploy/k8s with kubectl kustomize and validates the result
+strictly: an unknown field is an error. Checks also that no server is published without TLS and tokens
+or reachable without Envoy. Shows first that it catches planted errors. Needs kubectl and
 `pip install kubernetes-validate`.
 
     deploy/test/manifests.py [--kubernetes 1.31] [--crds DIRECTORY]
@@ -23,13 +25,21 @@ import yaml
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 K8S = ROOT / "deploy" / "k8s"
 
-# components/tls as an overlay would use it.
-WITH_TLS = """
+# A component as an overlay would use it.
+WITH_COMPONENT = """
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
-resources: [{k8s}/overlays/cpu-demo]
-components: [{k8s}/components/tls]
+resources: [../overlays/cpu-demo]
+components: [../components/{name}]
 """
+
+PUBLIC_SERVICES = {
+    "/denoised.v1.ImageGeneration/",
+    "/inference.GRPCInferenceService/",
+    "/grpc.health.v1.Health/",
+}
+# What gives a server an address outside the cluster.
+PUBLIC_KINDS = {"Gateway", "GRPCRoute", "HTTPRoute", "TLSRoute", "TCPRoute", "Ingress"}
 
 
 def render(directory):
@@ -103,6 +113,112 @@ def plant(resources, kind, path, value):
     return resource
 
 
+def is_published(resources):
+    return any(
+        resource["kind"] in PUBLIC_KINDS
+        or resource["kind"] == "Service" and resource["spec"].get("type") in ("LoadBalancer", "NodePort")
+        for resource in resources
+    )
+
+
+def exposure(resources):
+    """What lets somebody reach the server who should not: complaints about all resources of one
+    deployment."""
+    complaints = []
+    settings, envoys = {}, []
+    for resource in (r for r in resources if r["kind"] == "ConfigMap"):
+        data = resource.get("data", {})
+        settings.update({key: value for key, value in data.items() if key.startswith("DENOISED_")})
+        if "envoy.yaml" in data:
+            envoys.append(yaml.safe_load(data["envoy.yaml"]))
+    if is_published(resources):
+        kinds = {resource["kind"] for resource in resources}
+        for name in ("DENOISED_TLS_CERT", "DENOISED_TLS_KEY", "DENOISED_CLIENTS"):
+            if not settings.get(name):
+                complaints.append(f"published, but {name} is not set: anybody could draw")
+        if "Gateway" in kinds and "BackendTLSPolicy" not in kinds:
+            complaints.append("the gateway does not know the server's certificate: no BackendTLSPolicy")
+    for deployment in (r for r in resources if r["kind"] == "Deployment"):
+        if not settings.get("DENOISED_LISTEN", "").startswith("127.0.0.1:"):
+            complaints.append("the server can be reached without Envoy: DENOISED_LISTEN is not loopback")
+        sidecars = deployment["spec"]["template"]["spec"].get("initContainers", [])
+        if not any(c["name"] == "envoy" and c.get("restartPolicy") == "Always" for c in sidecars):
+            complaints.append("there is no Envoy in front of the server")
+        if len(envoys) != 1:
+            complaints.append(f"{len(envoys)} configurations of Envoy")
+        for envoy in envoys:
+            for route in find(envoy, "routes"):
+                for prefix in (entry["match"].get("prefix", "") for entry in route):
+                    if prefix not in PUBLIC_SERVICES:
+                        complaints.append(f"Envoy forwards {prefix}, which is not for strangers")
+            encrypted = len(list(find(envoy, "transport_socket"))) == 2
+            if encrypted != bool(settings.get("DENOISED_TLS_CERT")):
+                complaints.append("Envoy and the server disagree on TLS")
+    return complaints
+
+
+def find(value, key):
+    """What is under `key`, however deep."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key:
+                yield inner
+            else:
+                yield from find(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from find(inner, key)
+
+
+def without(value, key):
+    """A copy without the fields of this name."""
+    if isinstance(value, dict):
+        return {name: without(inner, key) for name, inner in value.items() if name != key}
+    return [without(inner, key) for inner in value] if isinstance(value, list) else value
+
+
+def exposure_self_test(rendered):
+    """Fails when an open server would not be noticed."""
+    gateway, plain = rendered["components/gateway"], rendered["overlays/cpu-demo"]
+    public = [r for r in gateway if r["kind"] in PUBLIC_KINDS]
+
+    def changed(resources, change):
+        copied = copy.deepcopy(resources)
+        for resource in copied:
+            change(resource)
+        return copied
+
+    def listens_everywhere(resource):
+        if resource["kind"] == "ConfigMap" and "DENOISED_LISTEN" in resource["data"]:
+            resource["data"]["DENOISED_LISTEN"] = "0.0.0.0:50051"
+
+    def no_sidecar(resource):
+        if resource["kind"] == "Deployment":
+            del resource["spec"]["template"]["spec"]["initContainers"]
+
+    def forwards_everything(resource):
+        if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
+            text = resource["data"]["envoy.yaml"].replace("/denoised.v1.ImageGeneration/", "/")
+            resource["data"]["envoy.yaml"] = text
+
+    def load_balancer(resource):
+        if resource["kind"] == "Service":
+            resource["spec"]["type"] = "LoadBalancer"
+
+    for what, resources in [
+        ("a gateway without clients", plain + public),
+        ("a gateway without BackendTLSPolicy", [r for r in gateway if r["kind"] != "BackendTLSPolicy"]),
+        ("a load balancer without clients", changed(plain, load_balancer)),
+        ("a server that listens everywhere", changed(plain, listens_everywhere)),
+        ("a server without Envoy", changed(plain, no_sidecar)),
+        ("a route for ModelAdmin", changed(plain, forwards_everything)),
+    ]:
+        found = exposure(resources)
+        if not found:
+            raise SystemExit(f"{what} was not noticed")
+        print(f"caught: {what}: {found[0]}")
+
+
 def self_test(validator, resources):
     """Fails when a planted error is not caught."""
     container = ("spec", "template", "spec", "containers", 0)
@@ -114,6 +230,8 @@ def self_test(validator, resources):
         ("NetworkPolicy", ("spec", "policyType"), ["Ingress"]),
         ("ServiceMonitor", ("spec", "endpoints", 0, "intervall"), "15s"),
         ("GRPCRoute", ("spec", "rules", 0, "backends"), []),
+        ("BackendTLSPolicy", ("spec", "validation", "hostnames"), ["denoised"]),
+        ("Job", ("spec", "backOffLimit"), 3),
         ("ScaledObject", ("spec", "minReplicas"), 2),
         ("ClusterServingRuntime", ("spec", "protocolVersion"), []),
         ("InferenceService", ("spec", "predictor", "model", "storageURI"), "pvc://x"),
@@ -136,14 +254,20 @@ def main():
     rendered = {}
     for file in sorted((K8S / "overlays").rglob("kustomization.yaml")):
         rendered[file.parent.relative_to(K8S).as_posix()] = render(file.parent)
-    # In the repository, as kustomize takes no absolute paths.
-    with tempfile.TemporaryDirectory(dir=K8S) as directory:
-        (pathlib.Path(directory) / "kustomization.yaml").write_text(WITH_TLS.format(k8s=".."))
-        rendered["components/tls"] = render(directory)
+    for component in ("tls", "gateway"):
+        # In the repository, as kustomize takes no absolute paths.
+        with tempfile.TemporaryDirectory(dir=K8S) as directory:
+            file = pathlib.Path(directory) / "kustomization.yaml"
+            file.write_text(WITH_COMPONENT.format(name=component), encoding="utf-8")
+            rendered[f"components/{component}"] = render(directory)
 
     self_test(validator, [resource for all_of in rendered.values() for resource in all_of])
+    exposure_self_test(rendered)
     wrong = 0
     for name, resources in rendered.items():
+        for complaint in exposure(resources):
+            wrong += 1
+            print(f"{name}: {complaint}")
         unknown = []
         for resource in resources:
             found = validator.complaint(resource)
@@ -168,6 +292,13 @@ def main():
     if spec != yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8")):
         wrong += 1
         print("overlays/monitoring/prometheusrule.yaml differs from deploy/prometheus/rules.yml")
+    envoys = [
+        yaml.safe_load((ROOT / "deploy" / path).read_text(encoding="utf-8"))
+        for path in ("envoy/envoy.yaml", "k8s/components/tls/envoy.yaml")
+    ]
+    if envoys[0] != without(envoys[1], "transport_socket"):
+        wrong += 1
+        print("components/tls/envoy.yaml differs from deploy/envoy/envoy.yaml in more than TLS")
     print(f"{wrong} errors")
     return 1 if wrong else 0
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/check.h"
 
 namespace denoised {
@@ -49,6 +50,7 @@ void CheckSlots(const SlotState& state, const TensorRules& rules) {
   DENOISED_CHECK(state.plans.dim(1) % sizeof(DeviceEvaluation) == 0, "{} bytes a plan",
                  state.plans.dim(1));
   CheckTensor("state.evaluation", state.evaluation, {x[0]}, DType::kI32, rules);
+  CheckTensor("state.nonfinite", state.nonfinite, {x[0]}, DType::kI32, rules);
   CheckTensor("state.seed", state.seed, {x[0]}, DType::kI64, rules);
   CheckTensor("state.guidance", state.guidance, {x[0]}, DType::kF32, rules);
   if (state.embedding) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/counting.h"
 
 namespace denoised {
@@ -86,7 +87,10 @@ absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const 
   packed->kernel = static_cast<int>(weight_oihw.dim(2));
   packed->upsample2x = upsample2x;
   packed->has_bias = bias.defined();
-  weight_bytes_ += weight_oihw.elements() * SizeOf(rules_.activation);
+  // CUDA keeps a 3×3 kernel over a doubled image as four 2×2 kernels, one for each phase.
+  const bool in_phases = rules_.device == Device::kCuda && upsample2x && packed->kernel == 3;
+  weight_bytes_ += (in_phases ? weight_oihw.elements() / 9 * 16 : weight_oihw.elements()) *
+                   SizeOf(rules_.activation);
   if (bias) weight_bytes_ += bias.elements() * sizeof(float);
   return packed;
 }

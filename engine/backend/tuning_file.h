@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <map>
@@ -12,7 +13,8 @@ using TunedChoices = std::map<std::string, std::string>;
 
 /// What was measured on a kind of device with a build of the kernels, kept for the next process:
 /// {"version": 2, "device": …, "kernels": …, "choices": {…}}. Processes and threads may share the
-/// file: it is replaced as a whole, and what one overwrites of another's is only measured again.
+/// file: it is replaced as a whole; a measurement that another process overwrites is only measured
+/// again.
 class TuningFile {
  public:
   TuningFile(std::string path, std::string device, std::string kernels)

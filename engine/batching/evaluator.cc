@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "engine/backend/counting.h"
 
@@ -11,8 +12,8 @@ namespace {
 constexpr int kRowFields = sizeof(EvaluationRow) / sizeof(int32_t);
 constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
 
-// A graph per row count would be many captures on a GPU, where padding rows are cheap; on the CPU a
-// graph costs nothing and a row costs its full time, so every count is a bucket of its own.
+// On a GPU padding rows are cheap and captures are not: powers of two. On the CPU a graph costs
+// nothing and a padding row as much as any other, so every count is a bucket of its own.
 std::vector<int> Buckets(Device device, int max_rows) {
   std::vector<int> buckets;
   for (int rows = 1; rows < max_rows; rows = device == Device::kCpu ? rows + 1 : rows * 2)
@@ -56,6 +57,7 @@ absl::Status Evaluator::Allocate() {
       &state_.plans, {slots, int64_t{options_.max_evaluations} * int64_t{sizeof(DeviceEvaluation)}},
       DType::kU8, "step plans"));
   DENOISED_RETURN_IF_ERROR(take(&state_.evaluation, {slots}, DType::kI32, "slots"));
+  DENOISED_RETURN_IF_ERROR(take(&state_.nonfinite, {slots}, DType::kI32, "slots"));
   DENOISED_RETURN_IF_ERROR(take(&state_.seed, {slots}, DType::kI64, "slots"));
   DENOISED_RETURN_IF_ERROR(take(&state_.guidance, {slots}, DType::kF32, "slots"));
   if (traits.class_vector_size > 0)
@@ -71,53 +73,95 @@ absl::Status Evaluator::Allocate() {
   const int downloads = options_.downloads + options_.parks;
   DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, downloads));
   if (downloads_) slot_bytes_ += image_bytes * downloads;
+  const size_t flag_bytes = slots * sizeof(int32_t);
+  const int flag_downloads = options_.flag_downloads + options_.parks;
+  DENOISED_ASSIGN_OR_RETURN(flag_downloads_, backend_.ReserveDownloads(flag_bytes, flag_downloads));
+  if (flag_downloads_) slot_bytes_ += flag_bytes * flag_downloads;
   const size_t registers_bytes = kRegisters * image_bytes;
   DENOISED_ASSIGN_OR_RETURN(register_downloads_,
                             backend_.ReserveDownloads(registers_bytes, options_.parks));
   if (register_downloads_) slot_bytes_ += registers_bytes * options_.parks;
 
-  // Smaller buckets may have holes where the largest has none, so every bucket is measured.
-  for (const int bucket : buckets_) {
+  const auto measure = [&](int rows) {
     CountingBackend counting(backend_);
     Arena measuring = Arena::Measuring(backend_.device());
-    Enqueue(counting, measuring, bucket);
-    activation_bytes_ = std::max(activation_bytes_, measuring.peak());
-    flops_per_row_ = counting.work().flops / bucket;
+    const Tensor output = Predict(counting, measuring, 0, rows);
+    counting.Advance({.state = state_, .rows = rows_.Slice(0, rows), .model_output = output});
+    flops_per_row_ = counting.work().flops / rows;
+    return measuring.peak();
+  };
+  int workers = 0, part = 0;
+  std::set<int> together;
+  for (const int bucket : buckets_) {
+    const RowSplit split = backend_.SplitRows(bucket);
+    if (split.apart > 0) workers = split.workers;
+    part = std::max(part, split.part);
+    if (split.apart < bucket) together.insert(bucket - split.apart);
   }
+  // Fewer rows may fragment the arena more than more rows do, so every number of rows is measured.
+  size_t part_bytes = 0;
+  for (int rows = 1; rows <= part; ++rows) part_bytes = std::max(part_bytes, measure(rows));
+  activation_bytes_ = part_bytes * workers;
+  for (const int rows : together) activation_bytes_ = std::max(activation_bytes_, measure(rows));
+  if (workers > 0)
+    DENOISED_RETURN_IF_ERROR(take(&outputs_,
+                                  {options_.max_rows, height, width, traits.output_channels},
+                                  DType::kF32, "predictions"));
   DENOISED_ASSIGN_OR_RETURN(
       Tensor block,
       backend_.Allocate({static_cast<int64_t>(activation_bytes_)}, DType::kU8,
                         fmt::format("activations of {} rows of {}×{}", options_.max_rows,
                                     options_.width, options_.height)));
+  for (int worker = 0; worker < workers; ++worker)
+    part_arenas_.emplace_back(
+        block.Slice(static_cast<int64_t>(worker * part_bytes), static_cast<int64_t>(part_bytes)));
   arena_.emplace(std::move(block));
   return backend_.status();
 }
 
-void Evaluator::Enqueue(Backend& backend, Arena& arena, int bucket) {
+void Evaluator::Enqueue(int bucket) {
+  const RowSplit split = backend_.SplitRows(bucket);
+  Tensor output;
+  if (split.apart == 0) {
+    output = Predict(backend_, *arena_, 0, bucket);
+  } else {
+    output = outputs_.Slice(0, bucket);
+    backend_.ForEachPart(split, [&](int begin, int count, int worker) {
+      backend_.Copy(Predict(backend_, part_arenas_[worker], begin, count),
+                    output.Slice(begin, count));
+    });
+    const int together = bucket - split.apart;
+    if (together > 0)
+      backend_.Copy(Predict(backend_, *arena_, split.apart, together),
+                    output.Slice(split.apart, together));
+  }
+  // A row may read another row's output, so rows advance when all outputs are there.
+  backend_.Advance({.state = state_, .rows = rows_.Slice(0, bucket), .model_output = output});
+}
+
+Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) {
   const DenoiserTraits& traits = denoiser_->traits();
   nn::Context context{backend, arena};
-  const Tensor rows = rows_.Slice(0, bucket);
+  const Tensor rows = rows_.Slice(begin, count);
   DenoiserInput input;
-  input.x = context.New({bucket, options_.height, options_.width, traits.channels});
-  input.condition = context.NewF32({bucket});
-  if (traits.condition == ClassCondition::kLabel) input.label = arena.New({bucket}, DType::kI32);
+  input.x = context.New({count, options_.height, options_.width, traits.channels});
+  input.condition = context.NewF32({count});
+  if (traits.condition == ClassCondition::kLabel) input.label = arena.New({count}, DType::kI32);
   if (traits.class_vector_size > 0)
-    input.embedding = context.NewF32({bucket, traits.class_vector_size});
+    input.embedding = context.NewF32({count, traits.class_vector_size});
   backend.Gather({.state = state_,
                   .rows = rows,
                   .x = input.x,
                   .condition = input.condition,
                   .label = input.label,
                   .embedding = input.embedding});
-  const Tensor output = denoiser_->Forward(context, input);
-  backend.Advance({.state = state_, .rows = rows, .model_output = output});
+  return denoiser_->Forward(context, input);
 }
 
 absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
   std::unique_ptr<Graph>& graph = graphs_[bucket];
   if (!graph) {
-    DENOISED_ASSIGN_OR_RETURN(
-        graph, backend_.Capture([this, bucket] { Enqueue(backend_, *arena_, bucket); }));
+    DENOISED_ASSIGN_OR_RETURN(graph, backend_.Capture([this, bucket] { Enqueue(bucket); }));
   }
   return graph.get();
 }
@@ -131,7 +175,7 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
   const auto end = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(end->Wait());
   ++warm_buckets_;
-  // On the CPU all buckets run the same primitives row by row: one warms them all.
+  // On the CPU all buckets run the same primitives row by row, so warming up one is enough.
   const bool more = backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
   return Warmed{.bucket = bucket, .seconds = end->SecondsSince(*begin), .more = more};
 }
@@ -172,12 +216,15 @@ std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
   auto parked = std::make_unique<Parked>();
   parked->x_download = backend_.BeginDownload(SlotOf(state_.x, slot));
   parked->registers_download = backend_.BeginDownload(state_.registers.Slice(slot, 1));
+  parked->nonfinite_download = backend_.BeginDownload(state_.nonfinite.Slice(slot, 1));
   return parked;
 }
 
 absl::Status Evaluator::Parked::Arrive() {
   DENOISED_ASSIGN_OR_RETURN(x, x_download->Wait());
   DENOISED_ASSIGN_OR_RETURN(registers, registers_download->Wait());
+  DENOISED_ASSIGN_OR_RETURN(nonfinite, nonfinite_download->Wait());
+  nonfinite_download.reset();
   x_download.reset();
   registers_download.reset();
   return absl::OkStatus();
@@ -188,13 +235,18 @@ void Evaluator::Resume(int slot, const Start& start, int evaluations_done, const
   backend_.Upload(parked.x.data(), parked.x.bytes(), SlotOf(state_.x, slot));
   backend_.Upload(parked.registers.data(), parked.registers.bytes(),
                   state_.registers.Slice(slot, 1));
+  backend_.Upload(parked.nonfinite.data(), parked.nonfinite.bytes(),
+                  SlotOf(state_.nonfinite, slot));
   const int32_t next = evaluations_done;
   backend_.Upload(&next, sizeof(next), SlotOf(state_.evaluation, slot));
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
-  const int bucket =
-      *std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
+  const auto padded_to =
+      std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
+  DENOISED_CHECK(padded_to != buckets_.end(), "{} rows, at most {}", rows.size(),
+                 options_.max_rows);
+  const int bucket = *padded_to;
   std::vector<EvaluationRow> padded(rows.begin(), rows.end());
   padded.resize(bucket, kPadding);
   const bool same =
@@ -216,6 +268,10 @@ std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
 
 std::unique_ptr<Download> Evaluator::DownloadX0(int slot) {
   return backend_.BeginDownload(SlotOf(state_.x0, slot));
+}
+
+std::unique_ptr<Download> Evaluator::DownloadNonfinite() {
+  return backend_.BeginDownload(state_.nonfinite);
 }
 
 }  // namespace denoised

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <fmt/format.h>
@@ -31,6 +32,7 @@ DENOISED_STATUS_MAKER(Unavailable, kUnavailable)
 DENOISED_STATUS_MAKER(Cancelled, kCancelled)
 DENOISED_STATUS_MAKER(DeadlineExceeded, kDeadlineExceeded)
 DENOISED_STATUS_MAKER(Internal, kInternal)
+DENOISED_STATUS_MAKER(DataLoss, kDataLoss)
 #undef DENOISED_STATUS_MAKER
 
 /// The same status with "prefix: " before its message; OK stays OK.

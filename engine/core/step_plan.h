@@ -1,8 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "engine/core/host_device.h"
 
 namespace denoised {
 
@@ -33,7 +37,7 @@ constexpr int kPlanOutputs = kOutputRegister + kRegisters;
 
 enum class NoiseScale : int32_t {
   kFixed = 0,         // the noise column of weights, as it stands
-  kLearned = 1,       // × sqrt(v), v the model's second half of channels        (DDPM "learned")
+  kLearned = 1,       // × sqrt(max(v, 0)), v the model's second half of channels (DDPM "learned")
   kLearnedRange = 2,  // × exp(½(f·log_max + (1−f)·log_min)), f = (v + 1)/2   ("learned_range")
 };
 
@@ -57,6 +61,31 @@ struct Evaluation {
 
 using DeviceEvaluation = Evaluation<float>;
 static_assert(sizeof(DeviceEvaluation) == 4 * (8 + kPlanOutputs * kPlanInputs));
+
+// What the formulas above leave open at the edges. Host and device share these functions, so that
+// they agree there too; NaN stays NaN and is reported (SlotState::nonfinite).
+
+/// The factor of the noise column. `variance` is the model's, and is not read for kFixed.
+DENOISED_HOST_DEVICE inline float NoiseFactor(const DeviceEvaluation& plan, float variance) {
+  switch (plan.noise_scale) {
+    case NoiseScale::kFixed:
+      return 1.0f;
+    case NoiseScale::kLearned:
+      // A network can predict a variance below zero. It means no noise.
+      return variance < 0 ? 0.0f : sqrtf(variance);
+    case NoiseScale::kLearnedRange: {
+      const float f = 0.5f * (variance + 1.0f);
+      return expf(0.5f * (f * plan.log_variance_max + (1.0f - f) * plan.log_variance_min));
+    }
+  }
+  return 1.0f;
+}
+
+/// The predicted x0, clipped to ±clip when clip > 0.
+DENOISED_HOST_DEVICE inline float ClippedX0(const DeviceEvaluation& plan, float x0) {
+  if (!(plan.clip > 0)) return x0;
+  return x0 < -plan.clip ? -plan.clip : x0 > plan.clip ? plan.clip : x0;
+}
 
 struct StepPlan {
   std::vector<Evaluation<double>> evaluations;

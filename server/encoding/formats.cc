@@ -32,12 +32,13 @@ absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, i
   return Internal("image format {}", static_cast<int>(format));
 }
 
-absl::StatusOr<Pixels> DecodeFile(std::string_view file, int64_t max_pixels) {
+absl::StatusOr<Pixels> DecodeFile(std::string_view file, int64_t max_pixels,
+                                  const ReserveMemory& reserve) {
   if (file.empty()) return InvalidArgument("the image is empty; send a PNG, JPEG or WebP file");
-  if (file.substr(0, 8) == "\x89PNG\r\n\x1a\n") return DecodePng(file, max_pixels);
-  if (file.substr(0, 3) == "\xff\xd8\xff") return DecodeJpeg(file, max_pixels);
+  if (file.substr(0, 8) == "\x89PNG\r\n\x1a\n") return DecodePng(file, max_pixels, reserve);
+  if (file.substr(0, 3) == "\xff\xd8\xff") return DecodeJpeg(file, max_pixels, reserve);
   if (file.substr(0, 4) == "RIFF" && file.size() >= 12 && file.substr(8, 4) == "WEBP") {
-    return DecodeWebp(file, max_pixels);
+    return DecodeWebp(file, max_pixels, reserve);
   }
   return InvalidArgument("the image is neither PNG, JPEG nor WebP; convert it to one of them");
 }

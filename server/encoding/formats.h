@@ -20,7 +20,9 @@ const char* MimeType(FileFormat format);
 absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, int quality,
                                        const TextEntries& texts);
 
-/// A PNG, JPEG or WebP file, told apart by its first bytes.
-absl::StatusOr<Pixels> DecodeFile(std::string_view file, int64_t max_pixels);
+/// A PNG, JPEG or WebP file, told apart by its first bytes. InvalidArgument when it is none of
+/// them, damaged, or larger than `max_pixels`; else what `reserve` returned.
+absl::StatusOr<Pixels> DecodeFile(std::string_view file, int64_t max_pixels,
+                                  const ReserveMemory& reserve = nullptr);
 
 }  // namespace denoised

@@ -14,6 +14,7 @@ absl::StatusOr<std::string> EncodeJpeg(const Pixels& pixels, int quality);
 
 /// Grey or RGB. InvalidArgument when it is damaged, truncated, CMYK, or has more than `max_pixels`
 /// pixels, which is known before anything is unpacked.
-absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels);
+absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels,
+                                  const ReserveMemory& reserve = nullptr);
 
 }  // namespace denoised

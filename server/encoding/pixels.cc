@@ -55,6 +55,16 @@ Tensor FilterMiddle(const Tensor& in, int64_t outer, int from, int to, int64_t i
 
 }  // namespace
 
+absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_t max_pixels,
+                       int64_t bytes_per_pixel, const ReserveMemory& reserve) {
+  // Formats hold less than 2^31 pixels an edge, so the product fits.
+  if (width * height > max_pixels) {
+    return InvalidArgument("the {} has {}×{} pixels, but at most {} are accepted; scale it down",
+                           format, width, height, max_pixels);
+  }
+  return reserve == nullptr ? absl::OkStatus() : reserve(width * height * bytes_per_pixel);
+}
+
 std::vector<uint8_t> ToBytes(const Tensor& image) {
   std::vector<uint8_t> bytes(image.elements());
   const float* values = image.as<float>();
@@ -92,6 +102,20 @@ Tensor FromPixels(const Pixels& pixels, int channels) {
   return image;
 }
 
+std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels) {
+  std::vector<uint8_t> samples(rgba.size() / 4 * channels);
+  for (size_t i = 0; i < rgba.size() / 4; ++i) {
+    const int alpha = rgba[4 * i + 3];
+    for (int c = 0; c < channels; ++c) {
+      samples[channels * i + c] =
+          static_cast<uint8_t>((rgba[4 * i + c] * alpha + 255 * (255 - alpha) + 127) / 255);
+    }
+  }
+  return samples;
+}
+
+// Not stb_image_resize, the only library for it in the distribution: it makes up pixels beyond the
+// edges, and its memory between the two passes is not bounded by the two images.
 Tensor Resize(const Tensor& image, int height, int width) {
   const int from_height = static_cast<int>(image.dim(0));
   const int from_width = static_cast<int>(image.dim(1));

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
+#include "engine/core/status.h"
 #include "engine/core/tensor.h"
 
 /// Images between the engine's floats and the bytes of files.
@@ -15,6 +17,16 @@ struct Pixels {
   std::vector<uint8_t> samples;
 };
 
+/// Called with the peak memory that unpacking a file takes, after its header was read and before
+/// anything is unpacked. The decoder returns the error that it returns.
+using ReserveMemory = std::function<absl::Status(int64_t bytes)>;
+
+/// The check that every decoder makes once it knows the size: InvalidArgument when there are more
+/// than `max_pixels`, else what `reserve` (may be null) returns for `bytes_per_pixel`. `format` is
+/// "PNG", "JPEG" or "WebP".
+absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_t max_pixels,
+                       int64_t bytes_per_pixel, const ReserveMemory& reserve);
+
 /// [−1, 1] to [0, 255], rounded, clipped; NaN becomes 0. `image` is F32 [H, W, C] on the host.
 std::vector<uint8_t> ToBytes(const Tensor& image);
 
@@ -24,6 +36,9 @@ Pixels ToPixels(const Tensor& image);
 /// F32 [H, W, channels] in [−1, 1]. Grey becomes RGB by repetition, RGB becomes grey as Rec. 601
 /// luma. CHECKs that `channels` is 1 or 3.
 Tensor FromPixels(const Pixels& pixels, int channels);
+
+/// RGBA samples shown over white, as grey (the red samples) or RGB; `channels` is 1 or 3.
+std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels);
 
 /// F32 [H, W, C] scaled to [height, width, C] with a triangle filter, widened when scaling down so
 /// that every source pixel counts.

@@ -1,92 +1,106 @@
 #include "server/encoding/png.h"
 
-#include <png.h>
+#include <spng.h>
 
-#include <csetjmp>
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 
 namespace denoised {
 namespace {
 
-void Append(png_structp png, png_bytep data, png_size_t size) {
-  static_cast<std::string*>(png_get_io_ptr(png))->append(reinterpret_cast<char*>(data), size);
-}
+using Context = std::unique_ptr<spng_ctx, void (*)(spng_ctx*)>;
 
-void Flush(png_structp) {}
+Context NewContext(int flags) { return {spng_ctx_new(flags), spng_ctx_free}; }
 
-void KeepMessage(png_structp png, png_const_charp message) {
-  *static_cast<std::string*>(png_get_error_ptr(png)) = message;
-  png_longjmp(png, 1);
-}
-
-void IgnoreWarning(png_structp, png_const_charp) {}
-
-/// libpng reports errors by longjmp, which must cross no object with a destructor: so everything
-/// lives in the caller and this function holds pointers only. False when libpng gave up.
-bool Write(png_structp png, png_infop info, const Pixels& pixels, png_textp texts, int text_count,
-           std::string* file) {
-  if (setjmp(png_jmpbuf(png))) return false;
-  png_set_write_fn(png, file, Append, Flush);
-  png_set_IHDR(png, info, pixels.width, pixels.height, 8,
-               pixels.channels == 1 ? PNG_COLOR_TYPE_GRAY : PNG_COLOR_TYPE_RGB, PNG_INTERLACE_NONE,
-               PNG_COMPRESSION_TYPE_DEFAULT, PNG_FILTER_TYPE_DEFAULT);
-  if (text_count > 0) png_set_text(png, info, texts, text_count);
-  png_write_info(png, info);
-  const size_t stride = static_cast<size_t>(pixels.width) * pixels.channels;
-  for (int y = 0; y < pixels.height; ++y) {
-    png_write_row(png, pixels.samples.data() + y * stride);
+/// Writes the file into the context's own buffer. 0, or spng's error.
+int Write(spng_ctx* context, const Pixels& pixels, const TextEntries& texts) {
+  spng_ihdr header{};
+  header.width = static_cast<uint32_t>(pixels.width);
+  header.height = static_cast<uint32_t>(pixels.height);
+  header.bit_depth = 8;
+  header.color_type = pixels.channels == 1 ? SPNG_COLOR_TYPE_GRAYSCALE : SPNG_COLOR_TYPE_TRUECOLOR;
+  std::vector<spng_text> chunks(texts.size());
+  for (size_t i = 0; i < texts.size(); ++i) {
+    const auto& [keyword, text] = texts[i];
+    if (keyword.size() >= sizeof(chunks[i].keyword)) return SPNG_ETEXT_KEYWORD;
+    std::copy(keyword.begin(), keyword.end(), chunks[i].keyword);
+    chunks[i].type = SPNG_TEXT;
+    chunks[i].length = text.size();
+    chunks[i].text = const_cast<char*>(text.data());
   }
-  png_write_end(png, info);
-  return true;
+  int error = spng_set_option(context, SPNG_ENCODE_TO_BUFFER, 1);
+  if (error == 0) error = spng_set_ihdr(context, &header);
+  if (error == 0 && !chunks.empty()) {
+    error = spng_set_text(context, chunks.data(), static_cast<uint32_t>(chunks.size()));
+  }
+  if (error == 0) {
+    error = spng_encode_image(context, pixels.samples.data(), pixels.samples.size(), SPNG_FMT_PNG,
+                              SPNG_ENCODE_FINALIZE);
+  }
+  return error;
+}
+
+absl::Status Damaged(int error) {
+  return InvalidArgument("the PNG cannot be read: {}; send an intact file", spng_strerror(error));
 }
 
 }  // namespace
 
 absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts) {
-  std::string file, message;
-  png_structp png =
-      png_create_write_struct(PNG_LIBPNG_VER_STRING, &message, KeepMessage, IgnoreWarning);
-  if (png == nullptr) return ResourceExhausted("no memory for a PNG encoder");
-  png_infop info = png_create_info_struct(png);
-  std::vector<png_text> chunks(texts.size());
-  for (size_t i = 0; i < texts.size(); ++i) {
-    chunks[i].compression = PNG_TEXT_COMPRESSION_NONE;
-    chunks[i].key = const_cast<char*>(texts[i].first.c_str());
-    chunks[i].text = const_cast<char*>(texts[i].second.c_str());
-    chunks[i].text_length = texts[i].second.size();
+  const Context context = NewContext(SPNG_CTX_ENCODER);
+  if (context == nullptr) return ResourceExhausted("no memory for a PNG encoder");
+  int error = Write(context.get(), pixels, texts);
+  size_t size = 0;
+  const std::unique_ptr<void, void (*)(void*)> data(
+      error == 0 ? spng_get_png_buffer(context.get(), &size, &error) : nullptr, std::free);
+  if (data == nullptr) {
+    return Internal("cannot encode {}×{} pixels as PNG: {}", pixels.width, pixels.height,
+                    spng_strerror(error));
   }
-  const bool written = info != nullptr && Write(png, info, pixels, chunks.data(),
-                                                static_cast<int>(chunks.size()), &file);
-  png_destroy_write_struct(&png, &info);
-  if (!written) {
-    return Internal("cannot encode {}×{} pixels as PNG: {}", pixels.width, pixels.height, message);
-  }
-  return file;
+  return std::string(static_cast<const char*>(data.get()), size);
 }
 
-absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels) {
-  png_image image;
-  std::memset(&image, 0, sizeof(image));
-  image.version = PNG_IMAGE_VERSION;
-  if (!png_image_begin_read_from_memory(&image, file.data(), file.size())) {
-    return InvalidArgument("the PNG cannot be read: {}; send an intact file", image.message);
-  }
-  if (int64_t{image.width} * image.height > max_pixels) {
-    const auto width = image.width, height = image.height;
-    png_image_free(&image);
-    return InvalidArgument("the PNG has {}×{} pixels, but at most {} are accepted; scale it down",
-                           width, height, max_pixels);
-  }
-  image.format = image.format & PNG_FORMAT_FLAG_COLOR ? PNG_FORMAT_RGB : PNG_FORMAT_GRAY;
-  Pixels pixels{static_cast<int>(image.width),
-                static_cast<int>(image.height),
-                static_cast<int>(PNG_IMAGE_SAMPLE_CHANNELS(image.format)),
-                {}};
-  pixels.samples.resize(PNG_IMAGE_SIZE(image));
-  const png_color white{255, 255, 255};
-  // libpng's simplified API treats a damaged or short file as an error, not as a warning.
-  if (!png_image_finish_read(&image, &white, pixels.samples.data(), 0, nullptr)) {
-    return InvalidArgument("the PNG is damaged: {}; send an intact file", image.message);
+absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
+                                 const ReserveMemory& reserve) {
+  const Context context = NewContext(0);
+  if (context == nullptr) return ResourceExhausted("no memory for a PNG decoder");
+  // Profiles and texts, which are not used, may unpack to this much.
+  constexpr size_t kMaxChunk = 8 << 20, kMaxChunks = 16 << 20;
+  spng_set_chunk_limits(context.get(), kMaxChunk, kMaxChunks);
+  spng_ihdr header{};
+  spng_trns transparency{};
+  int error = spng_set_png_buffer(context.get(), file.data(), file.size());
+  if (error == 0) error = spng_get_ihdr(context.get(), &header);
+  if (error != 0) return Damaged(error);
+  // Samples as they are unpacked, up to RGBA, and as they are returned.
+  DENOISED_RETURN_IF_ERROR(
+      CheckSize("PNG", header.width, header.height, max_pixels, 4 + 3, reserve));
+
+  const bool grey = header.color_type == SPNG_COLOR_TYPE_GRAYSCALE ||
+                    header.color_type == SPNG_COLOR_TYPE_GRAYSCALE_ALPHA;
+  const bool transparent = header.color_type == SPNG_COLOR_TYPE_GRAYSCALE_ALPHA ||
+                           header.color_type == SPNG_COLOR_TYPE_TRUECOLOR_ALPHA ||
+                           spng_get_trns(context.get(), &transparency) == 0;
+  // spng unpacks 16 bits of grey to RGB alone.
+  const bool one = grey && !transparent && header.bit_depth <= 8;
+  const int format = transparent ? SPNG_FMT_RGBA8 : one ? SPNG_FMT_G8 : SPNG_FMT_RGB8;
+  size_t size = 0;
+  error = spng_decoded_image_size(context.get(), format, &size);
+  if (error != 0) return Damaged(error);
+  std::vector<uint8_t> samples(size);
+  error = spng_decode_image(context.get(), samples.data(), size, format, SPNG_DECODE_TRNS);
+  if (error != 0) return Damaged(error);
+
+  Pixels pixels{static_cast<int>(header.width), static_cast<int>(header.height), grey ? 1 : 3, {}};
+  if (transparent) {
+    pixels.samples = OverWhite(samples, pixels.channels);
+  } else if (grey && !one) {
+    pixels.samples.resize(size / 3);
+    for (size_t i = 0; i < pixels.samples.size(); ++i) pixels.samples[i] = samples[3 * i];
+  } else {
+    pixels.samples = std::move(samples);
   }
   return pixels;
 }

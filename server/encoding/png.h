@@ -19,6 +19,7 @@ absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& t
 
 /// Any PNG as 8-bit grey or RGB; transparency is shown over white. InvalidArgument when it is
 /// damaged or has more than `max_pixels` pixels, which is known before anything is unpacked.
-absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels);
+absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
+                                 const ReserveMemory& reserve = nullptr);
 
 }  // namespace denoised

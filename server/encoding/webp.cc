@@ -24,7 +24,8 @@ absl::StatusOr<std::string> EncodeWebp(const Pixels& pixels, int quality) {
   return file;
 }
 
-absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels) {
+absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
+                                  const ReserveMemory& reserve) {
   const auto* data = reinterpret_cast<const uint8_t*>(file.data());
   WebPBitstreamFeatures features;
   if (WebPGetFeatures(data, file.size(), &features) != VP8_STATUS_OK) {
@@ -34,24 +35,15 @@ absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels) {
     return InvalidArgument("the WebP is animated; send a single picture");
   }
   const int64_t count = int64_t{features.width} * features.height;
-  if (count > max_pixels) {
-    return InvalidArgument("the WebP has {}×{} pixels, but at most {} are accepted; scale it down",
-                           features.width, features.height, max_pixels);
-  }
+  // RGBA, then RGB, and within libwebp the frame as YUV or, when it is lossless, as 32 bits.
+  DENOISED_RETURN_IF_ERROR(
+      CheckSize("WebP", features.width, features.height, max_pixels, 4 + 3 + 4, reserve));
   std::vector<uint8_t> rgba(count * 4);
   if (WebPDecodeRGBAInto(data, file.size(), rgba.data(), rgba.size(), features.width * 4) ==
       nullptr) {
     return InvalidArgument("the WebP is damaged; send an intact file");
   }
-  Pixels pixels{features.width, features.height, 3, std::vector<uint8_t>(count * 3)};
-  for (int64_t i = 0; i < count; ++i) {
-    const int alpha = rgba[4 * i + 3];
-    for (int c = 0; c < 3; ++c) {
-      pixels.samples[3 * i + c] =
-          static_cast<uint8_t>((rgba[4 * i + c] * alpha + 255 * (255 - alpha) + 127) / 255);
-    }
-  }
-  return pixels;
+  return Pixels{features.width, features.height, 3, OverWhite(rgba, 3)};
 }
 
 }  // namespace denoised

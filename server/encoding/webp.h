@@ -17,6 +17,7 @@ absl::StatusOr<std::string> EncodeWebp(const Pixels& pixels, int quality);
 
 /// RGB; transparency is shown over white. InvalidArgument when it is damaged, animated, or has more
 /// than `max_pixels` pixels, which is known before anything is unpacked.
-absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels);
+absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
+                                  const ReserveMemory& reserve = nullptr);
 
 }  // namespace denoised

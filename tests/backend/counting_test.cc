@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/counting.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +20,7 @@ class CountingTest : public testing::Test {
 TEST_F(CountingTest, ConvolutionsAndTheirBytes) {
   auto packed = backend_.PackConv2d(Host({64, 48, 3, 3}), Host({64}), true);
   ASSERT_TRUE(packed.ok()) << packed.status();
-  EXPECT_EQ(backend_.weight_bytes(), 64u * 48 * 9 * 2 + 64 * 4);
+  EXPECT_EQ(backend_.weight_bytes(), 64u * 48 * 16 * 2 + 64 * 4) << "four kernels of 2×2";
   const Tensor x = New({2, 8, 8, 32}), x2 = New({2, 8, 8, 16}), out = New({2, 16, 16, 64});
   backend_.Conv2d({.x = x,
                    .x2 = x2,

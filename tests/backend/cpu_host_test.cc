@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -56,55 +57,6 @@ TEST_F(HostTest, MemoryInTheFirstVersionOfControlGroups) {
   const BackendMemory memory = cpu::ReadMemory(root_);
   EXPECT_EQ(memory.total, 600000u);
   EXPECT_EQ(memory.free, 500000u);
-}
-
-TEST_F(HostTest, NoQuota) {
-  EXPECT_EQ(cpu::ReadCpuQuota(root_), std::nullopt);
-  Write("proc/self/cgroup", "5:cpu,cpuacct:/a\n0::/pod\n");
-  Write("sys/fs/cgroup/pod/cpu.max", "max 100000\n");
-  Write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n");
-  Write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
-  EXPECT_EQ(cpu::ReadCpuQuota(root_), std::nullopt);
-}
-
-TEST_F(HostTest, TheSmallestQuotaAboveTheProcessCounts) {
-  Write("proc/self/cgroup", "0::/pod/container\n");
-  Write("sys/fs/cgroup/pod/container/cpu.max", "400000 100000\n");
-  Write("sys/fs/cgroup/pod/cpu.max", "75000 50000\n");
-  Write("sys/fs/cgroup/cpu.max", "max 100000\n");
-  EXPECT_EQ(cpu::ReadCpuQuota(root_), 1.5);
-}
-
-TEST_F(HostTest, InsideAContainerTheQuotaIsAtTheRoot) {
-  Write("proc/self/cgroup", "0::/\n");
-  Write("sys/fs/cgroup/cpu.max", "250000 100000\n");
-  EXPECT_EQ(cpu::ReadCpuQuota(root_), 2.5);
-}
-
-TEST_F(HostTest, AQuotaInTheFirstVersionOfControlGroups) {
-  Write("proc/self/cgroup", "6:cpuset:/a\n5:cpu,cpuacct:/a\n4:memory:/b\n0::/\n");
-  Write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "300000\n");
-  Write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
-  Write("sys/fs/cgroup/cpu/b/cpu.cfs_quota_us", "100000\n");  // not this process's group
-  Write("sys/fs/cgroup/cpu/b/cpu.cfs_period_us", "100000\n");
-  EXPECT_EQ(cpu::ReadCpuQuota(root_), 3.0);
-}
-
-TEST_F(HostTest, AQuotaFileThatSaysNothing) {
-  Write("proc/self/cgroup", "0::/pod\n");
-  for (const char* text : {"", "100000\n", "100000 0\n", "-5 100000\n", "many of them\n"}) {
-    Write("sys/fs/cgroup/pod/cpu.max", text);
-    EXPECT_EQ(cpu::ReadCpuQuota(root_), std::nullopt) << text;
-  }
-}
-
-TEST(UsefulThreads, TheQuotaRoundedUpWithinTheCores) {
-  EXPECT_EQ(cpu::UsefulThreads(64, std::nullopt), 64);
-  EXPECT_EQ(cpu::UsefulThreads(64, 2.0), 2);
-  EXPECT_EQ(cpu::UsefulThreads(64, 2.01), 3);
-  EXPECT_EQ(cpu::UsefulThreads(64, 0.1), 1);
-  EXPECT_EQ(cpu::UsefulThreads(64, 63.5), 64);
-  EXPECT_EQ(cpu::UsefulThreads(2, 1e12), 2);
 }
 
 TEST(OpenBackend, TheCpuByName) {

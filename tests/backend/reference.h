@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cmath>
@@ -254,7 +255,7 @@ inline SlotImages Advance(const SlotImages& before, const Evaluation<double>& pl
     if (plan.clip > 0) x0 = std::min(std::max(x0, -plan.clip), plan.clip);
     double scale = 1;
     if (plan.noise_scale == NoiseScale::kLearned) {
-      scale = std::sqrt(conditional.at(at + channels));
+      scale = std::sqrt(std::max(conditional.at(at + channels), 0.0));
     } else if (plan.noise_scale == NoiseScale::kLearnedRange) {
       const double fraction = (conditional.at(at + channels) + 1) / 2;
       scale = std::exp(0.5 *

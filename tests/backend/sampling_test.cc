@@ -1,4 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "engine/core/philox.h"
 #include "tests/backend/backend_fixture.h"
@@ -99,6 +102,7 @@ class SamplingTest : public OnBackend {
     backend().Upload(device_plans.data(), device_plans.size() * sizeof(DeviceEvaluation),
                      state_.plans);
     state_.evaluation = UploadInts(evaluation_, {kSlots});
+    state_.nonfinite = UploadInts(std::vector<int32_t>(kSlots), {kSlots});
     state_.seed = Allocate({kSlots}, DType::kI64);
     backend().Upload(seed_.data(), seed_.size() * sizeof(int64_t), state_.seed);
     state_.guidance = Upload(guidance_, DType::kF32);
@@ -125,6 +129,10 @@ class SamplingTest : public OnBackend {
     return array;
   }
   int32_t ReadEvaluation(int64_t slot) { return Download(state_.evaluation).as<int32_t>()[slot]; }
+  std::vector<int32_t> ReadNonfinite() {
+    const Tensor host = Download(state_.nonfinite);
+    return {host.as<int32_t>(), host.as<int32_t>() + kSlots};
+  }
 
   void ExpectSlot(int64_t slot, const reference::SlotImages& expected, int32_t evaluation) {
     EXPECT_LT(Error(ReadSlot(state_.x, slot), expected.x), kTolerance) << "x of slot " << slot;
@@ -136,6 +144,14 @@ class SamplingTest : public OnBackend {
     EXPECT_EQ(ReadEvaluation(slot), evaluation) << "slot " << slot;
   }
 
+  void ExpectFinite(int64_t slot) {
+    for (const Tensor& tensor : {state_.x, state_.x0, state_.registers}) {
+      for (const double value : Read(tensor.Slice(slot, 1)).values) {
+        ASSERT_TRUE(std::isfinite(value)) << "slot " << slot;
+      }
+    }
+  }
+
   /// What `conditional` of slot `slot` should lead to.
   reference::SlotImages Expected(int64_t slot, const Array& conditional,
                                  const Array& unconditional) {
@@ -145,15 +161,10 @@ class SamplingTest : public OnBackend {
         PhiloxNoise(image_, static_cast<uint64_t>(seed_[slot]), static_cast<uint32_t>(e)));
   }
 
-  /// Random model outputs; a learned variance (the second half of channels) positive.
+  /// Random model outputs. About half of the learned variances (the second half of channels) are
+  /// negative, as a network's may be.
   Array RandomOutput(int64_t rows, bool learned) {
-    Array output = Random({rows, image_[0], image_[1], image_[2] * (learned ? 2 : 1)}, DType::kF32);
-    if (learned) {
-      for (int64_t i = 0; i < output.shape.elements(); ++i) {
-        if (i % (2 * image_[2]) >= image_[2]) output.at(i) = std::fabs(output.at(i));
-      }
-    }
-    return output;
+    return Random({rows, image_[0], image_[1], image_[2] * (learned ? 2 : 1)}, DType::kF32);
   }
   static Array Row(const Array& stacked, int64_t r) {
     Array row({stacked.shape[1], stacked.shape[2], stacked.shape[3]});
@@ -331,6 +342,79 @@ TEST_P(SamplingTest, BeginSlot) {
       EXPECT_EQ(ReadEvaluation(s), evaluation_[s]);
     }
   }
+}
+
+TEST_P(SamplingTest, WhatIsNotFiniteIsNotedInItsSlotAlone) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  // Also of more elements than CUDA has threads for one image; the last element is the bad one.
+  for (const Shape& image : {Shape{5, 3, 3}, Shape{4, 5, 3}, Shape{296, 296, 3}}) {
+    image_ = image;
+    for (const float bad : {kNan, kInfinity, -kInfinity}) {
+      if (image[0] > 5 && bad != kInfinity) continue;  // large ones take long
+      for (const bool learned : {false, true}) {
+        MakeSlots(learned ? NoiseScale::kLearned : NoiseScale::kFixed);
+        const std::vector<int32_t> none(kSlots);
+        const auto advance = [&](const Array& output) {
+          backend().Advance(
+              {.state = state_,
+               .rows = UploadRows({{3, 0, -1, 1}, {1, 0, -1, 1}, {4, 0, 3, 1}, {4, 0, -1, 0}}),
+               .model_output = Upload(output, DType::kF32)});
+        };
+        const auto begin = [&](int slot) { backend().BeginSlot({.state = state_, .slot = slot}); };
+        for (const int slot : {1, 3, 4}) begin(slot);
+        Array output = RandomOutput(4, learned);
+        advance(output);
+        ASSERT_EQ(ReadNonfinite(), none);
+        // Of slot 3 the prediction, which clipping would hide; of slot 4 the unconditional row.
+        const int64_t row = output.shape.elements() / 4;
+        const int64_t last = row - 1 - (learned ? image[2] : 0);
+        output.at(last) = output.at(3 * row + last) = bad;
+        advance(output);
+        ASSERT_EQ(ReadNonfinite(), (std::vector<int32_t>{0, 0, 0, 2, 2}));
+        ExpectFinite(1);
+        advance(RandomOutput(4, learned));
+        ASSERT_EQ(ReadNonfinite(), (std::vector<int32_t>{0, 0, 0, 2, 2})) << "the first is kept";
+        begin(4);
+        ASSERT_EQ(ReadNonfinite(), (std::vector<int32_t>{0, 0, 0, 2, 0}));
+        begin(3);
+        ASSERT_EQ(ReadNonfinite(), none);
+        if (!learned) continue;
+        // A variance that is not finite reaches the next state with the noise.
+        begin(1);
+        Array variance = RandomOutput(4, learned);
+        variance.at(row + row - 1) = std::fabs(bad);
+        advance(variance);
+        ASSERT_EQ(ReadNonfinite(), (std::vector<int32_t>{0, 1, 0, 0, 0}));
+      }
+    }
+  }
+}
+
+TEST_P(SamplingTest, ClippingKeepsNanAndHidesNoInfinity) {
+  MakeSlots(NoiseScale::kFixed);
+  StepPlan plan;
+  plan.evaluations.resize(1);
+  plan.evaluations[0].x0_from_model = 1;
+  plan.evaluations[0].clip = 1;
+  const std::vector<DeviceEvaluation> clipped = ToDevice(plan);
+  backend().Upload(clipped.data(), sizeof(DeviceEvaluation), state_.plans.Slice(2, 1));
+  Array output = RandomOutput(1, false);
+  const auto advance = [&] {
+    backend().BeginSlot({.state = state_, .slot = 2});
+    backend().Advance({.state = state_,
+                       .rows = UploadRows({{2, 0, -1, 1}}),
+                       .model_output = Upload(output, DType::kF32)});
+  };
+  output.at(1) = std::numeric_limits<double>::infinity();
+  output.at(2) = -std::numeric_limits<double>::infinity();
+  advance();
+  EXPECT_EQ(ReadSlot(state_.x0, 2).at(1), 1);
+  EXPECT_EQ(ReadSlot(state_.x0, 2).at(2), -1);
+  EXPECT_EQ(ReadNonfinite()[2], 1);
+  output.at(0) = std::numeric_limits<double>::quiet_NaN();
+  advance();
+  EXPECT_TRUE(std::isnan(ReadSlot(state_.x0, 2).at(0)));
 }
 
 TEST_P(SamplingTest, Gather) {

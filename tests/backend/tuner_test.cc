@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cuda/tuner.h"
 
 #include <fmt/core.h>

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/batching/job.h"
+#include "engine/job.h"
 
 namespace denoised {
 

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "engine/models/denoiser.h"
 
 namespace denoised {
@@ -16,6 +19,11 @@ class FakeDenoiser : public Denoiser {
     table_ = Tensor::Host({classes, int64_t{size} * size * channels}, DType::kF32);
     for (int64_t i = 0; i < table_.elements(); ++i)
       table_.as<float>()[i] = 0.01f * static_cast<float>((i * 7919) % 101 - 50);
+  }
+  /// What is drawn of this class from now on is NaN.
+  void BreakClass(int label) {
+    const int64_t features = table_.dim(1);
+    std::fill_n(table_.as<float>() + label * features, features, NAN);
   }
 
   const DenoiserTraits& traits() const override { return traits_; }

@@ -97,6 +97,23 @@ TEST(Scheduling, ParkedImagesKeepTheirBits) {
   for (uint64_t seed = 0; seed < 8; ++seed) EXPECT_EQ(jobs[seed]->images.at(0), alone[seed]);
 }
 
+TEST(Scheduling, ParkedImagesKeepWhenTheyWereNotFinite) {
+  Simulation simulation({.max_rows = 2, .broken_class = 3});
+  const auto broken = simulation.Submit({.steps = 60, .seed = 3});  // also its class
+  const auto good = simulation.Submit({.steps = 60, .seed = 2});
+  for (int i = 0; simulation.busy(); ++i) {
+    // They have both images parked, in slots that were not finite before.
+    if (i % 10 == 5 && i < 40)
+      simulation.Submit({.steps = 3, .seed = 1, .count = 2, .priority = Priority::kInteractive});
+    simulation.Step();
+  }
+  EXPECT_GT(simulation.Totals().parked_images, 4u) << "else this tests nothing";
+  EXPECT_EQ(broken->done->code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(broken->done->message()), HasSubstr("since evaluation 1 of 60"));
+  EXPECT_TRUE(good->done->ok()) << *good->done;
+  EXPECT_EQ(simulation.nonfinite_images, 1);
+}
+
 TEST(Scheduling, ClientsHaveEqualSharesOfEvaluationsNotOfRequests) {
   Simulation simulation({});
   std::vector<std::shared_ptr<Heard>> few_long, many_short, heavier;
@@ -412,7 +429,7 @@ TEST(Limits, AJobMayHaveMoreEvaluationsThanAnIntHolds) {
   simulation.Step();
   EXPECT_EQ(collected->progress(), 16) << "of no fewer than that, as it checks";
   simulation.clock.Advance(1e9);
-  simulation.queue.Settle();
+  simulation.queue.EndDueJobs();
   ASSERT_TRUE(collected->done().has_value());
   EXPECT_THAT(std::string(collected->done()->message()), HasSubstr("16 of 6553600000 evaluations"));
 }

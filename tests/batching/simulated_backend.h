@@ -103,6 +103,12 @@ class SimulatedBackend final : public Backend {
     if (launching_) clock_->Advance(cost_(static_cast<int>(args.rows.dim(0))));
   }
 
+  RowSplit SplitRows(int rows) const override { return cpu_->SplitRows(rows); }
+  void ForEachPart(const RowSplit& split,
+                   const std::function<void(int begin, int count, int worker)>& body) override {
+    cpu_->ForEachPart(split, body);
+  }
+
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
     return cpu_->Capture(body);
   }

@@ -42,6 +42,7 @@ class Simulation : public EngineObserver {
     Admission::Limits limits;
     Batching batching = Batching::kStep;
     int keep_evaluations = 4;
+    std::optional<int> broken_class;  // images of it are NaN
     bool warm_up = false;  // as the engine does, instead of being told what each bucket costs
   };
   struct Request {
@@ -92,14 +93,15 @@ class Simulation : public EngineObserver {
   /// A model of kSize; of any size when it has no classes.
   void Add(const std::string& model, int classes = 5) {
     for (const Device& device : devices) {
-      const absl::Status added =
-          device.batcher->AddModel({.name = model,
-                                    .denoiser = std::make_shared<FakeDenoiser>(kSize, 1, classes),
-                                    .null_label = classes - 1,
-                                    .max_rows = options_.max_rows,
-                                    .slots = Slots(),
-                                    .max_evaluations = 2000},
-                                   kSize, kSize);
+      const auto denoiser = std::make_shared<FakeDenoiser>(kSize, 1, classes);
+      if (options_.broken_class && classes > 0) denoiser->BreakClass(*options_.broken_class);
+      const absl::Status added = device.batcher->AddModel({.name = model,
+                                                           .denoiser = denoiser,
+                                                           .null_label = classes - 1,
+                                                           .max_rows = options_.max_rows,
+                                                           .slots = Slots(),
+                                                           .max_evaluations = 2000},
+                                                          kSize, kSize);
       DENOISED_CHECK(added.ok(), "{}", added.ToString());
     }
     if (options_.warm_up) {
@@ -157,7 +159,7 @@ class Simulation : public EngineObserver {
 
   void End(JobId id, EndReason reason) {
     queue.End(id, Cancelled("the request was cancelled"), reason);
-    queue.Settle();
+    queue.EndDueJobs();
   }
 
   bool busy() const {
@@ -209,6 +211,7 @@ class Simulation : public EngineObserver {
     seconds_of[model] += seconds;
     widest = std::max(widest, rows);
   }
+  void OnNonfiniteImage(const std::string&, const std::string&) override { ++nonfinite_images; }
 
  private:
   class Recorder : public JobListener {
@@ -250,7 +253,7 @@ class Simulation : public EngineObserver {
   JobQueue queue;
   std::vector<Device> devices;
   JobId last_id = 0;
-  int evaluations = 0;
+  int evaluations = 0, nonfinite_images = 0;
   int64_t row_evaluations = 0;
   int widest = 0;
   std::map<std::string, int> evaluations_of, evaluations_on;  // by model, by device

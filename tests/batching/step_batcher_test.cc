@@ -119,7 +119,7 @@ class StepBatcherTest : public ::testing::Test {
 
   void Cancel(JobId id) {
     queue_->End(id, Cancelled("the request was cancelled"), EndReason::kCancelled);
-    queue_->Settle();
+    queue_->EndDueJobs();
   }
 
   void RunAll() {

@@ -1,13 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
 // Achieved FLOP/s and bytes/s of the backend's large ops, at shapes of the models that the project
 // measures itself with.
 //
 //   backend-throughput [--device=cpu|cuda] [--generic] [--autotune=off|DIRECTORY]
+//                      [--list | --turns [--warm-up=SECONDS]]
 //                      [Google Benchmark's flags, e.g. --benchmark_filter=conv]
+//
+// --list prints the names of all ops. --turns measures when its standard input says so (turns.h);
+// --warm-up is how long the device works before each measurement, 0.1 by default.
 //
 // Random data; kernels are chosen as by the server; --autotune=DIRECTORY keeps which they are
 // there, and takes what it finds there. A figure is the median over launches of a graph
 // that holds an op many times. Its activations rotate through more memory than a chip's last cache
-// holds; its weights stay, as those of a layer do. tests/bench/peer_kernels.py measures PyTorch in
+// holds; its weights stay, as those of a layer do. tests/bench/peer_ops.py measures PyTorch in
 // the same way: it takes its shapes from the names below.
 
 #include <benchmark/benchmark.h>
@@ -15,17 +20,32 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <random>
 
 #include "engine/backend/backend.h"
 #include "tests/bench/device_timing.h"
+#include "tests/bench/turns.h"
 
 namespace denoised {
 namespace {
 
 constexpr int64_t kRotatedBytes = 256 << 20;
 constexpr int64_t kMostCopies = 128, kLeastLaunches = 8;
+
+/// Where an op's shape comes from and where its figures go.
+class Meter {
+ public:
+  virtual ~Meter() = default;
+  virtual int64_t range(size_t i) const = 0;
+  /// What one launch does, "FLOP/s" or "B/s" per second.
+  virtual void Count(const char* per_second, double amount) = 0;
+  /// Calls `seconds` as often as wanted; what it measures stays in place meanwhile.
+  virtual absl::Status Run(
+      const std::function<absl::StatusOr<double>(const Samples&)>& seconds) = 0;
+};
 
 class Op {
  public:
@@ -55,7 +75,7 @@ class Op {
   }
 
   /// `enqueue(i)` enqueues the op on copy i.
-  absl::Status Measure(benchmark::State& state, const std::function<void(int64_t)>& enqueue) {
+  absl::Status Measure(Meter& meter, const std::function<void(int64_t)>& enqueue) {
     const int64_t launches = std::max(copies_, kLeastLaunches);
     DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Graph> graph, backend_.Capture([&] {
       for (int64_t i = 0; i < launches; ++i) enqueue(i % copies_);
@@ -64,11 +84,11 @@ class Op {
       backend_.Launch(*graph);
       return backend_.status();
     };
-    for (auto _ : state) {
+    DENOISED_RETURN_IF_ERROR(meter.Run([&](const Samples& samples) -> absl::StatusOr<double> {
       DENOISED_ASSIGN_OR_RETURN(const std::vector<double> seconds,
-                                MedianDeviceSeconds(backend_, {launch}, Samples()));
-      state.SetIterationTime(seconds[0] / static_cast<double>(launches));
-    }
+                                MedianDeviceSeconds(backend_, {launch}, samples));
+      return seconds[0] / static_cast<double>(launches);
+    }));
     return backend_.Synchronize();
   }
 
@@ -102,17 +122,16 @@ Tensor Copy(const Tensor& all, int64_t i, const Shape& shape) {
   return all.Slice(i, 1).Reshape(shape);
 }
 
-void CountFlop(benchmark::State& state, int64_t multiplications) {
-  state.counters["FLOP/s"] = benchmark::Counter(2.0 * static_cast<double>(multiplications),
-                                                benchmark::Counter::kIsIterationInvariantRate);
+void CountFlop(Meter& meter, int64_t multiplications) {
+  meter.Count("FLOP/s", 2.0 * static_cast<double>(multiplications));
 }
 
 enum class Resampling { kNone, kDown, kUp };
 
 /// rows, size, in, out; `fused`: with bias, residual and SiLU.
-absl::Status Conv(Backend& backend, benchmark::State& state, Resampling resampling, bool fused) {
-  const int64_t rows = state.range(0), size = state.range(1), in = state.range(2),
-                out = state.range(3);
+absl::Status Conv(Backend& backend, Meter& meter, Resampling resampling, bool fused) {
+  const int64_t rows = meter.range(0), size = meter.range(1), in = meter.range(2),
+                out = meter.range(3);
   const int64_t out_size = resampling == Resampling::kUp     ? size * 2
                            : resampling == Resampling::kDown ? size / 2
                                                              : size;
@@ -138,8 +157,8 @@ absl::Status Conv(Backend& backend, benchmark::State& state, Resampling resampli
     args.pad_top = args.pad_left = 1;
   }
   if (fused) args.activation = Activation::kSilu;
-  CountFlop(state, y.elements() * in * 9);
-  return op.Measure(state, [&](int64_t i) {
+  CountFlop(meter, y.elements() * in * 9);
+  return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.out = Copy(ys, i, y);
     if (fused) args.residual = Copy(residuals, i, y);
@@ -148,9 +167,9 @@ absl::Status Conv(Backend& backend, benchmark::State& state, Resampling resampli
 }
 
 /// rows, size, in, out, shortcut: the end of a resnet, whose shortcut has so many channels
-absl::Status ConvShortcut(Backend& backend, benchmark::State& state) {
-  const int64_t rows = state.range(0), size = state.range(1), in = state.range(2),
-                out = state.range(3), shortcut = state.range(4);
+absl::Status ConvShortcut(Backend& backend, Meter& meter) {
+  const int64_t rows = meter.range(0), size = meter.range(1), in = meter.range(2),
+                out = meter.range(3), shortcut = meter.range(4);
   const Shape x{rows, size, size, in}, skip{rows, size, size, shortcut}, y{rows, size, size, out};
   Op op(backend);
   op.RotateFor((x.elements() + skip.elements() + y.elements()) *
@@ -168,8 +187,8 @@ absl::Status ConvShortcut(Backend& backend, benchmark::State& state) {
   Conv2dArgs args{.weight = weight.get()};
   args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
   args.shortcut.weight = shortcut_weight.get();
-  CountFlop(state, y.elements() * (in * 9 + shortcut));
-  return op.Measure(state, [&](int64_t i) {
+  CountFlop(meter, y.elements() * (in * 9 + shortcut));
+  return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.shortcut.x = Copy(skips, i, skip);
     args.out = Copy(ys, i, y);
@@ -177,20 +196,20 @@ absl::Status ConvShortcut(Backend& backend, benchmark::State& state) {
   });
 }
 
-/// rows, tokens, in, out
-absl::Status Linear(Backend& backend, benchmark::State& state) {
-  const int64_t in = state.range(2), out = state.range(3);
-  const Shape x{state.range(0), state.range(1), in}, y{state.range(0), state.range(1), out};
+/// rows, tokens, in, out; with a bias
+absl::Status Linear(Backend& backend, Meter& meter) {
+  const int64_t in = meter.range(2), out = meter.range(3);
+  const Shape x{meter.range(0), meter.range(1), in}, y{meter.range(0), meter.range(1), out};
   Op op(backend);
   op.RotateFor((x.elements() + y.elements()) *
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
-  DENOISED_ASSIGN_OR_RETURN(const auto weight,
-                            backend.PackLinear({Op::Parameters({out, in}, in)}, {}));
+  DENOISED_ASSIGN_OR_RETURN(const auto weight, backend.PackLinear({Op::Parameters({out, in}, in)},
+                                                                  {Op::Parameters({out}, 1)}));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   LinearArgs args{.weight = weight.get()};
-  CountFlop(state, y.elements() * in);
-  return op.Measure(state, [&](int64_t i) {
+  CountFlop(meter, y.elements() * in);
+  return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.out = Copy(ys, i, y);
     backend.Linear(args);
@@ -198,9 +217,9 @@ absl::Status Linear(Backend& backend, benchmark::State& state) {
 }
 
 /// rows, heads, tokens, dim; q, k and v lie side by side, as a fused projection leaves them
-absl::Status Attention(Backend& backend, benchmark::State& state) {
-  const int64_t rows = state.range(0), heads = state.range(1), tokens = state.range(2),
-                dim = state.range(3), width = heads * dim;
+absl::Status Attention(Backend& backend, Meter& meter) {
+  const int64_t rows = meter.range(0), heads = meter.range(1), tokens = meter.range(2),
+                dim = meter.range(3), width = heads * dim;
   const Shape qkv{rows, tokens, 3 * width}, y{rows, tokens, width};
   Op op(backend);
   op.RotateFor((qkv.elements() + y.elements()) *
@@ -209,8 +228,8 @@ absl::Status Attention(Backend& backend, benchmark::State& state) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   AttentionArgs args{.heads = static_cast<int>(heads),
                      .scale = 1 / std::sqrt(static_cast<float>(dim))};
-  CountFlop(state, 2 * y.elements() * tokens);
-  return op.Measure(state, [&](int64_t i) {
+  CountFlop(meter, 2 * y.elements() * tokens);
+  return op.Measure(meter, [&](int64_t i) {
     const Tensor one = Copy(qkvs, i, qkv);
     args.q = one.Columns(0, width);
     args.k = one.Columns(width, width);
@@ -221,9 +240,9 @@ absl::Status Attention(Backend& backend, benchmark::State& state) {
 }
 
 /// rows, size, channels; 32 groups, SiLU. Bytes: each value read once and written once.
-absl::Status GroupNorm(Backend& backend, benchmark::State& state) {
-  const int64_t channels = state.range(2);
-  const Shape x{state.range(0), state.range(1), state.range(1), channels};
+absl::Status GroupNorm(Backend& backend, Meter& meter) {
+  const int64_t channels = meter.range(2);
+  const Shape x{meter.range(0), meter.range(1), meter.range(1), channels};
   const int64_t bytes = 2 * x.elements() * static_cast<int64_t>(SizeOf(backend.activation_dtype()));
   Op op(backend);
   op.RotateFor(bytes);
@@ -232,9 +251,8 @@ absl::Status GroupNorm(Backend& backend, benchmark::State& state) {
   GroupNormArgs args{.activation = Activation::kSilu};
   DENOISED_ASSIGN_OR_RETURN(args.gamma, backend.PackVector(Op::Parameters({channels}, 1)));
   DENOISED_ASSIGN_OR_RETURN(args.beta, backend.PackVector(Op::Parameters({channels}, 1)));
-  state.counters["B/s"] =
-      benchmark::Counter(static_cast<double>(bytes), benchmark::Counter::kIsIterationInvariantRate);
-  return op.Measure(state, [&](int64_t i) {
+  meter.Count("B/s", static_cast<double>(bytes));
+  return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.out = Copy(ys, i, x);
     backend.GroupNorm(args);
@@ -243,17 +261,126 @@ absl::Status GroupNorm(Backend& backend, benchmark::State& state) {
 
 using Shapes = std::vector<std::vector<int64_t>>;
 
-void Register(const char* name, const std::vector<std::string>& arguments, const Shapes& shapes,
-              const std::function<absl::Status(benchmark::State&)>& measure) {
-  auto* registered = benchmark::RegisterBenchmark(name, [measure](benchmark::State& state) {
-                       const absl::Status status = measure(state);
-                       if (!status.ok()) state.SkipWithError(std::string(status.message()).c_str());
-                     })->ArgNames(arguments);
-  for (const std::vector<int64_t>& shape : shapes) registered->Args(shape);
-  registered->Iterations(1)->UseManualTime()->Unit(benchmark::kMicrosecond);
-}
+using Measure = std::function<absl::Status(Meter&)>;
 
-void RegisterAll(Backend& backend) {
+/// An op at a shape.
+struct Entry {
+  std::string name;  // e.g. "linear/rows:1/tokens:256/in:256/out:768"
+  std::vector<int64_t> shape;
+  Measure measure;
+};
+
+class GoogleMeter : public Meter {
+ public:
+  GoogleMeter(const Entry& entry, benchmark::State& state) : entry_(entry), state_(state) {}
+  int64_t range(size_t i) const override { return entry_.shape[i]; }
+  void Count(const char* per_second, double amount) override {
+    state_.counters[per_second] =
+        benchmark::Counter(amount, benchmark::Counter::kIsIterationInvariantRate);
+  }
+  absl::Status Run(const std::function<absl::StatusOr<double>(const Samples&)>& seconds) override {
+    for (auto _ : state_) {
+      DENOISED_ASSIGN_OR_RETURN(const double median, seconds(Samples()));
+      state_.SetIterationTime(median);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  const Entry& entry_;
+  benchmark::State& state_;
+};
+
+/// Answers "measure" as long as it is asked for the op that is in place, and leaves the first
+/// request that is another in `request`.
+class TurnsMeter : public Meter {
+ public:
+  TurnsMeter(const Entry& entry, const Samples& samples, std::optional<Request>* request)
+      : entry_(entry), samples_(samples), request_(*request) {}
+  int64_t range(size_t i) const override { return entry_.shape[i]; }
+  void Count(const char* per_second, double amount) override {
+    counted_[std::strcmp(per_second, "B/s") == 0 ? "bytes" : "flop"] = amount;
+  }
+  absl::Status Run(const std::function<absl::StatusOr<double>(const Samples&)>& seconds) override {
+    Answer(counted_);
+    for (Request next; ReadRequest(&next);) {
+      if (next.verb != "measure" || next.name != entry_.name) {
+        request_ = next;
+        return absl::OkStatus();
+      }
+      DENOISED_ASSIGN_OR_RETURN(const double median, seconds(samples_));
+      Answer(nlohmann::json{{"us", 1e6 * median}});
+    }
+    request_.reset();
+    return absl::OkStatus();
+  }
+
+ private:
+  const Entry& entry_;
+  const Samples samples_;
+  std::optional<Request>& request_;
+  nlohmann::json counted_;
+};
+
+class Registry {
+ public:
+  void Register(const char* op, const std::vector<std::string>& arguments, const Shapes& shapes,
+                const Measure& measure) {
+    for (const std::vector<int64_t>& shape : shapes) {
+      std::string name = op;
+      for (size_t i = 0; i < shape.size(); ++i)
+        name += fmt::format("/{}:{}", arguments[i], shape[i]);
+      entries_.push_back({name, shape, measure});
+    }
+  }
+  const std::vector<Entry>& entries() const { return entries_; }
+
+  void RunWithGoogleBenchmark() const {
+    for (const Entry& entry : entries_) {
+      benchmark::RegisterBenchmark(entry.name.c_str(),
+                                   [&entry](benchmark::State& state) {
+                                     GoogleMeter meter(entry, state);
+                                     const absl::Status status = entry.measure(meter);
+                                     if (!status.ok())
+                                       state.SkipWithError(std::string(status.message()).c_str());
+                                   })
+          ->Iterations(1)
+          ->UseManualTime()
+          ->Unit(benchmark::kMicrosecond);
+    }
+    benchmark::RunSpecifiedBenchmarks();
+  }
+
+  void TakeTurns(const std::string& device, const Samples& samples) const {
+    Answer(nlohmann::json{{"ready", {{"device", device}}}});
+    std::optional<Request> request = Request();
+    if (!ReadRequest(&*request)) return;
+    while (request) {
+      const Request current = *request;
+      const Entry* entry = Find(current.name);
+      if (current.verb == "prepare" && entry != nullptr) {
+        TurnsMeter meter(*entry, samples, &request);
+        const absl::Status status = entry->measure(meter);
+        if (status.ok()) continue;
+        Answer(status);
+      } else {
+        Answer(InvalidArgument("'{} {}': prepare one of --list first", current.verb, current.name));
+      }
+      if (!ReadRequest(&*request)) return;
+    }
+  }
+
+ private:
+  const Entry* Find(const std::string& name) const {
+    const auto found = std::find_if(entries_.begin(), entries_.end(),
+                                    [&](const Entry& entry) { return entry.name == name; });
+    return found == entries_.end() ? nullptr : &*found;
+  }
+
+  std::vector<Entry> entries_;
+};
+
+void RegisterAll(Backend& backend, Registry* registry) {
   const Shapes convolutions = {// cifar10-32
                                {64, 32, 128, 128},
                                {64, 16, 256, 256},
@@ -291,106 +418,109 @@ void RegisterAll(Backend& backend) {
   Shapes bare = convolutions;  // and a first and a last layer, which have no residual
   bare.insert(bare.end(), {{64, 32, 3, 128}, {64, 32, 128, 3}});
   const auto conv = [&backend](Resampling resampling, bool fused) {
-    return [&backend, resampling, fused](benchmark::State& state) {
-      return Conv(backend, state, resampling, fused);
+    return [&backend, resampling, fused](Meter& meter) {
+      return Conv(backend, meter, resampling, fused);
     };
   };
   const std::vector<std::string> image = {"rows", "size", "in", "out"};
-  Register("conv", image, bare, conv(Resampling::kNone, false));
-  Register("conv_bias_residual_silu", image, convolutions, conv(Resampling::kNone, true));
-  Register("conv_shortcut", {"rows", "size", "in", "out", "shortcut"},
-           {{64, 32, 128, 128, 256},
-            {256, 32, 128, 128, 384},
-            {64, 16, 256, 256, 512},
-            {64, 64, 192, 192, 384},
-            {64, 32, 384, 384, 768},
-            {16, 256, 128, 128, 256},
-            {1, 32, 128, 128, 256},
-            {1, 16, 256, 256, 512},
-            {1, 4, 256, 256, 512},
-            {1, 64, 192, 192, 384}},
-           [&backend](benchmark::State& state) { return ConvShortcut(backend, state); });
-  Register("conv_down", image, {{64, 32, 128, 128}, {16, 64, 320, 320}, {1, 32, 128, 128}},
-           conv(Resampling::kDown, false));
-  Register("conv_up", image, {{64, 16, 256, 256}, {16, 32, 640, 640}, {1, 16, 256, 256}},
-           conv(Resampling::kUp, false));
-  Register("linear", {"rows", "tokens", "in", "out"},
-           {// cifar10-32, adm-64
-            {64, 256, 256, 768},
-            {1, 256, 256, 768},
-            {1, 256, 256, 256},
-            {256, 256, 256, 768},
-            {256, 256, 256, 256},
-            {4, 1024, 384, 1152},
-            {64, 1024, 384, 1152},
-            {64, 1024, 384, 384},
-            {64, 256, 576, 1728},
-            {64, 64, 768, 2304},
-            // embeddings
-            {16, 1, 512, 1024},
-            {1, 1, 512, 5632},
-            // Stable Diffusion 1.5, two rows
-            {2, 4096, 320, 320},
-            {2, 4096, 320, 2560},
-            {2, 4096, 1280, 320},
-            {2, 1024, 640, 5120},
-            {2, 256, 1280, 10240},
-            // XL, two rows and sixteen
-            {2, 4096, 640, 640},
-            {2, 4096, 640, 5120},
-            {2, 4096, 2560, 640},
-            {2, 1024, 1280, 1280},
-            {2, 1024, 1280, 10240},
-            {2, 1024, 5120, 1280},
-            {16, 1024, 1280, 1280},
-            {16, 1024, 1280, 10240},
-            // the ceiling's
-            {8, 1024, 8192, 8192}},
-           [&backend](benchmark::State& state) { return Linear(backend, state); });
-  Register("attention", {"rows", "heads", "tokens", "dim"},
-           {{64, 1, 256, 256},
-            {1, 1, 256, 256},
-            {64, 6, 1024, 64},
-            {64, 9, 256, 64},
-            {64, 12, 64, 64},
-            {1, 6, 1024, 64},
-            {16, 1, 256, 512},
-            {2, 8, 4096, 40},
-            {16, 8, 4096, 40},
-            {2, 8, 1024, 80},
-            {16, 8, 1024, 80},
-            {16, 8, 256, 160},
-            {2, 10, 4096, 64},
-            {16, 10, 4096, 64},
-            {16, 20, 1024, 64},
-            {1, 1, 4096, 512}},
-           [&backend](benchmark::State& state) { return Attention(backend, state); });
-  Register("group_norm_silu", {"rows", "size", "channels"},
-           {{64, 32, 128},
-            {64, 16, 256},
-            {1, 32, 128},
-            {1, 16, 256},
-            {256, 32, 128},
-            {256, 32, 256},
-            {256, 32, 384},
-            {64, 64, 192},
-            {64, 64, 384},
-            {64, 64, 512},
-            {64, 64, 576},
-            {64, 32, 384},
-            {64, 32, 576},
-            {64, 32, 960},
-            {16, 128, 128},
-            {16, 64, 320},
-            {2, 128, 320},
-            {8, 256, 128},
-            {16, 256, 128}},
-           [&backend](benchmark::State& state) { return GroupNorm(backend, state); });
+  registry->Register("conv", image, bare, conv(Resampling::kNone, false));
+  registry->Register("conv_bias_residual_silu", image, convolutions, conv(Resampling::kNone, true));
+  registry->Register("conv_shortcut", {"rows", "size", "in", "out", "shortcut"},
+                     {{64, 32, 128, 128, 256},
+                      {256, 32, 128, 128, 384},
+                      {64, 16, 256, 256, 512},
+                      {64, 64, 192, 192, 384},
+                      {64, 32, 384, 384, 768},
+                      {16, 256, 128, 128, 256},
+                      {1, 32, 128, 128, 256},
+                      {1, 16, 256, 256, 512},
+                      {1, 4, 256, 256, 512},
+                      {1, 64, 192, 192, 384}},
+                     [&backend](Meter& meter) { return ConvShortcut(backend, meter); });
+  registry->Register("conv_down", image,
+                     {{64, 32, 128, 128}, {16, 64, 320, 320}, {1, 32, 128, 128}},
+                     conv(Resampling::kDown, false));
+  registry->Register("conv_up", image, {{64, 16, 256, 256}, {16, 32, 640, 640}, {1, 16, 256, 256}},
+                     conv(Resampling::kUp, false));
+  registry->Register("linear", {"rows", "tokens", "in", "out"},
+                     {// cifar10-32, adm-64
+                      {64, 256, 256, 768},
+                      {1, 256, 256, 768},
+                      {1, 256, 256, 256},
+                      {256, 256, 256, 768},
+                      {256, 256, 256, 256},
+                      {4, 1024, 384, 1152},
+                      {64, 1024, 384, 1152},
+                      {64, 1024, 384, 384},
+                      {64, 256, 576, 1728},
+                      {64, 64, 768, 2304},
+                      // embeddings
+                      {16, 1, 512, 1024},
+                      {1, 1, 512, 5632},
+                      // Stable Diffusion 1.5, two rows
+                      {2, 4096, 320, 320},
+                      {2, 4096, 320, 2560},
+                      {2, 4096, 1280, 320},
+                      {2, 1024, 640, 5120},
+                      {2, 256, 1280, 10240},
+                      // XL, two rows and sixteen
+                      {2, 4096, 640, 640},
+                      {2, 4096, 640, 5120},
+                      {2, 4096, 2560, 640},
+                      {2, 1024, 1280, 1280},
+                      {2, 1024, 1280, 10240},
+                      {2, 1024, 5120, 1280},
+                      {16, 1024, 1280, 1280},
+                      {16, 1024, 1280, 10240},
+                      // the ceiling's
+                      {8, 1024, 8192, 8192}},
+                     [&backend](Meter& meter) { return Linear(backend, meter); });
+  registry->Register("attention", {"rows", "heads", "tokens", "dim"},
+                     {{64, 1, 256, 256},
+                      {1, 1, 256, 256},
+                      {64, 6, 1024, 64},
+                      {64, 9, 256, 64},
+                      {64, 12, 64, 64},
+                      {1, 6, 1024, 64},
+                      {16, 1, 256, 512},
+                      {2, 8, 4096, 40},
+                      {16, 8, 4096, 40},
+                      {2, 8, 1024, 80},
+                      {16, 8, 1024, 80},
+                      {16, 8, 256, 160},
+                      {2, 10, 4096, 64},
+                      {16, 10, 4096, 64},
+                      {16, 20, 1024, 64},
+                      {1, 1, 4096, 512}},
+                     [&backend](Meter& meter) { return Attention(backend, meter); });
+  registry->Register("group_norm_silu", {"rows", "size", "channels"},
+                     {{64, 32, 128},
+                      {64, 16, 256},
+                      {1, 32, 128},
+                      {1, 16, 256},
+                      {256, 32, 128},
+                      {256, 32, 256},
+                      {256, 32, 384},
+                      {64, 64, 192},
+                      {64, 64, 384},
+                      {64, 64, 512},
+                      {64, 64, 576},
+                      {64, 32, 384},
+                      {64, 32, 576},
+                      {64, 32, 960},
+                      {16, 128, 128},
+                      {16, 64, 320},
+                      {2, 128, 320},
+                      {8, 256, 128},
+                      {16, 256, 128}},
+                     [&backend](Meter& meter) { return GroupNorm(backend, meter); });
 }
 
 int Main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
   BackendOptions options = {.autotune = true};
+  bool list = false, turns = false;
+  Samples samples;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     const auto value = [&](const char* name) -> const char* {
@@ -405,6 +535,13 @@ int Main(int argc, char** argv) {
       options.autotune_cache = directory;
     } else if (flag == "--generic") {
       options.generic_kernels = true;
+    } else if (flag == "--list") {
+      list = true;
+      options.device = "cpu";
+    } else if (flag == "--turns") {
+      turns = true;
+    } else if (const char* warm_up = value("--warm-up=")) {
+      samples.warm_up_seconds = std::atof(warm_up);
     } else {
       std::fprintf(stderr, "unknown flag '%s'; see the head of tests/bench/backend_throughput.cc\n",
                    argv[i]);
@@ -416,9 +553,16 @@ int Main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", std::string(backend.status().message()).c_str());
     return 1;
   }
-  benchmark::AddCustomContext("device", (*backend)->description());
-  RegisterAll(**backend);
-  benchmark::RunSpecifiedBenchmarks();
+  Registry registry;
+  RegisterAll(**backend, &registry);
+  if (list) {
+    for (const Entry& entry : registry.entries()) std::puts(entry.name.c_str());
+  } else if (turns) {
+    registry.TakeTurns((*backend)->description(), samples);
+  } else {
+    benchmark::AddCustomContext("device", (*backend)->description());
+    registry.RunWithGoogleBenchmark();
+  }
   return 0;
 }
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,8 @@ namespace denoised {
 
 struct Samples {
   size_t least = 9, most = 9;
-  double longest_seconds = 0;  // beyond `least`
+  double longest_seconds = 0;    // beyond `least`
+  double warm_up_seconds = 0.1;  // a chip that idled clocks down; 0: one run
 };
 
 /// Median device seconds of each of `works`, which enqueue something on `backend`, in turns. The
@@ -21,7 +23,6 @@ struct Samples {
 inline absl::StatusOr<std::vector<double>> MedianDeviceSeconds(
     Backend& backend, const std::vector<std::function<absl::Status()>>& works,
     const Samples& samples) {
-  constexpr double kWarmUpSeconds = 0.1;  // a chip that idled clocks down
   std::vector<std::vector<double>> seconds(works.size());
   double sum = 0;
   const auto enough = [&] {
@@ -38,7 +39,7 @@ inline absl::StatusOr<std::vector<double>> MedianDeviceSeconds(
       DENOISED_RETURN_IF_ERROR(end->Wait());
       const size_t done = (enqueued - 1) % works.size();
       const double elapsed = end->SecondsSince(*begin);
-      if (done == 0) warm = sum > kWarmUpSeconds;
+      if (done == 0) warm = sum > samples.warm_up_seconds;
       if (warm) seconds[done].push_back(elapsed);
       sum += elapsed;
       begin = std::move(end);

@@ -1,8 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
 // One evaluation of a UNet2DModel, sampler step included, by rows: milliseconds and FLOP/s.
 //
 //   denoised-bench [--device=cpu|cuda] [--fp32] [--generic] [--autotune=off|DIRECTORY]
 //                  --config=DIR/config.json --rows=1,16,64
-//                  [--weights=FILE.safetensors] [--beside=DIR/config.json]
+//                  [--weights=FILE.safetensors] [--beside=DIR/config.json] [--guided] [--turns]
 //                  [Google Benchmark's flags, e.g. --benchmark_out=FILE]
 //
 // Weights are synthetic, for speed does not depend on them. Times are the device's own, between
@@ -16,6 +17,10 @@
 // --weights takes them from a file, as synthetic-model writes one, and tells how fast they were on
 // the device in the form of its kernels: from the page cache, if the file was touched just before.
 //
+// --guided gives each image two rows, as classifier-free guidance does: 32 rows are 16 images.
+//
+// --turns measures when its standard input says so (turns.h); a NAME is "rows:16".
+//
 // --beside evaluates a second model at the same time, in a queue of its own: milliseconds of an
 // evaluation of each, alone and together, by the host's clock; `shares` is how much of its speed
 // alone each keeps, summed up: 1 is what taking turns would give.
@@ -28,6 +33,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <random>
 #include <thread>
@@ -37,6 +43,7 @@
 #include "engine/models/unet2d.h"
 #include "engine/sampling/sampler.h"
 #include "tests/bench/device_timing.h"
+#include "tests/bench/turns.h"
 
 namespace denoised {
 namespace {
@@ -45,6 +52,7 @@ struct Options {
   BackendOptions backend = {.autotune = true};
   std::string config, weights, beside;
   std::vector<int> rows;
+  bool guided = false, turns = false;
 };
 
 absl::Status ParseFlags(int argc, char** argv, Options* options) {
@@ -60,6 +68,10 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->backend.fp32 = true;
     } else if (flag == "--generic") {
       options->backend.generic_kernels = true;
+    } else if (flag == "--guided") {
+      options->guided = true;
+    } else if (flag == "--turns") {
+      options->turns = true;
     } else if (flag == "--autotune=off") {
       options->backend.autotune = false;
     } else if (const char* directory = value("--autotune=")) {
@@ -81,21 +93,29 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
     }
   }
   if (options->config.empty()) return InvalidArgument("--config=FILE is missing");
-  if (options->rows.empty()) options->rows = {1, 16};
+  if (options->rows.empty())
+    options->rows = options->guided ? std::vector{2, 32} : std::vector{1, 16};
+  if (options->turns && !options->beside.empty())
+    return InvalidArgument("--turns and --beside cannot be combined");
+  for (const int rows : options->rows)
+    if (options->guided && rows % 2 != 0)
+      return InvalidArgument("--guided needs an even number of rows; {} is odd", rows);
   return absl::OkStatus();
 }
 
 using Clock = std::chrono::steady_clock;
 
 constexpr Samples kSamples = {.least = 9, .most = 99, .longest_seconds = 2};
+constexpr Samples kTurn = {.least = 9, .most = 99, .longest_seconds = 1};
 constexpr int kLongestPlan = 1000;
+constexpr float kGuidanceScale = 1.25F;
 
 /// A model on a device, and `rows` images of it that are drawn over and over.
 class Drawing {
  public:
   static absl::StatusOr<std::unique_ptr<Drawing>> Create(Backend& backend,
                                                          std::shared_ptr<const Denoiser> model,
-                                                         int rows) {
+                                                         int rows, bool guided) {
     auto drawing = std::make_unique<Drawing>();
     const DenoiserTraits& traits = model->traits();
     DENOISED_ASSIGN_OR_RETURN(drawing->evaluator_,
@@ -110,8 +130,14 @@ class Drawing {
         SchedulerConfig::Parse(nlohmann::json{{"_class_name", "DDIMScheduler"}}, "scheduler"));
     DENOISED_ASSIGN_OR_RETURN(const StepPlan plan, scheduler.Compile({.steps = kLongestPlan}));
     drawing->plan_ = ToDevice(plan);
-    for (int slot = 0; slot < rows; ++slot)
-      drawing->table_.push_back({.slot = slot, .label = 0, .unconditional_row = -1, .advances = 1});
+    for (int row = 0; row < rows; ++row) {
+      const bool unconditional = guided && row % 2 != 0;
+      drawing->table_.push_back({.slot = guided ? row / 2 : row,
+                                 .label = 0,
+                                 .unconditional_row = guided && !unconditional ? row + 1 : -1,
+                                 .advances = unconditional ? 0 : 1});
+    }
+    if (guided) drawing->guidance_scale_ = kGuidanceScale;
     DENOISED_RETURN_IF_ERROR(backend.Synchronize());
     const Clock::time_point before_first = Clock::now();
     for (int warm = 0; warm < 3; ++warm) {
@@ -129,7 +155,9 @@ class Drawing {
     if (done_ == kLongestPlan) done_ = 0;
     if (done_++ == 0) {
       for (const EvaluationRow& row : table_)
-        evaluator_->Begin(row.slot, {.plan = &plan_, .seed = static_cast<uint64_t>(row.slot)});
+        evaluator_->Begin(row.slot, {.plan = &plan_,
+                                     .seed = static_cast<uint64_t>(row.slot),
+                                     .guidance_scale = guidance_scale_});
     }
     return evaluator_->Evaluate(table_).status();
   }
@@ -141,6 +169,7 @@ class Drawing {
   std::unique_ptr<Evaluator> evaluator_;
   std::vector<DeviceEvaluation> plan_;
   std::vector<EvaluationRow> table_;
+  float guidance_scale_ = 1;
   int done_ = 0;
   double first_seconds_ = 0;
 };
@@ -221,43 +250,97 @@ absl::StatusOr<Resident> Load(const BackendOptions& options, const std::string& 
   const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   if (!weights_file.empty()) {
     const auto bytes = static_cast<double>(std::filesystem::file_size(weights_file));
-    benchmark::AddCustomContext(
-        "weights", fmt::format("{:.0f} MB in {:.3f} s: {:.2f} GB/s", 1e-6 * bytes, seconds,
-                               1e-9 * bytes / seconds));
+    benchmark::AddCustomContext("weights_bytes", fmt::format("{:.0f}", bytes));
+    benchmark::AddCustomContext("weights_seconds", fmt::format("{:.4f}", seconds));
   }
   return resident;
 }
 
-absl::Status Measure(const Resident& resident, int rows, benchmark::State& state) {
-  Backend& backend = *resident.backend;
-  const std::shared_ptr<const Denoiser>& model = resident.model;
-  DENOISED_ASSIGN_OR_RETURN(const auto drawing, Drawing::Create(backend, model, rows));
-  const Evaluator& evaluator = drawing->evaluator();
-  if (backend.device() == Device::kCuda) {
-    state.counters["MiB_device"] =
-        (static_cast<double>(resident.free_before) - static_cast<double>(backend.memory().free)) /
-        (1 << 20);
+/// A model at a number of rows, ready to be measured any number of times.
+class Measurement {
+ public:
+  static absl::StatusOr<std::unique_ptr<Measurement>> Create(const Resident& resident, int rows,
+                                                             bool guided) {
+    auto measurement = std::make_unique<Measurement>();
+    Backend& backend = *resident.backend;
+    measurement->backend_ = &backend;
+    DENOISED_ASSIGN_OR_RETURN(measurement->drawing_,
+                              Drawing::Create(backend, resident.model, rows, guided));
+    const Evaluator& evaluator = measurement->drawing_->evaluator();
+    if (backend.device() == Device::kCuda) {
+      measurement->counters_["MiB_device"] =
+          (static_cast<double>(resident.free_before) - static_cast<double>(backend.memory().free)) /
+          (1 << 20);
+    }
+    DENOISED_ASSIGN_OR_RETURN(measurement->forward_, Forward::Create(backend, resident.model, rows,
+                                                                     evaluator.activation_bytes()));
+    measurement->flop_ = evaluator.flops_per_row() * rows;
+    measurement->counters_["s_first"] = measurement->drawing_->first_seconds();
+    measurement->counters_["MiB_activations"] =
+        static_cast<double>(evaluator.activation_bytes()) / (1 << 20);
+    return measurement;
   }
-  DENOISED_ASSIGN_OR_RETURN(const auto forward,
-                            Forward::Create(backend, model, rows, evaluator.activation_bytes()));
+
+  /// Median seconds of an evaluation and of the model alone, in turns.
+  absl::StatusOr<std::vector<double>> Seconds(const Samples& samples) {
+    return MedianDeviceSeconds(*backend_,
+                               {[&] { return drawing_->Evaluate(); },
+                                [&] {
+                                  backend_->Launch(forward_->graph());
+                                  return backend_->status();
+                                }},
+                               samples);
+  }
+  double flop() const { return flop_; }
+  const std::map<std::string, double>& counters() const { return counters_; }
+
+ private:
+  Backend* backend_ = nullptr;
+  std::unique_ptr<Drawing> drawing_;
+  std::unique_ptr<Forward> forward_;
+  double flop_ = 0;
+  std::map<std::string, double> counters_;
+};
+
+absl::Status Measure(const Resident& resident, int rows, bool guided, benchmark::State& state) {
+  DENOISED_ASSIGN_OR_RETURN(const auto measurement, Measurement::Create(resident, rows, guided));
   for (auto _ : state) {
-    DENOISED_ASSIGN_OR_RETURN(const std::vector<double> seconds,
-                              MedianDeviceSeconds(backend,
-                                                  {[&] { return drawing->Evaluate(); },
-                                                   [&] {
-                                                     backend.Launch(forward->graph());
-                                                     return backend.status();
-                                                   }},
-                                                  kSamples));
+    DENOISED_ASSIGN_OR_RETURN(const std::vector<double> seconds, measurement->Seconds(kSamples));
     state.SetIterationTime(seconds[0]);
     state.counters["ms_forward"] = 1e3 * seconds[1];
   }
-  state.counters["FLOP/s"] = benchmark::Counter(evaluator.flops_per_row() * rows,
-                                                benchmark::Counter::kIsIterationInvariantRate);
-  state.counters["s_first"] = drawing->first_seconds();
-  state.counters["MiB_activations"] = static_cast<double>(evaluator.activation_bytes()) / (1 << 20);
+  state.counters["FLOP/s"] =
+      benchmark::Counter(measurement->flop(), benchmark::Counter::kIsIterationInvariantRate);
+  for (const auto& [name, value] : measurement->counters()) state.counters[name] = value;
   state.SetItemsProcessed(state.iterations() * rows);
   return absl::OkStatus();
+}
+
+/// Measures when standard input says so; see turns.h.
+void TakeTurns(const Resident& resident, bool guided) {
+  std::map<std::string, std::unique_ptr<Measurement>> measurements;
+  const auto prepared = [&](const std::string& name) -> absl::StatusOr<Measurement*> {
+    std::unique_ptr<Measurement>& measurement = measurements[name];
+    if (measurement) return measurement.get();
+    int rows = 0;
+    if (std::sscanf(name.c_str(), "rows:%d", &rows) != 1 || rows < 1 || (guided && rows % 2 != 0))
+      return InvalidArgument("'{}' is not rows:N", name);
+    DENOISED_ASSIGN_OR_RETURN(measurement, Measurement::Create(resident, rows, guided));
+    return measurement.get();
+  };
+  const auto answer = [&](const Request& request) -> absl::StatusOr<nlohmann::json> {
+    DENOISED_ASSIGN_OR_RETURN(Measurement * measurement, prepared(request.name));
+    if (request.verb == "prepare") {
+      nlohmann::json made = measurement->counters();
+      made["flop"] = measurement->flop();
+      return made;
+    }
+    if (request.verb != "measure") return InvalidArgument("unknown request '{}'", request.verb);
+    DENOISED_ASSIGN_OR_RETURN(const std::vector<double> seconds, measurement->Seconds(kTurn));
+    return nlohmann::json{{"ms", 1e3 * seconds[0]}, {"ms_forward", 1e3 * seconds[1]}};
+  };
+  Answer(nlohmann::json{{"ready", {{"device", resident.backend->description()}}}});
+  for (Request request; ReadRequest(&request);) Answer(answer(request));
 }
 
 /// How many evaluations the device makes within the time, the host one ahead as in the engine.
@@ -285,7 +368,8 @@ absl::Status MeasureBeside(const Resident& one, const Resident& other, int rows,
   std::array<absl::StatusOr<int>, 2> counts;
   for (size_t i = 0; i < 2; ++i) {
     Backend& backend = *residents[i]->backend;
-    DENOISED_ASSIGN_OR_RETURN(drawings[i], Drawing::Create(backend, residents[i]->model, rows));
+    DENOISED_ASSIGN_OR_RETURN(drawings[i],
+                              Drawing::Create(backend, residents[i]->model, rows, false));
     DENOISED_ASSIGN_OR_RETURN(const int count, CountEvaluations(backend, *drawings[i], kSeconds));
     alone[i] = kSeconds / count;
   }
@@ -311,6 +395,10 @@ absl::Status MeasureBeside(const Resident& one, const Resident& other, int rows,
 absl::Status Run(const Options& options) {
   DENOISED_ASSIGN_OR_RETURN(const Resident resident,
                             Load(options.backend, options.config, options.weights));
+  if (options.turns) {
+    TakeTurns(resident, options.guided);
+    return absl::OkStatus();
+  }
   benchmark::AddCustomContext("device", resident.backend->description());
   Resident other;
   if (!options.beside.empty()) {
@@ -323,7 +411,7 @@ absl::Status Run(const Options& options) {
                                  [&, rows](benchmark::State& state) {
                                    const absl::Status status =
                                        other.model ? MeasureBeside(resident, other, rows, state)
-                                                   : Measure(resident, rows, state);
+                                                   : Measure(resident, rows, options.guided, state);
                                    if (!status.ok())
                                      state.SkipWithError(std::string(status.message()).c_str());
                                  })

@@ -1,9 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the scheduler makes of a trace: latency, throughput and time to first preview with batching
 // by step and by request, and the host's work for an evaluation by length of the queue. No GPU: the
 // device is simulated, its results computed on the CPU, its time counted and not waited for.
 //
 //   OMP_NUM_THREADS=1 scheduling-bench [--jobs=4000] [--rows=64] [--ms-fixed=1] [--ms-row=0.05]
-//                                      [--seed=1]
+//                                      [--seed=1] [--json=FILE]
 //
 // An evaluation takes ms-fixed + ms-row · rows. Arrivals are Poisson; a request is one image of 4
 // to 50 evaluations, of one of 8 clients; a fifth are interactive with previews, a fifth are batch.
@@ -13,6 +14,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
 #include <random>
 
 #include "tests/batching/simulation.h"
@@ -23,6 +26,7 @@ namespace {
 struct Options {
   int jobs = 4000, rows = 64, seed = 1;
   double ms_fixed = 1, ms_row = 0.05;
+  std::string json;
 
   double Seconds(int rows_at_work) const { return 1e-3 * (ms_fixed + ms_row * rows_at_work); }
 };
@@ -114,7 +118,17 @@ double Capacity(const Options& options, Batching batching) {
   return Play(options, MakeTrace(options, 1e9), batching).throughput;
 }
 
-void Compare(const Options& options, const char* of_whom, double images_per_second) {
+nlohmann::json ToJson(const Outcome& outcome) {
+  return {{"p50_seconds", outcome.p50},
+          {"p99_seconds", outcome.p99},
+          {"images_per_second", outcome.throughput},
+          {"first_preview_p50_evaluations", outcome.first_preview_p50},
+          {"first_preview_p99_evaluations", outcome.first_preview_p99},
+          {"interactive_queue_p99_evaluations", outcome.queue_p99},
+          {"parks_per_image", outcome.parks}};
+}
+
+nlohmann::json Compare(const Options& options, const char* of_whom, double images_per_second) {
   const std::vector<Arrival> trace = MakeTrace(options, images_per_second);
   const Outcome step = Play(options, trace, Batching::kStep);
   const Outcome request = Play(options, trace, Batching::kRequest);
@@ -131,10 +145,15 @@ void Compare(const Options& options, const char* of_whom, double images_per_seco
   row("request", request);
   fmt::print("step/request: p50 {:.2f}, p99 {:.2f}, throughput {:.2f}\n", step.p50 / request.p50,
              step.p99 / request.p99, step.throughput / request.throughput);
+  return {{"capacity_of", of_whom},
+          {"arrivals_per_second", images_per_second},
+          {"step", ToJson(step)},
+          {"request", ToJson(request)}};
 }
 
 /// Median host time of an evaluation, of which the scheduler's part is what grows, if any does.
-void MeasureHost(const Options& options) {
+nlohmann::json MeasureHost(const Options& options) {
+  nlohmann::json figures = nlohmann::json::array();
   fmt::print("\n{:<18}{:>24}\n", "jobs that wait", "host µs an evaluation");
   for (const int waiting : {0, 1000, 10'000, 100'000}) {
     Simulation simulation(
@@ -154,7 +173,9 @@ void MeasureHost(const Options& options) {
               .count());
     }
     fmt::print("{:<18}{:>24.1f}\n", waiting, Quantile(spent, 0.5));
+    figures.push_back({{"waiting", waiting}, {"host_us", Quantile(spent, 0.5)}});
   }
+  return figures;
 }
 
 absl::Status ParseFlags(int argc, char** argv, Options* options) {
@@ -169,6 +190,11 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
         number("--ms-fixed=", &options->ms_fixed) || number("--ms-row=", &options->ms_row) ||
         number("--seed=", &options->seed))
       continue;
+    constexpr const char* kJson = "--json=";
+    if (std::strncmp(argv[i], kJson, std::strlen(kJson)) == 0) {
+      options->json = argv[i] + std::strlen(kJson);
+      continue;
+    }
     return InvalidArgument("unknown flag '{}'; see the head of tests/bench/scheduling_bench.cc",
                            argv[i]);
   }
@@ -194,8 +220,18 @@ int main(int argc, char** argv) {
   const double request = Capacity(options, Batching::kRequest);
   fmt::print("always work to do: by step {:.1f} images/s, by request {:.1f}: {:.2f}\n", step,
              request, step / request);
-  denoised::Compare(options, "step", 0.8 * step);
-  denoised::Compare(options, "request", 0.8 * request);
+  nlohmann::json figures = {{"jobs", options.jobs},         {"rows", options.rows},
+                            {"ms_fixed", options.ms_fixed}, {"ms_row", options.ms_row},
+                            {"seed", options.seed},         {"capacity_step", step},
+                            {"capacity_request", request}};
+  figures["comparisons"] = {denoised::Compare(options, "step", 0.8 * step),
+                            denoised::Compare(options, "request", 0.8 * request)};
   fmt::print("* of interactive requests; time in evaluations of all rows, queue in evaluations\n");
-  denoised::MeasureHost(options);
+  figures["host"] = denoised::MeasureHost(options);
+  if (options.json.empty()) return 0;
+  std::ofstream out(options.json);
+  out << figures.dump(1) << '\n';
+  if (out.flush()) return 0;
+  fmt::print(stderr, "{} cannot be written\n", options.json);
+  return 1;
 }

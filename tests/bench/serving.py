@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What serving costs and bears: the server on loopback, beside the bare engine.
 
   tests/bench/serving.py [options] BENCHMARK...
@@ -19,7 +20,8 @@
               many bytes more than after the first quarter an idle server has allocated at the end
 
 Prints a line for each figure and exits with 1 when one misses its target. Nothing else should run
-on the machine; the load average at the start is told. Figures go into docs/benchmarks.md by hand.
+on the machine; the load average at the start is printed. --json writes the raw figures, as they lie in
+docs/benchmarks; make_tables.py makes the tables of docs/benchmarks.md.
 
 Build first: scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise engine-throughput \\
 synthetic-model"""
@@ -139,6 +141,9 @@ def engine(options, model, *flags, environment=None, cores=None):
     return json.loads(result.stdout)
 
 
+FIGURES = {}  # raw, by benchmark: for --json
+
+
 def report(name, value, target, met):
     print(f"{name:<28}{value:<72} {'met' if met else 'MISSED'} ({target})", flush=True)
     return met
@@ -165,6 +170,8 @@ def saturation(options):
               f"server {1e3 * spent / found['images']:.2f} ms, client "
               f"{1e3 * found['client_cpu_seconds'] / found['images']:.2f} ms", flush=True)
     bare, served = statistics.median(engines), statistics.median(servers)
+    FIGURES["saturation"] = {"engine_images_per_second": engines,
+                             "server_images_per_second": servers}
     return report("saturation", f"{served:.2f} of {bare:.2f} images/s: {served / bare:.1%}",
                   ">= 97 %", served / bare >= 0.97)
 
@@ -189,6 +196,8 @@ def batching(options):
               "evaluations after the queue, on average", flush=True)
         if mode == "step":
             first = preview
+    FIGURES["batching"] = found | {"peak_images_per_second": peak,
+                                   "first_preview_evaluations": first}
     p99 = [found[mode]["latency_seconds"]["p99"] for mode in ("step", "request")]
     rate = [found[mode]["images_per_second"] for mode in ("step", "request")]
     good = p99[0] <= 0.5 * p99[1] and rate[0] >= rate[1] and first < 3
@@ -211,6 +220,8 @@ def overhead(options):
         spent = (server.cpu_seconds() - before) / requests
     client = found["client_cpu_seconds"] / requests
     extra = spent + client - bare
+    FIGURES["overhead"] = {"server_cpu_seconds": spent, "client_cpu_seconds": client,
+                           "engine_cpu_seconds": bare}
     return report("CPU time a unary request",
                   f"{1e3 * extra:.3f} ms = server {1e3 * spent:.3f} + client {1e3 * client:.3f} - "
                   f"engine {1e3 * bare:.3f}", "<= 0.5 ms", extra <= 0.5e-3)
@@ -220,6 +231,7 @@ def streams(options):
     with Server(options, SMALLEST) as server:
         found = server.bench("-c", "1000", "-n", "5000", "-x", "steps=10,previews=2",
                              "--connections", "10", "--warm-up", "2", trusted=False)
+    FIGURES["streams"] = found
     return report("1,000 streams", f"{found['succeeded']} succeeded, {found['failed']} failed, p99 "
                   f"{found['latency_seconds']['p99']:.2f} s", "no error", found["failed"] == 0)
 
@@ -244,6 +256,9 @@ def storm(options):
         compared = server.bench("--trace", idle, "--compare", first, trusted=False)
     kept = found["kinds"]["survivor"]
     differ = len(compared["image_differences"])
+    FIGURES["storm"] = {"cancelled": found["cancelled"], "failed": found["failed"],
+                        "left_inside": inside, "survived": kept["succeeded"],
+                        "compared": compared["images_compared"], "differ": differ}
     good = (found["cancelled"] >= 10_000 and found["failed"] == 0 and inside == 0 and
             compared["failed"] == 0 and compared["images_compared"] == len(survivors[:400]) and
             differ == 0)
@@ -255,6 +270,7 @@ def storm(options):
 
 def start(options):
     good = True
+    FIGURES["start"] = []
     for config, limit in START_SECONDS.items():
         model = options.work / config
         subprocess.run([options.synthetic_model, CONFIGS / config / "config.json", model],
@@ -267,6 +283,10 @@ def start(options):
                 with Server(options, model, *flags) as server:
                     runs.append([server.seconds_to(event)
                                  for event in ("listening", "model ready", "serving")])
+            FIGURES["start"].append({
+                "model": config, "max_rows": int(rows), "weights_bytes": weights,
+                "runs": [dict(zip(("listening_seconds", "model_ready_seconds", "serving_seconds"),
+                                  run)) for run in runs]})
             for name, some in (("first start, kernels measured", runs[:1]), ("later", runs[1:])):
                 if some:
                     listening, ready, serving = map(statistics.median, zip(*some))
@@ -319,8 +339,6 @@ def soak(options):
             failed += found["failed"]
             server.wait_for_none()
             idle.append(sample(server) | {"images": images})
-    if options.samples:
-        options.samples.write_text(json.dumps({"idle": idle, "samples": samples}, indent=0))
     steady = [each for each in samples if each["seconds"] > idle[0]["seconds"]]
     rise, error = slope([(each["seconds"], each["resident_kib"]) for each in steady])
     # Pages come and go in the allocator, so the samples are no independent draws: a trend counts
@@ -328,6 +346,8 @@ def soak(options):
     grown = rise * (steady[-1]["seconds"] - steady[0]["seconds"]) / 60
     left = 1024 * (idle[-1]["heap_kib"] - idle[0]["heap_kib"]) / (images - idle[0]["images"])
     flat = abs(rise) <= 3 * error or abs(grown) <= 0.01 * steady[0]["resident_kib"]
+    FIGURES["soak"] = {"minutes": options.minutes, "images": images, "failed": failed,
+                       "kib_per_minute": rise, "error": error, "idle": idle, "samples": samples}
     for what in ("resident_kib", "heap_kib"):
         print(f"  {what} of the idle server after each quarter: "
               f"{', '.join(str(each[what]) for each in idle)}", flush=True)
@@ -336,6 +356,23 @@ def soak(options):
                   f"{images} images, {failed} failed; {steady[0]['resident_kib'] / 1024:.1f} MiB, "
                   f"{rise:+.1f} +- {error:.1f} KiB/min",
                   "3 errors or 1 % in all, no error", flat and failed == 0)
+
+
+def write_figures(options):
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
+                         text=True, check=False)
+    device = f"CPU, {os.cpu_count()} cores"
+    if options.device != "cpu":
+        with contextlib.suppress(OSError):
+            name = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+                                  capture_output=True, text=True, check=False).stdout
+            device = name.splitlines()[0] if name else device
+    context = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+               "commit": options.commit or git.stdout.strip() or None,
+               "command": " ".join(["tests/bench/serving.py", *options.benchmarks]),
+               "device": device, "cores": os.cpu_count(),
+               "load_average": os.getloadavg()[0], "peers": {}}
+    options.json.write_text(json.dumps({"context": context, "figures": FIGURES}, indent=1) + "\n")
 
 
 BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, start,
@@ -362,12 +399,18 @@ def main():
                         "least one. 0: it shares those of the server")
     parser.add_argument("--minutes", type=float, default=20, help="of soak")
     parser.add_argument("--soak-model", type=pathlib.Path, default=SMALLEST)
-    parser.add_argument("--samples", type=pathlib.Path, help="a file for the soak's, as JSON")
+    parser.add_argument("--json", type=pathlib.Path, help="a file for the raw figures")
+    parser.add_argument("--commit", help="what was built, where there is no git")
     options = parser.parse_args()
-    options.denoised = options.denoised or options.build / "server/denoised"
-    options.denoise = options.build / "client/denoise"
-    options.synthetic_model = options.build / "tests/bench/synthetic-model"
-    options.engine_throughput = options.build / "tests/bench/engine-throughput"
+
+    def program(path):  # in a build, or in a folder of programs, as pack.sh makes one
+        path = options.build / path
+        return path if path.exists() else options.build / path.name
+
+    options.denoised = options.denoised or program("server/denoised")
+    options.denoise = program("client/denoise")
+    options.synthetic_model = program("tests/bench/synthetic-model")
+    options.engine_throughput = program("tests/bench/engine-throughput")
     for program in (options.denoised, options.denoise, options.synthetic_model,
                     options.engine_throughput):
         if not os.access(program, os.X_OK):
@@ -385,7 +428,11 @@ def main():
             directory = options.work / "model"
             subprocess.run([options.synthetic_model, options.model, directory], check=True)
             options.model = directory
-        met = [BENCHMARKS[name](options) for name in options.benchmarks]
+        met = []
+        for name in options.benchmarks:
+            met.append(BENCHMARKS[name](options))
+            if options.json:  # after each, in case a later one fails
+                write_figures(options)
     return 0 if all(met) else 1
 
 

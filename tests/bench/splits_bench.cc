@@ -1,8 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
 // What it costs that k is split by the shape of a layer alone, so that bits do not depend on the
 // batch (docs/kernels.md): the products of a model on Hopper with the fastest tile for their
 // splits, beside the fastest of all tiles and splits.
 //
-//   splits-bench --config=DIR/config.json [--rows=1,16,64,256] [--layers]
+//   splits-bench --config=DIR/config.json [--rows=1,16,64,256] [--layers] [--json=FILE]
 //
 // A time is the best of graphs of launches with bias and what else the layer fuses, its operands in
 // L2 where they fit; group norms are left out, also those that a convolution would do by itself.
@@ -14,6 +15,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <optional>
 #include <random>
@@ -211,7 +213,8 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
   return fastest;
 }
 
-absl::Status Run(const std::string& file, const std::vector<int>& rows, bool layers) {
+absl::Status Run(const std::string& file, const std::vector<int>& rows, bool layers,
+                 const std::string& json_file) {
   DENOISED_ASSIGN_OR_RETURN(const auto context, Context::Open(0));
   cudaDeviceProp properties;
   DENOISED_RETURN_IF_ERROR(
@@ -240,6 +243,7 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
   model->Forward(forward, input);
 
   fmt::print("{} on {}\n", file, properties.name);
+  nlohmann::json figures = {{"device", properties.name}, {"rows", nlohmann::json::array()}};
   for (const int images : rows) {
     std::array<double, 2> sums = {};
     for (const auto& [key, noted] : recorder.noted()) {
@@ -262,12 +266,20 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
     fmt::print("{} rows: {:.3f} ms with splits by shape, {:.3f} ms with any: {:.3f}\n", images,
                1e-3 * sums[0], 1e-3 * sums[1], sums[0] / sums[1]);
     std::fflush(stdout);
+    figures["rows"].push_back({{"config", file},
+                               {"rows", images},
+                               {"ms_by_shape", 1e-3 * sums[0]},
+                               {"ms_any", 1e-3 * sums[1]}});
+    if (json_file.empty()) continue;
+    std::ofstream out(json_file);
+    out << figures.dump(1) << '\n';
+    if (!out.flush()) return Unavailable("{} cannot be written", json_file);
   }
   return absl::OkStatus();
 }
 
 absl::Status Main(int argc, char** argv) {
-  std::string config;
+  std::string config, json_file;
   std::vector<int> rows = {1, 16, 64, 256};
   bool layers = false;
   for (int i = 1; i < argc; ++i) {
@@ -282,6 +294,8 @@ absl::Status Main(int argc, char** argv) {
         if (rows.back() < 1) return InvalidArgument("{}: rows are numbers ≥ 1", flag);
         at = *end == ',' ? end + 1 : end;
       }
+    } else if (flag.rfind("--json=", 0) == 0) {
+      json_file = flag.substr(std::strlen("--json="));
     } else if (flag == "--layers") {
       layers = true;
     } else {
@@ -290,7 +304,7 @@ absl::Status Main(int argc, char** argv) {
     }
   }
   if (config.empty()) return InvalidArgument("--config=FILE is missing");
-  return Run(config, rows, layers);
+  return Run(config, rows, layers, json_file);
 }
 
 }  // namespace

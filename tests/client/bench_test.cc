@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts of denoise bench: what is sent and when, how it is recorded, what is told.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,7 +15,7 @@
 #include "command/image_hashes.h"
 #include "command/load_generator.h"
 #include "command/workload.h"
-#include "tests/client/mock_connection.h"
+#include "denoised/connection.h"
 #include "tests/io/temporary_directory.h"
 
 namespace denoised::command {
@@ -184,7 +185,7 @@ TEST_F(TraceTest, RefusesByLine) {
 // --- how it is recorded
 
 /// Answers every request after a time, with an image of one byte: its seed's lowest.
-class FakeConnection : public client::MockConnection {
+class FakeConnection : public client::Connection {
  public:
   explicit FakeConnection(milliseconds latency) : latency_(latency) {}
 

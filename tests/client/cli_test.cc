@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The denoise program itself, against the fake service.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -5,6 +6,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <thread>
@@ -106,6 +108,77 @@ TEST_F(CliTest, SpeaksTls) {
   EXPECT_EQ(bare.exit_code, 2);
   EXPECT_THAT(bare.err, HasSubstr("tls"));
   EXPECT_THAT(run({"--tls-ca", Path("absent")}).err, HasSubstr("absent"));
+}
+
+TEST_F(CliTest, EveryHelpHasAnExampleOfItsOwn) {
+  using Words = std::vector<std::string>;
+  for (const Words& words : {Words{},
+                             {"generate"},
+                             {"models"},
+                             {"models", "load"},
+                             {"models", "unload"},
+                             {"models", "alias"},
+                             {"jobs"},
+                             {"jobs", "list"},
+                             {"jobs", "get"},
+                             {"jobs", "watch"},
+                             {"jobs", "cancel"},
+                             {"server"},
+                             {"server", "info"},
+                             {"health"},
+                             {"bench"}}) {
+    Words command = {DENOISE_BINARY};
+    std::string example = "  denoise";
+    for (const std::string& word : words) {
+      command.push_back(word);
+      example += " " + word;
+    }
+    command.push_back("--help");
+    const auto result = RunProcess(command);
+    EXPECT_EQ(result.exit_code, 0);
+    const size_t examples = result.out.find("\nExample");
+    ASSERT_NE(examples, std::string::npos) << example;
+    EXPECT_NE(result.out.find(example, examples), std::string::npos) << example;
+  }
+}
+
+TEST_F(CliTest, SendsATokenInPlaintextOnlyWhenItIsAllowed) {
+  std::ofstream(Path("token")) << "open-sesame\n";
+  const auto refused = Run({"models", "--token-file", Path("token")});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("--allow-plaintext-token"));
+  EXPECT_EQ(Run({"models", "--token-file", Path("token"), "--allow-plaintext-token"}).exit_code, 0);
+  EXPECT_EQ(server_.authorization(), "Bearer open-sesame");
+}
+
+TEST_F(CliTest, SendsHeadersAndATraceWithEveryCall) {
+  const std::string trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+  const std::multimap<std::string, std::string> sent = {
+      {"x-tenant", "blue: sky"}, {"x-raw-bin", "\xff\x01"}, {"traceparent", trace}};
+  const std::vector<std::string> headers = {"-H", "X-Tenant:  blue: sky ", "--header",
+                                            "x-raw-bin: /wE="};
+  for (std::vector<std::string> command : {std::vector<std::string>{"models"},
+                                           {"generate", "-o", Path("x.png")},
+                                           {"bench", "-n", "1", "--warm-up", "0"},
+                                           {"bench", "-n", "1", "--warm-up", "0", "--unary"}}) {
+    command.insert(command.begin(), headers.begin(), headers.end());
+    command.insert(command.begin(), {DENOISE_BINARY, "--server", server_.address()});
+    const auto result = RunProcess(command, {"TRACEPARENT=" + trace});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_THAT(server_.metadata(), testing::IsSupersetOf(sent));
+  }
+  for (const std::vector<std::string>& wrong : {std::vector<std::string>{"-H", "no colon"},
+                                                {"-H", ": no key"},
+                                                {"-H", "x-bin: no base64!"},
+                                                {"-H", "a b: v"},
+                                                {"-H", "grpc-timeout: 1S"},
+                                                {"--traceparent", "00-1-2-3"}}) {
+    auto command = wrong;
+    command.push_back("models");
+    const auto result = Run(command);
+    EXPECT_EQ(result.exit_code, 2) << wrong[1];
+    EXPECT_THAT(result.err, HasSubstr("use ")) << wrong[1];
+  }
 }
 
 TEST_F(CliTest, EndsCleanlyEveryTime) {
@@ -448,7 +521,7 @@ TEST_F(CliTest, BenchFindsImagesThatDiffer) {
   EXPECT_EQ(Run(with({"--compare", Path("before.json")})).exit_code, 0);
   const auto others = Run(with({"--compare", Path("before.json"), "--seed", "2"}));
   EXPECT_EQ(others.exit_code, 1);
-  EXPECT_THAT(others.err, HasSubstr("no image is also in the earlier run"));
+  EXPECT_THAT(others.err, HasSubstr("the earlier run has none of these images"));
   server_.SetImageBytes(100);
   const auto changed = Run(with({"--compare", Path("before.json")}));
   EXPECT_EQ(changed.exit_code, 1);

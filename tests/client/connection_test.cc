@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/connection.h"
 
 #include <gmock/gmock.h>
@@ -8,8 +9,8 @@
 #include <thread>
 
 #include "denoised/client.h"
+#include "denoised/mock_connection.h"
 #include "tests/client/fake_service.h"
-#include "tests/client/mock_connection.h"
 #include "tests/eventually.h"
 
 namespace denoised::client {
@@ -501,6 +502,69 @@ TEST(ConnectTest, RefusesOptionsOutOfRange) {
   EXPECT_FALSE(Connect("").ok());
 }
 
+constexpr char kTraceparent[] = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+TEST_F(ConnectionTest, MetadataAndTraceparentArrive) {
+  const CallOptions options = {
+      .metadata = {{"X-Tenant", "blue"}, {"x-tenant", "green"}, {"x-raw-bin", "\xff\x01"}},
+      .traceparent = kTraceparent};
+  const auto expect_arrived = [this] {
+    EXPECT_THAT(
+        server_.metadata(),
+        testing::IsSupersetOf(
+            {testing::Pair("x-tenant", "blue"), testing::Pair("x-tenant", "green"),
+             testing::Pair("x-raw-bin", "\xff\x01"), testing::Pair("traceparent", kTraceparent)}));
+  };
+  ASSERT_TRUE(client_.ListModels(options).ok());
+  expect_arrived();
+  ASSERT_TRUE(client_.ListModels().ok());
+  EXPECT_EQ(server_.metadata().count("x-tenant"), 0u);
+  ASSERT_TRUE(client_.StreamGenerate({}, {}, {}, options)->Wait().ok());
+  expect_arrived();
+  // Again with the second attempt.
+  server_.FailNext(1, Draining());
+  ASSERT_TRUE(client_.Generate({}, options).ok());
+  EXPECT_EQ(server_.generations(), 3);
+  expect_arrived();
+  server_.BreakNext(1, 2, grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone"));
+  ASSERT_TRUE(client_.StreamGenerate({}, {}, {}, options)->Wait().ok());
+  EXPECT_EQ(server_.generations(), 5);
+  expect_arrived();
+}
+
+TEST_F(ConnectionTest, MetadataThatGrpcCannotSendIsRefused) {
+  const std::pair<std::string, std::string> illegal[] = {
+      {"", "v"},          {"a b", "v"},           {":path", "v"},
+      {"k\xc3\xa9", "v"}, {"grpc-timeout", "1S"}, {"Content-Type", "v"},
+      {"key", "a\nb"},    {"key", "\xc3\xa9"}};
+  for (const auto& [key, value] : illegal) {
+    const CallOptions options = {.metadata = {{"fine", "v"}, {key, value}}};
+    const absl::Status unary = client_.ListModels(options).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(unary)) << key << ": " << unary;
+    EXPECT_THAT(std::string(unary.message()), HasSubstr("; use ")) << key;
+    EXPECT_EQ(client_.StreamGenerate({}, {}, {}, options)->Wait(), unary);
+    EXPECT_EQ(client_.WatchJob("id", 0, {}, options)->Wait(), unary);
+  }
+  EXPECT_EQ(server_.generations(), 0);
+}
+
+TEST_F(ConnectionTest, TraceparentIsChecked) {
+  const std::string trace = "4bf92f3577b34da6a3ce929d0e0e4736", span = "00f067aa0ba902b7";
+  for (const std::string& text :
+       {"00-" + trace + "-" + span, "00-" + trace + "-" + span + "-01-more",
+        "ff-" + trace + "-" + span + "-01", "00-" + std::string(32, '0') + "-" + span + "-01",
+        "00-" + trace + "-" + std::string(16, '0') + "-01", "00-" + trace + "-" + span + "-0G",
+        "00-4BF92F3577B34DA6A3CE929D0E0E4736-" + span + "-01", std::string("garbage\n")}) {
+    const absl::Status status = client_.ListModels({.traceparent = text}).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << text;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("traceparent is ")) << text;
+  }
+  EXPECT_TRUE(client_.ListModels({.traceparent = "01-" + trace + "-" + span + "-01-more"}).ok());
+  const CallOptions twice = {.metadata = {{"traceparent", kTraceparent}},
+                             .traceparent = kTraceparent};
+  EXPECT_THAT(std::string(client_.ListModels(twice).status().message()), HasSubstr("twice"));
+}
+
 TEST(ClientTest, WorksOnAnyConnection) {
   auto connection = std::make_shared<MockConnection>();
   EXPECT_CALL(*connection, Generate).WillOnce([](const Generation& generation, const CallOptions&) {
@@ -513,6 +577,39 @@ TEST(ClientTest, WorksOnAnyConnection) {
   const Client client(connection);
   EXPECT_EQ(client.Generate({.count = 3})->params.count, 3);
   EXPECT_EQ(client.GetModel("cats").status().message(), "no cats");
+}
+
+TEST(ClientTest, CallsThatAConnectionLacksAreUnimplemented) {
+  class Bare : public Connection {};
+  const Client client(std::make_shared<Bare>());
+  std::optional<absl::Status> done;
+  const StreamListener listener = {.on_done = [&done](const absl::Status& s) { done = s; }};
+  const auto streamed = client.StreamGenerate({}, {}, listener);
+  EXPECT_EQ(streamed->Wait(), done);
+  const absl::Status statuses[] = {
+      client.Generate({}).status(),
+      streamed->Wait(),
+      client.WatchJob("id", 0, listener)->Wait(),
+      client.GetJob("id").status(),
+      client.ListJobs().status(),
+      client.CancelJob("id").status(),
+      client.GetServerInfo().status(),
+      client.LoadModel({}).status(),
+      client.UnloadModel("name"),
+      client.SetAlias("alias", "name").status(),
+      client.DeleteAlias("alias"),
+      client.ListModels().status(),
+      client.GetModel("name").status(),
+      client.CheckHealth("").status(),
+  };
+  for (const absl::Status& status : statuses) EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+  EXPECT_THAT(std::string(client.GetJob("id").status().message()), HasSubstr("GetJob"));
+}
+
+TEST(ClientTest, AMockedStreamThatNoTestExpectsIsAnError) {
+  testing::NiceMock<MockConnection> mock;
+  EXPECT_TRUE(absl::IsUnimplemented(mock.StreamGenerate({}, {}, {}, {})->Wait()));
+  EXPECT_TRUE(absl::IsUnimplemented(mock.WatchJob("id", 0, {}, {})->Wait()));
 }
 
 TEST(NamesTest, RoundTrip) {

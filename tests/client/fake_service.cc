@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/client/fake_service.h"
 
 #include <fmt/format.h>
@@ -9,8 +10,8 @@
 #include <cstring>
 #include <thread>
 
-#include "google/rpc/error_details.pb.h"
-#include "google/rpc/status.pb.h"
+#include "denoised/rpc/error_details.pb.h"
+#include "denoised/rpc/status.pb.h"
 
 namespace denoised::client {
 namespace {
@@ -22,15 +23,21 @@ constexpr int kEvaluations = 4;
 template <typename... Details>
 grpc::Status WithDetails(grpc::StatusCode code, const std::string& message,
                          const Details&... details) {
-  google::rpc::Status status;
+  rpc::Status status;
   status.set_code(code);
   status.set_message(message);
-  (status.add_details()->PackFrom(details), ...);
+  const auto add = [&status](const google::protobuf::Message& detail) {
+    google::protobuf::Any* any = status.add_details();
+    // Not PackFrom: the name on the wire is the published one, that of our copy is not.
+    any->set_type_url("type.googleapis.com/google.rpc." + detail.GetDescriptor()->name());
+    any->set_value(detail.SerializeAsString());
+  };
+  (add(details), ...);
   return grpc::Status(code, message, status.SerializeAsString());
 }
 
-google::rpc::ErrorInfo Info(const std::string& reason) {
-  google::rpc::ErrorInfo info;
+rpc::ErrorInfo Info(const std::string& reason) {
+  rpc::ErrorInfo info;
   info.set_reason(reason);
   info.set_domain("denoised");
   return info;
@@ -122,7 +129,7 @@ v1::Image Draw(const v1::EffectiveParams& params, int index, v1::ImageFormat for
 }  // namespace
 
 grpc::Status InvalidFields(const std::vector<std::pair<std::string, std::string>>& violations) {
-  google::rpc::BadRequest bad_request;
+  rpc::BadRequest bad_request;
   for (const auto& [field, description] : violations) {
     auto* violation = bad_request.add_field_violations();
     violation->set_field(field);
@@ -133,7 +140,7 @@ grpc::Status InvalidFields(const std::vector<std::pair<std::string, std::string>
 }
 
 grpc::Status QueueFull(std::chrono::milliseconds retry_after) {
-  google::rpc::RetryInfo retry;
+  rpc::RetryInfo retry;
   retry.mutable_retry_delay()->set_seconds(retry_after.count() / 1000);
   retry.mutable_retry_delay()->set_nanos(retry_after.count() % 1000 * 1'000'000);
   return WithDetails(grpc::StatusCode::RESOURCE_EXHAUSTED, "the queue is full", retry,
@@ -187,12 +194,28 @@ std::vector<v1::GenerationParams> FakeServer::requests() const {
   return requests_;
 }
 
-std::string FakeServer::authorization() const {
+std::multimap<std::string, std::string> FakeServer::metadata() const {
   std::lock_guard lock(mutex_);
-  return authorization_;
+  return metadata_;
 }
 
-grpc::Status FakeServer::Admit(const v1::GenerationParams& params) {
+std::string FakeServer::authorization() const {
+  const auto all = metadata();
+  const auto found = all.find("authorization");
+  return found == all.end() ? "" : found->second;
+}
+
+void FakeServer::KeepMetadata(const grpc::ServerContext& context) {
+  std::lock_guard lock(mutex_);
+  metadata_.clear();
+  for (const auto& [key, value] : context.client_metadata()) {
+    metadata_.emplace(std::string(key.data(), key.size()), std::string(value.data(), value.size()));
+  }
+}
+
+grpc::Status FakeServer::Admit(const grpc::ServerContext& context,
+                               const v1::GenerationParams& params) {
+  KeepMetadata(context);
   ++generations_;
   std::lock_guard lock(mutex_);
   requests_.push_back(params);
@@ -218,7 +241,7 @@ grpc::Status FakeServer::Admit(const v1::GenerationParams& params) {
 
 grpc::Status FakeServer::Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
                                   v1::GenerateResponse* response) {
-  if (grpc::Status status = Admit(request->params()); !status.ok()) return status;
+  if (grpc::Status status = Admit(*context, request->params()); !status.ok()) return status;
   const auto until = std::chrono::steady_clock::now() + kEvaluations * evaluation_time_.load();
   while (std::chrono::steady_clock::now() < until) {
     if (context->IsCancelled()) {
@@ -243,7 +266,7 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
                                         const v1::StreamGenerateRequest* request,
                                         grpc::ServerWriter<v1::StreamGenerateResponse>* writer) {
   const v1::GenerationParams& params = request->params();
-  if (grpc::Status status = Admit(params); !status.ok()) return status;
+  if (grpc::Status status = Admit(*context, params); !status.ok()) return status;
   const v1::EffectiveParams effective = Effective(params);
   uint64_t sequence = 0, last = UINT64_MAX;
   {
@@ -342,11 +365,7 @@ grpc::Status FakeServer::ListJobs(grpc::ServerContext*, const v1::ListJobsReques
 grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
                                     const v1::ListModelsRequest* request,
                                     v1::ListModelsResponse* response) {
-  const auto header = context->client_metadata().find("authorization");
-  if (header != context->client_metadata().end()) {
-    std::lock_guard lock(mutex_);
-    authorization_.assign(header->second.data(), header->second.size());
-  }
+  KeepMetadata(*context);
   v1::Model* model = response->add_models();
   model->set_name("digits");
   model->set_state(v1::MODEL_STATE_AVAILABLE);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <grpcpp/grpcpp.h>
@@ -5,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -41,8 +43,10 @@ class FakeServer : public v1::ImageGeneration::Service {
   int generations() const { return generations_; }     // attempts that arrived
   int cancelled() const { return cancelled_; }         // streams that ended because of a cancel
   std::vector<v1::GenerationParams> requests() const;  // of all attempts
-  std::string authorization() const;                   // header of the latest ListModels
-  v1::WatchJobRequest watched() const;                 // the latest
+  /// The metadata of the latest ListModels, Generate or StreamGenerate.
+  std::multimap<std::string, std::string> metadata() const;
+  std::string authorization() const;    // among it; empty when there was none
+  v1::WatchJobRequest watched() const;  // the latest
 
   grpc::Status Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
                         v1::GenerateResponse* response) override;
@@ -61,7 +65,8 @@ class FakeServer : public v1::ImageGeneration::Service {
                         v1::GetModelResponse* response) override;
 
  private:
-  grpc::Status Admit(const v1::GenerationParams& params);
+  grpc::Status Admit(const grpc::ServerContext& context, const v1::GenerationParams& params);
+  void KeepMetadata(const grpc::ServerContext& context);
 
   std::atomic<std::chrono::milliseconds> evaluation_time_{std::chrono::milliseconds(0)};
   std::atomic<size_t> image_bytes_{0};
@@ -75,7 +80,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   uint64_t break_after_ = 0;  // events
   grpc::Status break_;
   std::vector<v1::GenerationParams> requests_;
-  std::string authorization_;
+  std::multimap<std::string, std::string> metadata_;
   v1::WatchJobRequest watched_;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;  // last: it stops before what its handlers use

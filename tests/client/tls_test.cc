@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -97,6 +98,37 @@ TEST_F(TlsTest, SaysWhichFileIsWrong) {
   options.token_file = folder_.Write("token", "t");
   EXPECT_THAT(std::string(Connect(server.address(), options).status().message()),
               HasSubstr("token_file needs tls"));
+}
+
+TEST(PlaintextTokenTest, IsSentOnlyWhenItIsAllowed) {
+  const FakeServer server;
+  const TemporaryDirectory folder;
+  ConnectionOptions options;
+  options.retry.max_attempts = 1;
+  const CallOptions own = {.metadata = {{"Authorization", "Bearer mine"}}};
+  const Client refused(*Connect(server.address(), options));
+  EXPECT_THAT(std::string(refused.ListModels(own).status().message()),
+              HasSubstr("metadata \"authorization\" needs tls"));
+  EXPECT_TRUE(refused.ListModels().ok());
+
+  options.token_file = folder.Write("token", "open-sesame");
+  const absl::Status status = Connect(server.address(), options).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("allow_plaintext_token"));
+
+  options.allow_plaintext_token = true;
+  const Client client(*Connect(server.address(), options));
+  EXPECT_TRUE(client.ListModels().ok());
+  EXPECT_EQ(server.authorization(), "Bearer open-sesame");
+  folder.Write("token", "second");
+  EXPECT_TRUE(client.StreamGenerate({}, {}, {})->Wait().ok());
+  EXPECT_EQ(server.authorization(), "Bearer second");
+  EXPECT_THAT(std::string(client.ListModels(own).status().message()),
+              HasSubstr("token_file are both given"));
+
+  options.token_file.clear();
+  EXPECT_TRUE(Client(*Connect(server.address(), options)).ListModels(own).ok());
+  EXPECT_EQ(server.authorization(), "Bearer mine");
 }
 
 }  // namespace

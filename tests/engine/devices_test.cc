@@ -197,6 +197,23 @@ TEST_F(TwoDevices, OneThatHangsLeavesItsImagesToTheOther) {
   EXPECT_TRUE(Submit(*engine_, Digits(5, 1, 3))->Wait().ok());
 }
 
+TEST_F(TwoDevices, ALoadThatHangsOnOneEndsOnTheOther) {
+  const auto alone = Alone(1, 4, 6);
+  Open(/*watchdog_seconds=*/5);
+  Hang(0, /*evaluations=*/0);  // of the warm-up
+  const absl::Status opened = engine_->Open("second", kDigits);
+  EXPECT_TRUE(opened.ok()) << opened;
+  EXPECT_THAT(std::string(engine_->Devices()[0].health.message()),
+              HasSubstr("a part of loading or removing a model did not return within 5 s"));
+  EXPECT_TRUE(engine_->Health().ok());
+  JobSpec spec = Digits(0, 4, 6);
+  spec.model = "second";
+  const auto job = Submit(*engine_, spec);
+  ASSERT_TRUE(job->Wait().ok());
+  EXPECT_EQ(job->images(), alone[0]);
+  EXPECT_TRUE(engine_->Close("second").ok());
+}
+
 TEST(SeveralDevices, MustBeOfOneKindAndNamedOnce) {
   const auto open = [](const BackendOptions& options) -> absl::StatusOr<std::unique_ptr<Backend>> {
     // As if they were two kinds: the description of the CPU, and one that is made up.

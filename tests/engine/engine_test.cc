@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstring>
 #include <filesystem>
@@ -14,6 +16,7 @@
 
 #include "engine/core/config_reader.h"
 #include "engine/device_engine.h"
+#include "engine/io/safetensors.h"
 #include "tests/batching/simulated_backend.h"
 #include "tests/engine/submit.h"
 #include "tests/models/golden.h"
@@ -33,11 +36,11 @@ class EngineTest : public ::testing::TestWithParam<std::string> {
   void SetUp() override {
     if (GetParam() == "cuda") DENOISED_NEEDS_GPU();
   }
-  std::unique_ptr<Engine> Open(EngineOptions options = {}) {
+  std::unique_ptr<Engine> Open(EngineOptions options = {}, const fs::path& model = kDigits) {
     options.device = GetParam();
     auto engine = Engine::Create(options);
     EXPECT_TRUE(engine.ok()) << engine.status();
-    const absl::Status opened = (*engine)->Open("digits", kDigits);
+    const absl::Status opened = (*engine)->Open("digits", model);
     EXPECT_TRUE(opened.ok()) << opened;
     return *std::move(engine);
   }
@@ -178,6 +181,108 @@ TEST_P(EngineTest, SameBytesBesideAnotherModel) {
   const double passed = std::chrono::duration<double>(Clock::now() - begin).count();
   EXPECT_GT(evaluating.sum(), 0);
   EXPECT_LE(evaluating.sum(), passed) << "what overlaps counts once";
+}
+
+/// A copy of the shipped model.
+class ModelCopy {
+ public:
+  ModelCopy() {
+    static int count = 0;
+    path_ = fs::temp_directory_path() / fmt::format("denoised-model-{}-{}", getpid(), count++);
+    fs::copy(kDigits, path_, fs::copy_options::recursive);
+  }
+  ~ModelCopy() { fs::remove_all(path_); }
+  ModelCopy(const ModelCopy&) = delete;
+  ModelCopy& operator=(const ModelCopy&) = delete;
+
+  const fs::path& path() const { return path_; }
+
+  /// The embedding of class `label` becomes NaN.
+  void BreakClass(int label) {
+    const fs::path file = path_ / "unet/diffusion_pytorch_model.safetensors";
+    const auto weights = Safetensors::Open(file);
+    ASSERT_TRUE(weights.ok()) << weights.status();
+    std::map<std::string, Tensor> tensors = weights->tensors();
+    Tensor& table = tensors.at("class_embedding.weight");
+    std::vector<float> values = table.ToFloats();
+    const int64_t features = table.dim(1);
+    std::fill_n(values.begin() + label * features, features, NAN);
+    table = Tensor::HostF32(table.shape(), values);
+    const absl::Status written = WriteSafetensors(file, tensors, weights->metadata());
+    ASSERT_TRUE(written.ok()) << written;
+  }
+
+ private:
+  fs::path path_;
+};
+
+/// Counts images that were not finite.
+class NonfiniteImages : public EngineObserver {
+ public:
+  void OnEvaluation(const std::string&, const std::string&, int, int, double) override {}
+  void OnNonfiniteImage(const std::string& model, const std::string&) override {
+    EXPECT_EQ(model, "digits");
+    ++count;
+  }
+  std::atomic<int> count{0};
+};
+
+TEST_P(EngineTest, AnImageThatIsNotFiniteEndsItsJobAlone) {
+  constexpr int kBroken = 3;
+  ModelCopy model;
+  model.BreakClass(kBroken);
+  NonfiniteImages observer;
+  auto engine = Open({.max_rows = 8}, model.path());
+  engine->SetObserver(&observer);
+  JobSpec good{.model = "digits", .seed = 5, .count = 2, .class_labels = {1, 2}};
+  good.sampler.steps = 20;
+  const auto alone = Submit(*engine, good);
+  ASSERT_TRUE(alone->Wait().ok());
+
+  // The second image of the bad job, beside two good jobs in the same evaluations.
+  JobSpec bad{.model = "digits", .seed = 70, .count = 2, .class_labels = {1, kBroken}};
+  bad.guidance_scale = 1;
+  bad.sampler.steps = 6;
+  const auto before = Submit(*engine, good), broken = Submit(*engine, bad),
+             after = Submit(*engine, good);
+  const absl::Status status = broken->Wait();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("model 'digits' drew an image that is not finite: image 1 (seed 71, class "
+                        "label 3) has NaN or infinity since evaluation 1 of 6"));
+  EXPECT_EQ(broken->images().count(1), 0u);
+  EXPECT_EQ(observer.count, 1);
+  for (const auto& job : {before, after}) {
+    ASSERT_TRUE(job->Wait().ok());
+    EXPECT_EQ(job->images(), alone->images());
+  }
+  const EngineStats stats = engine->Stats()[0];
+  EXPECT_EQ(stats.active_images + stats.queued_images, 0);
+  EXPECT_GT(stats.wasted_rows[static_cast<size_t>(EndReason::kFailed)], 0u);
+
+  // A preview would show it, so the job ends there.
+  bad.previews = true;
+  bad.preview_every = 2;
+  const auto previewed = Submit(*engine, bad);
+  EXPECT_EQ(previewed->Wait().code(), absl::StatusCode::kDataLoss);
+  EXPECT_LT(previewed->progress(), 2 * 6);
+  EXPECT_TRUE(previewed->images().empty());
+}
+
+TEST_P(EngineTest, AnImageThatIsNotFiniteIsDeliveredWhereThatIsAllowed) {
+  ModelCopy model;
+  model.BreakClass(3);
+  NonfiniteImages observer;
+  auto engine = Open({.max_rows = 4, .allow_nonfinite = true}, model.path());
+  engine->SetObserver(&observer);
+  JobSpec bad{.model = "digits", .seed = 70, .class_labels = {3}};
+  bad.previews = true;
+  bad.sampler.steps = 4;
+  const auto job = Submit(*engine, bad);
+  ASSERT_TRUE(job->Wait().ok());
+  EXPECT_EQ(job->previews(), 3);
+  EXPECT_TRUE(std::isnan(job->images().at(0)[0]));
+  EXPECT_EQ(observer.count, 1);
 }
 
 TEST_P(EngineTest, CancelDeadlineAndQueueLimit) {
@@ -407,7 +512,7 @@ TEST(Memory, AModelThatDoesNotFitIsRefusedWithWhatItNeedsAndWhatIsFree) {
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_THAT(
       std::string(status.message()),
-      AllOf(HasSubstr("3940801 parameters need 15763204 bytes"), HasSubstr("10000000 are free")));
+      AllOf(HasSubstr("3940801 parameters need 15759748 bytes"), HasSubstr("10000000 are free")));
 }
 
 /// The shipped model on a device that fails when told to.
@@ -497,6 +602,21 @@ TEST_F(FailingDevice, AnEvaluationThatDoesNotReturnIsAnError) {
   Release();  // what the device does later, nobody hears: OnDone came already, and once
 }
 
+TEST_F(FailingDevice, ALoadThatDoesNotReturnIsAnError) {
+  Open(/*watchdog_seconds=*/1);
+  {
+    std::lock_guard lock(mutex_);
+    hang_ = true;  // the warm-up
+  }
+  const absl::Status opened = engine_->Open("second", kDigits);
+  constexpr char kWhy[] = "a part of loading or removing a model did not return within 1 s";
+  EXPECT_EQ(opened.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(opened.message()), HasSubstr(kWhy));
+  EXPECT_EQ(engine_->Find("second")->state, ModelState::kFailed);
+  ExpectAllTold({}, kWhy);
+  EXPECT_TRUE(engine_->Close("digits").ok()) << "it asks nothing of a lost device";
+}
+
 TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {
   Open(/*watchdog_seconds=*/2);
   const auto job = Submit();
@@ -541,14 +661,10 @@ INSTANTIATE_TEST_SUITE_P(Device, EngineTest, ::testing::Values("cpu", "cuda"),
 class BadModel : public ::testing::Test {
  protected:
   BadModel() {
-    static int count = 0;
-    root_ = fs::temp_directory_path() / fmt::format("denoised-bad-model-{}-{}", getpid(), count++);
-    fs::copy(kDigits, root_, fs::copy_options::recursive);
     auto engine = Engine::Create({.device = "cpu", .max_rows = 2});
     EXPECT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
   }
-  ~BadModel() override { fs::remove_all(root_); }
 
   void SetField(const fs::path& file, const char* field, const nlohmann::json& value) {
     auto json = ReadJsonFile(root_ / file);
@@ -568,7 +684,8 @@ class BadModel : public ::testing::Test {
 
   const fs::path kUnet = "unet/config.json", kScheduler = "scheduler/scheduler_config.json",
                  kIndex = "model_index.json", kWeights = "unet/diffusion_pytorch_model.safetensors";
-  fs::path root_;
+  const ModelCopy copy_;
+  const fs::path root_ = copy_.path();
   std::unique_ptr<Engine> engine_;
 };
 

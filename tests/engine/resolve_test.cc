@@ -178,6 +178,24 @@ TEST(Resolve, ShapesMustMatch) {
   EXPECT_THAT(Violated(Digits(), spec), ElementsAre("init_image"));
 }
 
+TEST(Resolve, ImagesMustBeF32InHostMemory) {
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kU8}) {
+    JobSpec spec{.model = "digits"};
+    spec.sampler.strength = 0.5;
+    spec.init_image = Tensor::Host({32, 32, 1}, dtype);
+    spec.initial_noise = Tensor::Host({1, 32, 32, 1}, dtype);
+    EXPECT_THAT(Violated(Digits(), spec), ElementsAre("init_image", "initial_noise"));
+  }
+  const Tensor wide = Tensor::HostF32({32, 32, 3}, std::vector<float>(3072, 0.5f));
+  JobSpec columns{.model = "digits", .init_image = wide.Columns(1, 1)};
+  columns.sampler.strength = 0.5;
+  EXPECT_THAT(Violated(Digits(), columns), ElementsAre("init_image"));
+  JobSpec on_device{.model = "digits"};
+  on_device.initial_noise =
+      Tensor(wide.data(), {1, 32, 32, 1}, DType::kF32, Device::kCuda, nullptr);
+  EXPECT_THAT(Violated(Digits(), on_device), ElementsAre("initial_noise"));
+}
+
 TEST(Resolve, UnconditionalModelsTakeNoClassAndNoGuidance) {
   ModelInfo model = Digits();
   model.condition = ClassCondition::kNone;

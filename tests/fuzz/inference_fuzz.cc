@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <google/protobuf/stubs/logging.h>
 
 #include <cstddef>
@@ -8,9 +9,9 @@
 #include <vector>
 
 #include "inference/open_inference.pb.h"
-#include "server/inference.h"
-#include "server/status_details.h"
-#include "server/translate.h"
+#include "server/api/inference.h"
+#include "server/api/translate.h"
+#include "server/status/status_details.h"
 #include "tests/fuzz/message_mutator.h"
 
 namespace {
@@ -48,6 +49,7 @@ void CheckRefusal(const std::vector<FieldViolation>& violations) {
 }
 
 void Ask(const inference::ModelInferRequest& request, const ModelInfo& model) {
+  static MemoryBudget memory(1 << 20);
   RequestLimits limits;
   limits.max_init_pixels = 4096;
   limits.max_reply_bytes = 1 << 12;
@@ -65,7 +67,7 @@ void Ask(const inference::ModelInferRequest& request, const ModelInfo& model) {
   Require(values == 0 || values == batch * model.class_vector_size, "a vector for each image");
   Require(!inference.outputs.empty(), "something is wanted");
   // Names of inputs for all that Translate finds wrong.
-  Translate(params, nullptr, true, "fuzz", model, limits, &violations);
+  Translate(params, nullptr, true, "fuzz", model, limits, &memory, &violations);
   for (FieldViolation& violation : violations) violation.field = InputName(violation.field);
   if (!violations.empty()) CheckRefusal(violations);
 }

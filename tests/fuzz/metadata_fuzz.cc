@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -8,8 +9,8 @@
 #include <string>
 #include <string_view>
 
-#include "server/clients.h"
-#include "server/trace_context.h"
+#include "server/security/clients.h"
+#include "server/telemetry/trace_context.h"
 
 namespace {
 

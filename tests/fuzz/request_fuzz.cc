@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <google/protobuf/stubs/logging.h>
 
 #include <array>
@@ -15,8 +16,9 @@
 #include "engine/resolve.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
-#include "server/status_details.h"
-#include "server/translate.h"
+#include "server/api/translate.h"
+#include "server/jobs/job_request.h"
+#include "server/status/status_details.h"
 #include "tests/fuzz/message_mutator.h"
 
 namespace {
@@ -199,6 +201,7 @@ void CheckRefusal(const std::vector<FieldViolation>& violations) {
 
 void Ask(const ModelInfo& model, const v1::GenerationParams& params,
          const v1::PreviewOptions* preview, bool together) {
+  static MemoryBudget memory(1 << 20);
   RequestLimits limits;
   limits.max_init_pixels = 4096;
   limits.max_image_pixels = 24 * 24;
@@ -208,7 +211,7 @@ void Ask(const ModelInfo& model, const v1::GenerationParams& params,
   limits.max_steps = 80;
   std::vector<FieldViolation> violations, of_engine;
   const Translation translation =
-      Translate(params, preview, together, "fuzz", model, limits, &violations);
+      Translate(params, preview, together, "fuzz", model, limits, &memory, &violations);
   EffectiveJob job;
   ResolveJob(model, translation.spec, &job, &of_engine);
   for (const FieldViolation& violation : of_engine) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // UNets of real size with random weights. The CPU backend is the reference for one row in fp32 on
 // CUDA, which is the reference for bf16. Rows of batches of 64 and 256, in captured graphs whose
 // kernels were chosen by measuring, have the bits of rows alone.

@@ -8,8 +8,8 @@
 #include <chrono>
 #include <sstream>
 
-#include "server/acceptor.h"
-#include "server/metrics.h"
+#include "server/security/acceptor.h"
+#include "server/telemetry/metrics.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/fake_engine.h"
 #include "tests/tls/certificates.h"

@@ -1,13 +1,15 @@
-#include "server/clients.h"
+#include "server/security/clients.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <regex>
+#include <set>
 #include <thread>
 
-#include "server/client_load.h"
-#include "server/log.h"
+#include "server/security/client_load.h"
+#include "server/security/job_id.h"
+#include "server/telemetry/log.h"
 #include "tests/io/temporary_directory.h"
 
 namespace denoised {
@@ -57,6 +59,33 @@ TEST_F(ClientsTest, EverybodyIsWelcomeWithoutAFile) {
   EXPECT_EQ(NameOf(*clients, "Bearer whatever"), "anonymous");
   EXPECT_EQ(NameOf(*clients, "", {"studio.example.org", "other"}), "studio.example.org");
   EXPECT_FALSE((*clients->Identify({}))->admin);
+  EXPECT_FALSE((*clients->Identify({.certificate = {"studio.example.org"}}))->admin);
+}
+
+TEST_F(ClientsTest, EverybodyIsAnAdminOnlyWhereTheServerSaysSoAndWithoutAFile) {
+  EXPECT_TRUE((*(*Clients::Open("", 0ms, true))->Identify({}))->admin);
+  const auto [studio, digest] = MakePair("studio");
+  const auto clients =
+      *Clients::Open(Write(R"({"studio": {"token_sha256": [")" + digest + "\"]}}"), 0ms, true);
+  EXPECT_FALSE((*clients->Identify({.authorization = "Bearer " + studio}))->admin);
+}
+
+/// Or its jobs would be those of all callers without a name.
+TEST_F(ClientsTest, NoClientIsNamedAnonymous) {
+  EXPECT_THAT(Error(R"({"anonymous": {"certificates": ["a"]}})"), HasSubstr("choose another"));
+}
+
+TEST_F(ClientsTest, IdsOfJobsAre128BitsAndNeverTheSame) {
+  std::set<std::string> ids;
+  std::set<char> digits;
+  for (int i = 0; i < 1000; ++i) {
+    const std::string id = *MakeJobId();
+    EXPECT_EQ(id.size(), 32u);
+    ids.insert(id);
+    digits.insert(id.begin(), id.end());
+  }
+  EXPECT_EQ(ids.size(), 1000u);
+  EXPECT_EQ(std::string(digits.begin(), digits.end()), "0123456789abcdef");
 }
 
 TEST_F(ClientsTest, KnowsWhoTheTokenBelongsTo) {

@@ -136,6 +136,10 @@ TEST_F(ConfigTest, ReadsLimits) {
                            "65536",
                            "--max-tensor-bytes",
                            "1048576",
+                           "--max-decoding-bytes",
+                           "2097152",
+                           "--max-reply-bytes",
+                           "67108864",
                            "--max-previews-per-second",
                            "2.5",
                            "--max-connections",
@@ -157,6 +161,8 @@ TEST_F(ConfigTest, ReadsLimits) {
   EXPECT_EQ(config.limits.max_steps, 50);
   EXPECT_EQ(config.limits.max_image_pixels, 65536);
   EXPECT_EQ(config.limits.max_tensor_bytes, 1048576);
+  EXPECT_EQ(config.max_decoding_bytes, 2097152);
+  EXPECT_EQ(config.limits.max_reply_bytes, 33554432) << "gRPC holds no more";
   EXPECT_EQ(config.limits.max_previews_per_second, 2.5);
   EXPECT_EQ(config.connections.max_connections, 7);
   EXPECT_EQ(config.connections.max_streams, 8);
@@ -187,12 +193,30 @@ TEST_F(ConfigTest, OffersTheWorldNothingByOversight) {
     EXPECT_THAT(Error({"--listen", open, "--admin", "on"}), HasSubstr("--clients")) << open;
   }
   EXPECT_FALSE(parse({"--admin", "off"}).admin);
+  EXPECT_FALSE(EverybodyIsAdmin(parse({"--admin", "off"}))) << "a proxy may be on this machine";
+  EXPECT_TRUE(EverybodyIsAdmin(parse({})));
+  const std::vector<std::string> mutual = {"--tls-cert",      "c", "--tls-key", "k",
+                                           "--tls-client-ca", "ca"};
+  EXPECT_FALSE(parse(mutual).admin) << "whoever has a certificate is no admin for that";
+  EXPECT_FALSE(EverybodyIsAdmin(parse(tls))) << "the file says who is";
+  EXPECT_TRUE(parse(tls).admin);
+  EXPECT_THAT(Error({"--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "ca", "--admin=on"}),
+              HasSubstr("name them in --clients with \"admin\": true"));
   EXPECT_FALSE(parse({"--reflection", "off"}).reflection);
   EXPECT_TRUE(parse({"--listen", "0.0.0.0:0", "--reflection", "on"}).reflection);
   std::vector<std::string> flags = {"--listen", "0.0.0.0:0"};
   flags.insert(flags.end(), tls.begin(), tls.end());
   EXPECT_TRUE(parse(flags).admin);
   EXPECT_FALSE(parse(flags).reflection);
+}
+
+TEST_F(ConfigTest, ModelRootsAndStateDirectory) {
+  const auto line = Parse({"--model", "m=" + Path("a-model"), "--model-roots",
+                           Path("b-model") + "," + directory_.path(), "--state-dir", "/var/x"});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_THAT(line->config.model_roots, ::testing::ElementsAre(Path("b-model"), directory_.path()));
+  EXPECT_EQ(line->config.state_dir, "/var/x");
+  EXPECT_THAT(Error({"--model-roots", Path("absent")}), HasSubstr("--model-roots: \""));
 }
 
 TEST_F(ConfigTest, LoginNeedsEncryption) {
@@ -322,6 +346,8 @@ TEST_F(ConfigTest, MeasuredKernelsAreKeptInTheCacheOfTheUser) {
     return line.ok() ? line->config.engine : EngineOptions();
   };
   const Variable home("HOME", "/home/me"), cache("XDG_CACHE_HOME", "/caches");
+  EXPECT_EQ(engine({}).cpu_dtype, DType::kF32);
+  EXPECT_EQ(engine({"--cpu-dtype", "bf16"}).cpu_dtype, DType::kBF16);
   EXPECT_TRUE(engine({}).autotune);
   EXPECT_FALSE(engine({"--autotune", "off"}).autotune);
   EXPECT_EQ(engine({}).autotune_cache, "/caches/denoised");

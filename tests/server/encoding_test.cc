@@ -1,8 +1,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <png.h>
+#include <spng.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 
 #include "server/encoding/formats.h"
@@ -169,18 +170,119 @@ TEST(PngTest, RefusesABombByItsHeader) {
   EXPECT_THAT(std::string(pixels.status().message()), HasSubstr("131071×131071"));
 }
 
+/// A PNG of one row, of a kind that EncodePng does not write. `samples` as the format has them,
+/// 16 bits in the host's order.
+std::string WritePng(spng_color_type type, int bits, const std::vector<uint8_t>& samples,
+                     const spng_plte* palette = nullptr, const spng_trns* transparency = nullptr) {
+  spng_ctx* const context = spng_ctx_new(SPNG_CTX_ENCODER);
+  spng_set_option(context, SPNG_ENCODE_TO_BUFFER, 1);
+  const int channels = type == SPNG_COLOR_TYPE_TRUECOLOR         ? 3
+                       : type == SPNG_COLOR_TYPE_TRUECOLOR_ALPHA ? 4
+                       : type == SPNG_COLOR_TYPE_GRAYSCALE_ALPHA ? 2
+                                                                 : 1;
+  spng_ihdr header{};
+  header.width = static_cast<uint32_t>(samples.size() * 8 / bits / channels);
+  header.height = 1;
+  header.bit_depth = static_cast<uint8_t>(bits);
+  header.color_type = type;
+  EXPECT_EQ(spng_set_ihdr(context, &header), 0);
+  if (palette != nullptr) {
+    EXPECT_EQ(spng_set_plte(context, const_cast<spng_plte*>(palette)), 0);
+  }
+  if (transparency != nullptr) {
+    EXPECT_EQ(spng_set_trns(context, const_cast<spng_trns*>(transparency)), 0);
+  }
+  EXPECT_EQ(spng_encode_image(context, samples.data(), samples.size(), SPNG_FMT_PNG,
+                              SPNG_ENCODE_FINALIZE),
+            0);
+  size_t size = 0;
+  int error = 0;
+  void* const data = spng_get_png_buffer(context, &size, &error);
+  const std::string file(static_cast<char*>(data), size);
+  std::free(data);
+  spng_ctx_free(context);
+  return file;
+}
+
+using Samples = std::vector<uint8_t>;
+
+/// What a file unpacks to; grey has one channel.
+Samples Unpacked(const std::string& file, int channels) {
+  const auto pixels = DecodeFile(file, kPlenty);
+  EXPECT_TRUE(pixels.ok()) << pixels.status().message();
+  if (!pixels.ok()) return {};
+  EXPECT_EQ(pixels->channels, channels);
+  return pixels->samples;
+}
+
 TEST(PngTest, ShowsTransparencyOverWhite) {
-  png_image image{};
-  image.version = PNG_IMAGE_VERSION;
-  image.width = image.height = 1;
-  image.format = PNG_FORMAT_RGBA;
-  const uint8_t clear[4] = {10, 20, 30, 0};
-  std::string file(1000, '\0');
-  png_alloc_size_t size = file.size();
-  ASSERT_TRUE(png_image_write_to_memory(&image, file.data(), &size, 0, clear, 0, nullptr));
-  const auto pixels = DecodeFile(file.substr(0, size), kPlenty);
-  ASSERT_TRUE(pixels.ok()) << pixels.status().message();
-  EXPECT_EQ(pixels->samples, (std::vector<uint8_t>{255, 255, 255}));
+  EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_TRUECOLOR_ALPHA, 8,
+                              {10, 20, 30, 0, 10, 20, 30, 255, 0, 0, 0, 128}),
+                     3),
+            (Samples{255, 255, 255, 10, 20, 30, 127, 127, 127}));
+  EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_GRAYSCALE_ALPHA, 8, {10, 0, 10, 255}), 1),
+            (Samples{255, 10}));
+  spng_trns key{};
+  key.gray = 10;
+  EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_GRAYSCALE, 8, {10, 20}, nullptr, &key), 1),
+            (Samples{255, 20}));
+}
+
+TEST(PngTest, ReadsPalettesAndOtherDepths) {
+  spng_plte palette{};
+  palette.n_entries = 2;
+  palette.entries[0] = {1, 2, 3, 255};
+  palette.entries[1] = {4, 5, 6, 255};
+  EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_INDEXED, 8, {1, 0}, &palette), 3),
+            (Samples{4, 5, 6, 1, 2, 3}));
+  EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_GRAYSCALE, 1, {0b10100000}), 1),
+            (Samples{255, 0, 255, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_GRAYSCALE, 16, {0x34, 0x12, 0x78, 0xff}), 1),
+            (Samples{0x12, 0xff}));
+  EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_TRUECOLOR, 16, {0, 1, 0, 2, 0, 3}), 3),
+            (Samples{1, 2, 3}));
+}
+
+/// Not used, but unpacked by the library.
+TEST(PngTest, RefusesATextThatUnpacksToTooMuch) {
+  spng_ctx* const context = spng_ctx_new(SPNG_CTX_ENCODER);
+  spng_set_option(context, SPNG_ENCODE_TO_BUFFER, 1);
+  spng_ihdr header{.width = 1, .height = 1, .bit_depth = 8};
+  ASSERT_EQ(spng_set_ihdr(context, &header), 0);
+  std::string text(64 << 20, 'a');
+  spng_text chunk{};
+  chunk.keyword[0] = 'k';
+  chunk.type = SPNG_ZTXT;
+  chunk.length = text.size();
+  chunk.text = text.data();
+  ASSERT_EQ(spng_set_text(context, &chunk, 1), 0);
+  const uint8_t sample = 7;
+  ASSERT_EQ(spng_encode_image(context, &sample, 1, SPNG_FMT_PNG, SPNG_ENCODE_FINALIZE), 0);
+  size_t size = 0;
+  int error = 0;
+  void* const data = spng_get_png_buffer(context, &size, &error);
+  const std::string file(static_cast<char*>(data), size);
+  std::free(data);
+  spng_ctx_free(context);
+  ASSERT_LT(file.size(), 1u << 20);
+  const auto pixels = DecodeFile(file, kPlenty);
+  ASSERT_FALSE(pixels.ok());
+  EXPECT_THAT(std::string(pixels.status().message()), HasSubstr("chunk"));
+}
+
+TEST(FormatsTest, TheMemoryOfAFileIsReservedBeforeItIsUnpacked) {
+  for (const FileFormat format : {FileFormat::kPng, FileFormat::kJpeg, FileFormat::kWebp}) {
+    const auto file = EncodeFile(Gradient(24, 40, 3), format, 90, {});
+    ASSERT_TRUE(file.ok());
+    int64_t asked = 0;
+    // Without its end it could not be unpacked.
+    const auto refused = DecodeFile(file->substr(0, file->size() / 2), kPlenty, [&](int64_t bytes) {
+      asked = bytes;
+      return ResourceExhausted("no room");
+    });
+    EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status().message();
+    EXPECT_GE(asked, 24 * 40 * 3);
+  }
 }
 
 TEST(FormatsTest, RefusesWhatIsNoImage) {

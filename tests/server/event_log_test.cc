@@ -1,4 +1,4 @@
-#include "server/event_log.h"
+#include "server/jobs/event_log.h"
 
 #include <gtest/gtest.h>
 

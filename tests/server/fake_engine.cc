@@ -65,6 +65,8 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->activation_bytes = 2'000'000;
   info->slot_bytes = 1'000'000;
   models_.push_back(std::move(info));
+  lock.unlock();
+  std::this_thread::sleep_for(options_.open_linger);
   return absl::OkStatus();
 }
 

@@ -22,6 +22,8 @@ struct FakeEngineOptions {
   /// Open takes so long for directories that contain `slow`.
   std::chrono::milliseconds open_cost{0};
   std::string slow;
+  /// Open returns so long after the model is ready.
+  std::chrono::milliseconds open_linger{0};
   int max_rows = 16;
   int max_slots = 64;
   int max_queued_images = 4096;

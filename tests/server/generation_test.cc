@@ -1,7 +1,7 @@
 // The way of requests through workers and engine, without gRPC between: this is what
 // ThreadSanitizer can see whole.
 
-#include "server/generation.h"
+#include "server/jobs/generation.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,17 +9,24 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <functional>
+#include <future>
 #include <limits>
 #include <map>
 #include <random>
 #include <thread>
 
-#include "server/catalog.h"
-#include "server/client_load.h"
-#include "server/jobs.h"
-#include "server/metrics.h"
-#include "server/worker_pool.h"
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "server/api/request_preparer.h"
+#include "server/encoding/formats.h"
+#include "server/jobs/jobs.h"
+#include "server/jobs/memory_budget.h"
+#include "server/jobs/worker_pool.h"
+#include "server/models/catalog.h"
+#include "server/security/client_load.h"
+#include "server/telemetry/metrics.h"
 #include "tests/eventually.h"
 #include "tests/server/fake_engine.h"
 
@@ -58,6 +65,8 @@ class StrictWatcher : public GenerationWatcher {
     EXPECT_TRUE(ended_.wait_for(lock, 30s, [this] { return status_.has_value(); }));
     return status_.value_or(grpc::Status::CANCELLED);
   }
+  /// Called once, when the generation has ended.
+  void set_on_end(std::function<void()> on_end) { on_end_ = std::move(on_end); }
   int previews() const { return previews_; }
   int progresses() const { return progresses_; }
   const std::map<int, std::string>& images() const { return images_; }
@@ -96,6 +105,7 @@ class StrictWatcher : public GenerationWatcher {
     if (status.ok()) {
       EXPECT_EQ(images_.size(), size_t(count_));
     }
+    if (on_end_) on_end_();
     status_ = status;
     ended_.notify_all();
   }
@@ -108,21 +118,28 @@ class StrictWatcher : public GenerationWatcher {
   int count_ = 0, progress_ = 0, progresses_ = 0, previews_ = 0;
   std::map<int, std::string> images_;
   v1::CompletedEvent completed_;
+  std::function<void()> on_end_;
   std::optional<grpc::Status> status_;
 };
 
 class GenerationTest : public ::testing::Test {
  protected:
-  explicit GenerationTest(const JobRetention& retention = {})
-      : catalog_({{"digits", "models/digits"}}, &engine_, &metrics_), jobs_(&serving_, retention) {
+  explicit GenerationTest(const JobRetention& retention = {}, int workers = 4,
+                          double max_previews_per_second = 30)
+      : catalog_({.models = {{"digits", "models/digits"}}}, &engine_, &metrics_),
+        preparer_(&catalog_, &engine_, {}, &decoding_, &queue_wait_),
+        jobs_({.engine = &engine_,
+               .preparer = &preparer_,
+               .workers = &workers_,
+               .client_load = &client_load_,
+               .metrics = &metrics_,
+               .queue_wait = &queue_wait_,
+               .drain = &drain_,
+               .max_previews_per_second = max_previews_per_second},
+              retention),
+        workers_(workers) {
     EXPECT_TRUE(catalog_.LoadListed("digits").ok());
     engine_.SetObserver(&metrics_);
-    serving_.engine = &engine_;
-    serving_.catalog = &catalog_;
-    serving_.jobs = &jobs_;
-    serving_.workers = &workers_;
-    serving_.metrics = &metrics_;
-    serving_.client_load = &client_load_;
   }
   // The engine posts to the workers until its jobs have ended.
   ~GenerationTest() override { engine_.Drain(std::chrono::steady_clock::now()); }
@@ -177,11 +194,14 @@ class GenerationTest : public ::testing::Test {
 
   Metrics metrics_;
   ClientLoad client_load_{0};
+  MemoryBudget decoding_{1 << 20};
   FakeEngine engine_;
   Catalog catalog_;
-  Serving serving_;
+  QueueWait queue_wait_;
+  DrainProgress drain_;
+  RequestPreparer preparer_;
   Jobs jobs_;
-  WorkerPool workers_{4};
+  WorkerPool workers_;
 };
 
 TEST_F(GenerationTest, DeliversInOrder) {
@@ -194,19 +214,43 @@ TEST_F(GenerationTest, DeliversInOrder) {
   EXPECT_GT(call->watcher->previews(), 0);
 }
 
-TEST_F(GenerationTest, PreviewsComeNoFasterThanTheLimit) {
-  engine_.set_evaluation_cost(1ms);
-  v1::GenerationParams params;
-  params.set_count(2);
-  params.set_steps(100);
-  serving_.limits.max_previews_per_second = 1e-3;  // the first of each image
-  const auto few = Begin(params);
-  EXPECT_TRUE(few->Wait().ok());
-  EXPECT_EQ(few->watcher->previews(), 2);
-  serving_.limits.max_previews_per_second = 0;
-  const auto many = Begin(params);
-  EXPECT_TRUE(many->Wait().ok());
-  EXPECT_GT(many->watcher->previews(), 10);
+class PreviewLimitTest : public GenerationTest {
+ protected:
+  explicit PreviewLimitTest(double limit = 1e-3) : GenerationTest({}, 4, limit) {
+    engine_.set_evaluation_cost(1ms);
+  }
+  int Previews() {
+    v1::GenerationParams params;
+    params.set_count(2);
+    params.set_steps(100);
+    const auto call = Begin(params);
+    EXPECT_TRUE(call->Wait().ok());
+    return call->watcher->previews();
+  }
+};
+class NoPreviewLimitTest : public PreviewLimitTest {
+ protected:
+  NoPreviewLimitTest() : PreviewLimitTest(0) {}
+};
+
+TEST_F(PreviewLimitTest, TheFirstOfEachImageComes) { EXPECT_EQ(Previews(), 2); }
+TEST_F(NoPreviewLimitTest, PreviewsComeAsTheyAreDrawn) { EXPECT_GT(Previews(), 10); }
+
+TEST_F(GenerationTest, ADrainRefusesNewJobs) {
+  drain_.state = DrainState::kLameDuck;
+  EXPECT_TRUE(Begin({})->Wait().ok());
+  drain_.state = DrainState::kDraining;
+  EXPECT_EQ(Begin({})->Wait().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(GenerationTest, JobsAreCountedByModelAndState) {
+  EXPECT_TRUE(Begin(Params("done"))->Wait().ok());
+  engine_.Pause(true);
+  const auto waiting = Begin(Params("waiting"));
+  const auto counts = jobs_.CountByState();
+  EXPECT_EQ(counts,
+            (std::map<std::pair<std::string, v1::JobState>, int>{
+                {{"digits", v1::JOB_STATE_SUCCEEDED}, 1}, {{"digits", v1::JOB_STATE_QUEUED}, 1}}));
 }
 
 TEST_F(GenerationTest, TheLastWatcherThatLeavesCancels) {
@@ -288,6 +332,67 @@ TEST_F(GenerationTest, UploadsAreComparedToo) {
   EXPECT_THAT(other->refusal.error_message(), HasSubstr("initial_noise"));
 }
 
+/// Changes the first 16 bytes and keeps libstdc++'s std::hash, which is MurmurHash64A: a change of
+/// the first word is made good in the second.
+std::string CollideInStdHash(std::string bytes) {
+  constexpr uint64_t kMultiplier = 0xc6a4a7935bd1e995, kSeed = 0xc70f6907;
+  uint64_t inverse = kMultiplier;  // modulo 2^64, by Newton's method
+  for (int i = 0; i < 6; ++i) inverse *= 2 - kMultiplier * inverse;
+  const auto fold = [](uint64_t value) { return value ^ (value >> 47); };  // its own inverse
+  const auto mix = [&](uint64_t word) { return fold(word * kMultiplier) * kMultiplier; };
+  const auto unmix = [&](uint64_t mixed) { return fold(mixed * inverse) * inverse; };
+
+  uint64_t words[2];
+  std::memcpy(words, bytes.data(), sizeof(words));
+  const uint64_t start = kSeed ^ (bytes.size() * kMultiplier);
+  const uint64_t state = (start ^ mix(words[0])) * kMultiplier;
+  const uint64_t changed = (start ^ mix(++words[0])) * kMultiplier;
+  words[1] = unmix(changed ^ state ^ mix(words[1]));
+  std::memcpy(bytes.data(), words, sizeof(words));
+  return bytes;
+}
+
+TEST_F(GenerationTest, UploadsThatCollideInAFastHashAreToldApart) {
+  engine_.Pause(true);
+  v1::GenerationParams params = Params("a");
+  v1::Tensor& image = *params.mutable_init_image()->mutable_tensor();
+  image.set_data_type(v1::DATA_TYPE_UINT8);
+  for (const int extent : {32, 32, 1}) image.add_shape(extent);
+  image.set_data(std::string(32 * 32, 'a'));
+  const auto first = Begin(params);
+  ASSERT_NE(first->generation, nullptr);
+  const std::string other = CollideInStdHash(image.data());
+  ASSERT_NE(other, image.data());
+#ifdef __GLIBCXX__
+  ASSERT_EQ(std::hash<std::string>{}(other), std::hash<std::string>{}(image.data()));
+#endif
+  image.set_data(other);
+  EXPECT_EQ(Begin(params)->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+}
+
+TEST_F(GenerationTest, UploadsAreUnpackedOnlyWhenThereIsMemory) {
+  engine_.Pause(true);
+  v1::GenerationParams params = Params("a");
+  auto picture = EncodeFile(Tensor::Host({100, 100, 1}, DType::kF32), FileFormat::kPng, 90, {});
+  ASSERT_TRUE(picture.ok());
+  params.mutable_init_image()->set_encoded(*picture);
+  MemoryBudget::Lease others;
+  ASSERT_TRUE(decoding_.Reserve(decoding_.bytes() - 50'000, &others).ok());
+  const grpc::Status refusal = Begin(params)->Wait();
+  EXPECT_EQ(refusal.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(refusal.error_message(), HasSubstr("params.init_image.encoded"));
+  google::rpc::Status details;
+  ASSERT_TRUE(details.ParseFromString(refusal.error_details()));
+  EXPECT_TRUE(std::any_of(details.details().begin(), details.details().end(), [](const auto& any) {
+    return any.template Is<google::rpc::RetryInfo>();
+  }));
+  EXPECT_EQ(decoding_.reserved(), decoding_.bytes() - 50'000) << "a refusal holds memory";
+  others = {};
+  const auto call = Begin(params);
+  EXPECT_EQ(StateOf("a"), v1::JOB_STATE_QUEUED);
+  EXPECT_EQ(decoding_.reserved(), 0) << "the engine counts what it was given";
+}
+
 TEST_F(GenerationTest, ClientsDoNotSeeEachOther) {
   engine_.Pause(true);
   const auto mine = Begin(Params("a", 1), {}, "me"), yours = Begin(Params("a", 2), {}, "you");
@@ -353,6 +458,35 @@ TEST_F(GenerationTest, TheTimelineHasEveryMilestoneInOrder) {
   EXPECT_EQ(std::count(story.begin(), story.end(), 'D'), 2);
   EXPECT_EQ(story.size(), 9u);
   EXPECT_LE(last, call->watcher->completed().timing().total_seconds());
+}
+
+class OneWorkerTest : public GenerationTest {
+ protected:
+  OneWorkerTest() : GenerationTest({}, 1) {}
+};
+
+TEST_F(OneWorkerTest, InteractiveJobsAreEncodedBeforeBatchJobs) {
+  std::promise<void> drawn;
+  workers_.Post(Priority::kInteractive, [&] { drawn.get_future().wait(); });
+  v1::GenerationParams params = Params("batch");
+  params.set_count(32);
+  params.set_priority(v1::PRIORITY_BATCH);
+  const auto batch = Begin(params);
+  const auto drawn_all = [&] {
+    return engine_.Stats()[0].active_images == 0 && engine_.QueuedImages("digits@1") == 0;
+  };
+  // All images wait for the worker before the interactive job comes.
+  ASSERT_TRUE(Eventually(drawn_all));
+  params = Params("interactive");
+  params.set_priority(v1::PRIORITY_INTERACTIVE);
+  const auto interactive = Begin(params);
+  std::atomic<int> encoded{-1};
+  interactive->watcher->set_on_end([&] { encoded = batch->generation->Describe().images_done(); });
+  ASSERT_TRUE(Eventually(drawn_all));
+  drawn.set_value();
+  EXPECT_TRUE(interactive->Wait().ok());
+  EXPECT_LE(encoded, 8) << "of 32 that were there before";
+  EXPECT_TRUE(batch->Wait().ok());
 }
 
 class RetentionTest : public GenerationTest {

@@ -1,7 +1,7 @@
 // The Open Inference Protocol over loopback, on a FakeEngine: what clients of Triton and KServe
 // send, and what they must not.
 
-#include "server/inference.h"
+#include "server/api/inference.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -588,7 +588,8 @@ TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
                "grpc_server_handled_total{grpc_code=\"RESOURCE_EXHAUSTED\",grpc_method="
                "\"ModelInfer\",grpc_service=\"inference.GRPCInferenceService\"") !=
                std::string::npos &&
-           text.find("denoised_client_images_total{client=\"anonymous\"} 2") != std::string::npos;
+           text.find("denoised_client_images_total{client=\"anonymous\",model=\"digits\"} 2") !=
+               std::string::npos;
   }));
 }
 

@@ -1,6 +1,6 @@
 // docs/metrics.md against a server that was given something to count.
 
-#include "server/metrics.h"
+#include "server/telemetry/metrics.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,6 +11,8 @@
 #include <regex>
 #include <set>
 
+#include "absl/strings/str_join.h"
+#include "server/telemetry/http_server.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
@@ -107,12 +109,19 @@ TEST_F(MetricsTest, TheDocumentListsWhatThereIs) {
   text = Scrape();  // the exposer counts a scrape when it is over
   EXPECT_EQ(Scraped(text), Documented());
 
-  EXPECT_EQ(ValueOf(text, "denoised_client_images_total{client=\"anonymous\"}"), 3);
+  EXPECT_EQ(ValueOf(text, "denoised_client_images_total{client=\"anonymous\",model=\"digits\"}"),
+            3);
   EXPECT_EQ(
-      ValueOf(text, "denoised_queue_seconds_count{model=\"digits\",priority=\"interactive\"}"), 1);
+      ValueOf(
+          text,
+          "denoised_queue_seconds_count{model=\"digits\",priority=\"interactive\",version=\"1\"}"),
+      1);
   EXPECT_GE(ValueOf(text, "denoised_connections_total"), 1);
   EXPECT_EQ(ValueOf(text, "denoised_refused_connections_total"), 0);
-  EXPECT_EQ(ValueOf(text, "denoised_wasted_rows_total{model=\"digits\",reason=\"deadline\"}"), 0);
+  EXPECT_EQ(
+      ValueOf(text,
+              "denoised_wasted_rows_total{reason=\"deadline\",model=\"digits\",version=\"1\"}"),
+      0);
   EXPECT_GT(ValueOf(text, "process_resident_memory_bytes"), 1e6);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they bring an allocator
   EXPECT_GT(ValueOf(text, "denoised_heap_bytes"), 1e5);
@@ -134,14 +143,15 @@ TEST_F(MetricsTest, IdleConnectionsDoNotKeepAScrapeWaiting) {
 
 TEST_F(MetricsTest, AnAddressThatCannotBeHadIsNamedWithARemedy) {
   Start();
-  Metrics metrics;
   const std::string taken = "127.0.0.1:" + std::to_string(server_->metrics_port());
-  const absl::Status status = metrics.Serve(taken, nullptr);
+  const absl::Status status = HttpServer::Listen(taken, {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << "it may be free another time";
   EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr(taken), HasSubstr("free port")));
   // With IPv6 or without.
-  const absl::Status six = metrics.Serve("[::1]:0", nullptr);
-  if (!six.ok()) EXPECT_THAT(std::string(six.message()), HasSubstr("IPv6"));
+  const absl::Status six = HttpServer::Listen("[::1]:0", {}).status();
+  if (!six.ok()) {
+    EXPECT_THAT(std::string(six.message()), HasSubstr("IPv6"));
+  }
 }
 
 TEST_F(MetricsTest, ADrainIsSeen) {
@@ -182,7 +192,7 @@ TEST_F(MetricsTest, BeyondAHundredClientsTheRestIsOne) {
   metrics.ImageDone("digits", "client 0");
   int series = 0;
   double others = 0;
-  for (const auto& family : metrics.registry().Collect()) {
+  for (const auto& family : metrics.Collect()) {
     if (family.name != "denoised_client_images_total") continue;
     series = static_cast<int>(family.metric.size());
     for (const auto& metric : family.metric) {
@@ -191,6 +201,61 @@ TEST_F(MetricsTest, BeyondAHundredClientsTheRestIsOne) {
   }
   EXPECT_EQ(series, 101);
   EXPECT_EQ(others, 50);
+}
+
+/// The labels of all series of a family: "digits 1, unknown unknown".
+std::string Versions(const Metrics& metrics, const std::string& family_name) {
+  std::set<std::string> found;
+  for (const auto& family : metrics.Collect()) {
+    if (family.name != family_name) continue;
+    for (const auto& metric : family.metric) {
+      std::map<std::string, std::string> labels;
+      for (const auto& label : metric.label) labels[label.name] = label.value;
+      found.insert(labels["model"] + " " + labels["version"]);
+    }
+  }
+  return absl::StrJoin(found, ", ");
+}
+
+TEST_F(MetricsTest, ACanaryIsSeenBesideTheCurrentVersion) {
+  Metrics metrics;
+  metrics.RequestEnded("digits@1", "OK", 0.1);
+  metrics.RequestEnded("digits@2", "INTERNAL", 0.1);
+  metrics.RequestEnded("", "NOT_FOUND", 0.1);
+  EXPECT_EQ(Versions(metrics, "denoised_requests_total"), "digits 1, digits 2, unknown unknown");
+  EXPECT_EQ(Versions(metrics, "denoised_request_seconds"), "digits 1") << "those that succeeded";
+}
+
+TEST_F(MetricsTest, SeriesOfAVersionGoAWhileAfterIt) {
+  Metrics metrics;
+  const auto now = Metrics::Clock::now();
+  for (const char* model : {"digits@1", "digits@2", ""}) {
+    metrics.RequestEnded(model, "OK", 0.1);
+    metrics.JobStarted(model, Priority::kBatch, 0.1);
+    metrics.FirstPreview(model, 0.1);
+    metrics.ImageDone(model, "anonymous");
+    metrics.Encoded(model, "png", 0.1);
+    metrics.ModelLoaded(model, 0.1);
+    metrics.OnEvaluation(model, "fake:0", 1, 1, 0.1);
+  }
+  constexpr const char* kFamilies[] = {
+      "denoised_requests_total",        "denoised_request_seconds", "denoised_queue_seconds",
+      "denoised_first_preview_seconds", "denoised_images_total",    "denoised_encoding_seconds",
+      "denoised_model_load_seconds",    "denoised_evaluation_rows", "denoised_evaluation_seconds",
+      "denoised_padding_rows_total"};
+  metrics.Retain({"digits@1", "digits@2"}, now + 1h);
+  metrics.Retain({"digits@2"}, now + 1h + Metrics::kRetention - 1s);
+  for (const char* family : kFamilies) {
+    EXPECT_EQ(Versions(metrics, family), "digits 1, digits 2, unknown unknown") << family;
+  }
+  metrics.Retain({"digits@2"}, now + 1h + Metrics::kRetention);
+  for (const char* family : kFamilies) {
+    EXPECT_EQ(Versions(metrics, family), "digits 2, unknown unknown") << family;
+  }
+  metrics.ImageDone("digits@1", "anonymous");  // a late one comes back, and goes again
+  EXPECT_EQ(Versions(metrics, "denoised_images_total"), "digits 1, digits 2, unknown unknown");
+  metrics.Retain({"digits@2"}, now + 3h);
+  EXPECT_EQ(Versions(metrics, "denoised_images_total"), "digits 2, unknown unknown");
 }
 
 }  // namespace

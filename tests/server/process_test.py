@@ -190,6 +190,40 @@ class ProcessTest(unittest.TestCase):
             self.assertLess(time.monotonic() - start, 10)
             self.assertNotIn('"serving"', "".join(server.lines))
 
+    def test_the_service_manager_is_told_its_state(self):
+        path = os.path.join(os.path.dirname(self.model), "notify")
+        for name, address in ((path, path), (f"@denoised-{os.getpid()}",
+                                             f"\0denoised-{os.getpid()}")):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+                manager.bind(address)
+                manager.settimeout(60)
+                with Running(BINARY, "--model", f"digits={self.model}",
+                             environment={"NOTIFY_SOCKET": name}) as server:
+                    self.assertEqual(manager.recv(1024), b"STATUS=loading models")
+                    self.assertEqual(manager.recv(1024), b"READY=1\nSTATUS=serving")
+                    server.wait_for("serving")
+                    server.process.send_signal(signal.SIGTERM)
+                    self.assertEqual(manager.recv(1024), b"STOPPING=1\nSTATUS=draining")
+                    self.assertEqual(server.process.wait(20), 0)
+
+    def test_a_service_manager_that_is_gone_does_no_harm(self):
+        with Running(BINARY, "--model", f"digits={self.model}",
+                     environment={"NOTIFY_SOCKET": "/nonexistent/notify"}) as server:
+            server.wait_for("serving")
+            server.process.send_signal(signal.SIGTERM)
+            self.assertEqual(server.process.wait(20), 0)
+
+    def test_a_server_without_a_model_is_never_ready(self):
+        path = os.path.join(os.path.dirname(self.model), "notify")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.bind(path)
+            manager.settimeout(60)
+            with Running(BINARY, "--model", f"digits={self.broken}",
+                         environment={"NOTIFY_SOCKET": path}) as server:
+                self.assertEqual(server.process.wait(20), 1)
+            self.assertEqual([manager.recv(1024), manager.recv(1024)],
+                             [b"STATUS=loading models", b"STOPPING=1\nSTATUS=draining"])
+
     def test_port_in_use_is_an_error(self):
         with Running(BINARY, "--model", f"digits={self.model}") as server:
             address = server.wait_for("listening")["address"]

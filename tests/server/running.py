@@ -1,15 +1,17 @@
 """A denoised process for tests, on free ports, whose log is read as it comes."""
 
 import json
+import os
 import subprocess
 import threading
 
 
 class Running:
-    def __init__(self, binary, *flags, metrics_listen=""):
+    def __init__(self, binary, *flags, metrics_listen="", environment=None):
         self.process = subprocess.Popen(
             [binary, "--listen", "127.0.0.1:0", "--metrics-listen", metrics_listen, "--log-format",
-             "json", *flags], stderr=subprocess.PIPE, text=True)
+             "json", *flags], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **(environment or {})})
         self.lines = []
         self.ended = False
         self.news = threading.Condition()

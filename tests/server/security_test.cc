@@ -4,11 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <regex>
+#include <set>
 #include <thread>
 
 #include "denoised/v1/model_admin.grpc.pb.h"
 #include "inference/open_inference.grpc.pb.h"
-#include "server/clients.h"
+#include "server/security/clients.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
@@ -387,6 +388,68 @@ TEST_F(SecurityTest, JobsAreSeenByTheirClientAlone) {
   ASSERT_EQ(listed.jobs_size(), 1);
   EXPECT_EQ(listed.jobs(0).request_id(), "mine");
   EXPECT_EQ(listed.jobs(0).client(), "a");
+}
+
+/// A certificate says who calls, and only a file of clients says who is an admin.
+TEST_F(SecurityTest, ACertificateAloneMakesNoAdmin) {
+  config_.security.tls_client_ca = directory_.Write("ca", authority_.certificate());
+  Start();
+  const auto alice = Connect(authority_.certificate(), authority_.Issue("alice", ""));
+  const auto bob = Connect(authority_.certificate(), authority_.Issue("bob", ""));
+  v1::GenerateRequest request;
+  request.mutable_params()->set_request_id("mine");
+  ASSERT_TRUE(Generate(alice, {}, request).ok());
+  EXPECT_EQ(CallByName(alice, "/denoised.v1.ModelAdmin/UnloadModel"),
+            StatusCode::PERMISSION_DENIED);
+  const auto list = [](const std::shared_ptr<grpc::Channel>& channel, bool all_clients) {
+    grpc::ClientContext context;
+    Prepare(&context, {});
+    v1::ListJobsRequest request;
+    request.set_all_clients(all_clients);
+    v1::ListJobsResponse response;
+    const grpc::Status status =
+        v1::ImageGeneration::NewStub(channel)->ListJobs(&context, request, &response);
+    return status.ok() ? response.jobs_size() : -static_cast<int>(status.error_code());
+  };
+  EXPECT_EQ(list(alice, true), -StatusCode::PERMISSION_DENIED);
+  EXPECT_EQ(list(alice, false), 1);
+  EXPECT_EQ(list(bob, false), 0) << "names keep jobs apart";
+}
+
+/// Callers without a name share one: the id of a job is what opens it, and nothing tells ids.
+TEST_F(SecurityTest, AnAnonymousCallerFindsAJobByItsIdAlone) {
+  config_.admin = false;  // as on every address that is not loopback
+  Start();
+  const auto stub = v1::ImageGeneration::NewStub(Connect());
+  std::set<std::string> ids;
+  for (int i = 0; i < 3; ++i) {
+    v1::GenerateRequest request;
+    request.mutable_params()->set_disconnect_policy(v1::DISCONNECT_POLICY_CONTINUE);
+    grpc::ClientContext context;
+    Prepare(&context, {});
+    v1::GenerateResponse response;
+    ASSERT_TRUE(stub->Generate(&context, request, &response).ok());
+    EXPECT_THAT(response.params().request_id(), ::testing::MatchesRegex("[0-9a-f]{32}"));
+    ids.insert(response.params().request_id());
+  }
+  EXPECT_EQ(ids.size(), 3u);
+  for (const bool all_clients : {false, true}) {
+    grpc::ClientContext context;
+    Prepare(&context, {});
+    v1::ListJobsRequest list;
+    list.set_all_clients(all_clients);
+    v1::ListJobsResponse listed;
+    const grpc::Status refused = stub->ListJobs(&context, list, &listed);
+    EXPECT_EQ(refused.error_code(), StatusCode::PERMISSION_DENIED);
+    EXPECT_THAT(refused.error_message(), HasSubstr("request_id"));
+    EXPECT_EQ(listed.jobs_size(), 0);
+  }
+  v1::GetJobRequest get;
+  get.set_request_id(*ids.begin());
+  v1::GetJobResponse got;
+  grpc::ClientContext get_context;
+  Prepare(&get_context, {});
+  EXPECT_TRUE(stub->GetJob(&get_context, get, &got).ok()) << "whoever knows the id";
 }
 
 TEST_F(SecurityTest, ReflectionCanBeOff) {

@@ -13,6 +13,7 @@ ServerFixture::ServerFixture() {
   config_.listen = "127.0.0.1:0";
   config_.metrics_listen = "";
   config_.models = {{"digits", "models/digits"}};
+  config_.model_roots = {testing::TempDir()};
   log::Configure(log::Format::kText, log::Level::kError);
 }
 
@@ -64,11 +65,11 @@ int ServerFixture::ConnectToMetrics() const {
   return -1;
 }
 
-std::string ServerFixture::Scrape() const {
+std::string ServerFixture::Get(const std::string& path) const {
   const int fd = ConnectToMetrics();
   if (fd < 0) return "";
   std::string text;
-  const std::string get = "GET /metrics HTTP/1.0\r\n\r\n";
+  const std::string get = "GET " + path + " HTTP/1.0\r\n\r\n";
   if (write(fd, get.data(), get.size()) == static_cast<ssize_t>(get.size())) {
     char buffer[65536];
     for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) text.append(buffer, n);

@@ -36,8 +36,9 @@ class ServerFixture : public ::testing::Test {
 
   /// A socket, to be closed by the caller; −1 when nobody listens.
   int ConnectToMetrics() const;
-  /// What GET /metrics answers, headers included; empty when nobody does.
-  std::string Scrape() const;
+  /// What the metrics port answers to GET, headers included; empty when nobody does.
+  std::string Get(const std::string& path) const;
+  std::string Scrape() const { return Get("/metrics"); }
 
   Config config_;
   FakeEngine* engine_ = nullptr;

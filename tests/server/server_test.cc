@@ -842,12 +842,27 @@ TEST_F(ServerTest, OneLostDeviceLeavesTheOtherServing) {
 }
 
 TEST_F(ServerTest, WithoutADeviceItIsNeitherServingNorLive) {
+  config_.metrics_listen = "127.0.0.1:0";
   Start();
   engine_->BreakDevice(0, Internal("an illegal memory access"));
   engine_->BreakDevice(1, Internal("fell off the bus"));
   EXPECT_FALSE(server_->CheckDevices().ok());
   EXPECT_EQ(CheckHealth(channel_, ""), 2);
   EXPECT_EQ(CheckHealth(channel_, "liveness"), 2);
+  EXPECT_THAT(Get("/healthz"), HasSubstr("503"));
+}
+
+TEST_F(ServerTest, ProbesOverHttpSayWhatHealthSays) {
+  config_.metrics_listen = "127.0.0.1:0";
+  StartLoading({.open_cost = 300ms, .slow = "digits"});
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503"));
+  EXPECT_THAT(Get("/"), StartsWith("HTTP/1.1 404"));
+  ASSERT_TRUE(server_->Loaded(10s)->ok());
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200"));
+  server_->Drain(0ms);
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503"));
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200"));
 }
 
 TEST_F(ServerTest, APortInUseIsAnErrorThatNamesIt) {
@@ -879,20 +894,27 @@ TEST_F(ServerTest, MetricsTellWhatHappened) {
                      "} 1") != std::string::npos;
   })) << text;
   for (const char* series :
-       {"denoised_images_total{model=\"digits\"} 3",
-        "denoised_evaluation_rows_count{device=\"fake:0\",model=\"digits\"} 10",
-        "denoised_evaluation_rows_sum{device=\"fake:0\",model=\"digits\"} 30",
-        "denoised_evaluation_seconds_count{device=\"fake:0\",model=\"digits\"} 10",
-        "denoised_padding_rows_total{device=\"fake:0\",model=\"digits\"} 130",
-        "denoised_queue_seconds_count{model=\"digits\",priority=\"normal\"} 1",
-        "denoised_first_preview_seconds_count{model=\"digits\"} 1",
-        "denoised_encoding_seconds_count{format=\"png\"} 3",
-        "denoised_queued_images{model=\"digits\",priority=\"normal\"} 0",
-        "denoised_active_images{model=\"digits\"} 0",
-        "denoised_model_state{model=\"digits\",state=\"available\"} 1",
-        "denoised_model_memory_bytes{device=\"fake:1\",model=\"digits\",purpose=\"weights\"} "
+       {"denoised_images_total{model=\"digits\",version=\"1\"} 3",
+        "denoised_evaluation_rows_count{device=\"fake:0\",model=\"digits\",version=\"1\"} 10",
+        "denoised_evaluation_rows_sum{device=\"fake:0\",model=\"digits\",version=\"1\"} 30",
+        "denoised_evaluation_seconds_count{device=\"fake:0\",model=\"digits\",version=\"1\"} 10",
+        "denoised_padding_rows_total{device=\"fake:0\",model=\"digits\",version=\"1\"} 130",
+        "denoised_queue_seconds_count{model=\"digits\",priority=\"normal\",version=\"1\"} 1",
+        "denoised_first_preview_seconds_count{model=\"digits\",version=\"1\"} 1",
+        "denoised_encoding_seconds_count{format=\"png\",model=\"digits\",version=\"1\"} 3",
+        "denoised_queued_images{priority=\"normal\",model=\"digits\",version=\"1\"} 0",
+        "denoised_active_images{model=\"digits\",version=\"1\"} 0",
+        "denoised_model_state{state=\"available\",model=\"digits\",version=\"1\"} 1",
+        "denoised_model_memory_bytes{device=\"fake:1\",purpose=\"weights\",model=\"digits\","
+        "version=\"1\"} "
         "4000000",
-        "denoised_build_info{version=\"", "denoised_startup_seconds ",
+        "denoised_model_current{model=\"digits\",version=\"1\"} 1",
+        "denoised_jobs{model=\"digits\",state=\"running\"} 0",
+        "denoised_requests_total{code=\"OK\",model=\"digits\",version=\"1\"} 1",
+        "denoised_requests_total{code=\"INVALID_ARGUMENT\",model=\"digits\",version=\"1\"} 1",
+        "denoised_request_seconds_count{model=\"digits\",version=\"1\"} 1",
+        "denoised_build_info{version=\"",
+        "denoised_startup_seconds ",
         "denoised_stalled_readers_total 0",
         "grpc_server_handled_total{grpc_code=\"OK\",grpc_method=\"StreamGenerate\"",
         "grpc_server_started_total{grpc_method=\"StreamGenerate\"",

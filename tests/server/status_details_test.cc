@@ -1,4 +1,4 @@
-#include "server/status_details.h"
+#include "server/status/status_details.h"
 
 #include <gmock/gmock.h>
 #include <grpcpp/support/error_details.h>
@@ -6,7 +6,7 @@
 
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
-#include "server/quote.h"
+#include "server/status/quote.h"
 
 namespace denoised {
 namespace {

@@ -185,8 +185,11 @@ TEST_F(StormTest, TenThousandCancelsLeaveNothingAndChangeNobodysBytes) {
   ASSERT_TRUE(crowd.WaitForNone());
   const double seconds = SecondsSince(begin);
   EXPECT_TRUE(Eventually([&] { return Idle(); })) << "a slot is leaked";
-  EXPECT_TRUE(Eventually([&] { return Scrape().find("denoised_jobs 0") != std::string::npos; }))
-      << "a job is leaked";
+  EXPECT_TRUE(Eventually([&] {
+    const std::string text = Scrape();
+    return text.find("denoised_jobs{model=\"digits\",state=\"queued\"} 0") != std::string::npos &&
+           text.find("denoised_jobs{model=\"digits\",state=\"running\"} 0") != std::string::npos;
+  })) << "a job is leaked";
 
   // The idle server draws what the survivors got.
   int survivors = 0, cancelled = 0;

@@ -1,4 +1,4 @@
-#include "server/timeline.h"
+#include "server/telemetry/timeline.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "server/trace_context.h"
+#include "server/telemetry/trace_context.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "server/translate.h"
+#include "server/api/translate.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,9 @@
 #include <functional>
 #include <limits>
 
+#include "absl/strings/ascii.h"
 #include "server/encoding/formats.h"
+#include "server/jobs/job_request.h"
 
 namespace denoised {
 namespace {
@@ -46,8 +48,9 @@ Outcome Translated(const v1::GenerationParams& params, const v1::PreviewOptions*
   RequestLimits limits;
   limits.max_init_pixels = limits.max_image_pixels = 4096;
   limits.max_reply_bytes = 1 << 20;
+  static MemoryBudget memory(8 << 20);
   outcome.translation =
-      Translate(params, preview, together, "made-id", model, limits, &outcome.violations);
+      Translate(params, preview, together, "made-id", model, limits, &memory, &outcome.violations);
   return outcome;
 }
 
@@ -59,8 +62,9 @@ TEST(TranslateTest, TheServersLimitsHold) {
     v1::GenerationParams params;
     params.set_steps(10);
     change(&params);
+    MemoryBudget memory(1 << 20);
     std::vector<FieldViolation> violations;
-    Translate(params, nullptr, false, "id", model, limits, &violations);
+    Translate(params, nullptr, false, "id", model, limits, &memory, &violations);
     return violations.empty() ? "accepted" : violations[0].field + " " + violations[0].description;
   };
   using Params = v1::GenerationParams*;
@@ -78,6 +82,35 @@ TEST(TranslateTest, TheServersLimitsHold) {
   EXPECT_EQ(refused({.max_tensor_bytes = 3 * 256}, [](Params p) { p->set_count(3); }), "accepted");
   EXPECT_EQ(refused({.max_tensor_bytes = 3 * 256 - 1}, [](Params p) { p->set_count(3); }),
             "params.count asks for 3 images of 256 bytes as float32; use at most 767 bytes");
+}
+
+TEST(TranslateTest, AnUploadIsMeasuredBeforeItIsUnpacked) {
+  const auto picture = EncodeFile(Tensor::Host({64, 64, 1}, DType::kF32), FileFormat::kPng, 90, {});
+  ASSERT_TRUE(picture.ok());
+  v1::GenerationParams params;
+  // The header alone: whoever began to unpack it would call it damaged.
+  params.mutable_init_image()->set_encoded(picture->substr(0, 60));
+  std::vector<FieldViolation> violations;
+  MemoryBudget little(4096);
+  Translate(params, nullptr, false, "id", Digits(), {}, &little, &violations);
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].field, "params.init_image.encoded");
+  EXPECT_THAT(violations[0].description, HasSubstr("there are 4096 for all requests"));
+
+  params.mutable_init_image()->set_encoded(*picture);
+  MemoryBudget memory(1 << 20);
+  MemoryBudget::Lease others;
+  ASSERT_TRUE(memory.Reserve((1 << 20) - 4096, &others).ok());
+  violations.clear();
+  EXPECT_TRUE(absl::IsResourceExhausted(
+      Translate(params, nullptr, false, "id", Digits(), {}, &memory, &violations).memory_status));
+  EXPECT_TRUE(violations.empty()) << violations[0].description;
+  others = {};
+  const Translation translation =
+      Translate(params, nullptr, false, "id", Digits(), {}, &memory, &violations);
+  EXPECT_TRUE(translation.memory_status.ok());
+  // At least the samples and the floats.
+  EXPECT_GT(memory.reserved(), 64 * 64 * 5);
 }
 
 v1::Tensor Floats(std::vector<int64_t> shape, const std::vector<float>& values) {
@@ -378,22 +411,15 @@ TEST(TranslateTest, PathsExist) {
   }
 }
 
-TEST(TranslateTest, EveryEnumValueHasALabel) {
-  EXPECT_EQ(Label(Sampler::kEdmDpmSolver), "edm_dpm_solver");
-  EXPECT_EQ(Label(Sampler::kUniPc), "uni_pc");
-  EXPECT_EQ(Label(NoiseSchedule::kExponential), "exponential");
+TEST(TranslateTest, TheEngineKnowsEverySamplerByItsNameOnTheWire) {
   for (int value = v1::Sampler_MIN + 1; value <= v1::Sampler_MAX; ++value) {
     v1::GenerationParams params;
     params.set_sampler(static_cast<v1::Sampler>(value));
     const Outcome outcome = Translated(params);
     ASSERT_TRUE(outcome.violations.empty());
-    EXPECT_EQ(
-        "SAMPLER_" +
-            [](std::string name) {
-              for (char& c : name) c = static_cast<char>(std::toupper(c));
-              return name;
-            }(Label(*outcome.translation.spec.sampler.sampler)),
-        v1::Sampler_Name(params.sampler()));
+    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(
+                               std::string(Name(*outcome.translation.spec.sampler.sampler))),
+              v1::Sampler_Name(params.sampler()));
   }
 }
 

@@ -1,9 +1,11 @@
-#include "server/worker_pool.h"
+#include "server/jobs/worker_pool.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <future>
+#include <string>
 
 namespace denoised {
 namespace {
@@ -13,9 +15,9 @@ TEST(WorkerPoolTest, RunsEverythingThatWasPostedAlsoByTasks) {
   {
     WorkerPool pool(2);
     for (int i = 0; i < 100; ++i) {
-      pool.Post([&] {
+      pool.Post(Priority::kNormal, [&] {
         ++ran;
-        pool.Post([&] { ++ran; });
+        pool.Post(Priority::kNormal, [&] { ++ran; });
       });
     }
   }
@@ -25,14 +27,70 @@ TEST(WorkerPoolTest, RunsEverythingThatWasPostedAlsoByTasks) {
 TEST(WorkerPoolTest, RunsSideBySide) {
   std::promise<void> first, second;  // outlive the tasks
   WorkerPool pool(2);
-  pool.Post([&] {
+  pool.Post(Priority::kNormal, [&] {
     first.set_value();
     EXPECT_EQ(second.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
   });
-  pool.Post([&] {
+  pool.Post(Priority::kNormal, [&] {
     EXPECT_EQ(first.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
     second.set_value();
   });
+}
+
+/// Runs tasks on one thread that are all there before the first begins: "bbi" posts two batch tasks
+/// and an interactive one. The order in which they ran.
+std::string Order(const std::string& posted) {
+  std::string ran;  // touched by the one thread
+  std::promise<void> posting;
+  {
+    WorkerPool pool(1);
+    pool.Post(Priority::kBatch, [&] { posting.get_future().wait(); });
+    for (const char kind : posted) {
+      const Priority priority = kind == 'i'   ? Priority::kInteractive
+                                : kind == 'n' ? Priority::kNormal
+                                              : Priority::kBatch;
+      pool.Post(priority, [&ran, kind] { ran += kind; });
+    }
+    posting.set_value();
+  }
+  return ran;
+}
+
+TEST(WorkerPoolTest, AnInteractiveTaskOvertakes) {
+  EXPECT_EQ(Order(std::string(50, 'b') + "i").substr(0, 2), "ib");
+  EXPECT_EQ(Order(std::string(50, 'b') + "n").find('n'), 0u);
+  EXPECT_EQ(Order(std::string(50, 'n') + "i").find('i'), 0u);
+}
+
+TEST(WorkerPoolTest, BatchTasksDoNotStarve) {
+  const std::string ran =
+      Order(std::string(320, 'i') + std::string(80, 'n') + std::string(20, 'b'));
+  ASSERT_EQ(ran.size(), 420u);
+  for (size_t i = 0; i + 42 <= ran.size(); i += 21) {
+    const std::string part = ran.substr(i, 42);
+    EXPECT_GE(std::count(part.begin(), part.end(), 'b'), 1) << "at " << i;
+    EXPECT_GE(std::count(part.begin(), part.end(), 'n'), 4) << "at " << i;
+    EXPECT_GE(std::count(part.begin(), part.end(), 'i'), 24) << "at " << i;
+  }
+}
+
+TEST(WorkerPoolTest, AQueueSavesUpNoTurns) {
+  // Interactive tasks had the pool for themselves: that must not push them back now.
+  std::string ran;
+  std::promise<void> reached, posting;
+  {
+    WorkerPool pool(1);
+    for (int i = 0; i < 1000; ++i) pool.Post(Priority::kInteractive, [] {});
+    pool.Post(Priority::kInteractive, [&] {
+      reached.set_value();
+      posting.get_future().wait();
+    });
+    reached.get_future().wait();
+    for (int i = 0; i < 10; ++i) pool.Post(Priority::kBatch, [&] { ran += 'b'; });
+    for (int i = 0; i < 10; ++i) pool.Post(Priority::kInteractive, [&] { ran += 'i'; });
+    posting.set_value();
+  }
+  EXPECT_LE(std::count(ran.begin(), ran.begin() + 11, 'b'), 1) << ran;
 }
 
 }  // namespace

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <oneapi/dnnl/dnnl.h>
 
 #include <algorithm>
@@ -21,7 +22,7 @@ void Attention(const AttentionArgs& args, Scratch& scratch) {
   float* const scores = scratch.Take<float>(Threads() * kQueryBlock * keys);
   const int64_t q_stride = args.q.row_stride(), k_stride = args.k.row_stride(),
                 v_stride = args.v.row_stride(), out_stride = args.out.row_stride();
-  ParallelFor(rows * args.heads * blocks, [&](int64_t unit) {
+  ParallelFor(rows * args.heads * blocks, [&](int64_t unit, int thread) {
     const int64_t begin = unit % blocks * kQueryBlock;
     const int64_t head = unit / blocks % args.heads, row = unit / blocks / args.heads;
     const int64_t block = std::min(kQueryBlock, queries - begin);
@@ -29,7 +30,7 @@ void Attention(const AttentionArgs& args, Scratch& scratch) {
     const float* k = args.k.as<float>() + row * keys * k_stride + head * dim;
     const float* v = args.v.as<float>() + row * keys * v_stride + head * dim;
     float* out = args.out.as<float>() + (row * queries + begin) * out_stride + head * dim;
-    float* s = scores + Thread() * kQueryBlock * keys;
+    float* s = scores + thread * kQueryBlock * keys;
     const OneThread one_thread;
     dnnl_status_t status =
         dnnl_sgemm('N', 'T', block, keys, dim, args.scale, q, q_stride, k, k_stride, 0.0f, s, keys);

@@ -1,6 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cpu/convolution.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/parallel.h"
@@ -21,11 +23,12 @@ void Reorder(dnnl::memory& from, dnnl::memory& to, const dnnl::engine& engine) {
 }  // namespace
 
 Convolution::Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in,
-                         int kernel)
+                         int kernel, DType dtype)
     : engine_(std::move(engine)),
       out_(out),
       in_(in),
       kernel_(kernel),
+      dtype_(dtype),
       plain_weight_(std::move(weight_oihw)) {}
 
 dnnl::memory Convolution::WeightAs(const Desc& layout) {
@@ -44,6 +47,7 @@ dnnl::memory Convolution::WeightAs(const Desc& layout) {
 }
 
 std::vector<float> Convolution::PlainWeight() const {
+  std::lock_guard lock(mutex_);
   if (layouts_.empty()) return plain_weight_;
   std::vector<float> plain(static_cast<size_t>(out_) * in_ * kernel_ * kernel_);
   dnnl::memory from = layouts_.front();
@@ -64,49 +68,82 @@ Convolution::Plan Convolution::MakePlan(ConvolutionGeometry g) {
     source = {1, in_, 1, g.height * g.width};
     destination = {1, out_, 1, g.height * g.width};
   }
+  const auto type = dtype_ == DType::kBF16 ? dnnl::memory::data_type::bf16 : kF32;
   Plan plan;
-  plan.source = Desc(source, kF32, Tag::nhwc);
+  plan.source = Desc(source, type, Tag::nhwc);
   plan.bias = Desc({out_}, kF32, Tag::x);
   plan.destination = Desc(destination, kF32, Tag::nhwc);
   const auto described = DescribeConvolution(
-      engine_, plan.source, Desc({out_, in_, kernel_, kernel_}, kF32, Tag::any), plan.bias,
+      engine_, plan.source, Desc({out_, in_, kernel_, kernel_}, type, Tag::any), plan.bias,
       plan.destination, {g.stride, g.stride}, {g.pad_top, g.pad_left}, {g.pad_bottom, g.pad_right});
   plan.primitive = dnnl::convolution_forward(described);
   plan.weight = WeightAs(described.weights_desc());
   plan.scratchpad = described.scratchpad_desc();
+  plan.arguments.resize(Workers());
   return plan;
 }
 
-const Convolution::Plan& Convolution::Prepare(const ConvolutionGeometry& geometry) {
+std::shared_ptr<const Convolution::Plan> Convolution::Prepare(const ConvolutionGeometry& geometry) {
+  std::lock_guard lock(mutex_);
   auto found = plans_.find(geometry);
-  if (found == plans_.end()) found = plans_.emplace(geometry, Kept{MakePlan(geometry)}).first;
+  if (found == plans_.end()) {
+    found = plans_.emplace(geometry, Kept{std::make_shared<const Plan>(MakePlan(geometry))}).first;
+  }
   found->second.used = ++uses_;
   return found->second.plan;
 }
 
 void Convolution::Trim(size_t most) {
+  std::lock_guard lock(mutex_);
   if (plans_.size() <= most) return;
   while (plans_.size() > most)
     plans_.erase(std::min_element(plans_.begin(), plans_.end(), [](const auto& a, const auto& b) {
       return a.second.used < b.second.used;
     }));
-  // One is left, since a plan is, and others are made of it.
+  // At least one layout is left, since a plan is left; new layouts are made from it.
   std::erase_if(layouts_, [&](const dnnl::memory& layout) {
     return std::none_of(plans_.begin(), plans_.end(),
-                        [&](const auto& each) { return each.second.plan.weight == layout; });
+                        [&](const auto& each) { return each.second.plan->weight == layout; });
   });
 }
 
-void Convolution::Run(const Plan& plan, const float* source, const float* bias, float* destination,
+size_t Convolution::geometries() const {
+  std::lock_guard lock(mutex_);
+  return plans_.size();
+}
+
+size_t Convolution::layouts() const {
+  std::lock_guard lock(mutex_);
+  return layouts_.size();
+}
+
+void Convolution::Run(const Plan& plan, const void* source, const float* bias, float* destination,
                       void* scratchpad) const {
-  dnnl::stream stream(engine_);
-  plan.primitive.execute(stream,
-                         {{DNNL_ARG_SRC, {plan.source, engine_, const_cast<float*>(source)}},
-                          {DNNL_ARG_WEIGHTS, plan.weight},
-                          {DNNL_ARG_BIAS, {plan.bias, engine_, const_cast<float*>(bias)}},
-                          {DNNL_ARG_DST, {plan.destination, engine_, destination}},
-                          {DNNL_ARG_SCRATCHPAD, {plan.scratchpad, engine_, scratchpad}}});
-  stream.wait();
+  std::optional<Arguments>& arguments = plan.arguments.at(Worker());
+  if (!arguments) {
+    const auto empty = [this](const dnnl::memory::desc& desc) {
+      return dnnl::memory(desc, engine_, DNNL_MEMORY_NONE);
+    };
+    arguments = Arguments{.stream = dnnl::stream(engine_),
+                          .source = empty(plan.source),
+                          .bias = empty(plan.bias),
+                          .destination = empty(plan.destination),
+                          .scratchpad = empty(plan.scratchpad)};
+  }
+  arguments->source.set_data_handle(const_cast<void*>(source));
+  arguments->bias.set_data_handle(const_cast<float*>(bias));
+  arguments->destination.set_data_handle(destination);
+  arguments->scratchpad.set_data_handle(scratchpad);
+  const dnnl_exec_arg_t list[] = {{DNNL_ARG_SRC, arguments->source.get()},
+                                  {DNNL_ARG_WEIGHTS, plan.weight.get()},
+                                  {DNNL_ARG_BIAS, arguments->bias.get()},
+                                  {DNNL_ARG_DST, arguments->destination.get()},
+                                  {DNNL_ARG_SCRATCHPAD, arguments->scratchpad.get()}};
+  // The C function: the one of C++ copies the list into a map.
+  dnnl::error::wrap_c_api(dnnl_primitive_execute(plan.primitive.get(), arguments->stream.get(),
+                                                 static_cast<int>(std::size(list)), list),
+                          "a convolution failed");
+  arguments->stream.wait();
 }
 
 }  // namespace denoised::cpu

@@ -1,7 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <vector>
 
 #include "engine/backend/cpu/onednn.h"
@@ -18,52 +22,63 @@ struct ConvolutionGeometry {
   auto operator<=>(const ConvolutionGeometry&) const = default;
 };
 
-/// The weights of one convolution and its oneDNN primitives, one for each geometry met lately, each
-/// for a single row and a single thread. Prepare() and Trim() are for one thread at a time; Run()
-/// may be called by many at once.
+/// The weights of one convolution and its oneDNN primitives, one for each geometry used lately,
+/// each for a single row and a single thread. Thread-safe. Weights and source are of one dtype, F32
+/// or BF16; sums, bias and destination are F32.
 class Convolution {
  public:
-  /// `weight_oihw` holds [out, in, kernel, kernel].
-  Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in, int kernel);
+  /// `weight_oihw` holds [out, in, kernel, kernel], which BF16 rounds.
+  Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in, int kernel,
+              DType dtype);
 
-  /// A primitive, and the scratchpad it wants.
+  /// oneDNN's objects for the arguments of a primitive. Making them takes longer than setting their
+  /// addresses anew for each run.
+  struct Arguments {
+    dnnl::stream stream;
+    dnnl::memory source, bias, destination, scratchpad;
+  };
+  /// A primitive, and the scratchpad it needs.
   struct Plan {
     dnnl::convolution_forward primitive;
     dnnl::memory::desc source, bias, destination, scratchpad;
     dnnl::memory weight;
+    mutable std::vector<std::optional<Arguments>> arguments;  // by Worker()
   };
-  /// Creates the primitive of a geometry when it is the first of its kind, and lays the weights out
-  /// as it prefers. The reference stays valid until Trim().
-  const Plan& Prepare(const ConvolutionGeometry& geometry);
-  /// Lets go of the geometries that were longest unused, beyond `most` (≥ 1), and of layouts of the
-  /// weights that are for them alone. What is prepared again computes the same bits.
+  /// Creates the primitive of a geometry when there is none yet, and lays the weights out as it
+  /// prefers.
+  std::shared_ptr<const Plan> Prepare(const ConvolutionGeometry& geometry);
+  /// Forgets the least recently used geometries beyond `most` (≥ 1), and the weight layouts that
+  /// only they use. A geometry that is prepared again computes the same bits.
   void Trim(size_t most);
 
   /// destination [Ho, Wo, out] = convolution of source [H, W, in], plus bias [out]. `scratchpad` is
   /// 64-byte aligned and of plan.scratchpad's size.
-  void Run(const Plan& plan, const float* source, const float* bias, float* destination,
+  void Run(const Plan& plan, const void* source, const float* bias, float* destination,
            void* scratchpad) const;
 
-  /// The weights [out, in, kernel, kernel] again, whatever form they are kept in.
+  /// The weights as [out, in, kernel, kernel], whatever layout and dtype they are kept in.
   std::vector<float> PlainWeight() const;
 
   int in() const { return in_; }
   int out() const { return out_; }
   int kernel() const { return kernel_; }
-  size_t geometries() const { return plans_.size(); }
-  size_t layouts() const { return layouts_.size(); }
+  DType dtype() const { return dtype_; }
+  size_t geometries() const;
+  size_t layouts() const;
 
  private:
   struct Kept {
-    Plan plan;
-    uint64_t used = 0;  // when it was last, by uses_
+    std::shared_ptr<const Plan> plan;
+    uint64_t used = 0;  // value of uses_ at its last use
   };
 
   Plan MakePlan(ConvolutionGeometry geometry);
   dnnl::memory WeightAs(const dnnl::memory::desc& layout);
 
   dnnl::engine engine_;
-  int out_, in_, kernel_;
+  const int out_, in_, kernel_;
+  const DType dtype_;
+  mutable std::mutex mutex_;         // guards what follows
   std::vector<float> plain_weight_;  // freed once a layout holds it
   std::vector<dnnl::memory> layouts_;
   std::map<ConvolutionGeometry, Kept> plans_;

@@ -1,7 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cpu/cpu_backend.h"
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <type_traits>
 
@@ -9,13 +12,14 @@
 #include "engine/backend/cpu/host.h"
 #include "engine/backend/cpu/ops.h"
 #include "engine/backend/cpu/parallel.h"
+#include "engine/backend/cpu/row_parts.h"
 
 namespace denoised {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Everything has run when a call returns, so a copy is complete from the start.
+/// Ops have run when they return, so a copy is complete from the start.
 class CpuDownload final : public Download {
  public:
   explicit CpuDownload(absl::StatusOr<Tensor> copy) : copy_(std::move(copy)) {}
@@ -41,7 +45,7 @@ class CpuMarker final : public Marker {
   absl::Status status_;
 };
 
-/// A CPU gains nothing from a recording: the graph keeps the function and calls it.
+/// A recording would save nothing on a CPU: the graph keeps the function and calls it.
 struct CpuGraph final : Graph {
   std::function<void()> body;
 };
@@ -57,12 +61,15 @@ std::vector<float> Concatenated(const std::vector<Tensor>& tensors) {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(int number) : name_(number == 0 ? "cpu" : fmt::format("cpu:{}", number)) {}
+  explicit CpuBackend(const BackendOptions& options)
+      : name_(options.number == 0 ? "cpu" : fmt::format("cpu:{}", options.number)),
+        dtype_(options.cpu_dtype) {}
 
   std::string_view name() const override { return name_; }
   std::string description() const override {
-    return fmt::format("{}, {} threads, {:.1f} GiB, {}", cpu::ReadModelName(), cpu::Threads(),
-                       static_cast<double>(memory().total) / (1 << 30), cpu::DescribeOneDnn());
+    return fmt::format("{}, {} threads, {:.1f} GiB, {}{}", cpu::ReadModelName(), workers(),
+                       static_cast<double>(memory().total) / (1 << 30), cpu::DescribeOneDnn(),
+                       dtype_ == DType::kBF16 ? ", bf16 products" : "");
   }
   Device device() const override { return Device::kCpu; }
   DType activation_dtype() const override { return DType::kF32; }
@@ -99,7 +106,7 @@ class CpuBackend final : public Backend {
       copy = Tensor::Host(from.shape(), from.dtype());
       std::memcpy(copy.data(), from.data(), from.bytes());
     });
-    if (!status_.ok()) return std::make_unique<CpuDownload>(status_);
+    if (failed_) return std::make_unique<CpuDownload>(status());
     return std::make_unique<CpuDownload>(std::move(copy));
   }
 
@@ -120,7 +127,7 @@ class CpuBackend final : public Backend {
       packed->upsample2x = upsample2x;
       packed->has_bias = bias.defined();
       packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
-                                  packed->in_channels, packed->kernel);
+                                  packed->in_channels, packed->kernel, dtype_);
       packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);
       return packed;
     });
@@ -135,7 +142,8 @@ class CpuBackend final : public Backend {
       const int out = static_cast<int>(weight.size() / in);
       const bool has_bias = !biases.empty() && biases[0];
       std::vector<float> bias = has_bias ? Concatenated(biases) : std::vector<float>(out);
-      return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in);
+      return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in,
+                                              dtype_);
     });
   }
 
@@ -147,19 +155,19 @@ class CpuBackend final : public Backend {
   void Conv2d(const Conv2dArgs& args) override {
     Check(args, kRules);
     DENOISED_CHECK(!args.output_norm.gamma, "what MakesOutputNorm() denies");
-    Enqueue([&] { cpu::Conv2d(args, scratch_); });
+    Enqueue([&] { cpu::Conv2d(args, scratch()); });
   }
   void Linear(const LinearArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::Linear(args, scratch_); });
+    Enqueue([&] { cpu::Linear(args, scratch()); });
   }
   void GroupNorm(const GroupNormArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::GroupNorm(args, scratch_); });
+    Enqueue([&] { cpu::GroupNorm(args, scratch()); });
   }
   void Attention(const AttentionArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::Attention(args, scratch_); });
+    Enqueue([&] { cpu::Attention(args, scratch()); });
   }
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
     Check(args, kRules);
@@ -199,6 +207,14 @@ class CpuBackend final : public Backend {
     Enqueue([&] { cpu::Advance(args); });
   }
 
+  RowSplit SplitRows(int rows) const override { return cpu::SplitRows(rows, workers()); }
+  void ForEachPart(const RowSplit& split,
+                   const std::function<void(int begin, int count, int worker)>& body) override {
+    const std::vector<cpu::RowPart> parts = cpu::PartsOf(split);
+    cpu::ParallelFor(static_cast<int64_t>(parts.size()),
+                     [&](int64_t i, int thread) { body(parts[i].begin, parts[i].count, thread); });
+  }
+
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
     DENOISED_CHECK(!capturing_, "a capture inside a capture");
     DENOISED_RETURN_IF_ERROR(status());
@@ -210,14 +226,18 @@ class CpuBackend final : public Backend {
     return graph;
   }
   void Launch(Graph& graph) override { static_cast<CpuGraph&>(graph).body(); }
-  std::unique_ptr<Marker> Mark() override { return std::make_unique<CpuMarker>(status_); }
-  absl::Status Synchronize() override { return status_; }
-  absl::Status status() const override { return status_; }
+  std::unique_ptr<Marker> Mark() override { return std::make_unique<CpuMarker>(status()); }
+  absl::Status Synchronize() override { return status(); }
+  absl::Status status() const override {
+    if (!failed_) return absl::OkStatus();
+    std::lock_guard lock(mutex_);
+    return status_;
+  }
 
  private:
   static constexpr TensorRules kRules{Device::kCpu, DType::kF32};
 
-  /// What `pack` returns, or throws, as a status.
+  /// Returns pack()'s result, or its exception as a status.
   template <typename Function>
   absl::StatusOr<std::invoke_result_t<Function>> Pack(const Function& pack) {
     try {
@@ -240,31 +260,51 @@ class CpuBackend final : public Backend {
   /// earlier op failed: like a device's, the first error is final.
   template <typename Op>
   void Enqueue(const Op& op) {
-    if (capturing_ || !status_.ok()) return;
+    if (capturing_ || failed_) return;
     try {
       op();
     } catch (const dnnl::error& error) {
-      status_ = Failed(error);
+      Fail(Failed(error));
     } catch (const std::bad_alloc&) {
-      status_ = ResourceExhausted(
-          "out of host memory for working buffers; {} bytes are free; choose "
-          "a smaller batch or image",
-          memory().free);
+      Fail(ResourceExhausted(
+          "out of host memory for working buffers; {} bytes are free; choose a smaller batch or "
+          "image",
+          memory().free));
     }
   }
 
+  void Fail(absl::Status status) {
+    std::lock_guard lock(mutex_);
+    if (failed_) return;
+    status_ = std::move(status);
+    failed_ = true;
+  }
+
+  int workers() const { return static_cast<int>(scratches_.size()); }
+
+  /// The calling thread's own.
+  cpu::Scratch& scratch() { return scratches_[cpu::Worker()]; }
+
   const std::string name_;
+  const DType dtype_;
   const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
-  cpu::Scratch scratch_;
-  absl::Status status_;
+  std::vector<cpu::Scratch> scratches_ = std::vector<cpu::Scratch>(cpu::Workers());  // by thread
   bool capturing_ = false;
+  std::atomic<bool> failed_ = false;
+  mutable std::mutex mutex_;
+  absl::Status status_;  // final once failed_; guarded by mutex_
 };
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend(const BackendOptions& options) {
+  DENOISED_CHECK(options.cpu_dtype == DType::kF32 || options.cpu_dtype == DType::kBF16);
+  if (options.cpu_dtype == DType::kBF16 && !cpu::MultipliesBf16()) {
+    return FailedPrecondition(
+        "cpu-dtype is \"bf16\", but this CPU has neither AVX512-BF16 nor AMX; use \"fp32\"");
+  }
   try {
-    return std::make_unique<CpuBackend>(options.number);
+    return std::make_unique<CpuBackend>(options);
   } catch (const dnnl::error& error) {
     return Internal("oneDNN has no CPU engine: {}", error.what());
   }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -58,7 +59,7 @@ void Embedding(const EmbeddingArgs& args) {
 void Resample2x(Resample kind, const Tensor& x, const Tensor& out) {
   const int64_t height = out.dim(1), width = out.dim(2), channels = out.dim(3);
   const int64_t in_width = x.dim(2), in_row = x.dim(1) * in_width * channels;
-  ParallelFor(out.dim(0) * height, [&](int64_t line) {
+  ParallelFor(out.dim(0) * height, [&](int64_t line, int) {
     const float* from = x.as<float>() + line / height * in_row;
     float* to = out.as<float>() + line * width * channels;
     const int64_t h = line % height;
@@ -80,7 +81,7 @@ void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation 
          const Tensor& out) {
   constexpr int64_t kChunk = 16384;  // 64 KB; less is not worth a second thread
   const int64_t count = out.elements();
-  ParallelFor((count + kChunk - 1) / kChunk, [&](int64_t chunk) {
+  ParallelFor((count + kChunk - 1) / kChunk, [&](int64_t chunk, int) {
     const int64_t begin = chunk * kChunk;
     const int64_t length = std::min(kChunk, count - begin);
     float* y = out.as<float>() + begin;

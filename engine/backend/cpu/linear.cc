@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
 #include "engine/backend/check.h"
@@ -8,29 +9,35 @@
 namespace denoised::cpu {
 
 CpuLinear::CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias,
-                     int out, int in)
-    : engine_(std::move(engine)), bias_(std::move(bias)), plain_weight_(std::move(weight_oi)) {
+                     int out, int in, DType dtype)
+    : engine_(std::move(engine)),
+      dtype_(dtype),
+      bias_(std::move(bias)),
+      plain_weight_(std::move(weight_oi)) {
   out_features = out;
   in_features = in;
 }
 
 const float* CpuLinear::PlainWeight() const {
+  std::lock_guard lock(mutex_);
   if (!plain_in_use_ && over_tokens_) plain_weight_ = over_tokens_->PlainWeight();
   plain_in_use_ = true;
   return plain_weight_.data();
 }
 
 Convolution& CpuLinear::OverTokens() const {
+  std::lock_guard lock(mutex_);
   if (!over_tokens_) {
+    plain_in_use_ |= dtype_ != DType::kF32;  // PlainWeight() must not return rounded ones
     over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
-                         out_features, in_features, 1);
+                         out_features, in_features, 1, dtype_);
   }
   return *over_tokens_;
 }
 
 namespace {
 
-/// One vector per row: each row of the matrix is read once and used for all of them.
+/// One vector per row. Each row of the matrix is read once for all vectors.
 void OverVectors(const LinearArgs& args, const CpuLinear& weight) {
   constexpr int64_t kOutputs = 32;  // a unit; enough to outweigh handing it out
   const int64_t rows = args.x.dim(0), in = weight.in_features, out = weight.out_features;
@@ -38,7 +45,7 @@ void OverVectors(const LinearArgs& args, const CpuLinear& weight) {
   const float* w = weight.PlainWeight();
   const float* residual = args.residual ? args.residual.as<float>() : nullptr;
   float* y = args.out.as<float>();
-  ParallelFor((out + kOutputs - 1) / kOutputs, [&](int64_t unit) {
+  ParallelFor((out + kOutputs - 1) / kOutputs, [&](int64_t unit, int) {
     const int64_t begin = unit * kOutputs, end = std::min(out, begin + kOutputs);
     for (int64_t o = begin; o < end; ++o) {
       for (int64_t n = 0; n < rows; ++n) {

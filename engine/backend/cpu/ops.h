@@ -1,5 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -7,10 +9,12 @@
 #include "engine/backend/cpu/convolution.h"
 #include "engine/backend/cpu/scratch.h"
 
-/// The ops of backend.h on fp32 host memory, run at once with all cores. Arguments were checked.
-/// Each divides its work into units by the shape of a row alone, and a unit is computed by one
-/// thread in the same sequence of operations whichever takes it: bits depend neither on the batch
-/// nor on which row of it this is. May throw dnnl::error and std::bad_alloc.
+/// The ops of backend.h on fp32 host memory. Arguments were checked. An op has run when it returns,
+/// on all threads, or on the calling thread alone inside Backend::ForEachPart(). It divides its
+/// work into units by the shape of a row alone, and a unit is the same sequence of operations on
+/// whichever thread: bits depend neither on the batch nor on the row's place in it. Several threads
+/// may call the same op with the same weights, each with its own Scratch. May throw dnnl::error and
+/// std::bad_alloc.
 
 namespace denoised::cpu {
 
@@ -19,13 +23,13 @@ struct CpuConv2d final : PackedConv2d {
   std::vector<float> bias;  // zeros when the layer has none
 };
 
-/// Rows of tokens are a 1×1 convolution over an image of tokens × 1; a single vector per row is
-/// read against the plain weights. A layer is kept in the form its first use asks for, rarely in
-/// both.
+/// Rows of tokens are computed as a 1×1 convolution over an image of tokens × 1; a single vector
+/// per row as dot products with the plain weights. A layer is kept in the form that its first use
+/// needs, rarely in both. Thread-safe.
 class CpuLinear final : public PackedLinear {
  public:
   CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias, int out,
-            int in);
+            int in, DType dtype);
 
   const std::vector<float>& bias() const { return bias_; }
   const float* PlainWeight() const;
@@ -33,14 +37,15 @@ class CpuLinear final : public PackedLinear {
 
  private:
   dnnl::engine engine_;
-  std::vector<float> bias_;  // zeros when the layer has none
+  const DType dtype_;         // of products over tokens; vectors are multiplied in F32
+  std::vector<float> bias_;   // zeros when the layer has none
+  mutable std::mutex mutex_;  // guards what follows
   mutable std::vector<float> plain_weight_;
   mutable bool plain_in_use_ = false;
   mutable std::optional<Convolution> over_tokens_;
 };
 
-/// What Conv2d and token-wise Linear have in common: input and output rows, and what goes with
-/// them.
+/// The arguments that Conv2d and Linear over tokens share.
 struct ConvolutionCall {
   ConvolutionGeometry geometry;
   int64_t rows = 0;

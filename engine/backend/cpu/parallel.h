@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <omp.h>
@@ -7,15 +8,18 @@
 
 namespace denoised::cpu {
 
-/// Threads that ParallelFor uses: OpenMP's limit for the calling thread, and no more than the
-/// process's CPU quota is good for, unless OMP_NUM_THREADS says how many.
-int Threads();
+/// Threads of a ParallelFor that is not inside another one: OMP_NUM_THREADS where it is set, else
+/// OpenMP's limit and at most AvailableCores(). The first call decides for the whole process.
+int Workers();
 
-/// The calling thread's number, below Threads().
-inline int Thread() { return omp_get_thread_num(); }
+/// The calling thread's number among those of the outermost ParallelFor, below Workers().
+inline int Worker() { return omp_get_thread_num(); }
 
-/// While it lives, oneDNN plans and runs what the calling thread asks of it for one thread. (It
-/// divides work by OpenMP's limit, and bits could follow.)
+/// Threads that a ParallelFor called here uses: 1 inside another one.
+inline int Threads() { return omp_in_parallel() ? 1 : Workers(); }
+
+/// While it lives, oneDNN plans and runs the calling thread's work for one thread. (It divides work
+/// by OpenMP's limit, and the bits could depend on that.)
 class OneThread {
  public:
   OneThread() : threads_(omp_get_max_threads()) { omp_set_num_threads(1); }
@@ -26,16 +30,22 @@ class OneThread {
   const int threads_;
 };
 
-/// body(unit) for every unit in [0, count), shared out among the cores one at a time, so that a
-/// core which other programs slow down delays only its own unit. Which thread runs a unit must not
-/// matter to its result. Rethrows the first exception.
+/// body(unit, thread) for every unit in [0, count), with thread < Threads(). Threads take one unit
+/// at a time, so a thread that is slowed down by other programs delays only its own unit. A unit's
+/// result must not depend on the thread. Inside another ParallelFor the calling thread runs all
+/// units. Rethrows the first exception.
 template <typename Body>
 void ParallelFor(int64_t count, const Body& body) {
+  const int threads = Threads();
+  if (threads == 1 || count <= 1) {
+    for (int64_t unit = 0; unit < count; ++unit) body(unit, 0);
+    return;
+  }
   std::exception_ptr failure;
-#pragma omp parallel for schedule(dynamic) num_threads(Threads()) if (count > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t unit = 0; unit < count; ++unit) {
     try {
-      body(unit);
+      body(unit, omp_get_thread_num());
     } catch (...) {
 #pragma omp critical
       if (!failure) failure = std::current_exception();

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -45,14 +46,7 @@ bool UsesNoise(const DeviceEvaluation& plan) {
   return false;
 }
 
-/// The factor of the noise from the model's second half of channels, see NoiseScale.
-float LearnedNoiseScale(const DeviceEvaluation& plan, float v) {
-  if (plan.noise_scale == NoiseScale::kLearned) return std::sqrt(std::max(v, 0.0f));
-  const float f = (v + 1.0f) * 0.5f;
-  return std::exp(0.5f * (f * plan.log_variance_max + (1.0f - f) * plan.log_variance_min));
-}
-
-/// Moves one slot on by what row `r` of the model's output says.
+/// Advances one slot by row `r` of the model's output.
 void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
   const SlotState& state = args.state;
   const int64_t elements = ImageElements(state), channels = state.x.dim(3);
@@ -75,6 +69,7 @@ void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
   float* x = state.x.as<float>() + row.slot * elements;
   float* x0 = state.x0.as<float>() + row.slot * elements;
   float* registers = state.registers.as<float>() + row.slot * kRegisters * elements;
+  bool finite = true;
 
   for (int64_t begin = 0; begin < elements; begin += kBlock) {
     const int64_t length = std::min(kBlock, elements - begin);
@@ -93,11 +88,11 @@ void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
       const int64_t at = element / channels * out_channels + element % channels;
       float f = conditional[at];
       if (unconditional != nullptr) f = unconditional[at] + guidance * (f - unconditional[at]);
-      float predicted = plan.x0_from_x * in[kInputX][i] + plan.x0_from_model * f;
-      if (plan.clip > 0) predicted = std::clamp(predicted, -plan.clip, plan.clip);
+      const float predicted = plan.x0_from_x * in[kInputX][i] + plan.x0_from_model * f;
+      finite &= std::isfinite(predicted);
       in[kInputModel][i] = f;
-      in[kInputX0][i] = x0[element] = predicted;
-      if (learned) in[kInputNoise][i] *= LearnedNoiseScale(plan, conditional[at + channels]);
+      in[kInputX0][i] = x0[element] = ClippedX0(plan, predicted);
+      if (learned) in[kInputNoise][i] *= NoiseFactor(plan, conditional[at + channels]);
     }
     for (int o = 0; o < kPlanOutputs; ++o) {
       float next[kBlock] = {};
@@ -106,11 +101,16 @@ void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
         if (weight == 0) continue;
         for (int64_t i = 0; i < length; ++i) next[i] += weight * in[k][i];
       }
+      if (o == kOutputX) {
+        for (int64_t i = 0; i < length; ++i) finite &= std::isfinite(next[i]);
+      }
       float* to = o == kOutputX ? x : registers + (o - kOutputRegister) * elements;
       std::copy_n(next, length, to + begin);
     }
   }
   ++evaluation;
+  int32_t& nonfinite = state.nonfinite.as<int32_t>()[row.slot];
+  if (!finite && nonfinite == 0) nonfinite = evaluation;
 }
 
 }  // namespace
@@ -139,6 +139,7 @@ void BeginSlot(const BeginSlotArgs& args) {
               kRegisters * elements, 0.0f);
   std::fill_n(state.x0.as<float>() + args.slot * elements, elements, 0.0f);
   state.evaluation.as<int32_t>()[args.slot] = 0;
+  state.nonfinite.as<int32_t>()[args.slot] = 0;
 }
 
 void Gather(const GatherArgs& args) {
@@ -146,7 +147,7 @@ void Gather(const GatherArgs& args) {
   const int64_t elements = ImageElements(state);
   const int64_t features = args.embedding ? args.embedding.dim(1) : 0;
   const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
-  ParallelFor(args.rows.dim(0), [&](int64_t r) {
+  ParallelFor(args.rows.dim(0), [&](int64_t r, int) {
     const EvaluationRow& row = rows[r];
     const bool active = row.slot >= 0;
     const DeviceEvaluation* plan = active ? &EvaluationOf(state, row.slot) : nullptr;
@@ -171,7 +172,7 @@ void Gather(const GatherArgs& args) {
 
 void Advance(const AdvanceArgs& args) {
   const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
-  ParallelFor(args.rows.dim(0), [&](int64_t r) {
+  ParallelFor(args.rows.dim(0), [&](int64_t r, int) {
     if (rows[r].slot >= 0 && rows[r].advances) AdvanceRow(args, rows[r], r);
   });
 }

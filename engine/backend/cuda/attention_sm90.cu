@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Softmax attention for Hopper: attention.cu's algorithm with TMA, wgmma and mbarriers, and the
 // softmax of one tile under the products of others (FlashAttention-3, arXiv 2407.08608). See
 // docs/kernels.md for a picture.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Convolution and linear on tensor cores: an implicit GEMM, out[m, n] = Σ_k in[m, k] · weight[n, k]
 // with m a pixel of any image, n an output channel and k = (kh, kw, channel); see docs/kernels.md.
 //

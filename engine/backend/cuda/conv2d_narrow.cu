@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Convolutions with few input channels or few outputs: the first and the last one of a UNet, on
 // tensor cores, for every architecture from sm_80 on. There is little to multiply, so the aim is to
 // read every activation from memory once.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Convolution and linear for Hopper: the implicit GEMM of conv2d.cu with TMA, wgmma and mbarriers.
 // See docs/kernels.md for a picture.
 //

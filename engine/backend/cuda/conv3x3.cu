@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // 3×3 convolution from halo tiles on mma.sync, for every architecture from sm_80 on; see
 // docs/kernels.md.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // 3×3 convolution for Hopper from halo tiles, for images of at least a tile: like conv2d_sm90.cu,
 // but the pixels of a CTA tile come into shared memory once for all nine taps and may be normalised
 // there.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Convolution and linear for Hopper, for few pixels: the products of conv2d_sm90.cu and
 // conv3x3_sm90.cu with small CTA tiles and split-K over a cluster, so that few pixels fill the
 // device.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cuda/cuda_backend.h"
 
 #include <algorithm>
@@ -77,6 +78,7 @@ SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
   slots.plan_bytes = state.plans.dim(1);
   slots.max_evaluations = static_cast<int>(slots.plan_bytes / sizeof(DeviceEvaluation));
   slots.evaluation = state.evaluation.as<int32_t>();
+  slots.nonfinite = state.nonfinite.as<int32_t>();
   slots.seed = state.seed.as<int64_t>();
   slots.guidance = Floats(state.guidance);
   if (state.embedding) {

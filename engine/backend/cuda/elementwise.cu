@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pointwise sums and resampling by two without a convolution.
 //
 // Policy. Bound by memory: a thread makes eight neighbouring channels of one pixel with 16-byte

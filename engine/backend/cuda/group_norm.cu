@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Group normalisation with scale, shift and activation, over one source or two side by side.
 //
 // Policy. Two launches. GroupMoments: an image is cut into runs of pixels, by its size alone; a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Group normalisation in one pass over memory.
 //
 // Policy. The channels of an image are cut into slices of whole groups, and the pixels of a slice

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The factors of a group norm alone, by CTAs that each read a piece of an image, for batches that
 // fill the device. The bits are group_norm_cluster.cu's.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Group normalisation in one pass over memory by persistent CTAs, for batches of large images that
 // fill the device several times over. The bits are group_norm_cluster.cu's.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -248,6 +249,7 @@ struct SlotsLaunch {
   int max_evaluations = 0;
   int64_t plan_bytes = 0;            // from one slot's plan to the next
   int32_t* evaluation = nullptr;     // [slots]
+  int32_t* nonfinite = nullptr;      // [slots]
   const int64_t* seed = nullptr;     // [slots]
   const float* guidance = nullptr;   // [slots]
   const float* embedding = nullptr;  // [slots, embedding_dim], or null

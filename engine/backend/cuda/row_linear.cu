@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear layers over one vector a sample, as the time embedding has: few rows, so that what counts
 // is how soon the weight arrives.
 //

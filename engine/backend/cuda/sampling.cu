@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sampler on the device: begin a slot, gather slots into the rows of an evaluation, move them
 // on. The formulas are step_plan.h's; one kernel runs every sampler.
 //
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
   WaitForPredecessors();
   ReleaseDependents();
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (block == 0) slots.evaluation[slot] = 0;
+  if (block == 0) slots.evaluation[slot] = slots.nonfinite[slot] = 0;
   const int64_t base = slot * slots.elements;
   const uint64_t seed = static_cast<uint64_t>(slots.seed[slot]);
   const Normal4 initial = PhiloxNormal(seed, kInitialDraw, block);
@@ -167,21 +168,6 @@ __device__ Present PresentIn(const DeviceEvaluation& plan) {
   return high << 32 | low;
 }
 
-/// The factor of the noise column: 1, or what the model learned (step_plan.h's NoiseScale).
-__device__ float NoiseFactor(const DeviceEvaluation& plan, float learned) {
-  switch (plan.noise_scale) {
-    case NoiseScale::kFixed:
-      return 1.0f;
-    case NoiseScale::kLearned:
-      return sqrtf(learned);
-    case NoiseScale::kLearnedRange: {
-      const float f = 0.5f * (learned + 1.0f);
-      return expf(0.5f * (f * plan.log_variance_max + (1.0f - f) * plan.log_variance_min));
-    }
-  }
-  return 1.0f;
-}
-
 /// What an evaluation starts from, at a thread's elements.
 struct Inputs {
   float x[kOwned], model[kOwned], variance[kOwned];
@@ -260,6 +246,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   // What a register was not kept for is zero already: BeginSlot() or an evaluation wrote that.
   const Present written = present | PresentIn(before);
 
+  bool finite = true;
   while (owned.count > 0) {
     float sums[kPlanOutputs][kOwned] = {};
     const auto add = [&](int k, const float(&input)[kOwned]) {
@@ -275,8 +262,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     float x0[kOwned];
 #pragma unroll
     for (int j = 0; j < kOwned; ++j) {
-      x0[j] = plan.x0_from_x * in.x[j] + plan.x0_from_model * in.model[j];
-      if (plan.clip > 0) x0[j] = fminf(fmaxf(x0[j], -plan.clip), plan.clip);
+      const float unclipped = plan.x0_from_x * in.x[j] + plan.x0_from_model * in.model[j];
+      finite = finite && isfinite(unclipped);
+      x0[j] = ClippedX0(plan, unclipped);
     }
     add(kInputX, in.x);
     add(kInputModel, in.model);
@@ -297,6 +285,10 @@ __global__ void __launch_bounds__(kThreads, 3)
       add(kInputRegister + r, held);
     }
 
+#pragma unroll
+    for (int j = 0; j < kOwned; ++j) {
+      finite = finite && (j >= owned.count || isfinite(sums[kOutputX][j]));
+    }
     Store(predicted, owned, x0);
     Store(images, owned, sums[kOutputX]);
 #pragma unroll
@@ -308,6 +300,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     owned = OwnedAt(block, slots);
     if (owned.count > 0) in = load(owned);
   }
+  // Several threads may store the same number: that of this evaluation, if none before it did.
+  if (!finite && __ldcg(&slots.nonfinite[what.slot]) == 0) slots.nonfinite[what.slot] = index + 1;
 }
 
 }  // namespace

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+
+#include "denoised/connection.h"
+
+namespace denoised::command {
+
+/// `call` with a timeout.
+inline client::CallOptions WithTimeout(client::CallOptions call, std::chrono::nanoseconds timeout) {
+  call.timeout = timeout;
+  return call;
+}
+
+}  // namespace denoised::command

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/security/credentials.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "denoised/connection.h"
+
+namespace denoised::client {
+
+/// What every attempt of a call sends beside its message.
+struct CallHeaders {
+  std::vector<std::pair<std::string, std::string>> metadata;
+  std::shared_ptr<grpc::CallCredentials> token;  // may be null
+
+  void AddTo(grpc::ClientContext* context) const;
+};
+
+/// The metadata and traceparent of `options`, checked, with keys in lower case. INVALID_ARGUMENT
+/// for what gRPC would end the program for or drop silently.
+absl::StatusOr<std::vector<std::pair<std::string, std::string>>> MetadataOf(
+    const CallOptions& options);
+
+}  // namespace denoised::client

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gmock/gmock.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "denoised/connection.h"
+
+namespace denoised::client {
+
+/// GoogleMock's classes for tests of programs that use denoised::client. Link GTest::gmock:
+///
+///   auto connection = std::make_shared<denoised::client::MockConnection>();
+///   EXPECT_CALL(*connection, GetModel("digits", testing::_))
+///       .WillOnce(testing::Return(Model{.name = "digits"}));
+///   TestedCode(Client(connection));
+
+/// A streaming call that a test controls.
+class MockStreamCall : public StreamCall {
+ public:
+  MOCK_METHOD(void, Cancel, (), (override));
+  MOCK_METHOD(absl::Status, Wait, (), (override));
+};
+
+/// A server that answers what a test expects. A stream that no test expects ends with
+/// UNIMPLEMENTED, because StreamGenerate and WatchJob never return null.
+class MockConnection : public Connection {
+ public:
+  MockConnection() {
+    ON_CALL(*this, StreamGenerate)
+        .WillByDefault([this](const Generation& generation,
+                              const std::optional<PreviewOptions>& preview, StreamListener listener,
+                              const CallOptions& options) {
+          return Connection::StreamGenerate(generation, preview, std::move(listener), options);
+        });
+    ON_CALL(*this, WatchJob)
+        .WillByDefault([this](const std::string& request_id, uint64_t after_sequence,
+                              StreamListener listener, const CallOptions& options) {
+          return Connection::WatchJob(request_id, after_sequence, std::move(listener), options);
+        });
+  }
+
+  MOCK_METHOD(absl::StatusOr<GenerationResult>, Generate, (const Generation&, const CallOptions&),
+              (override));
+  MOCK_METHOD(std::unique_ptr<StreamCall>, StreamGenerate,
+              (const Generation&, const std::optional<PreviewOptions>&, StreamListener,
+               const CallOptions&),
+              (override));
+  MOCK_METHOD(std::unique_ptr<StreamCall>, WatchJob,
+              (const std::string&, uint64_t, StreamListener, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Job>, GetJob, (const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<std::vector<Job>>, ListJobs, (const JobQuery&, const CallOptions&),
+              (override));
+  MOCK_METHOD(absl::StatusOr<Job>, CancelJob, (const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<ServerInfo>, GetServerInfo, (const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Model>, LoadModel, (const ModelLoad&, const CallOptions&), (override));
+  MOCK_METHOD(absl::Status, UnloadModel, (const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Model>, SetAlias,
+              (const std::string&, const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::Status, DeleteAlias, (const std::string&, const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<std::vector<Model>>, ListModels, (const CallOptions&), (override));
+  MOCK_METHOD(absl::StatusOr<Model>, GetModel, (const std::string&, const CallOptions&),
+              (override));
+  MOCK_METHOD(absl::StatusOr<ServingStatus>, CheckHealth, (const std::string&, const CallOptions&),
+              (override));
+};
+
+}  // namespace denoised::client

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+#include "engine/core/tensor.h"
+#include "engine/sampling/sampler.h"
+
+namespace denoised {
+
+enum class PreviewKind { kPredictedX0, kNoisyState };
+
+/// Which jobs go first. Each priority has a share of the device, so none starves.
+enum class Priority { kInteractive, kNormal, kBatch };
+constexpr size_t kPriorities = 3;
+
+/// When waiting images may join a batch: at any evaluation, or, as a baseline for comparison, only
+/// when every image of the previous batch is done.
+enum class Batching { kStep, kRequest };
+
+/// Why a job ended before its images were done.
+enum class EndReason { kCancelled, kDisconnected, kDeadline, kDrained, kFailed };
+constexpr size_t kEndReasons = 5;
+
+/// An image in flight or done: F32 host tensor [H, W, C], values nominally in [−1, 1].
+struct ImageResult {
+  int index = 0;  // within the request
+  uint64_t seed = 0;
+  int label = -1;  // −1 when the model has no labels
+  Tensor pixels;
+};
+
+/// A request. Unset fields take the model's defaults.
+struct JobSpec {
+  std::string model;
+  std::string request_id;        // for logs; made unique by the caller
+  std::optional<uint64_t> seed;  // image i is drawn with seed + i; random when unset
+  std::vector<uint64_t> seeds;   // instead of seed: one for each image
+  int count = 1;
+  std::vector<int> class_labels;         // one for all images, or one each; empty: random classes
+  std::vector<float> class_values;       // kValue: as class_labels. kVector: count × size or size
+  std::optional<double> guidance_scale;  // ≤ 1: no unconditional row
+  SamplerParams sampler;                 // steps 0: the model's default
+  int height = 0, width = 0;             // 0: native
+  bool previews = false;
+  PreviewKind preview_kind = PreviewKind::kPredictedX0;
+  int preview_every = 1;  // evaluations
+  Tensor initial_noise;   // optional F32 [count, H, W, C], standard normal scale
+  Tensor init_image;      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
+  std::optional<std::chrono::steady_clock::time_point> deadline;
+  Priority priority = Priority::kNormal;
+  std::string client;        // clients share the device; callers without a name are one client, ""
+  double client_weight = 1;  // of the client's share, relative to others of the same priority; > 0
+
+  /// Only for a resolved spec.
+  uint64_t SeedOf(int image) const {
+    return seeds.empty() ? *seed + static_cast<uint64_t>(image) : seeds[image];
+  }
+};
+
+/// A JobSpec with every default filled in: what is run and what the reply reports.
+struct EffectiveJob {
+  JobSpec spec;  // all optionals set, one label or value per image, seed of the first image
+  int steps = 0;
+  int evaluations = 0;  // model evaluations per image
+  std::shared_ptr<const StepPlan> plan;
+};
+
+/// One error in a request. `field` is a name in JobSpec: "class_labels[2]", "steps".
+struct FieldViolation {
+  std::string field;
+  std::string description;  // its value, and what would be accepted
+};
+
+/// When a job will be done, from the measured cost of an evaluation and the work that is queued.
+struct Estimate {
+  int jobs_ahead = 0, images_ahead = 0;  // waiting, of the same model and its priority or above
+  // From now; unset before the first measurement.
+  std::optional<double> start_seconds;  // until its first image has a slot
+  std::optional<double> total_seconds;  // until all its images are done
+  /// For a refused job: when to try again; unset if that would never help.
+  std::optional<double> retry_seconds;
+};
+
+struct JobTiming {
+  double queued_seconds = 0;          // from Submit until the first image had a slot
+  double first_preview_seconds = -1;  // from Submit; −1 when there was none
+  double total_seconds = 0;           // from Submit
+};
+
+/// Receives the events of one job. Called on the engine's threads, in order, never two at a time:
+/// return quickly and leave work to another thread. OnDone is the last call; then the listener is
+/// released.
+class JobListener {
+ public:
+  virtual ~JobListener() = default;
+  /// The first image got a slot.
+  virtual void OnStarted() {}
+  /// `done` of `total` model evaluations, over all images of the job; both are at most what an int
+  /// holds.
+  virtual void OnProgress([[maybe_unused]] int done, [[maybe_unused]] int total) {}
+  /// After `evaluation` (1-based) of image.index.
+  virtual void OnPreview([[maybe_unused]] const ImageResult& image,
+                         [[maybe_unused]] int evaluation) {}
+  virtual void OnImage(ImageResult image) = 0;
+  /// OK once all images were delivered; Cancelled, DeadlineExceeded, Unavailable (drained away),
+  /// DataLoss (an image has NaN or infinity, see EngineOptions::allow_nonfinite), or what the
+  /// device reported.
+  virtual void OnDone(const absl::Status& status, const JobTiming& timing) = 0;
+};
+
+using JobId = uint64_t;
+
+/// Receives events for metrics. Called on the threads of the devices, so it must be thread-safe.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  /// An evaluation on `device`: `rows` rows, padded to `bucket`. `seconds` is its time; time in
+  /// which another model was evaluated too counts by half. < 0: not measured.
+  virtual void OnEvaluation(const std::string& model, const std::string& device, int rows,
+                            int bucket, double seconds) = 0;
+  /// An image of `model` that was drawn on `device` has NaN or infinity: its job ends, or the image
+  /// is delivered with EngineOptions::allow_nonfinite.
+  virtual void OnNonfiniteImage([[maybe_unused]] const std::string& model,
+                                [[maybe_unused]] const std::string& device) {}
+};
+
+}  // namespace denoised

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <google/protobuf/descriptor.h>
+#include <grpcpp/server_context.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
+#include "server/jobs/generation.h"
+#include "server/security/clients.h"
+#include "server/telemetry/trace_context.h"
+
+namespace denoised {
+
+class Metrics;
+
+/// The calls of all services: what their records need, and how many run, for the end of a drain.
+/// Thread-safe; what is pointed to must outlive it.
+class Calls {
+ public:
+  Calls(const Clients* clients, Metrics* metrics) : clients_(clients), metrics_(metrics) {}
+
+  /// False when calls were still running at `deadline`.
+  bool WaitForNone(std::chrono::steady_clock::time_point deadline);
+
+ private:
+  friend class CallRecord;
+  void Enter();
+  void Leave();
+
+  const Clients* const clients_;
+  Metrics* const metrics_;
+  Mutex mutex_;
+  ConditionVariable none_;
+  int count_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+/// One call, from its arrival to its end: writes one log line and the metrics. Not synchronised:
+/// one thread at a time uses the fields.
+class CallRecord {
+ public:
+  /// `method` is its full name, "denoised.v1.ImageGeneration.Generate". Identifies the
+  /// caller, and sends `traceparent` in the initial metadata.
+  CallRecord(Calls* calls, const char* method, grpc::CallbackServerContext* context);
+
+  /// Says in the log what was asked for and how long it waited.
+  void Describe(const Generation& generation);
+
+  /// To be called once, when nothing more will be sent.
+  void End(grpc::StatusCode code, const std::string& message);
+
+  std::chrono::steady_clock::time_point arrival() const { return arrival_; }
+  double SecondsSinceArrival() const;
+  const Caller& caller() const { return *caller_; }
+  /// As gRPC writes addresses: "ipv4:192.0.2.7:34152".
+  const std::string& peer() const { return peer_; }
+  const TraceContext& trace() const { return trace_; }
+
+  std::string request_id, model, sampler;
+  int count = 0, steps = 0;
+  double queued_seconds = -1;  // < 0: no image got a slot
+
+ private:
+  Calls* const calls_;
+  const google::protobuf::MethodDescriptor* const method_;
+  const std::string peer_;
+  const std::shared_ptr<const Caller> caller_;
+  const TraceContext trace_;
+  const std::chrono::steady_clock::time_point arrival_;
+};
+
+/// Ends a call that has nothing to wait for, and its record.
+grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
+                                const grpc::Status& status);
+
+/// "OK", "INVALID_ARGUMENT", …
+std::string CodeName(grpc::StatusCode code);
+
+}  // namespace denoised

@@ -1,0 +1,545 @@
+#include "server/api/inference.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <google/protobuf/descriptor.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <set>
+
+#include "server/encoding/formats.h"
+#include "server/encoding/pixels.h"
+#include "server/status/quote.h"
+
+namespace denoised {
+namespace {
+
+using google::protobuf::EnumDescriptor;
+using google::protobuf::FieldDescriptor;
+using google::protobuf::Message;
+using google::protobuf::RepeatedField;
+using Shape64 = std::vector<int64_t>;
+
+bool ArePictures(const ModelInfo& model) { return model.channels == 1 || model.channels == 3; }
+bool HasLabels(const ModelInfo& model) { return model.condition == ClassCondition::kLabel; }
+bool HasVectors(const ModelInfo& model) {
+  return model.condition == ClassCondition::kValue || model.condition == ClassCondition::kVector;
+}
+bool HasGuidance(const ModelInfo& model) { return model.guidance; }
+bool Always(const ModelInfo&) { return true; }
+
+/// `path` of a field in v1::GenerationParams: a repeated one has an entry for each image.
+struct Input {
+  const char* name;
+  const char* path;
+  bool (*is_for)(const ModelInfo& model);
+};
+
+constexpr Input kInputs[] = {
+    {"seed", "seeds", Always},
+    {"label", "class_labels.labels", HasLabels},
+    {"class_vector", "class_vectors.values", HasVectors},
+    {"steps", "steps", Always},
+    {"guidance_scale", "guidance_scale", HasGuidance},
+    {"width", "width", Always},
+    {"height", "height", Always},
+    {"sampler", "sampler", Always},
+    {"noise_schedule", "noise_schedule", Always},
+    {"eta", "eta", Always},
+    {"s_churn", "s_churn", Always},
+    {"s_tmin", "s_tmin", Always},
+    {"s_tmax", "s_tmax", Always},
+    {"s_noise", "s_noise", Always},
+    {"solver_order", "solver_order", Always},
+    {"init_image", "init_image.encoded", ArePictures},
+    {"strength", "init_image.strength", ArePictures},
+    {"format", "output.format", ArePictures},
+    {"quality", "output.quality", ArePictures},
+};
+
+/// The message that holds a field of `params`, and the field.
+struct Place {
+  Message* message;
+  const FieldDescriptor* field;
+};
+
+Place Find(const char* path, v1::GenerationParams* params) {
+  Message* message = params;
+  std::string_view rest = path;
+  for (size_t dot; (dot = rest.find('.')) != std::string_view::npos; rest.remove_prefix(dot + 1)) {
+    const auto* field = message->GetDescriptor()->FindFieldByName(std::string(rest.substr(0, dot)));
+    message = message->GetReflection()->MutableMessage(message, field);
+  }
+  return {message, message->GetDescriptor()->FindFieldByName(std::string(rest))};
+}
+
+const FieldDescriptor& FieldOf(const Input& input) {
+  v1::GenerationParams params;
+  return *Find(input.path, &params).field;
+}
+
+const char* Datatype(const FieldDescriptor& field) {
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_INT32:
+      return "INT32";
+    case FieldDescriptor::CPPTYPE_UINT64:
+      return "UINT64";
+    case FieldDescriptor::CPPTYPE_FLOAT:
+      return "FP32";
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      return "FP64";
+    default:
+      return "BYTES";  // files, and enums by name
+  }
+}
+
+Shape64 ShapeOf(const Input& input, const FieldDescriptor& field, const ModelInfo& model) {
+  if (!field.is_repeated()) return {1};
+  if (input.is_for == HasVectors) return {-1, model.class_vector_size};
+  return {-1};
+}
+
+struct Output {
+  const char* name;
+  const char* datatype;
+  Shape64 shape;
+};
+
+std::vector<Output> OutputsOf(const ModelInfo& model) {
+  std::vector<Output> outputs;
+  if (ArePictures(model)) {
+    outputs.push_back({"image", "UINT8", {-1, -1, -1, model.channels}});
+    outputs.push_back({"encoded", "BYTES", {-1}});
+  } else {
+    outputs.push_back({"image", "FP32", {-1, -1, -1, model.channels}});
+  }
+  outputs.push_back({"seed", "UINT64", {-1}});
+  if (HasLabels(model)) outputs.push_back({"label", "INT32", {-1}});
+  return outputs;
+}
+
+std::string Lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  return text;
+}
+
+/// The values of an enum by the names that inputs have for them. Raw pixels are not among them:
+/// they are an output of their own.
+std::vector<std::pair<std::string, int>> ValuesOf(const EnumDescriptor& type) {
+  const std::string prefix = type.value(0)->name();
+  const size_t size = prefix.size() - std::strlen("UNSPECIFIED");
+  std::vector<std::pair<std::string, int>> values;
+  for (int i = 1; i < type.value_count(); ++i) {
+    const std::string name = Lower(type.value(i)->name().substr(size));
+    if (name.rfind("raw_", 0) != 0) values.emplace_back(name, type.value(i)->number());
+  }
+  return values;
+}
+
+template <typename Shape>
+std::string ShapeText(const Shape& shape) {
+  constexpr int kShown = 6;
+  const int size = static_cast<int>(shape.size());
+  return fmt::format("[{}{}]",
+                     fmt::join(shape.begin(), shape.begin() + std::min(size, kShown), ", "),
+                     size > kShown ? ", ..." : "");
+}
+
+/// Whether each extent is what is wanted, or for -1 one that an int can hold.
+bool Fits(const RepeatedField<int64_t>& shape, const Shape64& wanted) {
+  return std::equal(
+      shape.begin(), shape.end(), wanted.begin(), wanted.end(), [](int64_t has, int64_t wants) {
+        return wants >= 0 ? has == wants : has >= 1 && has <= std::numeric_limits<int32_t>::max();
+      });
+}
+
+/// One request on its way to GenerationParams; collects every violation.
+class RequestReader {
+ public:
+  RequestReader(const inference::ModelInferRequest& request, const ModelInfo& model,
+                const RequestLimits& limits, std::vector<FieldViolation>* violations)
+      : request_(request), model_(model), limits_(limits), violations_(*violations) {}
+
+  Inference Run() {
+    Parameters();
+    Inputs();
+    Outputs();
+    return std::move(result_);
+  }
+
+ private:
+  using Tensor = inference::ModelInferRequest::InferInputTensor;
+
+  template <typename... Args>
+  void Violate(std::string field, fmt::format_string<Args...> format, Args&&... args) {
+    violations_.push_back({std::move(field), fmt::format(format, std::forward<Args>(args)...)});
+  }
+
+  // A message may hold millions of names: one that is unknown, or too many, is complaint enough.
+
+  void Parameters() {
+    for (const auto& [name, value] : request_.parameters()) {
+      if (name != "priority" && name != "timeout") {
+        return Violate("parameters",
+                       "has {}, which this server does not know; use priority, timeout",
+                       Quote(name));
+      }
+      Parameter(name, value);
+    }
+  }
+
+  void Parameter(const std::string& name, const inference::InferParameter& value) {
+    // Larger than any that is allowed, if it does not fit.
+    constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+    int64_t number;
+    if (value.has_int64_param()) {
+      number = value.int64_param();
+    } else if (value.has_uint64_param()) {
+      number = static_cast<int64_t>(std::min<uint64_t>(value.uint64_param(), kMax));
+    } else {
+      return Violate("parameters." + name, "is not a whole number; use int64_param, uint64_param");
+    }
+    if (name == "priority") {
+      if (number < 0 || number > v1::Priority_MAX) {
+        return Violate("parameters.priority",
+                       "is {}; use 1 (interactive), 2 (normal), 3 (batch), or 0 for the default",
+                       number);
+      }
+      result_.params.set_priority(static_cast<v1::Priority>(number));
+      return;
+    }
+    constexpr std::chrono::microseconds kYear = std::chrono::hours(24 * 365);
+    if (number < 0) {
+      return Violate("parameters.timeout", "is {}; use microseconds, or 0 for none", number);
+    }
+    if (number > 0 && number < kYear.count()) result_.timeout = std::chrono::microseconds(number);
+  }
+
+  void Inputs() {
+    constexpr int kMost = std::size(kInputs);
+    if (request_.inputs_size() > kMost) {
+      return Violate("inputs", "has {} tensors, and no model takes more than {}; use {}, each once",
+                     request_.inputs_size(), kMost, InputNames());
+    }
+    const int raw = request_.raw_input_contents_size();
+    if (raw > 0 && raw != request_.inputs_size()) {
+      return Violate("raw_input_contents",
+                     "has {} entries for {} inputs; give one for each, or none", raw,
+                     request_.inputs_size());
+    }
+    for (int i = 0; i < request_.inputs_size(); ++i) {
+      Read(request_.inputs(i), raw > 0 ? &request_.raw_input_contents(i) : nullptr);
+    }
+    if (batch_ > 0) result_.params.set_count(static_cast<int32_t>(batch_));
+  }
+
+  std::string InputNames() const {
+    std::vector<std::string> names;
+    for (const Input& input : kInputs) {
+      if (input.is_for(model_)) names.emplace_back(input.name);
+    }
+    return fmt::format("{}", fmt::join(names, ", "));
+  }
+
+  /// `raw` is null when the tensor holds its elements itself.
+  void Read(const Tensor& tensor, const std::string* raw) {
+    const std::string& name = tensor.name();
+    const auto input = std::find_if(std::begin(kInputs), std::end(kInputs), [&](const Input& each) {
+      return each.name == name && each.is_for(model_);
+    });
+    if (input == std::end(kInputs)) {
+      return Violate("inputs", "has {}, which model '{}' does not take; use {}", Quote(name),
+                     model_.name, InputNames());
+    }
+    if (!given_.insert(name).second) return Violate(name, "is given twice; give it once");
+    if (!tensor.parameters().empty()) {
+      return Violate(
+          name,
+          "has the parameter {}, and this server knows none of inputs; leave it out, and "
+          "send the elements with the request",
+          Quote(tensor.parameters().begin()->first));
+    }
+    const FieldDescriptor& field = FieldOf(*input);
+    if (tensor.datatype() != Datatype(field)) {
+      return Violate(name, "is of datatype {}; use {}", Quote(tensor.datatype()), Datatype(field));
+    }
+    const Shape64 shape = ShapeOf(*input, field, model_);
+    if (!Fits(tensor.shape(), shape)) {
+      return Violate(name, "has shape {}; use {}{}", ShapeText(tensor.shape()), ShapeText(shape),
+                     field.is_repeated() ? ", an entry for each image" : "");
+    }
+    if (raw != nullptr && tensor.has_contents()) {
+      return Violate(name, "has contents, and raw_input_contents are given too; use one of them");
+    }
+    if (field.is_repeated()) {
+      if (batch_ != 0 && tensor.shape(0) != batch_) {
+        return Violate(name, "has {} entries, but {} has {}; give one for each image",
+                       tensor.shape(0), batch_input_, batch_);
+      }
+      batch_ = tensor.shape(0);
+      batch_input_ = name;
+    }
+    Fill(tensor, raw, Find(input->path, &result_.params));
+  }
+
+  void Fill(const Tensor& tensor, const std::string* raw, const Place& place) {
+    const auto& [message, field] = place;
+    const auto& reflection = *message->GetReflection();
+    const inference::InferTensorContents& contents = tensor.contents();
+    switch (field->cpp_type()) {
+      case FieldDescriptor::CPPTYPE_INT32:
+        for (const int32_t value : Elements<int32_t>(tensor, raw, contents.int_contents())) {
+          field->is_repeated() ? reflection.AddInt32(message, field, value)
+                               : reflection.SetInt32(message, field, value);
+        }
+        break;
+      case FieldDescriptor::CPPTYPE_UINT64:
+        for (const uint64_t value : Elements<uint64_t>(tensor, raw, contents.uint64_contents())) {
+          reflection.AddUInt64(message, field, value);
+        }
+        break;
+      case FieldDescriptor::CPPTYPE_FLOAT:
+        for (const float value : Elements<float>(tensor, raw, contents.fp32_contents())) {
+          reflection.AddFloat(message, field, value);
+        }
+        break;
+      case FieldDescriptor::CPPTYPE_DOUBLE:
+        for (const double value : Elements<double>(tensor, raw, contents.fp64_contents())) {
+          reflection.SetDouble(message, field, value);
+        }
+        break;
+      case FieldDescriptor::CPPTYPE_ENUM:
+        if (const auto bytes = Bytes(tensor, raw)) Choose(tensor.name(), *bytes, place);
+        break;
+      default:
+        if (const auto bytes = Bytes(tensor, raw)) {
+          reflection.SetString(message, field, std::string(*bytes));
+        }
+    }
+  }
+
+  /// As many as the shape says; none when there are not so many.
+  template <typename T>
+  std::vector<T> Elements(const Tensor& tensor, const std::string* raw,
+                          const RepeatedField<T>& typed) {
+    // Fits has seen to it that this does not overflow.
+    uint64_t count = 1;
+    for (const int64_t extent : tensor.shape()) count *= static_cast<uint64_t>(extent);
+    if (raw == nullptr) {
+      if (static_cast<uint64_t>(typed.size()) == count) return {typed.begin(), typed.end()};
+      Violate(tensor.name(), "has {} elements of its datatype in contents, but shape {} needs {}",
+              typed.size(), ShapeText(tensor.shape()), count);
+    } else if (raw->size() % sizeof(T) == 0 && raw->size() / sizeof(T) == count) {
+      std::vector<T> values(count);
+      std::memcpy(values.data(), raw->data(), raw->size());  // little-endian, as all our hosts
+      return values;
+    } else {
+      Violate(tensor.name(), "has {} bytes, but shape {} of {} needs {} elements of {} bytes",
+              raw->size(), ShapeText(tensor.shape()), tensor.datatype(), count, sizeof(T));
+    }
+    return {};
+  }
+
+  /// The element of a BYTES tensor of one; nothing when there is not one.
+  std::optional<std::string_view> Bytes(const Tensor& tensor, const std::string* raw) {
+    if (raw == nullptr) {
+      if (tensor.contents().bytes_contents_size() == 1) return tensor.contents().bytes_contents(0);
+      Violate(tensor.name(), "has {} elements in bytes_contents; give one",
+              tensor.contents().bytes_contents_size());
+      return std::nullopt;
+    }
+    uint32_t size = 0;
+    const bool has_size = raw->size() >= sizeof(size);
+    if (has_size) std::memcpy(&size, raw->data(), sizeof(size));
+    if (has_size && raw->size() - sizeof(size) == size) {
+      return std::string_view(*raw).substr(sizeof(size));
+    }
+    Violate(tensor.name(),
+            "has {} bytes that are not one element of BYTES; give its length as a little-endian "
+            "uint32, then so many bytes",
+            raw->size());
+    return std::nullopt;
+  }
+
+  void Choose(const std::string& name, std::string_view value, const Place& place) {
+    std::vector<std::string> names;
+    for (const auto& [known, number] : ValuesOf(*place.field->enum_type())) {
+      if (known == value) {
+        place.message->GetReflection()->SetEnumValue(place.message, place.field, number);
+        return;
+      }
+      names.push_back(known);
+    }
+    Violate(name, "is {}; use one of {}", Quote(value), fmt::join(names, ", "));
+  }
+
+  void Outputs() {
+    const std::vector<Output> outputs = OutputsOf(model_);
+    std::vector<std::string> names;
+    names.reserve(outputs.size());
+    for (const Output& output : outputs) names.emplace_back(output.name);
+    if (request_.outputs_size() > static_cast<int>(outputs.size())) {
+      return Violate("outputs", "has {} names; use {}, each once", request_.outputs_size(),
+                     fmt::join(names, ", "));
+    }
+    for (const auto& wanted : request_.outputs()) {
+      if (std::count(names.begin(), names.end(), wanted.name()) == 0) {
+        Violate("outputs", "has {}, which model '{}' does not give; use {}", Quote(wanted.name()),
+                model_.name, fmt::join(names, ", "));
+      } else if (std::count(result_.outputs.begin(), result_.outputs.end(), wanted.name()) != 0) {
+        Violate("outputs", "has {} twice; ask for it once", wanted.name());
+      } else if (!wanted.parameters().empty()) {
+        Violate("outputs", "has the parameter {} of {}, and this server knows none; leave it out",
+                Quote(wanted.parameters().begin()->first), wanted.name());
+      } else {
+        result_.outputs.push_back(wanted.name());
+      }
+    }
+    if (request_.outputs().empty()) result_.outputs = names;
+    if (ArePictures(model_)) Format();
+  }
+
+  bool Wants(const char* output) const {
+    return std::count(result_.outputs.begin(), result_.outputs.end(), output) != 0;
+  }
+
+  /// A request has one format. With pixels and files wanted it is PNG, which holds both.
+  void Format() {
+    v1::OutputOptions& output = *result_.params.mutable_output();
+    if (!Wants("encoded")) {
+      for (const char* input : {"format", "quality"}) {
+        if (given_.count(input) == 0) continue;
+        Violate(input, "is of the output encoded, which is not asked for; leave it out");
+      }
+      output.set_format(v1::IMAGE_FORMAT_RAW_UINT8);
+      return;
+    }
+    if (!Wants("image")) return;
+    if (output.format() == v1::IMAGE_FORMAT_UNSPECIFIED) output.set_format(v1::IMAGE_FORMAT_PNG);
+    if (output.format() != v1::IMAGE_FORMAT_PNG) {
+      Violate("format",
+              "is not png, but the output image is asked for too, which is what a PNG "
+              "holds; use png, or ask for the output encoded without image");
+    }
+    const auto& params = result_.params;
+    const int64_t width = params.has_width() ? params.width() : model_.width;
+    const int64_t height = params.has_height() ? params.height() : model_.height;
+    if (std::min(width, height) < 1 || std::max(width, height) > model_.max_edge) return;
+    const int64_t bytes = 2 * width * height * model_.channels;
+    if (bytes > limits_.max_reply_bytes / std::max<int64_t>(batch_, 1)) {
+      Violate("outputs",
+              "image and encoded take {} bytes an image in one reply of at most {}; ask "
+              "for one of them, or for fewer images",
+              bytes, limits_.max_reply_bytes);
+    }
+  }
+
+  const inference::ModelInferRequest& request_;
+  const ModelInfo& model_;
+  const RequestLimits& limits_;
+  std::vector<FieldViolation>& violations_;
+  Inference result_;
+  std::set<std::string> given_;  // names of inputs
+  int64_t batch_ = 0;            // images; 0: no input has said yet
+  std::string batch_input_;      // which has
+};
+
+template <typename T>
+void AppendLittleEndian(T value, std::string* bytes) {
+  bytes->append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+void AppendPixels(const v1::Image& image, std::string* bytes) {
+  if (image.has_tensor()) {
+    bytes->append(image.tensor().data());
+    return;
+  }
+  const auto pixels = DecodeFile(image.encoded(), int64_t{image.width()} * image.height());
+  DENOISED_CHECK(pixels.ok(), "a PNG that was just written: {}",
+                 std::string(pixels.status().message()));
+  bytes->append(pixels->samples.begin(), pixels->samples.end());
+}
+
+}  // namespace
+
+void DescribeTensors(const ModelInfo& model, inference::ModelMetadataResponse* metadata) {
+  const auto describe = [](auto* tensor, const char* name, const char* type, const Shape64& shape) {
+    tensor->set_name(name);
+    tensor->set_datatype(type);
+    tensor->mutable_shape()->Add(shape.begin(), shape.end());
+  };
+  for (const Input& input : kInputs) {
+    if (!input.is_for(model)) continue;
+    const FieldDescriptor& field = FieldOf(input);
+    describe(metadata->add_inputs(), input.name, Datatype(field), ShapeOf(input, field, model));
+  }
+  for (const Output& output : OutputsOf(model)) {
+    describe(metadata->add_outputs(), output.name, output.datatype, output.shape);
+  }
+}
+
+Inference ReadInference(const inference::ModelInferRequest& request, const ModelInfo& model,
+                        const RequestLimits& limits, std::vector<FieldViolation>* violations) {
+  return RequestReader(request, model, limits, violations).Run();
+}
+
+std::string InputName(const std::string& field) {
+  const auto renamed = [&](const std::string& path,
+                           const char* name) -> std::optional<std::string> {
+    const std::string whole = "params." + path;
+    if (field.rfind(whole, 0) != 0) return std::nullopt;
+    const std::string rest = field.substr(whole.size());
+    if (!rest.empty() && rest[0] != '[') return std::nullopt;
+    return name + rest;
+  };
+  for (const Input& input : kInputs) {
+    if (const auto name = renamed(input.path, input.name)) return *name;
+  }
+  constexpr std::pair<const char*, const char*> kOthers[] = {
+      {"count", "batch size"}, {"init_image", "init_image"}, {"model", "model_name"}};
+  for (const auto& [path, name] : kOthers) {
+    if (const auto found = renamed(path, name)) return *found;
+  }
+  return field;
+}
+
+void WriteInference(const v1::GenerateResponse& images, const std::vector<std::string>& outputs,
+                    inference::ModelInferResponse* response) {
+  const v1::EffectiveParams& params = images.params();
+  response->set_model_name(params.model());
+  response->set_model_version(params.model_version());
+  (*response->mutable_parameters())["request_id"].set_string_param(params.request_id());
+  for (const std::string& name : outputs) {
+    auto& output = *response->add_outputs();
+    std::string& bytes = *response->add_raw_output_contents();
+    output.set_name(name);
+    output.add_shape(images.images_size());
+    if (name == "image") {
+      const v1::Image& first = images.images(0);
+      const bool floats = first.tensor().data_type() == v1::DATA_TYPE_FLOAT32;
+      output.set_datatype(floats ? "FP32" : "UINT8");
+      for (const v1::Image& image : images.images()) AppendPixels(image, &bytes);
+      const int64_t pixels = int64_t{images.images_size()} * first.height() * first.width();
+      output.add_shape(first.height());
+      output.add_shape(first.width());
+      output.add_shape(static_cast<int64_t>(bytes.size()) / pixels / (floats ? 4 : 1));
+      continue;
+    }
+    output.set_datatype(name == "seed" ? "UINT64" : name == "label" ? "INT32" : "BYTES");
+    for (const v1::Image& image : images.images()) {
+      if (name == "seed") {
+        AppendLittleEndian<uint64_t>(image.seed(), &bytes);
+      } else if (name == "label") {
+        AppendLittleEndian<int32_t>(image.class_label(), &bytes);
+      } else {
+        AppendLittleEndian(static_cast<uint32_t>(image.encoded().size()), &bytes);
+        bytes += image.encoded();
+      }
+    }
+  }
+}
+
+}  // namespace denoised

@@ -1,0 +1,87 @@
+#include "server/api/request_preparer.h"
+
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "server/api/translate.h"
+#include "server/security/clients.h"
+#include "server/status/model_name.h"
+#include "server/status/status_details.h"
+
+namespace denoised {
+namespace {
+
+constexpr int kAttempts = 3;  // to find a model that is not just being replaced
+
+/// The engine's complaints after the server's own, each field once.
+void Merge(const std::vector<FieldViolation>& engine, std::vector<FieldViolation>* all) {
+  std::set<std::string> fields;
+  for (const FieldViolation& violation : *all) fields.insert(violation.field);
+  for (const FieldViolation& violation : engine) {
+    std::string field = ProtoField(violation.field);
+    if (fields.insert(field).second) all->push_back({std::move(field), violation.description});
+  }
+}
+
+}  // namespace
+
+grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::string& request_id,
+                                      PreparedJob* prepared) {
+  for (int attempt = 1;; ++attempt) {
+    bool replaced = false;
+    grpc::Status status = TryToPrepare(request, request_id, prepared, &replaced);
+    // A model that was replaced meanwhile has a successor.
+    if (!replaced || attempt == kAttempts) return status;
+  }
+}
+
+grpc::Status RequestPreparer::TryToPrepare(const JobRequest& request, const std::string& request_id,
+                                           PreparedJob* prepared, bool* replaced) const {
+  *prepared = {};
+  grpc::Status refusal;
+  const auto model = catalog_->Select(request.params.model(), "params.model", request_id, &refusal);
+  if (!model) return refusal;
+  prepared->model = EngineName(model->name, model->version);
+  refusal = CheckReady(*model, request_id);
+  if (!refusal.ok()) return refusal;
+
+  std::vector<FieldViolation> violations;
+  Translation translation =
+      Translate(request.params, request.preview, request.together, request_id, *model->info,
+                Within(request.caller.limits, limits_), decoding_, &violations);
+  const bool survives = request.params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
+  JobSpec& spec = translation.spec;
+  if (!request.caller.anonymous()) spec.client = request.caller.name;
+  spec.client_weight = request.caller.weight;
+  if (!survives) spec.deadline = request.deadline;
+  std::vector<FieldViolation> engine_violations;
+  auto job = engine_->Resolve(spec, &engine_violations);
+  Merge(engine_violations, &violations);
+  if (!violations.empty()) {
+    if (request.field_name != nullptr) {
+      for (FieldViolation& violation : violations) {
+        violation.field = request.field_name(violation.field);
+      }
+    }
+    return InvalidFields(violations, request_id);
+  }
+  if (!translation.memory_status.ok()) {
+    return ToGrpcStatus(translation.memory_status, reason::kDecodingMemory, request_id,
+                        queue_wait_->RetryDelay());
+  }
+  if (!job.ok()) {
+    *replaced = true;  // it was there and ready a moment ago
+    return ToGrpcStatus(job.status(), reason::kModelUnloading, request_id);
+  }
+  prepared->job = *std::move(job);
+  prepared->params = ToProto(prepared->job);
+  prepared->params.set_disconnect_policy(survives ? v1::DISCONNECT_POLICY_CONTINUE
+                                                  : v1::DISCONNECT_POLICY_CANCEL);
+  prepared->image = translation.image;
+  prepared->preview = translation.preview;
+  prepared->memory = std::move(translation.memory);
+  return grpc::Status::OK;
+}
+
+}  // namespace denoised

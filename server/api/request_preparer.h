@@ -1,0 +1,39 @@
+#pragma once
+
+#include "engine/engine.h"
+#include "server/jobs/job_request.h"
+#include "server/jobs/memory_budget.h"
+#include "server/jobs/queue_wait.h"
+#include "server/models/catalog.h"
+#include "server/security/limits.h"
+
+namespace denoised {
+
+/// Finds the model of a request, translates it and has the engine fill in the defaults. Collects
+/// all that is wrong with its fields. Thread-safe; what is pointed to must outlive it.
+class RequestPreparer final : public JobPreparer {
+ public:
+  RequestPreparer(const Catalog* catalog, const Engine* engine, const RequestLimits& limits,
+                  MemoryBudget* decoding, const QueueWait* queue_wait)
+      : catalog_(catalog),
+        engine_(engine),
+        limits_(limits),
+        decoding_(decoding),
+        queue_wait_(queue_wait) {}
+
+  grpc::Status Prepare(const JobRequest& request, const std::string& request_id,
+                       PreparedJob* prepared) override;
+
+ private:
+  /// `replaced`: the model left while the request was being checked.
+  grpc::Status TryToPrepare(const JobRequest& request, const std::string& request_id,
+                            PreparedJob* prepared, bool* replaced) const;
+
+  const Catalog* const catalog_;
+  const Engine* const engine_;
+  const RequestLimits limits_;
+  MemoryBudget* const decoding_;
+  const QueueWait* const queue_wait_;
+};
+
+}  // namespace denoised

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <grpcpp/server_context.h>
+
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <unordered_map>
+
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
+
+namespace denoised {
+
+/// Cancels calls whose write does not end in time. For a client that reads nothing, gRPC accepts a
+/// few megabytes, then holds the write and the call for ever. Thread-safe.
+class WriteWatch {
+ public:
+  /// `on_stall` is called, without locks held, for every call that was cancelled.
+  WriteWatch(std::chrono::milliseconds timeout, std::function<void()> on_stall);
+  ~WriteWatch();
+
+  WriteWatch(const WriteWatch&) = delete;
+  WriteWatch& operator=(const WriteWatch&) = delete;
+
+  /// Before a write. `context` must live until Disarm.
+  void Arm(grpc::CallbackServerContext* context);
+  /// After the write.
+  void Disarm(grpc::CallbackServerContext* context);
+
+ private:
+  void Run();
+  /// False when the destructor was called before the time of the next look.
+  bool WaitForNextLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// How many calls were cancelled.
+  int CancelLate() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const std::chrono::milliseconds timeout_;
+  const std::function<void()> on_stall_;
+  Mutex mutex_;
+  ConditionVariable wake_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::unordered_map<grpc::CallbackServerContext*, std::chrono::steady_clock::time_point> deadlines_
+      ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+}  // namespace denoised

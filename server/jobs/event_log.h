@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "denoised/v1/image_generation.pb.h"
+
+namespace denoised {
+
+/// The events of a job, for readers at different paces. Of progress, and of the previews of each
+/// image, it keeps the latest event only, so a slow or late reader gets what still matters. Every
+/// other event stays until Forget. An event has the same number for all readers. Numbers rise;
+/// missing numbers belong to events that newer ones replaced. Not synchronised.
+class EventLog {
+ public:
+  using Event = v1::StreamGenerateResponse;
+
+  /// `request_id` goes into every event.
+  explicit EventLog(std::string request_id) : request_id_(std::move(request_id)) {}
+
+  void Push(Event event);
+  /// The first event after `sequence`; null when there is none.
+  std::shared_ptr<const Event> After(uint64_t sequence) const;
+  /// Drops events up to `sequence`.
+  void Forget(uint64_t sequence);
+
+  /// The number of the last event, 0 before the first.
+  uint64_t last_sequence() const { return sequence_; }
+  /// Of all events that are kept.
+  size_t bytes() const { return bytes_; }
+
+ private:
+  using Events = std::map<uint64_t, std::shared_ptr<const Event>>;
+  void Drop(Events::iterator event);
+
+  const std::string request_id_;
+  Events events_;
+  uint64_t sequence_ = 0;
+  uint64_t progress_ = 0;             // number of the latest; 0: none
+  std::map<int, uint64_t> previews_;  // numbers of the latest, by image
+  size_t bytes_ = 0;
+};
+
+}  // namespace denoised

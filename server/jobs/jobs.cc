@@ -1,0 +1,245 @@
+#include "server/jobs/jobs.h"
+
+#include <fmt/format.h>
+#include <google/protobuf/util/message_differencer.h>
+#include <openssl/sha.h>
+
+#include <algorithm>
+#include <functional>
+#include <iterator>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "server/security/job_id.h"
+#include "server/status/quote.h"
+#include "server/status/status_details.h"
+
+namespace denoised {
+namespace {
+
+// Memory of a kept job beside its events, so that many empty jobs are bounded too.
+constexpr size_t kEntryBytes = 2048;
+
+/// Replaces an upload by its SHA-256. With a weaker hash a client could make an upload that passes
+/// for another one, and get the images of that.
+void Digest(std::string* bytes) {
+  if (bytes->empty()) return;
+  std::string digest(SHA256_DIGEST_LENGTH, '\0');
+  SHA256(reinterpret_cast<const unsigned char*>(bytes->data()), bytes->size(),
+         reinterpret_cast<unsigned char*>(digest.data()));
+  *bytes = fmt::format("{} bytes, SHA-256 {}", bytes->size(), absl::BytesToHexString(digest));
+}
+
+/// A request in the form in which requests are compared: uploads are kept as digests.
+v1::StreamGenerateRequest Asked(const JobRequest& request) {
+  v1::StreamGenerateRequest asked;
+  v1::GenerationParams& params = *asked.mutable_params();
+  params = request.params;
+  if (request.preview != nullptr) *asked.mutable_preview() = *request.preview;
+  if (params.has_initial_noise()) Digest(params.mutable_initial_noise()->mutable_data());
+  if (params.init_image().has_encoded()) Digest(params.mutable_init_image()->mutable_encoded());
+  if (params.init_image().has_tensor()) {
+    Digest(params.mutable_init_image()->mutable_tensor()->mutable_data());
+  }
+  return asked;
+}
+
+/// The first thing that differs, "modified: params.steps: 4 -> 5"; empty when nothing does.
+std::string Difference(const v1::StreamGenerateRequest& a, const v1::StreamGenerateRequest& b) {
+  google::protobuf::util::MessageDifferencer differencer;
+  std::string report;
+  differencer.ReportDifferencesToString(&report);
+  if (differencer.Compare(a, b)) return "";
+  return report.substr(0, report.find('\n'));
+}
+
+grpc::Status AlreadyExists(const std::string& request_id, const std::string& difference) {
+  return ToGrpcStatus(
+      absl::AlreadyExistsError(fmt::format(
+          "params.request_id: {} belongs to a request that asks for something else ({}); use "
+          "another id for another request",
+          Quote(request_id), difference.substr(0, 200))),
+      reason::kRequestIdTaken, request_id);
+}
+
+}  // namespace
+
+bool IsRequestId(const std::string& id) {
+  return !id.empty() && id.size() <= 128 &&
+         std::all_of(id.begin(), id.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
+}
+
+Jobs::Key Jobs::KeyOf(const Generation& generation) {
+  return {generation.origin().caller.name, generation.origin().request_id};
+}
+
+std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
+                                        const std::shared_ptr<GenerationWatcher>& watcher,
+                                        grpc::Status* refusal) {
+  const v1::GenerationParams& params = request.params;
+  const bool named = IsRequestId(params.request_id());
+  Entry entry;
+  if (named) entry.asked = Asked(request);
+  const absl::StatusOr<std::string> id = named ? params.request_id() : MakeJobId();
+  if (!id.ok()) {
+    *refusal = ToGrpcStatus(id.status(), reason::kServerError, "");
+    return nullptr;
+  }
+  const bool survives = params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
+  const auto generation =
+      std::make_shared<Generation>(context_, this,
+                                   Generation::Origin{.caller = request.caller,
+                                                      .peer = request.peer,
+                                                      .traceparent = request.traceparent,
+                                                      .request_id = *id,
+                                                      .arrival = request.arrival,
+                                                      .deadline = request.deadline,
+                                                      .survives = survives,
+                                                      .kept = named || survives});
+  entry.generation = generation;
+  {
+    MutexLock lock(&mutex_);
+    entry.number = ++last_number_;
+    const auto [known, fresh] = entries_.try_emplace(KeyOf(*generation), entry);
+    if (!fresh) {
+      Entry& there = known->second;
+      v1::StreamGenerateRequest asked = entry.asked;
+      // Generate may join what StreamGenerate began: it has no previews to ask for.
+      if (request.preview == nullptr && there.asked.has_preview()) {
+        *asked.mutable_preview() = there.asked.preview();
+      }
+      if (const std::string difference = Difference(there.asked, asked); !difference.empty()) {
+        *refusal = AlreadyExists(params.request_id(), difference);
+        return nullptr;
+      }
+      if (there.generation->Join(watcher)) return there.generation;
+      Forget(*there.generation);
+      there = std::move(entry);
+    }
+    generation->Watch(watcher);
+  }
+  generation->Start(request);
+  return generation;
+}
+
+std::shared_ptr<Generation> Jobs::Find(const std::string& client, const std::string& request_id,
+                                       grpc::Status* refusal) const {
+  if (request_id.empty()) {
+    *refusal = InvalidFields(
+        {{"request_id", "is not set; use the request_id of the job, which its first event tells"}},
+        "");
+    return nullptr;
+  }
+  MutexLock lock(&mutex_);
+  const auto entry = entries_.find({client, request_id});
+  if (entry != entries_.end()) return entry->second.generation;
+  *refusal = ToGrpcStatus(
+      NotFound(
+          "request_id: there is no job {} of yours; ask the server that took it, or draw it again: "
+          "a result is kept for {} s, within {} bytes of all clients, while the server runs",
+          Quote(request_id), std::chrono::duration<double>(retention_.time).count(),
+          retention_.max_bytes),
+      reason::kJobNotFound, IsRequestId(request_id) ? request_id : "");
+  return nullptr;
+}
+
+v1::Job Jobs::Describe(const Generation& generation) const {
+  v1::Job job = generation.Describe();
+  MutexLock lock(&mutex_);
+  const auto entry = entries_.find(KeyOf(generation));
+  if (entry != entries_.end() && entry->second.expires) {
+    job.mutable_expire_time()->set_seconds(
+        std::chrono::system_clock::to_time_t(*entry->second.expires));
+  }
+  return job;
+}
+
+v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t size,
+                                uint64_t before) const {
+  std::vector<std::pair<uint64_t, std::shared_ptr<Generation>>> found;
+  {
+    MutexLock lock(&mutex_);
+    auto entry = client ? entries_.lower_bound({*client, ""}) : entries_.begin();
+    for (; entry != entries_.end() && (!client || entry->first.first == *client); ++entry) {
+      const Entry& each = entry->second;
+      if (each.number < before) found.emplace_back(each.number, each.generation);
+    }
+  }
+  const auto end = found.begin() + static_cast<ptrdiff_t>(std::min(size, found.size()));
+  std::partial_sort(found.begin(), end, found.end(), std::greater<>());
+  v1::ListJobsResponse response;
+  for (auto each = found.begin(); each != end; ++each) {
+    *response.add_jobs() = Describe(*each->second);
+  }
+  if (end != found.end()) response.set_next_page_token(std::to_string(std::prev(end)->first));
+  return response;
+}
+
+void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
+  const bool keep = generation->origin().kept && generation->accepted();
+  MutexLock lock(&mutex_);
+  const auto entry = entries_.find(KeyOf(*generation));
+  // A retry may have taken its place.
+  if (entry == entries_.end() || entry->second.generation != generation) return;
+  const size_t bytes = kEntryBytes + entry->second.asked.ByteSizeLong() + generation->bytes();
+  if (!keep || bytes > static_cast<size_t>(retention_.max_bytes)) {
+    entries_.erase(entry);
+    return;
+  }
+  entry->second.expires = std::chrono::system_clock::now() + retention_.time;
+  kept_.push_back({generation, bytes, Clock::now() + retention_.time});
+  kept_bytes_ += bytes;
+  while (kept_bytes_ > static_cast<size_t>(retention_.max_bytes)) DropOldest();
+}
+
+void Jobs::Expire() {
+  MutexLock lock(&mutex_);
+  while (!kept_.empty() && kept_.front().expires <= Clock::now()) DropOldest();
+  const size_t running = RunningBytes();
+  while (!kept_.empty() && running + kept_bytes_ > static_cast<size_t>(retention_.max_bytes)) {
+    DropOldest();
+  }
+}
+
+size_t Jobs::RunningBytes() const {
+  size_t bytes = 0;
+  for (const auto& [key, entry] : entries_) {
+    if (!entry.expires) bytes += entry.generation->bytes();
+  }
+  return bytes;
+}
+
+void Jobs::DropOldest() {
+  const Key key = KeyOf(*kept_.front().generation);
+  kept_bytes_ -= kept_.front().bytes;
+  kept_.pop_front();
+  entries_.erase(key);
+}
+
+void Jobs::Forget(const Generation& generation) {
+  const auto kept = std::find_if(kept_.begin(), kept_.end(), [&](const Kept& each) {
+    return each.generation.get() == &generation;
+  });
+  if (kept == kept_.end()) return;
+  kept_bytes_ -= kept->bytes;
+  kept_.erase(kept);
+}
+
+size_t Jobs::size() const {
+  MutexLock lock(&mutex_);
+  return entries_.size();
+}
+
+size_t Jobs::bytes() const {
+  MutexLock lock(&mutex_);
+  return kept_bytes_ + RunningBytes();
+}
+
+std::map<std::pair<std::string, v1::JobState>, int> Jobs::CountByState() const {
+  MutexLock lock(&mutex_);
+  std::map<std::pair<std::string, v1::JobState>, int> counts;
+  for (const auto& [key, entry] : entries_) ++counts[entry.generation->ModelAndState()];
+  return counts;
+}
+
+}  // namespace denoised

@@ -1,0 +1,94 @@
+#include "server/jobs/rendering.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "server/encoding/formats.h"
+#include "server/status/model_name.h"
+#include "server/version.h"
+
+namespace denoised {
+namespace {
+
+FileFormat ToFileFormat(v1::ImageFormat format) {
+  DENOISED_CHECK(IsFile(format), "format {}", static_cast<int>(format));
+  return format == v1::IMAGE_FORMAT_PNG    ? FileFormat::kPng
+         : format == v1::IMAGE_FORMAT_JPEG ? FileFormat::kJpeg
+                                           : FileFormat::kWebp;
+}
+
+}  // namespace
+
+bool IsFile(v1::ImageFormat format) {
+  return format == v1::IMAGE_FORMAT_PNG || format == v1::IMAGE_FORMAT_JPEG ||
+         format == v1::IMAGE_FORMAT_WEBP;
+}
+
+const char* FormatLabel(v1::ImageFormat format) {
+  switch (format) {
+    case v1::IMAGE_FORMAT_PNG:
+      return "png";
+    case v1::IMAGE_FORMAT_JPEG:
+      return "jpeg";
+    case v1::IMAGE_FORMAT_WEBP:
+      return "webp";
+    default:
+      return "raw";
+  }
+}
+
+TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
+  const SamplerParams& sampler = job.spec.sampler;
+  TextEntries texts = {
+      {"Software", std::string("denoised ") + kVersion},
+      {"model", ModelOf(job.spec.model)},
+      {"seed", fmt::format("{}", image.seed)},
+      {"steps", fmt::format("{}", job.steps)},
+      {"evaluations", fmt::format("{}", job.evaluations)},
+      {"guidance_scale", fmt::format("{:g}", std::max(1.0, job.spec.guidance_scale.value_or(1.0)))},
+      {"strength", fmt::format("{:g}", sampler.strength)},
+  };
+  if (sampler.sampler) texts.push_back({"sampler", std::string(Name(*sampler.sampler))});
+  if (sampler.schedule) texts.push_back({"noise_schedule", std::string(Name(*sampler.schedule))});
+  if (sampler.eta) texts.push_back({"eta", fmt::format("{:g}", *sampler.eta)});
+  if (sampler.s_churn) texts.push_back({"s_churn", fmt::format("{:g}", *sampler.s_churn)});
+  if (sampler.solver_order) {
+    texts.push_back({"solver_order", fmt::format("{}", *sampler.solver_order)});
+  }
+  if (image.label >= 0) texts.push_back({"class_label", fmt::format("{}", image.label)});
+  return texts;
+}
+
+absl::StatusOr<v1::Image> Render(const ImageResult& result, const Rendering& rendering,
+                                 const TextEntries& texts) {
+  const Tensor pixels =
+      rendering.max_edge > 0 ? FitWithin(result.pixels, rendering.max_edge) : result.pixels;
+  v1::Image image;
+  image.set_index(result.index);
+  image.set_seed(result.seed);
+  if (result.label >= 0) image.set_class_label(result.label);
+  image.set_height(static_cast<int32_t>(pixels.dim(0)));
+  image.set_width(static_cast<int32_t>(pixels.dim(1)));
+  if (IsFile(rendering.format)) {
+    const FileFormat format = ToFileFormat(rendering.format);
+    DENOISED_ASSIGN_OR_RETURN(std::string file,
+                              EncodeFile(pixels, format, rendering.quality, texts));
+    image.set_mime_type(MimeType(format));
+    image.set_encoded(std::move(file));
+    return image;
+  }
+  image.set_mime_type("application/octet-stream");
+  v1::Tensor& tensor = *image.mutable_tensor();
+  for (int i = 0; i < 3; ++i) tensor.add_shape(pixels.dim(i));
+  if (rendering.format == v1::IMAGE_FORMAT_RAW_FLOAT32) {
+    tensor.set_data_type(v1::DATA_TYPE_FLOAT32);
+    tensor.set_data(pixels.data(), pixels.bytes());
+  } else {
+    tensor.set_data_type(v1::DATA_TYPE_UINT8);
+    const std::vector<uint8_t> bytes = ToBytes(pixels);
+    tensor.set_data(bytes.data(), bytes.size());
+  }
+  return image;
+}
+
+}  // namespace denoised

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace denoised {
+
+/// How long results of jobs are kept for clients that ask for them again.
+struct JobRetention {
+  std::chrono::milliseconds time{600'000};
+  int64_t max_bytes = 256 << 20;  // of all results and running jobs together; the oldest go first
+};
+
+}  // namespace denoised

@@ -1,0 +1,64 @@
+#include "server/jobs/worker_pool.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace denoised {
+namespace {
+
+/// How far a task moves its queue back (stride scheduling): the inverse of the queue's weight.
+constexpr std::array<int64_t, kPriorities> kStrides = {1, 4, 16};
+
+}  // namespace
+
+WorkerPool::WorkerPool(int threads) {
+  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Run(); });
+}
+
+WorkerPool::~WorkerPool() {
+  {
+    MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  wake_.NotifyAll();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void WorkerPool::Post(Priority priority, std::function<void()> task) {
+  {
+    MutexLock lock(&mutex_);
+    Queue& queue = queues_[static_cast<size_t>(priority)];
+    // A queue saves up no turns while it is empty.
+    if (queue.tasks.empty()) queue.turn = std::max(queue.turn, turn_);
+    queue.tasks.push_back(std::move(task));
+  }
+  wake_.NotifyOne();
+}
+
+bool WorkerPool::HasTask() const {
+  return std::any_of(queues_.begin(), queues_.end(),
+                     [](const Queue& queue) { return !queue.tasks.empty(); });
+}
+
+std::function<void()> WorkerPool::Take() {
+  MutexLock lock(&mutex_);
+  while (!stopping_ && !HasTask()) wake_.Wait(&mutex_);
+  if (!HasTask()) return nullptr;
+  size_t next = kPriorities;
+  for (size_t i = 0; i < kPriorities; ++i) {
+    if (queues_[i].tasks.empty()) continue;
+    if (next == kPriorities || queues_[i].turn < queues_[next].turn) next = i;
+  }
+  Queue& queue = queues_[next];
+  turn_ = queue.turn;
+  queue.turn += kStrides[next];
+  std::function<void()> task = std::move(queue.tasks.front());
+  queue.tasks.pop_front();
+  return task;
+}
+
+void WorkerPool::Run() {
+  while (const std::function<void()> task = Take()) task();
+}
+
+}  // namespace denoised

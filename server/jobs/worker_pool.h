@@ -1,0 +1,52 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
+#include "engine/engine.h"
+
+namespace denoised {
+
+/// Threads for work that must block neither gRPC's threads nor the engine's: checking requests,
+/// decoding and encoding images, writing events. Tasks of the same priority run in the order in
+/// which they were posted. A task goes before tasks of lower priority that wait, or after one of
+/// them at most. No priority starves: while all have tasks, of every 21 that start 16 are
+/// interactive, 4 normal and 1 batch. Thread-safe.
+class WorkerPool {
+ public:
+  explicit WorkerPool(int threads);
+  /// Runs what was posted, then ends the threads.
+  ~WorkerPool();
+
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  /// Tasks may post further tasks, also while the pool is being destroyed.
+  void Post(Priority priority, std::function<void()> task);
+
+ private:
+  struct Queue {
+    std::deque<std::function<void()>> tasks;
+    int64_t turn = 0;  // the queue with the lowest runs next
+  };
+
+  void Run();
+  bool HasTask() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Waits for a task and takes it. Null when there will be none.
+  std::function<void()> Take() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  Mutex mutex_;
+  ConditionVariable wake_;
+  std::array<Queue, kPriorities> queues_ ABSL_GUARDED_BY(mutex_);  // by priority
+  int64_t turn_ ABSL_GUARDED_BY(mutex_) = 0;                       // of the last task
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace denoised

@@ -1,0 +1,611 @@
+#include "server/models/catalog.h"
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <filesystem>
+#include <set>
+#include <utility>
+
+#include "server/status/model_name.h"
+#include "server/status/quote.h"
+#include "server/status/status_details.h"
+#include "server/telemetry/log.h"
+#include "server/telemetry/metrics.h"
+
+namespace denoised {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Changes whenever a file below `directory` does: names, sizes and times. Empty when it cannot be
+/// read.
+std::string Signature(const std::string& directory) {
+  std::set<std::string> files;
+  std::error_code error;
+  for (fs::recursive_directory_iterator it(directory, error), end; !error && it != end;
+       it.increment(error)) {
+    std::error_code gone;
+    if (!it->is_regular_file(gone)) continue;
+    const auto time = it->last_write_time(gone).time_since_epoch().count();
+    files.insert(fmt::format("{} {} {}", it->path().string(), it->file_size(gone), time));
+  }
+  return error ? "" : fmt::format("{}", fmt::join(files, "\n"));
+}
+
+/// The part of "name@version" after the '@'; empty when there is none.
+std::string_view VersionPart(std::string_view name) {
+  const size_t at = name.find('@');
+  return at == std::string_view::npos ? std::string_view() : name.substr(at + 1);
+}
+
+std::string_view NamePart(std::string_view name) { return name.substr(0, name.find('@')); }
+
+}  // namespace
+
+absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>& models,
+                                                  const std::vector<std::string>& roots,
+                                                  const std::string& state_dir) {
+  CatalogOptions options{.models = models};
+  DENOISED_ASSIGN_OR_RETURN(options.roots, ModelRoots::Make(roots, models));
+  if (!state_dir.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(options.file, SavedModelsFile::Open(state_dir));
+    DENOISED_ASSIGN_OR_RETURN(options.saved, options.file->Read());
+  }
+  return options;
+}
+
+Catalog::Catalog(CatalogOptions options, Engine* engine, Metrics* metrics)
+    : options_(std::move(options)), engine_(engine), metrics_(metrics) {
+  MutexLock lock(&mutex_);
+  Restore(options_.saved);
+}
+
+void Catalog::Restore(const SavedModels& saved) {
+  const auto list = [&](const std::string& name, std::vector<SavedModels::Version> versions,
+                        const std::string& current) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    Model& model = models_.emplace_back();
+    model.name = name;
+    model.current = current;
+    for (SavedModels::Version& version : versions) {
+      model.versions.push_back(
+          {.version = std::move(version.version), .directory = std::move(version.directory)});
+    }
+  };
+  const auto restore = [&](const SavedModels::Model& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    std::vector<std::string> versions;
+    for (const SavedModels::Version& version : model.versions) versions.push_back(version.version);
+    log::Info("model restored from --state-dir",
+              {{"model", model.name},
+               {"versions", versions.empty() ? "none: it was unloaded"
+                                             : fmt::format("{}", fmt::join(versions, " "))},
+               {"current", model.current}});
+    if (!versions.empty()) list(model.name, model.versions, model.current);
+  };
+  const auto unchanged = [&](const SavedModels::Model& model) {
+    const std::string* const configured = Configured(model.name);
+    return configured ? model.configured == *configured : !model.configured;
+  };
+  for (const ModelSource& source : options_.models) {
+    const auto model =
+        std::find_if(saved.models.begin(), saved.models.end(),
+                     [&](const SavedModels::Model& each) { return each.name == source.name; });
+    if (model != saved.models.end() && unchanged(*model)) {
+      restore(*model);
+    } else {
+      list(source.name, {{"1", source.directory}}, "1");
+    }
+  }
+  for (const SavedModels::Model& model : saved.models) {
+    if (!unchanged(model)) {
+      log::Warning("model not restored from --state-dir: its configuration has changed since",
+                   {{"model", model.name}, {"configured_then", model.configured.value_or("")}});
+    } else if (Configured(model.name) == nullptr) {
+      restore(model);
+    }
+  }
+  for (const auto& [alias, target] : saved.aliases) {
+    const absl::Status status = FindModel(alias) != nullptr
+                                    ? absl::AlreadyExistsError("a model has this name")
+                                    : SetAliasLocked(alias, target).status();
+    if (status.ok()) {
+      log::Info("alias restored from --state-dir", {{"alias", alias}, {"target", target}});
+    } else {
+      log::Warning(
+          "alias not restored from --state-dir",
+          {{"alias", alias}, {"target", target}, {"error", std::string(status.message())}});
+    }
+  }
+}
+
+SavedModels Catalog::Changes() const {
+  SavedModels changes;
+  const auto stays = [](const Version& version) {
+    return version.state != State::kLoading && version.state != State::kLeaving;
+  };
+  const auto add = [&](const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    SavedModels::Model saved{.name = name};
+    const std::string* const configured = Configured(name);
+    if (configured != nullptr) saved.configured = *configured;
+    const Model* const model = FindModel(name);
+    for (const Version& version : model ? model->versions : std::vector<Version>()) {
+      if (!stays(version)) continue;
+      saved.versions.push_back({version.version, version.directory});
+      if (saved.current.empty() || version.version == model->current) {
+        saved.current = version.version;
+      }
+    }
+    const bool as_configured =
+        configured == nullptr ? saved.versions.empty()
+                              : saved.versions.size() == 1 && saved.versions[0].version == "1" &&
+                                    saved.versions[0].directory == *configured;
+    if (!as_configured) changes.models.push_back(std::move(saved));
+  };
+  for (const ModelSource& source : options_.models) add(source.name);
+  for (const Model& model : models_) {
+    if (Configured(model.name) == nullptr) add(model.name);
+  }
+  for (const auto& [alias, target] : aliases_) {
+    const Model* const model = FindModel(NamePart(target));
+    const std::string_view wanted = VersionPart(target);
+    const bool means_something =
+        model != nullptr &&
+        std::any_of(model->versions.begin(), model->versions.end(), [&](const Version& version) {
+          return stays(version) && (wanted.empty() || version.version == wanted);
+        });
+    if (means_something) changes.aliases[alias] = target;
+  }
+  return changes;
+}
+
+absl::Status Catalog::Save() {
+  if (options_.file == nullptr) return absl::OkStatus();
+  MutexLock saving(&save_mutex_);
+  SavedModels changes;
+  {
+    MutexLock lock(&mutex_);
+    changes = Changes();
+  }
+  const absl::Status status = options_.file->Write(changes);
+  if (status.ok()) return status;
+  log::Error("change of the models not saved", {{"error", std::string(status.message())}});
+  return Internal(
+      "the change is made, but not saved, so that a restart undoes it: --state-dir: {}; when that "
+      "is repaired, the next change saves this one too",
+      std::string(status.message()));
+}
+
+const std::string* Catalog::Configured(std::string_view name) const {
+  for (const ModelSource& source : options_.models) {
+    if (source.name == name) return &source.directory;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::string> Catalog::Allowed(const std::string& name,
+                                             const std::string& directory) const {
+  const std::string* const configured = Configured(name);
+  // Not resolved: a link that the operator changes is looked through at each load.
+  if (configured != nullptr && *configured == directory) return directory;
+  return options_.roots.Resolve(directory);
+}
+
+std::vector<std::string> Catalog::Listed() const {
+  MutexLock lock(&mutex_);
+  std::vector<std::string> listed;
+  for (const Model& model : models_) {
+    for (const Version& version : model.versions) {
+      if (version.state == State::kListed)
+        listed.push_back(EngineName(model.name, version.version));
+    }
+  }
+  return listed;
+}
+
+absl::Status Catalog::LoadListed(const std::string& name) {
+  MutexLock loading(&load_mutex_);
+  const std::string model_name(NamePart(name));
+  std::string version(VersionPart(name)), directory;
+  {
+    MutexLock lock(&mutex_);
+    Model* const model = FindModel(model_name);
+    if (model != nullptr && version.empty()) version = model->current;
+    const Version* const listed = model == nullptr ? nullptr : FindVersion(*model, version);
+    if (listed == nullptr || listed->state != State::kListed) {
+      return NotFound("model {} is not listed to be loaded", Quote(name));
+    }
+    directory = listed->directory;
+  }
+  const auto allowed = Allowed(model_name, directory);
+  const absl::Status status = allowed.ok() ? Open(model_name, version, *allowed) : allowed.status();
+  MutexLock lock(&mutex_);
+  Version& listed = *FindVersion(*FindModel(model_name), version);
+  listed.state = status.ok() ? State::kReady : State::kFailed;
+  listed.error = status;
+  return status;
+}
+
+absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
+  std::vector<std::string> leaving;
+  absl::StatusOr<CatalogModel> loaded;
+  {
+    MutexLock loading(&load_mutex_);
+    loaded = LoadVersion(request, &leaving);
+  }
+  if (!loaded.ok()) return loaded;
+  const absl::Status saved = Save();
+  // The next load need not wait for the requests of the versions that leave.
+  DENOISED_RETURN_IF_ERROR(CloseVersions(request.name, leaving));
+  if (!saved.ok()) return saved;
+  return loaded;
+}
+
+absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
+                                                  std::vector<std::string>* leaving) {
+  const std::string& name = request.name;
+  std::string version = request.version, directory = request.directory;
+  if (directory.empty()) {
+    MutexLock lock(&mutex_);
+    if (Model* const model = FindModel(name)) {
+      directory = FindVersion(*model, model->current)->directory;
+    }
+  }
+  // Without the lock: it asks the file system.
+  if (!directory.empty()) {
+    auto allowed = Allowed(name, directory);
+    if (!allowed.ok()) return Annotate(allowed.status(), "directory");
+    directory = *std::move(allowed);
+  }
+  {
+    MutexLock lock(&mutex_);
+    if (const auto alias = aliases_.find(name); alias != aliases_.end()) {
+      return absl::AlreadyExistsError(fmt::format(
+          "name: \"{}\" is an alias of {}; choose another name, or delete the alias first", name,
+          alias->second));
+    }
+    Model* model = FindModel(name);
+    if (request.directory.empty() && model == nullptr) {
+      return NotFound(
+          "name: there is no model {} to load again; say with directory where a new one is",
+          Quote(name));
+    }
+    if (version.empty()) {
+      int highest = 0;
+      for (const Version& there : model ? model->versions : std::vector<Version>()) {
+        int number = 0;
+        std::from_chars(there.version.data(), there.version.data() + there.version.size(), number);
+        highest = std::max(highest, number);
+      }
+      version = std::to_string(highest + 1);
+    }
+    if (model != nullptr && FindVersion(*model, version) != nullptr) {
+      return absl::AlreadyExistsError(fmt::format(
+          "version: \"{}\" has a version \"{}\"; choose another, or unload that one first", name,
+          version));
+    }
+    if (model == nullptr) {
+      model = &models_.emplace_back();
+      model->name = name;
+      model->current = version;
+    }
+    model->versions.push_back(
+        {.version = version, .directory = directory, .state = State::kLoading});
+  }
+
+  const absl::Status status = Open(name, version, directory);
+  MutexLock lock(&mutex_);
+  if (!status.ok()) {
+    Remove(name, version);
+    // NotFound would say that there is no such model.
+    return absl::IsNotFound(status) ? InvalidArgument("{}", std::string(status.message())) : status;
+  }
+  Model& model = *FindModel(name);
+  FindVersion(model, version)->state = State::kReady;
+  for (const Version& other : model.versions) {
+    const bool failed = other.state == State::kFailed;
+    // A version that is still listed stays, and one that leaves already needs no help.
+    const bool replaced = request.unload_previous && other.state == State::kReady &&
+                          other.version == model.current && other.version != version;
+    if (failed || replaced) leaving->push_back(other.version);
+  }
+  const State current = FindVersion(model, model.current)->state;
+  const bool useless = current == State::kFailed || current == State::kLeaving;
+  if (!request.keep_current || useless) model.current = version;
+  Leave(&model, *leaving);
+  return Describe(model, *FindVersion(model, version));
+}
+
+absl::Status Catalog::Open(const std::string& name, const std::string& version,
+                           const std::string& directory) {
+  log::Info("loading model", {{"model", name}, {"version", version}, {"directory", directory}});
+  const std::string signature = Signature(directory);
+  {
+    MutexLock lock(&mutex_);
+    FindVersion(*FindModel(name), version)->signature = signature;
+  }
+  const auto start = std::chrono::steady_clock::now();
+  const absl::Status status = engine_->Open(EngineName(name, version), directory);
+  if (!status.ok()) {
+    // The engine remembers what failed; the catalog does, where anybody should know.
+    engine_->Close(EngineName(name, version)).IgnoreError();
+    log::Error("model failed",
+               {{"model", name}, {"version", version}, {"error", std::string(status.message())}});
+    return status;
+  }
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  metrics_->ModelLoaded(EngineName(name, version), seconds);
+  log::Info("model ready", {{"model", name}, {"version", version}, {"seconds", seconds}});
+  return status;
+}
+
+absl::Status Catalog::Unload(const std::string& name) {
+  const std::string model_name(NamePart(name));
+  std::vector<std::string> versions;
+  {
+    MutexLock lock(&mutex_);
+    Model* model = FindModel(model_name);
+    const std::string_view wanted = VersionPart(name);
+    for (const Version& version : model ? model->versions : std::vector<Version>()) {
+      if (!wanted.empty() && version.version != wanted) continue;
+      if (version.state != State::kReady && version.state != State::kFailed) {
+        return FailedPrecondition("model {} is still {}; try again when it is not",
+                                  EngineName(model_name, version.version),
+                                  version.state == State::kLeaving ? "being unloaded" : "loading");
+      }
+      versions.push_back(version.version);
+    }
+    if (versions.empty()) {
+      return NotFound("name: there is no model {}; this server holds: {}", Quote(name), Names());
+    }
+    Leave(model, versions);
+  }
+  // Before the wait, or a server that ends meanwhile would load them again.
+  const absl::Status saved = Save();
+  DENOISED_RETURN_IF_ERROR(CloseVersions(model_name, versions));
+  return saved;
+}
+
+void Catalog::Leave(Model* model, const std::vector<std::string>& versions) {
+  for (const std::string& version : versions) {
+    FindVersion(*model, version)->state = State::kLeaving;
+  }
+  // New requests go to the version that was loaded last of those that stay.
+  if (FindVersion(*model, model->current)->state != State::kLeaving) return;
+  for (const Version& version : model->versions) {
+    if (version.state == State::kReady) model->current = version.version;
+  }
+}
+
+absl::Status Catalog::CloseVersions(const std::string& name,
+                                    const std::vector<std::string>& versions) {
+  absl::Status first_error;
+  for (const std::string& version : versions) {
+    const absl::Status status = engine_->Close(EngineName(name, version));
+    // The engine does not hold what could not be loaded.
+    if (!status.ok() && !absl::IsNotFound(status) && first_error.ok()) first_error = status;
+    log::Info("model unloaded", {{"model", name}, {"version", version}});
+    MutexLock lock(&mutex_);
+    Remove(name, version);
+  }
+  return first_error;
+}
+
+void Catalog::Remove(std::string_view name, std::string_view version) {
+  const auto model = std::find_if(models_.begin(), models_.end(),
+                                  [&](const Model& each) { return each.name == name; });
+  if (model == models_.end()) return;
+  std::erase_if(model->versions, [&](const Version& each) { return each.version == version; });
+  const bool gone = model->versions.empty();
+  const std::string engine_name = EngineName(name, version);
+  std::erase_if(aliases_, [&](const auto& alias) {
+    return alias.second == engine_name || (gone && alias.second == name);
+  });
+  if (gone) {
+    models_.erase(model);
+  } else if (FindVersion(*model, model->current) == nullptr) {
+    model->current = model->versions.back().version;
+  }
+}
+
+absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
+                                               const std::string& target) {
+  absl::StatusOr<CatalogModel> model;
+  {
+    MutexLock lock(&mutex_);
+    model = SetAliasLocked(alias, target);
+  }
+  if (!model.ok()) return model;
+  DENOISED_RETURN_IF_ERROR(Save());
+  return model;
+}
+
+absl::StatusOr<CatalogModel> Catalog::SetAliasLocked(const std::string& alias,
+                                                     const std::string& target) {
+  Model* model = FindModel(NamePart(target));
+  const std::string_view wanted = VersionPart(target);
+  Version* version =
+      model ? FindVersion(*model, wanted.empty() ? model->current : wanted) : nullptr;
+  if (version == nullptr) {
+    return NotFound("target: there is no model {}; this server holds: {}", Quote(target), Names());
+  }
+  if (model->name == alias && !wanted.empty()) {
+    const grpc::Status ready = CheckReady(Describe(*model, *version), "");
+    if (!ready.ok()) return FailedPrecondition("{}", ready.error_message());
+    model->current = version->version;
+  } else if (FindModel(alias) != nullptr) {
+    return absl::AlreadyExistsError(fmt::format(
+        "alias: \"{}\" is the name of a model; choose another, or make one of its versions current "
+        "with a target of {}@version",
+        alias, alias));
+  } else {
+    aliases_[alias] = target;
+  }
+  return Describe(*model, *version);
+}
+
+absl::Status Catalog::DeleteAlias(const std::string& alias) {
+  {
+    MutexLock lock(&mutex_);
+    if (aliases_.erase(alias) == 0) {
+      return NotFound("alias: there is no alias {}; ListModels tells those there are",
+                      Quote(alias));
+    }
+  }
+  return Save();
+}
+
+void Catalog::ReloadChanged() {
+  struct Look {
+    std::string name, directory, loaded;
+  };
+  std::vector<Look> looks;
+  {
+    MutexLock lock(&mutex_);
+    for (Model& model : models_) {
+      const Version& current = *FindVersion(model, model.current);
+      if (current.state != State::kLeaving && !current.signature.empty()) {
+        looks.push_back({model.name, current.directory, current.signature});
+      }
+    }
+  }
+  for (const Look& look : looks) {
+    const std::string now = Signature(look.directory);
+    {
+      MutexLock lock(&mutex_);
+      Model* model = FindModel(look.name);
+      if (model == nullptr) continue;
+      // Two looks that agree: nobody is writing.
+      const bool settled = std::exchange(model->seen, now) == now;
+      if (now.empty() || now == look.loaded || now == model->tried || !settled) continue;
+      model->tried = now;
+    }
+    log::Info("model directory changed", {{"model", look.name}, {"directory", look.directory}});
+    Load({.name = look.name, .unload_previous = true}).IgnoreError();  // the log says why
+  }
+}
+
+Catalog::Model* Catalog::FindModel(std::string_view name) {
+  return const_cast<Model*>(std::as_const(*this).FindModel(name));
+}
+
+const Catalog::Model* Catalog::FindModel(std::string_view name) const {
+  for (const Model& model : models_) {
+    if (model.name == name) return &model;
+  }
+  return nullptr;
+}
+
+Catalog::Version* Catalog::FindVersion(Model& model, std::string_view version) {
+  for (Version& each : model.versions) {
+    if (each.version == version) return &each;
+  }
+  return nullptr;
+}
+
+CatalogModel Catalog::Describe(const Model& model, const Version& version) const {
+  CatalogModel described{
+      .name = model.name, .version = version.version, .current = version.version == model.current};
+  const std::string engine_name = EngineName(model.name, version.version);
+  for (const auto& [alias, target] : aliases_) {
+    if (target == engine_name || (target == model.name && described.current)) {
+      described.aliases.push_back(alias);
+    }
+  }
+  const bool opened = version.state == State::kReady || version.state == State::kLeaving;
+  if (opened) described.info = engine_->Find(engine_name);
+  if (version.state == State::kLeaving && described.info != nullptr &&
+      described.info->state == ModelState::kReady) {
+    ModelInfo leaving = *described.info;  // the engine will hear of it in a moment
+    leaving.state = ModelState::kUnloading;
+    described.info = std::make_shared<const ModelInfo>(std::move(leaving));
+  }
+  if (described.info == nullptr) {
+    described.info = std::make_shared<const ModelInfo>(
+        ModelInfo{.name = engine_name,
+                  .directory = version.directory,
+                  .state = opened                            ? ModelState::kUnloading
+                           : version.state == State::kFailed ? ModelState::kFailed
+                                                             : ModelState::kLoading,
+                  .error = version.error});
+  }
+  return described;
+}
+
+std::optional<CatalogModel> Catalog::FindLocked(const std::string& name) const {
+  const auto alias = aliases_.find(name);
+  const std::string& target = alias == aliases_.end() ? name : alias->second;
+  const Model* model = FindModel(NamePart(target));
+  if (model == nullptr) return std::nullopt;
+  const bool any = target.find('@') == std::string::npos;
+  const std::string_view wanted = any ? model->current : VersionPart(target);
+  for (const Version& version : model->versions) {
+    if (version.version == wanted) return Describe(*model, version);
+  }
+  return std::nullopt;
+}
+
+std::optional<CatalogModel> Catalog::Find(const std::string& name) const {
+  MutexLock lock(&mutex_);
+  return FindLocked(name);
+}
+
+std::vector<CatalogModel> Catalog::All() const {
+  MutexLock lock(&mutex_);
+  std::vector<CatalogModel> all;
+  for (const Model& model : models_) {
+    for (const Version& version : model.versions) all.push_back(Describe(model, version));
+  }
+  return all;
+}
+
+std::string Catalog::Names() const {
+  std::string names;
+  for (const Model& model : models_) names += (names.empty() ? "" : ", ") + model.name;
+  return names.empty() ? "none" : names;
+}
+
+std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::string& field,
+                                            const std::string& request_id,
+                                            grpc::Status* refusal) const {
+  MutexLock lock(&mutex_);
+  if (name.empty() && models_.size() == 1) return FindLocked(models_[0].name);
+  if (name.empty()) {
+    *refusal = InvalidFields(
+        {{field, fmt::format("is not set, and the server holds {} models; use one of: {}",
+                             models_.empty() ? "no" : "several", Names())}},
+        request_id);
+    return std::nullopt;
+  }
+  auto model = FindLocked(name);
+  if (!model) {
+    *refusal = ToGrpcStatus(
+        NotFound("{}: there is no model {}; this server holds: {}", field, Quote(name), Names()),
+        reason::kModelNotFound, request_id);
+  }
+  return model;
+}
+
+grpc::Status CheckReady(const CatalogModel& model, const std::string& request_id) {
+  const std::string name = EngineName(model.name, model.version);
+  switch (model.info->state) {
+    case ModelState::kReady:
+      return grpc::Status::OK;
+    case ModelState::kLoading:
+      return ToGrpcStatus(
+          FailedPrecondition(
+              "model \"{}\" is still loading; ask again when GetModel says AVAILABLE", name),
+          reason::kModelLoading, request_id, std::chrono::seconds(2));
+    case ModelState::kFailed:
+      return ToGrpcStatus(FailedPrecondition("model \"{}\" could not be loaded: {}", name,
+                                             std::string(model.info->error.message())),
+                          reason::kModelFailed, request_id);
+    case ModelState::kUnloading:
+      return ToGrpcStatus(
+          FailedPrecondition("model \"{}\" is being unloaded; choose another", name),
+          reason::kModelUnloading, request_id);
+  }
+  return grpc::Status(grpc::StatusCode::INTERNAL, "model state");
+}
+
+}  // namespace denoised

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+namespace denoised {
+
+/// Who may connect. Empty paths: not asked for.
+struct SecurityConfig {
+  std::string tls_cert, tls_key;              // PEM; both or none
+  std::string tls_client_ca;                  // clients must show a certificate of it
+  std::string clients;                        // the file of clients; needs TLS
+  std::chrono::milliseconds refresh{10'000};  // how often these files are looked at
+
+  bool tls() const { return !tls_cert.empty(); }
+};
+
+}  // namespace denoised

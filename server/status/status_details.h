@@ -1,0 +1,51 @@
+#pragma once
+
+#include <grpcpp/support/status.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+#include "engine/engine.h"
+
+namespace denoised {
+
+/// google.rpc.ErrorInfo.reason: stable names for programs. The domain is "denoised".
+namespace reason {
+inline constexpr char kInvalidFields[] = "INVALID_FIELDS";
+inline constexpr char kModelNotFound[] = "MODEL_NOT_FOUND";
+inline constexpr char kModelLoading[] = "MODEL_LOADING";
+inline constexpr char kModelFailed[] = "MODEL_FAILED";
+inline constexpr char kModelUnloading[] = "MODEL_UNLOADING";
+inline constexpr char kModelExists[] = "MODEL_EXISTS";
+inline constexpr char kNotAdmin[] = "NOT_ADMIN";
+inline constexpr char kJobNotFound[] = "JOB_NOT_FOUND";
+inline constexpr char kRequestIdTaken[] = "REQUEST_ID_TAKEN";
+inline constexpr char kClientLimit[] = "CLIENT_LIMIT";
+inline constexpr char kQueueFull[] = "QUEUE_FULL";
+inline constexpr char kDecodingMemory[] = "DECODING_MEMORY";
+inline constexpr char kDeviceMemory[] = "DEVICE_MEMORY";
+inline constexpr char kDraining[] = "DRAINING";
+inline constexpr char kCancelled[] = "CANCELLED";
+inline constexpr char kDeadlineExceeded[] = "DEADLINE_EXCEEDED";
+inline constexpr char kServerError[] = "SERVER_ERROR";
+}  // namespace reason
+
+/// A gRPC status of the same code and message whose trailer carries ErrorInfo and, where given,
+/// RetryInfo. `request_id` may be empty.
+grpc::Status ToGrpcStatus(const absl::Status& status, const char* reason,
+                          const std::string& request_id,
+                          std::optional<std::chrono::milliseconds> retry_delay = {});
+
+/// INVALID_ARGUMENT with BadRequest: the violations, whose fields are paths of the proto. Trailers
+/// are bounded at 8 KiB by default, so the list ends with a count when it grows beyond half of
+/// that.
+grpc::Status InvalidFields(const std::vector<FieldViolation>& violations,
+                           const std::string& request_id);
+
+/// What a job ended with: the reason that belongs to its code.
+grpc::Status JobStatus(const absl::Status& status, const std::string& request_id);
+
+}  // namespace denoised

@@ -1,0 +1,64 @@
+#include "server/telemetry/http_server.h"
+
+#include <CivetServer.h>
+
+#include <utility>
+#include <vector>
+
+namespace denoised {
+
+class HttpServer::Page : public CivetHandler {
+ public:
+  explicit Page(std::function<HttpReply()> make) : make_(std::move(make)) {}
+
+  bool handleGet(CivetServer*, mg_connection* connection) override {
+    Answer(connection, /*with_body=*/true);
+    return true;
+  }
+  bool handleHead(CivetServer*, mg_connection* connection) override {
+    Answer(connection, /*with_body=*/false);
+    return true;
+  }
+
+ private:
+  void Answer(mg_connection* connection, bool with_body) const {
+    const HttpReply reply = make_();
+    mg_response_header_start(connection, reply.code);
+    mg_response_header_add(connection, "Content-Type", "text/plain; charset=utf-8", -1);
+    mg_response_header_add(connection, "Content-Length", std::to_string(reply.body.size()).c_str(),
+                           -1);
+    mg_response_header_send(connection);
+    if (with_body) mg_write(connection, reply.body.data(), reply.body.size());
+  }
+
+  const std::function<HttpReply()> make_;
+};
+
+HttpServer::HttpServer() = default;
+HttpServer::~HttpServer() = default;
+
+absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Listen(const std::string& address,
+                                                               Pages pages) {
+  // An idle connection holds a thread until it times out: Prometheus, probes and a few browsers soon
+  // take more than two.
+  const std::vector<std::string> options = {"listening_ports",    address, "num_threads", "16",
+                                            "request_timeout_ms", "3000"};
+  std::unique_ptr<HttpServer> server(new HttpServer);
+  // civetweb reports a port in use by an exception.
+  try {
+    server->server_ = std::make_unique<CivetServer>(options);
+  } catch (const CivetException& error) {
+    return Unavailable(
+        "--metrics-listen {}: {}; choose a free port, in IPv4 where civetweb is built without IPv6 "
+        "as Debian's is, or \"\" for none",
+        address, error.what());
+  }
+  server->port_ = server->server_->getListeningPorts().front();
+  for (auto& [path, make] : pages) {
+    const auto page = server->pages_.emplace(path, std::make_unique<Page>(std::move(make))).first;
+    server->server_->addHandler(path, page->second.get());
+  }
+  return server;
+}
+
+}  // namespace denoised

@@ -1,0 +1,71 @@
+#include "engine/batching/evaluator.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "tests/batching/fake_denoiser.h"
+
+namespace denoised {
+namespace {
+
+/// Counts the rows that are computed for real, not in the dry run that measures memory.
+class CountingDenoiser final : public FakeDenoiser {
+ public:
+  using FakeDenoiser::FakeDenoiser;
+  Tensor Forward(nn::Context& context, const DenoiserInput& input) const override {
+    if (context.backend.name() == "cpu") {
+      const int count = static_cast<int>(input.x.dim(0));
+      rows += count;
+      for (int most = most_rows; most < count && !most_rows.compare_exchange_weak(most, count);) {
+      }
+    }
+    return FakeDenoiser::Forward(context, input);
+  }
+  mutable std::atomic<int> rows = 0, most_rows = 0;
+};
+
+// On a CPU each thread takes a few rows through the whole network, in memory of its own.
+TEST(Evaluator, RowsGoThroughTheNetworkInParts) {
+  const auto backend = OpenBackend({.device = "cpu"}).value();
+  constexpr int kRows = 16, kSize = 8;
+  const RowSplit split = backend->SplitRows(kRows);
+  const auto denoiser = std::make_shared<CountingDenoiser>(kSize, 1, 3);
+  const auto evaluator = Evaluator::Create(*backend, denoiser,
+                                           {.height = kSize,
+                                            .width = kSize,
+                                            .max_rows = kRows,
+                                            .slots = kRows,
+                                            .max_evaluations = 4})
+                             .value();
+  const std::vector<EvaluationRow> padding(
+      kRows, {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0});
+  ASSERT_TRUE(evaluator->Evaluate(padding).ok());  // checks the ops, then computes
+  EXPECT_EQ(denoiser->rows, 2 * kRows);
+  EXPECT_EQ(denoiser->most_rows, std::max(split.part, kRows - split.apart));
+  if (split.apart == kRows) {
+    EXPECT_LE(denoiser->most_rows, 4);
+  }
+}
+
+// An evaluator refuses what would reach beyond its memory.
+TEST(EvaluatorDeathTest, TakesNoMoreRowsThanItHasMemoryFor) {
+  auto backend = OpenBackend({.device = "cpu"});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  const auto evaluator =
+      Evaluator::Create(**backend, std::make_shared<FakeDenoiser>(4, 1, 0),
+                        {.height = 4, .width = 4, .max_rows = 2, .slots = 4, .max_evaluations = 1});
+  ASSERT_TRUE(evaluator.ok()) << evaluator.status();
+  const EvaluationRow padding{.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
+  const auto bucket = (*evaluator)->Evaluate(std::vector<EvaluationRow>(2, padding));
+  ASSERT_TRUE(bucket.ok()) << bucket.status();
+  EXPECT_EQ(*bucket, 2);
+  EXPECT_DEATH((*evaluator)->Evaluate(std::vector<EvaluationRow>(3, padding)).IgnoreError(),
+               "3 rows, at most 2");
+}
+
+}  // namespace
+}  // namespace denoised

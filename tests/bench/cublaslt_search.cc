@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuBLASLt at its fastest on the linear layers of backend-throughput: what those are compared with.
+//
+//   cublaslt-search [--turns] [NAME…]       NAME as in linear/rows:64/tokens:256/in:256/out:768
+//
+// bf16, accumulated in fp32, with the bias in the epilogue and 32 MiB of workspace. For each shape
+// it asks cublasLtMatmulAlgoGetHeuristic for 64 algorithms, times every one that it returns in a
+// CUDA graph, and measures the fastest as backend-throughput measures its ops: random data, at
+// least eight launches in a graph, activations that rotate through 256 MiB, the median of nine
+// replays after 0.1 s of work. --turns measures when standard input says so (turns.h); otherwise
+// one line of JSON for each NAME. A program for one GPU: it exits with a message on any error.
+
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "engine/core/tensor.h"
+#include "tests/bench/turns.h"
+
+namespace denoised {
+namespace {
+
+constexpr int kAsked = 64;
+constexpr size_t kWorkspace = size_t{32} << 20;
+constexpr int64_t kRotatedBytes = 256 << 20;
+constexpr int64_t kMostCopies = 128, kLeastLaunches = 8;
+constexpr double kWarmUpSeconds = 0.1;
+constexpr int kSamples = 9, kSearchSamples = 5;
+
+void Check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+void Check(cublasStatus_t status, const char* what) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  std::fprintf(stderr, "%s: %s\n", what, cublasLtGetStatusString(status));
+  std::exit(1);
+}
+
+class Buffer {
+ public:
+  explicit Buffer(size_t bytes) { Check(cudaMalloc(&data_, bytes), "cudaMalloc"); }
+  ~Buffer() { cudaFree(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  void* at(int64_t values) const { return static_cast<uint16_t*>(data_) + values; }
+
+  /// bf16 normal values that repeat with a prime period, so that no two rows are alike.
+  void Fill(int64_t values, float deviation) const {
+    constexpr size_t kPeriod = 65521;
+    std::mt19937 random{7};
+    std::normal_distribution<float> normal(0, deviation);
+    std::vector<uint16_t> period(kPeriod);
+    for (uint16_t& value : period) value = FloatToBFloat16(normal(random));
+    std::vector<uint16_t> all(static_cast<size_t>(values));
+    for (size_t i = 0; i < all.size(); ++i) all[i] = period[i % kPeriod];
+    Check(cudaMemcpy(data_, all.data(), all.size() * sizeof(uint16_t), cudaMemcpyHostToDevice),
+          "cudaMemcpy");
+  }
+
+ private:
+  void* data_ = nullptr;
+};
+
+struct Shape {
+  int64_t rows = 0, in = 0, out = 0;  // rows: of the matrix, so rows · tokens of the layer
+};
+
+std::optional<Shape> Parse(const std::string& name) {
+  long long rows = 0, tokens = 0, in = 0, out = 0;
+  if (std::sscanf(name.c_str(), "linear/rows:%lld/tokens:%lld/in:%lld/out:%lld", &rows, &tokens,
+                  &in, &out) != 4)
+    return std::nullopt;
+  return Shape{rows * tokens, in, out};
+}
+
+/// One layer with its buffers; what cuBLASLt offers for it, and the fastest of that.
+class Layer {
+ public:
+  Layer(cublasLtHandle_t handle, cudaStream_t stream, const Shape& shape)
+      : handle_(handle),
+        stream_(stream),
+        shape_(shape),
+        copies_(std::clamp<int64_t>(
+            (kRotatedBytes - 1) / (2 * shape.rows * (shape.in + shape.out)) + 1, 1, kMostCopies)),
+        x_(2 * copies_ * shape.rows * shape.in),
+        y_(2 * copies_ * shape.rows * shape.out),
+        weight_(2 * shape.in * shape.out),
+        bias_(2 * shape.out),
+        workspace_(kWorkspace) {
+    x_.Fill(copies_ * shape.rows * shape.in, 1);
+    weight_.Fill(shape.in * shape.out, 1 / std::sqrt(static_cast<float>(shape.in)));
+    bias_.Fill(shape.out, 1);
+    // In cuBLAS's column-major view: y [out, rows] = weightᵀ [out, in] · x [in, rows].
+    Check(cublasLtMatmulDescCreate(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "descriptor");
+    const cublasOperation_t transposed = CUBLAS_OP_T;
+    Set(CUBLASLT_MATMUL_DESC_TRANSA, transposed);
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    Set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+    const void* bias = bias_.at(0);
+    Set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    const cudaDataType_t bf16 = CUDA_R_16BF;
+    Set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bf16);
+    Check(cublasLtMatrixLayoutCreate(&a_, bf16, shape.in, shape.out, shape.in), "layout");
+    Check(cublasLtMatrixLayoutCreate(&b_, bf16, shape.in, shape.rows, shape.in), "layout");
+    Check(cublasLtMatrixLayoutCreate(&c_, bf16, shape.out, shape.rows, shape.out), "layout");
+    Search();
+  }
+  ~Layer() {
+    if (best_ != nullptr) cudaGraphExecDestroy(best_);
+    cublasLtMatrixLayoutDestroy(c_);
+    cublasLtMatrixLayoutDestroy(b_);
+    cublasLtMatrixLayoutDestroy(a_);
+    cublasLtMatmulDescDestroy(product_);
+  }
+  Layer(const Layer&) = delete;
+  Layer& operator=(const Layer&) = delete;
+
+  /// Microseconds of each algorithm in the order of the heuristics; null where it failed.
+  const nlohmann::json& found() const { return found_; }
+  double Microseconds() const { return Median(best_, kWarmUpSeconds, kSamples); }
+
+ private:
+  template <typename T>
+  void Set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
+    Check(cublasLtMatmulDescSetAttribute(product_, attribute, &value, sizeof(value)), "descriptor");
+  }
+
+  int64_t launches() const { return std::max(copies_, kLeastLaunches); }
+
+  void Search() {
+    cublasLtMatmulPreference_t preference;
+    Check(cublasLtMatmulPreferenceCreate(&preference), "preference");
+    Check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                               &kWorkspace, sizeof(kWorkspace)),
+          "preference");
+    std::vector<cublasLtMatmulHeuristicResult_t> results(kAsked);
+    int count = 0;
+    Check(cublasLtMatmulAlgoGetHeuristic(handle_, product_, a_, b_, c_, c_, preference, kAsked,
+                                         results.data(), &count),
+          "cublasLtMatmulAlgoGetHeuristic");
+    cublasLtMatmulPreferenceDestroy(preference);
+    found_ = nlohmann::json::array();
+    double best = 0;
+    for (int i = 0; i < count; ++i) {
+      const cudaGraphExec_t graph =
+          results[i].state == CUBLAS_STATUS_SUCCESS ? Captured(results[i].algo) : nullptr;
+      if (graph == nullptr) {
+        found_.push_back(nullptr);
+        continue;
+      }
+      const double microseconds = Median(graph, i == 0 ? kWarmUpSeconds : 0, kSearchSamples);
+      found_.push_back(microseconds);
+      if (best_ == nullptr || microseconds < best) {
+        if (best_ != nullptr) cudaGraphExecDestroy(best_);
+        best_ = graph;
+        best = microseconds;
+      } else {
+        cudaGraphExecDestroy(graph);
+      }
+    }
+    if (best_ != nullptr) return;
+    std::fprintf(stderr, "cuBLASLt has no algorithm for %lld × %lld → %lld\n",
+                 static_cast<long long>(shape_.rows), static_cast<long long>(shape_.in),
+                 static_cast<long long>(shape_.out));
+    std::exit(1);
+  }
+
+  /// A graph of launches over all copies; null when the algorithm refuses.
+  cudaGraphExec_t Captured(const cublasLtMatmulAlgo_t& algorithm) const {
+    const float one = 1, zero = 0;
+    Check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    for (int64_t i = 0; i < launches() && status == CUBLAS_STATUS_SUCCESS; ++i) {
+      void* y = y_.at(i % copies_ * shape_.rows * shape_.out);
+      status = cublasLtMatmul(handle_, product_, &one, weight_.at(0), a_,
+                              x_.at(i % copies_ * shape_.rows * shape_.in), b_, &zero, y, c_, y, c_,
+                              &algorithm, workspace_.at(0), kWorkspace, stream_);
+    }
+    cudaGraph_t graph = nullptr;
+    const cudaError_t ended = cudaStreamEndCapture(stream_, &graph);
+    if (status != CUBLAS_STATUS_SUCCESS) {
+      if (graph != nullptr) cudaGraphDestroy(graph);
+      cudaGetLastError();  // what a refused launch may have left
+      return nullptr;
+    }
+    Check(ended, "capture");
+    cudaGraphExec_t executable = nullptr;
+    Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+    cudaGraphDestroy(graph);
+    return executable;
+  }
+
+  /// Median microseconds of a launch. Replays are queued one after the other, so the device does
+  /// not idle between them.
+  double Median(cudaGraphExec_t graph, double warm_up_seconds, int samples) const {
+    const auto replay = [&](int count) {
+      std::vector<cudaEvent_t> marks(count + 1);
+      for (cudaEvent_t& mark : marks) Check(cudaEventCreate(&mark), "cudaEventCreate");
+      Check(cudaEventRecord(marks[0], stream_), "cudaEventRecord");
+      for (int i = 0; i < count; ++i) {
+        Check(cudaGraphLaunch(graph, stream_), "cudaGraphLaunch");
+        Check(cudaEventRecord(marks[i + 1], stream_), "cudaEventRecord");
+      }
+      Check(cudaEventSynchronize(marks.back()), "replay");
+      std::vector<float> milliseconds(count);
+      for (int i = 0; i < count; ++i)
+        Check(cudaEventElapsedTime(&milliseconds[i], marks[i], marks[i + 1]), "elapsed time");
+      for (const cudaEvent_t mark : marks) cudaEventDestroy(mark);
+      return milliseconds;
+    };
+    const float once = replay(2)[1];  // the first replay uploads the graph
+    const int warm = static_cast<int>(std::ceil(1e3 * warm_up_seconds / once));
+    std::vector<float> timed = replay(warm + samples);
+    timed.erase(timed.begin(), timed.begin() + warm);
+    std::nth_element(timed.begin(), timed.begin() + samples / 2, timed.end());
+    return 1e3 * timed[samples / 2] / static_cast<double>(launches());
+  }
+
+  cublasLtHandle_t handle_;
+  cudaStream_t stream_;
+  Shape shape_;
+  int64_t copies_;
+  Buffer x_, y_, weight_, bias_, workspace_;
+  cublasLtMatmulDesc_t product_ = nullptr;
+  cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, c_ = nullptr;
+  nlohmann::json found_;
+  cudaGraphExec_t best_ = nullptr;
+};
+
+int Main(int argc, char** argv) {
+  bool turns = false;
+  std::vector<std::string> names;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--turns") == 0) {
+      turns = true;
+    } else if (Parse(argv[i])) {
+      names.emplace_back(argv[i]);
+    } else {
+      std::fprintf(stderr,
+                   "unknown argument '%s'; see the head of tests/bench/cublaslt_search.cc\n",
+                   argv[i]);
+      return 1;
+    }
+  }
+  if (!turns && names.empty()) {
+    std::fprintf(stderr, "name a layer, or --turns\n");
+    return 1;
+  }
+  cudaDeviceProp properties;
+  Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+  cudaStream_t stream;
+  Check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  cublasLtHandle_t handle;
+  Check(cublasLtCreate(&handle), "cublasLtCreate");
+  const size_t version = cublasLtGetVersion();
+
+  if (!turns) {
+    for (const std::string& name : names) {
+      const Layer layer(handle, stream, *Parse(name));
+      Answer(nlohmann::json{{"name", name},
+                            {"device", properties.name},
+                            {"cublaslt", version},
+                            {"us", layer.Microseconds()},
+                            {"algorithms_us", layer.found()}});
+    }
+    return 0;
+  }
+  Answer(nlohmann::json{{"ready", {{"device", properties.name}, {"cublaslt", version}}}});
+  std::string prepared;
+  std::unique_ptr<Layer> layer;
+  for (Request request; ReadRequest(&request);) {
+    const std::optional<Shape> shape = Parse(request.name);
+    if (!shape) {
+      Answer(InvalidArgument("'{}' is no linear layer", request.name));
+      continue;
+    }
+    if (!layer || prepared != request.name) {
+      layer.reset();
+      layer = std::make_unique<Layer>(handle, stream, *shape);
+      prepared = request.name;
+    }
+    if (request.verb == "prepare") {
+      Answer(nlohmann::json{{"algorithms_us", layer->found()}});
+    } else if (request.verb == "measure") {
+      Answer(nlohmann::json{{"us", layer->Microseconds()}});
+    } else {
+      Answer(InvalidArgument("unknown request '{}'", request.verb));
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace denoised
+
+int main(int argc, char** argv) { return denoised::Main(argc, argv); }

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands for every program that measure.py starts, in its test: fake_worker.py NAME | --list.
+
+Workers whose name contains "eager" fail to compile, and the op with in:3 refuses; everything else
+answers at once. denoised takes 2, peers 3, with a little more in each round.
+"""
+import json
+import sys
+
+OPS = ["conv/rows:1/size:8/in:256/out:256", "conv/rows:64/size:32/in:3/out:128",
+       "conv_bias_residual_silu/rows:1/size:8/in:256/out:256",
+       "linear/rows:1/tokens:256/in:256/out:768", "attention/rows:1/heads:1/tokens:256/dim:256",
+       "group_norm_silu/rows:1/size:32/channels:128"]
+
+if sys.argv[1] == "--list":
+    print("\n".join(OPS))
+    sys.exit()
+
+name, measured = sys.argv[1], 0
+ours = name.startswith(("denoised", "backend", "clocks-ours", "own"))
+unit = "us" if name.startswith(("ops", "backend", "cublaslt", "clocks")) else "ms"
+print(json.dumps({"ready": {"device": "no device"} if ours else {"torch": "0", "cudnn": 1}}),
+      flush=True)
+for line in sys.stdin:
+    verb, _, what = line.strip().partition(" ")
+    if verb == "measure":
+        measured += 1
+        answer = {unit: (2 if ours else 3) + 0.01 * measured}
+        if ours and unit == "ms":
+            answer["ms_forward"] = 1.9
+    elif verb == "ceilings":
+        answer = {"flop_per_s": 6e14, "bytes_per_s": 4e12}
+    elif verb == "variant":
+        answer = {"us": 250.0, "first_us": 240.0, "last_us": 251.0, "found": {}}
+    elif "in:3/" in what and not ours:
+        answer = {"error": "refused"}
+    elif verb == "prepare" and name.startswith("ops"):
+        answer = {"fastest": "cuDNN", "candidates_us": {"cuDNN": 3.0}, "refused": {}}
+    elif verb == "compile" and what == "eager":
+        answer = {"error": "no eager here"}
+    else:
+        answer = {"flop": 1e9}
+    print(json.dumps(answer), flush=True)

@@ -1,0 +1,598 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the tables of docs/benchmarks.md from the raw figures in docs/benchmarks/*.json.
+
+usage: make_tables.py [--check] [--page=docs/benchmarks.md] [--data=docs/benchmarks]
+
+A table stands between <!-- table: NAME --> and <!-- end -->. --check changes nothing and fails, with
+the difference, if the page is not what the figures make of it. Whether a row reaches its bar is
+decided by unrounded ratios: the median over the rounds of the peer's time over denoised's, for the
+peer that is the fastest. Device, commit, date and versions come from the figures too.
+"""
+import argparse
+import difflib
+import json
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+MODEL_BARS = {"cifar10-32/rows:1": 2.5, "cifar10-32/rows:16": 2.0, "cifar10-32/rows:64": 1.8,
+              "cifar10-32/rows:256": 1.7, "adm-64/rows:1": 2.0, "adm-64/rows:64": 1.5,
+              "celebahq-256/rows:16": 1.75}
+CONV_BAR, FUSED_BAR, LINEAR_BAR, ATTENTION_BAR = 1.0, 1.3, 0.95, 1.0
+NORM_BAR, LAST_LEVEL_CACHE = 0.85, 60 << 20  # of a copy, for images larger than the H200's L2
+PORTABLE_BAR = 0.55
+START_BARS = {"cifar10-32": 3, "adm-64": 6}  # seconds, the first start
+WEIGHTS_BAR = 5  # GB/s
+LOOP_BARS = {"cifar10-32/rows:1": 0.10, "cifar10-32/rows:64": 0.03}
+SATURATION_BAR, P99_BAR, PREVIEW_BAR, OVERHEAD_BAR = 0.97, 0.5, 3, 0.5e-3
+
+
+# ---- Figures
+
+def ours_of(row):
+    """Median of all rounds, in the row's unit."""
+    pairs = [pair for peer in row["peers"].values() for pair in peer["pairs"]]
+    return statistics.median(pair[0] for pair in pairs) if pairs else row.get("us")
+
+
+def ratio_of(peer):
+    return statistics.median(theirs / ours for ours, theirs in peer["pairs"])
+
+
+def best_of(row, labels=None):
+    """(label, the peer's median, ratio) of the fastest peer; None without one."""
+    found = [(ratio_of(peer), label) for label, peer in row["peers"].items()
+             if peer["pairs"] and (labels is None or labels(label))]
+    if not found:
+        return None
+    ratio, label = min(found)
+    return label, statistics.median(pair[1] for pair in row["peers"][label]["pairs"]), ratio
+
+
+def arguments(name):
+    """"conv/rows:64/size:32" → "conv", {"rows": 64, "size": 32}"""
+    op, *rest = name.split("/")
+    return op, {key: int(value) for key, value in (each.split(":") for each in rest)}
+
+
+# ---- How they are written
+
+def number(value, digits=3):
+    """So many significant digits, without an exponent."""
+    if value is None:
+        return "–"
+    places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(0, places)}f}"
+
+
+def times(ratio):
+    return f"{ratio:.2f}×"
+
+
+def percent(share, digits=0):
+    return f"{100 * share:.{digits}f} %".replace("-", "−")
+
+
+def seconds(value):
+    return f"{number(value)} s" if value >= 1 else f"{number(1e3 * value)} ms"
+
+
+def verdict(met):
+    return "" if met is None else "met" if met else "**miss**"
+
+
+def table(heads, rows):
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+
+
+def version_of_cudnn(number_):
+    return f"{number_ // 10000}.{number_ // 100 % 100}.{number_ % 100}"
+
+
+def origin(*contexts):
+    """The line above a table: what was measured where, when and beside what."""
+    lines = []
+    for context in contexts:
+        peers = dict(context.get("peers") or {})
+        if "torch" in peers:
+            peers["torch"] = str(peers["torch"]).split("+")[0]
+        if isinstance(peers.get("cudnn"), int):
+            peers["cudnn"] = version_of_cudnn(peers["cudnn"])
+        names = {"torch": "PyTorch", "cudnn": "cuDNN", "cublaslt": "cuBLASLt",
+                 "cudnn_frontend": "cuDNN frontend"}
+        parts = [context["date"][:10], context.get("device"),
+                 f"commit {context['commit']}" if context.get("commit") else None,
+                 f"driver {context['driver']}" if context.get("driver") else None,
+                 *(f"{names.get(name, name)} {value}" for name, value in peers.items()
+                   if name != "gpu"),
+                 f"{context['rounds']} rounds" if context.get("rounds", 1) > 1 else None,
+                 f"load average {context['load_average']}" if isinstance(
+                     context.get("load_average"), str) else None,
+                 context.get("source")]
+        lines.append("*" + ", ".join(part for part in parts if part) + ".*")
+    return [*dict.fromkeys(lines), ""]
+
+
+def clocks_of(rows):
+    """A line on the GPU's state, of all rows with a log."""
+    logged = [clocks for row in rows for peer in row["peers"].values()
+              for clocks in peer.get("clocks", {}).values()]
+    if not logged:
+        return []
+    low, high = (f(each["sm_mhz"] for each in logged) for f in (min, max))
+    watts, celsius = (max(each[name] for each in logged) for name in ("watts", "celsius"))
+    return ["", f"SM clock {low:.0f} to {high:.0f} MHz, at most {watts:.0f} W and {celsius:.0f} °C "
+                "(medians of a measurement)."]
+
+
+def count_misses(verdicts):
+    judged = [each for each in verdicts if each is not None]
+    missed = judged.count(False)
+    return ["", f"{missed} of {len(judged)} rows miss their bar." if missed
+            else f"All {len(judged)} rows reach their bar."]
+
+
+# ---- Tables, by name. `data` is the name of a file without its extension → its content, or None.
+
+def digits(data):
+    rows, contexts = [], []
+    for name in ("digits", "digits-cpu-2", "digits-cpu-16"):
+        file = data(name)
+        if not file:
+            continue
+        contexts.append(file["context"])
+        device = file["context"]["device"].split(",")[0]
+        threads = file["context"].get("threads")
+        where = f"{device}, {threads} threads" if threads else device
+        what = {"request": "request", "evaluations": "its ten evaluations alone"}
+        for row in file["rows"]:
+            for label, peer in row["peers"].items():
+                if peer["pairs"]:
+                    theirs = statistics.median(pair[1] for pair in peer["pairs"])
+                    rows.append([where, what[row["name"]],
+                                 seconds(1e-3 * statistics.median(p[0] for p in peer["pairs"])),
+                                 seconds(1e-3 * theirs), label, times(ratio_of(peer))])
+    return origin(*contexts) + table(
+        ["Device", "16 digits", "denoised", "PyTorch", "as", "Ratio"], rows)
+
+
+def models(data):
+    file = data("models")
+    rows, verdicts, last = [], [], None
+    for row in file["rows"]:
+        model, count = row["name"].split("/rows:")
+        best = best_of(row)
+        if not best:
+            continue
+        label, theirs, ratio = best
+        bar = MODEL_BARS.get(row["name"])
+        verdicts.append(ratio >= bar if bar else None)
+        others = "; ".join(f"{other} {number(statistics.median(p[1] for p in peer['pairs']))}"
+                           for other, peer in row["peers"].items()
+                           if other != label and peer["pairs"])
+        rows.append(["" if model == last else model, count, f"{number(ours_of(row))} ms",
+                     number(row["ours"]["flop"] / ours_of(row) * 1e-9), f"{number(theirs)} ms",
+                     label + (f" ({others})" if others else ""), times(ratio),
+                     f"{bar}×" if bar else "", verdict(verdicts[-1])])
+        last = model
+    return (origin(file["context"]) +
+            table(["Model", "Rows", "denoised", "TFLOP/s", "PyTorch", "as (other ways, ms)", "Ratio",
+                   "Bar", ""], rows) + count_misses(verdicts) + clocks_of(file["rows"]))
+
+
+def memory(data):
+    rows = []
+    for row in data("models")["rows"]:
+        best = best_of(row)
+        details = row["peers"][best[0]].get("details", {}) if best else {}
+        if "MiB_device" in row["ours"] and "MiB_reserved" in details:
+            rows.append([row["name"].replace("/rows:", ", "), f"{row['ours']['MiB_device']:.0f} MiB",
+                         f"{details['MiB_allocated']} MiB", f"{details['MiB_reserved']} MiB"])
+    return table(["Model, rows", "denoised", "PyTorch, allocated", "PyTorch, reserved"], rows)
+
+
+def loop(data):
+    rows, verdicts = [], []
+    for row in data("models")["rows"]:
+        alone = [ms for peer in row["peers"].values()
+                 for ms in peer.get("extra", {}).get("ours", {}).get("ms_forward", [])]
+        if not alone:
+            continue
+        forward, whole = statistics.median(alone), ours_of(row)
+        more, bar = whole / forward - 1, LOOP_BARS.get(row["name"])
+        verdicts.append(more <= bar if bar else None)
+        rows.append([*row["name"].split("/rows:"), f"{number(forward, 4)} ms",
+                     f"{number(whole, 4)} ms", percent(more, 1), f"≤ {percent(bar)}" if bar else "",
+                     verdict(verdicts[-1])])
+    return table(["Model", "Rows", "Model alone", "Evaluation", "More", "Bar", ""], rows)
+
+
+def convolutions(data):
+    file = data("ops")
+    by_name = {row["name"]: row for row in file["rows"]}
+    rows, verdicts = [], []
+    for row in file["rows"]:
+        op, shape = arguments(row["name"])
+        best = best_of(row)
+        if op != "conv" or not best:
+            continue
+        label, theirs, ratio = best
+        bare = ratio >= CONV_BAR
+        cells = [f"[{shape['rows']}, {shape['size']}, {shape['in']}, {shape['out']}]",
+                 f"{number(ours_of(row))} ({number(row['ours']['flop'] / ours_of(row) * 1e-6)})",
+                 number(theirs), times(ratio)]
+        fused = by_name.get(row["name"].replace("conv/", "conv_bias_residual_silu/"))
+        best = fused and best_of(fused)
+        met = bare
+        if best:
+            met = bare and best[2] >= FUSED_BAR
+            cells += [number(ours_of(fused)), number(best[1]), best[0], times(best[2])]
+        else:
+            cells += [""] * 4
+        verdicts.append(met)
+        rows.append([*cells, verdict(met)])
+    return (origin(file["context"]) + table(
+        ["[images, edge, channels, outputs]", "denoised", "cuDNN", "Ratio", "fused: denoised",
+         "peer", "as", "Ratio", ""], rows) + count_misses(verdicts) + clocks_of(file["rows"]))
+
+
+def other_convolutions(data):
+    file = data("ops")
+    kinds = {"conv_shortcut": "with a 1×1 shortcut from {shortcut} channels",
+             "conv_down": "stride 2", "conv_up": "doubled before (nine taps counted)"}
+    rows = []
+    for row in file["rows"]:
+        op, shape = arguments(row["name"])
+        best = best_of(row)
+        if op not in kinds or not best:
+            continue
+        rows.append([f"[{shape['rows']}, {shape['size']}, {shape['in']}, {shape['out']}], " +
+                     kinds[op].format(**shape), number(ours_of(row)), number(best[1]), best[0],
+                     times(best[2]), verdict(best[2] >= CONV_BAR)])
+    return table(["Convolution", "denoised", "peer", "as", "Ratio", ""], rows)
+
+
+def linears(data):
+    file = data("ops")
+    rows, verdicts = [], []
+    for row in file["rows"]:
+        op, shape = arguments(row["name"])
+        best = best_of(row)
+        if op != "linear" or not best:
+            continue
+        verdicts.append(best[2] >= LINEAR_BAR)
+        tried = row.get("cublaslt", {}).get("algorithms_us")
+        rows.append([f"{shape['rows'] * shape['tokens']} × {shape['in']} → {shape['out']}",
+                     f"{number(ours_of(row))} ({number(row['ours']['flop'] / ours_of(row) * 1e-6)})",
+                     number(best[1]), best[0] + (f", best of {len(tried)}" if tried and
+                                                 best[0] == "cuBLASLt" else ""),
+                     times(best[2]), verdict(verdicts[-1])])
+    return table(["Rows × inputs → outputs", "denoised", "peer", "as", "Ratio", ""],
+                 rows) + count_misses(verdicts)
+
+
+def attentions(data):
+    file = data("ops")
+    rows, verdicts = [], []
+    for row in file["rows"]:
+        op, shape = arguments(row["name"])
+        best = best_of(row)
+        if op != "attention" or not best:
+            continue
+        verdicts.append(best[2] >= ATTENTION_BAR)
+        rows.append([f"[{shape['rows']}, {shape['heads']}, {shape['tokens']}, {shape['dim']}]",
+                     f"{number(ours_of(row))} ({number(row['ours']['flop'] / ours_of(row) * 1e-6)})",
+                     number(best[1]), best[0], times(best[2]), verdict(verdicts[-1])])
+    return table(["[images, heads, tokens, dim]", "denoised", "PyTorch", "as", "Ratio", ""],
+                 rows) + count_misses(verdicts)
+
+
+def group_norms(data):
+    file = data("ops")
+    copy = file["ceilings"]["bytes_per_s"]
+    rows, verdicts = [], []
+    for row in file["rows"]:
+        op, shape = arguments(row["name"])
+        best = best_of(row)
+        if op != "group_norm_silu" or not best:
+            continue
+        us, size = ours_of(row), row["ours"]["bytes"]
+        share = size / us * 1e6 / copy
+        judged = size / 2 > LAST_LEVEL_CACHE
+        verdicts.append(share >= NORM_BAR if judged else None)
+        least = row.get("survey", {}).get("candidates_us", {}).get("pass")
+        rows.append([f"[{shape['rows']}, {shape['size']}, {shape['channels']}]",
+                     f"{size / 2 / (1 << 20):.0f}", number(us), percent(share, 1),
+                     percent(least / us) if least else "–", f"{number(best[1])} {best[0]}",
+                     times(best[2]), verdict(verdicts[-1])])
+    return table(["[images, edge, channels]", "MiB", "denoised", "Of the copy", "Of a pass",
+                  "PyTorch", "Ratio", ""], rows) + count_misses(verdicts)
+
+
+def ceilings(data):
+    file = data("ops")
+    found = [(name, file[key]) for key, name in (
+        ("ceilings_before", "before"), ("ceilings", "during"), ("ceilings_after", "after"))
+        if key in file and "error" not in file[key]]
+    return table(["Measured", "GEMM of 8192³", "Copy of 1 GiB"], [
+        [name, f"{number(each['flop_per_s'] * 1e-12)} TFLOP/s",
+         f"{number(each['bytes_per_s'] * 1e-12)} TB/s"] for name, each in found])
+
+
+def clocks(data):
+    file = data("clocks")
+    if not file:
+        return ["Not measured yet."]
+    rows = []
+    for row in file["rows"]:
+        done = [each for each in row["rounds"] if "us" in each]
+        if not done:
+            rows.append([row["name"], "refused", "", ""])
+            continue
+        logged = [each["clocks"] for each in done if each.get("clocks")]
+        rows.append([row["name"], number(statistics.median(each["us"] for each in done)),
+                     f"{statistics.median(c['sm_mhz'] for c in logged):.0f} MHz" if logged else "–",
+                     f"{statistics.median(c['watts'] for c in logged):.0f} W" if logged else "–"])
+    return origin(file["context"]) + table(
+        ["cuDNN, unless denoised is named", "µs", "SM clock", "Power"], rows)
+
+
+def portable(data):
+    file = data("portable")
+    rows, verdicts = [], []
+    for row in file["rows"]:
+        ratio = ratio_of(row["peers"]["generic"])
+        verdicts.append(1 / ratio >= PORTABLE_BAR)
+        generic = statistics.median(pair[1] for pair in row["peers"]["generic"]["pairs"])
+        rows.append([*row["name"].split("/rows:"), f"{number(ours_of(row))} ms",
+                     f"{number(generic)} ms", percent(1 / ratio, 1), verdict(verdicts[-1])])
+    return (origin(file["context"]) +
+            table(["Model", "Rows", "For Hopper", "For every GPU", "Speed kept", ""], rows) +
+            count_misses(verdicts))
+
+
+def start(data):
+    file = data("start")
+    rows = []
+    for each in file["figures"]["start"]:
+        if each["max_rows"] != 0:
+            continue
+        first, *later = [run["serving_seconds"] for run in each["runs"]]
+        bar = START_BARS[each["model"]]
+        rows.append([f"{each['model']}, {each['weights_bytes'] >> 20} MiB of weights",
+                     f"{first:.2f} s", f"≤ {bar} s", verdict(first <= bar),
+                     f"{statistics.median(later):.2f} s" if later else "–"])
+    return origin(file["context"]) + table(
+        ["Model", "First start", "Bar", "", "Later starts"], rows)
+
+
+def weights(data):
+    file = data("weights")
+    rows = []
+    for model in dict.fromkeys(row["model"] for row in file["rows"]):
+        some = [row for row in file["rows"] if row["model"] == model]
+        rates = [row.get("gb_per_s") or 1e-9 * row["bytes"] / row["seconds"] for row in some]
+        rows.append([model, f"{1e-6 * some[0]['bytes']:.0f} MB",
+                     ", ".join(f"{rate:.1f}" for rate in rates),
+                     f"≥ {WEIGHTS_BAR}", verdict(statistics.median(rates) >= WEIGHTS_BAR)])
+    return origin(file["context"]) + table(["Model", "Weights", "GB/s", "Bar", ""], rows)
+
+
+def two_models(data):
+    file = data("two-models")
+    rows = [[row["name"].split("rows:")[1].split("/")[0], f"{number(row['ms_alone'])} ms",
+             f"{number(row['real_time'])} ms", times(row["shares"])] for row in file["rows"]]
+    return origin(file["context"]) + table(
+        ["Rows of each", "Evaluation alone", "Of each, both at a time", "Gain over taking turns"],
+        rows)
+
+
+def engine(data):
+    file = data("engine")
+    rows = []
+    for one in file["rows"]:
+        if one["models"] != 1:
+            continue
+        two = next((row for row in file["rows"] if row["models"] == 2 and
+                    row["rows"] == one["rows"] and row["previews"] == one["previews"]), None)
+        rows.append([f"{one['rows']}{', previews of every evaluation' if one['previews'] else ''}",
+                     f"{number(one['device_ms_per_evaluation'])} ms",
+                     f"{number(one['ms_per_evaluation'])} ms",
+                     f"{number(two['ms_per_evaluation'])} ms" if two else "",
+                     times(one["ms_per_evaluation"] / two["ms_per_evaluation"]) if two else ""])
+    return origin(file["context"]) + table(
+        ["Rows", "One model: device", "One model: wall clock", "Two models: wall clock", "Gain"],
+        rows)
+
+
+def splits(data):
+    file = data("splits")
+    evaluations = {row["name"]: ours_of(row) for row in data("models")["rows"]}
+    rows = []
+    for row in file["rows"]:
+        model = Path(row["config"]).parent.name
+        evaluation = evaluations.get(f"{model}/rows:{row['rows']}")
+        lost = row["ms_by_shape"] - row["ms_any"]
+        rows.append([model, row["rows"], f"{number(row['ms_by_shape'], 4)} ms",
+                     f"{number(row['ms_any'], 4)} ms", percent(lost / row["ms_any"], 1),
+                     percent(lost / evaluation, 1) if evaluation else "–"])
+    return origin(file["context"]) + table(
+        ["Model", "Rows", "By shape", "Any", "Cost", "Of an evaluation"], rows)
+
+
+def saturation_rows(figures, where):
+    bare = statistics.median(figures["engine_images_per_second"])
+    served = statistics.median(figures["server_images_per_second"])
+    return [[f"Images/s at saturation, {where}", f"≥ {percent(SATURATION_BAR)} of the engine's",
+             f"{percent(served / bare, 1)}: {number(served, 4)} of {number(bare, 4)}",
+             verdict(served / bare >= SATURATION_BAR)]]
+
+
+def storm_rows(figures, where):
+    return [[f"{figures['cancelled']:,} requests cancelled at random moments, {where}",
+             "nothing left behind", f"{figures['left_inside']:.0f} images left",
+             verdict(figures["left_inside"] == 0 and figures["cancelled"] >= 10_000)],
+            [f"{figures['compared']} of the {figures['survived']:,} survivors, drawn again by an idle "
+             "server", "equal bytes", f"{figures['differ']} differ",
+             verdict(figures["differ"] == 0)]]
+
+
+def serving(data):
+    gpu, cpu, storm = data("serving"), data("serving-cpu"), data("serving-storm")
+    rows = saturation_rows(gpu["figures"]["saturation"], "GPU")
+    batching = gpu["figures"]["batching"]
+    step, request = batching["step"], batching["request"]
+    p99 = [mode["latency_seconds"]["p99"] for mode in (step, request)]
+    p50 = [mode["latency_seconds"]["p50"] for mode in (step, request)]
+    rate = [mode["images_per_second"] for mode in (step, request)]
+    rows += [["Batching by step over batching by request, 80 % load: p99", f"≤ {P99_BAR}",
+              f"{p99[0] / p99[1]:.2f}: {seconds(p99[0])} of {seconds(p99[1])} (p50 "
+              f"{seconds(p50[0])} and {seconds(p50[1])})", verdict(p99[0] <= P99_BAR * p99[1])],
+             ["the same: images/s", "≥ 1", f"{rate[0] / rate[1]:.2f}: {number(rate[0])} and "
+              f"{number(rate[1])}", verdict(rate[0] >= rate[1])],
+             ["the same: first preview after the queue", f"< {PREVIEW_BAR} evaluations",
+              f"{batching['first_preview_evaluations']:.1f}",
+              verdict(batching["first_preview_evaluations"] < PREVIEW_BAR)]]
+    rows += storm_rows(storm["figures"]["storm"], "GPU")
+    figures = cpu["figures"]
+    rows += saturation_rows(figures["saturation"], "CPU backend")
+    spent = figures["overhead"]
+    extra = spent.get("extra_seconds", spent["server_cpu_seconds"] + spent["client_cpu_seconds"] -
+                      spent["engine_cpu_seconds"])
+    rows += [["CPU time of a unary request of one step: server + client − engine alone",
+              f"≤ {seconds(OVERHEAD_BAR)}", f"{seconds(extra)} = "
+              f"{1e3 * spent['server_cpu_seconds']:.2f} + {1e3 * spent['client_cpu_seconds']:.2f} − "
+              f"{1e3 * spent['engine_cpu_seconds']:.2f}", verdict(extra <= OVERHEAD_BAR)],
+             ["1,000 streams at any time, with previews", "no error",
+              f"{figures['streams']['succeeded']:,} requests, {figures['streams']['failed']} failed",
+              verdict(figures["streams"]["failed"] == 0)]]
+    rows += storm_rows(figures["storm"], "CPU backend")
+    soak = figures["soak"]
+    rows += [[f"Soak: {soak['minutes']} minutes with 64 requests in flight",
+              "no error, memory flat within 3 standard errors",
+              f"{soak['images']:,} images, {soak['failed']} failed; {soak['kib_per_minute']:+.1f} ± "
+              f"{soak['error']:.1f} KiB a minute",
+              verdict(soak["failed"] == 0 and abs(soak["kib_per_minute"]) <= 3 * soak["error"])]]
+    return origin(gpu["context"], storm["context"], cpu["context"]) + table(
+        ["Benchmark", "Bar", "Measured", ""], rows)
+
+
+def scheduling(data):
+    file = data("scheduling")
+    rows = []
+    for each in file["comparisons"]:
+        step, request = each["step"], each["request"]
+        head = f"80 % of what {each['capacity_of']} batching can do"
+        for name, mode in (("step", step), ("request", request)):
+            rows.append([head, name, seconds(mode["p50_seconds"]), seconds(mode["p99_seconds"]),
+                         number(mode["images_per_second"]),
+                         f"{mode['first_preview_p50_evaluations']:.1f} / "
+                         f"{mode['first_preview_p99_evaluations']:.1f} evaluations"])
+            head = ""
+        rows.append(["", "step ÷ request",
+                     *(f"{step[key] / request[key]:.2f}" for key in
+                       ("p50_seconds", "p99_seconds", "images_per_second")), ""])
+    return origin(file["context"]) + table(
+        ["Arrivals", "Batching", "p50", "p99", "Images/s", "First preview, p50 / p99"], rows)
+
+
+def scheduling_host(data):
+    file = data("scheduling")
+    return table(["Requests waiting", *(f"{each['waiting']:,}" for each in file["host"])],
+                 [["Host time of an evaluation, median",
+                   *(f"{each['host_us']:.0f} µs" for each in file["host"])]])
+
+
+def fake_engine(data):
+    file = data("serving-fake-engine")
+    return origin(file["context"]) + table(["What", "Figure"], [
+        [row["what"], row["figure"]] for row in file["rows"]])
+
+
+def headline(data):
+    rows = []
+    file = data("digits")
+    best = min((ratio_of(peer), label) for row in file["rows"] if row["name"] == "request"
+               for label, peer in row["peers"].items() if peer["pairs"])
+    rows.append(["16 guided digits, a whole request, GPU", f"{best[1]}, sampling alone",
+                 times(best[0])])
+    for row in file["rows"]:
+        if row["name"] == "evaluations":
+            label, _, ratio = best_of(row)
+            rows.append(["their ten evaluations", label, times(ratio)])
+    ratios = [best_of(row)[2] for row in data("models")["rows"] if best_of(row)]
+    rows.append([f"One evaluation of a UNet, {len(ratios)} combinations of model and rows",
+                 "PyTorch's fastest", f"{times(min(ratios))} to {times(max(ratios))}"])
+    for op, what, peer in (("conv", "3×3 convolutions", "cuDNN"),
+                           ("conv_bias_residual_silu", "3×3 convolutions with bias, residual and SiLU",
+                            "cuDNN and what follows"),
+                           ("linear", "linear layers", "cuBLAS and cuBLASLt"),
+                           ("attention", "attention", "the best of SDPA")):
+        ratios = [best_of(row)[2] for row in data("ops")["rows"]
+                  if arguments(row["name"])[0] == op and best_of(row)]
+        rows.append([f"{what}, {len(ratios)} shapes", peer,
+                     f"{times(min(ratios))} to {times(max(ratios))}, median "
+                     f"{times(statistics.median(ratios))}"])
+    return table(["What", "Beside", "denoised is faster by"], rows)
+
+
+TABLES = {"headline": headline, "digits": digits, "models": models, "memory": memory, "loop": loop,
+          "convolutions": convolutions, "other-convolutions": other_convolutions,
+          "linears": linears, "attentions": attentions, "group-norms": group_norms,
+          "ceilings": ceilings, "clocks": clocks, "portable": portable, "start": start,
+          "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
+          "serving": serving, "scheduling": scheduling, "scheduling-host": scheduling_host,
+          "fake-engine": fake_engine}
+
+
+def made(page, folder):
+    """The page with its tables made anew."""
+    read = {}
+
+    def data(name):
+        if name not in read:
+            path = folder / f"{name}.json"
+            read[name] = json.loads(path.read_text()) if path.exists() else None
+        return read[name]
+
+    def fill(match):
+        name = match[2]
+        if name not in TABLES:
+            sys.exit(f"there is no table '{name}'; known: {', '.join(TABLES)}")
+        return match[1] + "\n".join(["", *TABLES[name](data), "", ""]) + match[3]
+
+    return MARKED.sub(fill, page)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/benchmarks.md")
+    parser.add_argument("--data", type=Path, default=ROOT / "docs/benchmarks")
+    args = parser.parse_args()
+    page = args.page.read_text()
+    missing = [name for name in TABLES if f"<!-- table: {name} -->" not in page]
+    if missing:
+        sys.exit(f"{args.page} lacks the tables {', '.join(missing)}")
+    new = made(page, args.data)
+    if page == new:
+        return 0
+    if not args.check:
+        args.page.write_text(new)
+        return 0
+    sys.stderr.writelines(difflib.unified_diff(page.splitlines(True), new.splitlines(True),
+                                               str(args.page), "what the figures make of it", n=1))
+    print(f"{args.page} differs from the figures in {args.data}: run tests/bench/make_tables.py",
+          file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

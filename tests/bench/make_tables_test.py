@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""make_tables.py: the page is what the figures make of it, and a difference or a miss is seen."""
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent.parent / "docs"
+
+sys.path.insert(0, str(HERE))
+import make_tables
+
+
+def run(*flags):
+    return subprocess.run([sys.executable, HERE / "make_tables.py", *flags], capture_output=True,
+                          text=True, check=False)
+
+
+class PageTest(unittest.TestCase):
+    def test_the_page_is_what_the_figures_make_of_it(self):
+        done = run("--check")
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_every_file_of_figures_says_where_it_comes_from(self):
+        for path in (DOCS / "benchmarks").glob("*.json"):
+            figures = json.loads(path.read_text())
+            if "context" in figures:  # the others are older than this format
+                self.assertRegex(figures["context"]["date"], r"^\d{4}-\d\d-\d\d", path.name)
+                self.assertTrue(figures["context"]["device"], path.name)
+
+
+class DifferenceTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, self.folder)
+        self.page, self.data = self.folder / "page.md", self.folder / "data"
+        shutil.copy(DOCS / "benchmarks.md", self.page)
+        shutil.copytree(DOCS / "benchmarks", self.data)
+
+    def check(self):
+        return run("--check", f"--page={self.page}", f"--data={self.data}")
+
+    def remake(self):
+        done = run(f"--page={self.page}", f"--data={self.data}")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return self.page.read_text()
+
+    def change(self, name, change):
+        path = self.data / f"{name}.json"
+        figures = json.loads(path.read_text())
+        change(figures)
+        path.write_text(json.dumps(figures))
+
+    def test_a_cell_changed_by_hand_is_seen(self):
+        text = self.page.read_text()
+        row = re.search(r"^\| cifar10-32 \| 1 \|.*$", text, re.MULTILINE)[0]
+        self.page.write_text(text.replace(row, re.sub(r"[\d.]+×", "9.99×", row, count=1), 1))
+        done = self.check()
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(row, done.stderr)
+
+    def test_a_figure_changed_in_the_json_is_seen(self):
+        def slower(figures):
+            for peer in figures["rows"][0]["peers"].values():
+                peer["pairs"] = [[2 * ours, theirs] for ours, theirs in peer["pairs"]]
+
+        self.change("models", slower)
+        self.assertEqual(self.check().returncode, 1)
+        self.remake()
+        self.assertEqual(self.check().returncode, 0)
+
+    def test_a_table_that_was_removed_is_seen(self):
+        self.page.write_text(self.page.read_text().replace("<!-- table: linears -->", ""))
+        done = self.check()
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("linears", done.stderr)
+
+    def test_the_unrounded_ratio_decides_and_a_miss_is_marked(self):
+        def almost(figures):
+            row = figures["rows"][0]  # 2.4996× is written 2.50×, its bar
+            row["peers"] = {"torch.compile, one graph": {"pairs": [[1.0, 2.4996]] * 3}}
+
+        self.change("models", almost)
+        row = re.search(r"^\| cifar10-32 \| 1 \|.*$", self.remake(), re.MULTILINE)[0]
+        self.assertIn("2.50×", row)
+        self.assertIn("**miss**", row)
+        self.assertRegex(self.page.read_text(), r"\d of 7 rows miss their bar")
+
+
+class RatioTest(unittest.TestCase):
+    def test_the_median_of_the_rounds_and_the_fastest_peer(self):
+        row = {"name": "x", "peers": {
+            "slow": {"pairs": [[1.0, 9.0]]},
+            "fast": {"pairs": [[1.0, 2.0], [1.0, 8.0], [2.0, 6.0]]},
+            "failed": {"pairs": []}}}
+        self.assertEqual(make_tables.best_of(row), ("fast", 6.0, 3.0))
+        self.assertIsNone(make_tables.best_of({"peers": {"failed": {"pairs": []}}}))
+
+    def test_numbers_keep_their_digits(self):
+        self.assertEqual([make_tables.number(value) for value in (0.35671, 6.0, 26.04, 1820, 0)],
+                         ["0.357", "6.00", "26.0", "1820", "0"])
+
+
+if __name__ == "__main__":
+    unittest.main()

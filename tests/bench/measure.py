@@ -1,0 +1,660 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Measures denoised beside its peers on one GPU, in turns, and writes the raw figures as JSON.
+
+  tests/bench/measure.py [options] TOPIC...
+
+  models   evaluations of UNets beside torch.compile, its forward captured in one CUDA graph; then,
+           as far as time allows, beside torch.compile with mode max-autotune
+  digits   16 guided digits: whole requests and their evaluations beside PyTorch; also on a CPU
+  ops      single ops beside cuDNN, cuBLAS, cuBLASLt, SDPA and torch.compile
+  clocks   one convolution of cuDNN, timed in several ways: after rest and after work, on zeros, …
+  portable the kernels for every GPU beside those for Hopper
+  system   start, loading of weights, two models at a time, splits, serving: denoised alone
+
+Each topic writes OUT/TOPIC.json as it goes, so that what was measured before --seconds ran out is
+kept. docs/benchmarks/ holds such files; make_tables.py makes the tables of docs/benchmarks.md.
+
+A row is measured in rounds: denoised, peer, denoised, peer, … A ratio is the median over the rounds
+of the peer's time over denoised's. Compiling comes first, in processes side by side; nothing else
+runs while one measures. SM clock, power and temperature are logged meanwhile (nvidia-smi).
+
+Needs Python with PyTorch for CUDA and, for models and digits, diffusers; for ops also
+nvidia-cudnn-frontend, without which cuDNN is what PyTorch takes of it. Build first:
+scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise denoised-bench backend-throughput \\
+cublaslt-search splits-bench engine-throughput synthetic-model"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from turns import GpuLog, Worker, alternate
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CONFIGS = ROOT / "tests/models/configs"
+MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
+# Where max-autotune has been faster than torch.compile as it is. It takes two to five minutes.
+AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256"
+DIGITS, DIGIT_STEPS = 16, 10
+LOCK = pathlib.Path(tempfile.gettempdir()) / "denoised-bench.lock"
+START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 120  # that a worker may take
+
+
+def shapes_of(text):
+    """"cifar10-32:1:16,adm-64:1" → [("cifar10-32", 1), …]"""
+    shapes = []
+    for each in filter(None, text.split(",")):
+        model, *rows = each.split(":")
+        if not rows or not all(number.isdigit() and int(number) > 0 for number in rows):
+            raise argparse.ArgumentTypeError(
+                f"'{each}': name the rows of an evaluation as well, as in {model}:1:16")
+        shapes += [(model, int(number)) for number in rows]
+    return shapes
+
+
+class Session:
+    def __init__(self, args):
+        self.args, self.out = args, args.out
+        self.begin = time.monotonic()
+        self.log = GpuLog()
+        self.workers = []
+        self.out.mkdir(parents=True, exist_ok=True)
+
+    def left(self):
+        return self.args.seconds - (time.monotonic() - self.begin)
+
+    def say(self, text):
+        print(f"[{time.monotonic() - self.begin:5.0f} s] {text}", flush=True)
+
+    def program(self, name, folder="tests/bench"):
+        path = self.args.build / folder / name
+        return path if path.exists() else self.args.build / name
+
+    def start(self, name, command, **environment):
+        if self.args.fake:
+            command = [sys.executable, self.args.fake, name]
+        worker = Worker(name, command, self.out / "workers.log", os.environ | environment)
+        self.workers.append(worker)
+        return worker
+
+    def python(self, name, script, *flags, **environment):
+        return self.start(name, [self.args.python, ROOT / "tests" / script, *flags], **environment)
+
+    def stop(self, *workers):
+        for worker in workers:
+            worker.close()
+            if worker in self.workers:
+                self.workers.remove(worker)
+
+    def context(self, ours, peer):
+        """Of a topic's file. `ours` and `peer` are what workers said when they started."""
+        def text_of(*command):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                return subprocess.run(command, capture_output=True, text=True, check=True,
+                                      timeout=20, cwd=ROOT).stdout.strip().splitlines()[0]
+            return None
+
+        return {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": self.args.commit or text_of("git", "rev-parse", "--short", "HEAD"),
+            "command": " ".join(["tests/bench/measure.py", *self.args.shown]),
+            "device": ours.get("device"),
+            "driver": text_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "cores": os.cpu_count(),
+            "load_average": os.getloadavg()[0],
+            "rounds": self.args.rounds,
+            "peers": {name: value for name, value in peer.items() if value is not None},
+        }
+
+    def write(self, topic, content):
+        path = self.out / f"{topic}.json"
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(content, indent=1) + "\n")
+        new.replace(path)
+
+    def close(self):
+        self.stop(*list(self.workers))
+        self.log.close()
+
+
+def ready(worker, seconds):
+    """What the worker says when it has started, {} after an error."""
+    return worker.answer(seconds).get("ready", {})
+
+
+def shown_ratio(result, unit):
+    pairs = result["pairs"]
+    if not pairs:
+        return f"failed: {result.get('error')}"
+    ours, peers = (statistics.median(side) for side in zip(*pairs))
+    ratio = statistics.median(peer / our for our, peer in pairs)
+    return f"{ours:.4g} {unit}, peer {peers:.4g}, {ratio:.3f}"
+
+
+def models(session):
+    args = session.args
+    shapes = args.models
+    threads = max(1, (os.cpu_count() or 1) // max(1, len(shapes)))
+    limits = {"TORCHINDUCTOR_COMPILE_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
+
+    def start_peers(some, way):
+        return {shape: session.python(f"{shape[0]}-{shape[1]}-{way}", "bench/peer_model.py",
+                                      f"--model={shape[0]}", f"--rows={shape[1]}", f"--way={way}",
+                                      f"--device={args.device}", **limits) for shape in some}
+
+    peers = start_peers(shapes, "compile")
+    ours = {model: session.start(
+        f"denoised-{model}", [session.program("denoised-bench"), f"--device={args.device}",
+                              f"--config={CONFIGS / model / 'config.json'}", "--turns"])
+        for model in dict.fromkeys(model for model, _ in shapes)}
+    our_ready = [ready(worker, START_SECONDS) for worker in ours.values()][0]
+    peer_ready = {}
+    for worker in peers.values():
+        peer_ready = ready(worker, START_SECONDS) or peer_ready
+        worker.send("compile")
+    rows = {shape: {"name": f"{shape[0]}/rows:{shape[1]}", "unit": "ms", "peers": {},
+                    "left_out": {}} for shape in shapes}
+    content = {"context": session.context(our_ready, peer_ready), "rows": list(rows.values())}
+    session.say("denoised measures its kernels")
+    for (model, count), row in rows.items():
+        row["ours"] = ours[model].ask("prepare", f"rows:{count}", PREPARE_SECONDS)
+
+    def run(peer, shape, label):
+        """The peer's first run, then both in turns."""
+        row, (model, count) = rows[shape], shape
+        details = peer.ask("prepare", "", min(PREPARE_SECONDS, session.left()))
+        if "error" in details:
+            row["left_out"][label] = details["error"]
+            session.say(f"{row['name']}, {label}: {details['error']}")
+            return
+        result = alternate((ours[model], f"rows:{count}"), (peer, ""), args.rounds, session.log,
+                           MEASURE_SECONDS)
+        row["peers"][label] = result | {"details": details}
+        session.say(f"{row['name']}, {label}: {shown_ratio(result, 'ms')}")
+
+    def measure(some, label, seconds_to_compile):
+        end = time.monotonic() + seconds_to_compile
+        compiled = {}
+        for shape, peer in some.items():
+            compiled[shape] = peer.answer(end - time.monotonic())
+        session.say(f"compiled: {label}")
+        for shape, peer in some.items():
+            if "error" in compiled[shape]:
+                rows[shape]["left_out"][label] = compiled[shape]["error"]
+                session.say(f"{rows[shape]['name']}, {label}: {compiled[shape]['error']}")
+            elif session.left() < 15:
+                rows[shape]["left_out"][label] = "no time left"
+            else:
+                run(peer, shape, label)
+            session.stop(peer)
+            session.write("models", content)
+
+    measure(peers, "torch.compile, one graph", max(30, session.left() - 120))
+    if args.max_autotune:
+        if session.left() < 60:
+            session.say("no time for max-autotune")
+        else:
+            wanted = [shape for shape in args.max_autotune if shape in rows]
+            threads = max(1, (os.cpu_count() or 1) // max(1, len(wanted)))
+            limits["TORCHINDUCTOR_COMPILE_THREADS"] = f"{threads}"
+            tuned = start_peers(wanted, "max-autotune")
+            for peer in tuned.values():
+                ready(peer, START_SECONDS)
+                peer.send("compile")
+            measure(tuned, "max-autotune, one graph", session.left() - 25 * len(tuned) - 10)
+    session.stop(*ours.values())
+
+
+class Requests:
+    """Whole requests at a server as a worker: "measure" is the median of several."""
+
+    def __init__(self, session, server):
+        self.session, self.server, self.seed = session, server, 0
+        self.out = server.options.work
+
+    def ask(self, verb, _name, seconds):
+        times = []
+        for _ in range(self.session.args.requests):
+            self.seed += 1
+            command = [self.server.options.denoise, "generate", "-n", f"{DIGITS}", "--seed",
+                       f"{self.seed}", "--json", "--server", self.server.address,
+                       "-o", self.out / "{index}.png"]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=True,
+                                      timeout=seconds)
+            except (OSError, subprocess.SubprocessError) as error:
+                return {"error": f"{error}: {getattr(error, 'stderr', '')}"[:300]}
+            times.append(total_seconds(done.stdout))
+        return {"ms": 1e3 * statistics.median(times)}
+
+
+def total_seconds(output):
+    """Of `denoise generate --json`: the time that the server tells."""
+    found = []
+
+    def walk(value):
+        if isinstance(value, dict):
+            if isinstance(value.get("total_seconds"), (int, float)):
+                found.append(value["total_seconds"])
+            for each in value.values():
+                walk(each)
+        elif isinstance(value, list):
+            for each in value:
+                walk(each)
+
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):
+            walk(json.loads(line))
+    if not found:
+        with contextlib.suppress(ValueError):
+            walk(json.loads(output))
+    return found[-1]
+
+
+class Repeated:
+    """A worker whose figure is for `times` of what another measures."""
+
+    def __init__(self, worker, times):
+        self.worker, self.times = worker, times
+
+    def ask(self, verb, name, seconds):
+        answer = self.worker.ask(verb, name, seconds)
+        return answer if "error" in answer else {"ms": self.times * answer["ms"]}
+
+
+def digits(session):
+    args = session.args
+    on_gpu = args.device == "cuda"
+    threads = [] if on_gpu else [f"--threads={args.threads}"]
+    environment = {} if on_gpu else {"OMP_NUM_THREADS": f"{args.threads}"}
+    modes = {"eager": "PyTorch eager", "graph": "PyTorch eager, UNet in a graph",
+             "compile": "torch.compile, all in one graph"} if on_gpu else {
+                 "eager": "PyTorch eager", "compile": "torch.compile"}
+    peer = session.python("digits-peer", "reference/torch_mnist_bench.py", "--turns",
+                          f"--device={args.device}", f"--count={DIGITS}",
+                          f"--dtype={'bfloat16' if on_gpu else 'float32'}", *threads, **environment)
+    bench = session.start("denoised-digits", [
+        session.program("denoised-bench"), f"--device={args.device}", "--guided", "--turns",
+        f"--config={ROOT / 'models/mnist-32/unet/config.json'}"], **environment)
+    our_ready, peer_ready = ready(bench, START_SECONDS), ready(peer, START_SECONDS)
+    request = {"name": "request", "unit": "ms", "peers": {}, "left_out": {}}
+    evaluations = {"name": "evaluations", "unit": "ms", "peers": {}, "left_out": {}}
+    context = session.context(our_ready, peer_ready)
+    content = {"context": context | {"threads": None if on_gpu else args.threads},
+               "rows": [request, evaluations]}
+    rows_name = f"rows:{2 * DIGITS}"
+    evaluations["ours"] = bench.ask("prepare", rows_name, PREPARE_SECONDS)
+    topic = "digits" if on_gpu else f"digits-cpu-{args.threads}"
+    for mode in modes:
+        details = peer.ask("compile", mode, max(30, min(300, session.left() - 60)))
+        if "error" not in details:
+            details = peer.ask("prepare", mode, PREPARE_SECONDS)
+        if "error" in details:
+            request["left_out"][modes[mode]] = details["error"]
+            session.say(f"digits, {modes[mode]}: {details['error']}")
+    ready_modes = {mode: label for mode, label in modes.items()
+                   if label not in request["left_out"]}
+    with server_for(session, environment) as server:
+        requests = Requests(session, server) if server else bench
+        requests.ask("warm", rows_name, MEASURE_SECONDS)
+        for mode, label in ready_modes.items():
+            result = alternate((requests, rows_name), (peer, mode), args.rounds, session.log,
+                               MEASURE_SECONDS)
+            request["peers"][label] = result
+            session.say(f"16 digits, {label}: {shown_ratio(result, 'ms')}")
+            session.write(topic, content)
+    last = list(ready_modes)[-1:] if on_gpu else []
+    for mode in last:
+        result = alternate((Repeated(bench, DIGIT_STEPS), rows_name), (peer, mode), args.rounds,
+                           session.log, MEASURE_SECONDS)
+        evaluations["peers"][modes[mode]] = result
+        session.say(f"their {DIGIT_STEPS} evaluations, {modes[mode]}: {shown_ratio(result, 'ms')}")
+    session.write(topic, content)
+    session.stop(peer, bench)
+
+
+@contextlib.contextmanager
+def server_for(session, environment):
+    """A server with the digits' model; None in a rehearsal."""
+    if session.args.fake:
+        yield None
+        return
+    import serving
+
+    with tempfile.TemporaryDirectory(prefix="denoised-digits-") as work:
+        options = argparse.Namespace(
+            denoised=session.program("denoised", "server"),
+            denoise=session.program("denoise", "client"), work=pathlib.Path(work),
+            device=session.args.device, server_flag=[], client_cores=None, server_cores=None)
+        with serving.Server(options, ROOT / "models/mnist-32", environment=environment) as server:
+            yield server
+
+
+def libraries_of(python):
+    """The environment in which a program finds the cuBLASLt that PyTorch brings, if it brings one."""
+    find = ("import glob, nvidia; "
+            "print([f for p in nvidia.__path__ for f in glob.glob(p + '/*/lib/libcublasLt.so*')][0])")
+    done = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {}
+    folders = [str(pathlib.Path(done.stdout.strip()).parent), os.environ.get("LD_LIBRARY_PATH")]
+    return {"LD_LIBRARY_PATH": ":".join(filter(None, folders))}
+
+
+def ops(session):
+    args = session.args
+    program = [sys.executable, args.fake] if args.fake else [session.program("backend-throughput")]
+    listed = subprocess.run([*program, "--list"], check=True, capture_output=True,
+                            text=True).stdout.split()
+    names = [name for name in listed if args.ops in name]
+    count = min(args.processes, len(names))
+    # An op of a shape goes where the same convolution was searched.
+    shapes = list(dict.fromkeys(name.split("/", 1)[1] for name in names))
+    of_name = {name: shapes.index(name.split("/", 1)[1]) % count for name in names}
+    threads = max(1, (os.cpu_count() or 1) // count)
+    peers = [session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={LOCK}",
+                            f"--search-seconds={args.search_seconds}",
+                            TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
+                            OMP_NUM_THREADS=f"{threads}") for i in range(count)]
+    ours = session.start("backend-throughput", [session.program("backend-throughput"),
+                                                f"--device={args.device}", "--turns"])
+    linear = session.start("cublaslt-search", [session.program("cublaslt-search"), "--turns"],
+                           **libraries_of(args.python))
+    our_ready = ready(ours, START_SECONDS)
+    peer_ready = [ready(peer, START_SECONDS) for peer in peers][0] | {
+        "cublaslt": ready(linear, START_SECONDS).get("cublaslt")}
+    rows = []
+    content = {"context": session.context(our_ready, peer_ready), "rows": rows,
+               "left_out": []}
+    content["ceilings_before"] = peers[0].ask("ceilings", "", MEASURE_SECONDS)
+
+    # Side by side: each worker is sent its next name when it has answered for the last.
+    end = time.monotonic() + min(args.search_phase, session.left() / 2)
+    waiting = [[name for name in names if of_name[name] == i] for i in range(count)]
+    busy, searched = {}, {}
+    while time.monotonic() < end:
+        for i, peer in enumerate(peers):
+            if i not in busy and waiting[i] and not peer.error:
+                busy[i] = waiting[i].pop(0)
+                peer.send("search", busy[i])
+        if not busy:
+            break
+        for i, name in list(busy.items()):
+            if peers[i].error or not peers[i].lines.empty():
+                searched[name] = peers[i].answer(1)
+                del busy[i]
+        time.sleep(0.02)
+    for i, name in busy.items():  # these are nearly done
+        searched[name] = peers[i].answer(args.search_seconds * 4)
+    session.say(f"searched {len(searched)} of {len(names)} ops")
+    content["ceilings"] = peers[0].ask("ceilings", "", MEASURE_SECONDS)
+
+    for name in names:
+        if session.left() < 8:
+            content["left_out"].append(name)
+            continue
+        peer = peers[of_name[name]]
+        row = {"name": name, "unit": "us", "peers": {}, "left_out": {},
+               "searched": searched.get(name)}
+        rows.append(row)
+        row["ours"] = ours.ask("prepare", name, PREPARE_SECONDS)
+        row["survey"] = peer.ask("prepare", name, PREPARE_SECONDS)
+        label = row["survey"].get("fastest")
+        if label:
+            result = alternate((ours, name), (peer, name), args.rounds, session.log,
+                               MEASURE_SECONDS)
+            row["peers"][label] = result
+            session.say(f"{name}, {label}: {shown_ratio(result, 'us')}")
+        else:
+            row["left_out"]["all"] = row["survey"].get("error")
+            session.say(f"{name}: {row['survey'].get('error')}")
+        if name.startswith("linear/"):
+            row["cublaslt"] = linear.ask("prepare", name, PREPARE_SECONDS)
+            result = alternate((ours, name), (linear, name), args.rounds, session.log,
+                               MEASURE_SECONDS)
+            row["peers"]["cuBLASLt"] = result
+            session.say(f"{name}, cuBLASLt: {shown_ratio(result, 'us')}")
+        peer.ask("release", name, MEASURE_SECONDS)
+        session.write("ops", content)
+    content["ceilings_after"] = peers[0].ask("ceilings", "", MEASURE_SECONDS)
+    session.write("ops", content)
+    session.stop(ours, linear, *peers)
+
+
+# Each differs from the first in one thing.
+STEADY = {"copies": 2, "warm": 1}
+CLOCK_VARIANTS = {
+    "as the ops are timed": STEADY,
+    "one buffer instead of two": STEADY | {"copies": 1},
+    "ten engines tried instead of all": STEADY | {"limit": 10},
+    "the fastest of all plans of cuDNN's graph API": STEADY | {"limit": "plan"},
+    "launched one by one, not in a graph": STEADY | {"graph": 0},
+    "NCHW instead of NHWC": STEADY | {"layout": "nchw"},
+    "weights of deviation 1": STEADY | {"data": "unscaled"},
+    "zeros": STEADY | {"data": "zeros"},
+    "after 2 s of rest, without work before": STEADY | {"idle": 2, "warm": 0},
+    "the same, one buffer, weights of deviation 1, 200 launches": {
+        "copies": 1, "data": "unscaled", "idle": 2, "warm": 0, "runs": 200},
+    "the same on zeros": {"copies": 1, "data": "zeros", "idle": 2, "warm": 0, "runs": 200},
+    "after 2 s of work, 200 launches": {"copies": 1, "data": "unscaled", "warm": 2, "runs": 200},
+}
+
+
+def clocks(session):
+    args = session.args
+    shape = args.clocks_op
+    # PyTorch keeps what its autotuner chose, so that each limit has a process of its own.
+    peers = {limit: session.python(f"clocks-{limit}", "bench/peer_ops.py", "--search-seconds=40",
+                                   f"--lock={LOCK}") for limit in (0, 10)}
+    ours = {warm: session.start(f"clocks-ours-{warm}", [
+        session.program("backend-throughput"), f"--device={args.device}", "--turns",
+        f"--warm-up={warm}"]) for warm in (0, 1)}
+    our_ready = [ready(worker, START_SECONDS) for worker in ours.values()][0]
+    peer_ready = [ready(worker, START_SECONDS) for worker in peers.values()][0]
+    rows = []
+    content = {"context": session.context(our_ready, peer_ready), "op": shape, "rows": rows}
+    for worker in ours.values():
+        worker.ask("prepare", shape, PREPARE_SECONDS)
+    for name, variant in CLOCK_VARIANTS.items():
+        row = {"name": name, "unit": "us", "variant": variant, "rounds": []}
+        rows.append(row)
+        peer = peers[10 if variant.get("limit") == 10 else 0]
+        asked = "/".join([shape, *(f"{key}:{value}" for key, value in variant.items())])
+        for _ in range(2):
+            if session.left() < 5:
+                break
+            begin = time.monotonic()
+            answer = peer.ask("variant", asked, PREPARE_SECONDS)
+            row["rounds"].append(answer | {"clocks": session.log.since(begin)})
+        shown = ", ".join(f"{each.get('us', each.get('error'))}" for each in row["rounds"])
+        session.say(f"{name}: {shown}")
+        session.write("clocks", content)
+    for name, warm, rest in (("denoised, as the ops are timed", 1, 0),
+                             ("denoised, after 2 s of rest, without work before", 0, 2)):
+        row = {"name": name, "unit": "us", "ours": True, "rounds": []}
+        rows.append(row)
+        for _ in range(2):
+            time.sleep(rest if not args.fake else 0)
+            begin = time.monotonic()
+            answer = ours[warm].ask("measure", shape, MEASURE_SECONDS)
+            row["rounds"].append(answer | {"clocks": session.log.since(begin)})
+        session.say(f"{name}: {', '.join(str(each.get('us')) for each in row['rounds'])}")
+    session.write("clocks", content)
+    session.stop(*peers.values(), *ours.values())
+
+
+def system(session):
+    """denoised alone, one program after the other; what fails or takes too long is said and left."""
+    args = session.args
+    with tempfile.TemporaryDirectory(prefix="denoised-system-") as work:
+        work = pathlib.Path(work)
+        device = f"--device={args.device}"
+
+        def run(seconds, *command):
+            """Its standard output, None where it failed."""
+            seconds = min(seconds, session.left() - 5)
+            if seconds < 5:
+                session.say(f"no time for {pathlib.Path(command[0]).name}")
+                return None
+            try:
+                with open(session.out / "workers.log", "ab") as log:
+                    return subprocess.run([str(part) for part in command], check=True, text=True,
+                                          stdout=subprocess.PIPE, stderr=log,
+                                          timeout=seconds).stdout
+            except (OSError, subprocess.SubprocessError) as error:
+                session.say(f"{error}"[:300])
+                return None
+
+        def google(name, seconds, *flags):
+            """A run of denoised-bench, its benchmarks and context."""
+            file = work / f"{name}.json"
+            done = run(seconds, session.program("denoised-bench"), device, *flags,
+                       f"--benchmark_out={file}", "--benchmark_out_format=json")
+            return json.loads(file.read_text()) if done is not None and file.exists() else None
+
+        contexts = {}
+
+        def write(topic, rows, device_name):
+            contexts.setdefault("device", device_name)
+            session.write(topic, {"context": session.context({"device": device_name}, {}),
+                                  "rows": rows})
+            session.say(f"{topic}: {json.dumps(rows)[:400]}")
+
+        rows = []
+        for model in ("adm-64", "celebahq-256"):
+            run(90, session.program("synthetic-model"), CONFIGS / model / "config.json",
+                work / model)
+            weights = work / model / "diffusion_pytorch_model.safetensors"
+            for i in range(args.rounds):
+                found = google(f"weights-{model}-{i}", 60, f"--weights={weights}", "--rows=1",
+                               f"--config={CONFIGS / model / 'config.json'}")
+                if found and "weights_seconds" in found["context"]:
+                    rows.append({"model": model,
+                                 "bytes": int(found["context"]["weights_bytes"]),
+                                 "seconds": float(found["context"]["weights_seconds"])})
+                    write("weights", rows, found["context"]["device"])
+        config = CONFIGS / "cifar10-32/config.json"
+        found = google("beside", 60, f"--config={config}", f"--beside={config}",
+                       "--rows=1,16,64")
+        if found:
+            write("two-models", [{
+                "name": f"cifar10-32+cifar10-32/rows:{each['name'].split('rows:')[1].split('/')[0]}",
+                **{key: each[key] for key in ("real_time", "ms_alone", "ms_other",
+                                              "ms_other_alone", "shares") if key in each}}
+                for each in found["benchmarks"]], found["context"]["device"])
+        run(60, session.program("synthetic-model"), config, work / "cifar10-32")
+        model, rows = work / "cifar10-32", []
+        for count, models, previews in ((1, 1, 0), (16, 1, 0), (64, 1, 0), (64, 1, 1), (1, 2, 0),
+                                        (16, 2, 0), (64, 2, 0)):
+            done = run(40, session.program("engine-throughput"), device,
+                       f"--model={','.join([str(model)] * models)}", "--steps=50",
+                       f"--in-flight={count}", f"--max-rows={count}", f"--previews={previews}",
+                       "--warm-up=1", "--seconds=2")
+            if done:
+                rows.append({"rows": count, "models": models, "previews": previews} |
+                            json.loads(done))
+        write("engine", rows, contexts.get("device"))
+        rows = []
+        for model, counts in (("cifar10-32", "1,16,64,256"), ("adm-64", "1"),
+                              ("celebahq-256", "1")):
+            file = work / f"splits-{model}.json"
+            run(60, session.program("splits-bench"), f"--config={CONFIGS / model / 'config.json'}",
+                f"--rows={counts}", f"--json={file}")
+            if file.exists():
+                found = json.loads(file.read_text())
+                rows += [row | {"config": f"tests/models/configs/{model}/config.json"}
+                         for row in found["rows"]]
+                write("splits", rows, found["device"])
+        for name, seconds, flags in (
+                ("start", 120, ["start"]),
+                ("serving", 200, ["--model", config, "--rounds", "2", "--seconds", "8",
+                                  "--warm-up", "3", "saturation", "batching"])):
+            run(seconds, sys.executable, HERE / "serving.py", "--build", args.build,
+                "--device", args.device, "--json", session.out / f"{name}.json",
+                *([f"--commit={args.commit}"] if args.commit else []), *flags)
+            session.say(f"{name}: {(session.out / f'{name}.json').exists()}")
+
+
+def portable(session):
+    """Hopper's kernels beside those for every chip, in turns."""
+    args = session.args
+    rows = []
+    content = None
+    for model in dict.fromkeys(model for model, _ in args.models):
+        sides = [session.start(f"{kind}-{model}", [
+            session.program("denoised-bench"), f"--device={args.device}", "--turns",
+            f"--config={CONFIGS / model / 'config.json'}", *flags])
+            for kind, flags in (("own", []), ("generic", ["--generic"]))]
+        said = [ready(side, START_SECONDS) for side in sides]
+        content = content or {"context": session.context(said[0], {}), "rows": rows}
+        for name, count in args.models:
+            if name != model or session.left() < 10:
+                continue
+            for side in sides:
+                side.ask("prepare", f"rows:{count}", PREPARE_SECONDS)
+            result = alternate((sides[0], f"rows:{count}"), (sides[1], f"rows:{count}"),
+                               args.rounds, session.log, MEASURE_SECONDS)
+            rows.append({"name": f"{model}/rows:{count}", "unit": "ms",
+                         "peers": {"generic": result}})
+            session.say(f"{model} {count}, generic: {shown_ratio(result, 'ms')}")
+            session.write("portable", content)
+        session.stop(*sides)
+
+
+TOPICS = {f.__name__: f for f in (models, digits, ops, clocks, system, portable)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topics", nargs="+", choices=TOPICS, metavar="TOPIC")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build/bench")
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build/release",
+                        help="a build, or a folder with its programs")
+    parser.add_argument("--python", default=sys.executable, help="the one with PyTorch")
+    parser.add_argument("--commit", help="what was built, where there is no git")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--seconds", type=float, default=480, help="for all topics together")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", type=shapes_of, default=shapes_of(MODEL_ROWS),
+                        help=f"and rows; default: {MODEL_ROWS}")
+    parser.add_argument("--max-autotune", type=shapes_of, default=shapes_of(AUTOTUNED_ROWS),
+                        help=f"of these, which also so; default: {AUTOTUNED_ROWS}")
+    parser.add_argument("--ops", default="", help="those whose name contains this")
+    parser.add_argument("--processes", type=int, default=8, help="that search and compile for ops")
+    parser.add_argument("--search-seconds", type=float, default=10,
+                        help="for cuDNN's plans of one graph")
+    parser.add_argument("--search-phase", type=float, default=150, help="seconds, for all ops")
+    parser.add_argument("--clocks-op", default="conv/rows:8/size:256/in:128/out:128")
+    parser.add_argument("--threads", type=int, default=2, help="of digits on a CPU")
+    parser.add_argument("--requests", type=int, default=5, help="of digits, in a round")
+    parser.add_argument("--fake", type=pathlib.Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.shown = [word for word in sys.argv[1:]
+                  if not word.startswith(("--out", "--build", "--python", "--commit", "--fake"))]
+    session = Session(args)
+    failed = False
+    try:
+        for topic in args.topics:
+            try:
+                TOPICS[topic](session)
+            except Exception as error:  # the other topics still have their time
+                session.say(f"{topic} failed: {type(error).__name__}: {error}")
+                failed = True
+                session.stop(*list(session.workers))
+    finally:
+        session.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

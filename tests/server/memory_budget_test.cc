@@ -1,0 +1,62 @@
+#include "server/jobs/memory_budget.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+#include <vector>
+
+namespace denoised {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(MemoryBudgetTest, WhatIsReservedIsGivenBackOnce) {
+  MemoryBudget budget(100);
+  {
+    MemoryBudget::Lease first, second;
+    ASSERT_TRUE(budget.Reserve(60, &first).ok());
+    ASSERT_TRUE(budget.Reserve(10, &first).ok());
+    ASSERT_TRUE(budget.Reserve(30, &second).ok());
+    EXPECT_EQ(budget.reserved(), 100);
+    const MemoryBudget::Lease moved = std::move(first);
+    EXPECT_EQ(budget.reserved(), 100);
+    second = {};
+    EXPECT_EQ(budget.reserved(), 70);
+  }
+  EXPECT_EQ(budget.reserved(), 0);
+}
+
+TEST(MemoryBudgetTest, SaysWhetherWaitingHelps) {
+  MemoryBudget budget(100);
+  MemoryBudget::Lease first, second;
+  ASSERT_TRUE(budget.Reserve(60, &first).ok());
+  const absl::Status full = budget.Reserve(41, &second);
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(full.message()), HasSubstr("needs 41 bytes, and 60 of 100"));
+  EXPECT_EQ(budget.Reserve(101, &second).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(budget.Reserve(41, &first).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(budget.Reserve(INT64_MAX, &first).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(budget.reserved(), 60);
+  EXPECT_TRUE(budget.Reserve(40, &second).ok());
+}
+
+TEST(MemoryBudgetTest, ThreadsNeverHoldMoreThanThereIs) {
+  MemoryBudget budget(1000);
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      for (int round = 0; round < 1000; ++round) {
+        MemoryBudget::Lease lease;
+        if (budget.Reserve(400, &lease).ok()) {
+          EXPECT_LE(budget.reserved(), 1000);
+        }
+      }
+    });
+  }
+  threads.clear();
+  EXPECT_EQ(budget.reserved(), 0);
+}
+
+}  // namespace
+}  // namespace denoised
