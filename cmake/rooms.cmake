@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # A room is one static library, denoised::<name>, whose headers are included from the root of the
 # repository ("engine/core/tensor.h"). PUBLIC rooms appear in its headers, PRIVATE ones only in its
 # sources. tests/include_directions_test.py holds the same directions against the includes.
@@ -7,11 +8,12 @@ target_compile_options(denoised_build_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers>
   # GCC 12 reports overlaps that cannot be in std::string at -O3 (its bug 105651).
   $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>
-  # Clang is for fuzzing, and instrumented loops do not vectorise.
-  $<$<COMPILE_LANG_AND_ID:CXX,Clang>:-Wno-pass-failed>)
+  # Clang builds for the sanitizers, and instrumented loops do not vectorise. It checks the
+  # annotations of core/mutex.h.
+  $<$<COMPILE_LANG_AND_ID:CXX,Clang>:-Wno-pass-failed -Wthread-safety -Werror=thread-safety>)
 if(DENOISED_SANITIZE)
   target_compile_options(denoised_build_flags INTERFACE
-    $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${DENOISED_SANITIZE} -fno-omit-frame-pointer -g>)
+    $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${DENOISED_SANITIZE} -fno-omit-frame-pointer>)
   target_link_options(denoised_build_flags INTERFACE -fsanitize=${DENOISED_SANITIZE})
   if(DENOISED_SANITIZE MATCHES "thread")
     # protobuf's map fields have one more member under this macro, but the distribution's library was

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <functional>
@@ -11,8 +12,8 @@ namespace denoised {
 using BackendOpener =
     std::function<absl::StatusOr<std::unique_ptr<Backend>>(const BackendOptions&)>;
 
-/// Engine::Create with another way to open devices: called on the thread of each device, and for
-/// every model on threads that load it.
+/// Engine::Create with `open` in place of OpenBackend. `open` is called on the thread of each
+/// device, and on the threads that load a model.
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options,
                                                      BackendOpener open);
 

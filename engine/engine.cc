@@ -1,13 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <numeric>
 #include <thread>
 #include <tuple>
 
 #include "engine/backend/counting.h"
 #include "engine/batching/job_queue.h"
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
 #include "engine/device_engine.h"
 #include "engine/device_worker.h"
 #include "engine/io/model_directory.h"
@@ -20,7 +21,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kFallbackSteps = 50;  // what diffusers' pipelines run when told nothing
+constexpr int kFallbackSteps = 50;  // the default of diffusers' pipelines
 constexpr int kMaxEdgeOverNative = 4;
 
 /// A model as its files describe it, before any device has it.
@@ -90,7 +91,8 @@ class DeviceEngine : public Engine {
   absl::Status RemoveFromDevices(const std::string& name);
   int LiveDevices() const;
   void Publish(const ModelInfo& info);
-  std::shared_ptr<const ModelInfo>* FindLocked(const std::string& name);
+  std::shared_ptr<const ModelInfo>* FindLocked(const std::string& name)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const EngineOptions options_;
   const BackendOpener open_backend_;
@@ -101,20 +103,20 @@ class DeviceEngine : public Engine {
   std::vector<std::unique_ptr<DeviceWorker>> workers_;  // by the queue's numbers; fixed by Start
   std::thread watchdog_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable watch_;
-  bool stop_ = false, draining_ = false;
-  absl::Status health_;
-  std::vector<std::shared_ptr<const ModelInfo>> models_;
+  mutable Mutex mutex_;
+  ConditionVariable stop_watching_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false, draining_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status health_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<const ModelInfo>> models_ ABSL_GUARDED_BY(mutex_);
 };
 
 DeviceEngine::~DeviceEngine() {
   Drain(Clock::now());
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     stop_ = true;
   }
-  watch_.notify_all();
+  stop_watching_.NotifyAll();
   if (watchdog_.joinable()) watchdog_.join();
   for (const auto& worker : workers_) worker->Stop();  // they wake each other: all, then none
 }
@@ -124,6 +126,7 @@ absl::Status DeviceEngine::Start() {
     workers_.push_back(std::make_unique<DeviceWorker>(
         BackendOptions{.device = options_.device,
                        .number = options_.devices[i],
+                       .cpu_dtype = options_.cpu_dtype,
                        .fp32 = options_.fp32,
                        .generic_kernels = options_.generic_kernels,
                        .autotune = options_.autotune,
@@ -151,26 +154,30 @@ absl::Status DeviceEngine::Start() {
   return absl::OkStatus();
 }
 
-/// The watchdog's thread. A device that hangs makes the thread that owns it hang too, so what
-/// follows from it happens here.
+/// The watchdog's thread. A device that hangs blocks the thread that owns it, so this thread deals
+/// with the consequences.
 void DeviceEngine::Watch() {
   const std::chrono::duration<double> limit(options_.watchdog_seconds);
-  std::unique_lock lock(mutex_);
-  while (!stop_) {
-    watch_.wait_for(lock, limit / 4);
-    lock.unlock();
+  const auto pause = std::min<std::chrono::duration<double>>(limit / 4, std::chrono::hours(1));
+  while (true) {
+    {
+      MutexLock lock(&mutex_);
+      const Clock::time_point look =
+          Clock::now() + std::chrono::duration_cast<Clock::duration>(pause);
+      while (!stop_ && Clock::now() < look) stop_watching_.WaitUntil(&mutex_, look);
+      if (stop_) return;
+    }
     for (const auto& worker : workers_) worker->LoseIfHanging(limit);
-    lock.lock();
   }
 }
 
-/// Other devices go on with the jobs that the lost one had; without any, all work ends for good.
+/// The other devices continue the jobs of the lost one. Without any other, all work ends for good.
 void DeviceEngine::OnLost(int device) {
   queue_.Lose(device);
   if (LiveDevices() > 0) return;
   const absl::Status cause = workers_[device]->health();
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (health_.ok()) health_ = cause;
   }
   queue_.EndAll(cause, EndReason::kFailed);
@@ -191,7 +198,7 @@ std::vector<DeviceState> DeviceEngine::Devices() const {
 absl::Status DeviceEngine::Open(const std::string& name, const std::string& directory) {
   ModelInfo info{.name = name, .directory = directory};
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (name.empty()) return InvalidArgument("a model needs a name; give it as name=directory");
     std::shared_ptr<const ModelInfo>* known = FindLocked(name);
     if (known != nullptr && (*known)->state != ModelState::kFailed)
@@ -243,7 +250,7 @@ absl::StatusOr<ModelFiles> ReadModel(const std::string& path) {
   return ModelFiles{std::move(directory), config, std::move(scheduler)};
 }
 
-/// What is wrong with so many steps of the model's own sampler, or empty.
+/// Why the model's own sampler cannot do `steps` steps, or empty.
 std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_evaluations) {
   const SamplerParams params{.steps = steps};
   if (const auto wrong = scheduler.Validate(params); !wrong.empty()) {
@@ -259,8 +266,8 @@ std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_
                      evaluations, max_evaluations);
 }
 
-/// What a request gets that names neither sampler nor steps: it must not be told that its steps are
-/// wrong.
+/// Steps of a request that names neither sampler nor steps. They must be valid, since the client
+/// did not choose them.
 absl::StatusOr<int> DefaultSteps(const ModelDirectory& directory, const SchedulerConfig& scheduler,
                                  int max_evaluations) {
   const int wanted = directory.default_steps ? directory.default_steps
@@ -269,7 +276,7 @@ absl::StatusOr<int> DefaultSteps(const ModelDirectory& directory, const Schedule
   if (wrong.empty()) return wanted;
   int steps = std::min(wanted, scheduler.max_steps());
   while (steps > 0 && !WrongWithSteps(scheduler, steps, max_evaluations).empty()) --steps;
-  // Of the sampler, then: a request may name another.
+  // The sampler itself is at fault: a request may name another.
   if (steps == 0) return std::min(wanted, scheduler.max_steps());
   if (directory.default_steps == 0) return steps;
   return InvalidArgument(
@@ -280,7 +287,7 @@ absl::StatusOr<int> DefaultSteps(const ModelDirectory& directory, const Schedule
 absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
   DENOISED_RETURN_IF_ERROR(Health());
   DENOISED_ASSIGN_OR_RETURN(const ModelFiles files, ReadModel(path));
-  // On all devices at the same time. Each thread writes what is its own.
+  // On all devices at the same time. Each thread writes to its own element.
   struct Loaded {
     ModelInfo info;
     absl::Status status;
@@ -291,7 +298,7 @@ absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
     threads.emplace_back(
         [&, i] { loaded[i].status = LoadOn(*workers_[i], files, &loaded[i].info); });
   for (std::thread& thread : threads) thread.join();
-  // A device that is lost by now is no reason not to load; one that has no memory is.
+  // A device that has no memory fails the load. A device that was lost meanwhile does not.
   absl::Status status;
   bool any = false;
   for (size_t i = 0; i < workers_.size(); ++i) {
@@ -306,7 +313,8 @@ absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
   return status;
 }
 
-/// Packs on the calling thread, and asks the device's for memory and warm-up a part at a time.
+/// Packs weights on the calling thread; the device's thread takes memory and warms up, one part at
+/// a time.
 absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const ModelFiles& files,
                                   ModelInfo* info) const {
   DENOISED_RETURN_IF_ERROR(worker.health());
@@ -330,7 +338,7 @@ absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const ModelFiles& files,
   return absl::OkStatus();
 }
 
-/// From those that live; weights go where they came from, on the threads of the devices.
+/// From all devices that are not lost. Each device's thread frees its own copy of the weights.
 absl::Status DeviceEngine::RemoveFromDevices(const std::string& name) {
   absl::Status status;
   for (const auto& worker : workers_) {
@@ -343,7 +351,7 @@ absl::Status DeviceEngine::RemoveFromDevices(const std::string& name) {
 
 absl::Status DeviceEngine::Close(const std::string& name) {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     std::shared_ptr<const ModelInfo>* known = FindLocked(name);
     if (known == nullptr) return NotFound("there is no model '{}'", name);
     switch ((*known)->state) {
@@ -363,20 +371,20 @@ absl::Status DeviceEngine::Close(const std::string& name) {
   }
   queue_.WaitForNone(&name);
   const absl::Status status = RemoveFromDevices(name);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   std::erase(models_, *FindLocked(name));
   return status;
 }
 
-/// With a backend of its own on the same device, since the worker's is its thread's alone. The
-/// worker's thread then evaluates the model in that one's queue.
+/// Uses a backend of its own on the same device, since only the worker's thread may use the
+/// worker's. The worker's thread then evaluates the model in the queue of this backend.
 absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, const ModelFiles& files,
                                                 ModelInfo* info) const {
   const ModelDirectory& directory = files.directory;
   DENOISED_ASSIGN_OR_RETURN(const Weights weights, directory.OpenWeights());
   DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Backend> backend, worker.OpenAnother());
-  // Before the first is packed: a host promises memory that it does not have, and ends the process
-  // when it is written to.
+  // Before the first weight is packed: a host grants memory that it does not have, and kills the
+  // process when it writes there.
   CountingBackend counting(*backend);
   DENOISED_RETURN_IF_ERROR(LoadUNet2D(counting, files.config, weights).status());
   info->weight_bytes = counting.weight_bytes();
@@ -398,7 +406,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   }
   const SchedulerConfig& scheduler = files.scheduler;
   const bool cpu = backend->device() == Device::kCpu;
-  if (!cpu) model.backend = backend;  // on a CPU one evaluation takes all cores
+  if (!cpu) model.backend = backend;  // on a CPU, evaluations overlap nothing: one takes all cores
   model.max_rows = options_.max_rows ? options_.max_rows : cpu ? 16 : 64;
   model.slots = options_.max_slots ? options_.max_slots : model.max_rows;
   model.max_evaluations = options_.max_evaluations;
@@ -413,7 +421,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   info->condition = traits.condition;
   info->class_vector_size = traits.class_vector_size;
   info->guidance = model.null_label >= 0;
-  // By convention, and in ADM and DiT, the null class is the last: not one to ask for.
+  // By convention, and in ADM and DiT, the null class is the last. Requests cannot name it.
   info->num_classes = traits.class_embeddings;
   if (info->guidance && model.null_label == traits.class_embeddings - 1 && info->num_classes > 1)
     --info->num_classes;
@@ -437,7 +445,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
 }
 
 void DeviceEngine::Publish(const ModelInfo& info) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   *FindLocked(info.name) = std::make_shared<const ModelInfo>(info);
 }
 
@@ -448,14 +456,14 @@ std::shared_ptr<const ModelInfo>* DeviceEngine::FindLocked(const std::string& na
 }
 
 std::shared_ptr<const ModelInfo> DeviceEngine::Find(const std::string& name) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   for (const auto& model : models_)
     if (model->name == name) return model;
   return nullptr;
 }
 
 std::vector<std::shared_ptr<const ModelInfo>> DeviceEngine::Models() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return models_;
 }
 
@@ -478,7 +486,7 @@ absl::StatusOr<EffectiveJob> DeviceEngine::Resolve(const JobSpec& spec,
 
 absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
                                            Estimate* estimate) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   DENOISED_RETURN_IF_ERROR(health_);
   if (draining_) return Unavailable("the server is draining; retry on another replica");
   const std::shared_ptr<const ModelInfo>* model = FindLocked(job.spec.model);
@@ -498,20 +506,20 @@ void DeviceEngine::Cancel(JobId id, EndReason reason) {
 
 void DeviceEngine::Drain(Clock::time_point deadline) {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     draining_ = true;
   }
   if (queue_.WaitForNone(nullptr, deadline)) return;
   queue_.EndAll(Unavailable("the server shut down before the images were done; retry with the "
                             "same seed on another replica"),
                 EndReason::kDrained);
-  queue_.WaitForNone(nullptr);  // other threads may be telling the last
+  queue_.WaitForNone(nullptr);  // another thread may still be calling the last listener
 }
 
 std::vector<EngineStats> DeviceEngine::Stats() const {
   const Clock::time_point now = Clock::now();
   const int devices = LiveDevices();
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   std::vector<EngineStats> all;
   for (const auto& model : models_) {
     if (model->state != ModelState::kReady) continue;
@@ -536,7 +544,7 @@ std::vector<EngineStats> DeviceEngine::Stats() const {
 void DeviceEngine::SetObserver(EngineObserver* observer) { observer_ = observer; }
 
 absl::Status DeviceEngine::Health() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return health_;
 }
 

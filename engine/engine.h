@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <algorithm>
@@ -16,23 +17,24 @@
 #include "engine/job.h"
 #include "engine/sampling/sampler.h"
 
-/// The public door of the engine. It knows no gRPC and no protobuf and can be used as a library:
+/// The public interface of the engine, with job.h. It knows no gRPC and no protobuf and can be used
+/// as a library:
 ///
 ///   auto engine = Engine::Create({.device = "cuda", .devices = {0, 1}});
 ///   (*engine)->Open("digits", "models/mnist-32");
 ///   (*engine)->Submit(spec, listener);
 ///
-/// Every device has all models, and a thread of its own, which owns it and all its inference state;
-/// images go to whichever has room. Every method here may be called from any thread and none waits
-/// for a device, but Open, Close, Drain and the destructor.
+/// Every device has all models, and a thread of its own that owns it and all its inference state.
+/// Images go to any device that has room. All methods may be called from any thread. Only Open,
+/// Close, Drain and the destructor wait for a device.
 
 namespace denoised {
 
 struct EngineOptions {
   std::string device = "auto";  // as BackendOptions::device
-  /// Numbers of the devices to use, all of one kind. On the CPU each is a worker over the same
-  /// cores.
+  /// Numbers of the devices to use, all of one kind. On the CPU each is a worker on the same cores.
   std::vector<int> devices = {0};
+  DType cpu_dtype = DType::kF32;  // as BackendOptions::cpu_dtype
   bool fp32 = false;
   bool generic_kernels = false;  // as BackendOptions::generic_kernels
   bool autotune = true;          // as BackendOptions::autotune, and the next two
@@ -42,28 +44,28 @@ struct EngineOptions {
   int max_slots = 0;           // images in flight per model and device; 0: max_rows
   int max_evaluations = 2000;  // longest plan, per image
   int max_count = 256;         // images of one request
-  // What may wait; beyond any of these Submit says ResourceExhausted.
+  // Limits of the queue. Beyond any of them Submit returns ResourceExhausted.
   int max_queued_requests = 4096;
   int max_queued_images = 4096;
   size_t max_queued_bytes = size_t{1} << 30;  // host memory that waiting jobs hold
   int max_queued_requests_per_client = 0;     // 0: as max_queued_requests
   Batching batching = Batching::kStep;
-  /// Shares of a client by Priority, where clients of several wait for the same device.
+  /// The share of a client by Priority, where clients of several priorities wait.
   std::array<double, kPriorities> priority_weights = {16, 4, 1};
-  int keep_evaluations = 4;  // an image with no more of them to go keeps its slot to the end
+  int keep_evaluations = 4;  // an image with no more left keeps its slot to the end
   /// A device that takes longer for one evaluation, or for one part of loading or removing a model,
   /// is lost; 0: never.
   double watchdog_seconds = 60;
   /// Delivers images that have NaN or infinity, for debugging. Otherwise their jobs end.
   bool allow_nonfinite = false;
 
-  /// Images of one request: more than may wait could never be admitted.
+  /// The largest count of a request. More images than the queue may hold could never be admitted.
   int LargestCount() const { return std::min(max_count, max_queued_images); }
 };
 
 enum class ModelState { kLoading, kReady, kFailed, kUnloading };
 
-/// What a model is, can do, and does by default. Immutable once ready.
+/// A model's properties, limits and defaults. Immutable once ready.
 struct ModelInfo {
   std::string name;
   std::string directory;
@@ -72,47 +74,47 @@ struct ModelInfo {
   std::string architecture;  // "UNet2DModel"
   int64_t parameters = 0;
   int height = 0, width = 0;  // native size, pixels
-  int size_multiple = 1;      // sizes must be multiples of it
-  int max_edge = 0;           // and neither edge longer than this
+  int size_multiple = 1;      // height and width must be multiples of it
+  int max_edge = 0;           // and at most this
   int channels = 0;
   ClassCondition condition = ClassCondition::kNone;
   int num_classes = 0;  // labels a request may name: [0, num_classes)
   int class_vector_size = 0;
   std::vector<std::string> labels;  // human-readable, by index; empty when the model ships none
-  bool guidance = false;            // it has an unconditional row, so guidance_scale may exceed 1
+  bool guidance = false;            // it has a null class, so guidance_scale may exceed 1
   Sampler default_sampler = Sampler::kEdmEuler;
   NoiseSchedule default_schedule = NoiseSchedule::kNative;
   std::vector<Sampler> samplers;
-  std::vector<NoiseSchedule> schedules;  // that suit the default sampler
+  std::vector<NoiseSchedule> schedules;  // of the default sampler
   int default_steps = 0, max_steps = 0;
   double default_guidance_scale = 1.0;
   int max_evaluations = 0;  // of one image; a step may take two
   int max_count = 0;        // images of one request
   int slots = 0;            // images in flight at one time, on each device
   std::shared_ptr<const SchedulerConfig> scheduler;
-  // Memory of each device, by purpose.
+  // Bytes on each device, by purpose.
   size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0;
   double load_seconds = 0;
 };
 
-/// Numbers for metrics, of one model; totals since it was loaded.
+/// Numbers for metrics, of one model. Counters start at its load.
 struct EngineStats {
   std::string model;
   int queued_images = 0, active_images = 0, slots = 0;
-  std::array<int, kPriorities> queued_requests{};  // jobs with images that wait, by Priority
+  std::array<int, kPriorities> queued_requests{};  // jobs with waiting images, by Priority
   std::array<int, kPriorities> queued_images_by_priority{};
-  double oldest_wait_seconds = 0;       // of the jobs that have had no slot yet
-  uint64_t evaluations = 0;             // of batches
-  uint64_t rows = 0, padding_rows = 0;  // of those evaluations
-  uint64_t parked_images = 0;           // that gave their slot to another before they were done
-  /// Spent on jobs that ended early, by EndReason, and on images whose device was lost (kFailed).
+  double oldest_wait_seconds = 0;       // of jobs that have had no slot yet
+  uint64_t evaluations = 0;             // of whole batches
+  uint64_t rows = 0, padding_rows = 0;  // of these evaluations
+  uint64_t parked_images = 0;           // times that an image lost its slot to another
+  /// Rows of jobs that ended early, by EndReason, and of images whose device was lost (kFailed).
   std::array<uint64_t, kEndReasons> wasted_rows{};
 };
 
 struct DeviceState {
   std::string name;         // "cpu", "cuda:0"
   std::string description;  // for people
-  absl::Status health;      // OK, or why it is lost
+  absl::Status health;      // OK, or why the device is lost
 };
 
 class Engine {
@@ -122,40 +124,41 @@ class Engine {
   virtual ~Engine() = default;
 
   /// Loads a diffusers directory on every device, plans memory, captures and warms up every row
-  /// bucket; blocks until the model is ready. InvalidArgument or NotFound name the file and field
-  /// at fault; ResourceExhausted says what was needed and what is free. Other models go on drawing:
-  /// weights are read and packed on threads of the call, and the devices' threads are asked for a
-  /// part at a time. A name may be used again once its model failed or was closed.
+  /// bucket. Blocks until the model is ready. InvalidArgument or NotFound name the file and field
+  /// at fault; ResourceExhausted says how much memory was needed and how much is free. Other models
+  /// continue to draw: weights are read and packed on threads of the call, and the devices' threads
+  /// do the rest in parts. A name may be used again after its model failed or was closed.
   virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;
-  /// Takes a model away: no new jobs from now on; blocks until those it has are done and its memory
-  /// is free. NotFound; FailedPrecondition while it loads or is being closed.
+  /// Unloads a model. It takes no new jobs; blocks until its jobs are done and its memory is free.
+  /// NotFound; FailedPrecondition while it is loading or being closed.
   virtual absl::Status Close(const std::string& name) = 0;
 
-  /// Null when there is none of that name.
+  /// Null if there is no model of that name.
   virtual std::shared_ptr<const ModelInfo> Find(const std::string& name) const = 0;
   /// In the order of Open.
   virtual std::vector<std::shared_ptr<const ModelInfo>> Models() const = 0;
 
-  /// Checks `spec` and fills in its defaults; on return exactly one of the two holds: `violations`
-  /// is empty and the job is set, or it is not. NotFound, FailedPrecondition (not ready) as status.
+  /// Checks `spec` and fills in its defaults. `violations` is set to all errors in it; the job may
+  /// be submitted only if there are none. NotFound; FailedPrecondition while the model is not
+  /// ready.
   virtual absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
                                                std::vector<FieldViolation>* violations) const = 0;
 
-  /// Queues a resolved job. NotFound when its model was closed since Resolve. ResourceExhausted
-  /// when a limit of the queue is reached or memory for its size is not there, DeadlineExceeded
-  /// when its deadline cannot be met, Unavailable while draining or when all devices are lost.
-  /// `estimate` may be null; it is filled in for a job that is refused too. The listener may be
-  /// called before Submit returns.
+  /// Queues a resolved job. NotFound if its model was closed after Resolve; ResourceExhausted if a
+  /// limit of the queue is reached; DeadlineExceeded if its deadline cannot be met; Unavailable
+  /// while draining or if all devices are lost. `estimate` may be null; it is set for refused jobs
+  /// too. The listener may be called before Submit returns.
   virtual absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
                                        Estimate* estimate = nullptr) = 0;
-  /// Images that wait in front of a job submitted now.
+  /// Images of the model that wait now.
   virtual int QueuedImages(const std::string& model) const = 0;
 
   /// Takes effect before the next evaluation; OnDone(Cancelled) follows. Unknown ids are ignored.
-  /// `reason` is for the count of what was wasted.
+  /// `reason` decides where EngineStats::wasted_rows counts the job.
   virtual void Cancel(JobId id, EndReason reason = EndReason::kCancelled) = 0;
 
-  /// Refuses new jobs, waits until all are done or `deadline`, then ends the rest with Unavailable.
+  /// Refuses new jobs, waits until all are done or `deadline` passes, then ends the rest with
+  /// Unavailable.
   virtual void Drain(std::chrono::steady_clock::time_point deadline) = 0;
 
   virtual std::vector<EngineStats> Stats() const = 0;

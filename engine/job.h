@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <array>
@@ -16,12 +17,12 @@ namespace denoised {
 
 enum class PreviewKind { kPredictedX0, kNoisyState };
 
-/// Who goes first when jobs wait: each level has a share of the device, so none starves.
+/// Which jobs go first. Each priority has a share of the device, so none starves.
 enum class Priority { kInteractive, kNormal, kBatch };
 constexpr size_t kPriorities = 3;
 
-/// When waiting images may join: at any evaluation, or, as the baseline to compare with, only once
-/// every image of the batch before is done.
+/// When waiting images may join a batch: at any evaluation, or, as a baseline for comparison, only
+/// when every image of the previous batch is done.
 enum class Batching { kStep, kRequest };
 
 /// Why a job ended before its images were done.
@@ -36,12 +37,12 @@ struct ImageResult {
   Tensor pixels;
 };
 
-/// What a request asks. Unset fields take the model's defaults.
+/// A request. Unset fields take the model's defaults.
 struct JobSpec {
   std::string model;
-  std::string request_id;        // for logs; the caller makes it unique
+  std::string request_id;        // for logs; made unique by the caller
   std::optional<uint64_t> seed;  // image i is drawn with seed + i; random when unset
-  std::vector<uint64_t> seeds;   // instead: one for each image
+  std::vector<uint64_t> seeds;   // instead of seed: one for each image
   int count = 1;
   std::vector<int> class_labels;         // one for all images, or one each; empty: random classes
   std::vector<float> class_values;       // kValue: as class_labels. kVector: count × size or size
@@ -55,36 +56,36 @@ struct JobSpec {
   Tensor init_image;      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
   std::optional<std::chrono::steady_clock::time_point> deadline;
   Priority priority = Priority::kNormal;
-  std::string client;        // whose it is: clients share the device; empty: all who have no name
-  double client_weight = 1;  // of the client's share beside others' of its priority; > 0
+  std::string client;        // clients share the device; callers without a name are one client, ""
+  double client_weight = 1;  // of the client's share, relative to others of the same priority; > 0
 
-  /// Of a resolved spec.
+  /// Only for a resolved spec.
   uint64_t SeedOf(int image) const {
     return seeds.empty() ? *seed + static_cast<uint64_t>(image) : seeds[image];
   }
 };
 
-/// A JobSpec with every default filled in: what will be run, and what the reply says was run.
+/// A JobSpec with every default filled in: what is run and what the reply reports.
 struct EffectiveJob {
-  JobSpec spec;  // all optionals set, labels and values one per image, seed that of the first
+  JobSpec spec;  // all optionals set, one label or value per image, seed of the first image
   int steps = 0;
   int evaluations = 0;  // model evaluations per image
   std::shared_ptr<const StepPlan> plan;
 };
 
-/// One thing that is wrong with a request. `field` is a JobSpec name: "class_labels[2]", "steps".
+/// One error in a request. `field` is a name in JobSpec: "class_labels[2]", "steps".
 struct FieldViolation {
   std::string field;
-  std::string description;  // what it is, what would be accepted
+  std::string description;  // its value, and what would be accepted
 };
 
-/// What a job has to expect, by the measured cost of an evaluation and the work that is there now.
+/// When a job will be done, from the measured cost of an evaluation and the work that is queued.
 struct Estimate {
-  int jobs_ahead = 0, images_ahead = 0;  // that wait, of its model and at its priority or above
-  // From now; unset while nothing has been measured.
+  int jobs_ahead = 0, images_ahead = 0;  // waiting, of the same model and its priority or above
+  // From now; unset before the first measurement.
   std::optional<double> start_seconds;  // until its first image has a slot
   std::optional<double> total_seconds;  // until all its images are done
-  /// Of a refusal: the time after which trying again makes sense; unset when it never does.
+  /// For a refused job: when to try again; unset if that would never help.
   std::optional<double> retry_seconds;
 };
 
@@ -94,15 +95,16 @@ struct JobTiming {
   double total_seconds = 0;           // from Submit
 };
 
-/// Hears of one job. Called on the engine's threads, in order, never two at a time: return quickly,
-/// hand work to another thread. After OnDone nothing follows and the listener is released.
+/// Receives the events of one job. Called on the engine's threads, in order, never two at a time:
+/// return quickly and leave work to another thread. OnDone is the last call; then the listener is
+/// released.
 class JobListener {
  public:
   virtual ~JobListener() = default;
   /// The first image got a slot.
   virtual void OnStarted() {}
-  /// `done` of `total` model evaluations, over all images of the job; more than an int holds are
-  /// told as the most that it does.
+  /// `done` of `total` model evaluations, over all images of the job; both are at most what an int
+  /// holds.
   virtual void OnProgress([[maybe_unused]] int done, [[maybe_unused]] int total) {}
   /// After `evaluation` (1-based) of image.index.
   virtual void OnPreview([[maybe_unused]] const ImageResult& image,
@@ -116,12 +118,12 @@ class JobListener {
 
 using JobId = uint64_t;
 
-/// Hears of every evaluation, for metrics. Called on the threads of the devices: thread-safe.
+/// Receives events for metrics. Called on the threads of the devices, so it must be thread-safe.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  /// `rows` of the `bucket` rows did work on `device`; `seconds` is its time, half of that in which
-  /// another model's ran beside it; < 0 when not measured.
+  /// An evaluation on `device`: `rows` rows, padded to `bucket`. `seconds` is its time; time in
+  /// which another model was evaluated too counts by half. < 0: not measured.
   virtual void OnEvaluation(const std::string& model, const std::string& device, int rows,
                             int bucket, double seconds) = 0;
   /// An image of `model` that was drawn on `device` has NaN or infinity: its job ends, or the image

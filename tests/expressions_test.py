@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Every PromQL expression of alerts, dashboards and autoscalers names only metrics that the server
 exports, as docs/metrics.md lists them; tests/server holds that page against a server.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """scripts/test-gpu, scripts/gpu_record.py and scripts/count_test_cases.py, on programs that behave
 like GoogleTest's and a GPU that is a script. Run: tests/gpu_record_test.py"""
 
@@ -95,7 +96,8 @@ class GpuRecordTest(unittest.TestCase):
     def test_records_what_ran(self):
         self.program("backend_test", {f"Cuda/Fine.Case/{i}": "passed" for i in range(20)} |
                      {"Cuda/Two.Gpus/0": "skipped"})
-        record = self.run_test_gpu()
+        record = self.run_test_gpu(f"--keep={self.root / 'logs'}")
+        self.assertIn("[ RUN      ] Cuda/Fine.Case/19", (self.root / "logs/test-gpu.log").read_text())
         self.assertEqual(record["passed"], 22)
         self.assertEqual(record["failed"], [])
         self.assertEqual(record["skipped"], {"backend_test: Cuda/Two.Gpus/0": "needs a GPU beside another"})

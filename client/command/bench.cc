@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/bench.h"
 
 #include <fmt/format.h>
@@ -93,7 +94,7 @@ class ProgressView {
 ExitCode ExitCodeOf(const BenchReport& report, const std::stop_token& stop) {
   if (stop.stop_requested()) return kInterrupted;
   if (report.images_compared == 0) {
-    std::fputs("error: no image is also in the earlier run; ask for the same: --seed, --mix\n",
+    std::fputs("error: the earlier run has none of these images; use the same --seed and --mix\n",
                stderr);
     return kError;
   }
@@ -106,101 +107,111 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
   constexpr char kWhen[] = "When requests are sent";
   auto* rate = command
                    .add_option("-r,--rate", flags.rate,
-                               "So many requests a second, at random moments (Poisson), whether or "
-                               "not the server keeps up: an open loop")
+                               "Open loop: send this many requests per second at random times "
+                               "(Poisson), whether or not the server keeps up")
                    ->check(Number(1e-3, 1e6))
                    ->group(kWhen);
-  auto* trace = command
-                    .add_option("--trace", flags.trace,
-                                "At the moments that this file says: a JSON object a line")
-                    ->group(kWhen);
-  auto* concurrency = command
-                          .add_option("-c,--concurrency", flags.concurrency,
-                                      "So many requests at any time, each sent when another ends: "
-                                      "a closed loop, to find the throughput. Default: 1")
-                          ->check(CLI::Range(1, 1'000'000))
-                          ->group(kWhen);
+  auto* trace =
+      command
+          .add_option("--trace", flags.trace,
+                      "Send the requests in this file at its times: JSON Lines, see below")
+          ->group(kWhen);
+  auto* concurrency =
+      command
+          .add_option("-c,--concurrency", flags.concurrency,
+                      "Closed loop: keep this many requests in flight, to measure the "
+                      "highest throughput. Default: 1")
+          ->check(CLI::Range(1, 1'000'000))
+          ->group(kWhen);
   rate->excludes(trace)->excludes(concurrency);
   trace->excludes(concurrency);
-  command.add_option("--speed", flags.speed, "Run the trace so many times as fast")
+  command
+      .add_option("--speed", flags.speed, "Replay the trace this many times as fast. Default: 1")
       ->check(Number(1e-3, 1e6))
       ->needs(trace)
       ->group(kWhen);
-  command.add_option("-d,--duration", flags.duration_seconds, "Measure for so many seconds")
+  command
+      .add_option("-d,--duration", flags.duration_seconds,
+                  "Measure for this many seconds. Default: 10, or the whole trace")
       ->check(Number(1e-3, 1e7))
       ->group(kWhen);
-  command
-      .add_option("-n,--requests", flags.requests,
-                  "Measure so many requests. Default: 10 seconds, or the whole trace")
+  command.add_option("-n,--requests", flags.requests, "Measure this many requests")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
       ->group(kWhen);
   command
       .add_option(
           "--warm-up", flags.warm_up_seconds,
-          "Load the server for so many seconds before; in a closed loop the places open one "
-          "by one meanwhile. Default: 1, with --trace 0")
+          "Send requests for this many seconds before measuring; a closed loop adds its requests "
+          "one by one meanwhile. Default: 1, with --trace 0")
       ->check(Number(0, 1e6))
       ->group(kWhen);
 
-  constexpr char kWhat[] = "What they ask";
+  constexpr char kWhat[] = "What is requested";
   command
-      .add_option("-x,--mix", flags.mix,
-                  "A kind of request, keys and values: steps=4..50,weight=2. Repeat it for a mix. "
-                  "Default: what the model prefers")
+      .add_option(
+          "-x,--mix", flags.mix,
+          "A kind of request: steps=4..50,weight=2 (keys below). Repeat the option for a mix. "
+          "Default: the model's defaults")
       ->excludes(trace)
       ->take_all()
       ->group(kWhat);
   command
-      .add_option("-s,--seed", flags.seed,
-                  "Of the moments, the draws and the images: request i of two runs is the same")
+      .add_option(
+          "-s,--seed", flags.seed,
+          "Seed of the send times, the mix and the images: request i of two runs is the same")
       ->capture_default_str()
       ->group(kWhat);
-  command.add_option("--format", flags.format, "Of the images; raw: float32")
+  command.add_option("--format", flags.format, "File format of the images; raw: float32")
       ->check(CLI::IsMember({"png", "jpeg", "webp", "raw"}))
       ->capture_default_str()
       ->group(kWhat);
   command
-      .add_flag("--unary", flags.unary, "Call Generate, with a thread for each, instead of streams")
+      .add_flag("--unary", flags.unary,
+                "Call Generate, with a thread for each request, instead of StreamGenerate")
       ->group(kWhat);
   command
       .add_option("--connections", flags.connections,
-                  "Spread the requests over so many connections")
+                  "Spread the requests over this many connections")
       ->check(CLI::Range(1, 10'000))
       ->capture_default_str()
       ->group(kWhat);
 
-  constexpr char kResults[] = "What is told";
-  command.add_option("--json", flags.json, "Write the results here as JSON; - is stdout")
+  constexpr char kResults[] = "Results";
+  command.add_option("--json", flags.json, "Write the results to this file as JSON; - is stdout")
       ->group(kResults);
   command
-      .add_option("--compare", flags.compare,
-                  "Compare the images with those of an earlier run's --json: equal requests must "
-                  "have got equal bytes")
+      .add_option(
+          "--compare", flags.compare,
+          "Compare the images with those of an earlier run's --json file: equal requests must "
+          "give equal bytes")
       ->check(CLI::ExistingFile)
       ->group(kResults);
   command
       .add_option("--save-trace", flags.save_trace,
-                  "Write what was sent, and when, as a file for --trace")
+                  "Write the requests and their times to this file, for --trace")
       ->group(kResults);
 
-  command.footer(R"(Keys of --mix, and of a line of --trace beside "at_seconds" and "seed":
-  weight     its share of the mix, 1 by default        name      in the report
-  model      needed when the server holds several      steps     a number, or a range: 4..50
-  count      images, a number or a range               size      64 or 64x48, pixels
-  sampler    as denoise generate names it              guidance  a number
-  priority   interactive, normal or batch              previews  one every so many evaluations
-  deadline   seconds; then the call ends, and what comes later is not in time
-  cancel     seconds, or a range: 0..1.5; then this program cancels it
+  command.footer(R"(Keys of --mix:
+  weight     share of the mix; default 1               name      name in the report
+  model      default: the only one of the server       steps     a number, or a range: 4..50
+  count      number of images, or a range              size      pixels: 64 or 64x48
+  sampler    a name, as in denoise generate            guidance  guidance scale
+  priority   interactive, normal or batch              previews  a preview every N evaluations
+  deadline   seconds until the call times out
+  cancel     seconds until the client cancels the request, or a range: 0..1.5
 
-Latencies count from the moment at which a request was to be sent, and every request that was sent is
-followed to its end. Those of failed and cancelled requests are left out.
+A line of --trace is a JSON object with these keys, "at_seconds" (when to send it) and "seed":
+  {"at_seconds": 0.25, "seed": 7, "steps": 20, "priority": "interactive"}
+
+Latency is measured from the intended send time, so a stalled server cannot hide its queue. Requests
+that failed or were cancelled are counted, but have no latency.
 
 Examples:
-  denoise bench                                      one after another, ten seconds
-  denoise bench -c 64 -d 30 --warm-up 5              the most that the server can do
+  denoise bench                                      one request at a time, for ten seconds
+  denoise bench -c 64 -d 30 --warm-up 5              the highest throughput
   denoise bench -r 20 -d 60 -x steps=4..50,previews=4,priority=interactive,deadline=2 \
                             -x steps=50,count=4,priority=batch,weight=0.2
-  denoise bench -n 100 --json before.json            then, with another build of the server:
+  denoise bench -n 100 --json before.json            then, with a new build of the server:
   denoise bench -n 100 --compare before.json
   denoise bench --trace day.jsonl --speed 10)");
 }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/connection_flags.h"
 
 #include <optional>
@@ -38,25 +39,28 @@ CLI::Validator Header() {
 
 void AddConnectionFlags(CLI::App& app, ConnectionFlags& flags) {
   app.add_option("--server", flags.server,
-                 "Address of the server, host:port; or of replicas, to be asked in turn: "
-                 "dns:///name:port for every address of a name, or ip:port,ip:port")
+                 "Address of the server, host:port. Several servers are called in turn: "
+                 "dns:///name:port for all addresses of a name, or a list ip:port,ip:port")
       ->envname("DENOISE_SERVER")
       ->capture_default_str();
-  app.add_flag("--tls", flags.tls, "Encrypt the connection; also turned on by the following")
+  app.add_flag("--tls", flags.tls,
+               "Encrypt the connection. Any of the --tls options below turns it on")
       ->envname("DENOISE_TLS");
   app.add_option("--tls-ca", flags.files.ca_file,
-                 "Trust these authorities, PEM. Default: those of the system")
+                 "Trust the certificate authorities in this PEM file. Default: those of the system")
       ->envname("DENOISE_TLS_CA");
-  app.add_option("--tls-cert", flags.files.cert_file,
-                 "Show the server this certificate, PEM (mutual TLS)")
+  app.add_option("--tls-cert", flags.files.cert_file, "Client certificate for mutual TLS, PEM file")
       ->envname("DENOISE_TLS_CERT");
-  app.add_option("--tls-key", flags.files.key_file, "Private key of --tls-cert, PEM")
+  app.add_option("--tls-key", flags.files.key_file, "Private key of --tls-cert, PEM file")
       ->envname("DENOISE_TLS_KEY");
-  app.add_option("--tls-server-name", flags.files.server_name,
-                 "Name in the server's certificate. Default: the host of --server; a list has none")
+  app.add_option(
+         "--tls-server-name", flags.files.server_name,
+         "Expect this name in the server's certificate. Default: the host of --server. A list of "
+         "servers needs it")
       ->envname("DENOISE_TLS_SERVER_NAME");
-  app.add_option("--token-file", flags.token_file,
-                 "Send the token in this file, as the server's operator gave it; needs TLS")
+  app.add_option(
+         "--token-file", flags.token_file,
+         "Send the bearer token in this file with every call. Needs TLS or --allow-plaintext-token")
       ->envname("DENOISE_TOKEN_FILE");
   app.add_flag("--allow-plaintext-token", flags.allow_plaintext_token,
                "Send the token without TLS too. Only where something else encrypts the connection, "

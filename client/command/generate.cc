@@ -1,16 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/generate.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdio>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
+#include <utility>
 
 #include "command/codec.h"
 #include "command/drawing.h"
@@ -182,34 +183,28 @@ std::string FormatOf(const client::Image& image) {
   return image.mime_type.substr(std::min(kFiles.size(), image.mime_type.size()));
 }
 
-/// Leaves once the request is queued; it goes on without us.
+/// Returns once the request is queued; the server goes on with it.
 ExitCode Detach(const client::Client& client, const GenerateRequest& request, bool json,
                 const client::CallOptions& options) {
-  std::mutex mutex;
+  // The listener's calls come one at a time, and the last one before Wait returns.
   std::optional<client::Queued> queued;
-  std::unique_ptr<client::StreamCall> call;
-  std::condition_variable changed;
-  bool done = false;
-  call = client.StreamGenerate(request.generation, std::nullopt,
-                               {.on_event =
-                                    [&](const client::Event& event) {
-                                      std::lock_guard lock(mutex);
-                                      if (const auto* first = std::get_if<client::Queued>(&event)) {
-                                        queued = *first;
-                                      }
-                                      changed.notify_all();
-                                    },
-                                .on_done =
-                                    [&](const absl::Status&) {
-                                      std::lock_guard lock(mutex);
-                                      done = true;
-                                      changed.notify_all();
-                                    }},
-                               options);
-  {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return queued || done; });
-  }
+  std::promise<void> known;
+  bool answered = false;
+  const auto answer = [&known, &answered] {
+    if (!std::exchange(answered, true)) known.set_value();
+  };
+  const auto call =
+      client.StreamGenerate(request.generation, std::nullopt,
+                            {.on_event =
+                                 [&](const client::Event& event) {
+                                   if (const auto* first = std::get_if<client::Queued>(&event)) {
+                                     queued = *first;
+                                     answer();
+                                   }
+                                 },
+                             .on_done = [&](const absl::Status&) { answer(); }},
+                            options);
+  known.get_future().wait();
   call->Cancel();
   const absl::Status status = call->Wait();
   if (!queued) return Report(status, json);
@@ -225,8 +220,9 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
     std::puts(line.dump().c_str());
   } else {
     std::puts(queued->params.request_id.c_str());
-    std::fputs(fmt::format("note: ask for it there: --server {}\n", queued->server).c_str(),
-               stderr);
+    std::fputs(
+        fmt::format("note: only this server knows the job: --server {}\n", queued->server).c_str(),
+        stderr);
   }
   return kOk;
 }

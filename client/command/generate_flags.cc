@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/generate_flags.h"
 
 #include <fmt/format.h>
@@ -33,130 +34,167 @@ CLI::Validator Seed() {
 }  // namespace
 
 void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
-  constexpr char kWhat[] = "What to draw";
-  command.add_option("-m,--model", flags.model, "Model; needed when the server holds several")
+  constexpr char kWhat[] = "What to generate";
+  command
+      .add_option("-m,--model", flags.model,
+                  "Model: name, name@version or alias. Default: the only one of the server")
       ->group(kWhat);
   command
-      .add_option("-l,--labels", flags.labels,
-                  "Classes, by index or by name: 3,1,4 or cat,dog. With more images than classes "
-                  "they repeat in order")
+      .add_option(
+          "-l,--labels", flags.labels,
+          "Class of each image, by index or name: 3,1,4 or cat,dog. Repeats in order if there "
+          "are more images than classes. Default: random")
       ->delimiter(',')
       ->group(kWhat);
   command
-      .add_option("--class-vectors", flags.class_vectors,
-                  "Class condition as numbers, for models that take them")
+      .add_option(
+          "--class-vectors", flags.class_vectors,
+          "Class condition as numbers, for models that take numbers (see denoise models NAME)")
       ->delimiter(',')
       ->group(kWhat);
-  command.add_option("-n,--count", flags.count, "Number of images")->group(kWhat);
+  command
+      .add_option("-n,--count", flags.count,
+                  "Number of images. Default: 1, or one per label or seed")
+      ->group(kWhat);
   command
       .add_option("-g,--grid", flags.grid,
-                  "Draw COLUMNSxROWS images into one PNG, a contact sheet: 4x4")
+                  "Generate COLUMNSxROWS images and save them as one PNG contact sheet: 4x4")
       ->group(kWhat);
   command
       .add_option(
           "-s,--seed", flags.seeds,
-          "Image i has seed + i; several, 7,9,12, are one for each image. The same seed, the "
-          "same bytes")
+          "Seed of the first image; image i uses seed + i. Or a seed for each image: 7,9,12. "
+          "The same seed gives the same bytes. Default: random")
       ->delimiter(',')
       ->check(Seed())
       ->group(kWhat);
-  command.add_option("--size", flags.size, "Pixels: 64 or WIDTHxHEIGHT")->group(kWhat);
+  command
+      .add_option("--size", flags.size, "Size in pixels: 64 or WIDTHxHEIGHT. Default: the model's")
+      ->group(kWhat);
   command
       .add_option("--init-image", flags.init_image,
                   "Start from this picture (PNG, JPEG, WebP or .npy) instead of noise")
       ->group(kWhat);
   command
       .add_option("--strength", flags.strength,
-                  "How much of --init-image is drawn anew, above 0 up to 1")
+                  "How much of --init-image to change: above 0, up to 1 (keeps nothing of it). "
+                  "Default: 0.8")
       ->group(kWhat);
   command
       .add_option(
           "--noise", flags.noise,
-          "Start from this noise: .npy, or raw float32; [count, height, width, channels] in "
-          "standard normal scale")
+          "Start from this noise: a file of float32 [count, height, width, channels] with unit "
+          "variance, .npy or raw")
       ->group(kWhat);
 
-  constexpr char kHow[] = "How to draw it (unset: as the model prefers; see denoise models NAME)";
-  command.add_option("--steps", flags.steps, "Denoising steps")->group(kHow);
-  command.add_option("--sampler", flags.sampler, "How one state follows from another")
+  constexpr char kHow[] = "Sampling (other defaults: the model's; see denoise models NAME)";
+  command.add_option("--steps", flags.steps, "Number of denoising steps")->group(kHow);
+  command.add_option("--sampler", flags.sampler, "Sampling algorithm")
       ->check(CLI::IsMember(Names(client::AllSamplers())))
       ->group(kHow);
-  command.add_option("--schedule", flags.schedule, "How noise levels are spaced")
+  command.add_option("--schedule", flags.schedule, "Spacing of the noise levels")
       ->check(CLI::IsMember(Names(client::AllNoiseSchedules())))
       ->group(kHow);
   command
       .add_option(
           "--guidance", flags.guidance,
-          "Classifier-free guidance: above 1 the class shows more clearly, at twice the cost")
+          "Classifier-free guidance scale: above 1 the images follow the class more closely, at "
+          "twice the cost. 1: off")
       ->group(kHow);
-  command.add_option("--eta", flags.eta, "Noise of ddim, 0 to 1")->group(kHow);
-  command.add_option("--churn", flags.churn, "Noise of euler, heun and edm_euler")->group(kHow);
-  command.add_option("--churn-min", flags.churn_min, "Churn at this noise level and above")
+  command
+      .add_option("--eta", flags.eta,
+                  "Noise added by ddim, from 0 (none) to 1 (as ddpm). Default: 0")
       ->group(kHow);
-  command.add_option("--churn-max", flags.churn_max, "Churn at this noise level and below")
+  command
+      .add_option("--churn", flags.churn,
+                  "Noise added by euler, heun and edm_euler (s_churn). Default: 0, none")
       ->group(kHow);
-  command.add_option("--churn-noise", flags.churn_noise, "Inflation of the noise that churn adds")
+  command
+      .add_option("--churn-min", flags.churn_min,
+                  "Add churn only at this noise level (sigma) and above. Default: 0")
       ->group(kHow);
-  command.add_option("--order", flags.order, "Order of dpm_solver and uni_pc, 1 to 3")->group(kHow);
+  command
+      .add_option("--churn-max", flags.churn_max,
+                  "Add churn only at this noise level (sigma) and below. Default: no limit")
+      ->group(kHow);
+  command
+      .add_option("--churn-noise", flags.churn_noise,
+                  "Scale of the noise that churn adds (s_noise). Default: 1")
+      ->group(kHow);
+  command.add_option("--order", flags.order, "Order of dpm_solver and uni_pc: 1, 2 or 3")
+      ->group(kHow);
 
-  constexpr char kOutput[] = "Where it goes";
+  constexpr char kOutput[] = "Output and request";
   command
       .add_option("-o,--out", flags.out,
-                  "File; {index}, {seed}, {label} and {model} are filled in; - is stdout. "
-                  "Default: denoised.png, or denoised-{index}.png")
+                  "Output file; {index}, {seed}, {label} and {model} are replaced; - is stdout. "
+                  "Default: denoised.png, or denoised-{index}.png for several images")
       ->group(kOutput);
   command
-      .add_option("--format", flags.format,
-                  "npy: a NumPy array of float32 in [-1, 1]; raw: the same without a header")
+      .add_option(
+          "--format", flags.format,
+          "File format; npy: a NumPy array of float32 in [-1, 1]; raw: the same without a header")
       ->check(CLI::IsMember({"png", "jpeg", "webp", "npy", "raw"}))
       ->capture_default_str()
       ->group(kOutput);
-  command.add_option("--quality", flags.quality, "Of jpeg and webp, 1 to 100")->group(kOutput);
-  command.add_flag("-p,--previews", flags.previews, "Show the denoising live in the terminal")
+  command
+      .add_option("--quality", flags.quality,
+                  "Quality of jpeg and webp files, 1 to 100. Default: 90")
+      ->group(kOutput);
+  command
+      .add_flag("-p,--previews", flags.previews,
+                "Show the images in the terminal while they are denoised")
       ->group(kOutput);
   command
       .add_option("--preview-every", flags.preview_every,
-                  "A preview every so many evaluations of the model")
+                  "Make a preview every N evaluations of the model. Default: 1")
       ->group(kOutput);
   command
-      .add_option("--preview-kind", flags.preview_kind,
-                  "What previews show: the picture that the model predicts, or the noisy state")
+      .add_option(
+          "--preview-kind", flags.preview_kind,
+          "What previews show: the model's prediction of the final image, or the noisy state")
       ->check(CLI::IsMember({"predicted_x0", "noisy_state"}))
       ->capture_default_str()
       ->group(kOutput);
-  command.add_option("-a,--animate", flags.animate, "Save the denoising as an animated .webp file")
+  command
+      .add_option("-a,--animate", flags.animate, "Save the denoising as an animation, a .webp file")
       ->group(kOutput);
   command
       .add_flag("--json", flags.json,
-                "On stdout a JSON object in a line for each file, then one for the whole")
+                "Print JSON: a line for each file, then a line for the request")
       ->group(kOutput);
-  command.add_option("--timeout", flags.timeout_seconds, "Give up after so many seconds")
+  command
+      .add_option("--timeout", flags.timeout_seconds,
+                  "Give up after this many seconds. Default: never")
       ->check(CLI::Range(0.001, 1e6))
       ->group(kOutput);
   command
       .add_option("--request-id", flags.request_id,
-                  "Name of the request in the server's log; the same request again gets the same "
-                  "images without drawing them twice")
+                  "Id of the request, also in the server's log. The same request with the same id "
+                  "returns the same images and is computed once. Default: the server makes one")
       ->group(kOutput);
   command
       .add_option("--priority", flags.priority,
-                  "interactive goes before normal, normal before batch")
+                  "Priority in the queue, highest first. Default: normal")
       ->check(CLI::IsMember(Names(client::AllPriorities())))
       ->group(kOutput);
   command
       .add_flag(
           "--detach", flags.detach,
-          "Return once the request is queued and print its id, for denoise jobs; with several "
-          "servers it is known to the one that took it")
+          "Print the id of the request as soon as it is queued, and exit. The job goes on; see "
+          "denoise jobs --help")
       ->group(kOutput);
   command
-      .add_flag("--timings", flags.timings, "With --json: when what happened, under \"timeline\"")
+      .add_flag(
+          "--timings", flags.timings,
+          "With --json: add \"timeline\", the times at which the request was queued, evaluated and "
+          "sent")
       ->needs("--json")
       ->group(kOutput);
 
   command.footer(R"(Examples:
-  denoise generate                                    one picture, denoised.png
-  denoise generate --grid 4x4 --previews              sixteen, watched as they come
+  denoise generate                                    one image, denoised.png
+  denoise generate --grid 4x4 --previews              sixteen images, shown live in the terminal
   denoise generate -l 0,1,2,3 --seed 42 -o "{label}.png"
   denoise generate -l 7 --seed 3,14,15 -o "{seed}.png"
   denoise generate --steps 40 --sampler heun --churn 10 --animate denoising.webp

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/load_generator.h"
 
 #include <sys/resource.h>
@@ -10,9 +11,10 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <utility>
+
+#include "denoised/mutex.h"
 
 namespace denoised::command {
 namespace {
@@ -30,7 +32,7 @@ double CpuSeconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-/// A unary call that tells of itself as a stream does.
+/// A unary call that reports its result as a stream does.
 class UnaryCall : public client::StreamCall {
  public:
   UnaryCall(const client::Client& client, const client::Generation& generation,
@@ -115,12 +117,12 @@ class LoadGenerator {
   std::vector<double> image_times_, success_times_, in_time_times_;
   LoadResult result_;
 
-  std::mutex mutex_;
+  client::Mutex mutex_;
   std::condition_variable_any wake_;
-  std::deque<Request*> ended_;  // guarded by mutex_
+  std::deque<Request*> ended_ ABSL_GUARDED_BY(mutex_);
 };
 
-/// The next one to send, once it and, in a closed loop, a place for it are there.
+/// The next request to send, or null while there is none or, in a closed loop, no free place.
 const Arrival* LoadGenerator::Next() {
   if (next_) return &*next_;
   if (options_.requests && counted_ >= *options_.requests) arriving_ = false;
@@ -128,7 +130,7 @@ const Arrival* LoadGenerator::Next() {
   if (!arriving_ || (closed && (places_.empty() || *places_.begin() > Now()))) return nullptr;
   next_ = workload_.Next();
   if (next_ && closed) {
-    // In order, as a trace has them: of two that ended, the later one may be heard of first.
+    // In order, as in a trace: of two requests that ended, the later one may be reported first.
     last_place_ = std::max(last_place_, *places_.begin());
     next_->at_seconds = last_place_;
     places_.erase(places_.begin());
@@ -160,7 +162,7 @@ void LoadGenerator::Send() {
           [this, &request](const absl::Status& status) {
             request.end_seconds = Now();
             request.outcome.status = status;
-            std::lock_guard lock(mutex_);
+            client::MutexLock lock(&mutex_);
             ended_.push_back(&request);
             wake_.notify_one();
           }};
@@ -211,7 +213,7 @@ void LoadGenerator::OnEvent(Request* request, const client::Event& event) const 
   }
 }
 
-/// Takes a request that has ended out of the books.
+/// Records a request that has ended, and forgets it.
 void LoadGenerator::Reap(Request* request) {
   request->call.reset();
   if (request->cancel_at != cancels_.end()) cancels_.erase(request->cancel_at);
@@ -251,7 +253,7 @@ LoadProgress LoadGenerator::Progress(double now) const {
 
 LoadResult LoadGenerator::Run(std::stop_token stop) {
   const double cpu = CpuSeconds();
-  // Places open one after another, so that requests are not all at the same step of their plans.
+  // Places open one after another, so that the requests are at different steps.
   for (int i = 0; i < options_.concurrency; ++i) {
     places_.insert(options_.warm_up_seconds * i / options_.concurrency);
   }
@@ -284,15 +286,16 @@ LoadResult LoadGenerator::Run(std::stop_token stop) {
     if (!cancels_.empty()) until = std::min(until, cancels_.begin()->first);
     std::deque<Request*> ended;
     {
-      std::unique_lock lock(mutex_);
+      client::MutexLock lock(&mutex_);
       const auto wake_at = start_ + std::chrono::duration_cast<steady_clock::duration>(
                                         std::chrono::duration<double>(until));
-      // Once it has stopped, the token would wake it for ever.
-      const auto some_ended = [this] { return !ended_.empty(); };
+      // After a stop request the token would end every wait at once.
+      const auto some_ended = [this]()
+                                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return !ended_.empty(); };
       if (stopped) {
-        wake_.wait_until(lock, wake_at, some_ended);
+        wake_.wait_until(mutex_, wake_at, some_ended);
       } else {
-        wake_.wait_until(lock, stop, wake_at, some_ended);
+        wake_.wait_until(mutex_, stop, wake_at, some_ended);
       }
       ended.swap(ended_);
     }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -19,96 +20,148 @@ using namespace denoised;  // NOLINT: the program itself
 
 namespace {
 
-constexpr char kFooter[] = R"(Examples:
-  denoise models                            what the server can draw
-  denoise generate --grid 4x4 --previews    sixteen pictures, watched as they come
-  denoise health --wait 60                  return when the server is ready
-  id=$(denoise generate -n 64 --detach)     begin, and let it go on by itself
-  denoise jobs watch $id -o "{index}.png"   fetch what it drew
-  denoise generate --help                   every knob
-  denoise bench -c 16                       how many pictures a second the server can draw
-  denoise --server dns:///replicas:50051 generate
-                                            by one of the replicas; if it is lost, by another
-
-Exit codes: 0 done; 1 error; 2 the command line or a value in it is wrong; 3 the server cannot be
+constexpr char kExitCodes[] = R"(
+Exit codes: 0 success; 1 error; 2 wrong command line or refused value; 3 the server cannot be
 reached, is not ready or is full; 4 --timeout passed; 130 interrupted.)";
+
+constexpr char kFooter[] = R"(Examples:
+  denoise models                            list the models of the server
+  denoise generate --grid 4x4 --previews    draw sixteen images and watch them appear
+  denoise health --wait 60                  wait until the server is ready
+  id=$(denoise generate -n 64 --detach)     start a job that runs without a connection
+  denoise jobs watch $id -o "{index}.png"   follow that job and save its images
+  denoise bench -c 16                       measure images per second with 16 requests at a time
+  denoise --server dns:///replicas:50051 generate
+                                            use any of several servers, and another if it fails
+
+"denoise COMMAND --help" explains a command. The options above go with every command.
+)";
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Draws pictures with the diffusion models of a denoised server.", "denoise");
+  CLI::App app("Generates images with the diffusion models of a denoised server.", "denoise");
   app.set_version_flag("--version", DENOISED_VERSION);
-  app.footer(kFooter);
   app.require_subcommand(1);
   app.fallthrough();  // --server may follow the subcommand
   command::ConnectionFlags connection_flags;
   command::AddConnectionFlags(app, connection_flags);
 
   command::GenerateFlags generate_flags;
-  CLI::App* generate = app.add_subcommand("generate", "Draw pictures");
+  CLI::App* generate = app.add_subcommand("generate", "Generate images");
   command::AddGenerateFlags(*generate, generate_flags);
 
   command::ModelsFlags models_flags;
-  CLI::App* models = app.add_subcommand("models", "List the models, or tell all about one");
-  models->add_option("name", models_flags.name, "A model");
-  models->add_flag("--json", models_flags.json, "As JSON");
+  CLI::App* models = app.add_subcommand("models", "List the models, or describe one of them");
+  models->add_option("name", models_flags.name, "Describe this model. Default: list all");
+  models->add_flag("--json", models_flags.json, "Print JSON");
+  models->footer(R"(Examples:
+  denoise models                            a table of all models
+  denoise models digits                     sizes, classes, samplers and limits of one model)");
   command::ModelChangeFlags change;
-  CLI::App* load = models->add_subcommand("load", "Load a model or a version of one (admins)");
-  load->add_option("name", change.load.name, "Its name")->required();
+  CLI::App* load = models->add_subcommand("load", "Load a model, or a new version of one (admins)");
+  load->add_option("name", change.load.name, "Name of the model")->required();
   load->add_option("directory", change.load.directory,
-                   "Directory on the server; default: the model's own, to load it again");
-  load->add_option("--version", change.load.version, "Default: the number after the highest");
+                   "Directory on the server. Default: the directory of the current version, read "
+                   "again");
+  load->add_option("--version", change.load.version,
+                   "Name of the version. Default: the highest number so far plus 1");
   load->add_flag("--keep-current", change.load.keep_current,
-                 "Ask for the new version as name@version; requests without one get the old");
+                 "Requests that name no version keep the old one; ask for the new one as "
+                 "name@version");
   load->add_flag("--unload-previous", change.load.unload_previous,
-                 "Unload the version that was current once its requests are done");
-  CLI::App* unload = models->add_subcommand("unload", "Unload a model or a version (admins)");
-  unload->add_option("name", change.unload, "name or name@version")->required();
+                 "Unload the old version when its requests have finished");
+  load->footer(R"(Examples:
+  denoise models load digits /srv/models/digits-2 --keep-current
+  denoise generate -m digits@2              try the new version
+  denoise models alias digits digits@2      then make it the current one)");
+  CLI::App* unload = models->add_subcommand("unload", "Unload a model or one version (admins)");
+  unload->add_option("name", change.unload, "name for all versions, or name@version")->required();
+  unload->footer(R"(Waits until the requests of the model have finished.
+
+Example:
+  denoise models unload digits@1)");
   CLI::App* alias = models->add_subcommand("alias", "Give a model another name (admins)");
-  alias->add_option("alias", change.alias, "The other name; a model's own to choose its version")
+  alias
+      ->add_option("alias", change.alias,
+                   "The new name, or the name of a model to set its current version")
       ->required();
-  CLI::Option* target = alias->add_option("target", change.target, "name or name@version");
-  alias->add_flag("--delete", change.delete_alias, "Remove the alias")->excludes(target);
+  CLI::Option* target = alias->add_option("target", change.target,
+                                          "The model that it stands for: name or name@version");
+  alias->add_flag("--delete", change.delete_alias, "Delete the alias")->excludes(target);
+  alias->footer(R"(Examples:
+  denoise models alias best digits@2        requests for "best" use version 2 of digits
+  denoise models alias digits digits@1      go back: version 1 is the current one again
+  denoise models alias best --delete)");
+  for (CLI::App* command : {load, unload, alias}) {
+    command->add_flag("--json", change.json, "Print JSON");
+  }
 
   command::JobsFlags jobs_flags;
-  CLI::App* jobs =
-      app.add_subcommand("jobs", "Requests that run without a connection, by their id");
+  CLI::App* jobs = app.add_subcommand("jobs", "List, follow and cancel jobs of the server");
   jobs->require_subcommand(1);
-  CLI::App* list_jobs = jobs->add_subcommand("list", "Those that run and those that are kept");
-  list_jobs->add_flag("--all", jobs_flags.query.all_clients, "Those of all clients (admins)");
-  list_jobs->add_option("--limit", jobs_flags.query.limit, "At most so many, the latest")
+  jobs->footer(
+      R"(Every request is a job. It ends with its connection, unless generate --detach started it; finished
+jobs are kept for a while (see denoised --help). Only the server that accepted a job knows it.
+
+Example:
+  id=$(denoise generate -n 64 --detach)
+  denoise jobs watch $id -o "{index}.png")");
+  CLI::App* list_jobs = jobs->add_subcommand("list", "List running and finished jobs");
+  list_jobs->add_flag("--all", jobs_flags.query.all_clients, "Jobs of all clients (admins)");
+  list_jobs
+      ->add_option("--limit", jobs_flags.query.limit, "List at most this many jobs, newest first")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  CLI::App* get_job = jobs->add_subcommand("get", "How far a job is");
-  CLI::App* watch_job = jobs->add_subcommand("watch", "Follow a job and save its pictures");
-  CLI::App* cancel_job = jobs->add_subcommand("cancel", "End a job");
+  list_jobs->footer(
+      "Example:\n  denoise jobs list --json | jq -r '.[] | select(.state==\"running\") | "
+      ".request_id'");
+  CLI::App* get_job = jobs->add_subcommand("get", "Show state and progress of a job");
+  get_job->footer("Example:\n  denoise jobs get $id");
+  CLI::App* watch_job =
+      jobs->add_subcommand("watch", "Follow a job until it ends and save its images");
+  watch_job->footer("Example:\n  denoise jobs watch $id -o \"{index}.png\"");
+  CLI::App* cancel_job = jobs->add_subcommand("cancel", "Cancel a job");
+  cancel_job->footer("Example:\n  denoise jobs cancel $id");
   for (CLI::App* job : {get_job, watch_job, cancel_job}) {
-    job->add_option("id", jobs_flags.request_id, "The id that generate --detach printed")
+    job->add_option("id", jobs_flags.request_id,
+                    "Id of the job: what generate --detach printed, or --request-id")
         ->required();
   }
   for (CLI::App* job : {list_jobs, get_job, watch_job, cancel_job}) {
-    job->add_flag("--json", jobs_flags.json, "As JSON");
+    job->add_flag("--json", jobs_flags.json, "Print JSON");
   }
-  watch_job->add_option("--after", jobs_flags.after_sequence, "Events up to this number are known");
-  watch_job->add_option("-o,--out", jobs_flags.out, "File; as for generate");
+  watch_job->add_option(
+      "--after", jobs_flags.after_sequence,
+      "Skip the events up to this number (last_sequence of jobs get --json). Default: 0");
+  watch_job->add_option("-o,--out", jobs_flags.out, "Output file; see denoise generate --help");
 
-  CLI::App* server = app.add_subcommand("server", "About the server");
+  CLI::App* server = app.add_subcommand("server", "Show information about the server");
   server->require_subcommand(1);
+  server->footer("Example:\n  denoise server info");
   bool info_json = false;
-  CLI::App* server_info = server->add_subcommand("info", "What it is, can do and allows");
-  server_info->add_flag("--json", info_json, "As JSON");
+  CLI::App* server_info =
+      server->add_subcommand("info", "Show version, devices, features and limits");
+  server_info->add_flag("--json", info_json, "Print JSON");
+  server_info->footer("Example:\n  denoise server info --json | jq .limits");
 
   command::HealthFlags health_flags;
   CLI::App* health = app.add_subcommand(
-      "health", "Ask whether the server is ready; the exit code is 0 when it is");
-  health->add_option("--service", health_flags.service, "A service; default: the whole server");
-  health->add_option("--wait", health_flags.wait_seconds, "Wait up to so many seconds until it is")
+      "health", "Check whether the server is ready; the exit code is 0 if it is");
+  health->add_option("--service", health_flags.service,
+                     "gRPC service to check. Default: the server as a whole");
+  health
+      ->add_option("--wait", health_flags.wait_seconds,
+                   "Wait up to this many seconds until it is ready. Default: 0")
       ->check(CLI::Range(0.0, 1e6));
-  health->add_flag("--json", health_flags.json, "As JSON");
+  health->add_flag("--json", health_flags.json, "Print JSON");
+  health->footer("Example:\n  denoise health --wait 60 && denoise generate");
 
   command::BenchFlags bench_flags;
-  CLI::App* bench = app.add_subcommand("bench", "Load the server and measure how it bears it");
+  CLI::App* bench = app.add_subcommand("bench", "Load-test the server");
   command::AddBenchFlags(*bench, bench_flags);
+  // Last: subcommands inherit the footer that is set when they are added.
+  app.footer(std::string(kFooter) + kExitCodes);
 
   try {
     app.parse(argc, argv);
@@ -118,7 +171,7 @@ int main(int argc, char** argv) {
 
   const command::Interrupt interrupt;
   client::ConnectionOptions options = command::ToOptions(connection_flags);
-  // health tells of every answer, and to bench an error is a result.
+  // health reports every answer, and bench counts every error.
   if (health->parsed() || bench->parsed()) options.retry.max_attempts = 1;
   std::vector<client::Client> clients;
   for (int i = 0; i < bench_flags.connections; ++i) {

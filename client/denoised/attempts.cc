@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/attempts.h"
 
 #include <algorithm>
@@ -9,17 +10,17 @@
 namespace denoised::client {
 
 void RetryBudget::Succeeded() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   left_ = std::min(left_ + 1, size_);
 }
 
 void RetryBudget::RetryFailed() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   left_ = std::max<int64_t>(left_ - 10, 0);
 }
 
 bool RetryBudget::empty() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return left_ < 10;
 }
 
@@ -33,7 +34,7 @@ std::optional<std::chrono::nanoseconds> Attempts::Ended(const absl::Status& stat
     return std::nullopt;
   }
   const auto delay = policy_.NextDelay(status, count_, RandomFraction(), Remaining(deadline_));
-  // Whoever comes back at the time that the server named hammers nobody.
+  // A retry at the time that the server asked for is no burden to it, so it costs nothing.
   if (RetryPolicy::Retryable(status) && !Details(status).retry_after) {
     if (count_ > 1) budget_->RetryFailed();
     if (budget_->empty()) return std::nullopt;

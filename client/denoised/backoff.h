@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <algorithm>
@@ -6,11 +7,11 @@
 #include <optional>
 #include <random>
 
-/// Time and chance for the retries.
+/// Random numbers and deadlines for retries.
 
 namespace denoised::client {
 
-/// 64 bits that no other process draws.
+/// 64 random bits of the operating system.
 inline uint64_t RandomBits() {
   std::random_device device;
   return uint64_t{device()} << 32 | device();

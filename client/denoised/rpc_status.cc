@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/rpc_status.h"
 
 #include "denoised/error.h"
@@ -50,7 +51,7 @@ ErrorDetails Details(const absl::Status& status) {
   return details;
 }
 
-absl::Status WithoutStrangeCancel(absl::Status status) {
+absl::Status WithoutShutdownCancel(absl::Status status) {
   if (!absl::IsCancelled(status) || !Details(status).domain.empty()) return status;
   return absl::UnavailableError("the server shut down");
 }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <grpcpp/support/status.h>
@@ -10,8 +11,8 @@ namespace denoised::client {
 /// URLs, which Details() decodes. Details that cannot be parsed are dropped.
 absl::Status FromGrpc(const grpc::Status& status);
 
-/// For a call that nobody here cancelled: CANCELLED becomes UNAVAILABLE when it is not the server's
-/// word on a job. gRPC says it for calls of a server which shuts down.
-absl::Status WithoutStrangeCancel(absl::Status status);
+/// For a call that this side did not cancel: CANCELLED without details becomes UNAVAILABLE. gRPC
+/// ends the calls of a server that shuts down with it; a job that was cancelled has details.
+absl::Status WithoutShutdownCancel(absl::Status status);
 
 }  // namespace denoised::client

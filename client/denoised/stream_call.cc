@@ -1,28 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/stream_call.h"
 
 #include <grpcpp/alarm.h>
 
 #include <atomic>
 #include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "denoised/conversion.h"
 #include "denoised/error.h"
+#include "denoised/mutex.h"
 #include "denoised/rpc_status.h"
-#include "denoised/told.h"
+#include "denoised/seen_events.h"
 
 namespace denoised::client {
 namespace {
 
 absl::Status Cancelled() { return absl::CancelledError("cancelled by the caller"); }
 
-/// A stream with its retries. It keeps itself alive until its listener was told for the last time:
-/// each attempt and each pending alarm holds a reference.
+/// A stream with its retries. It keeps itself alive until on_done has returned: each attempt and
+/// each pending alarm holds a reference.
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
-  /// `stub` is used until the listener was told for the last time.
+  /// `stub` is used until on_done has returned.
   Operation(v1::ImageGeneration::Stub* stub, StreamCallSetup setup, StreamListener listener)
       : stub_(stub),
         setup_(std::move(setup)),
@@ -51,17 +52,17 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Attempts attempts_;
   bool received_ = false;      // in any attempt
   v1::WatchJobRequest watch_;  // up to what was received
-  Told told_;
+  SeenEvents seen_;
   bool completed_ = false;
 
   std::atomic<std::thread::id> listening_;  // the thread that is in the listener, if any
 
-  std::mutex mutex_;
-  std::condition_variable finished_;
-  Attempt* attempt_ = nullptr;  // guarded by mutex_, as all below
-  std::unique_ptr<grpc::Alarm> backoff_;
-  bool cancelled_ = false;
-  std::optional<absl::Status> result_;
+  Mutex mutex_;
+  std::condition_variable_any finished_;
+  Attempt* attempt_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::unique_ptr<grpc::Alarm> backoff_ ABSL_GUARDED_BY(mutex_);
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<absl::Status> result_ ABSL_GUARDED_BY(mutex_);
 };
 
 /// One gRPC call. Deletes itself when it is over.
@@ -93,7 +94,7 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
   void OnDone(const grpc::Status& status) override {
     const std::shared_ptr<Operation> operation = std::move(operation_);
     {
-      std::lock_guard lock(operation->mutex_);
+      MutexLock lock(&operation->mutex_);
       operation->attempt_ = nullptr;
     }
     delete this;
@@ -110,7 +111,7 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
 void Operation::StartAttempt() {
   Attempt* attempt = nullptr;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     backoff_.reset();
     if (!cancelled_) attempt = attempt_ = new Attempt(shared_from_this());
   }
@@ -119,7 +120,7 @@ void Operation::StartAttempt() {
 }
 
 void Operation::Cancel() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   cancelled_ = true;
   if (attempt_ != nullptr) attempt_->Cancel();
   if (backoff_ != nullptr) backoff_->Cancel();
@@ -130,8 +131,8 @@ absl::Status Operation::Wait() {
     return absl::FailedPreconditionError(
         "a streaming call cannot be waited for in its own listener; use on_done instead");
   }
-  std::unique_lock lock(mutex_);
-  finished_.wait(lock, [this] { return result_.has_value(); });
+  MutexLock lock(&mutex_);
+  while (!result_) finished_.wait(mutex_);
   return *result_;
 }
 
@@ -140,7 +141,7 @@ void Operation::Deliver(v1::StreamGenerateResponse&& response, const grpc::Clien
   watch_.set_request_id(response.request_id());
   watch_.set_after_sequence(response.sequence());
   std::optional<Event> event = FromProto(std::move(response));
-  if (!event || !told_.IsNews(*event)) return;
+  if (!event || !seen_.Add(*event)) return;
   attempts_.Renew();
   completed_ = completed_ || std::holds_alternative<Completed>(*event);
   if (auto* queued = std::get_if<Queued>(&*event)) queued->server = context.peer();
@@ -153,19 +154,19 @@ void Operation::Deliver(v1::StreamGenerateResponse&& response, const grpc::Clien
 void Operation::AttemptDone(const grpc::Status& grpc_status) {
   absl::Status status = setup_.to_status(grpc_status);
   {
-    std::lock_guard lock(mutex_);
-    if (!cancelled_) status = WithoutStrangeCancel(std::move(status));
+    MutexLock lock(&mutex_);
+    if (!cancelled_) status = WithoutShutdownCancel(std::move(status));
   }
   if (status.ok() && !completed_) {
-    status = absl::DataLossError("the stream ended without its last event; ask the server's log");
+    status = absl::DataLossError("the stream ended without its last event; see the server's log");
   } else if (absl::IsUnavailable(status) && completed_) {
-    status = absl::OkStatus();  // it was lost with nothing left to say
+    status = absl::OkStatus();  // the connection was lost after the last event
   }
-  // What a server says of a job, with details, is the job's end: only drawing it anew can help.
+  // An error with details is how the job ended, and watching it again would only return the same.
   const bool final = !setup_.generate && received_ && !Details(status).domain.empty();
   const auto delay = attempts_.Ended(status);
   if (delay && !final) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (cancelled_) {
       status = Cancelled();
     } else {
@@ -184,7 +185,7 @@ void Operation::Finish(absl::Status status) {
     listener_.on_done(status);
     listening_ = std::thread::id();
   }
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   result_ = std::move(status);
   finished_.notify_all();
 }
@@ -204,7 +205,7 @@ class RunningCall : public StreamCall {
   absl::Status Wait() override { return operation_->Wait(); }
 
  private:
-  const std::shared_ptr<v1::ImageGeneration::Stub> stub_;  // lent to the operation
+  const std::shared_ptr<v1::ImageGeneration::Stub> stub_;  // the operation does not own it
   const std::shared_ptr<Operation> operation_;
   const std::stop_callback<std::function<void()>> on_stop_;
 };

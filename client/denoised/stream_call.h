@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <functional>
@@ -13,7 +14,7 @@ namespace denoised::client {
 
 /// What a streaming call needs of the connection that makes it.
 struct StreamCallSetup {
-  std::optional<v1::StreamGenerateRequest> generate;  // unset: the job of `watch` is there already
+  std::optional<v1::StreamGenerateRequest> generate;  // unset: make the call of `watch` instead
   v1::WatchJobRequest watch;
   CallHeaders headers;
   Attempts attempts;
@@ -26,7 +27,7 @@ std::unique_ptr<StreamCall> StartStreamCall(std::shared_ptr<v1::ImageGeneration:
                                             StreamCallSetup setup, StreamListener listener,
                                             std::stop_token stop);
 
-/// A call that failed before it could be made; its listener is told before this returns.
+/// A call that failed before it could be made; on_done is called before this returns.
 std::unique_ptr<StreamCall> FailedStreamCall(absl::Status status, const StreamListener& listener);
 
 }  // namespace denoised::client

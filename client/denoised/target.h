@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <string>
@@ -6,17 +7,17 @@
 
 namespace denoised::client {
 
-/// What a connection leads to.
+/// Where a connection goes, in the terms of gRPC.
 struct Target {
-  std::string uri;        // as gRPC wants it
-  std::string authority;  // of HTTP/2; empty: what gRPC makes of the uri
-  bool list = false;      // of addresses
-  bool replicas = false;  // servers that are asked in turn, not a single one
+  std::string uri;        // for grpc::CreateChannel
+  std::string authority;  // ":authority" of HTTP/2; empty: gRPC derives it from the uri
+  bool list = false;      // a list of addresses
+  bool replicas = false;  // several servers, called in turn
   bool direct = false;    // never through a proxy of the environment
 };
 
-/// Understands what Connect does: see denoised/connection.h. INVALID_ARGUMENT names what of a list
-/// is not an address.
+/// Parses the target of Connect: see denoised/connection.h. INVALID_ARGUMENT names the part of a
+/// list that is not an address.
 absl::StatusOr<Target> ParseTarget(const std::string& text);
 
 }  // namespace denoised::client

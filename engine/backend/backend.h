@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <functional>
@@ -12,24 +13,24 @@
 #include "engine/core/step_plan.h"
 #include "engine/core/tensor.h"
 
-/// The device interface, at the grain of fused operations. nn/ is written once against it; cpu/
-/// runs it plainly in fp32 and is the oracle, cuda/ fuses.
+/// The device interface: one method per fused operation. nn/ is written once against it. cpu/
+/// implements it plainly in fp32 and is the reference for tests; cuda/ fuses.
 ///
 /// Activations are NHWC ([N, H, W, C], or [N, tokens, C]) in activation_dtype(). "Row" is one
 /// sample of the batch: dimension 0. Every op computes each row with an order of operations that
 /// depends on the row's shape alone, so a row has the same bits in any batch.
 ///
-/// Ops only enqueue. They return nothing: shapes were validated when the model was loaded, so a
-/// wrong one is a bug (CHECK); what the device reports is kept and returned by status(). A backend
-/// belongs to the one thread that owns the device, except inside ForEachPart().
+/// Ops only enqueue and return nothing. Shapes were validated when the model was loaded, so a wrong
+/// one is a bug (CHECK). Errors of the device are kept and returned by status(). Only the thread
+/// that owns the device uses a backend, except inside ForEachPart().
 
 namespace denoised {
 
-/// What every backend can do at least; nn/ refuses larger ones when a model is loaded.
+/// Limits that every backend supports; nn/ refuses larger models when they are loaded.
 constexpr int kMaxHeadDim = 512;
 constexpr int kMaxNormChannels = 6144;
 
-/// Weights in the form the backend's kernels want, made once at load.
+/// Weights in the layout of the backend's kernels, made once at load.
 class PackedConv2d {
  public:
   virtual ~PackedConv2d() = default;
@@ -43,16 +44,16 @@ class PackedLinear {
   int in_features = 0, out_features = 0;
 };
 
-/// A 1×1 convolution, stride 1, of concat(x, x2), whose result another one adds to its own.
+/// A 1×1 convolution, stride 1, of concat(x, x2). Another convolution adds its result to its own.
 struct Conv2dShortcut {
-  Tensor x;   // [N, Ho, Wo, C]: the height and width of what it is added to
+  Tensor x;   // [N, Ho, Wo, C]: height and width of the other convolution's output
   Tensor x2;  // optional [N, Ho, Wo, C2]
-  const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias belongs into the other's
+  const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias is part of the other's
 };
 
-/// SiLU of a group norm of what a convolution makes.
+/// SiLU of a group norm of a convolution's result.
 struct Conv2dOutputNorm {
-  Tensor gamma, beta;  // F32 [Cout]; undefined: there is none
+  Tensor gamma, beta;  // F32 [Cout]; undefined: no output norm
   int groups = 32;
   float eps = 1e-5f;
 };
@@ -70,7 +71,7 @@ struct Conv2dArgs {
   Conv2dShortcut shortcut;  // optional, in place of a residual; `out` must not overlap its inputs
   float scale = 1.0f;       // out = act((conv + bias + add + residual or shortcut) · scale)
   Activation activation = Activation::kNone;
-  Conv2dOutputNorm output_norm;  // of what `out` would be, in its place: where MakesOutputNorm()
+  Conv2dOutputNorm output_norm;  // applied to `out` in place, if MakesOutputNorm() allows it
   Tensor out;                    // [N, Ho, Wo, Cout]; activation dtype, or F32
 };
 
@@ -181,7 +182,7 @@ class Download {
  public:
   virtual ~Download() = default;
   virtual bool ready() = 0;
-  /// Blocks; the host copy, or what the device reported.
+  /// Blocks. Returns the host copy, or the device's error.
   virtual absl::StatusOr<Tensor> Wait() = 0;
 };
 
@@ -222,7 +223,7 @@ class Backend {
   virtual DType activation_dtype() const = 0;
 
   // Memory. Persistent allocations are made at load only.
-  /// ResourceExhausted says what `purpose` needed and what is free.
+  /// ResourceExhausted says how much `purpose` needed and how much is free.
   virtual absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
                                           std::string_view purpose) = 0;
   virtual BackendMemory memory() const = 0;
@@ -230,18 +231,18 @@ class Backend {
   virtual void Upload(const void* from, size_t bytes, const Tensor& to) = 0;
   /// Snapshots `from` (contiguous) at this point of the queue and returns at once.
   virtual std::unique_ptr<Download> BeginDownload(const Tensor& from) = 0;
-  /// Takes the memory that `count` downloads of up to `bytes` need at a time, for as long as the
-  /// result lives; without it, or beyond it, a download that cannot have memory fails.
-  /// ResourceExhausted as Allocate(). Where downloads need none there is nothing to take.
+  /// Reserves memory for `count` downloads of up to `bytes` at a time, as long as the result lives.
+  /// Other downloads allocate their memory when they begin, and fail if there is none.
+  /// ResourceExhausted as Allocate(). Null if the backend's downloads need no memory.
   virtual absl::StatusOr<std::shared_ptr<const void>> ReserveDownloads(size_t /*bytes*/,
                                                                        int /*count*/) {
     return nullptr;
   }
   virtual void Copy(const Tensor& from, const Tensor& to) = 0;
 
-  // Weights: host tensors as they lie in the file, any float dtype. Several linears become one with
-  // their outputs side by side (fused QKV); biases are all there or none.
-  /// `upsample2x`: that of every Conv2dArgs it will be used with.
+  // Weights: host tensors as in the file, of any float dtype. Several linears become one with their
+  // outputs side by side (fused QKV); either all have a bias or none has.
+  /// `upsample2x` must be that of every Conv2dArgs that uses the result.
   virtual absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
                                                                    const Tensor& bias,
                                                                    bool upsample2x) = 0;
@@ -254,14 +255,14 @@ class Backend {
   virtual void Conv2d(const Conv2dArgs& args) = 0;
   virtual void Linear(const LinearArgs& args) = 0;
   virtual void GroupNorm(const GroupNormArgs& args) = 0;
-  /// GroupNorm(norm), then Conv2d(conv) of norm.out, with the same bits. What norm.out holds after
-  /// it is undefined: the convolution may normalise what it reads by itself.
+  /// GroupNorm(norm), then Conv2d(conv) of norm.out, with the same bits. The content of norm.out is
+  /// undefined afterwards: the convolution may normalise its input by itself.
   virtual void NormConv2d(const GroupNormArgs& norm, const Conv2dArgs& conv) {
     GroupNorm(norm);
     Conv2d(conv);
   }
-  /// Whether Conv2d() and NormConv2d() can make args.output_norm, with the bits of GroupNorm(), and
-  /// had better. args.x need not be made yet.
+  /// True if Conv2d() and NormConv2d() support args.output_norm, with the bits of GroupNorm(), and
+  /// that is faster than a separate op. args.x need not be computed yet.
   virtual bool MakesOutputNorm(const Conv2dArgs& /*args*/) { return false; }
   virtual void Attention(const AttentionArgs& args) = 0;
   virtual void TimestepEmbedding(const TimestepEmbeddingArgs& args) = 0;
@@ -291,14 +292,14 @@ class Backend {
   }
 
   // Order.
-  /// Runs `body`, whose ops are recorded instead of executed. Tensors must outlive the graph. Where
-  /// there are no graphs (CPU) its ops are only checked now and `body` runs at each Launch(): what
-  /// it refers to must outlive the graph too. `body` may be run twice, and what its ops write may be
-  /// overwritten now, but for slots: see BackendOptions::autotune.
+  /// Runs `body` and records its ops instead of executing them. Tensors must outlive the graph. The
+  /// CPU has no graphs: its ops are only checked now and `body` runs again at each Launch(), so all
+  /// that it refers to must outlive the graph too. `body` may be run twice now, and what its ops
+  /// write, except slots, may be overwritten: see BackendOptions::autotune.
   virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) = 0;
   virtual void Launch(Graph& graph) = 0;
   virtual std::unique_ptr<Marker> Mark() = 0;
-  /// Waits for all work; the first error since construction, which is final.
+  /// Waits for all work. Returns the first error since construction, which is final.
   virtual absl::Status Synchronize() = 0;
   /// The same without waiting.
   virtual absl::Status status() const = 0;
@@ -306,15 +307,18 @@ class Backend {
 
 struct BackendOptions {
   std::string device = "auto";  // "auto" (CUDA when there is one), "cpu", "cuda"
-  int number = 0;               // as CUDA counts devices; on the CPU only a part of the name
-  bool fp32 = false;            // CUDA: activations and arithmetic in fp32, for debugging
-  /// CUDA: the kernels for any chip from compute capability 8.0 on, also where there are better.
+  int number = 0;               // CUDA's device number; on the CPU only a part of the name
+  /// CPU: the dtype in which convolutions and linears over tokens multiply, F32 or BF16; sums and
+  /// activations are F32. BF16 needs AVX512-BF16 or AMX.
+  DType cpu_dtype = DType::kF32;
+  bool fp32 = false;  // CUDA: activations and arithmetic in fp32, for debugging
+  /// CUDA: only the kernels for any GPU from compute capability 8.0 on, even if others are faster.
   bool generic_kernels = false;
-  /// CUDA: Capture() first measures which of the kernels that give the same bits is the fastest for
-  /// a shape, where that is not known.
+  /// CUDA: for shapes that were not measured before, Capture() first measures which of the kernels
+  /// that give the same bits is the fastest.
   bool autotune = false;
-  std::string autotune_cache;  // directory that keeps what was measured; empty: it is forgotten
-  Notify notify;               // on the thread that uses the backend; may be empty
+  std::string autotune_cache;  // directory for measured results; empty: they are not kept
+  Notify notify;               // called on the thread that uses the backend; may be empty
 };
 
 /// InvalidArgument for an unknown name; FailedPrecondition, with the remedy, when the device is not

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "engine/backend/check.h"
@@ -14,20 +15,20 @@ struct Work {
 };
 
 /// Computes nothing and touches no tensor memory: it checks every op as the real backends do and
-/// counts its work. Together with Arena::Measuring() it tells what a model needs before any memory
-/// is taken. Packed weights hold sizes only.
+/// counts its work. With Arena::Measuring() it computes how much memory a model needs before any is
+/// allocated. Packed weights hold sizes only.
 class CountingBackend : public Backend {
  public:
   CountingBackend(Device device, DType activation_dtype);
-  /// In place of `real`, which it asks what it MakesOutputNorm(), so that the ops are those that it
-  /// would get; must outlive this.
+  /// Counts for `real`, which must outlive this: MakesOutputNorm() is forwarded to it, so that the
+  /// ops are the same as on `real`.
   explicit CountingBackend(Backend& real);
 
   /// Since construction or ResetWork(). Ops inside Capture() count at each Launch().
   const Work& work() const { return work_; }
   void ResetWork() { work_ = {}; }
-  /// Persistent bytes: what was allocated, and what was packed in the form a backend keeps it
-  /// (convolutions and linears in the activation dtype, biases and vectors in F32).
+  /// Persistent bytes that were allocated, and bytes of packed weights as the backend keeps them:
+  /// convolutions and linears in the activation dtype, biases and vectors in F32, without padding.
   size_t allocated_bytes() const { return allocated_bytes_; }
   size_t weight_bytes() const { return weight_bytes_; }
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/batching/admission.h"
 
 #include <algorithm>
@@ -10,9 +11,9 @@ namespace {
 
 // Weight of the newest measurement: quick enough to follow a device that slows down as it warms up.
 constexpr double kNewest = 0.2;
-// Clients that have no job are looked through when so many are known.
+// Clients without jobs are forgotten when so many clients are known.
 constexpr size_t kClientsBeforeSweep = 64;
-// A refused client comes back when at least this part of the queue is gone, within these seconds.
+// A refused client is told to retry once this part of the queue is done, within these bounds.
 constexpr double kRetryShare = 0.1, kShortestRetry = 0.25, kLongestRetry = 60;
 
 double Seconds(Admission::TimePoint::duration duration) {
@@ -32,7 +33,7 @@ size_t HostBytes(const EffectiveJob& job) {
 /// One client at one priority in one lane.
 struct Admission::Client {
   double weight = 0;
-  double served = 0;  // the virtual time until which it has had its share
+  double served = 0;  // virtual time up to which it has used its share
   int jobs = 0;       // unfinished
 };
 
@@ -48,11 +49,12 @@ class Admission::Lane {
  public:
   explicit Lane(Model* model_in) : model(model_in) {}
 
-  /// Expected seconds of an evaluation; 0 while nothing was measured. A bucket that was not
-  /// measured lies on the line between its neighbours that were, as an evaluation takes a time of
-  /// its own and one for each row; but not above proportional to the smaller one, as more rows
-  /// never take more time each, whatever else slowed the larger one down. Of more rows than were
-  /// measured too few rather than too many: no deadline that can be met is refused.
+  /// Expected seconds of an evaluation; 0 before the first measurement. The cost of a bucket that
+  /// was not measured is interpolated between its measured neighbours, because an evaluation takes
+  /// a fixed time plus a time for each row. It is at most proportional to the smaller neighbour,
+  /// because the time of a row never grows with their number. More rows than were ever measured
+  /// cost as much as the most that were: the estimate is then too low, so that no deadline that can
+  /// be met is refused.
   double Cost(int rows) const {
     if (seconds.empty()) return 0;
     const std::vector<int>& buckets = model->room.buckets;
@@ -70,12 +72,12 @@ class Admission::Lane {
 
   int demand() const { return active_rows + waiting_rows; }
   int images() const { return active_images + waiting_images; }
-  /// Whether so many images of so many rows in all are more than so many devices have room for.
+  /// Whether `images` images with `rows` rows in total need more room than `devices` devices have.
   bool Exceeds(int rows, int images, int devices) const {
     return rows > devices * model->room.rows || images > devices * model->room.slots;
   }
-  /// Rows of them that one device carries at a time: when slots are what it lacks, those that as
-  /// many images have on average.
+  /// How many of these rows one device carries at a time: all that it has room for, or, when slots
+  /// run out first, the rows of as many average images as it has slots.
   double Carried(int rows, int images) const {
     const Room& room = model->room;
     if (images <= room.slots) return room.rows;
@@ -121,14 +123,13 @@ Admission::Admission(const Limits& limits) : limits_(limits) {}
 Admission::~Admission() = default;
 
 Admission::Lane* Admission::Open(const std::string& name, int height, int width, const Room& room) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   std::unique_ptr<Model>& model = models_[name];
   if (!model) model = std::make_unique<Model>();
   model->room = room;
   return &LaneOf(*model, height, width);
 }
 
-/// Under mutex_.
 Admission::Lane& Admission::LaneOf(Model& model, int height, int width) {
   std::unique_ptr<Lane>& lane = model.lanes[{height, width}];
   if (!lane) lane = std::make_unique<Lane>(&model);
@@ -136,13 +137,13 @@ Admission::Lane& Admission::LaneOf(Model& model, int height, int width) {
 }
 
 void Admission::SetDevices(const std::string& model, int devices) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (const auto found = models_.find(model); found != models_.end())
     found->second->devices = std::max(1, devices);
 }
 
 void Admission::Close(const std::string& model) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   models_.erase(model);
 }
 
@@ -160,7 +161,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
                                                                     const EffectiveJob& job,
                                                                     TimePoint now,
                                                                     Estimate* estimate) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const JobSpec& spec = job.spec;
   DENOISED_CHECK(spec.client_weight > 0, "client {}", spec.client);
   const auto found = models_.find(spec.model);
@@ -185,10 +186,10 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   ticket->key = std::max(lane.virtual_time, client.served) +
                 static_cast<double>((client.jobs + 1) * ticket->work()) / ticket->weight;
 
-  Estimate told = Predict(lane, *ticket);
-  // So much of the queue must go before there is room; the rest of what is said to a refused job.
-  const auto retry = [&](double share) {
-    told.retry_seconds =
+  Estimate expected = Predict(lane, *ticket);
+  // For a refused job: `share` of the queue must be done before there is room for it.
+  const auto retry = [&](double share) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    expected.retry_seconds =
         std::clamp(DrainSeconds() * std::max(share, kRetryShare), kShortestRetry, kLongestRetry);
   };
   absl::Status refusal;
@@ -217,22 +218,23 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
         ticket->bytes <= limits_.bytes ? "retry later" : "ask for fewer images at a time");
   } else if (spec.deadline && now >= *spec.deadline) {
     refusal = DeadlineExceeded("the deadline had passed before the request was queued");
-  } else if (spec.deadline && told.total_seconds &&
-             *told.total_seconds > Seconds(*spec.deadline - now)) {
+  } else if (spec.deadline && expected.total_seconds &&
+             *expected.total_seconds > Seconds(*spec.deadline - now)) {
     const double allowed = Seconds(*spec.deadline - now);
-    const double alone = *told.total_seconds - *told.start_seconds;
+    const double alone = *expected.total_seconds - *expected.start_seconds;
     if (alone <= allowed)
-      told.retry_seconds = std::clamp(*told.total_seconds - allowed, kShortestRetry, kLongestRetry);
+      expected.retry_seconds =
+          std::clamp(*expected.total_seconds - allowed, kShortestRetry, kLongestRetry);
     refusal = DeadlineExceeded(
         "the deadline is in {:.3g} s, but {} evaluations of {} images would take {:.3g} s, after "
         "{:.3g} s in the queue; allow more time, or ask for fewer steps or images",
-        allowed, job.evaluations, spec.count, alone, *told.start_seconds);
+        allowed, job.evaluations, spec.count, alone, *expected.start_seconds);
   }
-  if (estimate) *estimate = told;
+  if (estimate) *estimate = expected;
   if (!refusal.ok()) return refusal;
 
   if (lane.jobs++ == 0) {
-    // It is next, but what others had while it was idle is not owed to it.
+    // It goes next, but does not catch up on what others received while it was idle.
     std::optional<double> first;
     for (const Lane* other : busy_) first = std::min(first.value_or(other->turn), other->turn);
     lane.turn = std::max(lane.turn, first.value_or(0));
@@ -256,7 +258,6 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
 std::pair<double, JobId> Admission::Key(const Ticket& ticket) { return {ticket.key, ticket.id}; }
 Admission::Lane* Admission::LaneOf(const Ticket& ticket) { return ticket.lane; }
 
-/// Under mutex_.
 Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   Estimate estimate;
   for (size_t level = 0; level <= static_cast<size_t>(ticket.priority); ++level) {
@@ -273,7 +274,7 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   const int devices = lane.model->devices;
   const int demand = lane.demand() + ticket.rows * ticket.count;
   const int images = lane.images() + ticket.count;
-  // A lane that fits on one device finds one where the others are fewer.
+  // A lane that fits on one device competes only with the lanes on that device.
   double slowdown = (lane_weight + other_weights) / lane_weight;
   if (!lane.Exceeds(demand, images, 1)) slowdown = std::max(1.0, slowdown / devices);
 
@@ -293,7 +294,7 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   return estimate;
 }
 
-/// Until all that waits now would be gone. Under mutex_.
+/// Seconds until all that waits now would be drawn.
 double Admission::DrainSeconds() const {
   double seconds = 0;
   for (const Lane* lane : busy_) {
@@ -304,7 +305,7 @@ double Admission::DrainSeconds() const {
   return seconds;
 }
 
-/// `images` of the job stop waiting. Under mutex_.
+/// `images` of the job's images stop waiting.
 void Admission::Unqueue(Ticket& ticket, int images, int64_t work) {
   if (images == 0) return;
   Totals& totals = ticket.lane->model->totals;
@@ -324,7 +325,7 @@ void Admission::Unqueue(Ticket& ticket, int images, int64_t work) {
 }
 
 void Admission::Began(Ticket& ticket, int evaluations_left, size_t parked_bytes) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   ticket.parked_bytes -= parked_bytes;
   queued_bytes_ -= parked_bytes;
   ticket.lane->model->unstarted.erase(ticket.id);
@@ -336,7 +337,7 @@ void Admission::Began(Ticket& ticket, int evaluations_left, size_t parked_bytes)
 }
 
 void Admission::Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   ticket.parked_bytes += parked_bytes;
   queued_bytes_ += parked_bytes;
   ++ticket.lane->model->totals.parked_images;
@@ -348,7 +349,7 @@ void Admission::Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes
 }
 
 void Admission::Lost(Ticket& ticket, bool in_slot, int64_t rows) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   Totals& totals = ticket.lane->model->totals;
   totals.wasted_rows[static_cast<size_t>(EndReason::kFailed)] += rows;
   if (in_slot) {
@@ -360,7 +361,7 @@ void Admission::Lost(Ticket& ticket, bool in_slot, int64_t rows) {
   WaitAgain(ticket, ticket.evaluations);
 }
 
-/// An image that had a slot is in the queue once more. Under mutex_.
+/// An image that had a slot waits once more.
 void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   if (ticket.withdrawn) return;
   Totals& totals = ticket.lane->model->totals;
@@ -380,7 +381,7 @@ void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
 }
 
 void Admission::Drawn(Ticket& ticket) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   --ticket.active;
   --ticket.lane->model->totals.active_images;
   ticket.lane->active_rows -= ticket.rows;
@@ -388,12 +389,12 @@ void Admission::Drawn(Ticket& ticket) {
 }
 
 size_t Admission::RoomToPark(size_t parked_bytes) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return queued_bytes_ < limits_.bytes ? (limits_.bytes - queued_bytes_) / parked_bytes : 0;
 }
 
 void Admission::Withdraw(Ticket& ticket) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (ticket.over || ticket.withdrawn) return;
   ticket.withdrawn = true;
   ticket.lane->model->unstarted.erase(ticket.id);
@@ -401,7 +402,7 @@ void Admission::Withdraw(Ticket& ticket) {
 }
 
 void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reason) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (ticket.over) return;
   ticket.over = true;
   Lane& lane = *ticket.lane;
@@ -418,19 +419,19 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
       std::max(client.served, ticket.entered) + static_cast<double>(rows) / ticket.weight;
   if (--client.jobs == 0) lane.weight -= client.weight;
   if (--lane.jobs > 0) return;
-  // Nobody is owed anything by an idle device, and sums start afresh without rounding errors.
+  // An idle lane owes nobody anything. Its sums restart at zero, without rounding errors.
   busy_.erase(&lane);
   lane.clients.clear();
   lane.weight = lane.virtual_time = lane.waiting_work = 0;
 }
 
 Admission::Charge Admission::Launched(Lane& lane, int rows, int bucket) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   Totals& totals = lane.model->totals;
   ++totals.evaluations;
   totals.rows += rows;
   totals.padding_rows += bucket - rows;
-  // All its jobs may have ended since the rows were chosen.
+  // All its jobs may have ended after the rows were chosen.
   if (lane.jobs == 0) return {};
   const Charge charge{lane.Cost(bucket), lane.weight};
   lane.virtual_time += rows / charge.weight;
@@ -439,7 +440,7 @@ Admission::Charge Admission::Launched(Lane& lane, int rows, int bucket) {
 }
 
 void Admission::Measured(Lane& lane, int bucket, double seconds, const Charge* charge) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (seconds < 0) return;
   if (charge && charge->weight > 0) lane.turn += (seconds - charge->seconds) / charge->weight;
   const auto [known, first] = lane.seconds.emplace(bucket, seconds);
@@ -447,22 +448,22 @@ void Admission::Measured(Lane& lane, int bucket, double seconds, const Charge* c
 }
 
 double Admission::Turn(const Lane& lane) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return lane.turn;
 }
 
 int Admission::RowsForEach(const Lane& lane, int devices) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return (lane.demand() + devices - 1) / devices;
 }
 
 bool Admission::Exceeds(const Lane& lane, int devices) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return lane.Exceeds(lane.demand(), lane.images(), devices);
 }
 
 Admission::Totals Admission::Read(const std::string& name, TimePoint now) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   const auto model = models_.find(name);
   if (model == models_.end()) return {};
   Totals totals = model->second->totals;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <array>
@@ -5,7 +6,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -17,24 +17,25 @@
 
 namespace denoised {
 
-/// What waits and what may: the limits of the queue, the order in which jobs are served, and what
-/// they have to expect. Thread-safe: whoever submits a job enters it here at once, and the devices'
-/// threads tell of its way through their slots. No call costs more than O(log jobs).
+/// The limits of the queue, the order in which jobs are served, and estimates of when they will be
+/// done. Thread-safe: any thread may enter a job, and the devices' threads report its way through
+/// their slots. No call costs more than O(log jobs).
 ///
-/// Order. A lane (a model at one image size) serves first the job that would end first if all its
-/// jobs were served side by side, each client with a share by its weight: the "fair sojourn
-/// protocol" (Friedman and Henderson, SIGMETRICS 2003) with weights. So a short job need not wait
-/// for a long one, yet none ends later than it would under sharing, and none starves: virtual time
-/// V, the work that sharing would have given to a client of weight 1, grows with every evaluation,
-/// and a job that arrives at V with `work` row evaluations to do has the key
+/// Order. A lane is a model at one image size. It serves first the job that would end first if all
+/// its jobs were served side by side and each client had a share according to its weight: the "fair
+/// sojourn protocol" (Friedman and Henderson, SIGMETRICS 2003) with weights. A short job need not
+/// wait for a long one, yet no job ends later than it would under sharing, and none starves.
+/// Virtual time V is the work that sharing would have given to a client of weight 1; it grows with
+/// every evaluation. A job that arrives at time V with `work` row evaluations to do gets the key
 ///
-///     max(V, what its client has had) + (the client's unfinished jobs) · work / weight
+///     max(V, what its client has received) + (the client's unfinished jobs) · work / weight
 ///
-/// which never changes: two jobs never displace each other in turn. What a client has had counts
-/// when a job of it ends, by the rows that were spent on it and not by the requests.
+/// which never changes, so two jobs never displace each other in turn. What a client has received
+/// grows when one of its jobs ends, by the rows that were spent on the job, whatever it asked for.
 ///
 /// Lanes share the devices by measured seconds: the next evaluation of any device goes to the lane
-/// whose seconds, each divided by the weight of the clients it then had, are fewest.
+/// with the fewest seconds, each divided by the weight of the clients that the lane had at the
+/// time.
 class Admission {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
@@ -60,9 +61,9 @@ class Admission {
   explicit Admission(const Limits& limits);
   ~Admission();
 
-  /// A lane for jobs of this size; the one there is when there is one. Lives as long as the model.
+  /// The lane of this model and size, made at the first call. Lives as long as the model.
   Lane* Open(const std::string& model, int height, int width, const Room& room);
-  /// How many devices draw the model from now on; one until it is said.
+  /// How many devices draw the model from now on; 1 before the first call.
   void SetDevices(const std::string& model, int devices);
   /// Forgets a model that has no jobs.
   void Close(const std::string& model);
@@ -72,42 +73,43 @@ class Admission {
   /// `estimate` is filled in either way; it may be null.
   absl::StatusOr<std::shared_ptr<Ticket>> Enter(JobId id, const EffectiveJob& job, TimePoint now,
                                                 Estimate* estimate);
-  /// Where the job stands, and in which lane: the smallest goes first.
+  /// The job's place in its lane: the smallest key goes first.
   static std::pair<double, JobId> Key(const Ticket& ticket);
   static Lane* LaneOf(const Ticket& ticket);
 
-  // About one image of the job with so many evaluations to go: it took a slot, lost it to another
-  // image, or left it after its last evaluation. `parked_bytes` is what its state takes while it
-  // has lost its slot; 0 for one that begins.
+  // One image of the job, with `evaluations_left` to go, took a slot, lost its slot to another
+  // image, or left it after its last evaluation. `parked_bytes`: host memory of its state while it
+  // has no slot; 0 if it begins from the start.
   void Began(Ticket& ticket, int evaluations_left, size_t parked_bytes);
   void Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes);
   void Drawn(Ticket& ticket);
-  /// Its device is lost: it has to be drawn again, and so many rows were for nothing. `in_slot`:
-  /// it was not Drawn.
+  /// The image's device is lost: it has to be drawn again, and `rows` rows were wasted. `in_slot`:
+  /// it had not been Drawn.
   void Lost(Ticket& ticket, bool in_slot, int64_t rows);
-  /// How many images of such a state may be parked within the limit of bytes.
+  /// How many images of `parked_bytes` each may be parked within the limit of bytes.
   size_t RoomToPark(size_t parked_bytes) const;
 
-  /// Frees the job's place in the queue at once; the rest follows with Left.
+  /// Frees the job's place in the queue. Left must follow.
   void Withdraw(Ticket& ticket);
-  /// The job is over after so many row evaluations; `reason` when it was not completed.
+  /// The job is over after `rows` row evaluations; `reason` is set if it was not completed.
   void Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reason);
 
-  /// The expected seconds of an evaluation, and the weight of the clients that the lane then had.
+  /// What a lane was charged for an evaluation: the expected seconds, and the weight of the clients
+  /// that the lane had at the time.
   struct Charge {
     double seconds = 0, weight = 0;
   };
-  /// An evaluation of the lane was launched, with `rows` of `bucket` rows at work.
+  /// An evaluation of the lane was launched: `rows` rows, padded to `bucket`.
   Charge Launched(Lane& lane, int rows, int bucket);
-  /// It took so long; also called for each bucket at warm-up, which nobody is charged for.
-  /// Negative: not measured.
+  /// An evaluation of `bucket` rows took `seconds`; negative: not measured. Warm-up passes no
+  /// charge, because no lane was charged for it.
   void Measured(Lane& lane, int bucket, double seconds, const Charge* charge = nullptr);
-  /// Whose turn it is: the smallest goes first.
+  /// The lane's place among the lanes: the smallest goes first.
   double Turn(const Lane& lane) const;
-  /// Rows that each of so many devices should have of the lane, for all to have alike: one that has
-  /// as many leaves what waits to the others.
+  /// An equal share of the lane's rows for each of `devices` devices. A device that has as many
+  /// leaves the waiting images to the others.
   int RowsForEach(const Lane& lane, int devices) const;
-  /// Whether the lane has more rows or images than so many devices carry at a time.
+  /// Whether the lane has more rows or images than `devices` devices carry at a time.
   bool Exceeds(const Lane& lane, int devices) const;
 
   struct Totals {  // of one model
@@ -123,20 +125,24 @@ class Admission {
   struct Client;
   struct Model;
 
-  Lane& LaneOf(Model& model, int height, int width);
-  void WaitAgain(Ticket& ticket, int evaluations_left);
-  Estimate Predict(const Lane& lane, const Ticket& ticket) const;
-  double DrainSeconds() const;
-  void Unqueue(Ticket& ticket, int images, int64_t work);
-  Client& ClientOf(Lane& lane, const JobSpec& spec);
+  Lane& LaneOf(Model& model, int height, int width) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void WaitAgain(Ticket& ticket, int evaluations_left) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Estimate Predict(const Lane& lane, const Ticket& ticket) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  double DrainSeconds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Unqueue(Ticket& ticket, int images, int64_t work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Client& ClientOf(Lane& lane, const JobSpec& spec) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Limits limits_;
-  mutable std::mutex mutex_;
-  std::map<std::string, std::unique_ptr<Model>> models_;
-  std::set<const Lane*> busy_;  // with unfinished jobs: few, whatever the sizes that ever came up
-  int queued_requests_ = 0, queued_images_ = 0;
-  size_t queued_bytes_ = 0;
-  std::map<std::string, int> queued_requests_of_;  // by client; absent: none
+  // Guards lanes and tickets too.
+  mutable Mutex mutex_;
+  std::map<std::string, std::unique_ptr<Model>> models_ ABSL_GUARDED_BY(mutex_);
+  /// Lanes with unfinished jobs: few, however many sizes were ever asked for.
+  std::set<const Lane*> busy_ ABSL_GUARDED_BY(mutex_);
+  int queued_requests_ ABSL_GUARDED_BY(mutex_) = 0, queued_images_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  /// By client; none: 0.
+  std::map<std::string, int> queued_requests_of_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace denoised

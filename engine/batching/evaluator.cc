@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/batching/evaluator.h"
 
 #include <algorithm>
@@ -12,8 +13,8 @@ namespace {
 constexpr int kRowFields = sizeof(EvaluationRow) / sizeof(int32_t);
 constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
 
-// A graph per row count would be many captures on a GPU, where padding rows are cheap; on the CPU a
-// graph costs nothing and a row costs its full time, so every count is a bucket of its own.
+// On a GPU padding rows are cheap and captures are not: powers of two. On the CPU a graph costs
+// nothing and a padding row as much as any other, so every count is a bucket of its own.
 std::vector<int> Buckets(Device device, int max_rows) {
   std::vector<int> buckets;
   for (int rows = 1; rows < max_rows; rows = device == Device::kCpu ? rows + 1 : rows * 2)
@@ -98,7 +99,7 @@ absl::Status Evaluator::Allocate() {
     part = std::max(part, split.part);
     if (split.apart < bucket) together.insert(bucket - split.apart);
   }
-  // Fewer rows may leave gaps where more leave none, so every number of rows is measured.
+  // Fewer rows may fragment the arena more than more rows do, so every number of rows is measured.
   size_t part_bytes = 0;
   for (int rows = 1; rows <= part; ++rows) part_bytes = std::max(part_bytes, measure(rows));
   activation_bytes_ = part_bytes * workers;
@@ -175,7 +176,7 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
   const auto end = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(end->Wait());
   ++warm_buckets_;
-  // On the CPU all buckets run the same primitives row by row: one warms them all.
+  // On the CPU all buckets run the same primitives row by row, so warming up one is enough.
   const bool more = backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
   return Warmed{.bucket = bucket, .seconds = end->SecondsSince(*begin), .more = more};
 }

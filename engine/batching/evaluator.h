@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <functional>
@@ -14,8 +15,8 @@
 namespace denoised {
 
 /// One model at one image size, with the state of its images in flight and one captured graph per
-/// row bucket: gather → model → guidance and sampler step → scatter. Belongs to the thread that
-/// owns the device; calls enqueue.
+/// row bucket: gather → model → guidance and sampler step → scatter. Used by the thread that owns
+/// the device. Calls enqueue work and do not wait for it, unless they say so.
 class Evaluator {
  public:
   struct Options {
@@ -23,24 +24,24 @@ class Evaluator {
     int max_rows = 0;
     int slots = 0;
     int max_evaluations = 0;  // longest plan
-    int downloads = 0;        // of states and predictions, under way at a time
-    int flag_downloads = 0;   // of Nonfinite, under way at a time
-    int parks = 0;            // on their way to the host at a time
+    int downloads = 0;        // of states and predictions: the most under way at a time
+    int flag_downloads = 0;   // of DownloadNonfinite(): likewise
+    int parks = 0;            // Parked images: the most on their way to the host at a time
   };
 
-  /// Plans memory by a dry run of every bucket, then takes it. ResourceExhausted says what
-  /// was needed and what is free.
+  /// Plans memory by a dry run of every bucket, then allocates it. ResourceExhausted says how much
+  /// was needed and how much is free.
   static absl::StatusOr<std::unique_ptr<Evaluator>> Create(Backend& backend,
                                                            std::shared_ptr<const Denoiser> denoiser,
                                                            const Options& options);
 
   struct Warmed {
     int bucket = 0;
-    double seconds = 0;  // of an evaluation of it
-    bool more = false;   // buckets are left
+    double seconds = 0;  // of one evaluation
+    bool more = false;   // other buckets are left
   };
-  /// Captures the graph of one bucket more and runs it, so that no request pays for it. One a call,
-  /// since others may be waiting for the device.
+  /// Captures the graph of one more bucket and runs it, so that no request pays for that. Waits for
+  /// the device. One bucket a call, so that evaluations of other models can run in between.
   absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
@@ -52,37 +53,37 @@ class Evaluator {
     const float* noise = nullptr;      // optional [H, W, C] host memory
     float source_scale = 0, noise_scale = 1, churn_scale = 0;
   };
-  /// Puts an image in `slot`, whatever was there before.
+  /// Puts a new image in `slot`, whatever was there before.
   void Begin(int slot, const Start& start);
 
-  /// An image between two evaluations without a slot: all that Begin cannot make anew of it. First
-  /// under way to the host, from Arrive() on there.
+  /// The state of an image that lost its slot between two evaluations: all that cannot be computed
+  /// from its Start. Arrive() waits until it is in host memory.
   struct Parked {
     std::unique_ptr<Download> x_download, registers_download, nonfinite_download;
     Tensor x, registers, nonfinite;
     absl::Status Arrive();
-    /// Of the host's memory, from Arrive() on.
+    /// Of host memory, after Arrive().
     size_t bytes() const { return x.bytes() + registers.bytes(); }
   };
   size_t parked_bytes() const { return (1 + kRegisters) * source_.bytes(); }
   /// The slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
-  /// Puts a parked image, begun by `start` and with so many evaluations done, in `slot`: its bits
-  /// are those it would have had without a break. It must have arrived, and may come from another
+  /// Puts a parked image in `slot`, with the Start that it began with. It continues with the bits
+  /// that it would have had without the break. It must have arrived, and may come from another
   /// device.
   void Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
 
-  /// One evaluation of these rows (at most max_rows); returns the bucket they were padded to.
+  /// One evaluation of these rows (at most max_rows). Returns the bucket that they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
 
-  /// The slot's state, or its predicted x0, at this point: F32 [H, W, C].
+  /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
   std::unique_ptr<Download> DownloadX0(int slot);
   /// For each slot the first evaluation (1-based) that was not finite, or 0: I32 [slots].
   std::unique_ptr<Download> DownloadNonfinite();
 
   const Options& options() const { return options_; }
-  /// What rows are padded to, ascending.
+  /// The row counts that rows are padded to, ascending.
   const std::vector<int>& buckets() const { return buckets_; }
   /// Bytes of device memory: activations at their peak, and the images in flight.
   size_t activation_bytes() const { return activation_bytes_; }

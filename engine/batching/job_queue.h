@@ -1,8 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
@@ -16,16 +16,18 @@
 
 #include "engine/batching/admission.h"
 #include "engine/batching/evaluator.h"
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
 #include "engine/job.h"
 
 namespace denoised {
 
-/// All jobs that are not over, and where each of their images is: waiting, or with one of the
-/// devices. Every device takes images when it has room for them, in the order of Admission, and
-/// tells what became of them; the listeners hear of it from here. An image stays with the device
-/// that took it, unless it is parked, and then any may go on with it, or the device is lost, and
-/// then it is drawn again: what its listener has heard is not repeated. Thread-safe; devices are
-/// numbers that whoever owns them chooses.
+/// All jobs that are not over, and where each of their images is: waiting, or on one of the
+/// devices. Devices take images when they have room, in the order of Admission, and report results,
+/// which the queue passes on to the listeners. An image stays on the device that took it, with two
+/// exceptions: after it was parked any device may continue it, and if its device is lost it is
+/// drawn again from the start, without repeating events to its listener. Thread-safe. Devices are
+/// identified by numbers that their owner chooses.
 class JobQueue {
  public:
   using Clock = std::chrono::steady_clock;
@@ -44,83 +46,84 @@ class JobQueue {
     bool guided() const { return *effective.spec.guidance_scale > 1; }
     int rows() const { return guided() ? 2 : 1; }
     std::pair<double, JobId> key() const { return Admission::Key(*ticket); }
-    /// Made when the first image has a slot.
+    /// Computed at the first call, when the first image gets a slot.
     const std::vector<DeviceEvaluation>& plan();
 
    private:
     friend JobQueue;
     Job(JobId id, EffectiveJob effective, Clock::time_point submitted,
-        std::shared_ptr<Admission::Ticket> ticket);
+        std::shared_ptr<Admission::Ticket> ticket, std::shared_ptr<JobListener> listener);
     int waiting() const { return count() - next_image + static_cast<int>(again.size()); }
 
     std::once_flag plan_made;
     std::vector<DeviceEvaluation> device_plan;
-    // Under the queue's mutex.
-    int next_image = 0;                             // the first that no device has had
-    std::deque<std::shared_ptr<Image>> again;       // that one had, and that wait once more
-    std::map<std::shared_ptr<Image>, int> devices;  // where those are that do not wait
-    bool ending = false;                            // it is about to be over
-    // Under `telling`, which is locked before the queue's mutex if both are.
-    std::mutex telling;
-    std::shared_ptr<JobListener> listener;  // null: the job is over
-    JobTiming timing;
-    int64_t evaluations_done = 0;  // over all images
-    int images_done = 0;
-    bool started = false;
+    // Guarded by the queue's mutex_, which the annotations cannot name here.
+    int next_image = 0;                             // the first that no device has taken
+    std::deque<std::shared_ptr<Image>> again;       // parked or lost images that wait once more
+    std::map<std::shared_ptr<Image>, int> devices;  // of the images that do not wait
+    bool ending = false;                            // no device takes its images any more
+    /// Held while the listener is called. Locked before the queue's mutex_ where both are held.
+    Mutex listener_mutex;
+    /// Null: the job is over.
+    std::shared_ptr<JobListener> listener ABSL_GUARDED_BY(listener_mutex);
+    JobTiming timing ABSL_GUARDED_BY(listener_mutex);
+    int64_t evaluations_done ABSL_GUARDED_BY(listener_mutex) = 0;  // over all images
+    int images_done ABSL_GUARDED_BY(listener_mutex) = 0;
+    bool started ABSL_GUARDED_BY(listener_mutex) = false;
   };
 
-  /// One image on its way.
+  /// One image of a job, from the time that a device first takes it.
   struct Image {
     const std::shared_ptr<Job> job;
     const int index;  // within the request
-    // Of the device that has it.
+    // Used by the device that has the image.
     int evaluation = 0;                         // next in the plan
-    std::unique_ptr<Evaluator::Parked> parked;  // its state, when it lost its slot
+    std::unique_ptr<Evaluator::Parked> parked;  // its state, while it has lost its slot
 
     int evaluations_left() const { return job->effective.evaluations - evaluation; }
 
    private:
     friend JobQueue;
-    Image(std::shared_ptr<Job> job_in, int index_in, int told_in)
-        : job(std::move(job_in)), index(index_in), told(told_in) {}
+    Image(std::shared_ptr<Job> job_in, int index_in, int reported_in)
+        : job(std::move(job_in)), index(index_in), reported(reported_in) {}
 
-    bool in_slot = false;  // under the queue's mutex
-    // Under job->telling.
-    int told;           // evaluations that the listener has heard of
-    bool lost = false;  // with its device: another Image has taken its place
+    bool in_slot = false;  // guarded by the queue's mutex_
+    // Guarded by job->listener_mutex.
+    int reported;       // evaluations that the listener knows of
+    bool lost = false;  // with its device: another Image has replaced it
   };
 
-  /// `admission` outlives the queue.
+  /// `admission` must outlive the queue.
   explicit JobQueue(Admission& admission, std::function<Clock::time_point()> now = Clock::now)
       : admission_(admission), now_(std::move(now)) {}
   ~JobQueue();
 
-  /// `wake` is called when devices without work may have some. Set before there are jobs.
+  /// `wake` is called when idle devices may have work. Set before the first Submit.
   void SetWake(std::function<void()> wake) { wake_ = std::move(wake); }
 
-  /// Queues a resolved job, or says why not, as Admission::Enter.
+  /// Queues a resolved job, or refuses it with the errors of Admission::Enter.
   absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
                                Estimate* estimate = nullptr);
-  /// Frees the job's place in the queue at once; a device's thread ends it. Unknown ids are
-  /// ignored.
+  /// Frees the job's place in the queue at once; a device's thread ends the job later. Unknown ids
+  /// are ignored.
   void End(JobId id, const absl::Status& status, EndReason reason);
-  /// Ends all there are, on this thread.
+  /// Ends all jobs, on this thread.
   void EndAll(const absl::Status& status, EndReason reason);
-  /// Waits until no job is left, of `model` unless it is null; false at the deadline.
+  /// Waits until there are no jobs, of `model` unless it is null. False if `deadline` passed first.
   bool WaitForNone(const std::string* model,
                    std::optional<Clock::time_point> deadline = std::nullopt);
 
-  /// The device draws the model from now on, or no longer.
+  /// From now on the device draws this model, or no longer does.
   void AddModel(const std::string& model, int device);
   void RemoveModel(const std::string& model, int device);
-  /// The device takes no image from now on, and those that it has wait for others. Called from any
-  /// thread: the device's own may hang.
+  /// The device takes no more images, and the images it has wait for other devices. Called from any
+  /// thread, since the device's own may hang.
   void Lose(int device);
 
-  // Of the devices' threads.
-  /// Ends the jobs that were to end and those past their deadlines.
-  void Settle();
-  /// Whether there is anything for a device that has no image.
+  // Called by the devices' threads.
+  /// Ends the jobs of End() and the jobs whose deadlines have passed.
+  void EndDueJobs();
+  /// Whether there is anything to do for a device that has no image.
   bool HasWork(int device) const;
 
   /// Jobs of one model at one image size.
@@ -129,45 +132,48 @@ class JobQueue {
     std::string model;
     int height = 0, width = 0;
   };
-  /// A size with waiting jobs that the device has no memory for yet and that it should take memory
-  /// for: nobody has, or those who have cannot carry all. Opened() must follow.
+  /// A size with waiting jobs that this device should take memory for: no device has, or the
+  /// devices that have cannot carry all its images. Opened() must follow.
   std::optional<Size> ToOpen(int device);
-  /// The device can draw this size, or why it cannot: jobs that no device can draw end with that.
+  /// The device can draw this size; or `status` says why not, and jobs that no device can draw end
+  /// with it.
   void Opened(const Size& size, int device, const absl::Status& status);
-  /// The device gives up its memory for the size; false when jobs wait for it.
+  /// The device gives up its memory for the size. False if jobs wait for it.
   bool Close(Admission::Lane* lane, int device);
 
-  /// The job of which an image goes next, unless the others should take it: the device has
-  /// `own_rows` rows of the lane, and all shall have alike. Null when there is none.
+  /// The job whose image this device should take next, or null. Null also if the device, which has
+  /// `own_rows` rows of the lane, already has its equal share and leaves the rest to others.
   std::shared_ptr<Job> First(Admission::Lane* lane, int device, int own_rows) const;
-  /// An image of it, with a slot from now on; null when others took them all.
+  /// Takes an image of the job, which has a slot from now on. Null if other devices took them all.
   std::shared_ptr<Image> Take(const std::shared_ptr<Job>& job, int device);
-  /// The image has begun.
+  /// An image of the job is in its slot.
   void Began(Job& job);
-  /// It left its slot after its last evaluation.
+  /// The image left its slot after its last evaluation.
   void Drawn(const std::shared_ptr<Image>& image);
-  /// It was parked, and its state has arrived on the host.
-  void GiveBack(std::shared_ptr<Image> image);
+  /// The image was parked and its state is in host memory: it waits for any device.
+  void Requeue(std::shared_ptr<Image> image);
 
-  /// What an evaluation brought.
+  /// What one evaluation did for one image.
   struct Outcome {
     std::shared_ptr<Image> image;
     int evaluation = 0;  // 1-based
     std::optional<ImageResult> preview, result;
     absl::Status error;  // not OK: the image's job ends with it
   };
-  void Tell(std::vector<Outcome> outcomes);
+  /// Calls the listeners.
+  void Report(std::vector<Outcome> outcomes);
 
  private:
   struct Model {
     std::set<int> devices;  // that draw it
-    bool lost = false;      // one that is lost may come back from where it hangs
+    bool lost = false;      // a lost device may have it, and may still return from a hang
   };
-  struct Line {
+  /// The jobs of one lane.
+  struct LaneQueue {
     Size size;
     std::map<std::pair<double, JobId>, std::shared_ptr<Job>> waiting;  // jobs with images, in order
-    std::set<int> open, refused;  // devices that have memory for it, and that cannot
-    std::optional<int> opening;   // the one that is taking it
+    std::set<int> open, refused;  // devices that have memory for the size; that could not get it
+    std::optional<int> opening;   // the device that is taking it
   };
   struct Ending {
     std::shared_ptr<Job> job;
@@ -175,29 +181,31 @@ class JobQueue {
     EndReason reason;
   };
 
-  Line& LineOf(const Job& job) { return lines_.at(Admission::LaneOf(*job.ticket)); }
-  bool MayOpen(const Line& line, int device) const;
-  void Wait(const std::shared_ptr<Job>& job);
-  void StopWaiting(const Job& job);
-  void StartEnding(Job& job);
+  LaneQueue& QueueOf(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return queues_.at(Admission::LaneOf(*job.ticket));
+  }
+  bool MayOpen(const LaneQueue& queue, int device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Wait(const std::shared_ptr<Job>& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StopWaiting(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StartEnding(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasJobs(const std::string* model) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wake();
-  void Finish(const std::shared_ptr<Job>& job, const absl::Status& status,
-              std::optional<EndReason> reason);
-  void FinishLocked(const std::shared_ptr<Job>& job, const absl::Status& status,
-                    std::optional<EndReason> reason);
+  void Finish(Job& job, const absl::Status& status, std::optional<EndReason> reason);
+  void FinishLocked(Job& job, const absl::Status& status, std::optional<EndReason> reason)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job.listener_mutex);
 
   Admission& admission_;
   const std::function<Clock::time_point()> now_;
   std::function<void()> wake_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable none_;
-  JobId last_id_ = 0;
-  std::map<JobId, std::shared_ptr<Job>> jobs_;
-  std::set<std::pair<Clock::time_point, JobId>> deadlines_;
-  std::vector<Ending> ended_;  // that no device's thread has seen yet
-  std::map<std::string, Model> models_;
-  std::map<Admission::Lane*, Line> lines_;
+  mutable Mutex mutex_;
+  ConditionVariable job_ended_;
+  JobId last_id_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<JobId, std::shared_ptr<Job>> jobs_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::pair<Clock::time_point, JobId>> deadlines_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Ending> endings_ ABSL_GUARDED_BY(mutex_);  // for the next EndDueJobs()
+  std::map<std::string, Model> models_ ABSL_GUARDED_BY(mutex_);
+  std::map<Admission::Lane*, LaneQueue> queues_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace denoised

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/batching/step_batcher.h"
 
 #include <algorithm>
@@ -9,17 +10,17 @@
 namespace denoised {
 namespace {
 
-// Evaluations the device may have queued while the host reports an earlier one: enough that it
-// never waits for the host, few enough that a cancellation takes effect at the next.
+// Evaluations that may be queued on the device while the host reports an earlier one: enough that
+// the device never waits for the host, few enough that a cancellation takes effect at the next.
 constexpr size_t kRunAhead = 1;
 
-// Evaluations that have not been reported; every slot may have a download under way for each.
+// Evaluations that may be unreported at a time. Each may have a download under way for every slot.
 constexpr int kUnderWay = static_cast<int>(kRunAhead) + 1;
 
-// Images that lose their slot before an evaluation, at most: their copies take time from it.
+// Images that may lose their slot before one evaluation: their copies delay it.
 constexpr int kParksPerEvaluation = 4;
 
-// Sizes other than a model's first, kept at most for the next request of that size.
+// Sizes, beside a model's own, that are kept for later requests.
 constexpr int kExtraSizes = 2;
 
 /// DataLoss and not Internal: gRPC makes Internal by itself for faults on the way, which a client
@@ -38,11 +39,12 @@ absl::Status NonfiniteImage(const EffectiveJob& job, const ImageResult& image, i
 
 }  // namespace
 
-struct StepBatcher::Lane {
+/// The images of one lane that are in flight on this device, with the memory for them.
+struct StepBatcher::Batch {
   BatchedModel model;
-  bool first_size = false;  // never evicted
+  bool first_size = false;  // the model's own size, never evicted
   std::unique_ptr<Evaluator> evaluator;
-  Admission::Lane* share = nullptr;
+  Admission::Lane* lane = nullptr;
   std::vector<std::shared_ptr<Image>> slots;  // null: free
   int active = 0, rows = 0;                   // images in slots, and their rows
 
@@ -61,7 +63,7 @@ struct StepBatcher::Lane {
   }
 };
 
-/// An evaluation on the device, and what is to be told when it is done.
+/// An evaluation on the device, and what to report when it is done.
 struct StepBatcher::Evaluated {
   struct Row {
     std::shared_ptr<Image> image;
@@ -72,20 +74,20 @@ struct StepBatcher::Evaluated {
   };
 
   std::string model;
-  Admission::Lane* share = nullptr;
+  Admission::Lane* lane = nullptr;
   Admission::Charge charge;
   int rows = 0, bucket = 0;
   std::unique_ptr<Marker> begin, end;
-  double seconds = 0;  // of its share of the device before others ended
+  double seconds = 0;  // its part of the device's time until the evaluation reported last
   std::vector<Row> images;
   std::unique_ptr<Download> nonfinite;         // by slot; null: no pixels are on their way
-  std::vector<std::shared_ptr<Image>> parked;  // before it
+  std::vector<std::shared_ptr<Image>> parked;  // before this evaluation
 };
 
-/// A size that is on its way to a lane.
+/// A size that is being opened.
 struct StepBatcher::Opening {
   JobQueue::Size size;
-  std::unique_ptr<Lane> lane;  // null: nothing is taken yet
+  std::unique_ptr<Batch> batch;  // null: no memory was taken yet
 };
 
 StepBatcher::StepBatcher(Backend& backend, Admission& admission, JobQueue& queue,
@@ -110,89 +112,89 @@ absl::Status StepBatcher::status() const {
 }
 
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
-  auto lane = MakeLane(model, height, width);
-  if (!lane.ok()) return lane.status();
-  (*lane)->first_size = true;
+  auto batch = MakeBatch(model, height, width);
+  if (!batch.ok()) return batch.status();
+  (*batch)->first_size = true;
   models_[model.name] = model;
   queue_.AddModel(model.name, options_.device);
-  queue_.Opened({(*lane)->share, model.name, height, width}, options_.device, absl::OkStatus());
-  lanes_.push_front(*std::move(lane));
+  queue_.Opened({(*batch)->lane, model.name, height, width}, options_.device, absl::OkStatus());
+  batches_.push_front(*std::move(batch));
   return absl::OkStatus();
 }
 
 absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
-  const auto lane = std::find_if(lanes_.begin(), lanes_.end(), [&](const auto& each) {
+  const auto batch = std::find_if(batches_.begin(), batches_.end(), [&](const auto& each) {
     return each->model.name == model && each->first_size;
   });
-  DENOISED_CHECK(lane != lanes_.end(), "model {}", model);
-  return WarmUp(**lane);
+  DENOISED_CHECK(batch != batches_.end(), "model {}", model);
+  return WarmUp(**batch);
 }
 
-absl::StatusOr<bool> StepBatcher::WarmUp(Lane& lane) {
-  // It is measured, so nothing may run beside it.
+absl::StatusOr<bool> StepBatcher::WarmUp(Batch& batch) {
+  // Nothing may run beside an evaluation that is measured.
   for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
-  DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, lane.evaluator->WarmUp());
-  admission_.Measured(*lane.share, warmed.bucket, warmed.seconds);
+  DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, batch.evaluator->WarmUp());
+  admission_.Measured(*batch.lane, warmed.bucket, warmed.seconds);
   return warmed.more;
 }
 
 absl::Status StepBatcher::RemoveModel(const std::string& model) {
-  // Its last evaluation may be on the device still, though nobody waits for it.
+  // Its last evaluation may still run on the device, though nobody waits for its result.
   absl::Status status;
   if (const auto known = models_.find(model); known != models_.end())
     status = BackendOf(known->second).Synchronize();
   std::erase_if(evaluated_, [&](const auto& evaluated) { return evaluated.model == model; });
-  std::erase_if(lanes_, [&](const auto& lane) { return lane->model.name == model; });
+  std::erase_if(batches_, [&](const auto& batch) { return batch->model.name == model; });
   if (opening_ && opening_->size.model == model) opening_.reset();  // its jobs were cancelled
   models_.erase(model);
   queue_.RemoveModel(model, options_.device);
   return status;
 }
 
-/// Does one part of what a size that came up takes, so that the lanes there are have their turn
-/// before the next. When there is no memory, the jobs that no device can draw end with
-/// ResourceExhausted. Whether there was anything to do.
+/// Does one part of opening a new size, so that other batches are evaluated between the parts. If
+/// there is no memory, the jobs that no device can draw end with ResourceExhausted. False if there
+/// was nothing to do.
 absl::StatusOr<bool> StepBatcher::OpenSizes() {
   if (!opening_) {
     const auto size = queue_.ToOpen(options_.device);
     if (!size) return false;
-    const auto extra = std::count_if(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
-      return lane->model.name == size->model && !lane->first_size;
+    const auto extra = std::count_if(batches_.begin(), batches_.end(), [&](const auto& batch) {
+      return batch->model.name == size->model && !batch->first_size;
     });
-    if (extra >= kExtraSizes) EvictIdleLane(&size->model);
+    if (extra >= kExtraSizes) EvictIdleBatch(&size->model);
     opening_ = std::make_unique<Opening>(Opening{.size = *size});
   }
   auto more = OpenPart();
-  // Sizes that nobody draws now make room, of any model, and it starts anew.
+  // Evict idle sizes of any model and start again.
   while (more.status().code() == absl::StatusCode::kResourceExhausted) {
-    opening_->lane.reset();
-    if (!EvictIdleLane(nullptr)) break;
+    opening_->batch.reset();
+    if (!EvictIdleBatch(nullptr)) break;
     more = OpenPart();
   }
   DENOISED_RETURN_IF_ERROR(this->status());
   if (more.ok() && *more) return true;
   const std::unique_ptr<Opening> opened = std::move(opening_);
-  if (more.ok()) lanes_.push_front(std::move(opened->lane));
+  if (more.ok()) batches_.push_front(std::move(opened->batch));
   queue_.Opened(opened->size, options_.device, more.status());
   return true;
 }
 
-/// Memory and the first graph, then one graph more a call; whether any are left. A lane has them
-/// all before it draws: no evaluation of a job takes memory.
+/// Takes memory and captures the first graph, then one more graph a call; false after the last. A
+/// batch draws only when it has all of them, so that no evaluation of a job takes memory.
 absl::StatusOr<bool> StepBatcher::OpenPart() {
   const JobQueue::Size& size = opening_->size;
-  if (!opening_->lane) {
-    DENOISED_ASSIGN_OR_RETURN(opening_->lane,
-                              MakeLane(models_.at(size.model), size.height, size.width));
+  if (!opening_->batch) {
+    DENOISED_ASSIGN_OR_RETURN(opening_->batch,
+                              MakeBatch(models_.at(size.model), size.height, size.width));
   }
-  return WarmUp(*opening_->lane);
+  return WarmUp(*opening_->batch);
 }
 
-absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const BatchedModel& model,
-                                                                         int height, int width) {
-  auto lane = std::make_unique<Lane>();
-  lane->model = model;
-  DENOISED_ASSIGN_OR_RETURN(lane->evaluator,
+absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
+    const BatchedModel& model, int height, int width) {
+  auto batch = std::make_unique<Batch>();
+  batch->model = model;
+  DENOISED_ASSIGN_OR_RETURN(batch->evaluator,
                             Evaluator::Create(BackendOf(model), model.denoiser,
                                               {.height = height,
                                                .width = width,
@@ -202,28 +204,27 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Lane>> StepBatcher::MakeLane(const B
                                                .downloads = kUnderWay * model.slots,
                                                .flag_downloads = kUnderWay,
                                                .parks = kUnderWay * kParksPerEvaluation}));
-  lane->slots.resize(model.slots);
-  lane->share = admission_.Open(
+  batch->slots.resize(model.slots);
+  batch->lane = admission_.Open(
       model.name, height, width,
-      {.rows = model.max_rows, .slots = model.slots, .buckets = lane->evaluator->buckets()});
-  return lane;
+      {.rows = model.max_rows, .slots = model.slots, .buckets = batch->evaluator->buckets()});
+  return batch;
 }
 
-/// Gives up the longest unused lane of a size that is not its model's first; of any model when
-/// `model` is null. False when there is none.
-bool StepBatcher::EvictIdleLane(const std::string* model) {
-  for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
-    const Lane& candidate = **lane;
+/// Frees the least recently used idle batch that is not of its model's own size; of any model if
+/// `model` is null. False if there is none.
+bool StepBatcher::EvictIdleBatch(const std::string* model) {
+  for (auto batch = batches_.begin(); batch != batches_.end(); ++batch) {
+    const Batch& candidate = **batch;
     const bool evaluating =
         std::any_of(evaluated_.begin(), evaluated_.end(),
-                    [&](const auto& evaluated) { return evaluated.share == candidate.share; });
+                    [&](const auto& evaluated) { return evaluated.lane == candidate.lane; });
     if (candidate.first_size || candidate.active > 0 || evaluating ||
-        (model && candidate.model.name != *model) ||
-        !queue_.Close(candidate.share, options_.device))
+        (model && candidate.model.name != *model) || !queue_.Close(candidate.lane, options_.device))
       continue;
-    // The next Step reports it.
+    // The next Step returns the error.
     if (!BackendOf(candidate.model).Synchronize().ok()) return false;
-    lanes_.erase(lane);
+    batches_.erase(batch);
     return true;
   }
   return false;
@@ -231,45 +232,46 @@ bool StepBatcher::EvictIdleLane(const std::string* model) {
 
 size_t StepBatcher::ActivationBytes(const std::string& model) const {
   size_t bytes = 0;
-  for (const auto& lane : lanes_)
-    if (lane->model.name == model) bytes += lane->evaluator->activation_bytes();
+  for (const auto& batch : batches_)
+    if (batch->model.name == model) bytes += batch->evaluator->activation_bytes();
   return bytes;
 }
 
 size_t StepBatcher::SlotBytes(const std::string& model) const {
   size_t bytes = 0;
-  for (const auto& lane : lanes_)
-    if (lane->model.name == model) bytes += lane->evaluator->slot_bytes();
+  for (const auto& batch : batches_)
+    if (batch->model.name == model) bytes += batch->evaluator->slot_bytes();
   return bytes;
 }
 
 bool StepBatcher::busy() const {
   return opening_ || !evaluated_.empty() || queue_.HasWork(options_.device) ||
-         std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->active; });
+         std::any_of(batches_.begin(), batches_.end(),
+                     [](const auto& batch) { return batch->active; });
 }
 
 absl::Status StepBatcher::Step() {
-  queue_.Settle();
+  queue_.EndDueJobs();
   FreeEnded();
   DENOISED_ASSIGN_OR_RETURN(const bool opened, OpenSizes());
   if (opened && options_.part_done) options_.part_done();
-  auto next = lanes_.end();
+  auto next = batches_.end();
   double first_turn = 0;
-  for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
-    if ((*lane)->active == 0 && !queue_.First((*lane)->share, options_.device, 0)) continue;
-    const double turn = admission_.Turn(*(*lane)->share);
-    if (next != lanes_.end() && turn >= first_turn) continue;
-    next = lane;
+  for (auto batch = batches_.begin(); batch != batches_.end(); ++batch) {
+    if ((*batch)->active == 0 && !queue_.First((*batch)->lane, options_.device, 0)) continue;
+    const double turn = admission_.Turn(*(*batch)->lane);
+    if (next != batches_.end() && turn >= first_turn) continue;
+    next = batch;
     first_turn = turn;
   }
-  if (next != lanes_.end()) DENOISED_RETURN_IF_ERROR(Admit(**next));
+  if (next != batches_.end()) DENOISED_RETURN_IF_ERROR(Admit(**next));
   // Other devices may have taken all that waited.
-  const bool launched = next != lanes_.end() && (*next)->active > 0;
+  const bool launched = next != batches_.end() && (*next)->active > 0;
   if (launched) {
     DENOISED_RETURN_IF_ERROR(Launch(**next));
-    lanes_.splice(lanes_.end(), lanes_, next);
+    batches_.splice(batches_.end(), batches_, next);
   }
-  // The CPU has computed when Launch returns: nothing to run ahead of.
+  // On the CPU an evaluation is done when Launch returns, so there is nothing to run ahead of.
   const size_t ahead = launched && backend_.device() != Device::kCpu ? kRunAhead : 0;
   while (evaluated_.size() > ahead) DENOISED_RETURN_IF_ERROR(Report());
   return absl::OkStatus();
@@ -277,80 +279,80 @@ absl::Status StepBatcher::Step() {
 
 /// Frees the slots of jobs that ended before their images were done.
 void StepBatcher::FreeEnded() {
-  for (const auto& lane : lanes_)
-    for (int slot = 0; slot < static_cast<int>(lane->slots.size()); ++slot)
-      if (lane->slots[slot] && lane->slots[slot]->job->over) lane->Free(slot);
+  for (const auto& batch : batches_)
+    for (int slot = 0; slot < static_cast<int>(batch->slots.size()); ++slot)
+      if (batch->slots[slot] && batch->slots[slot]->job->over) batch->Free(slot);
 }
 
-absl::Status StepBatcher::Admit(Lane& lane) {
+absl::Status StepBatcher::Admit(Batch& batch) {
   const bool whole_batches = options_.batching == Batching::kRequest;
-  if (whole_batches && lane.active > 0) return absl::OkStatus();
+  if (whole_batches && batch.active > 0) return absl::OkStatus();
   size_t may_park = whole_batches ? 0 : kParksPerEvaluation;
   int slot = 0;
-  while (const auto job = queue_.First(lane.share, options_.device, lane.rows)) {
+  while (const auto job = queue_.First(batch.lane, options_.device, batch.rows)) {
     std::vector<int> victims;
-    if (!lane.HasRoom(*job)) {
-      may_park = std::min(may_park, RoomToPark(lane));
-      victims = Victims(lane, *job, may_park);
+    if (!batch.HasRoom(*job)) {
+      may_park = std::min(may_park, RoomToPark(batch));
+      victims = Victims(batch, *job, may_park);
       if (victims.empty()) break;
     }
     std::shared_ptr<Image> image = queue_.Take(job, options_.device);
-    if (!image) continue;  // another device was quicker
-    for (const int victim : victims) Park(lane, victim);
+    if (!image) continue;  // another device took it
+    for (const int victim : victims) Park(batch, victim);
     may_park -= victims.size();
     if (!victims.empty()) slot = 0;
-    while (lane.slots[slot]) ++slot;
-    Begin(lane, slot, std::move(image));
+    while (batch.slots[slot]) ++slot;
+    Begin(batch, slot, std::move(image));
   }
-  return BackendOf(lane.model).status();
+  return BackendOf(batch.model).status();
 }
 
-/// The images, at most `most`, that have to be parked for `job` to have room, of those that come
-/// after it in the order; the last first. None when that would not do.
-std::vector<int> StepBatcher::Victims(const Lane& lane, const Job& job, size_t most) const {
+/// The slots of images to park so that `job` has room: at most `most` images that come after it in
+/// the order, the last first. Empty if that would not be enough.
+std::vector<int> StepBatcher::Victims(const Batch& batch, const Job& job, size_t most) const {
   std::vector<int> victims;
-  for (int slot = 0; slot < static_cast<int>(lane.slots.size()); ++slot) {
-    const Image* image = lane.slots[slot].get();
+  for (int slot = 0; slot < static_cast<int>(batch.slots.size()); ++slot) {
+    const Image* image = batch.slots[slot].get();
     if (image && image->job->key() > job.key() &&
         image->evaluations_left() > options_.keep_evaluations)
       victims.push_back(slot);
   }
-  // Of one job, those that have the longest way to go.
+  // Within one job, the image with the most evaluations left goes last.
   const auto later = [&](int a, int b) {
-    const Image &first = *lane.slots[a], &second = *lane.slots[b];
+    const Image &first = *batch.slots[a], &second = *batch.slots[b];
     return std::pair(first.job->key(), first.evaluations_left()) >
            std::pair(second.job->key(), second.evaluations_left());
   };
   most = std::min(most, victims.size());
   std::partial_sort(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(most),
                     victims.end(), later);
-  int rows = lane.rows;
+  int rows = batch.rows;
   size_t parks = 0;
   const auto enough = [&] {
-    return lane.active - static_cast<int>(parks) < static_cast<int>(lane.slots.size()) &&
-           rows + job.rows() <= lane.model.max_rows;
+    return batch.active - static_cast<int>(parks) < static_cast<int>(batch.slots.size()) &&
+           rows + job.rows() <= batch.model.max_rows;
   };
-  while (!enough() && parks < most) rows -= lane.slots[victims[parks++]]->job->rows();
+  while (!enough() && parks < most) rows -= batch.slots[victims[parks++]]->job->rows();
   victims.resize(enough() ? parks : 0);
   return victims;
 }
 
-/// Images that may be parked within the limit of bytes, less those that are on their way.
-size_t StepBatcher::RoomToPark(const Lane& lane) const {
+/// How many more images may be parked within the limit of bytes.
+size_t StepBatcher::RoomToPark(const Batch& batch) const {
   size_t under_way = parked_.size();
   for (const Evaluated& evaluated : evaluated_) under_way += evaluated.parked.size();
-  const size_t room = admission_.RoomToPark(lane.evaluator->parked_bytes());
+  const size_t room = admission_.RoomToPark(batch.evaluator->parked_bytes());
   return room - std::min(room, under_way);
 }
 
-void StepBatcher::Park(Lane& lane, int slot) {
-  const std::shared_ptr<Image>& image = lane.slots[slot];
-  image->parked = lane.evaluator->Park(slot);
+void StepBatcher::Park(Batch& batch, int slot) {
+  const std::shared_ptr<Image>& image = batch.slots[slot];
+  image->parked = batch.evaluator->Park(slot);
   parked_.push_back(image);
-  lane.Free(slot);
+  batch.Free(slot);
 }
 
-void StepBatcher::Begin(Lane& lane, int slot, std::shared_ptr<Image> image) {
+void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
   Job& job = *image->job;
   const JobSpec& spec = job.effective.spec;
   const StepPlan& plan = *job.effective.plan;
@@ -368,19 +370,19 @@ void StepBatcher::Begin(Lane& lane, int slot, std::shared_ptr<Image> image) {
   start.noise_scale = static_cast<float>(plan.initial_noise_scale);
   start.churn_scale = static_cast<float>(plan.initial_churn_scale);
   if (const auto parked = std::move(image->parked)) {
-    lane.evaluator->Resume(slot, start, image->evaluation, *parked);
+    batch.evaluator->Resume(slot, start, image->evaluation, *parked);
   } else {
-    lane.evaluator->Begin(slot, start);
+    batch.evaluator->Begin(slot, start);
   }
   queue_.Began(job);
-  lane.Take(slot, std::move(image));
+  batch.Take(slot, std::move(image));
 }
 
-absl::Status StepBatcher::Launch(Lane& lane) {
+absl::Status StepBatcher::Launch(Batch& batch) {
   std::vector<EvaluationRow> rows;
-  for (int s = 0; s < static_cast<int>(lane.slots.size()); ++s) {
-    if (!lane.slots[s]) continue;
-    const Image& image = *lane.slots[s];
+  for (int s = 0; s < static_cast<int>(batch.slots.size()); ++s) {
+    if (!batch.slots[s]) continue;
+    const Image& image = *batch.slots[s];
     const JobSpec& spec = image.job->effective.spec;
     const int label = spec.class_labels.empty() ? 0 : spec.class_labels[image.index];
     const int row = static_cast<int>(rows.size());
@@ -389,20 +391,20 @@ absl::Status StepBatcher::Launch(Lane& lane) {
         {.slot = s, .label = label, .unconditional_row = guided ? row + 1 : -1, .advances = 1});
     if (guided)
       rows.push_back(
-          {.slot = s, .label = lane.model.null_label, .unconditional_row = -1, .advances = 0});
+          {.slot = s, .label = batch.model.null_label, .unconditional_row = -1, .advances = 0});
   }
 
   Evaluated evaluated{
-      .model = lane.model.name, .share = lane.share, .rows = static_cast<int>(rows.size())};
+      .model = batch.model.name, .lane = batch.lane, .rows = static_cast<int>(rows.size())};
   evaluated.parked.swap(parked_);
-  Backend& backend = BackendOf(lane.model);
+  Backend& backend = BackendOf(batch.model);
   evaluated.begin = backend.Mark();
-  DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, lane.evaluator->Evaluate(rows));
+  DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, batch.evaluator->Evaluate(rows));
   evaluated.end = backend.Mark();
-  evaluated.charge = admission_.Launched(*lane.share, evaluated.rows, evaluated.bucket);
+  evaluated.charge = admission_.Launched(*batch.lane, evaluated.rows, evaluated.bucket);
 
-  for (int s = 0; s < static_cast<int>(lane.slots.size()); ++s) {
-    const std::shared_ptr<Image> image = lane.slots[s];
+  for (int s = 0; s < static_cast<int>(batch.slots.size()); ++s) {
+    const std::shared_ptr<Image> image = batch.slots[s];
     if (!image) continue;
     Job& job = *image->job;
     const JobSpec& spec = job.effective.spec;
@@ -412,21 +414,21 @@ absl::Status StepBatcher::Launch(Lane& lane) {
     const bool last = done == static_cast<int>(plan.size());
     Evaluated::Row row{.image = image, .slot = s, .evaluation = done};
     if (last) {
-      row.result = lane.evaluator->DownloadState(s);
+      row.result = batch.evaluator->DownloadState(s);
     } else if (spec.previews && done % spec.preview_every == 0) {
       if (spec.preview_kind == PreviewKind::kPredictedX0) {
-        row.preview = lane.evaluator->DownloadX0(s);
+        row.preview = batch.evaluator->DownloadX0(s);
       } else {
-        row.preview = lane.evaluator->DownloadState(s);
+        row.preview = batch.evaluator->DownloadState(s);
         row.preview_scale = plan[done].input_scale;
       }
     }
     if (!evaluated.nonfinite && (row.result || row.preview))
-      evaluated.nonfinite = lane.evaluator->DownloadNonfinite();
+      evaluated.nonfinite = batch.evaluator->DownloadNonfinite();
     evaluated.images.push_back(std::move(row));
     if (!last) continue;
     queue_.Drawn(image);
-    lane.Free(s);
+    batch.Free(s);
   }
   evaluated_.push_back(std::move(evaluated));
   return absl::OkStatus();
@@ -452,9 +454,9 @@ absl::StatusOr<StepBatcher::Evaluated> StepBatcher::NextToEnd() {
 
 absl::Status StepBatcher::Report() {
   DENOISED_ASSIGN_OR_RETURN(Evaluated evaluated, NextToEnd());
-  // Time in which two models were evaluated is divided among them, so that the seconds of
-  // evaluations never add up to more than passed.
-  const auto ran = [&](const Evaluated& each) {  // since an end was last reported
+  // Time in which two models were evaluated is split between them, so that the seconds of
+  // evaluations never add up to more than the time that passed.
+  const auto ran = [&](const Evaluated& each) {  // since the end that was reported last
     double seconds = evaluated.end->SecondsSince(*each.begin);
     if (last_end_) seconds = std::min(seconds, evaluated.end->SecondsSince(*last_end_));
     return std::max(seconds, 0.0);
@@ -468,13 +470,13 @@ absl::Status StepBatcher::Report() {
   }
   const double seconds = evaluated.seconds + alone;
   last_end_ = std::move(evaluated.end);
-  admission_.Measured(*evaluated.share, evaluated.bucket, seconds, &evaluated.charge);
+  admission_.Measured(*evaluated.lane, evaluated.bucket, seconds, &evaluated.charge);
   if (observer_)
     observer_->OnEvaluation(evaluated.model, device_name_, evaluated.rows, evaluated.bucket,
                             seconds);
   for (const auto& image : evaluated.parked) {
     DENOISED_RETURN_IF_ERROR(image->parked->Arrive());
-    queue_.GiveBack(image);
+    queue_.Requeue(image);
   }
 
   Tensor nonfinite;
@@ -504,7 +506,7 @@ absl::Status StepBatcher::Report() {
       for (float& value : result.pixels.span<float>()) value *= row.preview_scale;
     (row.result ? outcomes.back().result : outcomes.back().preview) = std::move(result);
   }
-  queue_.Tell(std::move(outcomes));
+  queue_.Report(std::move(outcomes));
   return absl::OkStatus();
 }
 

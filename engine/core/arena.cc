@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/core/arena.h"
 
 #include <algorithm>
@@ -20,8 +21,8 @@ struct Arena::State {
   size_t in_use = 0;
 
   size_t Take(size_t bytes) {
-    // The last hole counts as endless, so that the choice does not depend on the capacity: the
-    // block sized by a measuring run must see that run's addresses again.
+    // The last gap counts as endless, so that the choice does not depend on the capacity: a block
+    // sized by a measuring run must give the same addresses as that run.
     auto best = free.end();
     size_t best_length = 0;
     for (auto it = free.begin(); it != free.end(); ++it) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstddef>
@@ -8,10 +9,10 @@
 
 namespace denoised {
 
-/// Hands out activation memory inside one block that was allocated at load. A tensor's memory
-/// returns to the arena when its last copy dies; since one stream executes in order, the next op
-/// may reuse it at once. The same sequence of calls gets the same addresses, so a captured graph
-/// stays valid, and a dry run over a Measuring() arena tells how large the block must be.
+/// Allocates activations inside one block that was itself allocated at load. A tensor's memory
+/// returns to the arena with its last copy; since one stream executes in order, the next op may
+/// reuse it at once. The same sequence of calls gets the same addresses, so a captured graph
+/// stays valid, and a dry run with a Measuring() arena computes how large the block must be.
 ///
 /// Best fit, first on ties. Not thread-safe: belongs to the thread that owns the device.
 class Arena {

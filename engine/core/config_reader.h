@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <initializer_list>
@@ -11,9 +12,9 @@
 
 namespace denoised {
 
-/// Reads the typed fields of one JSON object and collects every complaint, so that a bad config is
-/// reported whole: which file, which field, what it holds, what would be accepted. A field that is
-/// absent or null keeps its default.
+/// Reads the typed fields of one JSON object and collects all errors in it, so that they are
+/// reported at once: file, field, value, and what would be accepted. A field that is absent or null
+/// keeps its default.
 ///
 ///   ConfigReader config(json, "unet/config.json");
 ///   config.Read("norm_eps", &eps);
@@ -39,14 +40,14 @@ class ConfigReader {
   const nlohmann::json& Raw(const char* field);
   bool Has(const char* field) const;
 
-  /// A field we cannot honour: absent, null or `harmless` passes, anything else is a complaint.
+  /// A field that is not supported: any value but `harmless`, null or absent is an error.
   void Refuse(const char* field, const nlohmann::json& harmless);
-  /// Fields without meaning here. Those that start with '_' are always ignored.
+  /// Fields that have no effect here. Fields that start with '_' are always ignored.
   void Ignore(std::initializer_list<const char*> fields);
-  /// A complaint about `field`: what is wrong and what would be right.
+  /// Adds an error about `field`: what is wrong, and what would be accepted.
   void Complain(const char* field, const std::string& what);
 
-  /// OK, or InvalidArgument with every complaint, among them each field that nobody read.
+  /// OK, or InvalidArgument with all errors. A field that nobody read is one.
   absl::Status Finish();
 
  private:

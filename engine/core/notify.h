@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
@@ -6,8 +7,8 @@
 
 namespace denoised {
 
-/// News for whoever runs the program, while work goes on: kWarning asks for a remedy, which the
-/// message names; kInfo does not.
+/// Messages for the operator while the program runs. A kWarning needs action, which the message
+/// names; a kInfo does not.
 enum class Severity : uint8_t { kInfo, kWarning };
 using Notify = std::function<void(Severity, const std::string& message)>;
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/io/model_directory.h"
 
 #include <charconv>
@@ -41,7 +42,7 @@ void ReadLabels(const json& id2label, std::map<int, std::string>* labels, Config
   for (const auto& [key, text] : id2label.items()) {
     int id = -1;
     const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), id);
-    // "01" would hide behind "1".
+    // "01" and "1" would be the same class.
     const bool is_class = error == std::errc() && end == key.data() + key.size() && id >= 0 &&
                           std::to_string(id) == key;
     if (!is_class || !text.is_string()) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <map>
@@ -10,7 +11,7 @@
 
 namespace denoised {
 
-/// What a diffusers model directory says, read but not interpreted. Two layouts:
+/// The contents of a diffusers model directory, not yet interpreted. Two layouts:
 ///
 ///   pipeline  model_index.json, unet/ {config.json, weights}, scheduler/ {scheduler_config.json};
 ///             the parts may also lie beside model_index.json, as in early published models
@@ -36,7 +37,7 @@ struct ModelDirectory {
   int default_steps = 0;  // 0: the sampler's own default
   double default_guidance_scale = 1;
 
-  /// NotFound for what is missing, InvalidArgument for what cannot be honoured: the message names
+  /// NotFound if a file is missing, InvalidArgument if a field is not supported. The message names
   /// file, field, value and remedy.
   static absl::StatusOr<ModelDirectory> Read(const std::string& root);
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/io/safetensors.h"
 
 #include <fcntl.h>
@@ -47,8 +48,8 @@ std::optional<DType> DTypeFromName(const std::string& name) {
   return std::nullopt;
 }
 
-/// The header as JSON. A DOM silently keeps the last of two equal keys, so they are looked for
-/// while parsing; what nests too deep is dropped instead of stored.
+/// The header as JSON. A DOM silently keeps the last of two equal keys, so duplicates are detected
+/// while parsing. Values that nest too deep are not stored.
 absl::StatusOr<json> ParseHeader(const char* text, size_t size, const std::string& file) {
   std::vector<std::set<std::string>> keys;
   std::optional<std::string> duplicate;

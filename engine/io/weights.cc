@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/io/weights.h"
 
 #include <algorithm>
@@ -36,8 +37,8 @@ Tensor SyntheticTensor(uint64_t seed, const std::string& name, const Shape& shap
   return tensor;
 }
 
-/// Characters that two names share at their beginnings and ends: what differs between a checkpoint
-/// and our expectation is usually one part in the middle, or a number.
+/// Characters that two names share at their beginnings and ends. The name in a checkpoint usually
+/// differs from the expected one in one part in the middle, or in a number.
 size_t SharedEnds(const std::string& a, const std::string& b) {
   const auto front = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
   const auto back = std::mismatch(a.rbegin(), a.rend(), b.rbegin(), b.rend());

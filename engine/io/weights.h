@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <memory>
@@ -20,7 +21,7 @@ namespace denoised {
 class Weights {
  public:
   Weights(Safetensors tensors, std::string file);
-  /// Has whatever is asked for: matrices and kernels uniform in ±√3/√(fan-in), so that activations
+  /// Has every tensor asked for: matrices and kernels uniform in ±√3/√(fan-in), so that activations
   /// keep their scale, biases in ±0.5, other vectors in 1 ± 0.5, from (seed, name) alone. For
   /// benchmarks and tests of architectures without a checkpoint.
   static Weights Synthetic(uint64_t seed);
@@ -28,8 +29,8 @@ class Weights {
   Weights operator/(std::string_view name) const;
   Weights operator/(int index) const;
 
-  /// A float tensor of exactly this shape. NotFound names the tensor and the closest names there
-  /// are; InvalidArgument says which shape the file has and which the config asks for.
+  /// A float tensor of exactly this shape. NotFound names the tensor and the closest names in the
+  /// file; InvalidArgument names the shape in the file and the shape that the config needs.
   absl::StatusOr<Tensor> Get(std::string_view name, const Shape& shape) const;
   /// The same, or an undefined tensor when it is absent.
   absl::StatusOr<Tensor> GetOptional(std::string_view name, const Shape& shape) const;
@@ -41,8 +42,8 @@ class Weights {
   const std::string& prefix() const { return prefix_; }
   const std::string& file() const;
 
-  /// Writes what was asked of synthetic weights as a file that others can load. Internal when the
-  /// disk refuses.
+  /// Writes the synthetic tensors that were read so far as a safetensors file. Internal if the file
+  /// cannot be written.
   absl::Status WriteSynthetic(const std::string& path) const;
 
   /// InvalidArgument naming tensors that nobody read: the config and the weights do not belong

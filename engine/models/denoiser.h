@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "engine/core/class_condition.h"
@@ -13,7 +14,7 @@ struct DenoiserInput {
   Tensor embedding;  // F32 [N, D], for models that take the class as numbers
 };
 
-/// What the step batcher must know of a model.
+/// The properties of a model that the step batcher needs.
 struct DenoiserTraits {
   int height = 0, width = 0;  // native size; 0 when the config names none
   int size_multiple = 1;      // sizes must be multiples of it

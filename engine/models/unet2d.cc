@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/models/unet2d.h"
 
 #include <algorithm>
@@ -363,7 +364,7 @@ absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const B
 
   const bool down = resample == ResnetOptions::Resample::kDown;
   const Weights resampler = weights / (down ? "downsamplers" : "upsamplers") / 0;
-  // The plain blocks resample by a convolution whatever the config says; only the Attn ones ask it.
+  // Only the Attn blocks resample as the config says; the plain blocks always use a convolution.
   const std::string& type = down ? config_.downsample_type : config_.upsample_type;
   if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
     ResnetOptions options = Resnet(out_channels, out_channels);
@@ -421,7 +422,7 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
                           class_embedding);
       break;
   }
-  // All readers are resnets, which activate it first.
+  // Only resnets read it, and all of them activate it first.
   return time_embedding_(context, time_projection_(context, input.condition), class_embedding,
                          config_.activation);
 }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/nn/layers.h"
 
 namespace denoised::nn {
@@ -20,7 +21,7 @@ absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(Backend& backend, const Weights&
                             weights.Get("weight", {out_channels, in_channels, kernel, kernel}));
   DENOISED_ASSIGN_OR_RETURN(
       Tensor shortcut, shortcut_weights.Get("weight", {out_channels, shortcut_channels, 1, 1}));
-  // Both biases are of the same sums.
+  // Both biases are added to the same sums, so one bias is enough.
   const Tensor sum = Tensor::HostF32({out_channels}, std::vector<float>(out_channels));
   for (const Weights& layer : {weights, shortcut_weights}) {
     DENOISED_ASSIGN_OR_RETURN(const Tensor bias, layer.GetOptional("bias", {out_channels}));

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <functional>
@@ -17,8 +18,8 @@ namespace denoised::nn {
 struct Context {
   Backend& backend;
   Arena& arena;
-  /// When set, hears the output of each of diffusers' submodules by its path ("down_blocks.0"):
-  /// for parity tests.
+  /// For parity tests: called with the output of each of diffusers' submodules and its path
+  /// ("down_blocks.0"). May be empty.
   std::function<void(const std::string& module, const Tensor& output)> trace;
 
   Tensor New(const Shape& shape) { return arena.New(shape, backend.activation_dtype()); }
@@ -28,25 +29,25 @@ struct Context {
   }
 };
 
-/// torch.nn.Conv2d with a square kernel and "same" padding unless told otherwise.
+/// torch.nn.Conv2d with a square kernel and, by default, "same" padding.
 class Conv2d {
  public:
   /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call.
   static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
                                      int out_channels, int kernel, bool upsample2x = false);
-  /// With a 1×1 convolution of other channels, which args.shortcut.x and x2 are for at every call.
+  /// Together with a 1×1 convolution whose input is args.shortcut.x and x2 at every call.
   static absl::StatusOr<Conv2d> LoadWithShortcut(Backend& backend, const Weights& weights,
                                                  int in_channels, int out_channels, int kernel,
                                                  const Weights& shortcut_weights,
                                                  int shortcut_channels);
 
-  /// Convolves args.x (and args.x2) with whatever fusions `args` names; fills in weights, padding
-  /// (kernel / 2 all around) and, when undefined, a new output in activation dtype.
+  /// Convolves args.x (and args.x2) with the fusions in `args`. Sets weights, padding (kernel / 2
+  /// on all sides) and, if undefined, a new output in activation dtype.
   Tensor operator()(Context& context, Conv2dArgs args) const;
-  /// The same of a normalised input, args.x being norm.out (GroupNorm::Complete), which nobody else
-  /// may read.
+  /// The same for a normalised input: args.x becomes norm.out (see GroupNorm::Complete), which
+  /// nothing else may read.
   Tensor operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const;
-  /// What operator() would do: `args` with the weights and what else it fills in.
+  /// The arguments that operator() would pass to the backend.
   Conv2dArgs Complete(Context& context, Conv2dArgs args) const;
   /// Stride 2 as diffusers' Downsample2D: `padding` 1 all around, or 0 with one row and column of
   /// zeros at the bottom and right.
@@ -80,9 +81,9 @@ class GroupNorm {
                                         int groups, double eps);
 
   Tensor operator()(Context& context, GroupNormArgs args) const;
-  /// What operator() would do: `args` with the parameters and, when undefined, a new output.
+  /// The arguments that operator() would pass to the backend, with a new output if undefined.
   GroupNormArgs Complete(Context& context, GroupNormArgs args) const;
-  /// The same of what a convolution makes, by Conv2dArgs::output_norm.
+  /// The same norm as a fusion of the convolution whose output it normalises.
   Conv2dOutputNorm OfOutput() const { return {gamma_, beta_, groups_, eps_}; }
 
  private:

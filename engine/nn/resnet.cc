@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/nn/resnet.h"
 
 namespace denoised::nn {
@@ -51,7 +52,7 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
 
   Tensor input = x;
   const GroupNormArgs first{.x = x, .x2 = skip, .activation = options_.activation};
-  // With the second norm, where it is best made along with what it is of.
+  // The second norm is fused into the first convolution where that is supported and faster.
   const auto conv1_of = [&](const Tensor& normalised) {
     Conv2dArgs conv{.x = normalised, .add = options_.scale_shift ? none : time_columns};
     conv = conv1_.Complete(context, std::move(conv));
@@ -71,7 +72,7 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
     conv1 = conv1_of(norm1.out);
     context.backend.NormConv2d(norm1, conv1);
   }
-  conv1.x = none;  // its memory is free for what comes
+  conv1.x = none;  // frees its memory
   Conv2dArgs conv2{.scale = static_cast<float>(1.0 / options_.output_scale_factor)};
   if (has_shortcut) {
     conv2.shortcut = {.x = input, .x2 = skip};

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <vector>
@@ -26,7 +27,7 @@ class TimestepProjection {
   Tensor fourier_weight_;
 };
 
-/// diffusers' TimestepEmbedding: linear, SiLU, linear; and what its reader applies to it.
+/// diffusers' TimestepEmbedding: linear, SiLU, linear; and the activation that its user applies.
 class TimestepEmbedding {
  public:
   static absl::StatusOr<TimestepEmbedding> Load(Backend& backend, const Weights& weights,

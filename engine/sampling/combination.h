@@ -1,10 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <array>
 
 #include "engine/core/step_plan.h"
 
-/// Symbolic weighted sums of what an evaluation can read, so that a sampler's file reads like its
+/// Symbolic weighted sums of the inputs of an evaluation, so that a sampler's file reads like its
 /// paper: `plan.Next(sigma_ratio * X() - alpha * std::expm1(-h) * denoised)`.
 
 namespace denoised {
@@ -35,13 +36,13 @@ inline Combination operator*(double scale, Combination c) { return c *= scale; }
 inline Combination operator+(Combination a, const Combination& b) { return a += b; }
 inline Combination operator-(Combination a, const Combination& b) { return a += -1.0 * b; }
 
-/// The state that the model has just been evaluated on.
+/// The state that the model was just evaluated on.
 inline Combination X() { return Combination(kInputX); }
 /// The model's output F.
 inline Combination Model() { return Combination(kInputModel); }
 /// Standard normal noise of this evaluation.
 inline Combination Noise() { return Combination(kInputNoise); }
-/// What an earlier evaluation kept in register `i`.
+/// The value that an earlier evaluation kept in register `i`.
 inline Combination Register(int i) { return Combination(kInputRegister + i); }
 
 }  // namespace denoised

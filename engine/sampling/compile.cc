@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -75,7 +76,7 @@ bool IsFinite(const StepPlan& plan) {
          IsFloat(plan.initial_churn_scale);
 }
 
-/// One request on its way to a plan, collecting what is wrong with it.
+/// Turns one request into a plan and collects the errors in it.
 class Compilation {
  public:
   Compilation(const SchedulerConfig& config, const Fields& fields, const SamplerParams& params)
@@ -102,7 +103,7 @@ class Compilation {
     return plan;
   }
 
-  /// What was resolved, as parameters that say everything.
+  /// The resolved parameters, all set.
   SamplerParams Resolved() const {
     SamplerParams params = params_;
     params.sampler = request_.sampler;
@@ -186,7 +187,7 @@ class Compilation {
                                     request_.churn.max));
   }
 
-  /// What a sampler asks of the number of steps beyond its range.
+  /// Conditions of a sampler on the number of steps, beside its range.
   void CheckSteps() {
     const int steps = request_.steps;
     const Sampler sampler = request_.sampler;

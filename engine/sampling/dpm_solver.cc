@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 
 #include "engine/sampling/sigma_path.h"
@@ -32,7 +33,7 @@ Update DataUpdate(const Lambda& from, const Lambda& to, double h, int order, boo
                    stochastic ? to.sigma * std::sqrt(-phi_1) : 0};
   if (order == 2 && !heun) update.d1 = -0.5 * to.alpha * phi_1;
   if (order == 3 || (order == 2 && heun)) update.d1 = to.alpha * (phi_1 / span + 1);
-  // No paper has a stochastic third order; the sign of its ½ is diffusers'.
+  // No paper describes a stochastic third order; the sign of its ½ is as in diffusers.
   const double half = stochastic ? -0.5 : 0.5;
   if (order == 3) update.d2 = -to.alpha * ((phi_1 + span) / (span * span) - half);
   return update;
@@ -73,7 +74,7 @@ StepPlan CompileDpmSolver(const SchedulerConfig::Fields& fields, const Request& 
     plan.Keep(1, Register(0));
     const Lambda from = LambdaAt(path, i), to = LambdaAt(path, i + 1);
     const double h = to.lambda - from.lambda;
-    if (h == 0) {  // ends where it stands: final_sigmas_type "sigma_min" after Karras' spacing
+    if (h == 0) {  // does not move: final_sigmas_type "sigma_min" after Karras' spacing
       plan.Next(X());
       continue;
     }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "engine/sampling/combination.h"
@@ -10,11 +11,11 @@ namespace denoised {
 struct Level {
   double alpha = 1;
   double sigma = 0;
-  /// What the model is told: the timestep, or EDM's c_noise.
+  /// The model's condition: the timestep, or EDM's c_noise.
   double condition = 0;
 };
 
-/// How the model is asked at a level: F(input_scale·x, condition), x0 = x0_from_x·x +
+/// The model's inputs and prediction at a level: F(input_scale·x, condition), x0 = x0_from_x·x +
 /// x0_from_model·F.
 struct Preconditioning {
   double input_scale, x0_from_x, x0_from_model;
@@ -27,7 +28,7 @@ Preconditioning PreconditioningAt(const Level& level, const SchedulerConfig::Fie
 ///   plan.Keep(0, x0);                       // for a later evaluation, as Register(0)
 ///   plan.Next(a * x0 + b * X());            // the next state
 ///
-/// What an evaluation does not Keep is zero for the next one.
+/// Registers that an evaluation does not Keep are zero for the next one.
 class PlanWriter {
  public:
   /// `clip` bounds x0 to ±clip; 0 leaves it. `fields` must outlive the writer.
@@ -45,7 +46,7 @@ class PlanWriter {
   Combination Epsilon() const;
   void Next(const Combination& x);
   void Keep(int reg, const Combination& value);
-  /// For a model that predicts the variance of the noise it wants.
+  /// For a model that predicts the variance of the noise.
   void LearnedNoise(NoiseScale scale, double log_variance_min, double log_variance_max);
 
   StepPlan Finish(int steps);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <memory>
@@ -10,8 +11,8 @@
 #include "engine/core/status.h"
 #include "engine/core/step_plan.h"
 
-/// Pure mathematics, no device: a diffusers scheduler_config.json and what a request asks for
-/// become a StepPlan. Everything is computed in double.
+/// Pure mathematics, no device: turns a diffusers scheduler_config.json and the parameters of a
+/// request into a StepPlan. Everything is computed in double.
 
 namespace denoised {
 
@@ -48,7 +49,7 @@ std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name);
 const std::vector<Sampler>& AllSamplers();
 const std::vector<NoiseSchedule>& AllNoiseSchedules();
 
-/// What one request asks of the sampler; what is unset comes from the model's scheduler config.
+/// The sampling parameters of a request. Unset fields come from the model's scheduler config.
 struct SamplerParams {
   std::optional<Sampler> sampler;
   std::optional<NoiseSchedule> schedule;
@@ -63,7 +64,7 @@ struct SamplerParams {
   double strength = 1.0;
 };
 
-/// One complaint about SamplerParams: the field's name as above, and what would be right.
+/// One error in SamplerParams: the field's name as above, and what would be accepted.
 struct ParamViolation {
   std::string field;
   std::string description;
@@ -73,14 +74,14 @@ struct ParamViolation {
 /// of its class. Immutable, cheap to copy, thread-safe.
 class SchedulerConfig {
  public:
-  /// Refuses, by name, a class or a field that cannot be honoured. `file` appears in messages.
+  /// InvalidArgument names a class or field that is not supported. `file` appears in messages.
   static absl::StatusOr<SchedulerConfig> Parse(const nlohmann::json& config, std::string file);
 
-  /// The config's own class and spacing: what a request gets that names none.
+  /// The config's own class and spacing: the defaults of a request.
   Sampler default_sampler() const;
   NoiseSchedule default_schedule() const;
-  /// What this model can be sampled with: an EDM model has no betas, so DDPM, DDIM, PNDM, UniPC and
-  /// LCM are not for it.
+  /// The samplers for this model. An EDM model has no betas, so DDPM, DDIM, PNDM, UniPC and LCM are
+  /// not among them.
   std::vector<Sampler> samplers() const;
   std::vector<NoiseSchedule> schedules(Sampler sampler) const;
   /// Most steps a plan may have: num_train_timesteps, or 1000 for EDM.
@@ -88,10 +89,10 @@ class SchedulerConfig {
   /// The model must output twice the channels: mean and variance.
   bool learns_variance() const;
 
-  /// Everything that is wrong with `params`, or empty.
+  /// All errors in `params`, or empty.
   std::vector<ParamViolation> Validate(const SamplerParams& params) const;
-  /// Valid `params` with what is unset filled in, so that they name their plan whatever the config;
-  /// what the sampler does not have stays unset.
+  /// Valid `params` with unset fields filled in, so that they alone determine the plan. Fields that
+  /// the sampler does not have stay unset.
   SamplerParams WithDefaults(const SamplerParams& params) const;
   /// InvalidArgument with the violations when Validate() is not empty.
   absl::StatusOr<StepPlan> Compile(const SamplerParams& params) const;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 #include <initializer_list>
 #include <utility>
@@ -30,7 +31,7 @@ constexpr SchedulerClass kClasses[] = {
     {"EDMDPMSolverMultistepScheduler", Sampler::kEdmDpmSolver},
 };
 
-/// Longer training schedules are not published; a bound keeps a bad file from taking the memory.
+/// No published training schedule is longer. The bound keeps a bad file from exhausting memory.
 constexpr int kMaxTrainTimesteps = 100000;
 
 void ReadClass(ConfigReader& config, Fields* fields) {
@@ -50,7 +51,7 @@ void ReadClass(ConfigReader& config, Fields* fields) {
     config.Complain("_class_name", fmt::format("not supported; use one of {}", supported));
 }
 
-/// Reads one of a few words into a value (or an optional of it); anything else is a complaint.
+/// Reads one of a few words into a value (or an optional of it); any other word is an error.
 template <typename Value, typename Target>
 void ReadChoice(ConfigReader& config, const char* field,
                 std::initializer_list<std::pair<const char*, Value>> choices, Target* target) {
@@ -236,7 +237,7 @@ void ReadSolvers(ConfigReader& config, Fields* fields) {
   if (fields->stochastic && fields->default_sampler == Sampler::kDpmSolver)
     fields->default_sampler = Sampler::kDpmSolverSde;
 
-  // Each solver takes the words of the other as its own default.
+  // Each solver reads the other's solver_type as its own default.
   std::string type;
   ReadChoice<const char*>(config, "solver_type",
                           {{"midpoint", "midpoint"},

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <limits>
@@ -12,9 +13,9 @@ namespace denoised {
 enum class Prediction { kEpsilon, kSample, kV };
 enum class Variance { kFixedSmall, kFixedLarge, kLearned, kLearnedRange };
 
-/// A scheduler_config.json, read. What describes the model's training holds for every sampler. A
-/// field that belongs to one sampler is optional where diffusers' classes disagree on its default:
-/// `X.from_config(config)` carries what the file says and leaves the rest at X's default.
+/// The fields of a scheduler_config.json. Those of the model's training hold for every sampler. A
+/// field of one sampler is optional where diffusers' classes disagree on its default:
+/// `X.from_config(config)` takes the file's values and leaves the rest at X's defaults.
 struct SchedulerConfig::Fields {
   Sampler default_sampler = Sampler::kDdpm;
   NoiseSchedule default_schedule = NoiseSchedule::kNative;
@@ -61,8 +62,8 @@ struct SchedulerConfig::Fields {
   double timestep_scaling = 10;
 };
 
-/// The spacing of a request that names none: the config's, unless diffusers' class of this sampler
-/// knows no other than its own.
+/// The default spacing of a request: the config's, unless diffusers' class of this sampler supports
+/// only its own.
 NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sampler);
 
 }  // namespace denoised

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/sampling/sigma_path.h"
 
 #include <algorithm>
@@ -8,7 +9,7 @@ namespace {
 
 using Fields = SchedulerConfig::Fields;
 
-/// What the model is told at a level between those it was trained on.
+/// The model's condition at a level between the levels that it was trained on.
 double ConditionAt(double sigma, const Fields& fields) {
   if (fields.edm) return 0.25 * std::log(sigma);
   return TimestepOfSigma(sigma, fields.log_sigmas);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "engine/sampling/plan_writer.h"
@@ -9,7 +10,7 @@ namespace denoised {
 /// where it lands.
 struct SigmaPath {
   std::vector<double> sigmas;      // at least one more than conditions
-  std::vector<double> conditions;  // what the model is told at each step's start
+  std::vector<double> conditions;  // of the model, at each step's start
   double initial_noise = 1;        // of the state drawn from noise, in the scale of At()
   bool variance_preserving = false;
 
@@ -17,8 +18,8 @@ struct SigmaPath {
   /// Level i in the sampler's scale: alpha 1, or alpha² + sigma² = 1 when variance_preserving.
   Level At(int i) const;
 
-  /// Level i (alpha 1) once churn has raised it, and the scale of the fresh noise that does so. The
-  /// step before adds that noise where it ends, so that the model sees the result; none at the end.
+  /// Level i (alpha 1) after churn raised it, and the scale of the noise that raises it. The step
+  /// before adds that noise at its end, so that the model sees the result. None at the end.
   struct ChurnedLevel {
     Level level;
     double added = 0;

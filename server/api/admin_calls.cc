@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/api/admin_calls.h"
 
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <google/protobuf/descriptor.h>
@@ -65,7 +66,7 @@ class Metrics : public EngineObserver {
   /// The same requests as Triton's clients want to know them.
   RequestTotals& totals() { return totals_; }
 
-  /// All series, but for those of ServingSnapshot and ProcessSnapshot.
+  /// All series of this class.
   std::vector<prometheus::MetricFamily> Collect() const { return registry_.Collect(); }
 
  private:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -15,7 +16,7 @@ Tensor Numbers(const Shape& shape) {
   return tensor;
 }
 
-// A server lives long, and a client may ask for every size there is.
+// A server runs for a long time, and clients may ask for any number of image sizes.
 TEST(CpuConvolution, SizesLeaveNoMemoryBehindAndNoOtherBits) {
   const auto backend = OpenBackend({.device = "cpu"});
   ASSERT_TRUE(backend.ok()) << backend.status();
@@ -40,8 +41,8 @@ TEST(CpuConvolution, SizesLeaveNoMemoryBehindAndNoOtherBits) {
     draw(edge);
     most = std::max(most, convolution.geometries());
   }
-  EXPECT_GT(most, 32u) << "else this tests nothing";
-  EXPECT_LE(most, 32u + 4) << "those of the last call are beyond the limit";
+  EXPECT_GT(most, 32u) << "otherwise the limit was not reached";
+  EXPECT_LE(most, 32u + 4) << "the last call may exceed the limit by its own geometries";
   EXPECT_LE(convolution.layouts(), convolution.geometries());
   EXPECT_EQ(draw(40), first) << "prepared anew, it computes the same";
   EXPECT_EQ(draw(3), tiny);

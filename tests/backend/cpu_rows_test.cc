@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -72,8 +73,9 @@ struct Network {
   Tensor gamma, beta;
 };
 
-// Rows that different threads compute, also the first to need a primitive, have the bits of rows
-// that were computed together.
+// Rows have the same bits whether threads compute parts of them or all threads compute them
+// together. Each attempt packs new weights, so that threads also prepare the primitives at the same
+// time.
 TEST_F(CpuRowsTest, PartsHaveTheBitsOfRowsTogether) {
   constexpr int kRows = 13, kEdge = 12, kChannels = 32;
   const auto pack = [&] {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Several devices and one queue: who draws what, and what becomes of it when a device is lost.
 
 #include <gmock/gmock.h>
@@ -312,14 +313,14 @@ TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
     const auto image = job ? queue.Take(job, device) : nullptr;
     if (!image) return image;
     for (; image->evaluation < 4; ++image->evaluation)
-      queue.Tell({{.image = image, .evaluation = image->evaluation + 1}});
+      queue.Report({{.image = image, .evaluation = image->evaluation + 1}});
     queue.Drawn(image);
     return image;
   };
   const auto tell = [&](const std::shared_ptr<JobQueue::Image>& image) {
-    queue.Tell({{.image = image,
-                 .evaluation = 5,
-                 .result = ImageResult{.index = 0, .pixels = Tensor::Host({1}, DType::kF32)}}});
+    queue.Report({{.image = image,
+                   .evaluation = 5,
+                   .result = ImageResult{.index = 0, .pixels = Tensor::Host({1}, DType::kF32)}}});
   };
   const auto lost = draw(0);
   ASSERT_TRUE(lost);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who is served when, on a simulated device: bounds, shares, limits and estimates.
 
 #include <gmock/gmock.h>
@@ -429,7 +430,7 @@ TEST(Limits, AJobMayHaveMoreEvaluationsThanAnIntHolds) {
   simulation.Step();
   EXPECT_EQ(collected->progress(), 16) << "of no fewer than that, as it checks";
   simulation.clock.Advance(1e9);
-  simulation.queue.Settle();
+  simulation.queue.EndDueJobs();
   ASSERT_TRUE(collected->done().has_value());
   EXPECT_THAT(std::string(collected->done()->message()), HasSubstr("16 of 6553600000 evaluations"));
 }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <map>
@@ -159,7 +160,7 @@ class Simulation : public EngineObserver {
 
   void End(JobId id, EndReason reason) {
     queue.End(id, Cancelled("the request was cancelled"), reason);
-    queue.Settle();
+    queue.EndDueJobs();
   }
 
   bool busy() const {

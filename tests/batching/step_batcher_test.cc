@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/batching/step_batcher.h"
 
 #include <gmock/gmock.h>
@@ -119,7 +120,7 @@ class StepBatcherTest : public ::testing::Test {
 
   void Cancel(JobId id) {
     queue_->End(id, Cancelled("the request was cancelled"), EndReason::kCancelled);
-    queue_->Settle();
+    queue_->EndDueJobs();
   }
 
   void RunAll() {

@@ -1,9 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """cuDNN's convolutions by its graph API: every engine that its heuristics name, built and timed.
 
 Needs nvidia-cudnn-frontend, whose functions this wraps. PyTorch asks cuDNN for a convolution alone;
 here bias, residual and SiLU can be in cuDNN's own kernel.
 """
-import fcntl
 import time
 
 import cudnn
@@ -13,6 +13,7 @@ import peer
 
 BF16, FP32 = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
 SEARCH_SAMPLES, SEARCH_WARM_UP_MS = 5, 5
+MOST_WORKSPACE = 1 << 30
 
 
 def channels_last_strides(shape):
@@ -66,9 +67,9 @@ class Convolution:
         self.graph.execute_plan_at_index(pack, self.workspace, index, handle=self.handle)
         return out
 
-    def search(self, tensors, seconds, lock):
-        """Times every plan that it can build within so many seconds, alone on the GPU, and keeps the
-        fastest; `tensors` as in run()."""
+    def search(self, tensors, seconds, alone):
+        """Times every plan that it can build within so many seconds and keeps the fastest; `tensors`
+        as in run(), `alone()` a context in which the process has the GPU for itself."""
         begin = time.monotonic()
         self.describe()
         self.graph.create_execution_plans(
@@ -80,24 +81,26 @@ class Convolution:
             if time.monotonic() - begin > seconds:
                 left += 1
                 continue
-            name = f"plan {index}"
             try:
                 name = self.graph.get_plan_name_at_index(index)
-                if name in self.found:
-                    continue
-                self.found[name] = None
+            except Exception:
+                name = f"plan {index}"
+            if name in self.found:  # of another mode
+                continue
+            self.found[name] = None
+            try:
                 self.graph.build_plan_at_index(index)
                 needed = max(1, self.graph.get_workspace_size_plan_at_index(index))
+                if needed > MOST_WORKSPACE:
+                    raise RuntimeError(f"{needed} bytes of workspace")
                 if self.workspace is None or self.workspace.numel() < needed:
                     self.workspace = torch.empty(needed, device="cuda", dtype=torch.uint8)
-                with open(lock, "w") as held:
-                    fcntl.flock(held, fcntl.LOCK_EX)
+                with alone():
                     graph = peer.captured(lambda _: self.run(index, tensors, out),
                                           peer.LEAST_LAUNCHES)
                     ms = peer.median_ms(graph.replay, SEARCH_SAMPLES, SEARCH_WARM_UP_MS)
                     torch.cuda.synchronize()
             except Exception as error:  # a plan that cannot be built or refuses
-                self.found[name] = None
                 last = f"{type(error).__name__}: {error}"[:200]
                 continue
             us = 1e3 * ms / peer.LEAST_LAUNCHES

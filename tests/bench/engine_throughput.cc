@@ -1,7 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
 // Images per second of the bare engine, without a server: what denoise bench is compared with.
 //
 //   engine-throughput --model=DIR[,DIR…] [--device=auto|cpu|cuda] [--devices=0,1] [--fp32]
-//   [--max-rows=N]
+//                     [--cpu-dtype=bf16] [--max-rows=N]
 //                     [--steps=N] [--previews=N] [--in-flight=N] [--warm-up=SECONDS]
 //                     [--seconds=SECONDS]
 //
@@ -58,6 +59,8 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       std::istringstream list(numbers);
       for (std::string number; std::getline(list, number, ',');)
         options->engine.devices.push_back(std::atoi(number.c_str()));
+    } else if (flag == "--cpu-dtype=bf16") {
+      options->engine.cpu_dtype = DType::kBF16;
     } else if (flag == "--fp32") {
       options->engine.fp32 = true;
     } else if (const char* rows = value("--max-rows=")) {

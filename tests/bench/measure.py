@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Measures denoised beside its peers on one GPU, in turns, and writes the raw figures as JSON.
 
   tests/bench/measure.py [options] TOPIC...
@@ -44,6 +45,7 @@ MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
 # Where max-autotune has been faster than torch.compile as it is. It takes two to five minutes.
 AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256"
 DIGITS, DIGIT_STEPS = 16, 10
+LOCK = pathlib.Path(tempfile.gettempdir()) / "denoised-bench.lock"
 START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 120  # that a worker may take
 
 
@@ -217,7 +219,7 @@ class Requests:
 
     def __init__(self, session, server):
         self.session, self.server, self.seed = session, server, 0
-        self.out = session.out / "digits"
+        self.out = server.options.work
 
     def ask(self, verb, _name, seconds):
         times = []
@@ -354,13 +356,12 @@ def ops(session):
     listed = subprocess.run([*program, "--list"], check=True, capture_output=True,
                             text=True).stdout.split()
     names = [name for name in listed if args.ops in name]
-    lock = session.out / "gpu.lock"
     count = min(args.processes, len(names))
     # An op of a shape goes where the same convolution was searched.
     shapes = list(dict.fromkeys(name.split("/", 1)[1] for name in names))
     of_name = {name: shapes.index(name.split("/", 1)[1]) % count for name in names}
     threads = max(1, (os.cpu_count() or 1) // count)
-    peers = [session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={lock}",
+    peers = [session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={LOCK}",
                             f"--search-seconds={args.search_seconds}",
                             TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
                             OMP_NUM_THREADS=f"{threads}") for i in range(count)]
@@ -453,7 +454,7 @@ def clocks(session):
     shape = args.clocks_op
     # PyTorch keeps what its autotuner chose, so that each limit has a process of its own.
     peers = {limit: session.python(f"clocks-{limit}", "bench/peer_ops.py", "--search-seconds=40",
-                                   f"--lock={session.out / 'gpu.lock'}") for limit in (0, 10)}
+                                   f"--lock={LOCK}") for limit in (0, 10)}
     ours = {warm: session.start(f"clocks-ours-{warm}", [
         session.program("backend-throughput"), f"--device={args.device}", "--turns",
         f"--warm-up={warm}"]) for warm in (0, 1)}
@@ -545,7 +546,11 @@ def system(session):
         found = google("beside", 60, f"--config={config}", f"--beside={config}",
                        "--rows=1,16,64")
         if found:
-            write("two-models", found["benchmarks"], found["context"]["device"])
+            write("two-models", [{
+                "name": f"cifar10-32+cifar10-32/rows:{each['name'].split('rows:')[1].split('/')[0]}",
+                **{key: each[key] for key in ("real_time", "ms_alone", "ms_other",
+                                              "ms_other_alone", "shares") if key in each}}
+                for each in found["benchmarks"]], found["context"]["device"])
         run(60, session.program("synthetic-model"), config, work / "cifar10-32")
         model, rows = work / "cifar10-32", []
         for count, models, previews in ((1, 1, 0), (16, 1, 0), (64, 1, 0), (64, 1, 1), (1, 2, 0),
@@ -558,25 +563,24 @@ def system(session):
                 rows.append({"rows": count, "models": models, "previews": previews} |
                             json.loads(done))
         write("engine", rows, contexts.get("device"))
+        rows = []
         for model, counts in (("cifar10-32", "1,16,64,256"), ("adm-64", "1"),
                               ("celebahq-256", "1")):
             file = work / f"splits-{model}.json"
             run(60, session.program("splits-bench"), f"--config={CONFIGS / model / 'config.json'}",
                 f"--rows={counts}", f"--json={file}")
             if file.exists():
-                splits = json.loads(file.read_text())
-                session.write(f"splits-{model}", splits)
-        merged = [json.loads(path.read_text()) for path in sorted(session.out.glob("splits-*.json"))]
-        if merged:
-            write("splits", [row for each in merged for row in each["rows"]], merged[0]["device"])
-            for path in session.out.glob("splits-*.json"):
-                path.unlink()
+                found = json.loads(file.read_text())
+                rows += [row | {"config": f"tests/models/configs/{model}/config.json"}
+                         for row in found["rows"]]
+                write("splits", rows, found["device"])
         for name, seconds, flags in (
                 ("start", 120, ["start"]),
                 ("serving", 200, ["--model", config, "--rounds", "2", "--seconds", "8",
                                   "--warm-up", "3", "saturation", "batching"])):
             run(seconds, sys.executable, HERE / "serving.py", "--build", args.build,
-                "--device", args.device, "--json", session.out / f"{name}.json", *flags)
+                "--device", args.device, "--json", session.out / f"{name}.json",
+                *([f"--commit={args.commit}"] if args.commit else []), *flags)
             session.say(f"{name}: {(session.out / f'{name}.json').exists()}")
 
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """measure.py without a GPU: fake_worker.py stands for all that it starts."""
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import tempfile
 import time
 import unittest
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -96,6 +99,36 @@ class WorkerTest(unittest.TestCase):
         self.assertIn("/nowhere/denoised-bench", worker.answer(1)["error"])
         worker.send("measure")
         worker.close()
+
+
+class GpuLogTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    def log(self, code):
+        if code:
+            program = self.folder / "nvidia-smi"
+            program.write_text(f"#!{sys.executable}\nimport sys, time\n{code}\n")
+            program.chmod(0o755)
+        with mock.patch.dict(os.environ, {"PATH": f"{self.folder}"}):
+            log = turns.GpuLog()
+        self.addCleanup(log.close)
+        return log
+
+    def test_medians_since_a_moment(self):
+        log = self.log("for watts in [100, 500, 600, 'N/A', 500]:\n"
+                       "  print(f'1980, {watts}, 60')\n"
+                       "if '-lms' in sys.argv: time.sleep(60)")
+        end = time.monotonic() + 30
+        while len(log.samples) < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+        self.assertEqual(log.since(0), {"sm_mhz": 1980, "watts": 500, "celsius": 60})
+        self.assertIsNone(log.since(time.monotonic()))
+
+    def test_without_a_gpu_nothing_is_logged(self):
+        self.assertIsNone(self.log("").since(0))
+        self.assertIsNone(self.log("sys.exit(9)").since(0))
 
 
 if __name__ == "__main__":

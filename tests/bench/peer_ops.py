@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times the libraries that PyTorch brings on the ops of backend-throughput when measure.py says.
 
 usage: peer_ops.py [--lock=FILE] [--search-seconds=12]
@@ -15,6 +16,8 @@ the last cache holds. A candidate that refuses a shape is left out. Without nvid
 cuDNN is what PyTorch takes of it.
 """
 import argparse
+import contextlib
+import fcntl
 import statistics
 import time
 import warnings
@@ -34,6 +37,7 @@ except ImportError:
 PASS = "pass"
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 SURVEY_SAMPLES, SURVEY_WARM_UP_MS = 5, 30
+LARGEST_DIFFERENCE = 0.03  # of results in bf16, of their norm
 GROUPS = 32
 
 
@@ -58,6 +62,14 @@ class Library:
         self.handle = cudnn.create_handle() if cudnn else None
         self.plans = {}
 
+    @contextlib.contextmanager
+    def alone(self):
+        """The GPU without the other processes that search. Not to be nested."""
+        with open(self.lock, "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+            torch.cuda.synchronize()
+
     def plan(self, tensors, out, **graph):
         """cuDNN's fastest plan of a graph, searched once; None without the frontend."""
         if not cudnn:
@@ -68,7 +80,7 @@ class Library:
             convolution = cudnn_plans.Convolution(self.handle, shapes["x"], shapes["weight"], out,
                                                   **graph)
             try:
-                found = convolution.search(tensors, self.search_seconds, self.lock)
+                found = convolution.search(tensors, self.search_seconds, self.alone)
             except Exception as error:
                 convolution, found = None, {"error": f"{type(error).__name__}: {error}"[:300]}
             self.plans[key] = convolution, found
@@ -124,14 +136,17 @@ class Convolutions:
         return F.conv2d(x, self.weight, padding=1)
 
     def search(self):
-        tensors, plan, out = self.activations(), self.library.plan, self.out_shape()
-        base = {"x": tensors["x"], "weight": self.weight}
+        plan, out = self.library.plan, self.out_shape()
+        with self.library.alone():
+            tensors = self.activations()
+            base = {"x": tensors["x"], "weight": self.weight}
+            if self.op == "conv_up":
+                base["x"] = F.interpolate(tensors["x"], scale_factor=2.0, mode="nearest")
+            sum_of_shortcut = image(*out[:3]) if self.shortcut else None
         if self.op == "conv":
             self.functions["cuDNN, PyTorch's choice"] = self.by_pytorch
         else:
             self.functions["torch.compile"] = peer.compiled(self.by_pytorch, **tensors)
-        if self.op == "conv_up":
-            base["x"] = F.interpolate(tensors["x"], scale_factor=2.0, mode="nearest")
         down = {"before": (0, 0), "after": (1, 1), "stride": (2, 2)} if self.op == "conv_down" else {}
         bare, self.details["cuDNN"] = plan(base, out, **down)
         weight, bias4, skip_weight = self.weight, self.bias4, self.skip_weight
@@ -156,7 +171,7 @@ class Convolutions:
             first, self.details["cuDNN, 1×1"] = plan(
                 {"x": tensors["skip"], "weight": skip_weight}, out, before=(0, 0), after=(0, 0))
             second, self.details["cuDNN, fused"] = plan(
-                base | {"bias": bias4, "residual": image(*out[:3])}, out, bias=True, residual=True)
+                base | {"bias": bias4, "residual": sum_of_shortcut}, out, bias=True, residual=True)
             if first and second:
                 self.functions["cuDNN, fused with the sum"] = lambda x, skip: second(
                     x=x, weight=weight, bias=bias4, residual=first(x=skip, weight=skip_weight))
@@ -228,8 +243,8 @@ class Attentions:
 
 
 class GroupNorms:
-    def __init__(self, _library, _op, rows, size, channels):
-        self.shape = (rows, channels, size)
+    def __init__(self, library, _op, rows, size, channels):
+        self.library, self.shape = library, (rows, channels, size)
         self.gamma, self.beta = torch.randn(channels, **BF16), torch.randn(channels, **BF16)
         self.details, self.compiled = {}, None
 
@@ -237,7 +252,9 @@ class GroupNorms:
         return F.silu(F.group_norm(x, GROUPS, self.gamma, self.beta))
 
     def search(self):
-        self.compiled = peer.compiled(self.eager, image(*self.shape))
+        with self.library.alone():
+            x = image(*self.shape)
+        self.compiled = peer.compiled(self.eager, x)
 
     def candidates(self):
         rows, channels, size = self.shape
@@ -345,11 +362,18 @@ class Worker:
         self.prepared = None
         torch.cuda.empty_cache()
         candidates, copies = self.op(name).candidates()
-        us, refused, fastest = {}, {}, None
+        us, refused, fastest, reference = {}, {}, None, None
         for label, run in candidates.items():
             try:
                 op = peer.Op(run, copies)
-                us[label] = op.us(samples=SURVEY_SAMPLES, warm_up_ms=SURVEY_WARM_UP_MS)
+                took = op.us(samples=SURVEY_SAMPLES, warm_up_ms=SURVEY_WARM_UP_MS)
+                if label != PASS:
+                    result = op.outputs[0].float()
+                    reference = result if reference is None else reference
+                    difference = ((result - reference).norm() / reference.norm()).item()
+                    if not difference <= LARGEST_DIFFERENCE:
+                        raise RuntimeError(f"another result, by {difference:.3g} of its norm")
+                us[label] = took
             except Exception as error:
                 refused[label] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 continue

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What serving costs and bears: the server on loopback, beside the bare engine.
 
   tests/bench/serving.py [options] BENCHMARK...
@@ -401,10 +402,15 @@ def main():
     parser.add_argument("--json", type=pathlib.Path, help="a file for the raw figures")
     parser.add_argument("--commit", help="what was built, where there is no git")
     options = parser.parse_args()
-    options.denoised = options.denoised or options.build / "server/denoised"
-    options.denoise = options.build / "client/denoise"
-    options.synthetic_model = options.build / "tests/bench/synthetic-model"
-    options.engine_throughput = options.build / "tests/bench/engine-throughput"
+
+    def program(path):  # in a build, or in a folder of programs, as pack.sh makes one
+        path = options.build / path
+        return path if path.exists() else options.build / path.name
+
+    options.denoised = options.denoised or program("server/denoised")
+    options.denoise = program("client/denoise")
+    options.synthetic_model = program("tests/bench/synthetic-model")
+    options.engine_throughput = program("tests/bench/engine-throughput")
     for program in (options.denoised, options.denoise, options.synthetic_model,
                     options.engine_throughput):
         if not os.access(program, os.X_OK):

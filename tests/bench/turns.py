@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that measure in turns, and a log of the GPU's clock and power meanwhile.
 
 The protocol is that of turns.h: a program writes one line of JSON when it has started and one for
@@ -5,13 +6,15 @@ each line that it reads, "VERB NAME".
 """
 import contextlib
 import json
+import os
+import pty
 import queue
 import statistics
 import subprocess
 import threading
 import time
 
-CLOCKS = {"sm_mhz": "clocks.sm", "watts": "power.draw.instant", "celsius": "temperature.gpu"}
+CLOCKS = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}
 CLOCKS_EVERY_MS = 50
 
 
@@ -39,7 +42,7 @@ class Worker:
         self.lines.put(None)
 
     def _fail(self, why):
-        self.error = f"{self.name}: {why}; see {self.log.name}"
+        self.error = f"{self.name}: {why}; see workers.log"
         self.process.kill()
 
     def answer(self, seconds):
@@ -98,16 +101,19 @@ class GpuLog:
                    "--format=csv,noheader,nounits", "-i", "0"]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=20)
-            self.process = subprocess.Popen([*command, "-lms", str(CLOCKS_EVERY_MS)],
-                                            stdout=subprocess.PIPE, text=True)
+            # On a pipe lines could wait in its buffer; on a terminal they come as they are written.
+            ours, its = pty.openpty()
+            self.process = subprocess.Popen([*command, "-lms", str(CLOCKS_EVERY_MS)], stdout=its)
+            os.close(its)
         except (OSError, subprocess.SubprocessError):
             return
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read, args=(ours,), daemon=True).start()
 
-    def _read(self):
-        for line in self.process.stdout:
-            with contextlib.suppress(ValueError):
-                self.samples.append((time.monotonic(), [float(v) for v in line.split(",")]))
+    def _read(self, terminal):
+        with os.fdopen(terminal) as lines, contextlib.suppress(OSError):  # at the end of the program
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    self.samples.append((time.monotonic(), [float(v) for v in line.split(",")]))
 
     def since(self, begin):
         """Medians of what was logged since then; None without samples."""

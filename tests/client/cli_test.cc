@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The denoise program itself, against the fake service.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -107,6 +108,38 @@ TEST_F(CliTest, SpeaksTls) {
   EXPECT_EQ(bare.exit_code, 2);
   EXPECT_THAT(bare.err, HasSubstr("tls"));
   EXPECT_THAT(run({"--tls-ca", Path("absent")}).err, HasSubstr("absent"));
+}
+
+TEST_F(CliTest, EveryHelpHasAnExampleOfItsOwn) {
+  using Words = std::vector<std::string>;
+  for (const Words& words : {Words{},
+                             {"generate"},
+                             {"models"},
+                             {"models", "load"},
+                             {"models", "unload"},
+                             {"models", "alias"},
+                             {"jobs"},
+                             {"jobs", "list"},
+                             {"jobs", "get"},
+                             {"jobs", "watch"},
+                             {"jobs", "cancel"},
+                             {"server"},
+                             {"server", "info"},
+                             {"health"},
+                             {"bench"}}) {
+    Words command = {DENOISE_BINARY};
+    std::string example = "  denoise";
+    for (const std::string& word : words) {
+      command.push_back(word);
+      example += " " + word;
+    }
+    command.push_back("--help");
+    const auto result = RunProcess(command);
+    EXPECT_EQ(result.exit_code, 0);
+    const size_t examples = result.out.find("\nExample");
+    ASSERT_NE(examples, std::string::npos) << example;
+    EXPECT_NE(result.out.find(example, examples), std::string::npos) << example;
+  }
 }
 
 TEST_F(CliTest, SendsATokenInPlaintextOnlyWhenItIsAllowed) {
@@ -488,7 +521,7 @@ TEST_F(CliTest, BenchFindsImagesThatDiffer) {
   EXPECT_EQ(Run(with({"--compare", Path("before.json")})).exit_code, 0);
   const auto others = Run(with({"--compare", Path("before.json"), "--seed", "2"}));
   EXPECT_EQ(others.exit_code, 1);
-  EXPECT_THAT(others.err, HasSubstr("no image is also in the earlier run"));
+  EXPECT_THAT(others.err, HasSubstr("the earlier run has none of these images"));
   server_.SetImageBytes(100);
   const auto changed = Run(with({"--compare", Path("before.json")}));
   EXPECT_EQ(changed.exit_code, 1);

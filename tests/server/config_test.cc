@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/config.h"
 
 #include <gmock/gmock.h>
@@ -316,9 +317,9 @@ TEST_F(ConfigTest, EverySettingIsPrinted) {
   const auto help = Parse({"--help"}), settings = Parse({"--print-config"});
   ASSERT_TRUE(help.ok() && help->print && settings.ok() && settings->print);
   const auto printed = nlohmann::json::parse(*settings->print);
-  // "  --max-rows INT:…"; what a file cannot set, or sets in another way.
+  // "  --max-rows INT:…"; what a file cannot set, sets in another way, or is an empty list.
   const std::set<std::string> others = {"help",         "version",    "config", "check",
-                                        "print-config", "make-token", "model"};
+                                        "print-config", "make-token", "model",  "model-roots"};
   std::istringstream lines(*help->print);
   int found = 0;
   for (std::string line; std::getline(lines, line);) {
@@ -346,6 +347,8 @@ TEST_F(ConfigTest, MeasuredKernelsAreKeptInTheCacheOfTheUser) {
     return line.ok() ? line->config.engine : EngineOptions();
   };
   const Variable home("HOME", "/home/me"), cache("XDG_CACHE_HOME", "/caches");
+  EXPECT_EQ(engine({}).cpu_dtype, DType::kF32);
+  EXPECT_EQ(engine({"--cpu-dtype", "bf16"}).cpu_dtype, DType::kBF16);
   EXPECT_TRUE(engine({}).autotune);
   EXPECT_FALSE(engine({"--autotune", "off"}).autotune);
   EXPECT_EQ(engine({}).autotune_cache, "/caches/denoised");

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A client in another language against a real server process, knowing nothing but the name of the
 service: message types come from the server's reflection.
 
@@ -312,7 +313,7 @@ class ForeignClientTest(unittest.TestCase):
         self.assertIn("use seed", error.details())
 
     def test_triton_extensions(self):
-        message = lambda name, **fields: CLIENT.reflection.message(f"inference.{name}")(**fields)
+        message = lambda kind, /, **fields: CLIENT.reflection.message(f"inference.{kind}")(**fields)
         index = CLIENT.inference["RepositoryIndex"](message("RepositoryIndexRequest"), timeout=10)
         self.assertIn((MODEL.name, "READY"), [(m.name, m.state) for m in index.models])
         asked = message("ModelConfigRequest", name=MODEL.name)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/jobs/memory_budget.h"
 
 #include <gmock/gmock.h>
@@ -48,7 +49,9 @@ TEST(MemoryBudgetTest, ThreadsNeverHoldMoreThanThereIs) {
     threads.emplace_back([&] {
       for (int round = 0; round < 1000; ++round) {
         MemoryBudget::Lease lease;
-        if (budget.Reserve(400, &lease).ok()) EXPECT_LE(budget.reserved(), 1000);
+        if (budget.Reserve(400, &lease).ok()) {
+          EXPECT_LE(budget.reserved(), 1000);
+        }
       }
     });
   }

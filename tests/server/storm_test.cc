@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many at once, over loopback, on a FakeEngine: streams, cancels and unary calls. It prints what it
 // measured; run it by itself to read the times.
 
@@ -186,7 +187,9 @@ TEST_F(StormTest, TenThousandCancelsLeaveNothingAndChangeNobodysBytes) {
   const double seconds = SecondsSince(begin);
   EXPECT_TRUE(Eventually([&] { return Idle(); })) << "a slot is leaked";
   EXPECT_TRUE(Eventually([&] {
-    return Scrape().find("denoised_job_bytes 0") != std::string::npos;
+    const std::string text = Scrape();
+    return text.find("denoised_jobs{model=\"digits\",state=\"queued\"} 0") != std::string::npos &&
+           text.find("denoised_jobs{model=\"digits\",state=\"running\"} 0") != std::string::npos;
   })) << "a job is leaked";
 
   // The idle server draws what the survivors got.

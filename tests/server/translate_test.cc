@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/api/translate.h"
 
 #include <gmock/gmock.h>
@@ -417,7 +418,8 @@ TEST(TranslateTest, TheEngineKnowsEverySamplerByItsNameOnTheWire) {
     params.set_sampler(static_cast<v1::Sampler>(value));
     const Outcome outcome = Translated(params);
     ASSERT_TRUE(outcome.violations.empty());
-    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(Name(*outcome.translation.spec.sampler.sampler)),
+    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(
+                               std::string(Name(*outcome.translation.spec.sampler.sampler))),
               v1::Sampler_Name(params.sampler()));
   }
 }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -7,27 +8,28 @@
 #include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
 
-/// A row's output is cut into bands of whole lines, by its shape alone; a unit of work is one band
-/// of one row, convolved by one thread while its input and output stay in that core's cache. So one
-/// row keeps several cores busy, a batch costs one fork and join, and bits depend on neither.
+/// A row's output is cut into bands of whole lines, by its shape alone. A unit of work is one band
+/// of one row: one thread computes it, and its input and output stay in that core's cache. So
+/// several threads can work on one row, and the bits do not depend on how many there are.
 
 namespace denoised::cpu {
 namespace {
 
 /// Enough to hide the cost of starting a primitive (a few µs against about 80).
 constexpr int64_t kBandFlops = 8'000'000;
-/// Fewer pixels would read the weights faster than memory delivers them.
+/// With fewer pixels, the time would go into reading the weights from memory.
 constexpr int64_t kBandPixels = 32;
 
-/// Geometries that a convolution keeps from call to call. An image size has up to four: its bands
-/// at the top, in between, at the bottom, and a shorter last one. So eight sizes in turn prepare
-/// nothing anew, and memory does not grow with every size that was ever asked for.
+/// Geometries that a convolution keeps from call to call. An image size has up to four: the bands
+/// at the top, in the middle and at the bottom, and a shorter last one. So eight sizes can
+/// alternate without being prepared again, and memory does not grow with the number of sizes ever
+/// used.
 constexpr size_t kGeometries = 32;
 
-/// Lines [begin, end) of the output, and what they read of the input.
+/// Lines [begin, end) of the output, and the lines of the input that they read.
 struct Band {
   int64_t begin = 0, end = 0;
-  int64_t in_begin = 0;
+  int64_t in_begin = 0, in_lines = 0;
   std::shared_ptr<const Convolution::Plan> plan;
 };
 
@@ -54,25 +56,33 @@ std::vector<Band> CutIntoBands(Convolution& convolution, const ConvolutionGeomet
     geometry.height = in_end - in_begin;
     geometry.pad_top = static_cast<int>(in_begin - first);
     geometry.pad_bottom = static_cast<int>(last - in_end);
-    bands.push_back({begin, end, in_begin, convolution.Prepare(geometry)});
+    bands.push_back({begin, end, in_begin, geometry.height, convolution.Prepare(geometry)});
   }
   return bands;
 }
 
+void Store(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, count * sizeof(float));
+}
+void Store(const float* from, int64_t count, uint16_t* to) { RoundToBf16(from, to, count); }
+
 /// Lines [begin, end) of a row's input as the convolution reads it: both sources side by side,
-/// doubled if asked for.
+/// doubled if asked for, and in its dtype.
+template <typename T>
 void AssembleLines(const ConvolutionCall& call, int64_t row, int64_t begin, int64_t end, int64_t in,
-                   float* assembled) {
+                   T* assembled) {
   const int64_t up = call.upsample2x ? 2 : 1, c1 = call.c1, c2 = in - c1;
   const int64_t width = call.geometry.width / up, height = call.geometry.height / up;
   const float* x = call.x + row * height * width * c1;
   const float* x2 = call.x2 != nullptr ? call.x2 + row * height * width * c2 : nullptr;
-  float* to = assembled;
+  T* to = assembled;
+  if (x2 == nullptr && up == 1)
+    return Store(x + begin * width * in, (end - begin) * width * in, to);
   for (int64_t h = begin; h < end; ++h) {
     for (int64_t w = 0; w < width * up; ++w, to += in) {
       const int64_t pixel = h / up * width + w / up;
-      std::memcpy(to, x + pixel * c1, c1 * sizeof(float));
-      if (x2 != nullptr) std::memcpy(to + c1, x2 + pixel * c2, c2 * sizeof(float));
+      Store(x + pixel * c1, c1, to);
+      if (x2 != nullptr) Store(x2 + pixel * c2, c2, to + c1);
     }
   }
 }
@@ -88,7 +98,8 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
                                               convolution.kernel(), whole.stride);
   convolution.Trim(kGeometries);
   const std::vector<Band> bands = CutIntoBands(convolution, whole, out_height, out_width);
-  const bool assemble = call.x2 != nullptr || call.upsample2x;
+  const bool bf16 = convolution.dtype() == DType::kBF16;
+  const bool assemble = call.x2 != nullptr || call.upsample2x || bf16;
 
   const bool in_place = call.residual == call.out;
 
@@ -101,7 +112,7 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
   size_t scratchpad = 0, lines = 0, result = 0;
   for (const Band& band : bands) {
     scratchpad = std::max(scratchpad, band.plan->scratchpad.get_size() / sizeof(float) + 1);
-    if (assemble) lines = std::max(lines, band.plan->source.get_size() / sizeof(float));
+    if (assemble) lines = std::max(lines, band.plan->source.get_size() / sizeof(float) + 1);
     if (in_place) result = std::max(result, band.plan->destination.get_size() / sizeof(float));
   }
   const size_t bias_at = aligned(scratchpad), lines_at = bias_at + aligned(out);
@@ -113,11 +124,17 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
     const int64_t row = unit / units;
     const Band& band = bands[unit % units];
     float* const mine = working + each * thread;
-    const float* source = call.x + (row * whole.height + band.in_begin) * whole.width * in;
+    const void* source = call.x + (row * whole.height + band.in_begin) * whole.width * in;
     if (assemble) {
-      const int64_t in_lines = band.plan->source.get_size() / sizeof(float) / (whole.width * in);
-      AssembleLines(call, row, band.in_begin, band.in_begin + in_lines, in, mine + lines_at);
-      source = mine + lines_at;
+      float* const assembled = mine + lines_at;
+      const int64_t in_end = band.in_begin + band.in_lines;
+      if (bf16) {
+        auto* const rounded = reinterpret_cast<uint16_t*>(assembled);
+        AssembleLines(call, row, band.in_begin, in_end, in, rounded);
+      } else {
+        AssembleLines(call, row, band.in_begin, in_end, in, assembled);
+      }
+      source = assembled;
     }
     const float* bias = call.bias;
     if (call.add != nullptr) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cpu/convolution.h"
 
 #include <algorithm>
@@ -22,11 +23,12 @@ void Reorder(dnnl::memory& from, dnnl::memory& to, const dnnl::engine& engine) {
 }  // namespace
 
 Convolution::Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in,
-                         int kernel)
+                         int kernel, DType dtype)
     : engine_(std::move(engine)),
       out_(out),
       in_(in),
       kernel_(kernel),
+      dtype_(dtype),
       plain_weight_(std::move(weight_oihw)) {}
 
 dnnl::memory Convolution::WeightAs(const Desc& layout) {
@@ -66,12 +68,13 @@ Convolution::Plan Convolution::MakePlan(ConvolutionGeometry g) {
     source = {1, in_, 1, g.height * g.width};
     destination = {1, out_, 1, g.height * g.width};
   }
+  const auto type = dtype_ == DType::kBF16 ? dnnl::memory::data_type::bf16 : kF32;
   Plan plan;
-  plan.source = Desc(source, kF32, Tag::nhwc);
+  plan.source = Desc(source, type, Tag::nhwc);
   plan.bias = Desc({out_}, kF32, Tag::x);
   plan.destination = Desc(destination, kF32, Tag::nhwc);
   const auto described = DescribeConvolution(
-      engine_, plan.source, Desc({out_, in_, kernel_, kernel_}, kF32, Tag::any), plan.bias,
+      engine_, plan.source, Desc({out_, in_, kernel_, kernel_}, type, Tag::any), plan.bias,
       plan.destination, {g.stride, g.stride}, {g.pad_top, g.pad_left}, {g.pad_bottom, g.pad_right});
   plan.primitive = dnnl::convolution_forward(described);
   plan.weight = WeightAs(described.weights_desc());
@@ -114,7 +117,7 @@ size_t Convolution::layouts() const {
   return layouts_.size();
 }
 
-void Convolution::Run(const Plan& plan, const float* source, const float* bias, float* destination,
+void Convolution::Run(const Plan& plan, const void* source, const float* bias, float* destination,
                       void* scratchpad) const {
   std::optional<Arguments>& arguments = plan.arguments.at(Worker());
   if (!arguments) {
@@ -127,7 +130,7 @@ void Convolution::Run(const Plan& plan, const float* source, const float* bias, 
                           .destination = empty(plan.destination),
                           .scratchpad = empty(plan.scratchpad)};
   }
-  arguments->source.set_data_handle(const_cast<float*>(source));
+  arguments->source.set_data_handle(const_cast<void*>(source));
   arguments->bias.set_data_handle(const_cast<float*>(bias));
   arguments->destination.set_data_handle(destination);
   arguments->scratchpad.set_data_handle(scratchpad);

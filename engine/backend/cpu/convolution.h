@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
@@ -22,11 +23,13 @@ struct ConvolutionGeometry {
 };
 
 /// The weights of one convolution and its oneDNN primitives, one for each geometry used lately,
-/// each for a single row and a single thread. Thread-safe.
+/// each for a single row and a single thread. Thread-safe. Weights and source are of one dtype, F32
+/// or BF16; sums, bias and destination are F32.
 class Convolution {
  public:
-  /// `weight_oihw` holds [out, in, kernel, kernel].
-  Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in, int kernel);
+  /// `weight_oihw` holds [out, in, kernel, kernel], which BF16 rounds.
+  Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in, int kernel,
+              DType dtype);
 
   /// oneDNN's objects for the arguments of a primitive. Making them takes longer than setting their
   /// addresses anew for each run.
@@ -50,15 +53,16 @@ class Convolution {
 
   /// destination [Ho, Wo, out] = convolution of source [H, W, in], plus bias [out]. `scratchpad` is
   /// 64-byte aligned and of plan.scratchpad's size.
-  void Run(const Plan& plan, const float* source, const float* bias, float* destination,
+  void Run(const Plan& plan, const void* source, const float* bias, float* destination,
            void* scratchpad) const;
 
-  /// The weights as [out, in, kernel, kernel], whatever layout they are kept in.
+  /// The weights as [out, in, kernel, kernel], whatever layout and dtype they are kept in.
   std::vector<float> PlainWeight() const;
 
   int in() const { return in_; }
   int out() const { return out_; }
   int kernel() const { return kernel_; }
+  DType dtype() const { return dtype_; }
   size_t geometries() const;
   size_t layouts() const;
 
@@ -72,7 +76,8 @@ class Convolution {
   dnnl::memory WeightAs(const dnnl::memory::desc& layout);
 
   dnnl::engine engine_;
-  int out_, in_, kernel_;
+  const int out_, in_, kernel_;
+  const DType dtype_;
   mutable std::mutex mutex_;         // guards what follows
   std::vector<float> plain_weight_;  // freed once a layout holds it
   std::vector<dnnl::memory> layouts_;

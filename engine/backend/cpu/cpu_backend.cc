@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cpu/cpu_backend.h"
 
 #include <atomic>
@@ -60,12 +61,15 @@ std::vector<float> Concatenated(const std::vector<Tensor>& tensors) {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(int number) : name_(number == 0 ? "cpu" : fmt::format("cpu:{}", number)) {}
+  explicit CpuBackend(const BackendOptions& options)
+      : name_(options.number == 0 ? "cpu" : fmt::format("cpu:{}", options.number)),
+        dtype_(options.cpu_dtype) {}
 
   std::string_view name() const override { return name_; }
   std::string description() const override {
-    return fmt::format("{}, {} threads, {:.1f} GiB, {}", cpu::ReadModelName(), workers(),
-                       static_cast<double>(memory().total) / (1 << 30), cpu::DescribeOneDnn());
+    return fmt::format("{}, {} threads, {:.1f} GiB, {}{}", cpu::ReadModelName(), workers(),
+                       static_cast<double>(memory().total) / (1 << 30), cpu::DescribeOneDnn(),
+                       dtype_ == DType::kBF16 ? ", bf16 products" : "");
   }
   Device device() const override { return Device::kCpu; }
   DType activation_dtype() const override { return DType::kF32; }
@@ -123,7 +127,7 @@ class CpuBackend final : public Backend {
       packed->upsample2x = upsample2x;
       packed->has_bias = bias.defined();
       packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
-                                  packed->in_channels, packed->kernel);
+                                  packed->in_channels, packed->kernel, dtype_);
       packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);
       return packed;
     });
@@ -138,7 +142,8 @@ class CpuBackend final : public Backend {
       const int out = static_cast<int>(weight.size() / in);
       const bool has_bias = !biases.empty() && biases[0];
       std::vector<float> bias = has_bias ? Concatenated(biases) : std::vector<float>(out);
-      return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in);
+      return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in,
+                                              dtype_);
     });
   }
 
@@ -281,6 +286,7 @@ class CpuBackend final : public Backend {
   cpu::Scratch& scratch() { return scratches_[cpu::Worker()]; }
 
   const std::string name_;
+  const DType dtype_;
   const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
   std::vector<cpu::Scratch> scratches_ = std::vector<cpu::Scratch>(cpu::Workers());  // by thread
   bool capturing_ = false;
@@ -292,8 +298,13 @@ class CpuBackend final : public Backend {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend(const BackendOptions& options) {
+  DENOISED_CHECK(options.cpu_dtype == DType::kF32 || options.cpu_dtype == DType::kBF16);
+  if (options.cpu_dtype == DType::kBF16 && !cpu::MultipliesBf16()) {
+    return FailedPrecondition(
+        "cpu-dtype is \"bf16\", but this CPU has neither AVX512-BF16 nor AMX; use \"fp32\"");
+  }
   try {
-    return std::make_unique<CpuBackend>(options.number);
+    return std::make_unique<CpuBackend>(options);
   } catch (const dnnl::error& error) {
     return Internal("oneDNN has no CPU engine: {}", error.what());
   }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <memory>
@@ -6,9 +7,9 @@
 
 namespace denoised {
 
-/// The host's cores in fp32, on oneDNN and OpenMP. An op has run when its call returns. The number
-/// of threads is OMP_NUM_THREADS, or else AvailableCores(). options.number is only a part of the
-/// name.
+/// The host's cores, on oneDNN and OpenMP; activations are F32. An op has run when its call
+/// returns. The number of threads is OMP_NUM_THREADS, or else AvailableCores(). options.number is
+/// only a part of the name.
 absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend(const BackendOptions& options);
 
 }  // namespace denoised

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
 
@@ -6,10 +7,10 @@
 #include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
 
-/// Three steps: sums of each channel over chunks of pixels, what they mean for each group of the
+/// Three steps: sums of each channel over chunks of pixels, the statistics of each group of the
 /// row, and the normalisation of each chunk. Chunks have a fixed number of pixels and their sums
-/// are added in order. Sums are in double, so the variance may be E[x²] − E[x]² without
-/// cancellation, in a single reading.
+/// are added in order. Sums are in double, so the variance can be E[x²] − E[x]² without
+/// cancellation, and x is read only once for it.
 
 namespace denoised::cpu {
 namespace {
@@ -23,7 +24,8 @@ struct Coefficients {
   float* offset;
 };
 
-/// Adds the chunks' sums up and folds the group's statistics, gamma, beta and scale_shift.
+/// Adds up the sums of the chunks, and combines each group's statistics with gamma, beta and
+/// scale_shift into one mean, slope and offset per channel.
 void FoldRow(const GroupNormArgs& args, int64_t row, int64_t chunks, int64_t pixels,
              int64_t channels, const double* sums, const Coefficients& to) {
   const int64_t group_channels = channels / args.groups;
@@ -98,8 +100,8 @@ void GroupNorm(const GroupNormArgs& args, Scratch& scratch) {
     Activate(args.activation, to, length * channels);
   };
 
-  // The same pieces in either order of visiting: by rows while there are enough for all cores,
-  // since a row then stays in its core's cache; else by chunks.
+  // Both ways compute the same chunks. By rows where there are enough for all threads, since a row
+  // then stays in its core's cache; else by chunks.
   if (rows >= Threads()) {
     ParallelFor(rows, [&](int64_t row, int) {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) sum_chunk(row, chunk);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cpu/host.h"
 
 #include <algorithm>
@@ -30,7 +31,7 @@ std::optional<size_t> ReadField(const std::string& path, std::string_view key) {
   return std::nullopt;
 }
 
-/// Lowers `memory` to what the group at `directory` may still take.
+/// Lowers `memory` to the limit of the group at `directory` and what is free of it.
 void ApplyLimit(const std::string& directory, const char* limit_file, const char* usage_file,
                 const char* cache_field, BackendMemory* memory) {
   const std::optional<size_t> limit = ReadNumber(directory + limit_file);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
 #include "engine/backend/check.h"
@@ -8,8 +9,11 @@
 namespace denoised::cpu {
 
 CpuLinear::CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias,
-                     int out, int in)
-    : engine_(std::move(engine)), bias_(std::move(bias)), plain_weight_(std::move(weight_oi)) {
+                     int out, int in, DType dtype)
+    : engine_(std::move(engine)),
+      dtype_(dtype),
+      bias_(std::move(bias)),
+      plain_weight_(std::move(weight_oi)) {
   out_features = out;
   in_features = in;
 }
@@ -24,15 +28,16 @@ const float* CpuLinear::PlainWeight() const {
 Convolution& CpuLinear::OverTokens() const {
   std::lock_guard lock(mutex_);
   if (!over_tokens_) {
+    plain_in_use_ |= dtype_ != DType::kF32;  // PlainWeight() must not return rounded ones
     over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
-                         out_features, in_features, 1);
+                         out_features, in_features, 1, dtype_);
   }
   return *over_tokens_;
 }
 
 namespace {
 
-/// One vector per row: each row of the matrix is read once and used for all of them.
+/// One vector per row. Each row of the matrix is read once for all vectors.
 void OverVectors(const LinearArgs& args, const CpuLinear& weight) {
   constexpr int64_t kOutputs = 32;  // a unit; enough to outweigh handing it out
   const int64_t rows = args.x.dim(0), in = weight.in_features, out = weight.out_features;

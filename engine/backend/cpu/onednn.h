@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <oneapi/dnnl/dnnl.hpp>
@@ -8,7 +9,7 @@
 
 namespace denoised::cpu {
 
-/// A forward convolution in strict fp32 whose caller provides the scratchpad.
+/// A forward convolution with sums in fp32 whose caller provides the scratchpad.
 inline dnnl::convolution_forward::primitive_desc DescribeConvolution(
     const dnnl::engine& engine, const dnnl::memory::desc& source, const dnnl::memory::desc& weight,
     const dnnl::memory::desc& bias, const dnnl::memory::desc& destination,
@@ -31,5 +32,8 @@ inline dnnl::convolution_forward::primitive_desc DescribeConvolution(
 
 /// "oneDNN 2.6.3, AVX-512"
 std::string DescribeOneDnn();
+
+/// Whether this CPU multiplies bf16 numbers (AVX512-BF16 or AMX).
+bool MultipliesBf16();
 
 }  // namespace denoised::cpu

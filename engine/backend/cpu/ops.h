@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <mutex>
@@ -28,7 +29,7 @@ struct CpuConv2d final : PackedConv2d {
 class CpuLinear final : public PackedLinear {
  public:
   CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias, int out,
-            int in);
+            int in, DType dtype);
 
   const std::vector<float>& bias() const { return bias_; }
   const float* PlainWeight() const;
@@ -36,6 +37,7 @@ class CpuLinear final : public PackedLinear {
 
  private:
   dnnl::engine engine_;
+  const DType dtype_;         // of products over tokens; vectors are multiplied in F32
   std::vector<float> bias_;   // zeros when the layer has none
   mutable std::mutex mutex_;  // guards what follows
   mutable std::vector<float> plain_weight_;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -45,7 +46,7 @@ bool UsesNoise(const DeviceEvaluation& plan) {
   return false;
 }
 
-/// Moves one slot on by what row `r` of the model's output says.
+/// Advances one slot by row `r` of the model's output.
 void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
   const SlotState& state = args.state;
   const int64_t elements = ImageElements(state), channels = state.x.dim(3);

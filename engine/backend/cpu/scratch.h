@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstddef>
@@ -5,8 +6,8 @@
 
 namespace denoised::cpu {
 
-/// Working memory that grows to the largest request and is then reused: an op takes it, and is done
-/// with it on return. Throws std::bad_alloc.
+/// Working memory of one thread, reused from op to op. It grows to the largest request. An op may
+/// use it until it returns. Throws std::bad_alloc.
 class Scratch {
  public:
   /// At least `count` elements, 64-byte aligned, uninitialised; invalidates what was taken before.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cpu/vector_ops.h"
 
 #include <algorithm>
@@ -159,6 +160,16 @@ float Exponentiate(float* x, int64_t count) {
   for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
   for (; i < count; ++i) total += x[i];
   return 1.0f / total;
+}
+
+DENOISED_EACH_ISA
+void RoundToBf16(const float* from, uint16_t* to, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const auto bits = std::bit_cast<uint32_t>(from[i]);
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    to[i] = static_cast<uint16_t>(from[i] != from[i] ? bits >> 16 | 0x40 : rounded);
+  }
 }
 
 DENOISED_EACH_ISA

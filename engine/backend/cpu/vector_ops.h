@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
@@ -32,6 +33,9 @@ void Normalize(const float* x, int64_t pixels, int64_t channels, const float* me
 
 /// x = exp(x − max x), and returns 1 / Σ x. The sum's order depends on `count` alone.
 float Exponentiate(float* x, int64_t count);
+
+/// to = from as bfloat16, with the bits of FloatToBFloat16().
+void RoundToBf16(const float* from, uint16_t* to, int64_t count);
 
 /// x = x · scale
 void Scale(float* x, float scale, int64_t count);

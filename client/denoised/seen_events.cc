@@ -1,10 +1,11 @@
-#include "denoised/told.h"
+// SPDX-License-Identifier: Apache-2.0
+#include "denoised/seen_events.h"
 
 #include <utility>
 
 namespace denoised::client {
 
-bool Told::IsNews(const Event& event) {
+bool SeenEvents::Add(const Event& event) {
   if (std::holds_alternative<Queued>(event)) return !std::exchange(queued_, true);
   if (std::holds_alternative<Started>(event)) return !std::exchange(started_, true);
   if (const auto* progress = std::get_if<Progress>(&event)) {
