@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Turns DENOISED_CUDA (AUTO, ON, OFF) into DENOISED_WITH_CUDA (TRUE, FALSE).
 include(CheckLanguage)
 set(DENOISED_WITH_CUDA FALSE)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # DENOISED_PORTABLE: programs for machines without the distribution's gRPC. gRPC, protobuf, Abseil,
 # OpenSSL and the image formats are linked from archives; what has none, such as oneDNN and
 # prometheus-cpp, is installed beside the programs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # A room is one static library, denoised::<name>, whose headers are included from the root of the
 # repository ("engine/core/tensor.h"). PUBLIC rooms appear in its headers, PRIVATE ones only in its
 # sources. tests/include_directions_test.py holds the same directions against the includes.

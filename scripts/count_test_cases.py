@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums up test results: scripts/count_test_cases.py <folder>. Prints failed cases by name, how many
 were skipped because they need a GPU and, on the last line, "N passed, N failed"; the exit status is 1
 when one failed or none ran, or when a case needs a GPU and scripts/test-gpu would not find it.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Prints whether docs/gpu-tests.json, which scripts/test-gpu writes, is a record of these sources.
 
 Their hash covers what decides the result of a kernel and of a model built from kernels: the files of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The process: flags, signals, exit codes. Everything else is in server.h.
 
 #include <fmt/format.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Every PromQL expression of alerts, dashboards and autoscalers names only metrics that the server
 exports, as docs/metrics.md lists them; tests/server holds that page against a server.
 
@@ -33,6 +34,23 @@ def exported(page):
         if kind == "histogram":
             names |= {name + suffix for suffix in ("_bucket", "_sum", "_count")}
     return names
+
+
+def with_model(page):
+    """The names of the metrics that have the label `model`."""
+    rows = re.findall(r"^\| `(\w+)` \| \w+ \| ([^|]*) \|", page, re.MULTILINE)
+    return {name for name, labels in rows if "model" in labels.replace(" ", "").split(",")}
+
+
+def unfiltered(expression, names):
+    """Those of the metrics `names` that an expression reads without model=~"$model"."""
+    if expression.startswith("label_values("):
+        return set()
+    selectors = re.findall(r'\b([A-Za-z_:][\w:]*)(\{(?:[^}"]|"[^"]*")*\})?', expression)
+    return {
+        name for name, filters in selectors
+        if re.sub(r"_(bucket|sum|count)$", "", name) in names and 'model=~"$model"' not in filters
+    }
 
 
 def metrics_of(expression):
@@ -89,6 +107,21 @@ class Expressions(unittest.TestCase):
             self.assertTrue(read, f"{where}: {expression}: reads no metric")
             unknown = sorted(read - names)
             self.assertEqual(unknown, [], f"{where}: {expression}: not in docs/metrics.md")
+
+    def test_the_dashboard_filters_by_model(self):
+        names = with_model(PAGE.read_text(encoding="utf-8"))
+        self.assertIn("denoised_queue_seconds", names)
+        for where, expression in expressions():
+            if where == "denoised.json":
+                self.assertEqual(unfiltered(expression, names), set(), expression)
+
+    def test_missing_filters_are_caught(self):
+        names = with_model("| `x_seconds` | histogram | model, version | |\n| `y` | gauge | | |")
+        self.assertEqual(names, {"x_seconds"})
+        good = 'sum(rate(x_seconds_sum{model=~"$model"}[5m])) / y'
+        self.assertEqual(unfiltered(good, names), set())
+        self.assertEqual(unfiltered(good + ' + x_seconds_count{a="model"}', names),
+                         {"x_seconds_count"})
 
     def test_every_alert_has_a_runbook(self):
         rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8"))

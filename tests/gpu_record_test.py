@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """scripts/test-gpu, scripts/gpu_record.py and scripts/count_test_cases.py, on programs that behave
 like GoogleTest's and a GPU that is a script. Run: tests/gpu_record_test.py"""
 

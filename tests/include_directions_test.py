@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Includes go one way: every #include of engine/, server/ and client/ leads to a room that its own
 room may see. docs/architecture.md draws the same picture. Run: tests/include_directions_test.py"""
 

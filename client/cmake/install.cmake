@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # find_package(denoised) gives denoised::client. The client's copy of the wire contract is a library
 # of its own; no header of the client names it.
 include(CMakePackageConfigHelpers)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/drawing.h"
 
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -5,7 +6,9 @@
 
 #include "denoised/generation.h"
 
-/// Answers as JSON, under the field names of the wire contract.
+/// Answers as JSON, under the field names of the wire contract. Not protobuf's JSON mapping: the
+/// library gives plain types, and scripts pass these values back as flags ("sampler": "uni_pc",
+/// numbers as numbers), where protobuf would print "SAMPLER_UNI_PC" and 64-bit numbers as strings.
 
 namespace denoised::command {
 

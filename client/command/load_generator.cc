@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/load_generator.h"
 
 #include <sys/resource.h>

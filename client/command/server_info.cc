@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "command/server_info.h"
 
 #include <fmt/format.h>

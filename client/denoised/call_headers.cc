@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/call_headers.h"
 
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <memory>
@@ -31,8 +32,8 @@ class Client {
     return connection_->Generate(generation, options);
   }
 
-  /// Begins a generation and returns; `listener` is told as it happens. Keep the returned call:
-  /// destroying it cancels.
+  /// Starts a generation and returns; `listener` gets its events. Keep the returned call:
+  /// destroying it cancels the generation.
   [[nodiscard]] std::unique_ptr<StreamCall> StreamGenerate(
       const Generation& generation, const std::optional<PreviewOptions>& preview,
       StreamListener listener, const CallOptions& options = {}) const {

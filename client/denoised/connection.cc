@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/connection.h"
 
 #include <fmt/format.h>
@@ -12,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "denoised/attempts.h"
 #include "denoised/backoff.h"
 #include "denoised/call_headers.h"
@@ -56,9 +58,9 @@ absl::Status PlaintextToken(const char* what) {
                   what));
 }
 
-// What one of several servers alone can answer.
-constexpr char kJobs[] = "a job is known to";
-constexpr char kModels[] = "models are changed on";
+// Calls that go to one server, not to any of several.
+constexpr char kJobs[] = "a job is known to only";
+constexpr char kModels[] = "models are changed on only";
 
 class GrpcConnection : public Connection {
  public:
@@ -282,7 +284,7 @@ class GrpcConnection : public Connection {
   absl::Status CheckSingle(const char* what) const {
     if (!replicas_) return absl::OkStatus();
     return absl::InvalidArgumentError(fmt::format(
-        "{} one server, but {} stands for several; connect to that one by its own address, "
+        "{} one server, but {} stands for several; connect to that server by its own address, "
         "host:port",
         what, name_));
   }
@@ -389,8 +391,7 @@ absl::StatusOr<std::string> ReadToken(const std::string& path) {
   if (!text.ok()) return text;
   const size_t end = text->find_last_not_of(" \t\r\n");
   std::string token = text->substr(0, end + 1);
-  const auto printable = [](char c) { return c > 0x20 && c < 0x7f; };
-  if (token.empty() || !std::all_of(token.begin(), token.end(), printable)) {
+  if (token.empty() || !std::all_of(token.begin(), token.end(), absl::ascii_isgraph)) {
     return absl::InvalidArgumentError(
         fmt::format("token_file: \"{}\" does not hold one token and nothing else", path));
   }
@@ -512,7 +513,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   // window update of a message of several MB until its next probe, 10 s later.
   arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
-  // gRPC lets all channels of equal arguments share one connection; ours are what they say.
+  // By default all channels with equal arguments share one connection; each of ours has its own.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // RetryPolicy decides about retries, so that they are the same for unary and streaming calls.
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);

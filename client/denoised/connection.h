@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <chrono>
@@ -29,9 +30,9 @@ struct CallOptions {
   std::string traceparent;
 };
 
-/// Told of a streaming call, on a thread of gRPC's callback pool. The calls for one stream come one
-/// at a time and in order; while one runs no further event is read, so a slow listener slows down
-/// its own stream alone. Block only briefly: streams share the pool.
+/// Callbacks of a streaming call, on a thread of gRPC's callback pool. Those of one stream run one
+/// at a time and in order; the next event is read when on_event returns, so a slow listener slows
+/// down only its own stream. Block only briefly: streams share the pool.
 struct StreamListener {
   std::function<void(const Event&)> on_event;
   std::function<void(const absl::Status&)> on_done;  // exactly once, last; may be empty
@@ -40,17 +41,17 @@ struct StreamListener {
 /// A streaming call under way. Thread-safe.
 class StreamCall {
  public:
-  /// Cancels the call if it still runs and waits until the listener has been told for the last
-  /// time, so a listener may refer to whatever outlives the StreamCall.
+  /// Cancels the call if it still runs and waits until on_done has returned, so a listener may
+  /// refer to whatever outlives the StreamCall.
   virtual ~StreamCall() = default;
-  /// Asks for an early end: on_done gets CANCELLED unless the call was done. Does not wait.
+  /// Cancels the call: on_done gets CANCELLED unless the call has already ended. Does not wait.
   virtual void Cancel() = 0;
   /// Waits for the end of the call, on_done included, and returns how it ended. Within the call's
   /// own listener it cannot wait: FAILED_PRECONDITION.
   virtual absl::Status Wait() = 0;
 };
 
-/// Standard health: SERVING, or why not.
+/// The states of gRPC's health service.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2 };
 
 /// The calls that a Client makes to a server, or to several that are the same. Implementations are
@@ -64,8 +65,8 @@ class Connection {
   virtual ~Connection() = default;
   virtual absl::StatusOr<GenerationResult> Generate(const Generation& generation,
                                                     const CallOptions& options);
-  /// Never null; a call that cannot be made tells its listener so. A stream that breaks is begun
-  /// again with the same seed and request_id, and tells its listener only what is new.
+  /// Never null; a call that cannot be made ends with on_done. A stream that breaks is retried with
+  /// the same seed and request_id, and its listener gets each event once.
   virtual std::unique_ptr<StreamCall> StreamGenerate(const Generation& generation,
                                                      const std::optional<PreviewOptions>& preview,
                                                      StreamListener listener,
@@ -93,8 +94,8 @@ class Connection {
 
 /// Files in PEM, read by Connect.
 struct TlsOptions {
-  std::string ca_file;              // whom to trust; empty: the system's authorities
-  std::string cert_file, key_file;  // of this client, where the server asks for them; both or none
+  std::string ca_file;              // trusted authorities; empty: those of the system
+  std::string cert_file, key_file;  // of this client, for mutual TLS; both or none
   std::string server_name;          // in the server's certificate; empty: the host of the target,
                                     // which a list of servers does not have
 };
@@ -113,9 +114,9 @@ struct ConnectionOptions {
   /// Largest message either way. gRPC's own 4 MB is less than one raw 1024 x 1024 image (12 MB); a
   /// unary reply carries all images of a request.
   int max_message_bytes = 256 << 20;
-  /// Pings while calls are open, so that a client that waits in a queue for minutes is not cut off
-  /// by what lies between and notices a server that is gone. At least 20 s: servers close
-  /// connections that ping more often.
+  /// Pings while calls are open: proxies keep the connection of a request that waits for minutes,
+  /// and the client notices a server that is gone. At least 20 s: servers close connections that
+  /// ping more often.
   std::chrono::milliseconds keepalive_interval{30'000};
   std::chrono::milliseconds keepalive_timeout{10'000};
 };
@@ -125,11 +126,11 @@ struct ConnectionOptions {
 ///   "host:port"                      one server (or any gRPC target),
 ///   "dns:///host:port"               replicas: every address of the name is one,
 ///   "10.0.0.1:50051,10.0.0.2:50051"  replicas, by their IP addresses.
-/// Replicas are asked in turn, as long as their health says that they serve, and what one of them
-/// fails is begun again on another: they must hold the same models, of the same build, on the same
-/// kind of device. Jobs and models are asked for and changed at one server, by its own address.
-/// A loopback target or a list is never reached through a proxy of the environment.
-/// INVALID_ARGUMENT when the target or an option cannot be, NOT_FOUND when a file cannot be read.
+/// Replicas are called in turn while their health says SERVING, and a request that one of them
+/// fails is retried on another. They must have the same models, build and kind of device, so that a
+/// retry gives the same images. Calls about jobs and changes of models need one server, by its own
+/// address. A loopback target or a list is never reached through a proxy of the environment.
+/// INVALID_ARGUMENT when the target or an option is wrong, NOT_FOUND when a file cannot be read.
 absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
                                                     const ConnectionOptions& options = {});
 

@@ -1,8 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/conversion.h"
 
 #include <algorithm>
-#include <cctype>
 #include <utility>
+
+#include "absl/strings/ascii.h"
 
 namespace denoised::client {
 namespace {
@@ -68,10 +70,8 @@ double FromProto(const google::protobuf::Timestamp& time) {
 }
 
 /// "SERVER_FEATURE_TLS" without its prefix, in lower case.
-std::string LowerName(std::string name, size_t prefix) {
-  name.erase(0, std::min(prefix, name.size()));
-  for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return name;
+std::string LowerName(const std::string& name, size_t prefix) {
+  return absl::AsciiStrToLower(name.substr(std::min(prefix, name.size())));
 }
 
 }  // namespace

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/rpc_status.h"
 
 #include "denoised/error.h"

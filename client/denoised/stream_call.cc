@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/stream_call.h"
 
 #include <grpcpp/alarm.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "denoised/target.h"
 
 #include <arpa/inet.h>
@@ -6,12 +7,10 @@
 #include <charconv>
 #include <string_view>
 
+#include "absl/strings/str_replace.h"
+
 namespace denoised::client {
 namespace {
-
-bool StartsWith(std::string_view text, std::string_view prefix) {
-  return text.substr(0, prefix.size()) == prefix;
-}
 
 bool IsPort(std::string_view text) {
   int port = 0;
@@ -32,18 +31,14 @@ int FamilyOf(std::string_view address) {
 }
 
 /// A uri holds no bare brackets.
-std::string Escaped(std::string_view address) {
-  std::string text;
-  for (const char c : address) {
-    text += c == '[' ? "%5B" : c == ']' ? "%5D" : std::string(1, c);
-  }
-  return text;
+std::string Escaped(const std::string& address) {
+  return absl::StrReplaceAll(address, {{"[", "%5B"}, {"]", "%5D"}});
 }
 
 absl::StatusOr<Target> ParseList(std::string_view list) {
   constexpr std::string_view kSchemes[] = {"ipv4:", "ipv6:"};
   for (const std::string_view scheme : kSchemes) {
-    if (StartsWith(list, scheme)) list.remove_prefix(scheme.size());
+    if (list.starts_with(scheme)) list.remove_prefix(scheme.size());
   }
   Target target = {.list = true, .replicas = true, .direct = true};
   int family = 0;
@@ -69,7 +64,7 @@ absl::StatusOr<Target> ParseList(std::string_view list) {
       target.uri += ',';
     }
     family = kind;
-    target.uri += Escaped(address);
+    target.uri += Escaped(std::string(address));
     begin = end + 1;
   }
   return target;
@@ -77,10 +72,10 @@ absl::StatusOr<Target> ParseList(std::string_view list) {
 
 bool IsLoopback(std::string_view target) {
   for (const std::string_view scheme : {"dns:///", "ipv4:", "ipv6:"}) {
-    if (StartsWith(target, scheme)) target.remove_prefix(scheme.size());
+    if (target.starts_with(scheme)) target.remove_prefix(scheme.size());
   }
   for (const std::string_view prefix : {"127.", "localhost", "[::1]", "%5B::1%5D", "unix:"}) {
-    if (StartsWith(target, prefix)) return true;
+    if (target.starts_with(prefix)) return true;
   }
   return false;
 }
@@ -92,7 +87,7 @@ absl::StatusOr<Target> ParseTarget(const std::string& text) {
     return absl::InvalidArgumentError("the server's address is empty; use host:port");
   }
   for (const std::string_view scheme : {"http://", "https://"}) {
-    if (StartsWith(text, scheme)) {
+    if (text.starts_with(scheme)) {
       return absl::InvalidArgumentError(fmt::format(
           "the server's address \"{}\" begins with {}; use host:port, and TLS by its own "
           "options",
@@ -104,7 +99,7 @@ absl::StatusOr<Target> ParseTarget(const std::string& text) {
     return absl::InvalidArgumentError(
         fmt::format("the server's address \"{}\" has no port; use host:port", text));
   }
-  return Target{.uri = text, .replicas = StartsWith(text, "dns:"), .direct = IsLoopback(text)};
+  return Target{.uri = text, .replicas = text.starts_with("dns:"), .direct = IsLoopback(text)};
 }
 
 }  // namespace denoised::client

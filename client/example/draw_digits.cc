@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Draws the digits 0, 1 and 2 and tells how far it is: draw_digits [host:port]
 #include <denoised/client.h>
 

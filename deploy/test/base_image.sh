@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes a bare Debian 12 as a tar file, as small as debian:bookworm-slim: what container.sh takes as
-# base image and deb.sh as machine, so that neither asks a registry.
+# SPDX-License-Identifier: Apache-2.0
+# Makes a tar file of a bare Debian 12, as small as debian:bookworm-slim. container.sh uses it as the
+# base image and deb.sh as the machine, so that neither needs a registry.
 #
 #   deploy/test/base_image.sh FILE.tar
 set -euo pipefail

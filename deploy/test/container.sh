@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Builds the images from a local base image with buildah and runs the CPU one with podman, as an
-# operator would: healthy, draws, scraped by a real Prometheus, drains on SIGTERM. Needs root,
-# buildah, podman, runc, mmdebstrap, prometheus, curl and openssl; asks no registry.
+# SPDX-License-Identifier: Apache-2.0
+# Builds the images from a local base image with buildah and runs the CPU one with podman as an
+# operator would: it must become healthy, draw, be scraped by Prometheus and drain on SIGTERM. Needs
+# root, buildah, podman, runc, mmdebstrap, prometheus, curl and openssl, and no registry.
 #
 #   deploy/test/container.sh            both variants; the GPU one where /usr/local/cuda has nvcc
-#   WORK=/var/tmp/denoised …            keeps base image, layers and compiler cache there
+#   WORK=/var/tmp/denoised …            keeps the base image, layers and compiler cache there
 #   CUDA_ARCHITECTURES=80-real …        kernels for another GPU than the H100 and H200
 #   STORAGE_DRIVER=vfs …                where there is no overlay; several times slower
 set -euo pipefail
@@ -30,12 +31,12 @@ bud() {
     { tail -n 30 "$work/build.log"; fail "buildah, see $work/build.log"; }
 }
 podman() { command podman --log-level fatal "${storage[@]}" --cgroup-manager cgroupfs --runtime runc "$@"; }
-# As docs/deploy.md has it, with the host's network and limits that a nested machine may set.
+# As in docs/deploy.md, but with the host's network, and limits that a nested machine may set.
 run() {
   podman run --network host --ulimit nofile=4096:4096 --ulimit nproc=4096:4096 \
     --read-only --cap-drop all --security-opt no-new-privileges "$@"
 }
-# As often as the image says, as the daemon of a runtime would ask.
+# As often as the image's HEALTHCHECK says, as a container runtime would run it.
 healthcheck() {
   podman healthcheck run "$name" || podman healthcheck run "$name" ||
     podman healthcheck run "$name" || fail "the image's HEALTHCHECK"
@@ -82,7 +83,7 @@ echo "denoised:cpu: $(size localhost/denoised:cpu) bytes, denoised:demo: $(size 
 
 step "GPU image"
 if [[ -x /usr/local/cuda/bin/nvcc ]]; then
-  # The toolkit is lent to the build, where a development image of CUDA would bring it.
+  # Mounts the toolkit into the build, as there is no development image of CUDA.
   build server gpu localhost/denoised:gpu --volume /usr/local/cuda:/usr/local/cuda:ro \
     --volume "$(realpath /usr/local/cuda):$(realpath /usr/local/cuda):ro" \
     --build-arg "CMAKE_OPTIONS=-DDENOISED_CUDA_ARCHITECTURES=$architectures"

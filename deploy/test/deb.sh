@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the Debian package, installs it in a bare Debian 12 by apt-get, runs it there as its unit
+# SPDX-License-Identifier: Apache-2.0
+# Builds the Debian package, installs it in a bare Debian 12 with apt-get, runs it there as its unit
 # would, draws, drains, and removes it. Needs root, mmdebstrap and dpkg-dev.
 #
 #   deploy/test/deb.sh
@@ -7,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-# Mounts end with this script.
+# The mounts below are undone when this script ends.
 [[ -n "${DENOISED_UNSHARED:-}" ]] || DENOISED_UNSHARED=1 exec unshare --mount "$0" "$@"
 
 work=${WORK:-/var/tmp/denoised-deb-test}
@@ -57,7 +58,7 @@ step "The unit"
 unit=/usr/lib/systemd/system/denoised.service
 in_root systemd-analyze verify --man=no "$unit" || fail "systemd-analyze verify"
 in_root systemd-analyze security --offline=true "$unit" | tail -n 1
-mapfile -t environment < <(sed -n 's/^Environment=//p' "$root$unit")
+mapfile -t environment < <(sed -n 's/^Environment=//p' "$root$unit" | sed 's:%C:/var/cache:')
 command=$(sed -n 's/^ExecStart=//p' "$root$unit")
 
 step "Run $command as the unit does, as nobody"

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs the shipped Envoy configurations with a real Envoy in front of a real server: what clients
 need passes, what strangers must not reach does not, and the floods that gRPC 1.51 does not stop end
 at Envoy. Needs openssl, python3-grpcio, a built server and client, and Envoy 1.40

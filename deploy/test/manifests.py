@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Renders every overlay and component of deploy/k8s with kubectl kustomize and validates the result
 strictly: an unknown field is an error. Checks also that no server is published without TLS and tokens
 or reachable without Envoy. Shows first that it catches planted errors. Needs kubectl and

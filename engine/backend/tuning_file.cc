@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/tuning_file.h"
 
 #include <sys/stat.h>
@@ -13,41 +14,51 @@
 namespace denoised {
 
 namespace fs = std::filesystem;
+namespace {
 
-absl::StatusOr<TunedWays> TuningFile::Read() const {
+/// Of the names of launches and candidates, too. Files of other versions are measured anew.
+constexpr int kVersion = 2;
+
+}  // namespace
+
+absl::StatusOr<TunedChoices> TuningFile::Read() const {
   const auto json = ReadJsonFile(path_);
-  if (absl::IsNotFound(json.status())) return TunedWays();
+  if (absl::IsNotFound(json.status())) return TunedChoices();
   const auto garbled = [](const absl::Status& status) {
     return InvalidArgument("{}; what it should hold is measured again and will replace it",
                            std::string(status.message()));
   };
   if (!json.ok()) return garbled(json.status());
   std::string device, kernels;
+  int version = 1;
   ConfigReader config(*json, path_);
+  config.Read("version", &version);
+  if (json->is_object() && version != kVersion) return TunedChoices();
   config.Read("device", &device);
   config.Read("kernels", &kernels);
-  TunedWays ways;
-  const nlohmann::json& held = config.Raw("ways");
-  if (!held.is_object()) config.Complain("ways", "it must be an object");
-  for (const auto& [what, way] : held.items()) {
-    if (way.is_string()) {
-      ways[what] = way.get<std::string>();
+  TunedChoices choices;
+  const nlohmann::json& held = config.Raw("choices");
+  if (!held.is_object()) config.Complain("choices", "it must be an object");
+  for (const auto& [what, choice] : held.items()) {
+    if (choice.is_string()) {
+      choices[what] = choice.get<std::string>();
     } else if (held.is_object()) {
-      config.Complain("ways", "\"" + what + "\" must be a string");
+      config.Complain("choices", "\"" + what + "\" must be a string");
     }
   }
   if (const absl::Status status = config.Finish(); !status.ok()) return garbled(status);
-  if (device != device_ || kernels != kernels_) return TunedWays();
-  return ways;
+  if (device != device_ || kernels != kernels_) return TunedChoices();
+  return choices;
 }
 
-absl::Status TuningFile::Add(const TunedWays& ways) const {
+absl::Status TuningFile::Add(const TunedChoices& choices) const {
   const auto held = Read();
-  TunedWays all = ways;
+  TunedChoices all = choices;
   if (held.ok()) all.insert(held->begin(), held->end());
   const std::string text =
-      nlohmann::ordered_json{{"device", device_}, {"kernels", kernels_}, {"ways", all}}.dump(
-          1, ' ', false, nlohmann::json::error_handler_t::replace) +
+      nlohmann::ordered_json{
+          {"version", kVersion}, {"device", device_}, {"kernels", kernels_}, {"choices", all}}
+          .dump(1, ' ', false, nlohmann::json::error_handler_t::replace) +
       "\n";
 
   const auto failed = [this](const std::string& why) {

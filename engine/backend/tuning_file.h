@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <map>
@@ -7,12 +8,13 @@
 
 namespace denoised {
 
-/// What was computed, in words, and the name of the way that was fastest.
-using TunedWays = std::map<std::string, std::string>;
+/// A launch, in words, and the name of the candidate that was the fastest.
+using TunedChoices = std::map<std::string, std::string>;
 
 /// What was measured on a kind of device with a build of the kernels, kept for the next process:
-/// {"device": …, "kernels": …, "ways": {…}}. Processes and threads may share the file: it is
-/// replaced as a whole; a measurement that another process overwrites is only measured again.
+/// {"version": 2, "device": …, "kernels": …, "choices": {…}}. Processes and threads may share the
+/// file: it is replaced as a whole; a measurement that another process overwrites is only measured
+/// again.
 class TuningFile {
  public:
   TuningFile(std::string path, std::string device, std::string kernels)
@@ -20,11 +22,11 @@ class TuningFile {
 
   const std::string& path() const { return path_; }
 
-  /// Empty if there is no file, or if it is of another device or other kernels. InvalidArgument,
-  /// with the remedy, if it is not a tuning file.
-  absl::StatusOr<TunedWays> Read() const;
+  /// Empty when there is no file, or one of another version, device or build. InvalidArgument, with
+  /// the remedy, when it is none of ours.
+  absl::StatusOr<TunedChoices> Read() const;
   /// Adds to what the file holds; makes its directory. FailedPrecondition says why it cannot be.
-  absl::Status Add(const TunedWays& ways) const;
+  absl::Status Add(const TunedChoices& choices) const;
 
  private:
   std::string path_, device_, kernels_;

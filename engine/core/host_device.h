@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 /// Functions that kernels call and the host, too, in files that a compiler without CUDA reads.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/models/unet2d.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/sampling/plan_writer.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/api/model_admin.h"
 
 #include <memory>
@@ -76,7 +77,8 @@ grpc::ServerUnaryReactor* ModelAdminService::Post(grpc::CallbackServerContext* c
                                                   std::function<grpc::Status()> work) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const auto record = std::make_shared<CallRecord>(calls_, method, context);
-  threads_.Post(Priority::kNormal, [this, reactor, record, change = std::move(change), work = std::move(work)] {
+  threads_.Post(Priority::kNormal, [this, reactor, record, change = std::move(change),
+                                    work = std::move(work)] {
     grpc::Status status = Authorize(record->caller());
     if (status.ok() && drain_->draining()) {
       status = ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");

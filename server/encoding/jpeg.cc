@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/encoding/jpeg.h"
 
 #include <turbojpeg.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/status/status_details.h"
 
 #include <grpcpp/support/error_details.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/telemetry/http_server.h"
 
 #include <CivetServer.h>
@@ -39,8 +40,8 @@ HttpServer::~HttpServer() = default;
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Listen(const std::string& address,
                                                                Pages pages) {
-  // An idle connection holds a thread until it times out: Prometheus, probes and a few browsers soon
-  // take more than two.
+  // An idle connection holds a thread until it times out: Prometheus, probes and a few browsers
+  // soon take more than two.
   const std::vector<std::string> options = {"listening_ports",    address, "num_threads", "16",
                                             "request_timeout_ms", "3000"};
   std::unique_ptr<HttpServer> server(new HttpServer);

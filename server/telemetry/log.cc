@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/telemetry/log.h"
 
 #include <fmt/chrono.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <cstring>
 
 #include "tests/backend/backend_fixture.h"
@@ -77,33 +78,33 @@ const ConvCase kConvCases[] = {
 };
 
 // The same for conv3x3.cu.
-const ConvCase kPatchCases[] = {
-    {9, 61, 64, 0, 248, 3},           // two units × 128
-    {30, 31, 32, 32, 96, 3},          // two units × 96, two sources
+const ConvCase kHaloTileCases[] = {
+    {9, 61, 64, 0, 248, 3},           // two subtiles × 128
+    {30, 31, 32, 32, 96, 3},          // two subtiles × 96, two sources
     {7, 61, 64, 0, 264, 3},           // more outputs than a multiple of a tile
-    {5, 61, 64, 0, 72, 3},            // a unit × 64
-    {6, 15, 32, 64, 56, 3, 1, true},  // a unit × 64, two sources, doubled
-    {9, 31, 64, 0, 248, 3, 1, true},  // two units × 128, doubled
-    {70, 4, 64, 32, 72, 3, 1, true},  // four squares × 64, doubled
-    {2, 9, 64, 0, 40, 3, 1, true},    // a unit × 32, doubled
-    {2, 15, 32, 0, 40, 3},            // a unit × 32, as many channels as a step has
-    {300, 3, 64, 0, 40, 3},           // four squares × 64
-    // With runs of channels: a row alone is made by blocks.
-    {66, 8, 256, 0, 256, 3},    // two units × 64
-    {24, 7, 192, 128, 200, 3},  // a unit × 64, runs of two and of three steps
-    {130, 4, 256, 0, 136, 3},   // four squares × 64
-    {40, 8, 256, 0, 72, 3},     // a unit × 32
-    {9, 5, 288, 0, 64, 3},      // by blocks
+    {5, 61, 64, 0, 72, 3},            // a subtile × 64
+    {6, 15, 32, 64, 56, 3, 1, true},  // a subtile × 64, two sources, doubled
+    {9, 31, 64, 0, 248, 3, 1, true},  // two subtiles × 128, doubled
+    {70, 4, 64, 32, 72, 3, 1, true},  // four quads × 64, doubled
+    {2, 9, 64, 0, 40, 3, 1, true},    // a subtile × 32, doubled
+    {2, 15, 32, 0, 40, 3},            // a subtile × 32, as many channels as a step has
+    {300, 3, 64, 0, 40, 3},           // four quads × 64
+    // With split-K: parallel for a row alone.
+    {66, 8, 256, 0, 256, 3},    // two subtiles × 64
+    {24, 7, 192, 128, 200, 3},  // a subtile × 64, splits of two and of three steps
+    {130, 4, 256, 0, 136, 3},   // four quads × 64
+    {40, 8, 256, 0, 72, 3},     // a subtile × 32
+    {9, 5, 288, 0, 64, 3},      // parallel
     // For Hopper.
-    {2, 32, 72, 0, 640, 3},    // patches × 80
-    {2, 16, 192, 0, 1280, 3},  // patches × 80, a run of channels for each of two blocks
-    {9, 64, 64, 0, 320, 3},    // patches × 160, in turns
-    {70, 16, 96, 0, 320, 3},   // patches × 160, runs one after the other
+    {2, 32, 72, 0, 640, 3},    // halo tiles × 80
+    {2, 16, 192, 0, 1280, 3},  // halo tiles × 80, split-K over a cluster of two
+    {9, 64, 64, 0, 320, 3},    // halo tiles × 160, ping-pong
+    {70, 16, 96, 0, 320, 3},   // halo tiles × 160, split-K
 };
 
 // With a shortcut, for Hopper's tiles where it goes along, and where it goes first.
 const ConvCase kShortcutCases[] = {
-    {70, 16, 256, 0, 256, 3, 1, false, 256, 256},  // patches
+    {70, 16, 256, 0, 256, 3, 1, false, 256, 256},  // halo tiles
     {33, 16, 64, 0, 192, 3, 1, false, 96, 192},   {4, 16, 128, 128, 64, 3, 1, false, 320, 0},
     {70, 8, 256, 0, 256, 3, 1, false, 256, 512},  // of two images
     {70, 4, 256, 0, 256, 3, 1, false, 256, 256},  {12, 31, 64, 32, 192, 3, 1, false, 64, 64},
@@ -216,8 +217,8 @@ TEST_P(CudaConv2dTest, EveryTile) {
   }
 }
 
-TEST_P(CudaConv2dTest, EveryTileOfPatches) {
-  for (const ConvCase& c : kPatchCases) Run(c, /*with_add=*/false);
+TEST_P(CudaConv2dTest, EveryHaloTile) {
+  for (const ConvCase& c : kHaloTileCases) Run(c, /*with_add=*/false);
 }
 
 // In fp32 the error of a sum grows with the root of its length. In bf16 it is that of rounding the
@@ -295,7 +296,7 @@ TEST_P(CudaTest, OutputNormsHaveTheBitsOfGroupNorms) {
   struct {
     int64_t rows, size, channels, outputs;
     int groups;
-    bool small;  // enough for Hopper's units, which alone make them
+    bool small;  // enough for Hopper's 64×64 tiles, which alone fuse them
   } cases[] = {{1, 8, 256, 256, 32, true},   {16, 8, 256, 256, 32, true},
                {16, 4, 256, 128, 32, true},  {1, 8, 64, 576, 32, false},
                {1, 16, 256, 256, 32, false}, {512, 8, 256, 256, 32, false}};
@@ -375,7 +376,7 @@ TEST_P(CudaTest, EveryHeadDimension) {
 }
 
 TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
-  // Grids of several units a block, whose runs begin and end within heads, against grids of one.
+  // Grids of several query tiles a CTA, which begin and end within heads, against grids of one.
   struct {
     int64_t rows, tokens, keys, dim;
     int heads;
@@ -693,7 +694,7 @@ TEST_P(CudaTest, TunedGraphsHaveTheSameBits) {
   EXPECT_TRUE(warnings.empty()) << warnings.front();
   if (!has_choices) return;
   const auto file = *std::filesystem::directory_iterator(options.autotune_cache);
-  std::ofstream(file.path()) << "{\"ways\": ";
+  std::ofstream(file.path()) << "{\"choices\": ";
   EXPECT_EQ(runs_to_capture(), 2);
   ASSERT_EQ(warnings.size(), 1u);
   EXPECT_NE(warnings[0].find(file.path().string()), std::string::npos) << warnings[0];

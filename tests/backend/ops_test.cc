@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/backend/backend_fixture.h"
 
 /// Every op with every optional fusion on random shapes, against reference.h.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <cuda_runtime_api.h>
 #include <fmt/core.h>
 #include <gtest/gtest.h>
@@ -84,7 +85,7 @@ Conv2dLaunch ShapeOf(const Case& c) {
   return conv;
 }
 
-TEST(HopperCandidatesTest, RunsOfKFollowFromOneImage) {
+TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
   std::set<std::string> seen;
   for (Case c : kCases) {
     std::set<int> splits;
@@ -100,7 +101,7 @@ TEST(HopperCandidatesTest, RunsOfKFollowFromOneImage) {
       for (const HopperCandidate& candidate : candidates) {
         EXPECT_TRUE(names.insert(NameOf(candidate.plan)).second) << NameOf(candidate.plan);
         EXPECT_GE(candidate.microseconds, candidates.front().microseconds);
-        if (IsUnit(candidate.plan.tile)) {
+        if (Is64x64(candidate.plan.tile)) {
           EXPECT_EQ(candidate.plan.splits % candidate.plan.cluster, 0) << NameOf(candidate.plan);
         }
         splits.insert(candidate.plan.splits);
@@ -109,7 +110,7 @@ TEST(HopperCandidatesTest, RunsOfKFollowFromOneImage) {
     }
     EXPECT_EQ(splits.size(), 1u) << Describe(ShapeOf(c));
   }
-  // Besides, units in clusters of 2, 4 and 8, and eight tiles in clusters of 2.
+  // Besides, both 64×64 tiles in clusters of 2, 4 and 8, and eight tiles in clusters of 2.
   EXPECT_EQ(seen.size(), kHopperTiles + 2 * 3u + 8) << "a tile is never among the candidates";
 }
 
@@ -234,9 +235,9 @@ class CudaPlansTest : public testing::Test {
     const Tensor workspace = Zeros({c.images, 128, c.groups, 2}, DType::kF32);
     norm.workspace = workspace.data();
     norm.workspace_bytes = workspace.bytes();
-    norm.workspace_zeros = static_cast<int*>(Zeros({kWorkspaceZeros}, DType::kF32).data());
-    if (told_.data() == nullptr) told_ = Zeros({kToldBytes / 4}, DType::kF32);
-    norm.told = told_.data();
+    norm.semaphores = static_cast<int*>(Zeros({kSemaphores}, DType::kF32).data());
+    if (flags_.data() == nullptr) flags_ = Zeros({kFlagBytes / 4}, DType::kF32);
+    norm.flags = flags_.data();
     return norm;
   }
 
@@ -287,7 +288,7 @@ class CudaPlansTest : public testing::Test {
   Stream stream_;
   Queue queue_;
   Tensor out_;
-  Tensor told_;  // for all launches, as a backend has it: each finds what others left
+  Tensor flags_;  // for all launches, as a backend has it: each finds what others left
 };
 
 TEST_F(CudaPlansTest, AllGenericCandidatesGiveTheSameBits) {
@@ -299,7 +300,7 @@ TEST_F(CudaPlansTest, AllGenericCandidatesGiveTheSameBits) {
     const Tensor workspace = Zeros({8 << 20}, DType::kU8);
     conv.workspace = workspace.data();
     conv.workspace_bytes = workspace.bytes();
-    conv.workspace_zeros = static_cast<int*>(Zeros({kWorkspaceZeros}, DType::kF32).data());
+    conv.semaphores = static_cast<int*>(Zeros({kSemaphores}, DType::kF32).data());
     SCOPED_TRACE(Describe(conv));
     std::vector<std::byte> first;
     for (const ConvCandidate& candidate : GenericCandidates(conv, queue_)) {
@@ -333,13 +334,13 @@ TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
     SCOPED_TRACE(Describe(conv));
     const std::vector<std::byte> first = RunAll(conv);
     if (HopperCandidates(conv, queue_).front().plan.splits > 1) {
-      EXPECT_FALSE(Run(conv, {.tile = HopperTile::kUnit, .splits = 1}) == first)
-          << "splits do bear on the bits";
+      EXPECT_FALSE(Run(conv, {.tile = HopperTile::k64x64, .splits = 1}) == first)
+          << "the bits depend on the splits";
     }
   }
 }
 
-TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
+TEST_F(HopperPlansTest, AllWithAFusedNormGiveTheSameBits) {
   for (const Case& c : {Case{3, 32, 32, 128, 0, 128, 3}, Case{2, 64, 64, 192, 0, 192, 3},
                         Case{5, 16, 16, 256, 128, 384, 3}, Case{9, 8, 8, 256, 0, 256, 3},
                         Case{3, 32, 32, 64, 128, 320, 3}, Case{2, 8, 8, 320, 0, 640, 3},
@@ -352,13 +353,13 @@ TEST_F(HopperPlansTest, AllThatNormaliseGiveTheSameBits) {
     conv.input_factors =
         Random({c.images, 2 * (c.channels + c.channels2)}, DType::kF32).as<float>();
     SCOPED_TRACE(Describe(conv));
-    ASSERT_TRUE(SuitsPatches(conv));
+    ASSERT_TRUE(SuitsHaloTile(conv));
     RunAll(conv);
   }
 }
 
-// Groups of two, four and eight channels; one, four and eight images a unit, the last ones of it
-// missing; outputs that units do not divide; patches and boxes.
+// Groups of two, four and eight channels; one, four and eight images a tile, the last ones of it
+// missing; outputs that tiles do not divide; halo tiles and im2col.
 TEST_F(HopperPlansTest, NormsOfOutputsHaveTheBitsOfGroupNorms) {
   struct {
     Case conv;
@@ -400,7 +401,7 @@ TEST_F(HopperPlansTest, NormsOfOutputsHaveTheBitsOfGroupNorms) {
 
 // Runs of two, four and eight channels; clusters of one block to sixteen, teams of up to 128;
 // pixels that chunks and blocks do not divide; slices across both sources, of several boxes; more
-// units than teams; channels that tiles do not divide.
+// work tiles than teams; channels that tiles do not divide.
 const NormCase kNormCases[] = {{17, 64, 64, 192, 0, 32, true},  {2, 61, 67, 192, 0, 32},
                                {3, 64, 64, 384, 192, 32, true}, {3, 63, 65, 256, 256, 32, true},
                                {70, 16, 16, 576, 0, 32, true},  {9, 31, 33, 384, 384, 32},
@@ -475,7 +476,7 @@ TEST_F(HopperPlansTest, TeamsOfTwoStreamsEndSideBySide) {
   std::vector<Tensor> outs;
   std::vector<std::vector<std::byte>> alone;
   for (int i = 0; i < 2; ++i) {
-    told_ = {};
+    flags_ = {};
     norms.push_back(Launch({3, 128, 128, 128, 0, 32, true}, /*factors=*/false));
     outs.push_back(out_);
     alone.push_back(Run("alone", [&] { return LaunchGroupNormStream(norms[i], queue_); }));

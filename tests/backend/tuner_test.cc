@@ -1,5 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cuda/tuner.h"
 
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -27,7 +29,8 @@ class CudaTunerTest : public testing::Test {
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     return memory;
   }
-  Way Copying(const char* name, double microseconds, const void* from, void* to, size_t bytes) {
+  Candidate Copying(const char* name, double microseconds, const void* from, void* to,
+                    size_t bytes) {
     return {name, microseconds, [=, this] {
               return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_.get());
             }};
@@ -38,21 +41,21 @@ class CudaTunerTest : public testing::Test {
 };
 
 TEST_F(CudaTunerTest, ChoosesWhatIsClearlyFaster) {
-  const size_t bytes = 64 << 20;
+  const size_t bytes = 128 << 20;
   const DeviceMemory from = Allocate(bytes), to = Allocate(bytes);
-  const Ways ways = {Copying("all", 20, from.get(), to.get(), bytes),
-                     Copying("an eighth", 25, from.get(), to.get(), bytes / 8),
-                     Copying("a quarter", 28, from.get(), to.get(), bytes / 4)};
-  EXPECT_EQ(tuner_->Choose("copies", ways, {}).name, "all");
+  const Candidates candidates = {Copying("all", 20, from.get(), to.get(), bytes),
+                                 Copying("a half", 25, from.get(), to.get(), bytes / 2),
+                                 Copying("a part", 28, from.get(), to.get(), bytes / 128)};
+  EXPECT_EQ(tuner_->Choose("copies", candidates, {}).name, "all");
   EXPECT_TRUE(tuner_->has_unknown());
   ASSERT_TRUE(tuner_->Measure().ok());
   EXPECT_FALSE(tuner_->has_unknown());
-  EXPECT_EQ(tuner_->Choose("copies", ways, {}).name, "an eighth");
+  EXPECT_EQ(tuner_->Choose("copies", candidates, {}).name, "a part");
   EXPECT_FALSE(tuner_->has_unknown()) << "it was measured";
 }
 
-// Ways copy the operand away as they find it: bf16 and fp32, in vectors and one by one, whole and
-// as columns of a wider matrix.
+// Candidates copy the operand away as they find it: bf16 and fp32, in vectors and one by one, whole
+// and as columns of a wider matrix.
 TEST_F(CudaTunerTest, MeasuresOnNormalNoise) {
   for (const Element element : {Element::kBf16, Element::kF32}) {
     for (const int columns : {64, 67}) {
@@ -60,10 +63,12 @@ TEST_F(CudaTunerTest, MeasuresOnNormalNoise) {
       const size_t element_bytes = element == Element::kF32 ? 4 : 2;
       const size_t bytes = rows * stride * element_bytes;
       const DeviceMemory operand = Allocate(bytes), seen = Allocate(bytes);
-      const Ways ways = {Copying("one", 1, operand.get(), seen.get(), bytes),
-                         Copying("other", 1, operand.get(), seen.get(), bytes)};
+      const Candidates candidates = {Copying("one", 1, operand.get(), seen.get(), bytes),
+                                     Copying("other", 1, operand.get(), seen.get(), bytes)};
       const Rows values = {operand.get(), stride, element, columns % 8 == 0};
-      tuner_->Choose(std::to_string(columns), ways, {{values, rows, columns}});
+      const std::string what = fmt::format("{} of {}", static_cast<int>(element), columns);
+      tuner_->Choose(what, candidates, {{values, rows, columns}});
+      ASSERT_TRUE(tuner_->has_unknown());
       ASSERT_TRUE(tuner_->Measure().ok());
       const Tensor host =
           Tensor::Host({rows, stride}, element == Element::kF32 ? DType::kF32 : DType::kBF16);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/tuning_file.h"
 
 #include <gmock/gmock.h>
@@ -18,10 +19,10 @@ class TuningFileTest : public testing::Test {
   TuningFile File(const std::string& device = "H200, 132 SMs", const std::string& kernels = "1f") {
     return TuningFile(directory_ / "cache/denoised/H200.json", device, kernels);
   }
-  TunedWays Read(const TuningFile& file) {
-    const auto ways = file.Read();
-    EXPECT_TRUE(ways.ok()) << ways.status();
-    return ways.value_or(TunedWays());
+  TunedChoices Read(const TuningFile& file) {
+    const auto choices = file.Read();
+    EXPECT_TRUE(choices.ok()) << choices.status();
+    return choices.value_or(TunedChoices());
   }
 
   TemporaryDirectory directory_;
@@ -30,11 +31,11 @@ class TuningFileTest : public testing::Test {
 TEST_F(TuningFileTest, GivesBackWhatWasAdded) {
   EXPECT_THAT(Read(File()), IsEmpty());
   ASSERT_TRUE(File().Add({{"a layer", "64x64"}, {"another \"layer\"", "128x128"}}).ok());
-  EXPECT_EQ(Read(File()), (TunedWays{{"a layer", "64x64"}, {"another \"layer\"", "128x128"}}));
+  EXPECT_EQ(Read(File()), (TunedChoices{{"a layer", "64x64"}, {"another \"layer\"", "128x128"}}));
   ASSERT_TRUE(File().Add({{"a layer", "128x192"}, {"a third", "64x64"}}).ok());
-  EXPECT_EQ(
-      Read(File()),
-      (TunedWays{{"a layer", "128x192"}, {"another \"layer\"", "128x128"}, {"a third", "64x64"}}));
+  EXPECT_EQ(Read(File()),
+            (TunedChoices{
+                {"a layer", "128x192"}, {"another \"layer\"", "128x128"}, {"a third", "64x64"}}));
   for (const auto& left :
        std::filesystem::directory_iterator(std::filesystem::path(File().path()).parent_path())) {
     EXPECT_EQ(left.path().filename(), "H200.json");
@@ -49,25 +50,40 @@ TEST_F(TuningFileTest, IsOfOneDeviceAndOneBuild) {
   EXPECT_THAT(Read(File("H200, 66 SMs")), IsEmpty());
   EXPECT_THAT(Read(File("H200, 132 SMs", "2e")), IsEmpty());
   ASSERT_TRUE(File("H200, 132 SMs", "2e").Add({{"another", "128x32"}}).ok());
-  EXPECT_EQ(Read(File("H200, 132 SMs", "2e")), (TunedWays{{"another", "128x32"}}));
+  EXPECT_EQ(Read(File("H200, 132 SMs", "2e")), (TunedChoices{{"another", "128x32"}}));
   EXPECT_THAT(Read(File()), IsEmpty());
 }
 
+TEST_F(TuningFileTest, OtherVersionsAreMeasuredAnew) {
+  for (const char* version : {"", "\"version\": 1, ", "\"version\": 3, "}) {
+    directory_.Write("cache/denoised/H200.json",
+                     std::string("{") + version +
+                         "\"device\": \"H200, 132 SMs\", "
+                         "\"kernels\": \"1f\", \"choices\": {\"a layer\": \"patch128\"}}");
+    EXPECT_THAT(Read(File()), IsEmpty()) << version;
+    ASSERT_TRUE(File().Add({{"another", "64x64"}}).ok());
+    EXPECT_EQ(Read(File()), (TunedChoices{{"another", "64x64"}})) << version;
+  }
+}
+
 TEST_F(TuningFileTest, WhatIsGarbledIsNamedAndReplaced) {
-  for (const char* text :
-       {"", "{", "[1]", "{\"device\": 1}", "{\"device\": \"H200, 132 SMs\", \"kernels\": \"1f\"}",
-        "{\"device\": \"H200, 132 SMs\", \"kernels\": \"1f\", \"ways\": [\"64x64\"]}",
-        "{\"device\": \"H200, 132 SMs\", \"kernels\": \"1f\", \"ways\": {\"a layer\": 64}}",
-        "{\"device\": \"H200, 132 SMs\", \"kernels\": \"1f\", \"ways\": {}, \"wags\": {}}"}) {
+  for (const char* text : {"", "{", "[1]", "{\"version\": 2, \"device\": 1}",
+                           "{\"version\": 2, \"device\": \"H200, 132 SMs\", \"kernels\": \"1f\"}",
+                           "{\"version\": 2, \"device\": \"H200, 132 SMs\", \"kernels\": \"1f\", "
+                           "\"choices\": [\"64x64\"]}",
+                           "{\"version\": 2, \"device\": \"H200, 132 SMs\", \"kernels\": \"1f\", "
+                           "\"choices\": {\"a layer\": 64}}",
+                           "{\"version\": 2, \"device\": \"H200, 132 SMs\", \"kernels\": \"1f\", "
+                           "\"choices\": {}, \"wags\": {}}"}) {
     directory_.Write("cache/denoised/H200.json", text);
-    const auto ways = File().Read();
-    ASSERT_FALSE(ways.ok()) << text;
-    EXPECT_EQ(ways.status().code(), absl::StatusCode::kInvalidArgument);
-    EXPECT_THAT(std::string(ways.status().message()), HasSubstr("cache/denoised/H200.json"))
+    const auto choices = File().Read();
+    ASSERT_FALSE(choices.ok()) << text;
+    EXPECT_EQ(choices.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(choices.status().message()), HasSubstr("cache/denoised/H200.json"))
         << text;
-    EXPECT_THAT(std::string(ways.status().message()), HasSubstr("measured again")) << text;
+    EXPECT_THAT(std::string(choices.status().message()), HasSubstr("measured again")) << text;
     ASSERT_TRUE(File().Add({{"a layer", "64x64"}}).ok());
-    EXPECT_EQ(Read(File()), (TunedWays{{"a layer", "64x64"}})) << text;
+    EXPECT_EQ(Read(File()), (TunedChoices{{"a layer", "64x64"}})) << text;
   }
 }
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Several devices and one queue: who draws what, and what becomes of it when a device is lost.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Waiting for the first of several markers.
 
 #include "engine/batching/first_reached.h"

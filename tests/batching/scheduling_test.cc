@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who is served when, on a simulated device: bounds, shares, limits and estimates.
 
 #include <gmock/gmock.h>

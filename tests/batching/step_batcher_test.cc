@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/batching/step_batcher.h"
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Achieved FLOP/s and bytes/s of the backend's large ops, at shapes of the models that the project
 // measures itself with.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch on the layers of cpu_ops_bench.cc: the time to beat. usage: cpu_ops_torch.py [threads]
 
 With one thread it prints processor time, which a busy machine disturbs least.

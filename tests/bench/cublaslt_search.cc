@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cuBLASLt at its fastest on the linear layers of backend-throughput: what those are compared with.
 //
 //   cublaslt-search [--turns] [NAME…]       NAME as in linear/rows:64/tokens:256/in:256/out:768

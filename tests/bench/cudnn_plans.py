@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cuDNN's convolutions by its graph API: every engine that its heuristics name, built and timed.
 
 Needs nvidia-cudnn-frontend, whose functions this wraps. PyTorch asks cuDNN for a convolution alone;

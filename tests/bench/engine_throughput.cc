@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Images per second of the bare engine, without a server: what denoise bench is compared with.
 //
 //   engine-throughput --model=DIR[,DIR…] [--device=auto|cpu|cuda] [--devices=0,1] [--fp32]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands for every program that measure.py starts, in its test: fake_worker.py NAME | --list.
 
 Workers whose name contains "eager" fail to compile, and the op with in:3 refuses; everything else

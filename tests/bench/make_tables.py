@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Makes the tables of docs/benchmarks.md from the raw figures in docs/benchmarks/*.json.
 
 usage: make_tables.py [--check] [--page=docs/benchmarks.md] [--data=docs/benchmarks]

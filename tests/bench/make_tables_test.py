@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """make_tables.py: the page is what the figures make of it, and a difference or a miss is seen."""
 import json
 import re

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Measures denoised beside its peers on one GPU, in turns, and writes the raw figures as JSON.
 
   tests/bench/measure.py [options] TOPIC...

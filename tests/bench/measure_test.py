@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """measure.py without a GPU: fake_worker.py stands for all that it starts."""
 import json
 import os

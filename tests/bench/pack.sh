@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Packs a build's programs with the shared libraries that they need, to measure on a machine that has
 # none of them, such as a GPU machine without a network.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the peers' measurements share: PyTorch, timed as denoised times itself, when measure.py says.
 
 A peer is a program that speaks the protocol of turns.h: one line of JSON when it has started and one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward of diffusers' UNet2DModel as PyTorch runs it fastest, timed when measure.py says.
 
 usage: peer_model.py --model=cifar10-32 --rows=16 --way=compile [--device=cuda]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times the libraries that PyTorch brings on the ops of backend-throughput when measure.py says.
 
 usage: peer_ops.py [--lock=FILE] [--search-seconds=12]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the scheduler makes of a trace: latency, throughput and time to first preview with batching
 // by step and by request, and the host's work for an evaluation by length of the queue. No GPU: the
 // device is simulated, its results computed on the CPU, its time counted and not waited for.

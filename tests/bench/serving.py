@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What serving costs and bears: the server on loopback, beside the bare engine.
 
   tests/bench/serving.py [options] BENCHMARK...

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What it costs that k is split by the shape of a layer alone, so that bits do not depend on the
 // batch (docs/kernels.md): the products of a model on Hopper with the fastest tile for their
 // splits, beside the fastest of all tiles and splits.
@@ -199,9 +200,9 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
     if (splits > 1 && steps < splits * kMinSplitSteps) continue;
     for (int index = 0; index < kHopperTiles; ++index) {
       const auto tile = static_cast<HopperTile>(index);
-      const int most = IsUnit(tile)                                    ? splits
-                       : IsPatch(tile) && tile != HopperTile::kPatch80 ? 1
-                                                                       : 2;
+      const int most = Is64x64(tile)                                             ? splits
+                       : IsHaloTile(tile) && tile != HopperTile::kHaloTile128x80 ? 1
+                                                                                 : 2;
       for (int cluster = 1; cluster <= most; cluster *= 2) {
         const HopperPlan plan{tile, splits, cluster};
         DENOISED_ASSIGN_OR_RETURN(const auto microseconds, Time(launch, plan, queue, fastest[i]));
@@ -223,7 +224,7 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
   const Queue queue{context->compute(), properties.multiProcessorCount, true, true};
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv2dHopperKernels(), "loading kernels"));
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv3x3HopperKernels(), "loading kernels"));
-  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConvUnitKernels(), "loading kernels"));
+  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv64x64Kernels(), "loading kernels"));
   Operands operands;
   DENOISED_RETURN_IF_ERROR(operands.Allocate());
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model directory for benchmarks of an architecture that has no checkpoint here.
 //
 //   synthetic-model CONFIG.json DIRECTORY

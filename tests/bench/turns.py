@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that measure in turns, and a log of the GPU's clock and power meanwhile.
 
 The protocol is that of turns.h: a program writes one line of JSON when it has started and one for

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts of denoise bench: what is sent and when, how it is recorded, what is told.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The denoise program itself, against the fake service.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fake service as a program: runs COMMAND with {server} replaced by its address, or without one
 // prints the address and serves until its stdin ends. DENOISED_FAKE_EVALUATION_MS slows it down.
 #include <cstdio>

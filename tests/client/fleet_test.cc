@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Three servers, processes of the real program on the CPU, under load from the library: one is
 // killed and one drains.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Installs the client to a fresh prefix, builds the example and a test there against nothing but the
 # installed package, and runs both: cmake -D... -P installed_package_test.cmake
 cmake_minimum_required(VERSION 3.25)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A connection to several servers, on the fake service.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """denoise against a denoised process: jobs, models, the server's limits, and a drain under load.
 
   serving_test.py --server build/dev/tests/server/denoised_with_fake_engine \

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 namespace denoised {
@@ -14,7 +15,8 @@ class BusyGpu {
   bool ok() const { return ok_; }
 
  private:
-  int* go_on_ = nullptr;  // page-locked; the kernel waits for it to become other than zero
+  // Page-locked; the kernel waits until it is no longer zero. Without CUDA nothing uses it.
+  [[maybe_unused]] int* go_on_ = nullptr;
   bool ok_ = false;
 };
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/engine/busy_gpu.h"
 
 namespace denoised {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine over several devices: their bits, and what happens when one is lost.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine through its public door, on the model that ships with the project.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whole sampling runs from given noise through the engine, against diffusers' pipelines. The
 // goldens are made by tests/reference/make_pipeline_goldens.py.
 

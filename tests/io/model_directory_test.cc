@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/io/model_directory.h"
 
 #include <gmock/gmock.h>

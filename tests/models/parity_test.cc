@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // UNet2DModel against diffusers, block by block and whole, on every backend there is. The goldens
 // are made by tests/reference/make_model_goldens.py.
 

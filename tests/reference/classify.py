@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads generated digits with a small CNN and prints the fraction that shows its label.
 
 usage: classify.py --images digits.npy --labels labels.npy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores models/mnist-32 over samplers, step counts and guidance scales.
 
 usage: evaluate_mnist.py --model models/mnist-32 --data FOLDER [--images 1000]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes tests/models/goldens/<case>: tiny random UNet2DModels and what diffusers makes of them.
 
 usage: make_model_goldens.py [--output ../models/goldens] [--only case,case]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes tests/models/goldens/run_<name>: whole sampling runs of diffusers from given noise.
 
 usage: make_pipeline_goldens.py [--output ../models/goldens] [--mnist ../../models/mnist-32]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Writes tests/sampling/goldens/*.json: diffusers' schedulers run in float64 on a fake denoiser.
 
     python tests/reference/make_sampler_goldens.py        # needs torch, diffusers, scipy

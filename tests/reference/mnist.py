@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads MNIST from its four idx .gz files.
 
 Source of the format: the comment block of http://yann.lecun.com/exdb/mnist (big-endian header of

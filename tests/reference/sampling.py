@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws images from a UNet2DModel with one of diffusers' own schedulers."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times PyTorch drawing digits with a shipped model: the figure that denoised stands beside.
 
 usage: torch_mnist_bench.py [--model ../../models/mnist-32] [--device cpu] [--threads 2]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains the digit classifier that judges generated digits (about 20 s on a GPU).
 
 usage: train_classifier.py --data FOLDER [--output digit_classifier.safetensors]

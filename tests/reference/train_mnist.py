@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains models/mnist-32: a class-conditional, EDM-preconditioned UNet2DModel on MNIST.
 
 usage: train_mnist.py --data FOLDER --output models/mnist-32 [--steps N] [--max-minutes M]

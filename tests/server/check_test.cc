@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What denoised --check says, with a FakeEngine for the device.
 
 #include "server/check.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gives main.cc a FakeEngine: the binary denoised_with_fake_engine, for tests of the whole process
 // and for load tests.
 

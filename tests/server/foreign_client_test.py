@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A client in another language against a real server process, knowing nothing but the name of the
 service: message types come from the server's reflection.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The way of requests through workers and engine, without gRPC between: this is what
 // ThreadSanitizer can see whole.
 

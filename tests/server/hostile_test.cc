@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What clients send that mean no good: each must be refused by name or dropped, and the server must
 // go on serving others. Half of it is below gRPC, on plain sockets.
 

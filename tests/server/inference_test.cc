@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Open Inference Protocol over loopback, on a FakeEngine: what clients of Triton and KServe
 // send, and what they must not.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // docs/metrics.md against a server that was given something to count.
 
 #include "server/telemetry/metrics.h"

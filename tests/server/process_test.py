@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The denoised process: flags, exit codes, logs, signals.
 
   process_test.py --binary build/dev/tests/server/denoised_with_fake_engine

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Holds the proto against the rules of `buf lint` (DEFAULT and COMMENTS) that apply to us.
 
 SERVICE_SUFFIX is not among them: the service is called ImageGeneration, without "Service". And

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A denoised process for tests, on free ports, whose log is read as it comes."""
 
 import json

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who may call, over TLS on loopback, with a FakeEngine behind.
 
 #include <gmock/gmock.h>

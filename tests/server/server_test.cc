@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The whole server in process, over loopback, on a FakeEngine.
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many at once, over loopback, on a FakeEngine: streams, cancels and unary calls. It prints what it
 // measured; run it by itself to read the times.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cuda/cuda_backend.h"
 
 /// What a build without CUDA links in place of the backend, so that callers need no #if.

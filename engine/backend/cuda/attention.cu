@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Softmax attention on tensor cores, without the matrix of scores in memory (FlashAttention, arXiv
 // 2205.14135 and 2307.08691).
 //

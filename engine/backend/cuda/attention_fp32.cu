@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Softmax attention in fp32 arithmetic: for the debugging mode, and for head dimensions that the
 // tensor-core kernel cannot load. Any element, any dimension up to kMaxHeadDim.
 //

@@ -1,19 +1,21 @@
-// Softmax attention for Hopper: attention.cu's algorithm with the copy engine, wgmma and barriers
-// in shared memory, and the softmax of one tile under the products of others (FlashAttention-3,
-// arXiv 2407.08608). See docs/kernels.md for a picture.
+// SPDX-License-Identifier: Apache-2.0
+// Softmax attention for Hopper: attention.cu's algorithm with TMA, wgmma and mbarriers, and the
+// softmax of one tile under the products of others (FlashAttention-3, arXiv 2407.08608). See
+// docs/kernels.md for a picture.
 //
-// Policy. A unit of work is 64 queries of one head of one image over all keys, in tiles of kKeys
-// and in order: it belongs to one warpgroup, whose registers hold the scores, the weights and the
-// output. A block takes up to kGroups neighbouring units of a head at a time, and its producer warp
-// asks the copy engine for their queries and for one tile of keys or values after another, through
-// a ring in shared memory that the warpgroups share. A warpgroup starts the scores of tile i, then
-// the output of tile i - 1, and makes the weights of tile i as soon as its scores are there;
-// warpgroups take turns at starting products, so that one's softmax runs under another's products.
+// Policy. A query tile is 64 queries of one head of one image over all its keys, in tiles of kKeys
+// and in order. It belongs to one warpgroup, whose registers hold the scores, the weights and the
+// output. A CTA takes up to kGroups neighbouring query tiles of a head at a time. Its producer warp
+// loads their queries and one tile of keys or values after another through a pipeline in shared
+// memory that the warpgroups share. A warpgroup starts the scores of key tile i, then the output of
+// tile i - 1, and computes the weights of tile i as soon as its scores are there. Warpgroups
+// ping-pong: named barriers order their products, so that one's softmax runs under another's
+// products.
 //
-// A row's bits depend on its own query and its image's keys alone: which units share a block is all
-// that the size of the grid decides. Above 256 dimensions a unit makes 256 columns of the output,
-// and scores are made once for each of these parts. Columns beyond a head's dimensions are zeros
-// that the copy engine fills in, as are keys beyond the last.
+// A row's bits depend on its own query and its image's keys alone; the size of the grid only
+// decides which query tiles share a CTA. Above 256 dimensions a query tile makes 256 columns of the
+// output, and scores are computed once for each of these parts. TMA fills columns beyond a head's
+// dimensions and keys beyond the last with zeros.
 
 #include <algorithm>
 #include <cmath>
@@ -21,20 +23,20 @@
 #include <type_traits>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
 namespace denoised::cuda {
 namespace {
 
-constexpr int kUnit = 64;      // queries: what one wgmma multiplies
-constexpr int kLine = 64;      // dimensions: 128 bytes of bf16, the widest swizzle
-constexpr int kMaxPart = 256;  // columns of the output that a warpgroup's registers hold
+constexpr int kQueryTile = 64;  // queries: what one wgmma multiplies
+constexpr int kLine = 64;       // dimensions: 128 bytes of bf16, the widest swizzle
+constexpr int kMaxPart = 256;   // columns of the output that a warpgroup's registers hold
 constexpr int kMaxShared = 232448;
 
-/// Heads of up to kDim dimensions. kBlocks of a multiprocessor share it.
+/// Heads of up to kDim dimensions. kBlocks CTAs share an SM.
 template <int kDim_, int kKeys_, int kStages_, int kGroups_, int kBlocks_, int kMaxPart_ = kMaxPart>
 struct Tile {
   static constexpr int kDim = kDim_, kKeys = kKeys_, kStages = kStages_;
@@ -42,54 +44,55 @@ struct Tile {
   static constexpr int kParts = (kDim + kMaxPart_ - 1) / kMaxPart_, kPart = kDim / kParts;
   static constexpr int kLines = (kPart + kLine - 1) / kLine;  // beside each other, of a part
   static constexpr int kStageBytes = kLines * kKeys * kLine * 2;
-  static constexpr int kUnitBytes = kParts * kLines * kUnit * kLine * 2;
+  static constexpr int kUnitBytes = kParts * kLines * kQueryTile * kLine * 2;
   static constexpr int kStepBytes = kGroups * kUnitBytes;
-  // The queries of a block's next step come early where there is room for two steps'.
+  // The queries of the next step are loaded early where there is room for two steps'.
   static constexpr int kAhead =
       (2 * kStepBytes + kStages * kStageBytes + 2048) * kBlocks <= kMaxShared ? 2 : 1;
   static constexpr int kBarriers = 2 * (kStages + kAhead);
   static constexpr int kSharedBytes = kAhead * kStepBytes + kStages * kStageBytes + kBarriers * 8;
-  // With several consumers a whole warpgroup produces, for its registers to go to them.
+  // With several consumers the producer is a whole warpgroup, so that its registers can go to them.
   static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 112;
   static_assert(kPart % 8 == 0 && kKeys % 16 == 0 && kSharedBytes <= kMaxShared);
 };
 
-/// What the kernel knows besides the AttentionLaunch. A step is what the warpgroups of a block do
-/// at a time: neighbouring units of one head (and part). The first `wide_heads` are cut into steps
-/// of as many units as there are warpgroups, the others into steps of `narrow`.
-struct Work {
+/// What the kernel needs besides the AttentionLaunch. A step is what the warpgroups of a CTA do at
+/// a time: neighbouring query tiles of one head (and part). The first `wide_heads` are cut into
+/// steps of as many query tiles as there are warpgroups, the others into steps of `narrow`.
+struct Params {
   CUtensorMap q, k, v;
-  int units = 0;  // of a head
+  int query_tiles = 0;  // of a head
   int wide_heads = 0, narrow = 1, steps = 0;
-  Divisor wide_steps, narrow_steps;  // of a head
-  Divisor heads, blocks;
-  int shift = 0;  // from one round of steps to the next, in blocks
+  FastDivmod wide_steps, narrow_steps;  // of a head
+  FastDivmod heads, blocks;
+  int shift = 0;  // from one round of steps to the next, in CTAs
 };
 
 struct Step {
-  int active = 0;  // units
+  int active = 0;  // query tiles
   int query = 0, part = 0, head = 0, image = 0;
 };
-/// Number `turn` of this block; beyond the last, no units.
+/// Step number `turn` of this CTA; beyond the last, it has no query tiles.
 template <typename T>
-__device__ inline Step StepAt(const AttentionLaunch& attention, const Work& work, int turn) {
+__device__ inline Step StepAt(const AttentionLaunch& attention, const Params& params, int turn) {
   const int blocks = gridDim.x;
-  int index = turn * blocks + (static_cast<int>(blockIdx.x) + turn * work.shift) % work.blocks;
-  if (index >= work.steps) return {};
-  const bool wide = index < work.wide_heads * work.wide_steps.value;
-  const int width = wide ? T::kGroups : work.narrow;
-  const Divisor& of_head = wide ? work.wide_steps : work.narrow_steps;
-  if (!wide) index -= work.wide_heads * work.wide_steps.value;
-  const int head = index / of_head + (wide ? 0 : work.wide_heads), first = index % of_head * width;
+  int index = turn * blocks + (static_cast<int>(blockIdx.x) + turn * params.shift) % params.blocks;
+  if (index >= params.steps) return {};
+  const bool wide = index < params.wide_heads * params.wide_steps.value;
+  const int width = wide ? T::kGroups : params.narrow;
+  const FastDivmod& of_head = wide ? params.wide_steps : params.narrow_steps;
+  if (!wide) index -= params.wide_heads * params.wide_steps.value;
+  const int head = index / of_head + (wide ? 0 : params.wide_heads),
+            first = index % of_head * width;
   Step step;
-  step.active = min(width, work.units - first);
-  step.query = first * kUnit;
+  step.active = min(width, params.query_tiles - first);
+  step.query = first * kQueryTile;
   step.part = head % T::kParts;
-  step.head = head / T::kParts % work.heads;
-  // From the last image on, which the projection before left in the L2.
-  step.image = attention.images - 1 - head / T::kParts / work.heads;
+  step.head = head / T::kParts % params.heads;
+  // From the last image on: the projection before left it in the L2.
+  step.image = attention.images - 1 - head / T::kParts / params.heads;
   return step;
 }
 
@@ -98,13 +101,13 @@ __device__ inline Step StepAt(const AttentionLaunch& attention, const Work& work
 struct Softmax {
   float maximum[2];
   float sum[2];     // of this lane's columns; lanes are added at the end
-  float shrink[2];  // what the output so far is to be multiplied by
+  float shrink[2];  // factor of the output so far
 
-  /// Scores to weights; kMasked: of the tile's keys before `valid`. A maximum moves only when it
-  /// grows by more than 2^kSlack, so that the output seldom has to be scaled: weights up to
-  /// 2^kSlack are as precise. It is the row's own affair.
+  /// Turns scores into weights; kMasked: only keys before `valid` count. The maximum moves only
+  /// when it grows by more than 2^kSlack, so that the output is seldom rescaled; weights up to
+  /// 2^kSlack are as precise. This depends on the row alone.
   ///
-  /// There is no branch in it: the compiler lets no product run on across one.
+  /// No branches: the compiler ends a wgmma before any branch.
   template <bool kMasked, int kScores>
   __device__ inline void Add(float (&scores)[kScores], bool first, int valid, float scale_log2) {
     constexpr float kSlack = 8;
@@ -198,7 +201,7 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     AttentionHopperKernel(const __grid_constant__ AttentionLaunch attention,
-                          const __grid_constant__ Work work) {
+                          const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char queries[];  // as the swizzle wants it
   unsigned char* const ring = queries + T::kAhead * T::kStepBytes;
@@ -207,7 +210,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   uint64_t* const queries_full = empty + T::kStages;
   uint64_t* const queries_empty = queries_full + T::kAhead;
 
-  // The same in all lanes, and known to be, so that descriptors live in uniform registers.
+  // Uniform for the compiler, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int key_tiles = (attention.key_tokens + T::kKeys - 1) / T::kKeys;
 
@@ -231,55 +234,56 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   };
 
   if (group == T::kGroups) {
-    if constexpr (T::kGroups > 1) KeepRegisters<T::kProducerRegisters>();
+    if constexpr (T::kGroups > 1) DecreaseRegisters<T::kProducerRegisters>();
     if (warp == T::kGroups * 4 && ElectOne()) {
-      PrefetchMap(&work.q);
-      PrefetchMap(&work.k);
-      PrefetchMap(&work.v);
-      WaitForPredecessors();  // consumers wait for what the copies bring
+      PrefetchTensorMap(&params.q);
+      PrefetchTensorMap(&params.k);
+      PrefetchTensorMap(&params.v);
+      WaitForPredecessors();  // consumers wait for the loads
       Step step;
-      for (int turn = 0; (step = StepAt<T>(attention, work, turn)).active > 0; ++turn) {
+      for (int turn = 0; (step = StepAt<T>(attention, params, turn)).active > 0; ++turn) {
         const int ahead = turn % T::kAhead;
         const auto copy = [&](unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
                               int rows, int first_line, int token) {
 #pragma unroll
           for (int line = 0; line < T::kLines; ++line) {
-            CopyBox(to + line * rows * kLine * 2, map, barrier, (first_line + line) * kLine,
+            TmaLoad(to + line * rows * kLine * 2, map, barrier, (first_line + line) * kLine,
                     step.head, token, step.image);
           }
         };
         const auto load = [&](const CUtensorMap* map, int key_tile, int part) {
           Wait(&empty[stage], (round & 1) ^ 1);
-          ArriveExpecting(&full[stage], T::kStageBytes);
+          ArriveExpectTx(&full[stage], T::kStageBytes);
           copy(ring + stage * T::kStageBytes, map, &full[stage], T::kKeys, part * T::kLines,
                key_tile * T::kKeys);
           advance(1);
         };
         const auto load_keys = [&](int key_tile) {
-          for (int part = 0; part < T::kParts; ++part) load(&work.k, key_tile, part);
+          for (int part = 0; part < T::kParts; ++part) load(&params.k, key_tile, part);
         };
         load_keys(0);
         Wait(&queries_empty[ahead], (turn / T::kAhead & 1) ^ 1);
-        ArriveExpecting(&queries_full[ahead], step.active * T::kUnitBytes);
+        ArriveExpectTx(&queries_full[ahead], step.active * T::kUnitBytes);
         for (int i = 0; i < step.active; ++i) {
           for (int part = 0; part < T::kParts; ++part) {
             copy(queries + ahead * T::kStepBytes + i * T::kUnitBytes +
                      part * T::kUnitBytes / T::kParts,
-                 &work.q, &queries_full[ahead], kUnit, part * T::kLines, step.query + i * kUnit);
+                 &params.q, &queries_full[ahead], kQueryTile, part * T::kLines,
+                 step.query + i * kQueryTile);
           }
         }
         for (int i = 1; i < key_tiles; ++i) {
           load_keys(i);
-          load(&work.v, i - 1, step.part);
+          load(&params.v, i - 1, step.part);
         }
-        load(&work.v, key_tiles - 1, step.part);
+        load(&params.v, key_tiles - 1, step.part);
       }
       ReleaseDependents();
     }
     return;
   }
 
-  if constexpr (T::kGroups > 1) TakeRegisters<T::kConsumerRegisters>();
+  if constexpr (T::kGroups > 1) IncreaseRegisters<T::kConsumerRegisters>();
   const bool signals = threadIdx.x % 128 == 0;
   const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
   float scores[T::kKeys / 2], output[T::kPart / 2];
@@ -290,31 +294,31 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
       Wait(&full[stage], round & 1);
-      FenceProducts();
+      WgmmaFence();
       const uint64_t q = MatrixDescriptor(queries + ahead * T::kStepBytes + group * T::kUnitBytes +
                                           part * T::kUnitBytes / T::kParts);
       const uint64_t k = MatrixDescriptor(ring + stage * T::kStageBytes);
 #pragma unroll
       for (int d = 0; d < T::kPart; d += 16) {
-        Multiply(scores, q + d / kLine * (kUnit * kLine * 2 >> 4) + d % kLine / 8,
-                 k + d / kLine * (T::kKeys * kLine * 2 >> 4) + d % kLine / 8, part + d > 0);
+        Wgmma(scores, q + d / kLine * (kQueryTile * kLine * 2 >> 4) + d % kLine / 8,
+              k + d / kLine * (T::kKeys * kLine * 2 >> 4) + d % kLine / 8, part + d > 0);
       }
       advance(1);
     }
-    CommitProducts();
+    WgmmaCommit();
   };
   const auto multiply_values = [&] {
     Wait(&full[stage], round & 1);
-    FenceProducts();
+    WgmmaFence();
     const uint64_t v = TransposedDescriptor(ring + stage * T::kStageBytes, T::kKeys * kLine * 2);
 #pragma unroll
     for (int key = 0; key < T::kKeys; key += 16) {
-      MultiplyAdd(output, weights + key / 4, v + key * 8);
+      Wgmma(output, weights + key / 4, v + key * 8);
     }
-    CommitProducts();
+    WgmmaCommit();
     advance(1);
   };
-  int released = 0;  // stages are given back in the order in which they came
+  int released = 0;  // stages are released in the order of their loads
   const auto release = [&](int stages) {
     for (int i = 0; i < stages; ++i) {
       if (signals) Arrive(&empty[released]);
@@ -329,23 +333,23 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     }
   };
 
-  // Named barrier 1 + i is the turn of warpgroup i, passed on by the one before it. Between steps
-  // it is the first one's.
+  // Named barrier 1 + i: warpgroup i may start its products. The one before it arrives there;
+  // between steps the first one may.
   const auto await_turn = [&](int active) {
-    if (T::kGroups > 1 && active > 1) SyncNamed(1 + group, 256);
+    if (T::kGroups > 1 && active > 1) NamedBarrierSync(1 + group, 256);
   };
   const auto pass_turn = [&](int active) {
-    if (T::kGroups > 1 && active > 1) ArriveNamed(group + 1 == active ? 1 : 2 + group, 256);
+    if (T::kGroups > 1 && active > 1) NamedBarrierArrive(group + 1 == active ? 1 : 2 + group, 256);
   };
-  if (T::kGroups > 1 && group == 1) ArriveNamed(1, 256);
+  if (T::kGroups > 1 && group == 1) NamedBarrierArrive(1, 256);
 
   Step step;
-  for (int turn = 0; (step = StepAt<T>(attention, work, turn)).active > 0; ++turn) {
+  for (int turn = 0; (step = StepAt<T>(attention, params, turn)).active > 0; ++turn) {
     const int ahead = turn % T::kAhead;
     Wait(&queries_full[ahead], turn / T::kAhead & 1);
-    if (group >= step.active) {  // has nothing to do but to give stages back
-      // A warp that came two phases late would wait for a third.
-      SyncNamed(1 + T::kGroups + group, 128);
+    if (group >= step.active) {  // idle: only releases stages
+      // An mbarrier distinguishes two phases only: do not fall behind.
+      NamedBarrierSync(1 + T::kGroups + group, 128);
       const int stages = key_tiles * (T::kParts + 1);
       if (warp % 4 == 0) {
         for (int i = 0; i < stages; ++i) {
@@ -364,7 +368,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
     for (int i = 0; i < T::kPart / 2; ++i) output[i] = 0;
     multiply_keys(ahead);
-    WaitProducts<0>();
+    WgmmaWait<0>();
     HoldRegisters(scores);
     release(T::kParts);
     // Scores alone read queries: those of the next step may come under the last weights and values.
@@ -379,15 +383,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       constexpr bool kLast = decltype(last)::value;
       await_turn(step.active);
       multiply_keys(ahead);
-      multiply_values();  // of the tile before
+      multiply_values();  // of the preceding tile
       pass_turn(step.active);
-      WaitProducts<1>();  // the scores
+      WgmmaWait<1>();  // the scores
       HoldRegisters(scores);
       release(T::kParts);
       if (kLast && signals) Arrive(&queries_empty[ahead]);
       softmax.Add<kLast>(scores, false, valid, scale_log2);
       HoldRegisters(scores);  // the wait must not move up before the softmax
-      WaitProducts<0>();
+      WgmmaWait<0>();
       HoldRegisters(output);
       release(1);
       if (__any_sync(~0u, softmax.shrink[0] != 1 || softmax.shrink[1] != 1)) {
@@ -400,12 +404,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     for (int i = 1; i < key_tiles - 1; ++i) add_tile(std::false_type());
     if (key_tiles > 1) add_tile(std::true_type());
     multiply_values();
-    WaitProducts<0>();
+    WgmmaWait<0>();
     HoldRegisters(output);
     release(1);
     WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
   }
-  if (T::kGroups > 1 && group == 0) SyncNamed(1, 256);  // nobody leaves a turn behind
+  if (T::kGroups > 1 && group == 0) NamedBarrierSync(1, 256);  // leaves no arrival pending
 #endif
 }
 
@@ -438,27 +442,27 @@ CUresult EncodeHeads(CUtensorMap* map, const Rows& rows, const AttentionLaunch& 
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-/// Wide steps are the quickest a unit, but the last round of blocks may have few of them. So some
-/// heads, or all, are cut into narrower ones, by what the rounds should cost. The last of a head's
-/// wide steps may have fewer units than there are warpgroups: over the rounds each block gets its
+/// Wide steps are the fastest per query tile, but may leave the last wave nearly empty. So some
+/// heads, or all, are cut into narrower steps, by the cost of the waves. The last step of a head
+/// may be partly filled: from wave to wave CTAs take another place in a head, so that each gets its
 /// share of these.
-void CutIntoSteps(int heads, int groups, int blocks, Work* work) {
+void CutIntoSteps(int heads, int groups, int blocks, Params* params) {
   const auto rounds = [&](int steps) { return (steps + blocks - 1) / blocks; };
   const auto cost = [](double width) { return 6 + 5 * width; };  // of a step: measured on an H200
-  const int wide_steps = (work->units + groups - 1) / groups;
-  const double mean_cost = cost(static_cast<double>(work->units) / wide_steps);
-  while (std::gcd(blocks + work->shift, wide_steps) != 1) ++work->shift;
+  const int wide_steps = (params->query_tiles + groups - 1) / groups;
+  const double mean_cost = cost(static_cast<double>(params->query_tiles) / wide_steps);
+  while (std::gcd(blocks + params->shift, wide_steps) != 1) ++params->shift;
   const int full_rounds = static_cast<int>(int64_t{heads} * wide_steps / blocks);
   double least = INFINITY;
   for (int wide_heads : {heads, static_cast<int>(int64_t{full_rounds} * blocks / wide_steps), 0}) {
     for (int narrow = groups; narrow > 0; --narrow) {
       const int wide = wide_heads * wide_steps;
-      const int steps = wide + (heads - wide_heads) * ((work->units + narrow - 1) / narrow);
+      const int steps = wide + (heads - wide_heads) * ((params->query_tiles + narrow - 1) / narrow);
       const double total = (wide > 0 ? (rounds(wide) - 1) * mean_cost + cost(groups) : 0) +
                            (rounds(steps) - rounds(wide)) * cost(narrow);
       if (total < least) {
         least = total;
-        work->wide_heads = wide_heads, work->narrow = narrow, work->steps = steps;
+        params->wide_heads = wide_heads, params->narrow = narrow, params->steps = steps;
       }
     }
   }
@@ -467,26 +471,28 @@ void CutIntoSteps(int heads, int groups, int blocks, Work* work) {
 template <typename T>
 cudaError_t LaunchTile(const AttentionLaunch& attention, const Queue& queue) {
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  Work work;
+  Params params;
   for (CUresult result :
-       {EncodeHeads(&work.q, attention.q, attention, attention.tokens, kUnit),
-        EncodeHeads(&work.k, attention.k, attention, attention.key_tokens, T::kKeys),
-        EncodeHeads(&work.v, attention.v, attention, attention.key_tokens, T::kKeys)}) {
+       {EncodeHeads(&params.q, attention.q, attention, attention.tokens, kQueryTile),
+        EncodeHeads(&params.k, attention.k, attention, attention.key_tokens, T::kKeys),
+        EncodeHeads(&params.v, attention.v, attention, attention.key_tokens, T::kKeys)}) {
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
-  work.units = (attention.tokens + kUnit - 1) / kUnit;
-  if (int64_t{attention.images} * attention.heads * T::kParts * work.units > INT32_MAX) {
+  params.query_tiles = (attention.tokens + kQueryTile - 1) / kQueryTile;
+  if (int64_t{attention.images} * attention.heads * T::kParts * params.query_tiles > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
   const int blocks = queue.multiprocessors * T::kBlocks;
-  CutIntoSteps(attention.images * attention.heads * T::kParts, T::kGroups, blocks, &work);
-  const int grid = std::min(work.steps, blocks);
-  const auto of_head = [&](int width) { return Divisor((work.units + width - 1) / width); };
-  work.wide_steps = of_head(T::kGroups), work.narrow_steps = of_head(work.narrow);
-  work.heads = Divisor(attention.heads), work.blocks = Divisor(grid);
+  CutIntoSteps(attention.images * attention.heads * T::kParts, T::kGroups, blocks, &params);
+  const int grid = std::min(params.steps, blocks);
+  const auto of_head = [&](int width) {
+    return FastDivmod((params.query_tiles + width - 1) / width);
+  };
+  params.wide_steps = of_head(T::kGroups), params.narrow_steps = of_head(params.narrow);
+  params.heads = FastDivmod(attention.heads), params.blocks = FastDivmod(grid);
   return LaunchDependent(AttentionHopperKernel<T>,
                          {static_cast<unsigned>(grid), T::kThreads, T::kSharedBytes}, queue,
-                         attention, work);
+                         attention, params);
 }
 
 template <typename... T>
@@ -515,7 +521,7 @@ cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue&
   // whose steps are whole heads, with room for keys and values of two. The bits depend on the tile
   // of keys, hence on the row's shape alone.
   if (dim <= 64 && attention.tokens <= 256) {
-    const bool whole = attention.tokens > 3 * kUnit &&
+    const bool whole = attention.tokens > 3 * kQueryTile &&
                        int64_t{attention.images} * attention.heads >= 2 * queue.multiprocessors;
     return whole ? LaunchTile<Dim64Whole>(attention, queue)
                  : LaunchTile<Dim64Short>(attention, queue);
@@ -525,11 +531,12 @@ cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue&
   if (dim <= 128) return LaunchTile<Dim128>(attention, queue);
   if (dim <= 160) return LaunchTile<Dim160>(attention, queue);
   if (dim <= 256) {
-    // Few units leave most of the device idle: each makes a part of its columns.
-    const int64_t units =
-        int64_t{attention.images} * attention.heads * ((attention.tokens + kUnit - 1) / kUnit);
-    if (units * 4 <= queue.multiprocessors) return LaunchTile<Dim256Quarters>(attention, queue);
-    if (units * 2 <= queue.multiprocessors) return LaunchTile<Dim256Halves>(attention, queue);
+    // Few query tiles leave most of the device idle: each makes a part of its columns.
+    const int64_t query_tiles = int64_t{attention.images} * attention.heads *
+                                ((attention.tokens + kQueryTile - 1) / kQueryTile);
+    if (query_tiles * 4 <= queue.multiprocessors)
+      return LaunchTile<Dim256Quarters>(attention, queue);
+    if (query_tiles * 2 <= queue.multiprocessors) return LaunchTile<Dim256Halves>(attention, queue);
     return LaunchTile<Dim256>(attention, queue);
   }
   return LaunchTile<Dim512>(attention, queue);

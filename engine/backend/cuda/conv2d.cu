@@ -1,18 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
 // Convolution and linear on tensor cores: an implicit GEMM, out[m, n] = Σ_k in[m, k] · weight[n, k]
 // with m a pixel of any image, n an output channel and k = (kh, kw, channel); see docs/kernels.md.
 //
-// Policy. One block makes one kM × kN tile of the output with the whole of k, in steps of 32
-// through a ring of kStages tiles in shared memory, each step two mma of depth 16. An output is
-// therefore summed in the same order whatever the tile size and the batch, and the launcher may
-// choose the tile by the size of the grid. k is never split. bf16 operands, fp32 accumulation.
-// A warp makes up to 64 × 64 outputs, since it reads shared memory in proportion to its tile's
-// edges and multiplies in proportion to its area; half of that where k is short, so that four warps
-// a scheduler hide what comes before and after. It loads the operands of the next mma while the
-// present ones multiply.
+// Policy. A CTA computes one kM × kN tile of the output over all of k, in steps of 32 through a
+// pipeline of kStages stages in shared memory; a step is two mma of depth 16. There is no split-K,
+// so an output is added in the same order whatever the tile and the batch, and the launcher may
+// choose the tile by the size of the grid. bf16 operands, fp32 accumulators. Warp tiles are up to
+// 64 × 64: shared memory traffic grows with a tile's edges, products with its area. Where k is
+// short they are half as large, so that four warps a scheduler hide prologue and epilogue. The
+// operands of the next mma are loaded while the present one multiplies.
 //
-// Inputs reach shared memory in one of three ways: 16-byte asynchronous copies; through registers,
-// eight at a time, when they are fp32; or one element at a time, when the channels are no multiple
-// of eight (3, 4, 9) or not aligned.
+// Inputs reach shared memory in one of three ways: by cp.async, 16 bytes at a time; through
+// registers, eight at a time, when they are fp32; or one element at a time, when the channels are
+// no multiple of eight (3, 4, 9) or not aligned.
 
 #include <utility>
 
@@ -48,7 +48,7 @@ __device__ inline int Swizzled(int row, int chunk) {
 template <typename T, Inputs kInputs, bool kVectors>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     Conv2dKernel(const __grid_constant__ Conv2dLaunch conv, const float* bias,
-                 const __grid_constant__ Plane plane, const __grid_constant__ Divisor n_tiles) {
+                 const __grid_constant__ Plane plane, const __grid_constant__ FastDivmod n_tiles) {
   constexpr int kStages = T::kStages;
   constexpr int kRowsApart = T::kThreads / kChunks;
   constexpr int kRows = T::kM / kRowsApart, kWeightRows = T::kN / kRowsApart;
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       static_cast<int64_t>(phase * conv.outputs + n0 + first_row) * conv.weight_stride + chunk * 8;
 
   // Asynchronous copies: the pixel under `tap` for each row, or −1, and the channel in its source.
-  // They are found anew when the tap or the source changes and advance along the channels in
-  // between, since index arithmetic would otherwise outweigh the multiplications.
+  // They are computed when the tap or the source changes and advance along the channels in between,
+  // since index arithmetic would otherwise cost more than the products.
   int pixels[kRows];
   const __nv_bfloat16* source = nullptr;
   int source_stride = 0, channels = 0, channels_done = 0;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_m = warp / T::kWarpsN * kWarpM, warp_n = warp % T::kWarpsN * kWarpN;
   float sums[kFragmentsM][kFragmentsN][4];
-  BeginWithBias(bias, n0 + warp_n, conv.outputs, sums);
+  InitWithBias(bias, n0 + warp_n, conv.outputs, sums);
   uint32_t a[2][kFragmentsM][4], b[2][kFragmentsN / 2][4];  // one multiplied, one being loaded
   // Where this lane reads the first of its warp's rows. Sixteen rows further the bits that swizzle
   // are the same; sixteen deeper two chunks differ, which is one bit of the swizzled address.
@@ -157,21 +157,21 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int steps = conv.weight_stride / kDepth;
   const __nv_bfloat16* const first_weight = weight;
   for (int stage = 0; stage < kStages - 1; ++stage) {  // no other kernel's output
-    if (stage < steps) Share<kWeightRows, 1>(0, [&](int i) { fill_weights(stage, i); });
+    if (stage < steps) Interleave<kWeightRows, 1>(0, [&](int i) { fill_weights(stage, i); });
     weight += kDepth;
   }
   weight = first_weight;
   WaitForPredecessors();
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (stage < steps) {
-      Share<kRows, 1>(0, [&](int i) { fill_inputs(stage, i); });
+      Interleave<kRows, 1>(0, [&](int i) { fill_inputs(stage, i); });
       advance();
     }
     CommitCopies();
   }
   WaitCopies<kStages - 2>();
   __syncthreads();
-  Share<kLoads, 1>(0, [&](int part) { load(0, 0, 0, part); });
+  Interleave<kLoads, 1>(0, [&](int part) { load(0, 0, 0, part); });
   int stage = 0, empty_stage = kStages - 1;
   for (int step = 0; step < steps; ++step) {
     const bool filling = step + kStages - 1 < steps;
@@ -189,10 +189,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
         // Copies and loads between the multiplications, which would otherwise wait for them.
-        Share<kLoads, kFragmentsN>(
+        Interleave<kLoads, kFragmentsN>(
             j, [&](int part) { load(1 - now, stage, (k + 16) % kDepth, part); });
         if (k == 0 && filling) {
-          Share<kFills, kFragmentsN>(j, [&](int part) { fill(empty_stage, part); });
+          Interleave<kFills, kFragmentsN>(j, [&](int part) { fill(empty_stage, part); });
         }
 #pragma unroll
         for (int i = 0; i < kFragmentsM; ++i) {
@@ -229,7 +229,7 @@ int64_t Blocks(const Conv2dLaunch& conv, int tile_m, int tile_n) {
 
 template <typename T, Inputs kInputs, bool kVectors>
 cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
-  const Divisor n_tiles((conv.outputs + T::kN - 1) / T::kN);
+  const FastDivmod n_tiles((conv.outputs + T::kN - 1) / T::kN);
   const unsigned blocks = static_cast<unsigned>(Blocks(conv, T::kM, T::kN));
   const float* bias = conv.bias;
   conv.bias = nullptr;

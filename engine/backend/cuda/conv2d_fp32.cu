@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The implicit GEMM of conv2d.cu in fp32 arithmetic, for the debugging mode: inputs, weights and
 // accumulation in fp32, one fused multiply-add per product, k in order.
 //

@@ -1,6 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
 // Convolutions with few input channels or few outputs: the first and the last one of a UNet, on
-// tensor cores, for chips from sm_80 on. There is hardly anything to multiply; what counts is that
-// memory sees every activation once.
+// tensor cores, for every architecture from sm_80 on. There is little to multiply, so the aim is to
+// read every activation from memory once.
 //
 // Few inputs. A block brings what the windows of a tile of pixels see into shared memory, where the
 // lanes of a warp gather the at most 64 inputs of each of 16 pixels as the left operand of mma
@@ -13,8 +14,8 @@
 #include <algorithm>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/mma.cuh"
 
 namespace denoised::cuda {
@@ -43,9 +44,9 @@ __device__ int OutputOf(int tile, int column) {
 
 struct InputTile {
   int height;
-  Divisor width;
-  Divisor across, of_image;  // tiles
-  Divisor channels;
+  FastDivmod width;
+  FastDivmod across, of_image;  // tiles
+  FastDivmod channels;
   int tiles;
 };
 
@@ -175,14 +176,15 @@ cudaError_t LaunchFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
   const unsigned slices = conv.outputs / (kInputTiles * kTile);
   InputTile size;
   const int width = std::min(conv.out_width, 32);
-  size.width = Divisor(width);
-  size.across = Divisor((conv.out_width + width - 1) / width);
-  size.channels = Divisor(conv.channels);
+  size.width = FastDivmod(width);
+  size.across = FastDivmod((conv.out_width + width - 1) / width);
+  size.channels = FastDivmod(conv.channels);
   // Large tiles see fewer pixels twice; small ones let one image fill the device.
   const int64_t pixels = int64_t{conv.images} * conv.out_height * conv.out_width;
   const int tile_pixels = pixels < int64_t{queue.multiprocessors} * 256 ? 64 : 256;
   size.height = std::max(1, tile_pixels / width);
-  size.of_image = Divisor(size.across.value * ((conv.out_height + size.height - 1) / size.height));
+  size.of_image =
+      FastDivmod(size.across.value * ((conv.out_height + size.height - 1) / size.height));
   size.tiles = conv.images * size.of_image.value;
   // Blocks that stay: weights are read once. Up to four of them fit on a multiprocessor.
   const unsigned blocks =
@@ -203,8 +205,8 @@ constexpr int kMaxChunks = 10;     // 320 channels
 
 struct OutputTile {
   int height;
-  Divisor width, seen_width;  // and with the pixels around it
-  Divisor outputs;            // of the convolution
+  FastDivmod width, seen_width;  // and with the pixels around it
+  FastDivmod outputs;            // of the convolution
 };
 
 __host__ __device__ constexpr int ProductStride(int tiles) { return tiles * kTile + 4; }
@@ -307,7 +309,8 @@ cudaError_t LaunchFewOutputs(const Conv2dLaunch& conv, const Queue& queue) {
   const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
   const bool small = pixels < int64_t{queue.multiprocessors} * 256;
   const int height = small || kTiles > 4 ? 4 : 8, width = std::min(conv.width, small ? 8 : 32);
-  const OutputTile size = {height, Divisor(width), Divisor(width + 2), Divisor(conv.outputs)};
+  const OutputTile size = {height, FastDivmod(width), FastDivmod(width + 2),
+                           FastDivmod(conv.outputs)};
   return LaunchDependent(
       FewOutputsKernel<kTiles>,
       {dim3((conv.width + width - 1) / width, (conv.height + height - 1) / height, conv.images),

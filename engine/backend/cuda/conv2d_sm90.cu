@@ -1,19 +1,20 @@
-// Convolution and linear for Hopper: the implicit GEMM of conv2d.cu with the copy engine, wgmma and
-// barriers in shared memory. See docs/kernels.md for a picture.
+// SPDX-License-Identifier: Apache-2.0
+// Convolution and linear for Hopper: the implicit GEMM of conv2d.cu with TMA, wgmma and mbarriers.
+// See docs/kernels.md for a picture.
 //
-// Policy. A block has one producer warp and two consumer warpgroups or three. The producer asks the
-// copy engine for a step of 64 elements along k, 64 channels under one tap, for a tile's pixels
-// (im2col mode: padding, stride and the ends of rows and images are the engine's business) and for
-// its outputs' weights. Steps pass through a ring in shared memory; consumers multiply them into
-// registers. They either share a tile, a part of the pixels each, or take tiles in turn, so that
-// one finishes its tile while the other multiplies. A warp for each of them stores what it leaves
-// in shared memory. Blocks may form clusters that share weights.
+// Policy. Warp-specialised and persistent: a producer warp, and two or three consumer warpgroups.
+// For each step of 64 elements along k (64 channels under one tap) the producer issues TMA loads of
+// the tile's pixels (im2col mode, which handles padding, stride and the ends of lines and images)
+// and of its weights. Consumers multiply the stages into accumulators. With the cooperative
+// schedule they share a tile; with ping-pong each has a tile of its own, so that one runs its
+// epilogue while the other multiplies. A warp for each consumer stores the epilogue's output from
+// shared memory. The CTAs of a cluster may multicast weights to each other.
 //
-// k may be cut into `splits` runs of steps whose sums are added in order: how many is decided by
-// the layer's shape alone. Here one block adds them, in registers (kFold); in conv_unit_sm90.cu,
-// for few pixels, a cluster of blocks shares them. Both give the same bits. Nearest-neighbour
-// doubling before a 3×3 convolution is four 2×2 convolutions, one for each parity of the output's
-// row and column (weights.cc adds up the taps that see the same pixel).
+// Split-K: the layer's shape alone decides on the number of splits, which are added in order. Here
+// one CTA adds them in registers (kSplitK); in conv64x64_sm90.cu, for few pixels, the CTAs of a
+// cluster share them. Both give the same bits. Nearest-neighbour doubling before a 3×3 convolution
+// becomes four 2×2 convolutions, one for each parity of the output's row and column (pack_weight.cu
+// adds the taps that see the same pixel).
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv_sm90.cuh"
@@ -21,23 +22,24 @@
 namespace denoised::cuda {
 namespace {
 
-enum class Share {
-  kPixels,  // consumers share a tile
-  kTurns,   // consumers take tiles in turn
+enum class Schedule {
+  kCooperative,  // consumers share a tile
+  kPingPong,     // each consumer has a tile of its own
 };
 
 /// Tiles of kM pixels and kN outputs, of kGroups consumer warpgroups.
-template <int kM_, int kN_, Share kShare_, int kStages_, bool kFolds_, int kGroups_ = 2>
+template <int kM_, int kN_, Schedule kSchedule_, int kStages_, bool kSplitK_, int kGroups_ = 2>
 struct Tile {
   static constexpr int kM = kM_, kN = kN_, kStages = kStages_;
   static constexpr int kGroups = kGroups_;
-  static constexpr bool kTurns = kShare_ == Share::kTurns, kFolds = kFolds_;
-  static constexpr int kTakers = kTurns ? kGroups : 1;       // of tiles, at a time
-  static constexpr int kRows = kM / 64 * kTakers / kGroups;  // of 64 pixels, a consumer
-  static constexpr int kSums = kN / 2;                       // a thread, of 64 pixels
+  static constexpr bool kPingPong = kSchedule_ == Schedule::kPingPong, kSplitK = kSplitK_;
+  static constexpr int kTilesInFlight =
+      kPingPong ? kGroups : 1;  // tiles that consumers work on at a time
+  static constexpr int kRows = kM / 64 * kTilesInFlight / kGroups;  // 64 pixels each, per consumer
+  static constexpr int kAccumulators = kN / 2;                      // per thread and 64 pixels
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
-  // Wide tiles leave through shared memory, in boxes of 64 pixels.
+  // Wide tiles are stored through shared memory, in boxes of 64 pixels.
   static constexpr bool kStaged = kN > 64;
   static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
   static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // of a consumer
@@ -51,59 +53,59 @@ struct Tile {
   static_assert(kN % 32 == 0 && kSharedBytes <= 232448);
 };
 
-/// What the kernel knows besides the epilogue's Conv2dLaunch.
-struct Work {
+/// What the kernel needs besides the epilogue's Conv2dLaunch.
+struct Params {
   CUtensorMap x, x2, weight;
-  CUtensorMap residual, out;  // of tiles whose pixels follow each other in the output
+  CUtensorMap residual, out;  // where phases == 1
   Grid grid;
   int chunks = 0;  // of x
   Depth depth;
-  int shared = 1;                // blocks of a cluster, neighbours along m
-  int part = 0;                  // outputs whose weights each of them copies for all
+  int shared = 1;                // CTAs of a cluster, neighbours along m, that multicast weights
+  int part = 0;                  // outputs whose weights each of them loads for all
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
-  // Tiles are counted by clusters, along n first, or band by band: a band's along m, then along n.
-  Divisor band, last_band;  // clusters along m
-  Divisor band_tiles;
-  int bands = 0;        // whole ones, of a phase
-  int phase_tiles = 0;  // counted by clusters
-  Divisor splits;
+  // Rasterisation, in units of clusters: along n first; or band by band, in a band along m first.
+  FastDivmod band, last_band;  // clusters along m
+  FastDivmod band_tiles;
+  int bands = 0;        // whole bands of a phase
+  int phase_tiles = 0;  // in clusters
+  FastDivmod splits;
   const float* bias = nullptr;
   Rows add;                // per image
-  bool add_pairs = false;  // in pairs of bf16
-  ShortcutWork shortcut;
+  bool add_pairs = false;  // read in pairs of bf16
+  ShortcutParams shortcut;
 };
 
-__device__ inline int FirstStep(const Work& work, int split) {
-  return work.depth.steps.value * split / work.splits;
+__device__ inline int FirstStep(const Params& params, int split) {
+  return params.depth.steps.value * split / params.splits;
 }
 
 struct TileAt {
   int phase, m0, n0;
 };
 template <typename T>
-__device__ inline TileAt TileOf(const Work& work, int index, int rank) {
+__device__ inline TileAt TileOf(const Params& params, int index, int rank) {
   int phase = 0;
-  while (index >= work.phase_tiles) index -= work.phase_tiles, ++phase;
-  const int band = index / work.band_tiles, in_band = index % work.band_tiles;
-  const Divisor& height = band < work.bands ? work.band : work.last_band;
-  const int m = band * work.band.value + in_band % height;
-  return {phase, (m * work.shared + rank) * T::kM, in_band / height * T::kN};
+  while (index >= params.phase_tiles) index -= params.phase_tiles, ++phase;
+  const int band = index / params.band_tiles, in_band = index % params.band_tiles;
+  const FastDivmod& height = band < params.bands ? params.band : params.last_band;
+  const int m = band * params.band.value + in_band % height;
+  return {phase, (m * params.shared + rank) * T::kM, in_band / height * T::kN};
 }
 
-/// Adds what is added per image to a thread's 64 pixels' sums, whose first is pixel m and whose
-/// other is m + 8; n0 is the tile's first output.
-template <int kSums>
-__device__ inline void AddToTile(const Conv2dLaunch& conv, const Work& work, int m, int n0,
-                                 float (&sums)[kSums]) {
+/// Adds conv.add to a thread's accumulators of two pixels, m and m + 8; n0 is the tile's first
+/// output.
+template <int kAccumulators>
+__device__ inline void AddToTile(const Conv2dLaunch& conv, const Params& params, int m, int n0,
+                                 float (&accumulators)[kAccumulators]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int image = min(m + 8 * h, work.grid.pixels - 1) / work.grid.image_pixels;
-    if (work.add_pairs) {
-      uint32_t pairs[kSums / 4];
-      LoadPerImage(conv, work.add, image, n0, pairs);
-      AddPerImage(pairs, h, sums);
-    } else if constexpr (kSums <= 32) {
-      AddPerImage(conv, work.add, image, n0, h, sums);
+    const int image = min(m + 8 * h, params.grid.pixels - 1) / params.grid.image_pixels;
+    if (params.add_pairs) {
+      uint32_t pairs[kAccumulators / 4];
+      LoadPerImage(conv, params.add, image, n0, pairs);
+      AddPerImage(pairs, h, accumulators);
+    } else if constexpr (kAccumulators <= 32) {
+      AddPerImage(conv, params.add, image, n0, h, accumulators);
     }
   }
 }
@@ -129,10 +131,10 @@ __device__ inline void ExchangeInQuad(float (&v)[8]) {
   }
 }
 
-/// Outputs of any dtype, alignment, activation and number: 64 pixels and 32 outputs. One row after
-/// the other, for it is much code.
-__device__ inline void FinishElements(const Conv2dLaunch& conv, const Work& work, int phase, int m0,
-                                      int n0, const float (&sums)[1][16]) {
+/// The epilogue for outputs of any dtype, alignment, activation and number: 64 pixels and 32
+/// outputs. One row after the other, to keep the code small.
+__device__ inline void FinishElements(const Conv2dLaunch& conv, const Params& params, int phase,
+                                      int m0, int n0, const float (&accumulators)[1][16]) {
   const int n = n0 + threadIdx.x % 4 * 8;
 #pragma unroll 1
   for (int h = 0; h < 2; ++h) {
@@ -141,22 +143,22 @@ __device__ inline void FinishElements(const Conv2dLaunch& conv, const Work& work
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int at = 4 * (j / 2) + j % 2;
-      v[j] = h == 0 ? sums[0][at] : sums[0][at + 2];
+      v[j] = h == 0 ? accumulators[0][at] : accumulators[0][at + 2];
     }
     ExchangeInQuad(v);
-    if (m >= work.grid.pixels || n >= conv.outputs) continue;
-    FinishOutputs(conv, OutputPixel(conv, work.grid, m, phase), n, v);
+    if (m >= params.grid.pixels || n >= conv.outputs) continue;
+    FinishOutputs(conv, OutputPixel(conv, params.grid, m, phase), n, v);
   }
 }
 
-/// Where a consumer's outputs lie before they leave, in boxes of 64 pixels × kBox outputs.
+/// The shared memory of a consumer's epilogue: boxes of 64 pixels × kBox outputs.
 template <typename T>
-struct Outbox {
+struct EpilogueBuffer {
   unsigned char* boxes;
-  uint64_t* ready;   // all boxes may be filled, and hold the residual if there is one
-  uint64_t* filled;  // of each box
-  bool scatters;  // emptied by ScatterOutbox(): all lanes arrive, for racecheck knows of no order
-                  // between what some did before and one told after a __syncwarp()
+  uint64_t* ready;   // boxes may be written; they hold the residual if there is one
+  uint64_t* filled;  // per box: it may be stored
+  bool scatters;     // ScatterEpilogue() stores it. Then all lanes arrive at `filled`, since
+                     // racecheck does not follow the order through __syncwarp()
 
   __device__ unsigned char* Box(int box) const { return boxes + box * T::kBoxBytes; }
   /// Eight outputs of a pixel of a box.
@@ -164,70 +166,71 @@ struct Outbox {
     return reinterpret_cast<uint4*>(Box(box) + row * T::kBox * 2) +
            (vector ^ SwizzleOf<T::kBox>(row));
   }
-  __device__ void Give(int box) const {
-    FenceForCopies();
+  __device__ void Commit(int box) const {
+    FenceProxyAsync();
     __syncwarp();
     if (scatters || threadIdx.x % 32 == 0) Arrive(&filled[box]);
   }
 };
 
-/// One thread's work for a consumer, which thus waits for no copy: boxes leave as soon as they are
-/// filled, and the next tile's residual takes their place. The tiles are those from `index` on, and
-/// the consumer's part of each begins `pixels_on` further on.
+/// By one thread for each consumer, which therefore never waits for a copy: stores boxes by TMA as
+/// soon as they are filled, then loads the next tile's residual into them. Tiles are those from
+/// `index` on; the consumer's part of each begins at pixel `pixels_on`.
 template <typename T>
-__device__ inline void EmptyOutbox(const Conv2dLaunch& conv, const Work& work,
-                                   const Outbox<T>& outbox, int index, int tiles, int stride,
-                                   int rank, int pixels_on) {
+__device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
+                                     const EpilogueBuffer<T>& epilogue, int index, int tiles,
+                                     int stride, int rank, int pixels_on) {
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
-    const TileAt tile = TileOf<T>(work, index, rank);
+    const TileAt tile = TileOf<T>(params, index, rank);
     const auto for_boxes = [&](const auto& what) {
 #pragma unroll 1
       for (int box = 0; box < T::kBoxes; ++box) {
         const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
         const int n = tile.n0 + box % T::kAcross * T::kBox;
-        what(box, n, m, m < work.grid.pixels && n < conv.outputs);
+        what(box, n, m, m < params.grid.pixels && n < conv.outputs);
       }
     };
     uint32_t bytes = 0;
     if (conv.residual.data != nullptr) {
       for_boxes([&](int, int, int, bool exists) { bytes += exists ? T::kBoxBytes : 0; });
     }
-    ArriveExpecting(outbox.ready, bytes);
+    ArriveExpectTx(epilogue.ready, bytes);
     if (bytes > 0) {
       for_boxes([&](int box, int n, int m, bool exists) {
-        if (exists) CopyBox(outbox.Box(box), &work.residual, outbox.ready, n, m);
+        if (exists) TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, m);
       });
     }
     for_boxes([&](int box, int n, int m, bool exists) {
-      Wait(&outbox.filled[box], parity);
-      if (exists) StoreBox(&work.out, outbox.Box(box), n, m);
+      Wait(&epilogue.filled[box], parity);
+      if (exists) TmaStore(&params.out, epilogue.Box(box), n, m);
     });
-    CommitStores();
-    WaitUntilStoresRead();
+    TmaStoreCommit();
+    TmaStoreWaitRead();
   }
 }
 
-/// The same by a warp, for outputs of a doubled image: a tile's are every second of some lines.
+/// The same by a warp, for doubled images: a tile's outputs are every second pixel of some lines,
+/// which TMA cannot store.
 template <typename T>
-__device__ inline void ScatterOutbox(const Conv2dLaunch& conv, const Work& work,
-                                     const Outbox<T>& outbox, int index, int tiles, int stride,
-                                     int rank, int pixels_on) {
+__device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& params,
+                                       const EpilogueBuffer<T>& epilogue, int index, int tiles,
+                                       int stride, int rank, int pixels_on) {
   constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes of a pixel, pixels at a time
-  const int lane = threadIdx.x % 32, width = work.grid.width.value;
+  const int lane = threadIdx.x % 32, width = params.grid.width.value;
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
-    const TileAt tile = TileOf<T>(work, index, rank);
+    const TileAt tile = TileOf<T>(params, index, rank);
     // what(vector in shared memory, of this output pixel's outputs from n on)
     const auto for_vectors = [&](int box, const auto& what) {
       const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
       const int m0 = tile.m0 + pixels_on + box / T::kAcross * 64;
-      const int rows = n < conv.outputs ? min(64, work.grid.pixels - m0) : 0;
-      int x = (m0 + lane / kLanes) % work.grid.width;
-      int pixel = static_cast<int>(OutputPixel(conv, work.grid, m0 + lane / kLanes, tile.phase));
+      const int rows = n < conv.outputs ? min(64, params.grid.pixels - m0) : 0;
+      int x = (m0 + lane / kLanes) % params.grid.width;
+      int pixel = static_cast<int>(OutputPixel(conv, params.grid, m0 + lane / kLanes, tile.phase));
 #pragma unroll 1
       for (int row = lane / kLanes; row < rows; row += kRows) {
-        what(outbox.VectorAt(box, row, lane % kLanes), pixel, n);
+        what(epilogue.VectorAt(box, row, lane % kLanes), pixel, n);
         x += kRows, pixel += 2 * kRows;
-        for (; x >= width; x -= width) pixel += 2 * width;  // a line is left out
+        for (; x >= width; x -= width) pixel += 2 * width;  // skips a line
       }
     };
     if (conv.residual.data != nullptr) {
@@ -236,9 +239,9 @@ __device__ inline void ScatterOutbox(const Conv2dLaunch& conv, const Work& work,
             box, [&](uint4* vector, int pixel, int n) { *vector = LoadResidual(conv, pixel, n); });
       }
     }
-    Arrive(outbox.ready);
+    Arrive(epilogue.ready);
     for (int box = 0; box < T::kBoxes; ++box) {
-      Wait(&outbox.filled[box], parity);
+      Wait(&epilogue.filled[box], parity);
       for_vectors(box, [&](const uint4* vector, int pixel, int n) {
         *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
                                   int64_t{pixel} * conv.out.stride + n) = *vector;
@@ -247,74 +250,75 @@ __device__ inline void ScatterOutbox(const Conv2dLaunch& conv, const Work& work,
   }
 }
 
-/// kFold: of several runs of k; else what adds them up is left out.
-template <typename T, bool kFold, bool kShortcut>
+/// kSplitK: with several splits of k; else the code that adds them is left out.
+template <typename T, bool kSplitK, bool kShortcut>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
-                       const __grid_constant__ Work work) {
+                       const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char block_shared[];  // as the swizzle wants it
-  // Through a shuffle, or every step would ask again where it lies.
+  // Through a shuffle: otherwise the compiler computes the address again in every step.
   auto* const ring = static_cast<unsigned char*>(
       __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
   unsigned char* const staging = ring + T::kStages * T::kStageBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
   uint64_t* const empty = full + T::kStages;
-  uint64_t* const turn = empty + T::kStages;  // a consumer's turn to multiply
-  uint64_t* const ready = turn + T::kGroups;
+  uint64_t* const order = empty + T::kStages;  // ping-pong: this consumer may multiply
+  uint64_t* const ready = order + T::kGroups;
   uint64_t* const filled = ready + T::kGroups;
   const auto inputs_of = [&](int stage) { return ring + stage * T::kStageBytes; };
   const auto weights_of = [&](int stage) { return inputs_of(stage) + T::kInputBytes; };
 
-  // The same in all lanes, and known to be, so that descriptors live in uniform registers.
+  // Uniform for the compiler, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
-  const int shared = work.shared, rank = static_cast<int>(ClusterRank());
-  const int tiles = work.grid.phases * (work.m_tiles / shared) * work.n_tiles;
+  const int shared = params.shared, rank = static_cast<int>(ClusterRank());
+  const int tiles = params.grid.phases * (params.m_tiles / shared) * params.n_tiles;
   const int first_tile = blockIdx.x / shared, stride = gridDim.x / shared;
 
   using Step = StepAt<kShortcut>;
   const auto copy_weights = [&](const TileAt& tile, const Step& step, int at) {
-    const WeightAt from = WeightOf(work, step);
+    const WeightAt from = WeightOf(params, step);
     if (shared == 1) {
-      CopyWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, tile.n0, tile.phase);
+      TmaLoadWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, tile.n0,
+                     tile.phase);
     } else {
-      CopyBoxTo(weights_of(at) + rank * work.part * kStepBytes, from.map, &full[at], from.channel,
-                from.tap, tile.n0 + rank * work.part, tile.phase,
-                static_cast<uint16_t>((1 << shared) - 1));
+      TmaLoadMulticast(weights_of(at) + rank * params.part * kStepBytes, from.map, &full[at],
+                       from.channel, from.tap, tile.n0 + rank * params.part, tile.phase,
+                       static_cast<uint16_t>((1 << shared) - 1));
     }
   };
-  // Weights are nobody's output: the first ones travel while the predecessor still runs.
+  // No kernel writes weights: the first loads overlap the preceding kernel.
   int early = 0;
   const auto copy_early = [&] {
-    const TileAt tile = TileOf<T>(work, first_tile, rank);
-    Step at(conv, work, 0);
-    for (; early < min(T::kStages, work.depth.steps.value); ++early) {
-      ArriveExpecting(&full[early], T::kStageBytes);
+    const TileAt tile = TileOf<T>(params, first_tile, rank);
+    Step at(conv, params, 0);
+    for (; early < min(T::kStages, params.depth.steps.value); ++early) {
+      ArriveExpectTx(&full[early], T::kStageBytes);
       copy_weights(tile, at, early);
-      at.Advance(conv, work);
+      at.Advance(conv, params);
     }
   };
 
-  const bool scatters = work.grid.phases > 1;
-  const auto pixels_on = [](int group) { return T::kTurns ? 0 : group * T::kRows * 64; };
+  const bool scatters = params.grid.phases > 1;
+  const auto pixels_on = [](int group) { return T::kPingPong ? 0 : group * T::kRows * 64; };
   const auto my_first_tile = [&](int group) {
-    return first_tile + (T::kTurns ? group * stride : 0);
+    return first_tile + (T::kPingPong ? group * stride : 0);
   };
-  const auto outbox_of = [&](int group) {
-    return Outbox<T>{staging + group * T::kBoxes * T::kBoxBytes, ready + group,
-                     filled + group * T::kBoxes, scatters};
+  const auto epilogue_of = [&](int group) {
+    return EpilogueBuffer<T>{staging + group * T::kBoxes * T::kBoxBytes, ready + group,
+                             filled + group * T::kBoxes, scatters};
   };
-  // Asked for at each place: ptxas then sees that one thread is meant, and spares each copy a loop
-  // over lanes.
-  constexpr int kCopies = T::kGroups * 4;  // the warp
+  // Elected anew in each condition: ptxas then knows that one thread runs it, and needs no loop
+  // over lanes for each copy.
+  constexpr int kCopies = T::kGroups * 4;  // the producer warp
   if (warp == kCopies && ElectOne()) {
-    PrefetchMaps<kShortcut>(work);
+    PrefetchTensorMaps<kShortcut>(params);
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
-      InitBarrier(&empty[stage], T::kGroups / T::kTakers * shared);
+      InitBarrier(&empty[stage], T::kGroups / T::kTilesInFlight * shared);
     }
     for (int i = 0; i < T::kGroups; ++i) {
-      InitBarrier(&turn[i], 4);  // a lane of each warp
+      InitBarrier(&order[i], 4);  // a lane of each warp
       InitBarrier(&ready[i], scatters ? 32 : 1);
     }
     for (int i = 0; i < T::kGroups * T::kBoxes; ++i) InitBarrier(&filled[i], scatters ? 128 : 4);
@@ -325,26 +329,26 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (shared > 1) ArriveAtClusterRelaxed();
 
   if (group == T::kGroups) {
-    KeepRegisters<T::kFewRegisters>();
+    DecreaseRegisters<T::kFewRegisters>();
     if (shared > 1) WaitForCluster();
     if (warp == kCopies && ElectOne()) {
       if (shared > 1) copy_early();
       int stage = 0, round = 0;
       WaitForPredecessors();
       for (int index = first_tile; index < tiles; index += stride) {
-        const TileAt tile = TileOf<T>(work, index, rank);
-        const StartAt start = work.grid.flat ? StartAt() : StartOf(work.grid, tile.m0);
-        Step at(conv, work, 0);
-        for (int step = 0; step < work.depth.steps.value; ++step) {
+        const TileAt tile = TileOf<T>(params, index, rank);
+        const StartAt start = params.grid.flat ? StartAt() : StartOf(params.grid, tile.m0);
+        Step at(conv, params, 0);
+        for (int step = 0; step < params.depth.steps.value; ++step) {
           if (early > 0) {
             --early;
           } else {
             Wait(&empty[stage], (round & 1) ^ 1);
-            ArriveExpecting(&full[stage], T::kStageBytes);
+            ArriveExpectTx(&full[stage], T::kStageBytes);
             copy_weights(tile, at, stage);
           }
-          CopyInputs(inputs_of(stage), work, at, start, tile.m0, tile.phase, &full[stage]);
-          at.Advance(conv, work);
+          LoadInputsByTma(inputs_of(stage), params, at, start, tile.m0, tile.phase, &full[stage]);
+          at.Advance(conv, params);
           if (++stage == T::kStages) stage = 0, ++round;
         }
       }
@@ -354,125 +358,127 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if (T::kStaged && of >= 0 && of < T::kGroups) {
       WaitForPredecessors();
       if (scatters) {
-        ScatterOutbox<T>(conv, work, outbox_of(of), my_first_tile(of), tiles, T::kTakers * stride,
-                         rank, pixels_on(of));
+        ScatterEpilogue<T>(conv, params, epilogue_of(of), my_first_tile(of), tiles,
+                           T::kTilesInFlight * stride, rank, pixels_on(of));
       } else if (ElectOne()) {
-        EmptyOutbox<T>(conv, work, outbox_of(of), my_first_tile(of), tiles, T::kTakers * stride,
-                       rank, pixels_on(of));
+        StoreEpilogue<T>(conv, params, epilogue_of(of), my_first_tile(of), tiles,
+                         T::kTilesInFlight * stride, rank, pixels_on(of));
       }
     }
   } else {
-    TakeRegisters<T::kManyRegisters>();
+    IncreaseRegisters<T::kManyRegisters>();
     if (shared > 1) WaitForCluster();
     const bool signals = threadIdx.x % 128 < shared;
     const auto release = [&](int done) {
       if (signals) ArriveAt(&empty[done], threadIdx.x % 128);
     };
-    const Outbox<T> outbox = outbox_of(group);
-    const int splits = kFold ? work.splits.value : 1;
+    const EpilogueBuffer<T> epilogue = epilogue_of(group);
+    const int splits = kSplitK ? params.splits.value : 1;
 
-    int position = T::kTurns ? group * work.depth.steps.value : 0;  // in the sequence of steps
+    int position =
+        T::kPingPong ? group * params.depth.steps.value : 0;  // among all steps of this CTA
     int tiles_done = 0;
     const int my_row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     for (int index = my_first_tile(group); index < tiles;
-         index += T::kTakers * stride, ++tiles_done) {
-      const TileAt tile = TileOf<T>(work, index, rank);
+         index += T::kTilesInFlight * stride, ++tiles_done) {
+      const TileAt tile = TileOf<T>(params, index, rank);
       const int m0 = tile.m0 + pixels_on(group);
       int stage = position % T::kStages, round = position / T::kStages;
-      position += T::kTakers * work.depth.steps.value;
+      position += T::kTilesInFlight * params.depth.steps.value;
 
-      float sums[T::kRows][T::kSums], total[T::kRows][kFold ? T::kSums : 1];
+      float accumulators[T::kRows][T::kAccumulators],
+          total[T::kRows][kSplitK ? T::kAccumulators : 1];
       for (int split = 0; split < splits; ++split) {
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
-          BeginSums(split == 0 ? work.bias : nullptr, tile.n0, sums[i]);
+          InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
         }
-        const int steps =
-            kFold ? FirstStep(work, split + 1) - FirstStep(work, split) : work.depth.steps.value;
+        const int steps = kSplitK ? FirstStep(params, split + 1) - FirstStep(params, split)
+                                  : params.depth.steps.value;
         int previous = -1;
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
+        for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
         WaitForPredecessors();
-        // Also because a barrier tells two phases apart, not three: nobody may wait for a step that
-        // is a whole ring away.
-        if (T::kTurns && split == 0) Wait(&turn[group], (tiles_done + group + 1) & 1);
+        // An mbarrier distinguishes two phases only, so a consumer must not wait for a stage that
+        // is a whole round ahead.
+        if (T::kPingPong && split == 0) Wait(&order[group], (tiles_done + group + 1) & 1);
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
           Wait(&full[stage], round & 1);
-          FenceProducts();
+          WgmmaFence();
           const uint64_t weight = MatrixDescriptor(weights_of(stage));
           const uint64_t input = MatrixDescriptor(inputs_of(stage) + pixels_on(group) * kStepBytes);
 #pragma unroll
           for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
             for (int i = 0; i < T::kRows; ++i) {
-              MultiplyAdd(sums[i], input + 2 * k + i * (64 * kStepBytes >> 4), weight + 2 * k);
+              Wgmma(accumulators[i], input + 2 * k + i * (64 * kStepBytes >> 4), weight + 2 * k);
             }
           }
-          CommitProducts();
-          WaitProducts<1>();  // the previous step's
+          WgmmaCommit();
+          WgmmaWait<1>();  // of the previous step
           if (previous >= 0) release(previous);
           previous = stage;
           if (++stage == T::kStages) stage = 0, ++round;
         }
-        if (T::kTurns && split == splits - 1 && threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
-        WaitProducts<0>();
+        if (T::kPingPong && split == splits - 1 && threadIdx.x % 32 == 0) Arrive(&order[1 - group]);
+        WgmmaWait<0>();
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
+        for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
         release(previous);
-        if (work.add.data != nullptr && split == 0) {
+        if (params.add.data != nullptr && split == 0) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
-            AddToTile(conv, work, m0 + i * 64 + my_row, tile.n0, sums[i]);
+            AddToTile(conv, params, m0 + i * 64 + my_row, tile.n0, accumulators[i]);
           }
         }
-        if constexpr (kFold) {
+        if constexpr (kSplitK) {
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
 #pragma unroll
-            for (int j = 0; j < T::kSums; ++j) {
-              total[i][j] = split == 0 ? sums[i][j] : total[i][j] + sums[i][j];
+            for (int j = 0; j < T::kAccumulators; ++j) {
+              total[i][j] = split == 0 ? accumulators[i][j] : total[i][j] + accumulators[i][j];
             }
           }
         }
       }
 
-      const auto finish = [&](const float(&from)[T::kRows][T::kSums]) {
+      const auto finish = [&](const float(&from)[T::kRows][T::kAccumulators]) {
         if constexpr (T::kStaged) {
-          Wait(outbox.ready, tiles_done & 1);
+          Wait(epilogue.ready, tiles_done & 1);
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
-            FinishStaged<T::kBox>(
-                conv, from[i], [&](int box) { return outbox.Box(i * T::kAcross + box); },
-                [&](int box) { outbox.Give(i * T::kAcross + box); });
+            StageEpilogue<T::kBox>(
+                conv, from[i], [&](int box) { return epilogue.Box(i * T::kAcross + box); },
+                [&](int box) { epilogue.Commit(i * T::kAcross + box); });
           }
         } else {
-          FinishElements(conv, work, tile.phase, m0, tile.n0, from);
+          FinishElements(conv, params, tile.phase, m0, tile.n0, from);
         }
       };
-      if constexpr (kFold) {
+      if constexpr (kSplitK) {
         finish(total);
       } else {
-        finish(sums);
+        finish(accumulators);
       }
     }
   }
 
   if (shared > 1) {
-    ArriveAtCluster();  // no block may go while another signals or copies into its shared memory
+    ArriveAtCluster();  // others may still signal or write into this CTA's shared memory
     WaitForCluster();
   }
 #endif
 }
 
-using Tile128x32 = Tile<128, 32, Share::kPixels, 5, false>;
-using Tile128x128 = Tile<128, 128, Share::kPixels, 6, true>;
-using Tile128x128Turns = Tile<128, 128, Share::kTurns, 5, false>;
-using Tile128x160 = Tile<128, 160, Share::kPixels, 5, true>;
-using Tile128x160Turns = Tile<128, 160, Share::kTurns, 4, false>;
-using Tile128x192 = Tile<128, 192, Share::kPixels, 4, true>;
-using Tile128x256 = Tile<128, 256, Share::kPixels, 3, false>;
-using Tile192x192 = Tile<192, 192, Share::kPixels, 3, false, 3>;
+using Tile128x32 = Tile<128, 32, Schedule::kCooperative, 5, false>;
+using Tile128x128 = Tile<128, 128, Schedule::kCooperative, 6, true>;
+using Tile128x128PingPong = Tile<128, 128, Schedule::kPingPong, 5, false>;
+using Tile128x160 = Tile<128, 160, Schedule::kCooperative, 5, true>;
+using Tile128x160PingPong = Tile<128, 160, Schedule::kPingPong, 4, false>;
+using Tile128x192 = Tile<128, 192, Schedule::kCooperative, 4, true>;
+using Tile128x256 = Tile<128, 256, Schedule::kCooperative, 3, false>;
+using Tile192x192 = Tile<192, 192, Schedule::kCooperative, 3, false, 3>;
 
 template <typename Do>
 cudaError_t WithTile(HopperTile tile, const Do& what) {
@@ -481,12 +487,12 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
       return what(Tile128x32());
     case HopperTile::k128x128:
       return what(Tile128x128());
-    case HopperTile::k128x128Turns:
-      return what(Tile128x128Turns());
+    case HopperTile::k128x128PingPong:
+      return what(Tile128x128PingPong());
     case HopperTile::k128x160:
       return what(Tile128x160());
-    case HopperTile::k128x160Turns:
-      return what(Tile128x160Turns());
+    case HopperTile::k128x160PingPong:
+      return what(Tile128x160PingPong());
     case HopperTile::k128x192:
       return what(Tile128x192());
     case HopperTile::k128x256:
@@ -498,66 +504,69 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
   }
 }
 
-/// Along n first, all weights pass by while blocks go on along m. Where the L2 cannot keep as many,
-/// so many clusters along m take each of them at the same time. Either is faster where it is done,
-/// by 2 to 3 %.
+/// Along n first, every CTA passes over all weights. Where these exceed the L2, so many clusters
+/// along m use each weight at the same time. Each order is 2 to 3 % faster where it is used.
 constexpr int64_t kWeightsThatStay = int64_t{16} << 20;
 constexpr int kBand = 8;
 
 template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  if (((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFolds) ||
+  if (((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
       (T::kN > 64 && !HasVectorOutputs(conv))) {
     return cudaErrorInvalidValue;
   }
-  Work work;
-  work.grid = GridOf(conv);
-  const int m_tiles = (work.grid.pixels + T::kM - 1) / T::kM;
-  work.shared = plan.cluster;
-  work.part = T::kN / plan.cluster;
-  work.m_tiles = (m_tiles + work.shared - 1) / work.shared * work.shared;
-  work.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
-  const int rows = work.m_tiles / work.shared;
+  Params params;
+  params.grid = GridOf(conv);
+  const int m_tiles = (params.grid.pixels + T::kM - 1) / T::kM;
+  params.shared = plan.cluster;
+  params.part = T::kN / plan.cluster;
+  params.m_tiles = (m_tiles + params.shared - 1) / params.shared * params.shared;
+  params.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
+  const int rows = params.m_tiles / params.shared;
   const int64_t weight_bytes = int64_t{2} * conv.outputs * conv.weight_stride;
-  work.band = Divisor(weight_bytes > kWeightsThatStay ? std::min(rows, kBand) : 1);
-  work.bands = rows / work.band.value;
-  work.last_band = Divisor(std::max(1, rows % work.band.value));
-  work.band_tiles = Divisor(work.band.value * work.n_tiles);
-  work.phase_tiles = rows * work.n_tiles;
-  if (int64_t{work.phase_tiles} * work.band_tiles.value >> 32 != 0) return cudaErrorInvalidValue;
-  work.splits = Divisor(plan.splits);
-  work.bias = conv.bias;
-  work.add = conv.add;
-  work.add_pairs = InVectors(conv.add);
+  params.band = FastDivmod(weight_bytes > kWeightsThatStay ? std::min(rows, kBand) : 1);
+  params.bands = rows / params.band.value;
+  params.last_band = FastDivmod(std::max(1, rows % params.band.value));
+  params.band_tiles = FastDivmod(params.band.value * params.n_tiles);
+  params.phase_tiles = rows * params.n_tiles;
+  if (int64_t{params.phase_tiles} * params.band_tiles.value >> 32 != 0)
+    return cudaErrorInvalidValue;
+  params.splits = FastDivmod(plan.splits);
+  params.bias = conv.bias;
+  params.add = conv.add;
+  params.add_pairs = InVectors(conv.add);
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  // The pixels of a tile follow each other in the output, and so in what a shortcut reads.
+  // A tile's pixels are contiguous in the output, and so in what a shortcut reads.
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
-    return EncodeInputs(map, rows, channels, conv, work.grid, work.grid.flat || shortcut, T::kM);
+    return EncodeInputs(map, rows, channels, conv, params.grid, params.grid.flat || shortcut,
+                        T::kM);
   };
-  CUresult result = EncodeDepth(&work, conv, work.part, encode);
-  const bool in_boxes = T::kStaged && work.grid.phases == 1;
+  CUresult result = EncodeDepth(&params, conv, params.part, encode);
+  const bool in_boxes = T::kStaged && params.grid.phases == 1;
   if (result == CUDA_SUCCESS && in_boxes) {
-    result = EncodeRows(&work.out, conv.out, conv.outputs, work.grid.pixels, T::kBox, 64);
+    result = EncodeRows(&params.out, conv.out, conv.outputs, params.grid.pixels, T::kBox, 64);
   }
   if (result == CUDA_SUCCESS && in_boxes && conv.residual.data != nullptr) {
-    result = EncodeRows(&work.residual, conv.residual, conv.outputs, work.grid.pixels, T::kBox, 64);
+    result =
+        EncodeRows(&params.residual, conv.residual, conv.outputs, params.grid.pixels, T::kBox, 64);
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  const int64_t tiles = int64_t{work.grid.phases} * (work.m_tiles / work.shared) * work.n_tiles;
-  if constexpr (T::kFolds) {
+  const int64_t tiles =
+      int64_t{params.grid.phases} * (params.m_tiles / params.shared) * params.n_tiles;
+  if constexpr (T::kSplitK) {
     if (conv.shortcut.x.data != nullptr) {
-      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, true>, tiles, work.shared, conv, work,
-                                 queue);
+      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, true>, tiles, params.shared, conv,
+                                 params, queue);
     }
-    if (work.splits.value > 1) {
-      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, false>, tiles, work.shared, conv, work,
-                                 queue);
+    if (params.splits.value > 1) {
+      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, false>, tiles, params.shared, conv,
+                                 params, queue);
     }
   }
-  return LaunchPersistent<T>(Conv2dHopperKernel<T, false, false>, tiles, work.shared, conv, work,
-                             queue);
+  return LaunchPersistent<T>(Conv2dHopperKernel<T, false, false>, tiles, params.shared, conv,
+                             params, queue);
 }
 
 }  // namespace
@@ -570,9 +579,9 @@ bool SuitsHopper(const Conv2dLaunch& conv) {
 
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue) {
-  if (IsUnit(plan.tile)) return LaunchConvUnit(conv, plan, queue);
+  if (Is64x64(plan.tile)) return LaunchConv64x64(conv, plan, queue);
   if (conv.output_norm.gamma != nullptr) return cudaErrorInvalidValue;
-  if (IsPatch(plan.tile)) return LaunchConv3x3(conv, plan, queue);
+  if (IsHaloTile(plan.tile)) return LaunchConv3x3Hopper(conv, plan, queue);
   if (conv.input_factors != nullptr) return cudaErrorInvalidValue;
   return WithTile(plan.tile,
                   [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
@@ -581,11 +590,11 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
 cudaError_t LoadConv2dHopperKernels() {
   for (int i = 0; i < kHopperTiles; ++i) {
     const HopperTile tile = static_cast<HopperTile>(i);
-    if (IsUnit(tile) || IsPatch(tile)) continue;
+    if (Is64x64(tile) || IsHaloTile(tile)) continue;
     const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
       cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, false, false>, T::kSharedBytes);
-      if constexpr (T::kFolds) {
+      if constexpr (T::kSplitK) {
         if (loaded == cudaSuccess) {
           loaded = LoadKernel(Conv2dHopperKernel<T, true, false>, T::kSharedBytes);
         }

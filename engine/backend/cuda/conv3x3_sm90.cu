@@ -1,32 +1,34 @@
-// 3×3 convolution for Hopper, for images of at least a tile: like conv2d_sm90.cu, but the pixels of
-// a tile come into shared memory once for all nine taps, and may be normalised there.
+// SPDX-License-Identifier: Apache-2.0
+// 3×3 convolution for Hopper from halo tiles, for images of at least a tile: like conv2d_sm90.cu,
+// but the pixels of a CTA tile come into shared memory once for all nine taps and may be normalised
+// there.
 //
-// Policy. A tile is 16×8 pixels of an image, or 8×8 of two. Its input is a patch, the tile and one
-// pixel around it, of 64 channels: one copy, which also makes the zeros beyond the image's edges.
-// The left operand of a tap is the patch read from another pixel on: wgmma takes 8 pixels of each
-// of 8 lines, whatever lies between the lines. So shared memory receives 1.4 pixels for each output
-// pixel and chunk of channels instead of 9.
+// Policy. A CTA tile is 16×8 pixels of an image, or 8×8 of two. Its halo tile, these and the pixel
+// around them, 64 channels deep, is one TMA load, which also writes zeros beyond the image. The
+// left operand of a tap is the halo tile read from another pixel on: wgmma takes 8 pixels of each
+// of 8 lines, with any stride between lines. Shared memory so receives 1.4 pixels for each output
+// pixel and 64 channels instead of 9.
 //
-// Where a group norm comes before, seven warps, or three beside 160 outputs and more, turn the
-// patch into silu(2 · (x · factor + offset)) in place, with the arithmetic of the group norm's
-// kernel: the normalised image is never in memory.
+// Fused input norm: where a group norm comes before, seven warps (three in tiles of 160 outputs and
+// more) turn the halo tile into silu(2 · (x · factor + offset)) in place, with the arithmetic of
+// the group norm's kernel. The normalised image is never in global memory.
 //
-//   copies:     patch c+1 ─────────────▶ patch c+2 …      weights of each tap of c ─▶ ring
-//   transforms:          patch c+1 in place
-//   multiplies: nine taps of patch c
+//   producer:   halo tile c+1 ─────────▶ halo tile c+2 …  weights of each tap of c ─▶ stages
+//   normalise:           halo tile c+1 in place
+//   consumers:  nine taps of halo tile c
 //
-// A shortcut's chunks have one tap and are never normalised: their patches are the tile alone, and
-// have room of their own, since they come between those that stay for nine taps.
+// The 64-channel chunks of a shortcut have one tap and are not normalised. Their halo tiles have no
+// halo, and slots of their own, since they come between those that stay for nine taps.
 //
-// Where k is split a consumer adds the sums of each later run to those of the first, which takes
-// more registers than two units have: the consumers then take a unit each, of the same tile. One
-// that folds, or ends a tile, multiplies nothing meanwhile, so the second begins a tile some steps
-// after the first, and each folds while the other multiplies. Else they take tiles in turn.
+// Split-K: a consumer adds the accumulators of each later split to those of the first. That takes
+// more registers than two subtiles leave, so the consumers cooperate, a subtile of the CTA tile
+// each. The second starts some steps after the first, so that one adds or runs its epilogue while
+// the other multiplies. Without split-K they may ping-pong.
 //
-// Of few tiles, whose k is split in two, the two blocks of a cluster can have a run each: each then
-// finishes one unit of the tile, and sends the sums of the other.
+// Where there are few tiles and two splits, the two CTAs of a cluster can have one split each. Each
+// finishes one subtile and sends the accumulators of the other.
 //
-// The steps of k, their order and their splits are those of conv2d_sm90.cu, and so are the bits.
+// The order of steps along k and the splits are those of conv2d_sm90.cu, and so are the bits.
 
 #include <type_traits>
 
@@ -36,175 +38,182 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kPatchSlot = 25 * 1024;  // two patches of 10×10 pixels of 128 bytes; 18×10 take less
-constexpr int kShortcutSlot = 2 * kUnit * kUnit * kStepBytes;
+constexpr int kHaloTileSlot =
+    25 * 1024;  // two halo tiles of 10×10 pixels of 128 bytes; 18×10 take less
+constexpr int kShortcutSlot = 2 * kSubtileEdge * kSubtileEdge * kStepBytes;
 
 template <bool kShortcut>
-using PatchesOf = Patches<kShortcut, kPatchSlot, kShortcutSlot>;
+using HaloTilesOf = HaloTiles<kShortcut, kHaloTileSlot, kShortcutSlot>;
 
 /// Tiles of 128 pixels and kN outputs for two consumer warpgroups.
-template <int kN_, bool kTurns_, int kStages_, int kBuffers_, int kRegisters_, int kFree_,
+template <int kN_, bool kPingPong_, int kStages_, int kBuffers_, int kRegisters_, int kFree_,
           int kThreads_>
 struct Tile {
   static constexpr int kN = kN_, kStages = kStages_;
-  static constexpr int kBuffers = kBuffers_;  // of a consumer, for units on their way out
-  static constexpr bool kTurns = kTurns_, kFold = !kTurns;
+  static constexpr int kBuffers = kBuffers_;  // of a consumer, for subtiles being stored
+  static constexpr bool kPingPong = kPingPong_, kSplitK = !kPingPong;
   // The first run's products add to the total itself, but for two sets of 96 sums, into either of
   // which products go, ptxas has no registers: there the total is a copy.
-  static constexpr bool kFirstIsTotal = kTurns || kN < 192;
-  // kFold: the second consumer begins so many steps late. As measured: docs/kernels.md.
+  static constexpr bool kFirstIsTotal = kPingPong || kN < 192;
+  // kSplitK: the second consumer starts so many steps late, as measured.
   static constexpr int kLag = kN == 128 ? 2 : 3;
-  static constexpr int kCluster = 2;          // blocks that share weights, or have a run of k each
-  static constexpr bool kDivides = kN == 80;  // may do the latter
-  static constexpr int kRows = kTurns ? 2 : 1;  // units of 64 pixels, a consumer
-  static constexpr int kSums = kN / 2;
+  static constexpr int kCluster = 2;  // CTAs that multicast weights, or have one split of k each
+  static constexpr bool kSplitsOverCluster = kN == 80;  // may do the latter
+  static constexpr int kRows = kPingPong ? 2 : 1;       // subtiles per consumer
+  static constexpr int kAccumulators = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
   // Of 64 pixels × kBox outputs.
   static constexpr int kBox = kN % 64 == 0 ? 64 : kN % 32 == 0 ? 32 : 16, kBoxes = kN / kBox;
-  static constexpr int kBoxBytes = kUnit * kUnit * kBox * 2, kBufferBytes = kBoxes * kBoxBytes;
+  static constexpr int kBoxBytes = kSubtileEdge * kSubtileEdge * kBox * 2,
+                       kBufferBytes = kBoxes * kBoxBytes;
   static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
-  static constexpr int kReceivedBytes = kDivides ? kUnit * kUnit * kN * 4 : 0;
-  static constexpr int kBarriers = 2 * kStages + 3 * PatchesOf<true>::kSlots + 2 + 2 * kBuffers + 1;
-  static constexpr int kSharedBytes = PatchesOf<true>::kBytes + kStages * kStageBytes +
+  static constexpr int kReceivedBytes =
+      kSplitsOverCluster ? kSubtileEdge * kSubtileEdge * kN * 4 : 0;
+  static constexpr int kBarriers =
+      2 * kStages + 3 * HaloTilesOf<true>::kSlots + 2 + 2 * kBuffers + 1;
+  static constexpr int kSharedBytes = HaloTilesOf<true>::kBytes + kStages * kStageBytes +
                                       kStagingBytes + kReceivedBytes + kBarriers * 8;
   static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
-  static constexpr bool kNormalises = kProducerRegisters >= 72;  // a transformer needs them
-  // What is added per image is asked for before the products where there are registers for it.
-  static constexpr bool kAddsEarly = kFold && kFirstIsTotal;
+  static constexpr bool kFusesInputNorm = kProducerRegisters >= 72;  // which normalising needs
+  // conv.add is loaded before the products where there are registers for it.
+  static constexpr bool kAddsEarly = kSplitK && kFirstIsTotal;
   static constexpr int kThreads = kThreads_;
-  static constexpr int kTransformers = kThreads - 256 - 32;  // all but the copying warp
+  static constexpr int kTransformers = kThreads - 256 - 32;  // all but the producer warp
   static_assert(kN % kBox == 0 && kRows % kBuffers == 0 && kLag < kStages);
-  static_assert(PatchesOf<false>::kBytes <= PatchesOf<true>::kBytes && kStages <= kTaps);
+  static_assert(HaloTilesOf<false>::kBytes <= HaloTilesOf<true>::kBytes && kStages <= kTaps);
   static_assert(kSharedBytes <= 232448);
-  // As many as a block begins with: who asked for more would wait for ever.
+  // Not more registers than the CTA starts with: setmaxnreg would wait for ever.
   static_assert(kConsumerRegisters * 256 + kProducerRegisters * (kThreads - 256) <=
                 65536 / kThreads / 8 * 8 * kThreads);
 };
 
-struct Work {
+struct Params {
   CUtensorMap x, x2, weight, residual, out;
   int chunks = 0;  // of x
   Depth depth;
-  Divisor tiles_x, tiles_y;  // of an image
-  Divisor n_tiles;
-  int m_tiles = 0;  // a multiple of the blocks that share weights
+  FastDivmod tiles_x, tiles_y;  // of an image
+  FastDivmod n_tiles;
+  int m_tiles = 0;  // a multiple of the CTAs that multicast weights
   int images_at_once = 1;
-  Divisor pitch;       // pixels of a line of a patch
-  int unit_pixel = 0;  // of a patch, where its second unit begins
-  int patch_bytes = 0;
-  int shortcut_pitch = 0, shortcut_unit_pixel = 0;  // of its patches
+  FastDivmod pitch;       // pixels of a line of a halo tile
+  int subtile_pixel = 0;  // where the second subtile of a halo tile begins
+  int halo_tile_bytes = 0;
+  int shortcut_pitch = 0, shortcut_subtile_pixel = 0;  // of its halo tiles
   int log_splits = 0;
   const float* bias = nullptr;
   Rows add;  // per image
-  ShortcutWork shortcut;
+  ShortcutParams shortcut;
 };
 
 struct TileAt {
   int image, y, x, n0;
 };
-/// kShared: blocks of a cluster that have a tile each.
+/// kShared: CTAs of a cluster that have a tile each.
 template <typename T, int kShared>
-__device__ inline TileAt TileOf(const Work& work, int index, int rank) {
-  const int m = index / work.n_tiles * kShared + rank % kShared, line = m / work.tiles_x;
-  return {line / work.tiles_y * work.images_at_once, line % work.tiles_y * kUnit,
-          m % work.tiles_x * 2 * kUnit, index % work.n_tiles * T::kN};
+__device__ inline TileAt TileOf(const Params& params, int index, int rank) {
+  const int m = index / params.n_tiles * kShared + rank % kShared, line = m / params.tiles_x;
+  return {line / params.tiles_y * params.images_at_once, line % params.tiles_y * kSubtileEdge,
+          m % params.tiles_x * 2 * kSubtileEdge, index % params.n_tiles * T::kN};
 }
 
-/// kDivided: the blocks of a cluster have a run of k of the same tile each, and no other tile. Each
-/// finishes the unit of the consumer of its own number.
-template <typename T, bool kShortcut, bool kDivided>
+/// kSplitOverCluster: each CTA of the cluster has one split of the same tile, and no other tile. It
+/// finishes the subtile of the consumer with its own rank.
+template <typename T, bool kShortcut, bool kSplitOverCluster>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const __grid_constant__ Work work) {
+    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv,
+                  const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char block_shared[];  // as the swizzle wants it
-  // Through a shuffle, or every step would ask again where it lies.
+  // Through a shuffle: otherwise the compiler computes the address again in every step.
   auto* const shared = static_cast<unsigned char*>(
       __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
-  using P = PatchesOf<kShortcut>;
+  using P = HaloTilesOf<kShortcut>;
   unsigned char* const ring = shared + P::kBytes;
   unsigned char* const staging = ring + T::kStages * T::kStageBytes;
-  auto* const sums_received = reinterpret_cast<float4*>(staging + T::kStagingBytes);
+  auto* const partials_received = reinterpret_cast<float4*>(staging + T::kStagingBytes);
   uint64_t* const full =
       reinterpret_cast<uint64_t*>(staging + T::kStagingBytes + T::kReceivedBytes);
   uint64_t* const empty = full + T::kStages;
-  uint64_t* const patch_full = empty + T::kStages;
-  uint64_t* const patch_normal = patch_full + P::kSlots;  // transformed
-  uint64_t* const patch_empty = patch_normal + P::kWindowed;
-  uint64_t* const turn = patch_empty + P::kSlots;  // [2]: a consumer's turn to multiply
-  // [2, kBuffers]: a consumer's buffer is free, its residual there.
-  uint64_t* const staged = turn + 2;
+  uint64_t* const halo_tile_full = empty + T::kStages;
+  uint64_t* const halo_tile_normal = halo_tile_full + P::kSlots;  // normalised
+  uint64_t* const halo_tile_empty = halo_tile_normal + P::kWindowed;
+  uint64_t* const order = halo_tile_empty + P::kSlots;  // [2]: this consumer may multiply
+  // [2, kBuffers]: the epilogue's buffer is free and holds the residual.
+  uint64_t* const staged = order + 2;
   uint64_t* const received = staged + 2 * T::kBuffers;
   const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
-  const auto patch_of = [&](int slot) { return P::At(shared, slot); };
+  const auto halo_tile_of = [&](int slot) { return P::At(shared, slot); };
 
-  // The same in all lanes, and known to be, so that descriptors live in uniform registers.
+  // Uniform for the compiler, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int rank = static_cast<int>(ClusterRank());
-  const Depth& depth = work.depth;
+  const Depth& depth = params.depth;
   const int steps = depth.steps.value;
-  constexpr int kShared = kDivided ? 1 : T::kCluster;  // blocks that share weights
-  const int tiles = work.m_tiles / kShared * work.n_tiles.value;
+  constexpr int kShared = kSplitOverCluster ? 1 : T::kCluster;  // CTAs that multicast weights
+  const int tiles = params.m_tiles / kShared * params.n_tiles.value;
   const int first_tile = blockIdx.x / T::kCluster, stride = gridDim.x / T::kCluster;
-  const auto tile_of = [&](int index) { return TileOf<T, kShared>(work, index, rank); };
+  const auto tile_of = [&](int index) { return TileOf<T, kShared>(params, index, rank); };
   // Of each of its tiles.
   using Step = StepAt<kShortcut, kTaps>;
-  const Step begin(conv, work, kDivided ? steps * rank >> 1 : 0);
-  const int steps_here = kDivided ? (steps * (rank + 1) >> 1) - (steps * rank >> 1) : steps;
+  const Step begin(conv, params, kSplitOverCluster ? steps * rank >> 1 : 0);
+  const int steps_here =
+      kSplitOverCluster ? (steps * (rank + 1) >> 1) - (steps * rank >> 1) : steps;
   int end_chunk = depth.windowed, end_of_shortcut = depth.shortcut;
-  if (kDivided) {
-    const Step end(conv, work, steps * (rank + 1) >> 1);
+  if (kSplitOverCluster) {
+    const Step end(conv, params, steps * (rank + 1) >> 1);
     end_chunk = end.chunk + (end.tap > 0 ? 1 : 0), end_of_shortcut = end.of_shortcut;
   }
-  const bool normalises = T::kNormalises && conv.input_factors != nullptr;
+  const bool normalises = T::kFusesInputNorm && conv.input_factors != nullptr;
 
   const auto copy_weights = [&](int n0, const Step& step, int at) {
     constexpr int kPart = T::kN / kShared;
-    const WeightAt from = WeightOf(work, step);
-    ArriveExpecting(&full[at], T::kStageBytes);
+    const WeightAt from = WeightOf(params, step);
+    ArriveExpectTx(&full[at], T::kStageBytes);
     if (kShared == 1) {
-      CopyWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, n0, 0);
+      TmaLoadWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, n0, 0);
     } else {
-      CopyBoxTo(weights_of(at) + rank * kPart * kStepBytes, from.map, &full[at], from.channel,
-                from.tap, n0 + rank * kPart, 0, static_cast<uint16_t>((1 << kShared) - 1));
+      TmaLoadMulticast(weights_of(at) + rank * kPart * kStepBytes, from.map, &full[at],
+                       from.channel, from.tap, n0 + rank * kPart, 0,
+                       static_cast<uint16_t>((1 << kShared) - 1));
     }
   };
 
   if (warp == 8 && ElectOne()) {
-    PrefetchMaps<kShortcut>(work);
+    PrefetchTensorMaps<kShortcut>(params);
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
-      InitBarrier(&empty[stage], (T::kTurns ? 1 : 2) * kShared);
+      InitBarrier(&empty[stage], (T::kPingPong ? 1 : 2) * kShared);
     }
     for (int slot = 0; slot < P::kSlots; ++slot) {
-      InitBarrier(&patch_full[slot], 1);
-      InitBarrier(&patch_empty[slot], T::kTurns ? 1 : 2);
+      InitBarrier(&halo_tile_full[slot], 1);
+      InitBarrier(&halo_tile_empty[slot], T::kPingPong ? 1 : 2);
     }
     for (int slot = 0; slot < P::kWindowed; ++slot) {
-      InitBarrier(&patch_normal[slot], T::kTransformers);
+      InitBarrier(&halo_tile_normal[slot], T::kTransformers);
     }
-    for (int i = 0; i < 2; ++i) InitBarrier(&turn[i], 4);  // a lane of each warp
+    for (int i = 0; i < 2; ++i) InitBarrier(&order[i], 4);  // a lane of each warp
     for (int i = 0; i < 2 * T::kBuffers; ++i) InitBarrier(&staged[i], 1);
-    if (kDivided) InitBarrier(received, 1);
+    if (kSplitOverCluster) InitBarrier(received, 1);
     FenceBarrierInit();
-    if (kDivided) ArriveExpecting(received, T::kReceivedBytes);
+    if (kSplitOverCluster) ArriveExpectTx(received, T::kReceivedBytes);
   }
   __syncthreads();
   ArriveAtCluster();
 
   if (group >= 2) {
-    KeepRegisters<T::kProducerRegisters>();
+    DecreaseRegisters<T::kProducerRegisters>();
     WaitForCluster();
     if (warp == 8 && ElectOne()) {
-      // Weights are nobody's output: the first ones travel while the predecessor still runs.
+      // No kernel writes weights: the first loads overlap the preceding kernel.
       const TileAt its_first = tile_of(first_tile);
       Step at = begin;
       for (int stage = 0; stage < T::kStages; ++stage) {
         copy_weights(its_first.n0, at, stage);
-        at.Advance(conv, work);
+        at.Advance(conv, params);
       }
       WaitForPredecessors();
 
-      // The next patch under nine taps, and the next one of a shortcut.
+      // The next halo tile of the window, and of the shortcut.
       struct Next {
         int index, chunk, slot;
         TileAt tile;
@@ -215,36 +224,36 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const auto copy_next = [&](auto of_shortcut, Next& at) {
         constexpr bool kOf = decltype(of_shortcut)::value;
         const int end = kOf ? end_of_shortcut : end_chunk;
-        if (at.index >= tiles || (kDivided && at.chunk == end)) return;
+        if (at.index >= tiles || (kSplitOverCluster && at.chunk == end)) return;
         const int around = kOf ? 0 : 1;
-        Wait(&patch_empty[at.slot], (at.round & 1) ^ 1);
-        ArriveExpecting(&patch_full[at.slot], kOf ? kShortcutSlot : work.patch_bytes);
-        const ChunkAt from = kOf ? ChunkOf(work.shortcut, at.chunk) : ChunkOf(work, at.chunk);
-        CopyBox(patch_of(at.slot), from.map, &patch_full[at.slot], from.channel, at.tile.x - around,
-                at.tile.y - around, at.tile.image);
+        Wait(&halo_tile_empty[at.slot], (at.round & 1) ^ 1);
+        ArriveExpectTx(&halo_tile_full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
+        const ChunkAt from = kOf ? ChunkOf(params.shortcut, at.chunk) : ChunkOf(params, at.chunk);
+        TmaLoad(halo_tile_of(at.slot), from.map, &halo_tile_full[at.slot], from.channel,
+                at.tile.x - around, at.tile.y - around, at.tile.image);
         if (++at.slot == (kOf ? P::kSlots : P::kWindowed)) {
           at.slot = kOf ? P::kWindowed : 0, ++at.round;
         }
-        if (++at.chunk == end && !kDivided) {
+        if (++at.chunk == end && !kSplitOverCluster) {
           at.chunk = 0, at.index += stride;
           at.tile = tile_of(at.index);
         }
       };
-      const auto copy_next_patch = [&] { copy_next(std::false_type(), next); };
+      const auto copy_next_halo_tile = [&] { copy_next(std::false_type(), next); };
       const auto copy_next_of_shortcut = [&] {
         if constexpr (kShortcut) copy_next(std::true_type(), next_of_shortcut);
       };
-      // Of a run that begins within a patch, kLead of it is among the first stages.
-      const int patches = kDivided && !kShortcut && begin.tap > 0 ? 3 : 2;
-      for (int i = 0; i < patches; ++i) copy_next_patch();
+      // A split that begins within a halo tile has kLead of its steps among the first stages.
+      const int halo_tiles = kSplitOverCluster && !kShortcut && begin.tap > 0 ? 3 : 2;
+      for (int i = 0; i < halo_tiles; ++i) copy_next_halo_tile();
       for (int i = 0; i < P::kOfShortcut; ++i) copy_next_of_shortcut();
 
-      // When this tap's weights find room, the patch before has been used up.
+      // When this tap's stage is free, the preceding halo tile has been used up.
       constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
-      // With a shortcut the two that there is room for come and go by their steps.
+      // With a shortcut the two slots are replaced step by step.
       Step used = begin;
       const auto replace_used = [&] {
-        ReplaceUsed(conv, work, used, copy_next_patch, copy_next_of_shortcut);
+        ReplaceUsed(conv, params, used, copy_next_halo_tile, copy_next_of_shortcut);
       };
       int stage = 0, round = 1, step = T::kStages;
       for (int index = first_tile; index < tiles; index += stride, step = 0, at = begin) {
@@ -256,9 +265,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           if (kShortcut) {
             replace_used();
           } else if (at.tap == kLead) {
-            copy_next_patch();
+            copy_next_halo_tile();
           }
-          at.Advance(conv, work);
+          at.Advance(conv, params);
           if (++stage == T::kStages) stage = 0, ++round;
         }
       }
@@ -271,146 +280,153 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       int slot = 0, round = 0;
       for (int index = first_tile; index < tiles; index += stride) {
         const TileAt tile = tile_of(index);
-        const uint32_t inside = PixelsInside<T::kTransformers / 8, (2 * kUnit + 2) * (kUnit + 2)>(
-            conv, work.pitch, thread, tile.y - 1, tile.x - 1);
+        const uint32_t inside =
+            PixelsInside<T::kTransformers / 8, (2 * kSubtileEdge + 2) * (kSubtileEdge + 2)>(
+                conv, params.pitch, thread, tile.y - 1, tile.x - 1);
 #pragma unroll 1
         for (int chunk = begin.chunk; chunk < end_chunk; ++chunk) {
-          const int from_source = (chunk < work.chunks ? chunk : chunk - work.chunks) * kStep;
+          const int from_source = (chunk < params.chunks ? chunk : chunk - params.chunks) * kStep;
           const bool has_channels =
-              from_source + vector * 8 < (chunk < work.chunks ? conv.channels : conv.channels2);
+              from_source + vector * 8 < (chunk < params.chunks ? conv.channels : conv.channels2);
 #pragma unroll 1
-          for (int i = 0; i < work.images_at_once; ++i) {
+          for (int i = 0; i < params.images_at_once; ++i) {
             const bool exists = has_channels && tile.image + i < conv.images;
             float factor[8], offset[8];
             if (exists) {
               const float* const from = conv.input_factors +
                                         int64_t{tile.image + i} * 2 * channels +
-                                        ChannelOf(chunk, work.chunks, conv.channels) + vector * 8;
+                                        ChannelOf(chunk, params.chunks, conv.channels) + vector * 8;
               LoadEight(from, factor);
               LoadEight(from + channels, offset);
             }
-            if (i == 0) Wait(&patch_full[slot], round & 1);
+            if (i == 0) Wait(&halo_tile_full[slot], round & 1);
             if (!exists) continue;
-            Normalise<T::kTransformers / 8>(patch_of(slot), i * work.unit_pixel, thread, inside,
-                                            factor, offset);
+            Normalise<T::kTransformers / 8>(halo_tile_of(slot), i * params.subtile_pixel, thread,
+                                            inside, factor, offset);
           }
-          FenceForCopies();  // products read by the same way as the copy engine
-          Arrive(&patch_normal[slot]);
+          FenceProxyAsync();  // wgmma reads through the async proxy
+          Arrive(&halo_tile_normal[slot]);
           if (++slot == P::kWindowed) slot = 0, ++round;
         }
       }
     }
   } else {
-    TakeRegisters<T::kConsumerRegisters>();
+    IncreaseRegisters<T::kConsumerRegisters>();
     WaitForCluster();
-    uint64_t* const patch_ready = normalises ? patch_normal : patch_full;
-    const auto give_turn = [&] {
-      if (threadIdx.x % 32 == 0) Arrive(&turn[1 - group]);
+    uint64_t* const halo_tile_ready = normalises ? halo_tile_normal : halo_tile_full;
+    const auto pass_order = [&] {
+      if (threadIdx.x % 32 == 0) Arrive(&order[1 - group]);
     };
     const bool leads = threadIdx.x % 128 == 0;
-    const bool has_first_run = !kDivided || rank == 0, finishes = !kDivided || group == rank;
-    const bool adds = has_first_run && work.add.data != nullptr;
-    // Of a row of this consumer's: its buffer, by number, and its unit of the tile.
+    const bool has_first_run = !kSplitOverCluster || rank == 0,
+               finishes = !kSplitOverCluster || group == rank;
+    const bool adds = has_first_run && params.add.data != nullptr;
+    // The buffer of subtile `row` of this consumer, and where that subtile lies.
     const auto buffer_of = [&](int row) { return group * T::kBuffers + row % T::kBuffers; };
-    const auto unit_of = [&](const TileAt& tile, int row) {
-      const int unit = T::kTurns ? row : group;
+    const auto subtile_of = [&](const TileAt& tile, int row) {
+      const int subtile = T::kPingPong ? row : group;
       TileAt at = tile;
-      if (work.images_at_once == 2) {
-        at.image += unit;
+      if (params.images_at_once == 2) {
+        at.image += subtile;
       } else {
-        at.x += unit * kUnit;
+        at.x += subtile * kSubtileEdge;
       }
       return at;
     };
     const auto load_per_image = [&](const TileAt& tile, int row, auto& added) {
-      const int image = min(unit_of(tile, row).image, conv.images - 1);  // that exists
-      LoadPerImage<T::kBox>(conv, work.add, image, tile.n0, added);
+      const int image = min(subtile_of(tile, row).image, conv.images - 1);  // that exists
+      LoadPerImage<T::kBox>(conv, params.add, image, tile.n0, added);
     };
     const auto begin_staging = [&](const TileAt& tile, int row) {
       if (!leads) return;
       const bool has_residual = conv.residual.data != nullptr;
       const int buffer = buffer_of(row);
-      ArriveExpecting(&staged[buffer], has_residual ? T::kBufferBytes : 0);
+      ArriveExpectTx(&staged[buffer], has_residual ? T::kBufferBytes : 0);
       if (!has_residual) return;
-      const TileAt at = unit_of(tile, row);
+      const TileAt at = subtile_of(tile, row);
       for (int box = 0; box < T::kBoxes; ++box) {
-        CopyBox(staging + buffer * T::kBufferBytes + box * T::kBoxBytes, &work.residual,
+        TmaLoad(staging + buffer * T::kBufferBytes + box * T::kBoxBytes, &params.residual,
                 &staged[buffer], tile.n0 + box * T::kBox, at.x, at.y, at.image);
       }
     };
 
-    constexpr int kTakers = T::kTurns ? 2 : 1;
-    // In the sequences of steps and of patches.
-    int step_at = T::kTurns ? group * steps : 0;
-    int patch_at = T::kTurns ? group * depth.windowed : 0, shortcut_at = 0;
+    constexpr int kTilesInFlight = T::kPingPong ? 2 : 1;
+    // Among all steps and all halo tiles of this CTA.
+    int step_at = T::kPingPong ? group * steps : 0;
+    int halo_tile_at = T::kPingPong ? group * depth.windowed : 0, shortcut_at = 0;
     int tiles_done = 0;
 
-    WaitForPredecessors();  // whose output is read and overwritten from here on
-    for (int index = first_tile + (T::kTurns ? group * stride : 0); index < tiles;
-         index += kTakers * stride, ++tiles_done) {
+    WaitForPredecessors();  // their output is read and overwritten from here on
+    for (int index = first_tile + (T::kPingPong ? group * stride : 0); index < tiles;
+         index += kTilesInFlight * stride, ++tiles_done) {
       const TileAt tile = tile_of(index);
       int stage = step_at % T::kStages, round = step_at / T::kStages;
-      int slot = patch_at % P::kWindowed, patch_round = patch_at / P::kWindowed;
-      step_at += kTakers * steps, patch_at += kTakers * depth.windowed;
+      int slot = halo_tile_at % P::kWindowed, halo_tile_round = halo_tile_at / P::kWindowed;
+      step_at += kTilesInFlight * steps, halo_tile_at += kTilesInFlight * depth.windowed;
 
-      int tap = begin.tap, tap_x = tap % 3, tap_pixel = tap / 3 * work.pitch.value + tap_x;
+      int tap = begin.tap, tap_x = tap % 3, tap_pixel = tap / 3 * params.pitch.value + tap_x;
       int due = begin.due;
-      int until_turn = first_tile + stride < tiles ? T::kLag : 1;  // one tile: no end to hide
-      uint32_t added[T::kSums / 4];
+      int steps_until_pass =
+          first_tile + stride < tiles ? T::kLag : 1;  // a single tile has no epilogue to hide
+      uint32_t added[T::kAccumulators / 4];
 
-      // Of the step before the one under way: given back when that is done.
+      // Stage and slot of the preceding step, released when its wgmma is done.
       int used_stage = -1, used_slot = -1;
       const auto give_back = [&] {
         if (used_stage >= 0 && threadIdx.x % 128 < kShared) {
-          ArriveAt(&empty[used_stage], kDivided ? rank : threadIdx.x % 128);
+          ArriveAt(&empty[used_stage], kSplitOverCluster ? rank : threadIdx.x % 128);
         }
-        if (used_slot >= 0 && leads) Arrive(&patch_empty[used_slot]);
+        if (used_slot >= 0 && leads) Arrive(&halo_tile_empty[used_slot]);
       };
-      // Run number `run` of k.
-      const auto multiply = [&](auto is_first, int run, auto& sums) {
+      // Computes split `run` of k.
+      const auto multiply = [&](auto is_first, int run, auto& accumulators) {
         constexpr bool kIsFirst = decltype(is_first)::value;
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
-        bool continues = run == 0;  // the sum that there is
-        const int count =
-            kDivided ? steps_here
-                     : (steps * (run + 1) >> work.log_splits) - (steps * run >> work.log_splits);
-        if (kDivided) Wait(&patch_ready[slot], patch_round & 1);  // within which it may begin
+        for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
+        bool continues = run == 0;  // whether to keep the accumulators
+        const int count = kSplitOverCluster ? steps_here
+                                            : (steps * (run + 1) >> params.log_splits) -
+                                                  (steps * run >> params.log_splits);
+        if (kSplitOverCluster)
+          Wait(&halo_tile_ready[slot],
+               halo_tile_round & 1);  // a split may begin inside a halo tile
 #pragma unroll 1
         for (int step = 0; step < count; ++step) {
           const bool of_shortcut = kShortcut && due >= steps;
-          // A step's patch is the window's present one, or the shortcut's next.
+          // A step's halo tile is the window's present one, or the shortcut's next.
           const int shortcut_slot = P::kWindowed + shortcut_at % 2;
           if (of_shortcut) {
-            Wait(&patch_full[shortcut_slot], shortcut_at / 2 & 1);
+            Wait(&halo_tile_full[shortcut_slot], shortcut_at / 2 & 1);
           } else if (tap == 0) {
-            Wait(&patch_ready[slot], patch_round & 1);
+            Wait(&halo_tile_ready[slot], halo_tile_round & 1);
           }
           Wait(&full[stage], round & 1);
-          FenceProducts();
+          WgmmaFence();
           const uint64_t weight = MatrixDescriptor(weights_of(stage));
-          const int pitch = of_shortcut ? work.shortcut_pitch : work.pitch.value;
-          const int unit_pixel = of_shortcut ? work.shortcut_unit_pixel : work.unit_pixel;
-          const int pixel = (of_shortcut ? 0 : tap_pixel) + (T::kTurns ? 0 : group * unit_pixel);
+          const int pitch = of_shortcut ? params.shortcut_pitch : params.pitch.value;
+          const int subtile_pixel =
+              of_shortcut ? params.shortcut_subtile_pixel : params.subtile_pixel;
+          const int pixel =
+              (of_shortcut ? 0 : tap_pixel) + (T::kPingPong ? 0 : group * subtile_pixel);
           const uint64_t input =
-              PatchDescriptor(patch_of(of_shortcut ? shortcut_slot : slot), pitch) +
+              HaloTileDescriptor(halo_tile_of(of_shortcut ? shortcut_slot : slot), pitch) +
               (pixel * kStepBytes >> 4);
 #pragma unroll
           for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
             for (int i = 0; i < T::kRows; ++i) {
-              const uint64_t unit = input + 2 * k + i * (work.unit_pixel * kStepBytes >> 4);
+              const uint64_t subtile = input + 2 * k + i * (params.subtile_pixel * kStepBytes >> 4);
               if (!kIsFirst && k == 0) {
-                Multiply(sums[i], unit, weight, continues);
+                Wgmma(accumulators[i], subtile, weight, continues);
               } else {
-                MultiplyAdd(sums[i], unit, weight + 2 * k);
+                Wgmma(accumulators[i], subtile, weight + 2 * k);
               }
             }
           }
-          CommitProducts();
+          WgmmaCommit();
           continues = true;
-          if (T::kFold && --until_turn == 0 && group == 0) give_turn();
-          WaitProducts<1>();  // the previous step's
+          if (T::kSplitK && --steps_until_pass == 0 && group == 0) pass_order();
+          WgmmaWait<1>();  // of the previous step
           give_back();
           used_stage = stage;
           due += depth.shortcut;
@@ -419,23 +435,24 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             due -= steps, ++shortcut_at;
           } else {
             ++tap, ++tap_x, ++tap_pixel;
-            if (tap_x == 3) tap_x = 0, tap_pixel += work.pitch.value - 3;
+            if (tap_x == 3) tap_x = 0, tap_pixel += params.pitch.value - 3;
             if (used_slot >= 0) {
               tap = tap_x = tap_pixel = 0;
-              if (++slot == P::kWindowed) slot = 0, ++patch_round;
+              if (++slot == P::kWindowed) slot = 0, ++halo_tile_round;
             }
           }
           if (++stage == T::kStages) stage = 0, ++round;
         }
-        if (T::kTurns) give_turn();
-        WaitProducts<0>();
+        if (T::kPingPong) pass_order();
+        WgmmaWait<0>();
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) PinSums(sums[i]);
+        for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
         give_back();
         used_stage = used_slot = -1;
       };
 
-      float total[T::kRows][T::kSums], sums[T::kRows][T::kFold ? T::kSums : 1];
+      float total[T::kRows][T::kAccumulators],
+          accumulators[T::kRows][T::kSplitK ? T::kAccumulators : 1];
       const auto add_per_image = [&] {
         if (!adds) return;
 #pragma unroll
@@ -449,18 +466,18 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       if constexpr (T::kFirstIsTotal) {
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
-          BeginSums(has_first_run ? work.bias : nullptr, tile.n0, total[i]);
+          InitAccumulators(has_first_run ? params.bias : nullptr, tile.n0, total[i]);
         }
-        AnySums(sums[0]);
+        AnyAccumulators(accumulators[0]);
       } else {
-        BeginSums(work.bias, tile.n0, sums[0]);
+        InitAccumulators(params.bias, tile.n0, accumulators[0]);
       }
       if (T::kAddsEarly && adds) load_per_image(tile, 0, added);
-      if (T::kTurns || group == 1) Wait(&turn[group], (tiles_done + group + 1) & 1);
-      const int last_run = T::kFold && !kDivided ? (1 << work.log_splits) - 1 : 0;
+      if (T::kPingPong || group == 1) Wait(&order[group], (tiles_done + group + 1) & 1);
+      const int last_run = T::kSplitK && !kSplitOverCluster ? (1 << params.log_splits) - 1 : 0;
       for (int run = 0; run <= last_run; ++run) {
         if (run == last_run && finishes) {
-          if (leads) WaitUntilStoresRead();  // of the tile before
+          if (leads) TmaStoreWaitRead();  // of the preceding tile
 #pragma unroll
           for (int row = 0; row < T::kBuffers; ++row) begin_staging(tile, row);
         }
@@ -469,31 +486,31 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           add_per_image();
           continue;
         }
-        if constexpr (T::kFold) {
-          multiply(std::false_type(), run, sums);
+        if constexpr (T::kSplitK) {
+          multiply(std::false_type(), run, accumulators);
           if (!T::kFirstIsTotal && run == 0) {
 #pragma unroll
-            for (int j = 0; j < T::kSums; ++j) total[0][j] = sums[0][j];
+            for (int j = 0; j < T::kAccumulators; ++j) total[0][j] = accumulators[0][j];
             add_per_image();
           } else {
 #pragma unroll
-            for (int j = 0; j < T::kSums; ++j) total[0][j] += sums[0][j];
+            for (int j = 0; j < T::kAccumulators; ++j) total[0][j] += accumulators[0][j];
           }
         }
       }
 
-      if constexpr (kDivided) {
-        float4* const at = sums_received + threadIdx.x % 128;
+      if constexpr (kSplitOverCluster) {
+        float4* const at = partials_received + threadIdx.x % 128;
         if (finishes) WaitForStores(received, 0);
 #pragma unroll
-        for (int j = 0; j < T::kSums / 4; ++j) {
+        for (int j = 0; j < T::kAccumulators / 4; ++j) {
           float* const four = &total[0][4 * j];
           if (finishes) {
             const float4 other = at[j * 128];
             four[0] += other.x, four[1] += other.y, four[2] += other.z, four[3] += other.w;
           } else {
-            StoreAt(AddressAt(at + j * 128, group), AddressAt(received, group),
-                    float4{four[0], four[1], four[2], four[3]});
+            StoreAsync(ClusterAddress(at + j * 128, group), ClusterAddress(received, group),
+                       float4{four[0], four[1], four[2], four[3]});
           }
         }
         if (!finishes) continue;
@@ -502,30 +519,30 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #pragma unroll
       for (int row = 0; row < T::kRows; ++row) {
         const int buffer = buffer_of(row);
-        unsigned char* const unit = staging + buffer * T::kBufferBytes;
+        unsigned char* const subtile = staging + buffer * T::kBufferBytes;
         Wait(&staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + row / T::kBuffers) & 1);
-        FinishStaged<T::kBox>(
-            conv, total[row], [&](int box) { return unit + box * T::kBoxBytes; }, [](int) {});
-        FenceForCopies();
+        StageEpilogue<T::kBox>(
+            conv, total[row], [&](int box) { return subtile + box * T::kBoxBytes; }, [](int) {});
+        FenceProxyAsync();
         SyncWarpgroup(group);
-        const TileAt at = unit_of(tile, row);
+        const TileAt at = subtile_of(tile, row);
         if (leads) {
           for (int box = 0; box < T::kBoxes; ++box) {
-            StoreBox(&work.out, unit + box * T::kBoxBytes, tile.n0 + box * T::kBox, at.x, at.y,
+            TmaStore(&params.out, subtile + box * T::kBoxBytes, tile.n0 + box * T::kBox, at.x, at.y,
                      at.image);
           }
-          CommitStores();
+          TmaStoreCommit();
         }
         if (row + T::kBuffers < T::kRows) {
-          if (leads) WaitUntilStoresRead();
+          if (leads) TmaStoreWaitRead();
           begin_staging(tile, row + T::kBuffers);
         }
       }
     }
-    if (leads) WaitUntilStoresRead();
+    if (leads) TmaStoreWaitRead();
   }
 
-  ArriveAtCluster();  // no block may go while another signals or copies into its shared memory
+  ArriveAtCluster();  // others may still signal or write into this CTA's shared memory
   WaitForCluster();
 #endif
 }
@@ -535,29 +552,29 @@ using Tile80 = Tile<80, false, 8, 1, 184, 72, 512>;
 using Tile128 = Tile<128, false, 7, 1, 184, 72, 512>;
 using Tile160 = Tile<160, false, 5, 1, 216, 72, 384>;
 using Tile192 = Tile<192, false, 4, 1, 216, 72, 384>;
-using Tile128Turns = Tile<128, true, 5, 2, 184, 72, 512>;
-using Tile160Turns = Tile<160, true, 5, 1, 216, 72, 384>;
-using Tile192Turns = Tile<192, true, 4, 1, 232, 40, 384>;
+using Tile128PingPong = Tile<128, true, 5, 2, 184, 72, 512>;
+using Tile160PingPong = Tile<160, true, 5, 1, 216, 72, 384>;
+using Tile192PingPong = Tile<192, true, 4, 1, 232, 40, 384>;
 
 template <typename Do>
 cudaError_t WithTile(HopperTile tile, const Do& what) {
   switch (tile) {
-    case HopperTile::kPatch64:
+    case HopperTile::kHaloTile128x64:
       return what(Tile64());
-    case HopperTile::kPatch80:
+    case HopperTile::kHaloTile128x80:
       return what(Tile80());
-    case HopperTile::kPatch128:
+    case HopperTile::kHaloTile128x128:
       return what(Tile128());
-    case HopperTile::kPatch160:
+    case HopperTile::kHaloTile128x160:
       return what(Tile160());
-    case HopperTile::kPatch192:
+    case HopperTile::kHaloTile128x192:
       return what(Tile192());
-    case HopperTile::kPatch128Turns:
-      return what(Tile128Turns());
-    case HopperTile::kPatch160Turns:
-      return what(Tile160Turns());
-    case HopperTile::kPatch192Turns:
-      return what(Tile192Turns());
+    case HopperTile::kHaloTile128x128PingPong:
+      return what(Tile128PingPong());
+    case HopperTile::kHaloTile128x160PingPong:
+      return what(Tile160PingPong());
+    case HopperTile::kHaloTile128x192PingPong:
+      return what(Tile192PingPong());
     default:
       return cudaErrorInvalidValue;
   }
@@ -565,104 +582,115 @@ cudaError_t WithTile(HopperTile tile, const Do& what) {
 
 template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  Work work;
-  work.log_splits = BinaryLogarithm(plan.splits);
-  // Each split has a step: there are kTaps and more.
-  if (plan.splits != 1 << work.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
-  if (!SuitsPatches(conv) || ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kFold) ||
-      (conv.input_factors != nullptr && !T::kNormalises)) {
+  Params params;
+  params.log_splits = BinaryLogarithm(plan.splits);
+  // Each split has at least one step, since there are kTaps and more.
+  if (plan.splits != 1 << params.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
+  if (!SuitsHaloTile(conv) ||
+      ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
+      (conv.input_factors != nullptr && !T::kFusesInputNorm)) {
     return cudaErrorInvalidValue;
   }
-  work.images_at_once = conv.width <= kUnit ? 2 : 1;
-  const int tiles_x = work.images_at_once == 2 ? 1 : (conv.width + 2 * kUnit - 1) / (2 * kUnit);
-  const int tiles_y = (conv.height + kUnit - 1) / kUnit;
-  const int groups = (conv.images + work.images_at_once - 1) / work.images_at_once;
+  params.images_at_once = conv.width <= kSubtileEdge ? 2 : 1;
+  const int tiles_x =
+      params.images_at_once == 2 ? 1 : (conv.width + 2 * kSubtileEdge - 1) / (2 * kSubtileEdge);
+  const int tiles_y = (conv.height + kSubtileEdge - 1) / kSubtileEdge;
+  const int groups = (conv.images + params.images_at_once - 1) / params.images_at_once;
   const int m_tiles = tiles_x * tiles_y * groups;
-  const bool divided = T::kDivides && plan.cluster > 1;
-  static_assert(!T::kDivides || kLeastStepsDivided >= 2 * T::kStages);
-  if (divided && (plan.splits != 2 || plan.cluster != 2 || StepsOf(conv) < kLeastStepsDivided)) {
+  const bool split_over_cluster = T::kSplitsOverCluster && plan.cluster > 1;
+  static_assert(!T::kSplitsOverCluster || kMinStepsSplitOverCluster >= 2 * T::kStages);
+  if (split_over_cluster &&
+      (plan.splits != 2 || plan.cluster != 2 || StepsOf(conv) < kMinStepsSplitOverCluster)) {
     return cudaErrorInvalidValue;
   }
-  const int shared = divided ? 1 : T::kCluster;
-  work.m_tiles = (m_tiles + shared - 1) / shared * shared;
-  work.tiles_x = Divisor(tiles_x), work.tiles_y = Divisor(tiles_y);
-  work.n_tiles = Divisor((conv.outputs + T::kN - 1) / T::kN);
-  const int pitch = work.images_at_once == 2 ? kUnit + 2 : 2 * kUnit + 2;
-  work.pitch = Divisor(pitch);
-  const int patch_pixels = pitch * (kUnit + 2);
-  work.unit_pixel = work.images_at_once == 2 ? patch_pixels : kUnit;
-  work.shortcut_pitch = work.images_at_once == 2 ? kUnit : 2 * kUnit;
-  work.shortcut_unit_pixel = work.images_at_once == 2 ? kUnit * kUnit : kUnit;
-  work.patch_bytes = patch_pixels * work.images_at_once * kStepBytes;
-  work.bias = conv.bias;
-  work.add = conv.add;
+  const int shared = split_over_cluster ? 1 : T::kCluster;
+  params.m_tiles = (m_tiles + shared - 1) / shared * shared;
+  params.tiles_x = FastDivmod(tiles_x), params.tiles_y = FastDivmod(tiles_y);
+  params.n_tiles = FastDivmod((conv.outputs + T::kN - 1) / T::kN);
+  const int pitch = params.images_at_once == 2 ? kSubtileEdge + 2 : 2 * kSubtileEdge + 2;
+  params.pitch = FastDivmod(pitch);
+  const int halo_tile_pixels = pitch * (kSubtileEdge + 2);
+  params.subtile_pixel = params.images_at_once == 2 ? halo_tile_pixels : kSubtileEdge;
+  params.shortcut_pitch = params.images_at_once == 2 ? kSubtileEdge : 2 * kSubtileEdge;
+  params.shortcut_subtile_pixel =
+      params.images_at_once == 2 ? kSubtileEdge * kSubtileEdge : kSubtileEdge;
+  params.halo_tile_bytes = halo_tile_pixels * params.images_at_once * kStepBytes;
+  params.bias = conv.bias;
+  params.add = conv.add;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  const auto encode_patch = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
-    return EncodeImages(map, rows, channels, conv, kStep, shortcut ? work.shortcut_pitch : pitch,
-                        shortcut ? kUnit : kUnit + 2, work.images_at_once);
+  const auto encode_halo_tile = [&](CUtensorMap* map, const Rows& rows, int channels,
+                                    bool shortcut) {
+    return EncodeImages(map, rows, channels, conv, kStep, shortcut ? params.shortcut_pitch : pitch,
+                        shortcut ? kSubtileEdge : kSubtileEdge + 2, params.images_at_once);
   };
-  CUresult result = EncodeDepth(&work, conv, T::kN / shared, encode_patch);
+  CUresult result = EncodeDepth(&params, conv, T::kN / shared, encode_halo_tile);
   if (result == CUDA_SUCCESS) {
-    result = EncodeImages(&work.out, conv.out, conv.outputs, conv, T::kBox, kUnit, kUnit, 1);
+    result = EncodeImages(&params.out, conv.out, conv.outputs, conv, T::kBox, kSubtileEdge,
+                          kSubtileEdge, 1);
   }
   if (result == CUDA_SUCCESS && conv.residual.data != nullptr) {
-    result =
-        EncodeImages(&work.residual, conv.residual, conv.outputs, conv, T::kBox, kUnit, kUnit, 1);
+    result = EncodeImages(&params.residual, conv.residual, conv.outputs, conv, T::kBox,
+                          kSubtileEdge, kSubtileEdge, 1);
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  const int64_t tiles = int64_t{work.m_tiles / shared} * work.n_tiles.value;
+  const int64_t tiles = int64_t{params.m_tiles / shared} * params.n_tiles.value;
   const bool of_shortcut = conv.shortcut.x.data != nullptr;
-  if constexpr (T::kDivides) {
-    if (divided) {
+  if constexpr (T::kSplitsOverCluster) {
+    if (split_over_cluster) {
       return LaunchDependent(
           of_shortcut ? Conv3x3Kernel<T, true, true> : Conv3x3Kernel<T, false, true>,
           {.grid = static_cast<unsigned>(tiles * T::kCluster),
            .block = T::kThreads,
            .shared_bytes = T::kSharedBytes,
            .cluster = T::kCluster},
-          queue, EpilogueOf(conv), work);
+          queue, EpilogueOf(conv), params);
     }
   }
-  if constexpr (T::kFold) {
+  if constexpr (T::kSplitK) {
     if (of_shortcut) {
-      return LaunchPersistent<T>(Conv3x3Kernel<T, true, false>, tiles, T::kCluster, conv, work,
+      return LaunchPersistent<T>(Conv3x3Kernel<T, true, false>, tiles, T::kCluster, conv, params,
                                  queue);
     }
   }
-  return LaunchPersistent<T>(Conv3x3Kernel<T, false, false>, tiles, T::kCluster, conv, work, queue);
+  return LaunchPersistent<T>(Conv3x3Kernel<T, false, false>, tiles, T::kCluster, conv, params,
+                             queue);
 }
 
 }  // namespace
 
-bool SuitsPatches(const Conv2dLaunch& conv) {
+bool SuitsHaloTile(const Conv2dLaunch& conv) {
   return conv.kernel == 3 && conv.stride == 1 && conv.pad_top == 1 && conv.pad_left == 1 &&
          !conv.upsample2x && conv.out_height == conv.height && conv.out_width == conv.width &&
-         conv.height % kUnit == 0 && (conv.width % (2 * kUnit) == 0 || conv.width == kUnit) &&
+         conv.height % kSubtileEdge == 0 &&
+         (conv.width % (2 * kSubtileEdge) == 0 || conv.width == kSubtileEdge) &&
          conv.outputs % 64 == 0 && InVectors(conv.x) && InVectors(conv.x2) &&
          conv.channels % 8 == 0 && conv.channels2 % 8 == 0 && HasVectorOutputs(conv) &&
          SuitsShortcut(conv);
 }
 
-cudaError_t LaunchConv3x3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
+                                const Queue& queue) {
   return WithTile(plan.tile,
                   [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
 }
 
 cudaError_t LoadConv3x3HopperKernels() {
-  for (HopperTile tile : {HopperTile::kPatch64, HopperTile::kPatch80, HopperTile::kPatch128,
-                          HopperTile::kPatch160, HopperTile::kPatch192, HopperTile::kPatch128Turns,
-                          HopperTile::kPatch160Turns, HopperTile::kPatch192Turns}) {
+  for (HopperTile tile :
+       {HopperTile::kHaloTile128x64, HopperTile::kHaloTile128x80, HopperTile::kHaloTile128x128,
+        HopperTile::kHaloTile128x160, HopperTile::kHaloTile128x192,
+        HopperTile::kHaloTile128x128PingPong, HopperTile::kHaloTile128x160PingPong,
+        HopperTile::kHaloTile128x192PingPong}) {
     const cudaError_t error = WithTile(tile, [](auto chosen) {
       using T = decltype(chosen);
       cudaError_t loaded = LoadKernel(Conv3x3Kernel<T, false, false>, T::kSharedBytes);
-      if constexpr (T::kFold) {
+      if constexpr (T::kSplitK) {
         if (loaded == cudaSuccess) {
           loaded = LoadKernel(Conv3x3Kernel<T, true, false>, T::kSharedBytes);
         }
       }
-      if constexpr (T::kDivides) {
+      if constexpr (T::kSplitsOverCluster) {
         if (loaded == cudaSuccess) {
           loaded = LoadKernel(Conv3x3Kernel<T, false, true>, T::kSharedBytes);
         }

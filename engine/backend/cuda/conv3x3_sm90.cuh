@@ -1,50 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "engine/backend/cuda/conv_sm90.cuh"
 
-/// What the 3×3 convolutions from patches share: conv3x3_sm90.cu, conv_unit_sm90.cu.
+/// What the 3×3 convolutions from halo tiles share: conv3x3_sm90.cu, conv64x64_sm90.cu.
 ///
-/// A unit is 8×8 pixels of an image, the left operand of a product; a patch is one or two units and
-/// one pixel around them, 128 bytes (64 channels) a pixel, swizzled, `pitch` pixels a line. The
-/// operand of a tap is the patch from another pixel on.
+/// A subtile is 8×8 pixels of an image: M = 64 of one wgmma. A halo tile is one or two subtiles and
+/// the pixel around them, 128 bytes (64 channels) per pixel, swizzled, `pitch` pixels per line. The
+/// left operand of a tap is the halo tile from another pixel on.
 
 namespace denoised::cuda {
 
 constexpr int kTaps = 9;
-constexpr int kUnit = 8;  // pixels of an edge of what a product takes: 64 in all
+constexpr int kSubtileEdge = 8;  // 64 pixels: M of a wgmma
 
-/// Patches that a block has room for: under nine taps, and behind them of a shortcut.
+/// Slots for halo tiles: of the window, and behind them of a shortcut.
 template <bool kShortcut, int kSlotBytes, int kShortcutSlotBytes>
-struct Patches {
+struct HaloTiles {
   static constexpr int kWindowed = kShortcut ? 2 : 3, kOfShortcut = kShortcut ? 2 : 0;
   static constexpr int kSlots = kWindowed + kOfShortcut;
   static constexpr int kBytes = kWindowed * kSlotBytes + kOfShortcut * kShortcutSlotBytes;
-  __device__ static unsigned char* At(unsigned char* patches, int slot) {
+  __device__ static unsigned char* At(unsigned char* halo_tiles, int slot) {
     return !kShortcut || slot < kWindowed
-               ? patches + slot * kSlotBytes
-               : patches + kWindowed * kSlotBytes + (slot - kWindowed) * kShortcutSlotBytes;
+               ? halo_tiles + slot * kSlotBytes
+               : halo_tiles + kWindowed * kSlotBytes + (slot - kWindowed) * kShortcutSlotBytes;
   }
 };
 
-/// Asks for the patch that takes the place of the one of step `used`, if this was its last, and
-/// goes on: for the thread that copies, when that step has made room for weights. To wait for the
-/// place sooner is no choice: products would wait for weights that come after it.
-template <bool kShortcut, typename Work, typename CopyNext, typename CopyNextOfShortcut>
-__device__ inline void ReplaceUsed(const Conv2dLaunch& conv, const Work& work,
+/// For the producer, when step `used` has freed its stage: if the step was the last of its halo
+/// tile, loads the next one into that slot. Then advances `used`. Waiting for the slot earlier
+/// would hold up the loads of weights.
+template <bool kShortcut, typename Params, typename CopyNext, typename CopyNextOfShortcut>
+__device__ inline void ReplaceUsed(const Conv2dLaunch& conv, const Params& params,
                                    StepAt<kShortcut, kTaps>& used, const CopyNext& copy_next,
                                    const CopyNextOfShortcut& copy_next_of_shortcut) {
-  if (used.IsOfShortcut(work.depth)) {
+  if (used.IsOfShortcut(params.depth)) {
     copy_next_of_shortcut();
-  } else if (used.IsLastTap(work.depth)) {
+  } else if (used.IsLastTap(params.depth)) {
     copy_next();
   }
-  used.Advance(conv, work);
+  used.Advance(conv, params);
 }
 
-/// The left operand of a product: 8 lines of 8 pixels of a patch, `pitch` pixels from line to line.
-__device__ inline uint64_t PatchDescriptor(const void* patch, int pitch) {
+/// The left operand of a wgmma: 8 lines of 8 pixels of a halo tile, `pitch` pixels from line to
+/// line.
+__device__ inline uint64_t HaloTileDescriptor(const void* halo_tile, int pitch) {
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
-  return MatrixDescriptor(patch) - kEightRows + (uint64_t(pitch * kStepBytes >> 4) << 32);
+  return MatrixDescriptor(halo_tile) - kEightRows + (uint64_t(pitch * kStepBytes >> 4) << 32);
 }
 
 __device__ inline void LoadEight(const float* from, float (&v)[8]) {
@@ -54,9 +56,9 @@ __device__ inline void LoadEight(const float* from, float (&v)[8]) {
   v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-/// A transformer normalises eight channels of every kPixelStride-th pixel of a patch. Bit i: the
-/// i-th of them lies in the image, and in the patch of kPixels at most. What does not stays zero.
-/// `pitch`: a constant, or a Divisor.
+/// Which pixels a thread has to normalise: it takes eight channels of every kPixelStride-th pixel
+/// of a halo tile of at most kPixels. Bit i: the i-th of them lies in the image; the others stay
+/// zero. `pitch`: a constant, or a FastDivmod.
 template <int kPixelStride, int kPixels, typename Pitch>
 __device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, Pitch pitch, int thread, int y0,
                                         int x0) {
@@ -64,7 +66,7 @@ __device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, Pitch pitch, i
   for (int i = 0; i < (kPixels + kPixelStride - 1) / kPixelStride; ++i) {
     const int pixel = thread / 8 + i * kPixelStride;
     const int line = pixel / pitch, column = pixel % pitch;
-    const bool is = line < kUnit + 2 &&
+    const bool is = line < kSubtileEdge + 2 &&
                     static_cast<unsigned>(y0 + line) < static_cast<unsigned>(conv.height) &&
                     static_cast<unsigned>(x0 + column) < static_cast<unsigned>(conv.width);
     inside |= static_cast<uint32_t>(is) << i;
@@ -72,8 +74,8 @@ __device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, Pitch pitch, i
   return inside;
 }
 
-/// SiluOfHalf() of each, with its instructions. Eight at a time and in this order, which the
-/// compiler would not keep: one after the other they wait for the special function unit.
+/// SiluOfHalf() of each, with the same instructions. Eight at a time and in this order, which the
+/// compiler would not keep: one after the other would wait for the special function unit.
 __device__ inline void SiluOfHalf(float (&h)[8]) {
   float tanh[8];
 #pragma unroll
@@ -84,14 +86,15 @@ __device__ inline void SiluOfHalf(float (&h)[8]) {
 
 /// silu(2 · (x · factor + offset)) in place, of every kPixelStride-th pixel from first_pixel on.
 template <int kPixelStride>
-__device__ inline void Normalise(unsigned char* patch, int first_pixel, int thread, uint32_t inside,
-                                 const float (&factor)[8], const float (&offset)[8]) {
+__device__ inline void Normalise(unsigned char* halo_tile, int first_pixel, int thread,
+                                 uint32_t inside, const float (&factor)[8],
+                                 const float (&offset)[8]) {
   constexpr int kAtOnce = 2;
-  // From pixel to pixel one bit of the swizzle changes, and back.
+  // One bit of the swizzle alternates from pixel to pixel.
   static_assert(kPixelStride % 8 == 4);
   const int first = first_pixel + thread / 8, chunk = thread % 8 ^ first % 8;
-  unsigned char* even = patch + first * kStepBytes + chunk * 16;
-  unsigned char* odd = patch + first * kStepBytes + (chunk ^ 4) * 16;
+  unsigned char* even = halo_tile + first * kStepBytes + chunk * 16;
+  unsigned char* odd = halo_tile + first * kStepBytes + (chunk ^ 4) * 16;
 #pragma unroll 1
   for (; inside != 0; inside >>= kAtOnce) {
     const auto at = [&](int i) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <algorithm>
@@ -5,17 +6,17 @@
 #include "engine/backend/cuda/implicit_gemm.cuh"
 #include "engine/backend/cuda/mma.cuh"
 
-/// What the convolutions on mma.sync share, conv2d.cu and conv3x3.cu: how work is spread between
-/// multiplications, where sums begin, how a warp's sums become outputs, and what a tile costs.
+/// What conv2d.cu and conv3x3.cu share: interleaving copies with products, initial accumulators,
+/// the epilogue, and the cost of a tile.
 
 namespace denoised::cuda {
 
-/// Of kParts pieces of work, those that fall to `turn` of kTurns.
-template <int kParts, int kTurns, typename Do>
-__device__ inline void Share(int turn, const Do& what) {
+/// Of kParts pieces of work, does those of slot `slot` of kSlots, spread evenly.
+template <int kParts, int kSlots, typename Do>
+__device__ inline void Interleave(int slot, const Do& what) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    if (part * kTurns / kParts == turn) what(part);
+    if (part * kSlots / kParts == slot) what(part);
   }
 }
 
@@ -48,8 +49,8 @@ __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, 
 /// A warp's sums [16 · kM pixels, 8 · kN outputs], the first output being `n`, begin with the bias,
 /// which is padded to kBiasPadding.
 template <int kM, int kN>
-__device__ inline void BeginWithBias(const float* bias, int n, int outputs,
-                                     float (&sums)[kM][kN][4]) {
+__device__ inline void InitWithBias(const float* bias, int n, int outputs,
+                                    float (&sums)[kM][kN][4]) {
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
     const int at = n + j * 8 + static_cast<int>(threadIdx.x) % 4 * 2;

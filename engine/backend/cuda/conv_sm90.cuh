@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <algorithm>
@@ -5,41 +6,40 @@
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/implicit_gemm.cuh"
 #include "engine/backend/cuda/mma.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
-/// What the convolution kernels for Hopper share: steps along k, how sums begin and leave, and how
-/// the copy engine is told of pixels and weights.
+/// What Hopper's convolution kernels share: steps along k, accumulators, epilogue, and tensor maps.
 ///
-/// A step is 64 channels under one tap. k is walked chunk by chunk of 64 channels, those of x
-/// before those of x2, and under every tap of the window before the next chunk. Those of a
-/// shortcut's x and x2 are a step each, spread evenly among the window's: each has pixels of its
-/// own, which so come evenly, too. All kernels add in this order, and give the same bits.
+/// A step is 64 channels (a chunk) under one tap. k is walked chunk by chunk, those of x before
+/// those of x2, and for each chunk tap by tap. A shortcut's chunks are one step each, spread evenly
+/// among the window's, so that loads of pixels are spread evenly, too. All kernels add in this
+/// order and give the same bits.
 
 namespace denoised::cuda {
 
 static_assert(kStep == 64);  // 128 bytes of bf16, the widest swizzle
 constexpr int kStepBytes = kStep * 2;
 
-/// A shortcut as the copy engine knows it.
-struct ShortcutWork {
+/// Tensor maps of a shortcut.
+struct ShortcutParams {
   CUtensorMap x, x2, weight;
   int chunks = 0;  // of x
 };
 
-/// What there is along k.
+/// The extent of k.
 struct Depth {
   int windowed = 0;  // chunks
-  Divisor taps;      // that each is under
+  FastDivmod taps;   // of each chunk
   int shortcut = 0;  // chunks
-  Divisor steps;     // in all
+  FastDivmod steps;  // of a tile
 };
 
-/// Where the pixels of a chunk lie. `of`: a kernel's Work for the window's, or its shortcut.
+/// The source of a chunk's pixels. `of`: a kernel's Params for the window, or its shortcut.
 struct ChunkAt {
   const CUtensorMap* map;
   int channel;
@@ -55,22 +55,23 @@ __device__ inline int ChannelOf(int chunk, int chunks, int channels) {
   return chunk < chunks ? chunk * kStep : channels + (chunk - chunks) * kStep;
 }
 
-/// A step along k: the window's next chunk and tap, or, if it is the shortcut's turn, its next
-/// chunk. What few steps change is not worked out in each, for a thread alone takes long for it.
-/// kTaps: of the window, if it is known.
+/// A step along k: the window's next chunk and tap, or a shortcut's next chunk. Values are updated
+/// only where they change, since the producer is a single thread. kTaps: of the window, if known
+/// when compiled.
 template <bool kShortcut, int kTaps = 0>
 struct StepAt {
   int tap, chunk, channel;                       // of the window's weight
   int of_shortcut = 0, channel_of_shortcut = 0;  // chunk, and channel of the shortcut's weight
-  int due = 0;  // grows by the shortcut's chunks each step: from the number of steps on it has one
+  int due =
+      0;  // grows by the shortcut's chunks per step; a shortcut's step when it reaches `steps`
 
-  template <typename Work>
-  __device__ StepAt(const Conv2dLaunch& conv, const Work& work, int step) {
-    const Depth& depth = work.depth;
+  template <typename Params>
+  __device__ StepAt(const Conv2dLaunch& conv, const Params& params, int step) {
+    const Depth& depth = params.depth;
     if (kShortcut) {
       of_shortcut = step * depth.shortcut / depth.steps;
       due = step * depth.shortcut % depth.steps + depth.shortcut;
-      channel_of_shortcut = ChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
+      channel_of_shortcut = ChannelOf(of_shortcut, params.shortcut.chunks, conv.shortcut.channels);
     }
     const int windowed = step - of_shortcut;
     if constexpr (kTaps > 0) {
@@ -78,22 +79,22 @@ struct StepAt {
     } else {
       chunk = windowed / depth.taps, tap = windowed % depth.taps;
     }
-    channel = ChannelOf(chunk, work.chunks, conv.channels);
+    channel = ChannelOf(chunk, params.chunks, conv.channels);
   }
   __device__ bool IsOfShortcut(const Depth& depth) const {
     return kShortcut && due >= depth.steps.value;
   }
   __device__ bool IsLastTap(const Depth& depth) const { return tap == Taps(depth) - 1; }
   __device__ static int Taps(const Depth& depth) { return kTaps > 0 ? kTaps : depth.taps.value; }
-  template <typename Work>
-  __device__ void Advance(const Conv2dLaunch& conv, const Work& work) {
-    const Depth& depth = work.depth;
+  template <typename Params>
+  __device__ void Advance(const Conv2dLaunch& conv, const Params& params) {
+    const Depth& depth = params.depth;
     if (IsOfShortcut(depth)) {
       ++of_shortcut, due -= depth.steps.value;
-      channel_of_shortcut = ChannelOf(of_shortcut, work.shortcut.chunks, conv.shortcut.channels);
+      channel_of_shortcut = ChannelOf(of_shortcut, params.shortcut.chunks, conv.shortcut.channels);
     } else if (++tap == Taps(depth)) {
       tap = 0, ++chunk;
-      channel = ChannelOf(chunk, work.chunks, conv.channels);
+      channel = ChannelOf(chunk, params.chunks, conv.channels);
     }
     if (kShortcut) due += depth.shortcut;
   }
@@ -104,35 +105,35 @@ struct WeightAt {
   const CUtensorMap* map;
   int channel, tap;
 };
-template <bool kShortcut, int kTaps, typename Work>
-__device__ inline WeightAt WeightOf(const Work& work, const StepAt<kShortcut, kTaps>& step) {
-  if (step.IsOfShortcut(work.depth)) return {&work.shortcut.weight, step.channel_of_shortcut, 0};
-  return {&work.weight, step.channel, step.tap};
+template <bool kShortcut, int kTaps, typename Params>
+__device__ inline WeightAt WeightOf(const Params& params, const StepAt<kShortcut, kTaps>& step) {
+  if (step.IsOfShortcut(params.depth))
+    return {&params.shortcut.weight, step.channel_of_shortcut, 0};
+  return {&params.weight, step.channel, step.tap};
 }
 
-/// The copy engine looks a tensor up at its first use: for the thread that copies, before it has to
-/// wait for anything.
-template <bool kShortcut, typename Work>
-__device__ inline void PrefetchMaps(const Work& work) {
-  PrefetchMap(&work.weight);
-  PrefetchMap(&work.x);
-  if (work.depth.windowed > work.chunks) PrefetchMap(&work.x2);
+/// Prefetches the tensor maps, which TMA would else fetch at their first use. For the producer,
+/// before its first wait.
+template <bool kShortcut, typename Params>
+__device__ inline void PrefetchTensorMaps(const Params& params) {
+  PrefetchTensorMap(&params.weight);
+  PrefetchTensorMap(&params.x);
+  if (params.depth.windowed > params.chunks) PrefetchTensorMap(&params.x2);
   if (!kShortcut) return;
-  PrefetchMap(&work.shortcut.weight);
-  PrefetchMap(&work.shortcut.x);
-  if (work.depth.shortcut > work.shortcut.chunks) PrefetchMap(&work.shortcut.x2);
+  PrefetchTensorMap(&params.shortcut.weight);
+  PrefetchTensorMap(&params.shortcut.x);
+  if (params.depth.shortcut > params.shortcut.chunks) PrefetchTensorMap(&params.shortcut.x2);
 }
 
-/// The output pixels of a phase, those of all images behind each other, as the copy engine walks
-/// them for one tap of a window after the other. Four phases are the parities of the outputs' rows
-/// and columns when the input is doubled.
+/// The output pixels of a phase, of all images one after the other, as TMA's im2col mode walks
+/// them. A doubled image has four phases: the parities of the output's rows and columns.
 struct Grid {
-  Divisor taps_x;
+  FastDivmod taps_x;
   int stride = 1, pad_top = 0, pad_left = 0;
   int phases = 1;
-  int pixels = 0;               // of a phase
-  Divisor width, image_pixels;  // of an image of a phase
-  bool flat = false;            // 1×1: inputs lie as the outputs do
+  int pixels = 0;                  // of a phase
+  FastDivmod width, image_pixels;  // of an image of a phase
+  bool flat = false;               // 1×1: inputs lie as the outputs do
 };
 
 /// The input of a tile's first pixel under the window's first tap.
@@ -144,22 +145,23 @@ __device__ inline StartAt StartOf(const Grid& grid, int m0) {
   return {m0 / grid.image_pixels, pixel / grid.width * grid.stride - grid.pad_top,
           pixel % grid.width * grid.stride - grid.pad_left};
 }
-/// A step's 64 channels of a run of pixels of a phase from m0 on, under its tap. Those of a
-/// shortcut lie as the outputs do.
-template <bool kShortcut, typename Work>
-__device__ inline void CopyInputs(void* to, const Work& work, const StepAt<kShortcut>& step,
-                                  const StartAt& start, int m0, int phase, uint64_t* barrier) {
-  const Grid& grid = work.grid;
-  const bool of_shortcut = step.IsOfShortcut(work.depth);
+/// Loads a step's 64 channels of the tile's pixels from m0 on under its tap. A shortcut's pixels
+/// lie as the outputs do.
+template <bool kShortcut, typename Params>
+__device__ inline void LoadInputsByTma(void* to, const Params& params,
+                                       const StepAt<kShortcut>& step, const StartAt& start, int m0,
+                                       int phase, uint64_t* barrier) {
+  const Grid& grid = params.grid;
+  const bool of_shortcut = step.IsOfShortcut(params.depth);
   const ChunkAt chunk =
-      of_shortcut ? ChunkOf(work.shortcut, step.of_shortcut) : ChunkOf(work, step.chunk);
+      of_shortcut ? ChunkOf(params.shortcut, step.of_shortcut) : ChunkOf(params, step.chunk);
   if (grid.flat || of_shortcut) {
-    CopyBox(to, chunk.map, barrier, chunk.channel, m0);
+    TmaLoad(to, chunk.map, barrier, chunk.channel, m0);
     return;
   }
   const int tap_y = step.tap / grid.taps_x, tap_x = step.tap % grid.taps_x;
-  CopyPixels(to, chunk.map, barrier, chunk.channel, start.x, start.y, start.image,
-             static_cast<uint16_t>(tap_x + phase % 2), static_cast<uint16_t>(tap_y + phase / 2));
+  TmaLoadIm2col(to, chunk.map, barrier, chunk.channel, start.x, start.y, start.image,
+                static_cast<uint16_t>(tap_x + phase % 2), static_cast<uint16_t>(tap_y + phase / 2));
 }
 /// The output pixel of pixel m of a phase.
 __device__ inline int64_t OutputPixel(const Conv2dLaunch& conv, const Grid& grid, int m,
@@ -176,8 +178,8 @@ __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
   b += __uint_as_float(pair & 0xffff0000u);
 }
 
-/// What is added per image to the sums of one row of a thread: of its outputs from n0 on, in pairs.
-/// Asked for before it is needed. Outputs are a multiple of kMultiple, and n0 is.
+/// Loads conv.add for one row of a thread's accumulators: outputs from n0 on, in pairs, ahead of
+/// their use. The number of outputs and n0 are multiples of kMultiple.
 template <int kMultiple = 8, int kPairs>
 __device__ inline void LoadPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
                                     uint32_t (&pairs)[kPairs]) {
@@ -190,47 +192,51 @@ __device__ inline void LoadPerImage(const Conv2dLaunch& conv, const Rows& add, i
     pairs[j] = exists ? *reinterpret_cast<const uint32_t*>(from + j * 8) : 0;
   }
 }
-/// To row h of a thread's two.
-template <int kPairs, int kSums>
-__device__ inline void AddPerImage(const uint32_t (&pairs)[kPairs], int h, float (&sums)[kSums]) {
-  static_assert(kSums == 4 * kPairs);
+/// Adds it to row h of the thread's two.
+template <int kPairs, int kAccumulators>
+__device__ inline void AddPerImage(const uint32_t (&pairs)[kPairs], int h,
+                                   float (&accumulators)[kAccumulators]) {
+  static_assert(kAccumulators == 4 * kPairs);
 #pragma unroll
-  for (int j = 0; j < kPairs; ++j) AddPair(pairs[j], sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+  for (int j = 0; j < kPairs; ++j)
+    AddPair(pairs[j], accumulators[4 * j + 2 * h], accumulators[4 * j + 2 * h + 1]);
 }
-/// The same one by one, for any dtype and alignment.
-template <int kSums>
+/// Both, one by one, for any dtype and alignment.
+template <int kAccumulators>
 __device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
-                                   int h, float (&sums)[kSums]) {
+                                   int h, float (&accumulators)[kAccumulators]) {
 #pragma unroll
-  for (int i = 0; i < kSums / 2; ++i) {
+  for (int i = 0; i < kAccumulators / 2; ++i) {
     const int n = n0 + threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2;
-    if (n < conv.outputs) sums[4 * (i / 2) + 2 * h + i % 2] += Load(add, image, n);
+    if (n < conv.outputs) accumulators[4 * (i / 2) + 2 * h + i % 2] += Load(add, image, n);
   }
 }
 
-/// Sums begin with the bias of their output, so that it costs nothing at the end; those of a later
-/// split (bias null) begin with zero. Without branches: products read the sums later than it seems.
+/// Accumulators start with the bias, which the epilogue then need not add; those of a later split
+/// (bias null) start with zero. Branch-free: wgmma reads the registers later than it seems.
 __device__ const float kNoBias[kBiasPadding] = {};
-template <int kSums>
-__device__ inline void BeginSums(const float* bias, int n0, float (&sums)[kSums]) {
-  static_assert(kSums <= kBiasPadding / 2);
+template <int kAccumulators>
+__device__ inline void InitAccumulators(const float* bias, int n0,
+                                        float (&accumulators)[kAccumulators]) {
+  static_assert(kAccumulators <= kBiasPadding / 2);
   const float* const from = (bias != nullptr ? bias + n0 : kNoBias) + threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int j = 0; j < kSums / 4; ++j) {
+  for (int j = 0; j < kAccumulators / 4; ++j) {
     const float2 pair = __ldg(reinterpret_cast<const float2*>(from + j * 8));
-    sums[4 * j] = sums[4 * j + 2] = pair.x;
-    sums[4 * j + 1] = sums[4 * j + 3] = pair.y;
+    accumulators[4 * j] = accumulators[4 * j + 2] = pair.x;
+    accumulators[4 * j + 1] = accumulators[4 * j + 3] = pair.y;
   }
 }
 
-/// act(sum · scale), in place.
-template <int kSums>
-__device__ inline void FinishSums(const Conv2dLaunch& conv, bool silu, float (&v)[kSums]) {
+/// act(accumulator · scale), in place.
+template <int kAccumulators>
+__device__ inline void ApplyEpilogue(const Conv2dLaunch& conv, bool silu,
+                                     float (&v)[kAccumulators]) {
 #pragma unroll
-  for (int j = 0; j < kSums; ++j) v[j] *= conv.scale;
+  for (int j = 0; j < kAccumulators; ++j) v[j] *= conv.scale;
   if (!silu) return;
 #pragma unroll
-  for (int j = 0; j < kSums; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
+  for (int j = 0; j < kAccumulators; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
 }
 
 /// Eight outputs of the residual.
@@ -239,51 +245,52 @@ __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, in
                                          pixel * conv.residual.stride + n);
 }
 
-/// Of rows of kBox (16, 32 or 64) bf16 as the copy engine lays them: vector v lies where v ^ this
-/// would.
+/// The swizzle of rows of kBox (16, 32 or 64) bf16: vector v lies where v ^ SwizzleOf(row) would.
 template <int kBox>
 __device__ inline int SwizzleOf(int row) {
   return kBox == 64 ? row % 8 : kBox == 32 ? row / 2 % 4 : row / 4 % 2;
 }
 
-/// A warpgroup's sums of 64 pixels through shared memory, in boxes of 64 pixels × kBox outputs as
-/// the copy engine lays them: begin(i) tells where the i-th of them lies, in which the residual,
-/// when there is one, lies already; the outputs take its place, and end(i) is told. What it does is
-/// known beforehand: instructions that are jumped over for every eight sums took several times as
-/// long to fetch as all the others to run.
-template <int kBox, bool kResidual, bool kSilu, int kSums, typename Begin, typename End>
-__device__ inline void FinishStagedAs(const Conv2dLaunch& conv, const float (&sums)[kSums],
-                                      const Begin& begin, const End& end) {
+/// The epilogue of a warpgroup's 64 pixels through shared memory, in boxes of 64 pixels × kBox
+/// outputs in TMA's swizzle. begin(i) returns the address of box i, which holds the residual if
+/// there is one and receives the outputs; end(i) is called when it is complete. Residual and
+/// activation are template parameters, since branches around instructions cost more than the
+/// instructions.
+template <int kBox, bool kResidual, bool kSilu, int kAccumulators, typename Begin, typename End>
+__device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
+                                       const float (&accumulators)[kAccumulators],
+                                       const Begin& begin, const End& end) {
   constexpr int kLine = kBox * 2;  // bytes
   constexpr int kChunks = kBox / 8;
-  // Residuals are asked for so many at a time: each takes as long to come as eight sums to finish.
+  // Residuals are loaded so many at a time, to hide their latency.
   constexpr int kAtOnce = kResidual ? 4 : 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  // This lane's row of the four matrices: rows 0…7 and 8…15 of eight outputs, then of the next.
+  // The lane's row in the four 8×8 matrices: rows 0…7 and 8…15 of eight outputs, then of the next
+  // eight.
   const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
   const int swizzle = SwizzleOf<kBox>(row);
   uint32_t line = 0;
 #pragma unroll
-  for (int first = 0; first < kSums / 8; first += kAtOnce) {
+  for (int first = 0; first < kAccumulators / 8; first += kAtOnce) {
     uint32_t at[kAtOnce], residual[kAtOnce][4];
 #pragma unroll
-    for (int i = 0; i < kAtOnce && first + i < kSums / 8; ++i) {
+    for (int i = 0; i < kAtOnce && first + i < kAccumulators / 8; ++i) {
       const int chunk = 2 * (first + i);
       if (chunk % kChunks == 0) line = SharedAddress(begin(chunk / kChunks)) + row * kLine;
       at[i] = line + ((chunk % kChunks + lane / 16) ^ swizzle) * 16;
       if (kResidual) LoadMatrices(residual[i], at[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce && first + i < kSums / 8; ++i) {
+    for (int i = 0; i < kAtOnce && first + i < kAccumulators / 8; ++i) {
       const int chunk = 2 * (first + i);
       float v[8];
 #pragma unroll
-      for (int c = 0; c < 8; ++c) v[c] = sums[4 * chunk + c];
+      for (int c = 0; c < 8; ++c) v[c] = accumulators[4 * chunk + c];
       if (kResidual) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) AddPair(residual[i][c], v[2 * c], v[2 * c + 1]);
       }
-      FinishSums(conv, kSilu, v);
+      ApplyEpilogue(conv, kSilu, v);
       uint32_t packed[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
@@ -292,9 +299,10 @@ __device__ inline void FinishStagedAs(const Conv2dLaunch& conv, const float (&su
     }
   }
 }
-template <int kBox, int kSums, typename Begin, typename End>
-__device__ inline void FinishStaged(const Conv2dLaunch& conv, const float (&sums)[kSums],
-                                    const Begin& begin, const End& end) {
+template <int kBox, int kAccumulators, typename Begin, typename End>
+__device__ inline void StageEpilogue(const Conv2dLaunch& conv,
+                                     const float (&accumulators)[kAccumulators], const Begin& begin,
+                                     const End& end) {
   const auto known = [](bool flag, const auto& then) {
     if (flag) {
       then(std::true_type());
@@ -304,21 +312,21 @@ __device__ inline void FinishStaged(const Conv2dLaunch& conv, const float (&sums
   };
   known(conv.residual.data != nullptr, [&](auto residual) {
     known(conv.activation == Activation::kSilu, [&](auto silu) {
-      FinishStagedAs<kBox, decltype(residual)::value, decltype(silu)::value>(conv, sums, begin,
-                                                                             end);
+      StageEpilogueAs<kBox, decltype(residual)::value, decltype(silu)::value>(conv, accumulators,
+                                                                              begin, end);
     });
   });
 }
 
 inline Grid GridOf(const Conv2dLaunch& conv) {
   Grid grid;
-  grid.taps_x = Divisor(EdgeTaps(conv));
+  grid.taps_x = FastDivmod(EdgeTaps(conv));
   grid.phases = PhasesOf(conv);
   grid.stride = conv.stride;
   grid.pad_top = conv.pad_top, grid.pad_left = conv.pad_left;
   grid.width = PlaneOf(conv).width;
   grid.image_pixels = PlaneOf(conv).pixels;
-  grid.pixels = conv.images * grid.image_pixels.value;  // CudaBackend saw to it that it fits
+  grid.pixels = conv.images * grid.image_pixels.value;  // checked by CudaBackend
   grid.flat = conv.kernel == 1 && conv.stride == 1 && conv.pad_top == 0 && conv.pad_left == 0 &&
               conv.out_height == conv.height && conv.out_width == conv.width;
   return grid;
@@ -338,7 +346,7 @@ inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-/// What CopyInputs() copies, `pixels` at a time. `rows`: as it takes it.
+/// What LoadInputsByTma() loads, `pixels` at a time. `rows`: pixels lie as the outputs do.
 inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels,
                              const Conv2dLaunch& conv, const Grid& grid, bool rows, int pixels) {
   if (rows) return EncodeRows(map, rows_of, channels, grid.pixels, kStep, pixels);
@@ -383,30 +391,30 @@ inline CUresult EncodeWeight(CUtensorMap* map, const void* weight, int stride, i
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-/// What `work` tells of k: chunks, sources and weights, these in boxes for `outputs_at_once`.
-/// `encode(map, rows, channels, shortcut)` tells the copy engine of a source.
-template <typename Work, typename Encode>
-CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int outputs_at_once,
+/// Fills in what `params` has about k: chunks, sources and weights, the latter in boxes of
+/// `outputs_at_once`. `encode(map, rows, channels, shortcut)` makes the tensor map of a source.
+template <typename Params, typename Encode>
+CUresult EncodeDepth(Params* params, const Conv2dLaunch& conv, int outputs_at_once,
                      const Encode& encode) {
-  work->chunks = ChunksOf(conv.channels);
-  work->depth.windowed = work->chunks + ChunksOf(conv.channels2);
+  params->chunks = ChunksOf(conv.channels);
+  params->depth.windowed = params->chunks + ChunksOf(conv.channels2);
   const int taps = EdgeTaps(conv) * EdgeTaps(conv);
-  work->depth.taps = Divisor(taps);
-  work->depth.steps = Divisor(StepsOf(conv));
-  CUresult result = encode(&work->x, conv.x, conv.channels, false);
+  params->depth.taps = FastDivmod(taps);
+  params->depth.steps = FastDivmod(StepsOf(conv));
+  CUresult result = encode(&params->x, conv.x, conv.channels, false);
   if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
-    result = encode(&work->x2, conv.x2, conv.channels2, false);
+    result = encode(&params->x2, conv.x2, conv.channels2, false);
   }
   if (result == CUDA_SUCCESS) {
-    result =
-        EncodeWeight(&work->weight, conv.weight, conv.weight_stride, conv.channels + conv.channels2,
-                     taps, conv.outputs, PhasesOf(conv), outputs_at_once);
+    result = EncodeWeight(&params->weight, conv.weight, conv.weight_stride,
+                          conv.channels + conv.channels2, taps, conv.outputs, PhasesOf(conv),
+                          outputs_at_once);
   }
   const ShortcutLaunch& from = conv.shortcut;
   if (result != CUDA_SUCCESS || from.x.data == nullptr) return result;
-  ShortcutWork& shortcut = work->shortcut;
+  ShortcutParams& shortcut = params->shortcut;
   shortcut.chunks = ChunksOf(from.channels);
-  work->depth.shortcut = shortcut.chunks + ChunksOf(from.channels2);
+  params->depth.shortcut = shortcut.chunks + ChunksOf(from.channels2);
   result = encode(&shortcut.x, from.x, from.channels, true);
   if (result == CUDA_SUCCESS && from.x2.data != nullptr) {
     result = encode(&shortcut.x2, from.x2, from.channels2, true);
@@ -417,25 +425,25 @@ CUresult EncodeDepth(Work* work, const Conv2dLaunch& conv, int outputs_at_once,
                       outputs_at_once);
 }
 
-/// What is left to do to sums that begin with `bias` and `add`, which Work has.
+/// The epilogue without bias and add, which Params has.
 inline Conv2dLaunch EpilogueOf(Conv2dLaunch conv) {
   conv.bias = nullptr;
   conv.add = {};
   return conv;
 }
 
-/// Persistent blocks in clusters of `shared` that share weights: as many as the device holds, or as
-/// `tiles`, of a cluster each, keep busy.
-template <typename T, typename Work>
-cudaError_t LaunchPersistent(void (*kernel)(Conv2dLaunch, Work), int64_t tiles, int shared,
-                             const Conv2dLaunch& conv, const Work& work, const Queue& queue) {
+/// Launches persistent CTAs in clusters of `shared`: as many clusters as the device holds, at most
+/// one per tile.
+template <typename T, typename Params>
+cudaError_t LaunchPersistent(void (*kernel)(Conv2dLaunch, Params), int64_t tiles, int shared,
+                             const Conv2dLaunch& conv, const Params& params, const Queue& queue) {
   const int64_t at_once = queue.multiprocessors / shared;
   return LaunchDependent(kernel,
                          {.grid = static_cast<unsigned>(std::min(tiles, at_once) * shared),
                           .block = T::kThreads,
                           .shared_bytes = T::kSharedBytes,
                           .cluster = static_cast<unsigned>(shared)},
-                         queue, EpilogueOf(conv), work);
+                         queue, EpilogueOf(conv), params);
 }
 
 }  // namespace denoised::cuda

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cuda/cuda_backend.h"
 
 #include <algorithm>
@@ -22,12 +23,12 @@ namespace {
 static_assert(kMaxHeadDim >= denoised::kMaxHeadDim);
 static_assert(kMaxNormChannels >= denoised::kMaxNormChannels);
 
-/// Partial moments of group norms: any size works, this one takes 256 images at 32 groups at once.
+/// Partial moments of group norms: 256 images of 32 groups at once.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
 /// Factors of group norms: those of 1024 images of 1024 channels at once.
 constexpr size_t kNormFactorBytes = size_t{8} << 20;
 
-/// What tells this build of the kernels from others: measured ways are those of one build.
+/// Identifies this build of the kernels: measurements are kept for one build.
 constexpr const char* kKernels = DENOISED_KERNELS;
 
 Element ElementOf(DType dtype) {
@@ -242,7 +243,7 @@ class CudaBackend final : public Backend {
 
   void Conv2d(const Conv2dArgs& args) override {
     context_->Use();
-    Multiply(LaunchOf(args), "Conv2d");
+    EnqueueConvolution(LaunchOf(args), "Conv2d");
   }
 
   void NormConv2d(const GroupNormArgs& norm_args, const Conv2dArgs& conv_args) override {
@@ -251,8 +252,8 @@ class CudaBackend final : public Backend {
     const GroupNormLaunch norm = LaunchOf(norm_args);
     const Conv2dLaunch conv = LaunchOf(conv_args);
     if (!CanFuse(norm, conv)) {
-      Normalise(norm);
-      Multiply(conv, "NormConv2d");
+      EnqueueNorm(norm);
+      EnqueueConvolution(conv, "NormConv2d");
       return;
     }
     const GroupNormLaunch factors = WithFactors(norm);
@@ -262,38 +263,40 @@ class CudaBackend final : public Backend {
     fused.channels = norm.channels;
     fused.channels2 = norm.channels2;
     fused.input_factors = factors.factors;
-    Ways ways;
+    Candidates candidates;
     for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
-      ways.push_back({"normalising " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
-                        const cudaError_t error = MakeFactors(factors);
-                        return error == cudaSuccess
-                                   ? LaunchConv2dHopper(fused, candidate.plan, queue_)
-                                   : error;
-                      }});
+      candidates.push_back(
+          {"fused norm, " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
+             const cudaError_t error = MakeFactors(factors);
+             return error == cudaSuccess ? LaunchConv2dHopper(fused, candidate.plan, queue_)
+                                         : error;
+           }});
     }
     for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
-      ways.push_back({NameOf(candidate.plan), candidate.microseconds, [=, this] {
-                        const cudaError_t error = Normalised(norm);
-                        return error == cudaSuccess
-                                   ? LaunchConv2dHopper(conv, candidate.plan, queue_)
-                                   : error;
-                      }});
+      candidates.push_back({NameOf(candidate.plan), candidate.microseconds, [=, this] {
+                              const cudaError_t error = LaunchNorm(norm);
+                              return error == cudaSuccess
+                                         ? LaunchConv2dHopper(conv, candidate.plan, queue_)
+                                         : error;
+                            }});
     }
-    // Of ways with the same tile the one that normalises by itself goes first.
-    std::stable_sort(ways.begin(), ways.end(),
-                     [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
+    // Of two candidates with the same tile the fused one goes first.
+    std::stable_sort(
+        candidates.begin(), candidates.end(),
+        [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
     std::vector<Operand> operands = OperandsOf(fused);
     AddOperand(&operands, norm.scale_shift, norm.images, 2 * (norm.channels + norm.channels2));
-    Go(fmt::format("{} groups{} of {}", norm.groups,
-                   norm.scale_shift.data != nullptr ? ", scaled," : "", Describe(fused)),
-       ways, std::move(operands), "NormConv2d");
+    EnqueueFastest(
+        fmt::format("{} groups{} of {}", norm.groups,
+                    norm.scale_shift.data != nullptr ? ", scaled," : "", Describe(fused)),
+        candidates, std::move(operands), "NormConv2d");
   }
 
   bool MakesOutputNorm(const Conv2dArgs& args) override {
     if (args.shortcut.weight != nullptr) return false;
     context_->Use();
     Conv2dLaunch conv = LaunchOf(args);
-    if (!IsForHopper(conv) || !SuitsOutputNorm(conv)) return false;
+    if (!HasHopperKernel(conv) || !SuitsOutputNorm(conv)) return false;
     GroupNormLaunch norm;
     norm.x = norm.out = conv.out;
     norm.channels = conv.outputs;
@@ -301,9 +304,9 @@ class CudaBackend final : public Backend {
     norm.pixels = conv.out_height * conv.out_width;
     norm.groups = conv.output_norm.groups;
     norm.activation = Activation::kSilu;
-    conv.output_norm = {};  // not to give up a faster tile for it
+    conv.output_norm = {};  // only if the fastest tile without it can fuse it
     return SuitsGroupNormCluster(norm, queue_) &&
-           IsUnit(HopperCandidates(conv, queue_).front().plan.tile);
+           Is64x64(HopperCandidates(conv, queue_).front().plan.tile);
   }
 
   void Linear(const LinearArgs& args) override {
@@ -326,13 +329,13 @@ class CudaBackend final : public Backend {
     Writes(args.out);
     AddWeight(&conv, weight.weight, weight.bias);
     context_->Use();
-    Multiply(conv, "Linear");
+    EnqueueConvolution(conv, "Linear");
   }
 
   void GroupNorm(const GroupNormArgs& args) override {
     const GroupNormLaunch norm = LaunchOf(args);
     context_->Use();
-    Normalise(norm);
+    EnqueueNorm(norm);
   }
 
   void Attention(const AttentionArgs& args) override {
@@ -506,17 +509,18 @@ class CudaBackend final : public Backend {
     return recorded;
   }
 
-  /// Goes the way that is known to be the fastest, else the first. What is not part of a graph is
-  /// not measured: its results are wanted now.
-  void Go(const std::string& what, const Ways& ways, std::vector<Operand> operands,
-          const char* op) {
-    DENOISED_CHECK(!ways.empty(), "{}: nothing computes {}", op, what);
-    const Way& way =
-        tuner_ && capturing_ ? tuner_->Choose(what, ways, std::move(operands)) : ways.front();
-    context_->Record(way.enqueue(), op);
+  /// Enqueues the candidate that is known to be the fastest, else the first. Outside a graph
+  /// nothing is measured: results are wanted now.
+  void EnqueueFastest(const std::string& what, const Candidates& candidates,
+                      std::vector<Operand> operands, const char* op) {
+    DENOISED_CHECK(!candidates.empty(), "{}: nothing computes {}", op, what);
+    const Candidate& candidate = tuner_ && capturing_
+                                     ? tuner_->Choose(what, candidates, std::move(operands))
+                                     : candidates.front();
+    context_->Record(candidate.enqueue(), op);
   }
 
-  /// An op of the graph that is being captured writes it, so measuring may overwrite it.
+  /// `out` is written by the graph that is being captured, so measuring may overwrite it.
   void Writes(const Tensor& out) {
     if (!capturing_ || !tuner_) return;
     const auto* begin = static_cast<const std::byte*>(out.data());
@@ -535,7 +539,7 @@ class CudaBackend final : public Backend {
         [&](const auto& written) { return written.first <= begin && end <= written.second; });
     if (may_overwrite) operands->push_back({values, rows, columns});
   }
-  /// Those of a convolution that measuring may overwrite.
+  /// The operands of a convolution that measuring may overwrite.
   std::vector<Operand> OperandsOf(const Conv2dLaunch& conv) const {
     std::vector<Operand> operands;
     if (!capturing_ || !tuner_) return operands;
@@ -595,7 +599,8 @@ class CudaBackend final : public Backend {
     return conv;
   }
 
-  /// As a part of `conv` where its kernel can, else by itself, and `conv` goes on from there.
+  /// As part of `conv` where its kernel can do that; else as a launch of its own, whose result
+  /// becomes the residual of `conv`.
   void AddShortcut(Conv2dLaunch* conv, const Conv2dArgs& args) {
     const Conv2dShortcut& shortcut = args.shortcut;
     const auto& weight = static_cast<const CudaConv2d&>(*shortcut.weight);
@@ -605,14 +610,14 @@ class CudaBackend final : public Backend {
     conv->shortcut.channels2 = shortcut.x2 ? Extent(shortcut.x2, 3) : 0;
     conv->shortcut.weight = weight.weight.data();
     conv->shortcut.weight_stride = Extent(weight.weight, 1);
-    if (IsForHopper(*conv)) return;
+    if (HasHopperKernel(*conv)) return;
     Conv2d({.x = shortcut.x, .x2 = shortcut.x2, .weight = shortcut.weight, .out = args.out});
     conv->shortcut = {};
     conv->residual = conv->out;
   }
 
-  /// Whether one of the convolutions for Hopper is the one for it.
-  bool IsForHopper(const Conv2dLaunch& conv) const {
+  /// Whether one of Hopper's kernels computes it.
+  bool HasHopperKernel(const Conv2dLaunch& conv) const {
     return queue_.hopper && !SuitsRowLinear(conv) && !SuitsFewInputs(conv) &&
            !SuitsFewOutputs(conv) && SuitsHopper(conv);
   }
@@ -639,20 +644,20 @@ class CudaBackend final : public Backend {
     Writes(args.out);
     norm.workspace = norm_memory_.get();
     norm.workspace_bytes = kNormWorkspaceBytes;
-    norm.workspace_zeros = WorkspaceZeros();
-    norm.told = WorkspaceZeros() + kWorkspaceZeros;
+    norm.semaphores = Semaphores();
+    norm.flags = Semaphores() + kSemaphores;
     return norm;
   }
 
-  /// Whether blocks can make the factors that each read a piece of an image.
+  /// Whether group_norm_pieces.cu can make the factors.
   bool InPieces(const GroupNormLaunch& norm) const {
     return queue_.hopper && SuitsGroupNormPieces(norm);
   }
-  /// Whether `out` and the factors can be made in one pass, both: they have the same bits then.
+  /// Whether both `out` and the factors can be made in one pass; they have the same bits then.
   bool InOnePass(const GroupNormLaunch& norm) const {
     return SuitsGroupNormCluster(norm, queue_) || (InPieces(norm) && SuitsGroupNormStream(norm));
   }
-  /// Whether there are factors, and `out` can be made of them.
+  /// Whether factors can be made, and `out` from them.
   bool HasFactors(const GroupNormLaunch& norm) const {
     return InOnePass(norm) || InPieces(norm) || SuitsGroupNormFactors(norm);
   }
@@ -665,7 +670,7 @@ class CudaBackend final : public Backend {
     }
     return LaunchGroupNormCluster(norm, queue_);
   }
-  /// Images whose factors there is memory for, and which a grid can count.
+  /// As many images as there is memory for factors, and a grid allows.
   static int ImagesAtOnce(const GroupNormLaunch& norm) {
     return static_cast<int>(std::min<size_t>(
         65535, kNormFactorBytes / (2 * sizeof(float) * (norm.channels + norm.channels2))));
@@ -681,10 +686,10 @@ class CudaBackend final : public Backend {
                           : LaunchGroupNormFactors(norm, queue_);
   }
 
-  /// Whether `conv` can normalise what it reads by itself.
+  /// Whether `conv` can fuse the norm of its input.
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
-    return IsForHopper(conv) && HasFactors(norm) && norm.images <= ImagesAtOnce(norm) &&
-           norm.activation == Activation::kSilu && SuitsPatches(conv) &&
+    return HasHopperKernel(conv) && HasFactors(norm) && norm.images <= ImagesAtOnce(norm) &&
+           norm.activation == Activation::kSilu && SuitsHaloTile(conv) &&
            // The steps along k of x and x2 must be those of the normalised tensor.
            (norm.channels2 == 0 || norm.channels % kStep == 0);
   }
@@ -701,9 +706,9 @@ class CudaBackend final : public Backend {
                    conv->out_height, conv->out_width);
   }
 
-  void Normalise(const GroupNormLaunch& norm) { context_->Record(Normalised(norm), "GroupNorm"); }
+  void EnqueueNorm(const GroupNormLaunch& norm) { context_->Record(LaunchNorm(norm), "GroupNorm"); }
 
-  cudaError_t Normalised(const GroupNormLaunch& norm) const {
+  cudaError_t LaunchNorm(const GroupNormLaunch& norm) const {
     if (InOnePass(norm)) return LaunchOnePass(norm);
     if (!HasFactors(norm)) return LaunchGroupNorm(norm, queue_);
     for (int first = 0; first < norm.images; first += ImagesAtOnce(norm)) {
@@ -714,28 +719,29 @@ class CudaBackend final : public Backend {
     return cudaSuccess;
   }
 
-  /// The moments of norms are done with when a convolution runs.
+  /// Norms and convolutions share the workspace: they never run at the same time.
   Conv2dLaunch WithWorkspace(Conv2dLaunch conv) const {
     conv.workspace = norm_memory_.get();
     conv.workspace_bytes = kNormWorkspaceBytes;
-    conv.workspace_zeros = WorkspaceZeros();
+    conv.semaphores = Semaphores();
     return conv;
   }
-  int* WorkspaceZeros() const {
+  int* Semaphores() const {
     return reinterpret_cast<int*>(static_cast<std::byte*>(norm_memory_.get()) +
                                   kNormWorkspaceBytes + kNormFactorBytes);
   }
 
-  void Multiply(const Conv2dLaunch& conv, const char* op) {
-    DENOISED_CHECK(conv.output_norm.gamma == nullptr || IsForHopper(conv), "{}: no output_norm",
+  void EnqueueConvolution(const Conv2dLaunch& conv, const char* op) {
+    DENOISED_CHECK(conv.output_norm.gamma == nullptr || HasHopperKernel(conv), "{}: no output_norm",
                    op);
-    if (IsForHopper(conv)) {
-      Ways ways;
+    if (HasHopperKernel(conv)) {
+      Candidates candidates;
       for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
-        ways.push_back({NameOf(candidate.plan), candidate.microseconds,
-                        [=, this] { return LaunchConv2dHopper(conv, candidate.plan, queue_); }});
+        candidates.push_back({NameOf(candidate.plan), candidate.microseconds, [=, this] {
+                                return LaunchConv2dHopper(conv, candidate.plan, queue_);
+                              }});
       }
-      Go(Describe(conv), ways, OperandsOf(conv), op);
+      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv), op);
     } else if (SuitsRowLinear(conv)) {
       context_->Record(LaunchRowLinear(conv, queue_), op);
     } else if (SuitsFewInputs(conv)) {
@@ -746,14 +752,14 @@ class CudaBackend final : public Backend {
       context_->Record(LaunchConv2dFp32(conv, queue_), op);
     } else {
       const Conv2dLaunch launch = WithWorkspace(conv);
-      Ways ways;
+      Candidates candidates;
       for (const ConvCandidate& candidate : SuitsConv3x3(launch)
                                                 ? Conv3x3Candidates(launch, queue_)
                                                 : Conv2dCandidates(launch, queue_)) {
-        ways.push_back({candidate.name, candidate.microseconds,
-                        [=, this] { return candidate.launch(launch, queue_); }});
+        candidates.push_back({candidate.name, candidate.microseconds,
+                              [=, this] { return candidate.launch(launch, queue_); }});
       }
-      Go(Describe(conv), ways, OperandsOf(conv), op);
+      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv), op);
     }
   }
 
@@ -807,7 +813,7 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<Context> context_;
   const std::unique_ptr<UploadRing> uploads_;
   DownloadPool downloads_;
-  /// kNormWorkspaceBytes, kNormFactorBytes, kWorkspaceZeros, and kToldBytes.
+  /// kNormWorkspaceBytes, kNormFactorBytes, kSemaphores, and kFlagBytes.
   const DeviceMemory norm_memory_;
   const Queue queue_;
   const bool fp32_;
@@ -823,7 +829,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error :
        {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
         hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
-        hopper ? LoadConvUnitKernels() : cudaSuccess,
+        hopper ? LoadConv64x64Kernels() : cudaSuccess,
         hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
         hopper ? LoadGroupNormPiecesKernels() : cudaSuccess,
         hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
@@ -867,7 +873,7 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<cuda::UploadRing> uploads,
                             cuda::UploadRing::Open(context));
   constexpr size_t kNormBytes = cuda::kNormWorkspaceBytes + cuda::kNormFactorBytes;
-  constexpr size_t kZeroBytes = cuda::kWorkspaceZeros * sizeof(int) + cuda::kToldBytes;
+  constexpr size_t kZeroBytes = cuda::kSemaphores * sizeof(int) + cuda::kFlagBytes;
   DENOISED_ASSIGN_OR_RETURN(
       cuda::DeviceMemory norm_memory,
       cuda::AllocateDevice(kNormBytes + kZeroBytes, "the memory of group norms"));

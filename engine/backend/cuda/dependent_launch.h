@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,10 +14,9 @@
 /// without the call that happens when the kernel ends. The next one sees memory as it is at this
 /// kernel's end, wherever the call was.
 ///
-/// Who has much to do (convolutions, attention) calls it when its last copies are asked for; a
-/// group norm, which is short and comes before one that has weights to ask for, at its start. If
-/// all did at their start, each would let the next begin as soon as it begins itself, and many
-/// would lie waiting on the multiprocessors (docs/kernels.md).
+/// Long kernels (convolutions, attention) call it when their last loads are issued. A group norm,
+/// which is short and comes before a kernel that can load weights, calls it at its start. If all
+/// kernels did, many would wait on the SMs (docs/kernels.md).
 ///
 /// In every kernel launched by LaunchDependent() each block has threads that wait, on every path:
 /// so none ends before its predecessors, which makes the order transitive. Kernels launched with
@@ -33,9 +33,9 @@ struct LaunchShape {
   bool cooperative = false;
 };
 
-/// Whether a kernel had better start before its predecessor has ended. Unless its blocks are few,
-/// the multiprocessors that are free first take more than their share of them, and are done last.
-/// Hopper's own kernels gain all the same.
+/// Whether a kernel should start before its predecessor has ended. With many CTAs the SMs that are
+/// free first take more than their share of them and end last. Hopper's own kernels gain all the
+/// same.
 inline bool StartsEarly(const dim3& grid, const Queue& queue) {
   const int64_t blocks = int64_t{grid.x} * grid.y * grid.z;
   return queue.dependent_launch && (queue.hopper || 2 * blocks <= queue.multiprocessors);

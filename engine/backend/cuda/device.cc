@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cuda/device.h"
 
 namespace denoised::cuda {
@@ -17,7 +18,7 @@ absl::Status OutOfMemory(std::string_view needs) {
 
 absl::Status ToStatus(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();
-  static_cast<void>(cudaGetLastError());  // told now: not to be taken for the next launch's
+  static_cast<void>(cudaGetLastError());  // reported now; else the next launch would report it
   if (error == cudaErrorMemoryAllocation) {
     return OutOfMemory(fmt::format("{} needs GPU memory", what));
   }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +15,7 @@
 
 namespace denoised::cuda {
 
-// A destructor has nobody to tell; what makes these calls fail is an earlier error, reported there.
+// Destructors ignore errors: these calls only fail after an earlier error, which was reported.
 struct Destroy {
   void operator()(cudaStream_t stream) const { static_cast<void>(cudaStreamDestroy(stream)); }
   void operator()(cudaEvent_t event) const { static_cast<void>(cudaEventDestroy(event)); }

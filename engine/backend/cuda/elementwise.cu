@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pointwise sums and resampling by two without a convolution.
 //
 // Policy. Bound by memory: a thread makes eight neighbouring channels of one pixel with 16-byte
@@ -6,8 +7,8 @@
 #include <algorithm>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/fast_divmod.h"
 #include "engine/core/philox.h"
 
 namespace denoised::cuda {
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// A thread for each vector of V columns, whole rows in a block, so that nobody divides.
+/// A thread for each vector of V columns, whole rows in a block, so that no thread has to divide.
 template <int V>
 LaunchShape ShapeOf(int64_t rows, int columns) {
   const unsigned vectors = columns / V, across = std::clamp<unsigned>(vectors, 1, kThreads);
@@ -39,7 +40,7 @@ struct Pixel {
   int y, x;
 };
 struct OutputSize {
-  Divisor height, width;
+  FastDivmod height, width;
   __device__ Pixel At(int64_t row) const {
     const int pixel = static_cast<int>(row), line = pixel / width;
     return {line / height, line % height, pixel % width};
@@ -139,7 +140,7 @@ cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, i
                              const Rows& out, const Queue& queue) {
   const int64_t rows = static_cast<int64_t>(images) * height * width * 4;
   if (rows > INT32_MAX) return cudaErrorInvalidValue;
-  const OutputSize size = {Divisor(2 * height), Divisor(2 * width)};
+  const OutputSize size = {FastDivmod(2 * height), FastDivmod(2 * width)};
   if (x.vector && out.vector && channels % 8 == 0) {
     return LaunchDependent(Upsample2xKernel<8>, ShapeOf<8>(rows, channels), queue, x, rows, size,
                            channels, out);
@@ -150,7 +151,7 @@ cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, i
 
 cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width, int channels,
                                 const Rows& out, const Queue& queue) {
-  const OutputSize size = {Divisor(height / 2), Divisor(width / 2)};
+  const OutputSize size = {FastDivmod(height / 2), FastDivmod(width / 2)};
   const int64_t rows = static_cast<int64_t>(images) * size.height.value * size.width.value;
   if (rows > INT32_MAX) return cudaErrorInvalidValue;
   if (x.vector && out.vector && channels % 8 == 0) {

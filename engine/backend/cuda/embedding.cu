@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Embeddings of noise levels and labels: a few thousand elements, one thread each.
 //
 // Policy. Angles reach a thousand radians, where fp32 has lost four digits of the sine; so the

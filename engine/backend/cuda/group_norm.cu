@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Group normalisation with scale, shift and activation, over one source or two side by side.
 //
 // Policy. Two launches. GroupMoments: an image is cut into runs of pixels, by its size alone; a
@@ -5,10 +6,10 @@
 // the sum of squared deviations of every group. GroupApply: every block combines the runs of its
 // image in order and normalises some pixels.
 //
-// Bf16 in vectors is made otherwise: GroupFactors makes factors and offsets of every channel, each
-// block from a slice of groups of a part of an image, and that one of a slice's which is done last
-// adds up the parts, in order. A convolution may then normalise what it reads by itself, and
-// GroupScale does what it else does, with the same bits.
+// For bf16 in vectors there is another pair: GroupFactors makes a factor and an offset for every
+// channel. Each CTA sums a slice of groups of a part of an image, and the last CTA of a slice adds
+// the parts in order. A convolution can then fuse the norm of its input; else GroupScale applies
+// the factors, with the same bits.
 //
 // Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that
 // a mean that is large against the spread cancels before it is squared. Runs are combined by M2 = Σ
@@ -248,7 +249,7 @@ struct Cut {
   int channels = 0, slices = 0;  // a slice: whole groups and whole vectors
   int pixels = 0, parts = 0;
 };
-/// So that a block has enough to read, of lines of memory that are worth it.
+/// Gives each CTA enough to read, in rows of memory that are long enough.
 Cut CutOf(const GroupNormLaunch& norm) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const int least = std::lcm(group_channels, 8);
@@ -457,13 +458,13 @@ cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& que
                                                  : &GroupFactorsKernel<2>;
   const size_t image_bytes = sizeof(float2) * cut.parts * norm.groups;
   const int images_at_once = static_cast<int>(std::min<size_t>(
-      norm.workspace_bytes / image_bytes, cut.parts == 1 ? 65535 : kWorkspaceZeros / cut.slices));
+      norm.workspace_bytes / image_bytes, cut.parts == 1 ? 65535 : kSemaphores / cut.slices));
   if (images_at_once == 0) return cudaErrorInvalidValue;
   for (int first = 0; first < norm.images; first += images_at_once) {
     const cudaError_t error = LaunchDependent(
         kernel,
         {dim3(cut.slices, cut.parts, std::min(images_at_once, norm.images - first)), kSliceThreads},
-        queue, norm, first, cut, static_cast<float2*>(norm.workspace), norm.workspace_zeros);
+        queue, norm, first, cut, static_cast<float2*>(norm.workspace), norm.semaphores);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <algorithm>
@@ -5,8 +6,8 @@
 
 #include "engine/backend/cuda/element.cuh"
 
-/// What the group norms of one pass over memory share, so that their bits are the same: how sums of
-/// an image are made and added. What becomes of them is group_norm.cu's, too.
+/// What the one-pass group norms share, so that their bits are the same: how sums of an image are
+/// made and added. group_norm.cu uses the part that applies them, too.
 ///
 /// Sums. Tensor cores add: of the eight rows of X = {x₀ … x₁₅} of a warp, mma makes X·Xᵀ, whose
 /// diagonal are the sums of squares, and 1·Xᵀ. Products of bf16 are exact in fp32, and so are the
@@ -17,8 +18,8 @@
 /// elements differ by more than a factor of two, so everywhere but there.
 ///
 /// Order. Eight pixels of a group are a leaf, and the sums of leaves are added as a binary tree
-/// over the image. A block has an aligned power of two of them. So how an image is cut does not
-/// bear on the bits, and it may be cut one way alone and another in a batch.
+/// over the image. A CTA has an aligned power of two of them. So the bits do not depend on how an
+/// image is cut, and that may follow the batch.
 
 namespace denoised::cuda {
 
@@ -71,7 +72,7 @@ struct SumTree {
 };
 /// `leaves`: a power of two.
 inline SumTree MakeSumTree(int leaves, int blocks) {
-  // Four elements a lane where that leaves lanes enough to tell the other blocks.
+  // Four elements per lane where enough lanes remain to send the sums to the other CTAs.
   SumTree tree;
   const int of_leaves = BinaryLogarithm(leaves), of_blocks = BinaryLogarithm(blocks);
   tree.leaf_bits = std::min({std::max({of_leaves - 2, of_blocks - 1, 0}), of_leaves, 5});

@@ -1,10 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
 // Group normalisation in one pass over memory.
 //
 // Policy. The channels of an image are cut into slices of whole groups, and the pixels of a slice
-// among blocks. A thread keeps eight channels of up to eight pixels in registers, as they came from
-// memory, from the sums until the store, so memory sees one read and one write. Blocks of a slice
-// form a cluster and tell each other their sums through shared memory; on chips without clusters a
-// slice is a block's. What is larger is group_norm.cu's.
+// among CTAs. A thread keeps eight channels of up to eight pixels in registers from the sums until
+// the store, so memory sees one read and one write. The CTAs of a slice form a cluster and exchange
+// their sums through distributed shared memory. Without clusters a slice is one CTA's. Larger
+// images: see group_norm.cu.
 
 #include <algorithm>
 #include <numeric>
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if (cluster) WaitForCluster();
   __syncthreads();
   if (cluster && thread == 0) {
-    ArriveExpecting(barrier, plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums)));
+    ArriveExpectTx(barrier, plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums)));
   }
 
   const auto finish = [&](const Sums& sums, int group, int part, int parts) {
@@ -155,8 +156,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
               const int parts = 1 << plan.tree.leaf_bits;
               if (!cluster) return finish(sums, group, part, parts);
               for (int to = part; to < plan.blocks; to += parts) {
-                StoreAt(AddressAt(of_blocks + rank * plan.slice_groups + group, to),
-                        AddressAt(barrier, to), sums.x, sums.squares);
+                StoreAsync(ClusterAddress(of_blocks + rank * plan.slice_groups + group, to),
+                           ClusterAddress(barrier, to), sums.x, sums.squares);
               }
             });
   if (cluster) {

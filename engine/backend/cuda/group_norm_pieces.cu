@@ -1,16 +1,17 @@
-// Factors of a group norm by blocks that each read a piece of an image, for batches that fill the
-// device. The bits are group_norm_cluster.cu's.
+// SPDX-License-Identifier: Apache-2.0
+// The factors of a group norm alone, by CTAs that each read a piece of an image, for batches that
+// fill the device. The bits are group_norm_cluster.cu's.
 //
-// Policy. Where nothing is normalised nothing has to stay, and no block waits for another. A piece
-// is a run of pixels with all channels, whose leaves a block sums as they come from memory; several
-// blocks share a multiprocessor, so that there are always loads on their way. A block leaves the
-// sums of its groups, a node of the tree, and counts them: the last one of an image adds up its
-// nodes and makes the factors.
+// Policy. Nothing is normalised here, so no values have to be kept, and no CTA waits for another. A
+// piece is a run of pixels with all channels, whose leaves a CTA sums as they are loaded; several
+// CTAs share an SM, so that loads are always in flight. A CTA stores the sums of its groups, a node
+// of the tree, and increments a semaphore: the last CTA of an image adds the nodes and makes the
+// factors.
 
 #include <algorithm>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/divisor.h"
+#include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/group_norm.cuh"
 
 namespace denoised::cuda {
@@ -28,7 +29,7 @@ struct Plan {
   int group_channels = 0;
   // Of a pixel.
   int vectors = 0;
-  Divisor tiles;
+  FastDivmod tiles;
   int leaves = 0, pieces = 0;  // of a piece, a power of two; of an image
   int leaf_stride = 0;         // Sums of a leaf: odd, so that leaves lie in different banks
   float count_inverse = 0;     // of the elements of a group
@@ -125,7 +126,7 @@ Plan MakePlan(const GroupNormLaunch& norm) {
   const int channels = norm.channels + norm.channels2;
   plan.group_channels = channels / norm.groups;
   plan.vectors = channels / kVector;
-  plan.tiles = Divisor((plan.vectors + kTileVectors - 1) / kTileVectors);
+  plan.tiles = FastDivmod((plan.vectors + kTileVectors - 1) / kTileVectors);
   plan.leaf_stride = channels / RunOf(plan.group_channels) | 1;
   const auto cut = [&](int leaves) {
     const int pixels = leaves * kLeafPixels;
@@ -161,8 +162,8 @@ bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormPieces(norm)) return cudaErrorInvalidValue;
   const Plan plan = MakePlan(norm);
-  const int images_at_once = static_cast<int>(
-      std::min<size_t>(norm.workspace_bytes / NodeBytes(norm, plan), kWorkspaceZeros));
+  const int images_at_once =
+      static_cast<int>(std::min<size_t>(norm.workspace_bytes / NodeBytes(norm, plan), kSemaphores));
   if (images_at_once == 0) return cudaErrorInvalidValue;
   for (int first = 0; first < norm.images; first += images_at_once) {
     const unsigned pieces = plan.pieces, images = std::min(images_at_once, norm.images - first);
@@ -171,7 +172,7 @@ cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queu
             {.grid = dim3(pieces, images),
              .block = dim3(kThreads),
              .shared_bytes = static_cast<size_t>(SharedBytes(plan))},
-            queue, norm, plan, first, static_cast<Sums*>(norm.workspace), norm.workspace_zeros);
+            queue, norm, plan, first, static_cast<Sums*>(norm.workspace), norm.semaphores);
         error != cudaSuccess) {
       return error;
     }

@@ -1,39 +1,39 @@
-// Group normalisation in one pass over memory, for batches of large images that fill the device
-// several times over. The bits are group_norm_cluster.cu's.
+// SPDX-License-Identifier: Apache-2.0
+// Group normalisation in one pass over memory by persistent CTAs, for batches of large images that
+// fill the device several times over. The bits are group_norm_cluster.cu's.
 //
-// Policy. Blocks stay. A unit of work is a slice of an image, of whole groups, and a team of blocks
-// takes one after another: each of them has its pixels of a unit in shared memory, in chunks that
-// the copy engine brings and takes. The warps of a block divide the work by kind, so that at any
-// time chunks of one unit come in and are summed, and those of the one before are normalised and
-// leave; what the blocks of a team tell each other takes time that is nobody's:
+// Policy. A work tile is a slice of an image, of whole groups. A team of CTAs takes one work tile
+// after another; each CTA holds its pixels of it in shared memory, in chunks that TMA loads and
+// stores. The warps of a CTA are specialised, so that chunks of one work tile arrive and are
+// reduced while those of the preceding one are normalised and stored, and the exchange between CTAs
+// is hidden:
 //
-//   copier         asks for chunks as room gets free, and for their way back
-//   summers        sum leaves as chunks come, and tell the team the sums of a unit
-//   statisticians  make factors and offsets of what all blocks told
-//   appliers       normalise chunks where they lie
+//   producer      loads chunks as stages become free, and stores them
+//   reducers      sum leaves as chunks arrive, and publish the CTA's sums of a work tile
+//   factor warps  turn the sums of all CTAs into factors and offsets
+//   normalisers   apply them to chunks in place
 //
-//   memory ──▶ full ──▶ summers ──▶ told ──▶ statisticians ──▶ ready ──▶ appliers ──▶ done ──▶
-//   memory
+//   memory ──▶ full ──▶ reducers ──▶ sums_full ──▶ factor warps ──▶ ready ──▶ normalisers ──▶ done
 //
-// Teams. Up to sixteen blocks are a cluster and tell each other by stores into shared memory.
-// Larger teams tell through global memory, which takes longer. All their blocks run at a time: the
-// launch is cooperative.
+// Teams. Up to sixteen CTAs are a cluster and exchange sums by st.async. Larger teams exchange them
+// exchange through global memory, which takes longer; the launch is cooperative, so that all CTAs
+// are resident.
 //
-// Shared memory. Pieces of a pixel's channels are rows, tiles of a piece lie side by side. Four
-// neighbouring pixels are to lie in different banks: rows are padded by the copy engine, or, where
-// there must be room for much while blocks tell each other, swizzled in pieces of 64 channels.
+// Shared memory. A row is a piece of a pixel's channels. Four neighbouring pixels must lie in
+// different banks: rows are padded by TMA, or, where the exchange is long and much must be
+// buffered, swizzled in pieces of 64 channels.
 //
-// Words. What a block of such a team tells of a group is 16 bytes, which are written and read at
-// once, and say of which launch and unit they are: the number of the launch, which its last block
-// counts up, and of the unit. So nothing has to be cleared, and nobody waits for stores but by what
-// they bring; a fence would wait for all others of the multiprocessor. Who asks for words is not
-// who tells them: told by statisticians, and laid out otherwise, images of 256×256 took a tenth
-// longer.
+// Tagged sums. In global memory a CTA publishes its sums of a group as 16 bytes, written and read
+// at once, together with the number of the launch, which the last CTA increments, and of the work
+// tile. So nothing has to be cleared and no fence is needed; a fence would wait for all other
+// stores of the SM. The reducers publish and the factor warps poll: one kind of warp for both was
+// slower.
 //
-// Rings. Chunks in a block are of at most `ahead` units, from the one that is summed on. So when a
-// block has summed unit u, its appliers are done with unit u − ahead; for that all blocks had told
-// its sums, so they have applied unit u − 2 · ahead and need its sums no more. Hence the lengths of
-// the rings of words, of sums that others write, and of factors, which nobody waits for to be free.
+// Ring lengths. The chunks in a CTA belong to at most `ahead` work tiles, from the one being
+// reduced on. When a CTA has reduced work tile u, its normalisers are done with u − ahead. For
+// that, all CTAs had published its sums, so they have normalised u − 2 · ahead and no longer need
+// its sums. Hence the lengths of the rings of tagged sums, of sums that other CTAs write, and of
+// factors; none needs an "empty" barrier.
 
 #include <algorithm>
 #include <limits>
@@ -44,7 +44,7 @@
 #include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/divisor.h"
+#include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
@@ -53,53 +53,52 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kMaxThreads = 896;
-constexpr int kSharedBytes = 227 * 1024;  // of a block that has a multiprocessor for itself
+constexpr int kSharedBytes = 227 * 1024;  // of a CTA that has an SM to itself
 constexpr int kMaxStages = 32;
 constexpr int kMaxAhead = 8;
-constexpr int kAtOnce = 2;  // leaves that a summer, vectors that an applier has in registers
-constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;        // that it then adds up, and of each
-constexpr int kMostSummers = 384, kFewAppliers = 160;  // as measured, like what chunks have
+constexpr int kAtOnce = 2;  // leaves of a reducer, vectors of a normaliser, in registers
+constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;            // leaves that it then adds, runs of each
+constexpr int kMostReducers = 384, kFewNormalisers = 160;  // as measured, like the sizes of chunks
 constexpr int kFewChunkBytes = 8192, kMostChunkBytes = 24 * 1024;
-// Loads of a block that are on their way, in whole chunks. With less, memory is slower; with more
-// it is no faster, and what blocks tell each other takes longer.
+// Loads in flight per CTA, in whole chunks. With less, memory is slower; with more it is no faster,
+// and the exchange of sums takes longer.
 constexpr int kFewInFlightBytes = 44 * 1024;
 constexpr int kSectorBytes = 32;                          // of the L2
-constexpr int kMaxBoxChannels = 256;                      // the copy engine's
+constexpr int kMaxBoxChannels = 256;                      // TMA's
 constexpr int kSwizzledChannels = 64, kSwizzledRows = 8;  // of CU_TENSOR_MAP_SWIZZLE_128B
 constexpr int kMaxTeam = 128;                             // blocks
-constexpr int kHears = 8;                                 // words that a thread has in registers
-// A word takes as long and longer to its readers. Who asks sooner finds nothing, and all that is
-// asked for holds up what others tell.
-constexpr unsigned kTellNs = 400;
-static_assert(kMaxTeam <= kHears * kMaxCluster, "nodes");
+constexpr int kSumsPerThread = 8;                         // tagged sums that a thread polls
+// Polling earlier finds nothing, and delays the stores of others.
+constexpr unsigned kExchangeNs = 400;
+static_assert(kMaxTeam <= kSumsPerThread * kMaxCluster, "nodes");
 
-// Threads by kind, in whole warps: a copier, statisticians, then summers, then appliers.
-constexpr int kCopiers = 32, kStatisticians = 256;
+// Threads by kind, in whole warps: producer, factor warps, reducers, normalisers.
+constexpr int kProducers = 32, kFactorThreads = 256;
 
 struct Plan {
-  Divisor group_channels;
+  FastDivmod group_channels;
   int slice_groups = 0, slice_channels = 0;
-  Divisor slices;                      // of an image
-  int units = 0;                       // images · slices
+  FastDivmod slices;                   // of an image
+  int tiles = 0;                       // images · slices
   int piece_channels = 0, pieces = 0;  // of a slice
   int pieces1 = 0;                     // of all that the first source has
   bool swizzled = false;
   int pitch = 0;                        // bytes from a row to the next
   int vectors = 0;                      // of a pixel of a slice
-  int leaf_lines = 0, pixel_lines = 0;  // leaves, pixels that summers, appliers have at a time
-  int summers = 0, appliers = 0;        // threads, in whole warps
-  int chunk_pixels = 0, chunks = 0;     // of a block's part of a unit
-  int in_flight = 0;                    // chunks that are on their way at a time
-  int stages = 0;                       // chunks that there is room for
-  int ahead = 0;                        // units that these are of
-  int sum_slots = 0;                    // units that sums are of: 2 · ahead where others write
+  int leaf_lines = 0, pixel_lines = 0;  // leaves, pixels that reducers, normalisers take at a time
+  int reducers = 0, normalisers = 0;    // threads, in whole warps
+  int chunk_pixels = 0, chunks = 0;     // of a CTA's part of a work tile
+  int in_flight = 0;                    // chunks being loaded at a time
+  int stages = 0;                       // chunks in shared memory
+  int ahead = 0;                        // work tiles that these belong to
+  int sum_slots = 0;                    // slots of sums: 2 · ahead where other CTAs write
   int leaves = 0;                       // of a block
-  int blocks = 0;                       // of a team: as many as of a slice
-  bool cluster = false;                 // the team is one, or a single block
-  int nodes = 0;                       // sums of a group that a statistician adds up: of blocks, or
-                                       // of kHears of them that told through global memory
-  float count_inverse = 0;             // of the elements of a group
-  int leaf_bits = 0, lane_leaves = 0;  // 2^bits lanes add up a group's leaves, so many each
+  int blocks = 0;                       // CTAs of a team: those of a slice
+  bool cluster = false;                 // the team is a cluster, or a single CTA
+  int nodes = 0;                        // sums of a group that a factor thread adds: of CTAs, or of
+                                        // kSumsPerThread CTAs whose sums came through global memory
+  float count_inverse = 0;              // of the elements of a group
+  int leaf_bits = 0, lane_leaves = 0;   // 2^bits lanes add up a group's leaves, so many each
 };
 
 struct Maps {
@@ -127,33 +126,33 @@ struct Layout {
 };
 static_assert((2 * kMaxStages + 3 * kMaxAhead + 1) * sizeof(uint64_t) <= 1024, "barriers");
 
-/// What a block tells of a group through global memory.
-struct Word {
+/// A CTA's sums of a group in global memory, tagged with the launch and the work tile.
+struct TaggedSums {
   Sums sums;
-  uint32_t launch, unit;
+  uint32_t launch, tile;
 };
-static_assert(sizeof(Word) == 16);
-/// Written and read at once: what is read is all of what somebody wrote.
-__device__ inline void Tell(Word* to, const Word& word) {
+static_assert(sizeof(TaggedSums) == 16);
+/// One 128-bit access: a reader sees all of a write or nothing of it.
+__device__ inline void StoreTagged(TaggedSums* to, const TaggedSums& word) {
   asm volatile(
       "{\n.reg .b64 low, high;\n.reg .b128 word;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\n"
       "mov.b128 word, {low, high};\nst.relaxed.gpu.global.b128 [%0], word;\n}" ::"l"(to),
-      "f"(word.sums.x), "f"(word.sums.squares), "r"(word.launch), "r"(word.unit)
+      "f"(word.sums.x), "f"(word.sums.squares), "r"(word.launch), "r"(word.tile)
       : "memory");
 }
-__device__ inline Word Hear(const Word* from) {
-  Word word;
+__device__ inline TaggedSums LoadTagged(const TaggedSums* from) {
+  TaggedSums word;
   asm volatile(
       "{\n.reg .b64 low, high;\n.reg .b128 word;\nld.relaxed.gpu.global.b128 word, [%4];\n"
       "mov.b128 {low, high}, word;\nmov.b64 {%0, %1}, low;\nmov.b64 {%2, %3}, high;\n}"
-      : "=f"(word.sums.x), "=f"(word.sums.squares), "=r"(word.launch), "=r"(word.unit)
+      : "=f"(word.sums.x), "=f"(word.sums.squares), "=r"(word.launch), "=r"(word.tile)
       : "l"(from)
       : "memory");
   return word;
 }
-/// The beginning of GroupNormLaunch::told; the rest are Words [blocks][2 · ahead][slice_groups], so
-/// that nobody else writes to lines of the L2 that many wait for.
-struct alignas(256) Told {
+/// The beginning of GroupNormLaunch::flags, in a line of the L2 of its own. TaggedSums [CTAs][2 ·
+/// ahead][slice_groups] follow.
+struct alignas(256) LaunchCounter {
   uint32_t launches;  // that have ended
   uint32_t done;      // blocks of the present one
 };
@@ -169,7 +168,7 @@ __device__ inline Sums AddUp(Sums (&sums)[kCount]) {
   return sums[0];
 }
 
-/// A place in a ring of `count`, and the parity of the barrier's phase there.
+/// A position in a ring of `count`, and the parity of its barrier's phase.
 struct Place {
   int index = 0;
   uint32_t parity = 0;
@@ -178,7 +177,7 @@ struct Place {
   }
 };
 
-/// A block, and what its warps do. kRun: as in group_norm_cluster.cu.
+/// A CTA, and what its warps do. kRun: as in group_norm_cluster.cu.
 template <int kRun>
 struct Block {
   static constexpr int kRuns = kVector / kRun;
@@ -187,18 +186,18 @@ struct Block {
   const Plan& plan;
   const Maps& maps;
   Layout layout;
-  uint64_t *full, *done;   // [stages]
-  uint64_t *told, *ready;  // [2 · ahead], [ahead + 1]
-  unsigned char* chunks;   // [stages][pieces][chunk_pixels][pitch]
-  Sums* leaves;            // [leaves + 1][layout.leaf_stride], by runs
-  Sums* sums;              // [sum_slots][nodes][slice_groups]
-  Affine* affines;         // [ahead + 1][kVector / 2][vectors][2], by lanes that read 16 bytes each
+  uint64_t *full, *done;        // [stages]
+  uint64_t *sums_full, *ready;  // [2 · ahead], [ahead + 1]
+  unsigned char* chunks;        // [stages][pieces][chunk_pixels][pitch]
+  Sums* leaves;                 // [leaves + 1][layout.leaf_stride], by runs
+  Sums* sums;                   // [sum_slots][nodes][slice_groups]
+  Affine* affines;  // [ahead + 1][kVector / 2][vectors][2], by lanes that read 16 bytes each
   int lane;
-  Told* told_here;       // of a team that is no cluster
-  uint32_t launch = 0;   // its number, not zero
-  int rank;              // in the team
-  int first_unit, step;  // units that the team takes
-  int begin;             // of the block's pixels
+  LaunchCounter* counter;  // of teams that are no cluster
+  uint32_t launch = 0;     // its number, not zero
+  int rank;                // in the team
+  int first_tile, step;    // the team's work tiles
+  int begin;               // of the CTA's pixels
 
   __device__ Block(const GroupNormLaunch& norm, const Plan& plan, const Maps& maps,
                    unsigned char* shared)
@@ -208,28 +207,28 @@ struct Block {
         layout(plan, kRun),
         full(reinterpret_cast<uint64_t*>(shared)),
         done(full + kMaxStages),
-        told(done + kMaxStages),
-        ready(told + 2 * kMaxAhead),
+        sums_full(done + kMaxStages),
+        ready(sums_full + 2 * kMaxAhead),
         chunks(shared + layout.chunks),
         leaves(reinterpret_cast<Sums*>(shared + layout.leaves)),
         sums(reinterpret_cast<Sums*>(shared + layout.sums)),
         affines(reinterpret_cast<Affine*>(shared + layout.affines)),
         lane(threadIdx.x % 32),
-        told_here(static_cast<Told*>(norm.told)),
+        counter(static_cast<LaunchCounter*>(norm.flags)),
         rank(blockIdx.x),
-        first_unit(blockIdx.y),
+        first_tile(blockIdx.y),
         step(gridDim.y),
         begin(rank * plan.leaves * kLeafPixels) {}
 
   __device__ bool InCluster() const { return plan.cluster && plan.blocks > 1; }
   /// From the last image on, which the convolution before left in the L2.
-  __device__ int ImageOf(int unit) const { return norm.images - 1 - unit / plan.slices; }
-  __device__ int ChannelOf(int unit) const { return unit % plan.slices * plan.slice_channels; }
-  __device__ int UnitSums() const { return plan.nodes * plan.slice_groups; }
-  /// What a block of the team tells of a unit, [slice_groups].
-  __device__ Word* WordsOf(int of_rank, int slot) const {
+  __device__ int ImageOf(int tile) const { return norm.images - 1 - tile / plan.slices; }
+  __device__ int ChannelOf(int tile) const { return tile % plan.slices * plan.slice_channels; }
+  __device__ int TileSums() const { return plan.nodes * plan.slice_groups; }
+  /// The sums that CTA `of_rank` of the team publishes in `slot`, [slice_groups].
+  __device__ TaggedSums* TaggedSumsOf(int of_rank, int slot) const {
     const int block = blockIdx.y * plan.blocks + of_rank;
-    return reinterpret_cast<Word*>(told_here + 1) +
+    return reinterpret_cast<TaggedSums*>(counter + 1) +
            (block * 2 * plan.ahead + slot) * plan.slice_groups;
   }
   /// Of a vector in a chunk, in bytes.
@@ -244,39 +243,38 @@ struct Block {
   __device__ void InitBarriers() const {
     for (int i = 0; i < plan.stages; ++i) {
       InitBarrier(full + i, 1);
-      InitBarrier(done + i, plan.appliers / 32);
+      InitBarrier(done + i, plan.normalisers / 32);
     }
     for (int i = 0; i < 2 * plan.ahead; ++i) {
-      InitBarrier(told + i, InCluster() ? 1 : plan.summers);
+      InitBarrier(sums_full + i, InCluster() ? 1 : plan.reducers);
       ExpectSums(i);
     }
-    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, kStatisticians);
+    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, kFactorThreads);
     FenceBarrierInit();
   }
   __device__ void ExpectSums(int slot) const {
     if (!InCluster()) return;
-    ArriveExpecting(told + slot, UnitSums() * static_cast<int>(sizeof(Sums)));
+    ArriveExpectTx(sums_full + slot, TileSums() * static_cast<int>(sizeof(Sums)));
   }
 
-  /// One thread, which is alone in its warp and so takes long for each instruction: what only units
-  /// change is worked out once for each.
+  /// The producer: one thread, so what changes per work tile only is computed once for each.
   __device__ void Copy() const {
     struct Chunk {
-      int unit, chunk, pixel, image, first_piece;
+      int tile, chunk, pixel, image, first_piece;
       Place place;
     };
-    const auto begin_unit = [&](Chunk& of) {
+    const auto begin_tile = [&](Chunk& of) {
       of.chunk = 0, of.pixel = begin;
-      of.image = ImageOf(of.unit);
-      of.first_piece = of.unit % plan.slices * plan.pieces;
+      of.image = ImageOf(of.tile);
+      of.first_piece = of.tile % plan.slices * plan.pieces;
     };
-    Chunk in = {first_unit}, out;
-    begin_unit(in);
+    Chunk in = {first_tile}, out;
+    begin_tile(in);
     out = in;
     const int piece_bytes = plan.chunk_pixels * plan.pitch;
     const auto each_piece = [&](const Chunk& of, auto copy) {
       unsigned char* at = chunks + of.place.index * layout.chunk_bytes;
-#pragma unroll 1  // so that there is little to fetch
+#pragma unroll 1  // to keep the code small
       for (int i = 0; i < plan.pieces; ++i, at += piece_bytes) {
         copy(at, of.first_piece + i, of.pixel, of.image);
       }
@@ -285,8 +283,8 @@ struct Block {
       of.place.Next(plan.stages);
       of.pixel += plan.chunk_pixels;
       if (++of.chunk < plan.chunks) return;
-      of.unit += step;
-      begin_unit(of);
+      of.tile += step;
+      begin_tile(of);
     };
     Place arrived;
     int asked_for = 0;
@@ -296,58 +294,59 @@ struct Block {
         arrived.Next(plan.stages);
       }
       uint64_t* barrier = full + in.place.index;
-      ArriveExpecting(barrier, layout.chunk_bytes);
+      ArriveExpectTx(barrier, layout.chunk_bytes);
       each_piece(in, [&](void* to, int piece, int pixel, int image) {
         const bool first = piece < plan.pieces1;
-        // Slices share lines of the L2, which are to stay until the others read them.
-        CopyBoxBy<kEvictLast>(to, first ? &maps.x : &maps.x2, barrier, 0,
-                              first ? piece : piece - plan.pieces1, pixel, image);
+        // Slices share lines of the L2, which must stay until all have read them.
+        TmaLoadWithHint<kEvictLast>(to, first ? &maps.x : &maps.x2, barrier, 0,
+                                    first ? piece : piece - plan.pieces1, pixel, image);
       });
       next(in);
-      if (in.unit >= plan.units) ReleaseDependents();
+      if (in.tile >= plan.tiles) ReleaseDependents();
     };
-    for (int i = 0; i < plan.stages && in.unit < plan.units; ++i) load();
-    while (out.unit < plan.units) {
+    for (int i = 0; i < plan.stages && in.tile < plan.tiles; ++i) load();
+    while (out.tile < plan.tiles) {
       Wait(done + out.place.index, out.place.parity);
       each_piece(out, [&](const void* from, int piece, int pixel, int image) {
-        StoreBox(&maps.out, from, 0, piece, pixel, image);
+        TmaStore(&maps.out, from, 0, piece, pixel, image);
       });
-      CommitStores();
+      TmaStoreCommit();
       next(out);
-      WaitUntilStoresRead();
-      if (in.unit < plan.units) load();
+      TmaStoreWaitRead();
+      if (in.tile < plan.tiles) load();
     }
   }
 
-  /// Makes nodes of what all blocks of the team tell of a unit, of kHears blocks each.
-  __device__ void HearAll(int unit, int slot, int thread, Sums* of_nodes) const {
-    __nanosleep(kTellNs);
-    for (int i = thread; i < UnitSums(); i += kStatisticians) {
+  /// Polls the tagged sums of all CTAs of the team and adds them to nodes of kSumsPerThread CTAs
+  /// each.
+  __device__ void GatherSums(int tile, int slot, int thread, Sums* of_nodes) const {
+    __nanosleep(kExchangeNs);
+    for (int i = thread; i < TileSums(); i += kFactorThreads) {
       const int node = i / plan.slice_groups, group = i % plan.slice_groups;
-      const int blocks = min(kHears, plan.blocks - node * kHears);
-      const Word* const from = WordsOf(node * kHears, slot) + group;
-      const int words_on = 2 * plan.ahead * plan.slice_groups;
-      Word words[kHears] = {};
+      const int blocks = min(kSumsPerThread, plan.blocks - node * kSumsPerThread);
+      const TaggedSums* const from = TaggedSumsOf(node * kSumsPerThread, slot) + group;
+      const int stride = 2 * plan.ahead * plan.slice_groups;
+      TaggedSums words[kSumsPerThread] = {};
       const auto missing = [&](int b) {
         return b < blocks &&
-               (words[b].launch != launch || words[b].unit != static_cast<uint32_t>(unit));
+               (words[b].launch != launch || words[b].tile != static_cast<uint32_t>(tile));
       };
       for (bool all = false; !all;) {
 #pragma unroll
-        for (int b = 0; b < kHears; ++b) {
-          if (missing(b)) words[b] = Hear(from + b * words_on);
+        for (int b = 0; b < kSumsPerThread; ++b) {
+          if (missing(b)) words[b] = LoadTagged(from + b * stride);
         }
         all = true;
 #pragma unroll
-        for (int b = 0; b < kHears; ++b) all &= !missing(b);
+        for (int b = 0; b < kSumsPerThread; ++b) all &= !missing(b);
       }
-      Sums of_blocks[kHears];
+      Sums of_blocks[kSumsPerThread];
 #pragma unroll
-      for (int b = 0; b < kHears; ++b) of_blocks[b] = words[b].sums;
+      for (int b = 0; b < kSumsPerThread; ++b) of_blocks[b] = words[b].sums;
       of_nodes[i] = AddUp(of_blocks);
     }
   }
-  /// Over all blocks of the team.
+  /// The sum over all CTAs of the team.
   __device__ Sums OfImage(const Sums* of_nodes, int group) const {
     Sums of_quads[kMaxCluster / kQuad] = {};
 #pragma unroll
@@ -364,18 +363,18 @@ struct Block {
     return AddUp(of_quads);
   }
 
-  // Each: `thread` of those of its kind.
+  // In each of the following `thread` counts within its kind.
 
   __device__ void MakeFactors(int thread) const {
     Place slot, sum_slot, affine_slot;
     const float half = norm.activation == Activation::kSilu ? 0.5f : 1.0f;  // SiluOfHalf
-    for (int unit = first_unit; unit < plan.units; unit += step) {
-      const int image = ImageOf(unit), channel = ChannelOf(unit);
-      Affine* const of_unit = affines + affine_slot.index * plan.slice_channels;
+    for (int tile = first_tile; tile < plan.tiles; tile += step) {
+      const int image = ImageOf(tile), channel = ChannelOf(tile);
+      Affine* const of_tile = affines + affine_slot.index * plan.slice_channels;
       const auto each_channel = [&](auto make) {
-        for (int c = thread; c < plan.slice_channels; c += kStatisticians) {
+        for (int c = thread; c < plan.slice_channels; c += kFactorThreads) {
           const int pair = c % kVector / 2 * plan.vectors + c / kVector;
-          make(c, of_unit[2 * pair + c % 2]);
+          make(c, of_tile[2 * pair + c % 2]);
         }
       };
       each_channel([&](int c, Affine& affine) {
@@ -388,38 +387,38 @@ struct Block {
         }
       });
 
-      Sums* const of_nodes = sums + sum_slot.index * UnitSums();
-      WaitForStores(told + slot.index, slot.parity);
+      Sums* const of_nodes = sums + sum_slot.index * TileSums();
+      WaitForStores(sums_full + slot.index, slot.parity);
       if (thread == 0) ExpectSums(slot.index);
       if (!plan.cluster) {
-        HearAll(unit, slot.index, thread, of_nodes);
-        SyncNamed(2, kStatisticians);
+        GatherSums(tile, slot.index, thread, of_nodes);
+        NamedBarrierSync(2, kFactorThreads);
       }
       each_channel([&](int c, Affine& affine) {
         const Sums of_image = OfImage(of_nodes, c / plan.group_channels);
         affine = Apply(affine, StatisticsOf(of_image, plan.count_inverse, norm.eps));
       });
-      Arrive(ready + affine_slot.index);  // all threads, whose stores these are
+      Arrive(ready + affine_slot.index);  // by all threads: each releases its own stores
       slot.Next(2 * plan.ahead);
       sum_slot.Next(plan.sum_slots);
       affine_slot.Next(plan.ahead + 1);
     }
     if (!plan.cluster && thread == 0) CountLaunch();
   }
-  /// All blocks have read `launch` before the last one is done with its units.
+  /// Every CTA has read `launch` before the last one is done.
   __device__ void CountLaunch() const {
-    if (atomicAdd(&told_here->done, 1) != gridDim.x * gridDim.y - 1) return;
-    told_here->done = 0;
-    told_here->launches = launch == ~0u ? 0 : launch;  // so that none is zero, what words begin as
+    if (atomicAdd(&counter->done, 1) != gridDim.x * gridDim.y - 1) return;
+    counter->done = 0;
+    counter->launches = launch == ~0u ? 0 : launch;  // never zero, the tag of cleared memory
   }
 
   __device__ void Sum(int thread) const {
     const int in_quad = thread % kQuad;
-    // Of swizzled rows the vectors of neighbouring quads are four apart, so that what eight lanes
-    // read of four rows lies in different banks.
+    // In swizzled rows neighbouring quads take vectors that are four apart, so that the four rows
+    // that eight lanes read lie in different banks.
     const int quad = thread / kQuad % plan.vectors;
     const int vector = plan.swizzled ? quad / 8 * 8 + quad % 2 * 4 + quad % 8 / 2 : quad;
-    const bool idle = thread / kQuad / plan.vectors >= plan.leaf_lines;  // fills the last warp
+    const bool idle = thread / kQuad / plan.vectors >= plan.leaf_lines;  // only fills the last warp
     const int line = idle ? 0 : thread / kQuad / plan.vectors;
     int places[kLeafVectors];
 #pragma unroll
@@ -430,7 +429,7 @@ struct Block {
 
     Place stage;
     int slot = 0;
-    for (int unit = first_unit; unit < plan.units; unit += step) {
+    for (int tile = first_tile; tile < plan.tiles; tile += step) {
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
         Wait(full + stage.index, stage.parity);
         const unsigned char* const from = chunks + stage.index * layout.chunk_bytes;
@@ -453,7 +452,7 @@ struct Block {
                 leaves + vector * kRuns +
                 (idle ? plan.leaves : chunk * chunk_leaves + leaf) * layout.leaf_stride;
             SumLeaf<kRun>(kept[l], lane, [&](int r, Sums of_run) {
-              // Made by all: behind a branch instructions come late.
+              // Computed by all lanes, without a branch.
               asm volatile("" : "+f"(of_run.x), "+f"(of_run.squares));
               if (holds) {
                 *reinterpret_cast<float2*>(to + r) = make_float2(of_run.x, of_run.squares);
@@ -464,30 +463,31 @@ struct Block {
         stage.Next(plan.stages);
       }
 
-      SyncNamed(1, plan.summers);
-      Sums* const mine = sums + slot * UnitSums() + (InCluster() ? rank * plan.slice_groups : 0);
+      NamedBarrierSync(1, plan.reducers);
+      Sums* const mine = sums + slot * TileSums() + (InCluster() ? rank * plan.slice_groups : 0);
       SumGroups(
-          plan.slice_groups, plan.leaf_bits, thread / 32, plan.summers / 32, lane,
+          plan.slice_groups, plan.leaf_bits, thread / 32, plan.reducers / 32, lane,
           [&](int group, int part, Sums(&lanes)[kLaneLeaves]) { SumOfLane(group, part, lanes); },
           [&](const Sums& of_block, int group, int part) {
             if (InCluster()) {
               for (int to = part; to < plan.blocks; to += 1 << plan.leaf_bits) {
-                StoreAt(AddressAt(mine + group, to), AddressAt(told + slot, to), of_block.x,
-                        of_block.squares);
+                StoreAsync(ClusterAddress(mine + group, to), ClusterAddress(sums_full + slot, to),
+                           of_block.x, of_block.squares);
               }
             } else if (part == 0 && plan.cluster) {
               mine[group] = of_block;
             } else if (part == 0) {
-              Tell(WordsOf(rank, slot) + group, {of_block, launch, static_cast<uint32_t>(unit)});
+              StoreTagged(TaggedSumsOf(rank, slot) + group,
+                          {of_block, launch, static_cast<uint32_t>(tile)});
             }
           });
-      if (!InCluster()) Arrive(told + slot);
-      SyncNamed(1, plan.summers);
+      if (!InCluster()) Arrive(sums_full + slot);
+      NamedBarrierSync(1, plan.reducers);
       if (++slot == 2 * plan.ahead) slot = 0;
     }
   }
 
-  /// Of leaves of a group those of a lane, over runs in their order: as in SumLeaves(), but loads
+  /// The leaves of a group that a lane adds, over runs in their order: as in SumLeaves(), but loads
   /// do not wait for sums, and few runs take few instructions.
   __device__ void SumOfLane(int group, int part, Sums (&lanes)[kLaneLeaves]) const {
     int runs = plan.group_channels.value / kRun;
@@ -527,7 +527,7 @@ struct Block {
     for (int i = 0; i < kAtOnce; ++i) places[i] = PlaceOf(line + i * plan.pixel_lines, vector);
     const int step_bytes = kAtOnce * plan.pixel_lines * plan.pitch;
     Place stage, affine_slot;
-    for (int unit = first_unit; unit < plan.units; unit += step) {
+    for (int tile = first_tile; tile < plan.tiles; tile += step) {
       Wait(ready + affine_slot.index, affine_slot.parity);
       Affine of_channels[kVector];
 #pragma unroll
@@ -559,7 +559,7 @@ struct Block {
           }
           at += step_bytes;
         }
-        FenceForCopies();
+        FenceProxyAsync();
         __syncwarp();
         if (lane == 0) Arrive(done + stage.index);
         stage.Next(plan.stages);
@@ -568,7 +568,7 @@ struct Block {
   }
 };
 
-/// grid (plan.blocks: a team, teams); block: a copier's warp, statisticians, summers, appliers.
+/// grid (plan.blocks: a team, teams); block: producer, factor warps, reducers, normalisers.
 template <int kRun>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     GroupNormStreamKernel(const __grid_constant__ GroupNormLaunch norm,
@@ -583,18 +583,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     WaitForCluster();
   }
   WaitForPredecessors();
-  if (!plan.cluster) block.launch = __ldcg(&block.told_here->launches) + 1;
+  if (!plan.cluster) block.launch = __ldcg(&block.counter->launches) + 1;
   int thread = threadIdx.x;  // of its kind
-  if (thread < kCopiers) {
+  if (thread < kProducers) {
     if (ElectOne()) block.Copy();
-  } else if ((thread -= kCopiers) < kStatisticians) {
+  } else if ((thread -= kProducers) < kFactorThreads) {
     block.MakeFactors(thread);
-  } else if ((thread -= kStatisticians) < plan.summers) {
+  } else if ((thread -= kFactorThreads) < plan.reducers) {
     block.Sum(thread);
   } else if (norm.activation == Activation::kSilu) {
-    block.Normalise(thread - plan.summers, [](float h) { return SiluOfHalf(h); });
+    block.Normalise(thread - plan.reducers, [](float h) { return SiluOfHalf(h); });
   } else {
-    block.Normalise(thread - plan.summers, [](float y) { return y; });
+    block.Normalise(thread - plan.reducers, [](float y) { return y; });
   }
 #endif
 }
@@ -613,39 +613,42 @@ Kernel* KernelOf(const Plan& plan) {
 }
 
 bool HasSectors(int channels) { return channels * 2 % kSectorBytes == 0; }
-/// Bytes of a row of so many channels: four of them lie in different banks, with their neighbours.
-/// Not of those that are no whole sectors, to which the copy engine is slow to add what pads them.
+/// Bytes of a row of so many channels, padded so that four neighbouring rows lie in different
+/// banks. Rows that are no whole sectors are not padded, which TMA does slowly.
 int PitchOf(int channels) {
   int bytes = channels * 2;
   while (HasSectors(channels) && bytes % 64 != 32) bytes += 16;
   return bytes;
 }
-int Threads(const Plan& plan) { return kCopiers + kStatisticians + plan.summers + plan.appliers; }
+int Threads(const Plan& plan) {
+  return kProducers + kFactorThreads + plan.reducers + plan.normalisers;
+}
 int SharedBytes(const Plan& plan) { return Layout(plan, RunOf(plan.group_channels.value)).bytes; }
-int WordBytes(const Plan& plan, int teams) {
-  return teams * 2 * plan.ahead * plan.slice_groups * plan.blocks * static_cast<int>(sizeof(Word));
+int TaggedSumsBytes(const Plan& plan, int teams) {
+  return teams * 2 * plan.ahead * plan.slice_groups * plan.blocks *
+         static_cast<int>(sizeof(TaggedSums));
 }
 
 /// `most_blocks`: a power of two.
 Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, bool cluster) {
   const int channels = norm.channels + norm.channels2;
   Plan plan;
-  plan.group_channels = Divisor(channels / norm.groups);
+  plan.group_channels = FastDivmod(channels / norm.groups);
   plan.slice_channels = slice_channels;
   plan.slice_groups = slice_channels / plan.group_channels;
-  plan.slices = Divisor(channels / slice_channels);
-  plan.units = norm.images * plan.slices.value;
+  plan.slices = FastDivmod(channels / slice_channels);
+  plan.tiles = norm.images * plan.slices.value;
   plan.vectors = slice_channels / kVector;
-  const int line_summers = kQuad * plan.vectors, line_appliers = plan.vectors;
+  const int line_reducers = kQuad * plan.vectors, line_normalisers = plan.vectors;
   plan.leaf_lines = plan.pixel_lines = 1;
-  while (2 * plan.leaf_lines * line_summers <= kMostSummers &&
+  while (2 * plan.leaf_lines * line_reducers <= kMostReducers &&
          2 * plan.leaf_lines * kAtOnce * kLeafPixels * PitchOf(slice_channels) <= kMostChunkBytes) {
     plan.leaf_lines *= 2;
   }
-  while (plan.pixel_lines * line_appliers < kFewAppliers) plan.pixel_lines *= 2;
+  while (plan.pixel_lines * line_normalisers < kFewNormalisers) plan.pixel_lines *= 2;
   const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
-  plan.summers = whole_warps(line_summers * plan.leaf_lines);
-  plan.appliers = whole_warps(line_appliers * plan.pixel_lines);
+  plan.reducers = whole_warps(line_reducers * plan.leaf_lines);
+  plan.normalisers = whole_warps(line_normalisers * plan.pixel_lines);
 
   plan.chunk_pixels = std::max(kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines);
   while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
@@ -656,8 +659,8 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   plan.blocks = (norm.pixels + pixels - 1) / pixels;
   plan.count_inverse = 1.0f / (static_cast<float>(norm.pixels) * plan.group_channels.value);
   plan.cluster = cluster || plan.blocks == 1;
-  plan.nodes = plan.cluster ? plan.blocks : (plan.blocks + kHears - 1) / kHears;
-  const int group_lanes = std::min(32, plan.summers / plan.slice_groups);
+  plan.nodes = plan.cluster ? plan.blocks : (plan.blocks + kSumsPerThread - 1) / kSumsPerThread;
+  const int group_lanes = std::min(32, plan.reducers / plan.slice_groups);
   plan.lane_leaves = std::min(kLaneLeaves, plan.leaves);
   while (plan.lane_leaves > 1 && 2 * plan.leaves / plan.lane_leaves <= group_lanes) {
     plan.lane_leaves /= 2;
@@ -665,7 +668,7 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   plan.leaf_bits = BinaryLogarithm(plan.leaves / plan.lane_leaves);
 
   const int widest = std::gcd(slice_channels, norm.channels);
-  // Two steps of appliers are to be whole turns of the swizzle.
+  // Two steps of the normalisers must be whole periods of the swizzle.
   plan.swizzled = !plan.cluster && widest % kSwizzledChannels == 0 &&
                   kAtOnce * plan.pixel_lines % kSwizzledRows == 0;
   plan.piece_channels = plan.swizzled ? kSwizzledChannels : widest;
@@ -677,7 +680,7 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   plan.pieces1 = norm.channels / plan.piece_channels;
   plan.pitch = plan.swizzled ? 2 * kSwizzledChannels : PitchOf(plan.piece_channels);
 
-  // More units need longer rings of sums and factors, and leave less room for chunks.
+  // More work tiles need longer rings of sums and factors, and leave less room for chunks.
   for (int ahead = 1; ahead <= kMaxAhead; ++ahead) {
     Plan longer = plan;
     longer.stages = 0;
@@ -693,12 +696,12 @@ Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, 
   return plan;
 }
 
-/// A block's part of a unit, in elements.
+/// A CTA's part of a work tile, in elements.
 int PartOf(const Plan& plan) { return plan.leaves * kLeafPixels * plan.slice_channels; }
 
-/// Possible, and worth its while: rows that the copy engine moves fast (a single block has longer
-/// units, and was slow with rows of 96 bytes), units that outlast what blocks tell each other, and
-/// room for nearly two of them.
+/// Whether the plan is possible and useful: rows that TMA moves fast (a single CTA has longer work
+/// tiles and was slow with rows of 96 bytes), work tiles that take longer than the exchange of
+/// sums, and room for nearly two of them.
 bool Suits(const Plan& plan) {
   const int kFewPieceChannels = plan.blocks == 1 ? 64 : 48;
   constexpr int kFewElements = 24 * 1024;
@@ -717,8 +720,8 @@ LaunchShape ShapeOf(const Plan& plan, int teams) {
           .cooperative = !plan.cluster};
 }
 
-/// Teams that the device runs at a time, or none. A block has a multiprocessor for itself, so of
-/// the plan only its clusters bear on it. To ask for these takes 10 µs, so it is done once.
+/// Teams that are resident at a time, or 0. A CTA has an SM to itself, so the answer depends on the
+/// cluster size alone. The query is slow, so the answer is kept.
 int TeamsOf(const Plan& plan) {
   static std::mutex mutex;
   static std::map<std::pair<int, int>, int> known;  // clusters by device and blocks
@@ -745,38 +748,40 @@ int TeamsOf(const Plan& plan) {
   return at->second * cluster / plan.blocks;
 }
 
-/// A plan, how many teams there are for it, and how many units the busiest of them has.
+/// A plan, the number of teams, and of work tiles of the busiest team.
 struct Choice {
   Plan plan;
-  int teams = 0, units = 0;
+  int teams = 0, tiles = 0;
 };
-/// What a team takes for so many units, in elements that a block moves in that time. At the
-/// beginning nothing leaves for a unit, and at the end nothing comes.
-double CostOf(const Plan& plan, int units) {
-  constexpr int kUnitElements = 2048;  // for what a unit takes besides
-  constexpr double kSlowRows = 1.25;   // where slices share sectors
-  constexpr double kTellFar = 1.25;    // through global memory
+/// The time of a team for so many work tiles, as elements that a CTA moves in it. During the first
+/// one nothing is stored, and during the last one nothing is loaded.
+double CostOf(const Plan& plan, int tiles) {
+  constexpr int kTileElements = 2048;      // overhead of a work tile
+  constexpr double kSlowRows = 1.25;       // slices share sectors
+  constexpr double kThroughGlobal = 1.25;  // exchange through global memory
   const double slower =
-      (plan.cluster ? 1 : kTellFar) * (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
-  return (units + 1.0) * (PartOf(plan) + kUnitElements) * slower;
+      (plan.cluster ? 1 : kThroughGlobal) * (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
+  return (tiles + 1.0) * (PartOf(plan) + kTileElements) * slower;
 }
-/// The one whose busiest team is done first; none (no teams) where none suits, however many images
-/// there are.
+/// The plan whose busiest team ends first; no teams where no plan suits, however many images there
+/// are.
 Choice Choose(const GroupNormLaunch& norm) {
   Choice choice;
   if (!SuitsOnePass(norm)) return choice;
   const int channels = norm.channels + norm.channels2;
-  const int unit = std::lcm(channels / norm.groups, kVector);
+  const int granule = std::lcm(channels / norm.groups, kVector);
   double least = std::numeric_limits<double>::max();
   const auto consider = [&](int slice, int blocks, bool cluster) {
     const Plan plan = MakePlan(norm, slice, blocks, cluster);
     const int teams = Suits(plan) ? TeamsOf(plan) : 0;
-    if (teams == 0 || (!cluster && sizeof(Told) + WordBytes(plan, teams) > kToldBytes)) return;
-    const int units = (plan.units + teams - 1) / teams;
-    const double cost = CostOf(plan, units);
-    if (cost < least) least = cost, choice = {plan, teams, units};
+    if (teams == 0 ||
+        (!cluster && sizeof(LaunchCounter) + TaggedSumsBytes(plan, teams) > kFlagBytes))
+      return;
+    const int tiles = (plan.tiles + teams - 1) / teams;
+    const double cost = CostOf(plan, tiles);
+    if (cost < least) least = cost, choice = {plan, teams, tiles};
   };
-  for (int slice = unit; slice <= channels; slice += unit) {
+  for (int slice = granule; slice <= channels; slice += granule) {
     if (channels % slice != 0) continue;
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) consider(slice, blocks, true);
     for (int blocks = 2 * kMaxCluster; blocks <= kMaxTeam; blocks *= 2) {
@@ -786,8 +791,8 @@ Choice Choose(const GroupNormLaunch& norm) {
   return choice;
 }
 
-/// [images, pixels, channels / piece, piece] in boxes of a piece of a chunk's pixels, as wide as
-/// they lie in shared memory: what lies beyond the piece is zeros, and not written.
+/// [images, pixels, channels / piece, piece], in boxes of one piece of a chunk's pixels, as wide as
+/// a padded row: TMA fills the padding with zeros and does not store it.
 CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNormLaunch& norm,
                 const Plan& plan) {
   const cuuint64_t piece = plan.piece_channels,
@@ -809,16 +814,16 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
 
 bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).teams > 0; }
 
-/// As measured: where teams have several units each, about as many. Two are enough where the
-/// threads of group_norm_cluster.cu lie badly over groups, whose channels neither divide a vector
-/// nor are whole vectors; else images are those of more than a block.
+/// As measured: where teams have at least three work tiles each, about equally many, of more than
+/// one CTA. Two are enough where group_norm_cluster.cu is slow: where a group's channels neither
+/// divide a vector nor are whole vectors.
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
-  const auto [plan, teams, units] = Choose(norm);
-  if (20 * plan.units < 17 * units * teams) return false;
+  const auto [plan, teams, tiles] = Choose(norm);
+  if (20 * plan.tiles < 17 * tiles * teams) return false;
   const bool badly =
       RunOf(plan.group_channels.value) < std::min(plan.group_channels.value, kVector);
-  return badly ? units >= 2 : units >= 3 && plan.blocks > 1;
+  return badly ? tiles >= 2 : tiles >= 3 && plan.blocks > 1;
 }
 
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
@@ -833,7 +838,7 @@ cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queu
       Encode(&maps.out, norm.out, norm.channels + norm.channels2, norm, plan) != CUDA_SUCCESS) {
     return cudaErrorInvalidValue;
   }
-  return LaunchDependent(KernelOf(plan), ShapeOf(plan, std::min(choice.teams, plan.units)), queue,
+  return LaunchDependent(KernelOf(plan), ShapeOf(plan, std::min(choice.teams, plan.tiles)), queue,
                          norm, plan, maps);
 }
 

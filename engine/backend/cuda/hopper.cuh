@@ -1,12 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
 
-/// What only compute capability 9.0 has, one function per PTX instruction: the bulk tensor copy
-/// engine (TMA), barriers in shared memory that it completes, warpgroup matrix products (wgmma) and
-/// clusters of blocks. Names follow the PTX ISA, 9.7.
+/// What only compute capability 9.0 has, one function per PTX instruction: TMA, mbarriers, wgmma,
+/// clusters and distributed shared memory. PTX ISA, 9.7.
 
 namespace denoised::cuda {
 
@@ -14,9 +14,8 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// One thread of the calling warp, the same at every call. To stand in the condition of what that
-/// thread does: through a variable the compiler forgets that it is one, and walks over all lanes at
-/// every copy.
+/// One thread of the calling warp, the same at every call. Use it as the condition itself: through
+/// a variable the compiler no longer knows that a single thread runs, and loops over all lanes.
 __device__ inline bool ElectOne() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
@@ -24,17 +23,17 @@ __device__ inline bool ElectOne() {
   return elected != 0;
 }
 
-// Barriers (mbarrier): a phase ends when `arrivals` threads arrived and all expected bytes came.
+// mbarriers: a phase ends when `arrivals` threads arrived and all expected bytes came.
 
 __device__ inline void InitBarrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
                "r"(arrivals));
 }
-/// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
+/// Makes initialised barriers visible to TMA and to the other CTAs of the cluster.
 __device__ inline void FenceBarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ inline void ArriveExpecting(uint64_t* barrier, uint32_t bytes) {
+__device__ inline void ArriveExpectTx(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
       "r"(bytes)
@@ -43,8 +42,8 @@ __device__ inline void ArriveExpecting(uint64_t* barrier, uint32_t bytes) {
 __device__ inline void Arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
-/// On the barrier at the same place in another block of the cluster. Orders nothing but this
-/// thread's finished reads: a release at cluster scope would wait for all of its stores.
+/// Arrives on the same barrier of another CTA of the cluster. Orders only this thread's finished
+/// reads: a release at cluster scope would wait for all of its stores.
 __device__ inline void ArriveAt(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -68,44 +67,44 @@ __device__ inline uint32_t ClusterRank() {
 #if __CUDA_ARCH__ >= 900
   return __clusterRelativeBlockRank();
 #else
-  return 0;  // compiled for other chips, too, where nobody calls it
+  return 0;  // compiled for other architectures, too, but never called there
 #endif
 }
-/// All threads of all blocks of the cluster arrive; who waits then sees what they wrote before.
+/// All threads of the cluster arrive. WaitForCluster() then sees what they wrote before.
 __device__ inline void ArriveAtCluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
-/// The same without the writes, but for FenceBarrierInit()'s.
+/// The same without ordering writes other than FenceBarrierInit()'s.
 __device__ inline void ArriveAtClusterRelaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ inline void WaitForCluster() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-/// The address of the same place in another block's shared memory.
-__device__ inline uint32_t AddressAt(const void* mine, uint32_t rank) {
+/// The address of the same variable in another CTA's shared memory (mapa).
+__device__ inline uint32_t ClusterAddress(const void* mine, uint32_t rank) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(remote)
                : "r"(SharedAddress(mine)), "r"(rank));
   return remote;
 }
-/// Stores into another block's shared memory; that block's barrier counts the bytes.
-__device__ inline void StoreAt(uint32_t address, uint32_t barrier, float a, float b) {
+/// st.async into another CTA's shared memory; that CTA's barrier counts the bytes.
+__device__ inline void StoreAsync(uint32_t address, uint32_t barrier, float a, float b) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
           "r"(address),
       "f"(a), "f"(b), "r"(barrier)
       : "memory");
 }
-__device__ inline void StoreAt(uint32_t address, uint32_t barrier, const float4& v) {
+__device__ inline void StoreAsync(uint32_t address, uint32_t barrier, const float4& v) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
       "[%5];" ::"r"(address),
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
-/// Wait(), for what other blocks stored.
+/// Wait() for what other CTAs stored.
 __device__ inline void WaitForStores(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -115,13 +114,13 @@ __device__ inline void WaitForStores(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// The copy engine.
+// TMA.
 
-__device__ inline void PrefetchMap(const CUtensorMap* map) {
+__device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 /// A box of a tensor of rank 4, innermost coordinate first.
-__device__ inline void CopyBox(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
+__device__ inline void TmaLoad(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
                                int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -129,39 +128,39 @@ __device__ inline void CopyBox(void* to, const CUtensorMap* map, uint64_t* barri
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-/// The same to the same place in every block of the cluster that `blocks` has a bit for; each one's
-/// own barrier counts the bytes.
-__device__ inline void CopyBoxTo(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
-                                 int c1, int c2, int c3, uint16_t blocks) {
+/// The same, multicast to the same address in every CTA of the cluster that `blocks` has a bit for;
+/// each CTA's own barrier counts the bytes.
+__device__ inline void TmaLoadMulticast(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                        int c1, int c2, int c3, uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(to)),
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
-/// What the L2 lets go first, or last, as createpolicy makes it for all of a copy.
+/// L2 cache hints, as createpolicy makes them for all of a copy.
 constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
-/// CopyBox() with one of these.
+/// TmaLoad() with such a hint.
 template <uint64_t kPolicy>
-__device__ inline void CopyBoxBy(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
-                                 int c1, int c2, int c3) {
+__device__ inline void TmaLoadWithHint(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                       int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(to)),
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(kPolicy)
       : "memory");
 }
-/// CopyBox() of weights, which are read once an evaluation: the L2 lets them go first and keeps
-/// activations and instructions.
-__device__ inline void CopyWeights(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
-                                   int c1, int c2, int c3) {
-  CopyBoxBy<kEvictFirst>(to, map, barrier, c0, c1, c2, c3);
+/// TmaLoad() of weights, evict first: they are read once an evaluation.
+__device__ inline void TmaLoadWeights(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                      int c1, int c2, int c3) {
+  TmaLoadWithHint<kEvictFirst>(to, map, barrier, c0, c1, c2, c3);
 }
-/// Channels from `channel` on of consecutive pixels of [images, height, width, channels], the first
-/// one at (image, y, x) moved by (offset_y, offset_x): one tap of a convolution for a run of
-/// outputs.
-__device__ inline void CopyPixels(void* to, const CUtensorMap* map, uint64_t* barrier, int channel,
-                                  int x, int y, int image, uint16_t offset_x, uint16_t offset_y) {
+/// im2col: channels from `channel` on of consecutive pixels of [images, height, width, channels],
+/// the first one at (image, y, x) plus (offset_y, offset_x): one tap of a convolution for
+/// consecutive outputs.
+__device__ inline void TmaLoadIm2col(void* to, const CUtensorMap* map, uint64_t* barrier,
+                                     int channel, int x, int y, int image, uint16_t offset_x,
+                                     uint16_t offset_y) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(SharedAddress(to)),
@@ -170,8 +169,8 @@ __device__ inline void CopyPixels(void* to, const CUtensorMap* map, uint64_t* ba
       : "memory");
 }
 
-/// CopyBox() for rank 2, and back: from shared memory to the tensor's part of the box.
-__device__ inline void CopyBox(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
+/// TmaLoad() and TmaStore() for rank 2.
+__device__ inline void TmaLoad(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
                                int c1) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -179,14 +178,14 @@ __device__ inline void CopyBox(void* to, const CUtensorMap* map, uint64_t* barri
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1)
       : "memory");
 }
-__device__ inline void StoreBox(const CUtensorMap* map, const void* from, int c0, int c1) {
+__device__ inline void TmaStore(const CUtensorMap* map, const void* from, int c0, int c1) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
       "r"(SharedAddress(from)), "r"(c0), "r"(c1)
       : "memory");
 }
 /// The same for rank 4.
-__device__ inline void StoreBox(const CUtensorMap* map, const void* from, int c0, int c1, int c2,
+__device__ inline void TmaStore(const CUtensorMap* map, const void* from, int c0, int c1, int c2,
                                 int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
@@ -194,13 +193,15 @@ __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int c0
       "r"(SharedAddress(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-__device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void TmaStoreCommit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 /// Until this thread's stores have read shared memory, which may then be written again.
-__device__ inline void WaitUntilStoresRead() {
+__device__ inline void TmaStoreWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-/// Between ordinary stores to shared memory and copies from it by the engine.
-__device__ inline void FenceForCopies() {
+/// Between ordinary stores to shared memory and the async proxy (TMA, wgmma).
+__device__ inline void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -215,14 +216,14 @@ __device__ inline void SyncWarpgroup(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-// Registers move between warpgroups: producers need few, consumers many.
+// setmaxnreg: producers need few registers, consumers many.
 
 template <int kRegisters>
-__device__ inline void KeepRegisters() {
+__device__ inline void DecreaseRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ inline void TakeRegisters() {
+__device__ inline void IncreaseRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
@@ -230,7 +231,7 @@ __device__ inline void TakeRegisters() {
 // the warpgroup holds rows 16·(t/32) + t%32/4 (+ 8) and of every eight columns 2·(t%4) and the
 // next: d[4·j + 2·h + i] is row + 8·h, column 8·j + 2·(t%4) + i.
 
-/// bf16, rows of 64 elements (128 bytes) as the copy engine lays them with 128-byte swizzle, the
+/// bf16, rows of 64 elements (128 bytes) as TMA lays them with 128-byte swizzle, the
 /// first one at a multiple of 1024 bytes. A step of 16 elements along k adds 2.
 __device__ inline uint64_t MatrixDescriptor(const void* tile) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
@@ -240,26 +241,26 @@ __device__ inline uint64_t MatrixDescriptor(const void* tile) {
   return kSwizzle128 | kEightRows | kUnused | ((SharedAddress(tile) & 0x3ffff) >> 4);
 }
 /// Before the first product that reads registers or shared memory written by this thread.
-__device__ inline void FenceProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-/// Keeps what computes the sums on its side of this point: the compiler does not know that products
-/// read and write them later than their instructions stand.
+__device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+/// Keeps computations on accumulators on their side of this point: the compiler does not know that
+/// a wgmma reads and writes them later than its place in the code.
 template <int kCount>
-__device__ inline void PinSums(float (&sums)[kCount]) {
+__device__ inline void PinAccumulators(float (&accumulators)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulators[i])::"memory");
 }
-/// Sums that the next product writes without having read them, whatever they are.
+/// Accumulators that the next wgmma overwrites: any value.
 template <int kCount>
-__device__ inline void AnySums(float (&sums)[kCount]) {
+__device__ inline void AnyAccumulators(float (&accumulators)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(sums[i]));
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(accumulators[i]));
 }
-__device__ inline void CommitProducts() {
+__device__ inline void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 /// Until at most kPending groups are under way.
 template <int kPending>
-__device__ inline void WaitProducts() {
+__device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
@@ -297,7 +298,7 @@ __device__ inline void WaitProducts() {
 #define DENOISED_SUMS_48(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_16(d, i + 32)
 /// n outputs, r = n / 2 registers; a and b are the numbers of the operands after those.
 #define DENOISED_WGMMA(n, r, a, b)                                                              \
-  __device__ inline void MultiplyAdd(float(&d)[r], uint64_t x, uint64_t weight) {               \
+  __device__ inline void Wgmma(float(&d)[r], uint64_t x, uint64_t weight) {                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
                  "}, %" #a ", %" #b ", 1, 1, 1, 0, 0;"                                          \
                  : DENOISED_SUMS_##r(d, 0)                                                      \
@@ -311,10 +312,10 @@ DENOISED_WGMMA(160, 80, 80, 81)
 DENOISED_WGMMA(192, 96, 96, 97)
 DENOISED_WGMMA(256, 128, 128, 129)
 
-/// MultiplyAdd(), and without `add` the product alone: the first of a sum needs no zeros. y is
-/// [n, 16], p the number of the operand after x and y.
+/// The same with the choice not to accumulate: the first of a sum then needs no zeros. y is [n,
+/// 16], p the number of the operand after x and y.
 #define DENOISED_WGMMA_FROM_ZERO(n, r, a, b, p)                                                 \
-  __device__ inline void Multiply(float(&d)[r], uint64_t x, uint64_t y, bool add) {             \
+  __device__ inline void Wgmma(float(&d)[r], uint64_t x, uint64_t y, bool add) {                \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                                    \
                  ", 0;\n"                                                                       \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
@@ -329,10 +330,10 @@ DENOISED_WGMMA_FROM_ZERO(128, 64, 64, 65, 66)
 DENOISED_WGMMA_FROM_ZERO(160, 80, 80, 81, 82)
 DENOISED_WGMMA_FROM_ZERO(192, 96, 96, 97, 98)
 
-/// x from registers, in the order in which the sums of a product lie, two to a word; y [16, n] with
-/// n innermost, by its TransposedDescriptor.
+/// x from registers, in the layout of accumulators, two to a word; y [16, n] with n innermost, by
+/// its TransposedDescriptor.
 #define DENOISED_WGMMA_REGISTERS(n, r, x0, x1, x2, x3, y0)                                      \
-  __device__ inline void MultiplyAdd(float(&d)[r], const uint32_t* x, uint64_t y) {             \
+  __device__ inline void Wgmma(float(&d)[r], const uint32_t* x, uint64_t y) {                   \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
                  "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #y0 ", 1, 1, 1, 1;"           \
                  : DENOISED_SUMS_##r(d, 0)                                                      \
@@ -345,24 +346,24 @@ DENOISED_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 DENOISED_WGMMA_REGISTERS(160, 80, 80, 81, 82, 83, 84)
 DENOISED_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132)
 
-/// Of bf16 [16, n] with n innermost: 64 columns are rows of 128 bytes, as the copy engine lays them
+/// Of bf16 [16, n] with n innermost: 64 columns are rows of 128 bytes, as TMA lays them
 /// with 128-byte swizzle, and the next 64 lie `next_columns` bytes on. A step of 16 rows adds 128.
 __device__ inline uint64_t TransposedDescriptor(const void* tile, uint32_t next_columns) {
   return MatrixDescriptor(tile) - (uint64_t{1} << 16) + (uint64_t{next_columns >> 4} << 16);
 }
-/// Until here no use of registers that an unfinished product writes is moved up by the compiler.
+/// Keeps the compiler from moving uses of registers that a pending wgmma writes above this point.
 template <int kRegisters>
 __device__ inline void HoldRegisters(float (&d)[kRegisters]) {
 #pragma unroll
   for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Barriers among warps of a block, by number; 0 is __syncthreads'. Whole warps arrive or wait.
+// Named barriers, by number; 0 is __syncthreads'. Whole warps arrive or wait.
 
-__device__ inline void SyncNamed(int barrier, int threads) {
+__device__ inline void NamedBarrierSync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-__device__ inline void ArriveNamed(int barrier, int threads) {
+__device__ inline void NamedBarrierArrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 

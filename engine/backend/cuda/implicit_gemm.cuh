@@ -1,7 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "engine/backend/cuda/divisor.h"
 #include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/fast_divmod.h"
 
 /// What the convolution kernels share: where an element of the implicit matrix lies in memory, and
 /// what happens to an output tile. Row m of the matrix is an output pixel, column k one input that
@@ -23,12 +24,12 @@ __host__ __device__ inline int EdgeTaps(const Conv2dLaunch& conv) {
 }
 /// Pixels of a phase of an image, and of a row of it.
 struct Plane {
-  Divisor pixels, width;
+  FastDivmod pixels, width;
 };
 inline Plane PlaneOf(const Conv2dLaunch& conv) {
   const int height = conv.upsample2x ? conv.height : conv.out_height;
   const int width = conv.upsample2x ? conv.width : conv.out_width;
-  return {Divisor(height * width), Divisor(width)};
+  return {FastDivmod(height * width), FastDivmod(width)};
 }
 
 /// A pixel of a phase.

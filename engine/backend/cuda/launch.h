@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,8 +15,8 @@
 /// enqueues and returns what the launch reported. Arguments were validated by the caller
 /// (cuda_backend.cc).
 ///
-/// A kernel computes each row of the batch in an order that the row's shape fixes alone: no atomics
-/// on floats, no split of a reduction that depends on the batch. See docs/kernels.md.
+/// A kernel computes each row of the batch in an order that the row's shape alone decides: no float
+/// atomics, no split of a reduction that depends on the batch. See docs/kernels.md.
 
 namespace denoised::cuda {
 
@@ -36,7 +37,7 @@ struct Queue {
   bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
-/// A 1×1 convolution of concat(x, x2) whose products another convolution adds to its own.
+/// A 1×1 convolution of concat(x, x2) that another convolution adds to its result.
 struct ShortcutLaunch {
   Rows x, x2;  // [images · out_height · out_width, channels] and channels2; x null: no shortcut
   int channels = 0, channels2 = 0;
@@ -44,7 +45,7 @@ struct ShortcutLaunch {
   int weight_stride = 0;
 };
 
-/// SiLU of a group norm of what a convolution makes, in place of that; gamma null: there is none.
+/// Replaces a convolution's result by SiLU of its group norm; gamma null: there is none.
 struct OutputNorm {
   const float* gamma = nullptr;  // [outputs]
   const float* beta = nullptr;
@@ -67,56 +68,57 @@ struct Conv2dLaunch {
   Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
   const float* bias = nullptr;             // [outputs + kBiasPadding], or null
   int outputs = 0;
-  /// GroupNormLaunch::factors before SiLU, or null. What is convolved then is silu(2 · (concat(x,
-  /// x2) · factor + offset)), rounded to bf16: for LaunchConv2dHopper and what SuitsPatches().
+  /// The fused input norm: GroupNormLaunch::factors for SiLU, or null. The convolution's input is
+  /// then silu(2 · (concat(x, x2) · factor + offset)), rounded to bf16. For LaunchConv2dHopper and
+  /// what SuitsHaloTile().
   const float* input_factors = nullptr;
   Rows add;                 // [images, outputs], or null
   Rows residual;            // as out, or null; may be `out`
   ShortcutLaunch shortcut;  // for LaunchConv2dHopper alone
   float scale = 1;
   Activation activation = Activation::kNone;
-  /// Rounded to bf16 in between, with the bits of LaunchGroupNormCluster: for LaunchConv2dHopper
-  /// and what SuitsOutputNorm().
+  /// The fused output norm. The result is rounded to bf16 before it, so the bits are those of a
+  /// separate LaunchGroupNormCluster. For LaunchConv2dHopper and what SuitsOutputNorm().
   OutputNorm output_norm;
   Rows out;  // [images · out_height · out_width, outputs]
-  // For Conv3x3Candidates() of small images: sums of parts of k. Without it, or where it is too
-  // small, the candidates that need it are left out.
+  // For Conv3x3Candidates() of small images: partial sums of split-K. Without it, or where it is
+  // too small, the candidates that need it are left out.
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
-  int* workspace_zeros = nullptr;  // kWorkspaceZeros, and zero again afterwards
+  int* semaphores = nullptr;  // kSemaphores; zero before and after a launch
 };
 
 inline bool InVectors(const Rows& rows) {
   return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
 }
-/// Outputs in bf16 by eights, and so what is added to them.
+/// Outputs, and what is added to them, are bf16 in vectors of eight.
 inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
   return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
          InVectors(conv.residual) &&
          (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
 }
 
-constexpr int kWorkspaceZeros = 1024;
+constexpr int kSemaphores = 1024;
 constexpr int kDepthPadding = 32;
 constexpr int kBiasPadding = 256;  // outputs of the widest tile
 /// One of the tiles that can compute a convolution. All give the same bits.
 struct ConvCandidate {
   std::string name;         // unique among those of one launch
-  double microseconds = 0;  // that a launch should take
+  double microseconds = 0;  // expected for a launch
   cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue) = nullptr;
 };
 /// For any convolution in bf16 or with fp32 inputs, the cheapest first.
 std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
-/// 3×3 on tensor cores, from patches of the image: for what SuitsConv3x3().
+/// 3×3 from halo tiles on mma.sync: for what SuitsConv3x3().
 bool SuitsConv3x3(const Conv2dLaunch& conv);
 std::vector<ConvCandidate> Conv3x3Candidates(const Conv2dLaunch& conv, const Queue& queue);
-/// Of few inputs under a window, or of few outputs: for what SuitsFewInputs(), SuitsFewOutputs().
+/// Few inputs under a window, or few outputs: for what SuitsFewInputs(), SuitsFewOutputs().
 bool SuitsFewInputs(const Conv2dLaunch& conv);
 cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue);
 bool SuitsFewOutputs(const Conv2dLaunch& conv);
 cudaError_t LaunchConv2dFewOutputs(const Conv2dLaunch& conv, const Queue& queue);
-/// Linear over images of one pixel, made for few of them; for what SuitsRowLinear().
+/// Linear over images of one pixel, fast for few of them: for what SuitsRowLinear().
 bool SuitsRowLinear(const Conv2dLaunch& linear);
 cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue);
 
@@ -131,36 +133,38 @@ struct GroupNormLaunch {
   Rows scale_shift;  // [images, 2 · (channels + channels2)], or null
   Activation activation = Activation::kNone;
   Rows out;  // [images · pixels, channels + channels2]
-  /// [images, 2, channels + channels2]: what makes `out` of x, factors and then offsets, both
-  /// halved before SiLU (SiluOfHalf), as Conv2dLaunch::input_factors. LaunchGroupNormCluster makes
-  /// them instead of `out` when they are not null; LaunchGroupNorm and LaunchGroupNormStream know
-  /// nothing of them.
+  /// [images, 2, channels + channels2]: factors, then offsets: out = act(x · factor + offset). Both
+  /// are halved where SiLU follows (SiluOfHalf), as Conv2dLaunch::input_factors wants them. When
+  /// not null, LaunchGroupNormCluster writes them instead of `out`. LaunchGroupNorm and
+  /// LaunchGroupNormStream ignore them.
   float* factors = nullptr;
-  void* workspace = nullptr;       // partial moments: any size works that an image's have room in,
-  size_t workspace_bytes = 0;      //   a larger one takes more images a launch
-  int* workspace_zeros = nullptr;  // for LaunchGroupNormFactors and …Pieces, as a convolution's
-  /// For LaunchGroupNormStream: kToldBytes, zero before the first launch, which nothing else writes
-  /// and launches that run at the same time do not share.
-  void* told = nullptr;
+  void* workspace = nullptr;   // partial moments of at least one image; with more, a launch
+  size_t workspace_bytes = 0;  //   takes more images
+  int* semaphores = nullptr;   // for LaunchGroupNormFactors and …Pieces, as a convolution's
+  /// For LaunchGroupNormStream: kFlagBytes, zero before the first launch. Nothing else may write
+  /// them, and launches that run at the same time must not share them.
+  void* flags = nullptr;
 };
 constexpr int kMaxNormChannels = 6144;
-constexpr int kToldBytes = 2 << 20;
+constexpr int kFlagBytes = 2 << 20;
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
-/// The factors, for bf16 of any size and what SuitsGroupNormFactors(), by an image's shape alone;
-/// and `out` of factors, those of the kernels below, too.
+/// LaunchGroupNormFactors: the factors in two passes, for bf16 images of any size and what
+/// SuitsGroupNormFactors() (by an image's shape alone). LaunchGroupScale: `out` from factors, also
+/// those of the kernels below.
 bool SuitsGroupNormFactors(const GroupNormLaunch& norm);
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
-/// The same in one pass over memory, without a workspace, by clusters where the queue is Hopper's;
-/// for what SuitsGroupNormCluster(). Its factors have bits of their own.
+/// `out` or factors in one pass over memory, without a workspace, by clusters on Hopper: for what
+/// SuitsGroupNormCluster(). The bits differ from those of the two passes.
 bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
-/// The same bits by blocks that stay; `out` shares no memory with x, x2. Suits: by an image's shape
-/// alone. Prefers: whether what suits this or SuitsGroupNormCluster() is done sooner by this.
+/// `out` with the same bits by a persistent kernel; `out` must not overlap x or x2. Suits: by an
+/// image's shape alone. Prefers: whether this kernel is faster than LaunchGroupNormCluster, or the
+/// only one of the two.
 bool SuitsGroupNormStream(const GroupNormLaunch& norm);
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
-/// The same bits of factors, with a workspace, by blocks that each read a piece of an image; Suits
+/// Factors with the same bits, with a workspace, by CTAs that each read a piece of an image. Suits
 /// and Prefers likewise.
 bool SuitsGroupNormPieces(const GroupNormLaunch& norm);
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
@@ -178,7 +182,7 @@ constexpr int kMaxHeadDim = 512;
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue);
 /// fp32 arithmetic on any element, any dim up to kMaxHeadDim.
 cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue);
-/// Of LaunchAttention's kernels the one for Hopper; SuitsHopper: whether it can take the operands.
+/// LaunchAttention's kernel for Hopper. SuitsHopper: whether it can read the operands.
 bool SuitsHopper(const AttentionLaunch& attention);
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue);
 

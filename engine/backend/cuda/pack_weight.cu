@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weights as they lie in a file to weights as the kernels read them, on the device: the host only
 // copies bytes.
 //

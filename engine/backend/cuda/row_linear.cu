@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear layers over one vector a sample, as the time embedding has: few rows, so that what counts
 // is how soon the weight arrives.
 //
@@ -115,9 +116,9 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-// With many rows wide layers had better be matrix products, but the choice must not follow their
-// number. H200, 512 → 5632, 1, 16, 64 and 256 rows: 2.1, 2.5, 7.2 and 20 us here, 4.0, 4.1, 4.4 and
-// 6.1 by tiles for Hopper: of its model's evaluation one row gains 0.5 %, 256 lose 0.3 %.
+// With many rows a GEMM is faster for wide layers, but the choice must not depend on their number.
+// A wider limit than this one costs large batches more than it gives small ones
+// (docs/kernels-measured.md).
 constexpr int kMaxRowOutputs = 8192;
 
 bool SuitsRowLinear(const Conv2dLaunch& linear) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sampler on the device: begin a slot, gather slots into the rows of an evaluation, move them
 // on. The formulas are step_plan.h's; one kernel runs every sampler.
 //

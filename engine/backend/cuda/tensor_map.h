@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda.h>
@@ -5,7 +6,7 @@
 
 namespace denoised::cuda {
 
-/// The driver's functions that describe a tensor to the copy engine (TMA), from the driver that the
+/// The driver's functions that describe a tensor to TMA, from the driver that the
 /// runtime has loaded anyway: no link to libcuda. With an `error` they are null.
 struct TensorMapEncoders {
   decltype(&cuTensorMapEncodeTiled) tiled = nullptr;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cuda/tuner.h"
 
 #include <algorithm>
@@ -7,31 +8,31 @@
 namespace denoised::cuda {
 namespace {
 
-/// Ways to try, and what they may cost, of the least. Long launches run at the device's power limit
-/// in earnest but not while they are measured so briefly: the more are tried, the more seem to gain
-/// that lose then (65536 × 256 → 768 53.4 us among four, 56.4 among ten).
+/// Candidates to try, and what they may cost, of the least. Long launches run at the device's power
+/// limit in earnest but not while they are measured so briefly: the more are tried, the more seem
+/// to gain that lose then (65536 × 256 → 768 53.4 us among four, 56.4 among ten).
 struct Attempts {
   size_t most;
   double cost;
 };
 constexpr Attempts kShort = {10, 2.0}, kLong = {4, 1.5};
 constexpr double kLongMicroseconds = 30;
-/// A way is launched again and again in a graph, so that it is the device's speed that counts, and
-/// launches overlap as they do in a model; at one place of it after another, so that no more of the
-/// operands is in the cache than there would be.
+/// A candidate is launched repeatedly in a graph, so that only the device's time counts and
+/// launches overlap as they do in a model. It goes from place to place, so that caches hold no more
+/// of the operands than they would in the model.
 constexpr double kGraphMicroseconds = 100;
 constexpr int kRounds = 3;
-/// The first stays unless another is clearly faster: a launch among its like is not quite what it
-/// is in a model. With 0.98 a model of 256 rows lost 0.3 % to choices that seemed to gain 3 %.
+/// Another candidate must be this much faster than the first: a launch among its like does not run
+/// quite as in a model. With 0.98 a model lost time to choices that seemed to gain 3 %.
 constexpr double kClearly = 0.96;
 
-Ways Contenders(const Ways& ways) {
-  const Attempts& attempts = ways[0].microseconds < kLongMicroseconds ? kShort : kLong;
-  Ways contenders;
-  for (const Way& way : ways) {
+Candidates Contenders(const Candidates& candidates) {
+  const Attempts& attempts = candidates[0].microseconds < kLongMicroseconds ? kShort : kLong;
+  Candidates contenders;
+  for (const Candidate& candidate : candidates) {
     if (contenders.size() < attempts.most &&
-        way.microseconds <= attempts.cost * ways[0].microseconds) {
-      contenders.push_back(way);
+        candidate.microseconds <= attempts.cost * candidates[0].microseconds) {
+      contenders.push_back(candidate);
     }
   }
   return contenders;
@@ -51,7 +52,7 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
     }
   }
   const cudaStream_t stream = queue_.stream;
-  const Ways& contenders = places[0].contenders;
+  const Candidates& contenders = places[0].contenders;
   struct Runner {
     GraphExec graph;
     Event begin, end;
@@ -73,7 +74,7 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
     DENOISED_ASSIGN_OR_RETURN(runner.begin, NewEvent(/*timing=*/true));
     DENOISED_ASSIGN_OR_RETURN(runner.end, NewEvent(/*timing=*/true));
   }
-  for (int round = 0; round < kRounds; ++round) {  // in turns, as the clock changes
+  for (int round = 0; round < kRounds; ++round) {  // in alternation, as the clock changes
     for (const Runner& runner : runners) {
       DENOISED_RETURN_IF_ERROR(ToStatus(cudaEventRecord(runner.begin.get(), stream), "tuning"));
       DENOISED_RETURN_IF_ERROR(ToStatus(cudaGraphLaunch(runner.graph.get(), stream), "tuning"));
@@ -94,46 +95,47 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
   return clearly ? static_cast<size_t>(fastest - runners.begin()) : 0;
 }
 
-const Way& Tuner::Choose(const std::string& what, const Ways& ways, std::vector<Operand> operands) {
+const Candidate& Tuner::Choose(const std::string& what, const Candidates& candidates,
+                               std::vector<Operand> operands) {
   if (!read_) ReadFile();
   if (const auto known = known_.find(what); known != known_.end()) {
-    for (const Way& way : ways) {
-      if (way.name == known->second) return way;
+    for (const Candidate& candidate : candidates) {
+      if (candidate.name == known->second) return candidate;
     }
   }
-  if (auto contenders = Contenders(ways); contenders.size() > 1) {
+  if (auto contenders = Contenders(candidates); contenders.size() > 1) {
     std::vector<Place>& places = unknown_[what];
-    DENOISED_CHECK(places.empty() || places[0].contenders.size() == contenders.size(), "ways of {}",
-                   what);
+    DENOISED_CHECK(places.empty() || places[0].contenders.size() == contenders.size(),
+                   "candidates of {}", what);
     places.push_back({std::move(contenders), std::move(operands)});
   }
-  return ways.front();
+  return candidates.front();
 }
 
 absl::Status Tuner::Measure() {
-  // Their operands may be gone by the next time, whatever becomes of this one.
+  // Operands may be freed before the next call, so nothing is kept even if this one fails.
   const auto unknown = std::exchange(unknown_, {});
-  // Evaluations of other models that are under way would slow down what is measured beside them.
+  // Evaluations of other models would disturb the measurement.
   DENOISED_RETURN_IF_ERROR(ToStatus(cudaDeviceSynchronize(), "tuning"));
-  TunedWays measured;
+  TunedChoices measured;
   for (const auto& [what, places] : unknown) {
     DENOISED_ASSIGN_OR_RETURN(const size_t fastest, Fastest(what, places));
     measured[what] = places[0].contenders[fastest].name;
   }
-  for (const auto& [what, way] : measured) known_[what] = way;
-  if (absl::Status kept = file_ ? file_->Add(measured) : NotKept(); !kept.ok() && !said_) {
-    said_ = true;
+  for (const auto& [what, candidate] : measured) known_[what] = candidate;
+  if (absl::Status kept = file_ ? file_->Add(measured) : NotKept(); !kept.ok() && !notified_) {
+    notified_ = true;
     if (notify_) {
       notify_(Severity::kInfo,
-              fmt::format("which kernels are fast is measured at every start: {}; "
-                          "let autotune_cache name a directory that can be written",
+              fmt::format("the fastest kernels are measured again at every start: {}; "
+                          "set autotune_cache to a writable directory",
                           std::string(kept.message())));
     }
   }
   return absl::OkStatus();
 }
 
-/// At the first use: a backend that only packs weights needs none of it.
+/// At the first use: a backend that only packs weights does not need it.
 void Tuner::ReadFile() {
   read_ = true;
   if (!file_) return;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <functional>
@@ -13,14 +14,14 @@
 
 namespace denoised::cuda {
 
-/// One of several ways to enqueue the same, all of which give the same bits.
-struct Way {
+/// One of several ways to compute a launch that all give the same bits.
+struct Candidate {
   std::string name;
-  double microseconds = 0;  // that it should take
+  double microseconds = 0;  // expected
   std::function<cudaError_t()> enqueue;
 };
 
-using Ways = std::vector<Way>;
+using Candidates = std::vector<Candidate>;
 
 /// A matrix that a launch reads, in memory that may be overwritten while it is measured.
 struct Operand {
@@ -29,30 +30,31 @@ struct Operand {
   int columns = 0;
 };
 
-/// Chooses ways by measuring them, once for each kind of device. Of the thread that owns the
-/// device.
+/// Chooses the fastest candidate by measuring, once for each kind of device. Not thread-safe: for
+/// the thread that owns the device.
 class Tuner {
  public:
-  /// Without a file what was measured is forgotten in the end. `notify` may be empty.
+  /// Without a file, measurements are lost with the tuner. `notify` may be empty.
   Tuner(const Queue& queue, std::optional<TuningFile> file, Notify notify)
       : queue_(queue), file_(std::move(file)), notify_(std::move(notify)) {}
 
-  /// The one of `ways`, of which the first should be the fastest, that was the fastest when `what`
-  /// was measured; the first when it was not, and then Measure() will. Everywhere the same `what`
-  /// has the same ways, but for their operands.
-  const Way& Choose(const std::string& what, const Ways& ways, std::vector<Operand> operands);
+  /// The candidate that was the fastest when `what` was measured; the first one, which should be
+  /// the fastest by the cost model, when it was not: then Measure() will. The same `what` must
+  /// always come with the same candidates; only operands may differ.
+  const Candidate& Choose(const std::string& what, const Candidates& candidates,
+                          std::vector<Operand> operands);
 
   bool has_unknown() const { return !unknown_.empty(); }
-  /// Measures what Choose() did not know, in the stream and at all places where it was asked, one
-  /// after another. Operands are filled with normal noise of unit size first: multiplying zeros
-  /// takes less power, and so less time, than what a model multiplies. Operands and what the ways
-  /// write are undefined afterwards.
+  /// Measures what Choose() did not know, in the queue's stream, on the operands of each place
+  /// where it was asked in turn. Operands are filled with normal noise of unit size first:
+  /// multiplying zeros takes less power, and so less time, than what a model multiplies. Operands
+  /// and results are undefined afterwards.
   absl::Status Measure();
 
  private:
-  /// Where Choose() was asked.
+  /// A launch that Choose() was asked about.
   struct Place {
-    Ways contenders;
+    Candidates contenders;
     std::vector<Operand> operands;
   };
 
@@ -62,8 +64,8 @@ class Tuner {
   const Queue queue_;
   const std::optional<TuningFile> file_;
   const Notify notify_;
-  bool read_ = false, said_ = false;
-  TunedWays known_;
+  bool read_ = false, notified_ = false;
+  TunedChoices known_;
   std::map<std::string, std::vector<Place>> unknown_;
 };
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // installed_client_test SERVER: the installed library against a server, then its mock.
 #include <denoised/client.h>
 #include <denoised/mock_connection.h>

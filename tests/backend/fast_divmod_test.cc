@@ -1,4 +1,5 @@
-#include "engine/backend/cuda/divisor.h"
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/backend/cuda/fast_divmod.h"
 
 #include <gtest/gtest.h>
 
@@ -9,22 +10,22 @@ namespace denoised::cuda {
 namespace {
 
 void Check(int number, int divisor) {
-  const Divisor by(divisor);
+  const FastDivmod by(divisor);
   ASSERT_EQ(number / by, number / divisor) << number << " / " << divisor;
   ASSERT_EQ(number % by, number % divisor) << number << " % " << divisor;
 }
 
-TEST(DivisorTest, IsExact) {
+TEST(FastDivmodTest, IsExact) {
   for (int divisor = 1; divisor <= 300; ++divisor) {
     for (int number = 0; number <= 3000; ++number) ASSERT_NO_FATAL_FAILURE(Check(number, divisor));
   }
 }
 
-TEST(DivisorTest, OfNothingDoesNotTrap) { EXPECT_EQ(Divisor(0).value, 0); }
+TEST(FastDivmodTest, OfNothingDoesNotTrap) { EXPECT_EQ(FastDivmod(0).value, 0); }
 
 // Where a multiplier would be off it is so beside multiples of the divisor, most where they are
 // large.
-TEST(DivisorTest, IsExactForLargeNumbers) {
+TEST(FastDivmodTest, IsExactForLargeNumbers) {
   std::mt19937 random(1);
   const auto up_to = [&](int most) { return std::uniform_int_distribution<int>(1, most)(random); };
   for (int i = 0; i < 100'000; ++i) {

@@ -1,0 +1,708 @@
+// SPDX-License-Identifier: Apache-2.0
+// Convolution and linear for Hopper, for few pixels: the products of conv2d_sm90.cu and
+// conv3x3_sm90.cu with small CTA tiles and split-K over a cluster, so that few pixels fill the
+// device.
+//
+// Policy. The CTA tile is 64 pixels × 64 outputs. The layer's splits of k are shared by the CTAs of
+// a cluster: one each where there are few tiles, all in one CTA where there are many. Nothing is
+// persistent: a CTA computes its splits, sends the partial sums to the CTAs that own the outputs
+// (st.async), adds what it received in the order of the splits, and ends. Who adds does not affect
+// the bits.
+//
+// One producer warp and one consumer warpgroup. Inputs are either 64 pixels under one tap for each
+// step (im2col, as in conv2d_sm90.cu) or, for a 3×3 convolution, halo tiles of 8×8 pixels for nine
+// steps each (as in conv3x3_sm90.cu), which three more warps normalise where a group norm comes
+// before.
+//
+// Fused output norm: for images of up to 64 pixels a CTA holds whole groups of up to eight
+// channels, so it can also compute the group norm that comes after (NormaliseOutputs).
+
+#include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/conv3x3_sm90.cuh"
+#include "engine/backend/cuda/group_norm.cuh"
+
+namespace denoised::cuda {
+namespace {
+
+constexpr int kPixels = 64, kOutputs = 64, kConsumers = 128;
+constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // a thread
+constexpr int kPitch = kSubtileEdge + 2, kHaloTilePixels = kPitch * kPitch;
+constexpr int kHaloTileSlot = 13 * 1024, kHaloTileBytes = kHaloTilePixels * kStepBytes;
+static_assert(kHaloTileBytes <= kHaloTileSlot);
+constexpr int kShortcutSlot = kPixels * kStepBytes;  // of a halo tile without the pixels around it
+
+/// How inputs come: in halo tiles, or in boxes of 64 pixels, one a step.
+template <bool kInHaloTiles, bool kShortcut>
+struct Tile64x64 {
+  using P = HaloTiles<kShortcut, kHaloTileSlot, kShortcutSlot>;
+  static constexpr int kWindowed = kInHaloTiles ? P::kWindowed : 0;
+  static constexpr int kOfShortcut = kInHaloTiles ? P::kOfShortcut : 0;
+  static constexpr int kSlots = kWindowed + kOfShortcut;
+  static constexpr int kAllHaloTileBytes = kInHaloTiles ? P::kBytes : 0;
+  static constexpr int kWeightBytes = kOutputs * kStepBytes;
+  static constexpr int kStageBytes = kWeightBytes + (kInHaloTiles ? 0 : kPixels * kStepBytes);
+  static constexpr int kTransformers = kInHaloTiles ? 96 : 0;
+  static constexpr int kThreads = kConsumers + 32 + kTransformers;
+  static constexpr int kStages = 14;  // at most
+  /// Steps whose weights are loaded early: more would delay the first pixels.
+  static constexpr int kEarly = kInHaloTiles ? 7 : 6;
+  static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
+};
+/// Two CTAs fit an SM, of this launch or one of the next: the next launch can load its first
+/// weights and instructions only if it fits beside this one.
+constexpr int kMostBytes = 228 * 1024 / 2 - 1024;
+/// A CTA that has an SM to itself and many steps gains more from a longer pipeline.
+constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12;
+
+struct Params {
+  CUtensorMap x, x2, weight;
+  int chunks = 0;  // of x
+  Depth depth;
+  Grid grid;
+  FastDivmod m_tiles, n_tiles;          // m_tiles: boxes of a phase, or subtiles of all images
+  FastDivmod subtiles_x, subtiles;      // of an image, in halo tiles
+  int log_splits = 0, log_cluster = 0;  // binary logarithms
+  int stages = 0;                       // that there is room for
+  const float* bias = nullptr;
+  Rows add;                      // per image
+  float norm_count_inverse = 0;  // of the elements of a group of conv.output_norm
+  ShortcutParams shortcut;
+};
+
+/// Partial sums that a CTA receives: one of the first CTA, whose splits are added in registers, and
+/// one for each split of the others.
+__host__ __device__ constexpr int SlotsOf(int log_splits, int log_cluster) {
+  return 1 + (((1 << log_cluster) - 1) << (log_splits - log_cluster));
+}
+__host__ __device__ constexpr int SlotBytes(int log_cluster) {
+  return kPixels * kOutputs * 4 >> log_cluster;
+}
+
+struct TileAt {
+  int m0, phase;    // of boxes
+  int image, y, x;  // of a halo tile
+  int n0;
+};
+template <bool kInHaloTiles>
+__device__ inline TileAt TileOf(const Params& params, int index) {
+  const int m = index / params.n_tiles, n0 = index % params.n_tiles * kOutputs;
+  if constexpr (kInHaloTiles) {
+    const int subtile = m % params.subtiles;
+    return {0,
+            0,
+            m / params.subtiles,
+            subtile / params.subtiles_x * kSubtileEdge,
+            subtile % params.subtiles_x * kSubtileEdge,
+            n0};
+  } else {
+    return {m % params.m_tiles * kPixels, m / params.m_tiles, 0, 0, 0, n0};
+  }
+}
+template <bool kInHaloTiles>
+__device__ inline int ImageOf(const Params& params, const TileAt& tile, int pixel) {
+  if constexpr (kInHaloTiles) return tile.image;
+  return min(tile.m0 + pixel, params.grid.pixels - 1) / params.grid.image_pixels;
+}
+/// The output pixel of a pixel of the tile, or -1.
+template <bool kInHaloTiles>
+__device__ inline int64_t RowOf(const Conv2dLaunch& conv, const Params& params, const TileAt& tile,
+                                int pixel) {
+  if constexpr (kInHaloTiles) {
+    return (int64_t{tile.image} * conv.height + tile.y + pixel / kSubtileEdge) * conv.width +
+           tile.x + pixel % kSubtileEdge;
+  }
+  const int m = tile.m0 + pixel;
+  return m < params.grid.pixels ? OutputPixel(conv, params.grid, m, tile.phase) : -1;
+}
+
+/// A CTA's result, as input of the group norm: for each eight outputs of a warp its 16 pixels in
+/// bf16, in place of the partial sums, and behind them the sums of two leaves.
+struct Finished {
+  unsigned char* partials_received;
+  static constexpr int kWarpBytes = 32 * sizeof(float4), kWarpPixels = 16;
+  __device__ unsigned char* WarpAt(int j, int warp) const {
+    return partials_received + (j * (kConsumers / 32) + warp) * kWarpBytes;
+  }
+  /// Of eight outputs in bf16.
+  __device__ unsigned char* At(int j, int pixel) const {
+    return WarpAt(j, pixel / kWarpPixels) + pixel % kWarpPixels * (kVector * 2);
+  }
+  /// [runs of a vector]
+  __device__ Sums* LeafAt(int j, int leaf) const {
+    return reinterpret_cast<Sums*>(WarpAt(j, leaf / 2) + kWarpPixels * kVector * 2) +
+           leaf % 2 * (kVector / 2);
+  }
+};
+
+/// Writes silu(group norm) of the CTA's result, `mine` blocks of eight outputs from `output` on, to
+/// conv.out. Leaves, trees and arithmetic are LaunchGroupNormCluster's. Groups have kRun channels.
+/// `affine`: halves of gamma and beta of these outputs; `row_of(pixel)`: its row of conv.out, or
+/// -1.
+template <int kRun, typename RowOf>
+__device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished& finished,
+                                        const float2* affine, float count_inverse, int output,
+                                        int mine, int warp, RowOf row_of) {
+  constexpr int kRuns = kVector / kRun;
+  const int lane = threadIdx.x % 32;
+  const int image_pixels = conv.out_height * conv.out_width;  // a power of two
+  const auto first_of_image = [&](int pixel) { return pixel & -image_pixels; };
+
+  __syncwarp();
+#pragma unroll 1
+  for (int first = 0; first < mine; first += 4) {
+    // Each quad of lanes sums a leaf: two quads the two leaves of the warp, for two blocks of
+    // outputs.
+    const int quad = lane / kQuad, j = first + quad / 2, leaf = warp * 2 + quad % 2;
+    const bool is = j < mine;
+    uint32_t vectors[kLeafVectors][kWords] = {};
+    if (is) {
+#pragma unroll
+      for (int i = 0; i < kLeafVectors; ++i) {
+        const uint4 vector = *reinterpret_cast<const uint4*>(
+            finished.At(j, leaf * kLeafPixels + i * kQuad + lane % kQuad));
+        vectors[i][0] = vector.x, vectors[i][1] = vector.y;
+        vectors[i][2] = vector.z, vectors[i][3] = vector.w;
+      }
+    }
+    SumLeaf<kRun>(vectors, lane, [&](int r, const Sums& accumulators) {
+      if (is && HoldsSums(lane)) finished.LeafAt(j, leaf)[r] = accumulators;
+    });
+  }
+  SyncWarpgroup(0);
+
+  // Two threads a pixel, four outputs each.
+  constexpr int kHalf = kVector / 2, kHalfRuns = kRun < kHalf ? kHalf / kRun : 1;
+  const int pixel = threadIdx.x / 2, half = threadIdx.x % 2;
+  const int first_leaf = first_of_image(pixel) / kLeafPixels, leaves = image_pixels / kLeafPixels;
+  const int64_t row = row_of(pixel);
+#pragma unroll 1
+  for (int j = 0; j < mine; ++j) {
+    const int n = output + j * kVector + half * kHalf;
+    if (row < 0 || n >= conv.outputs) continue;
+    Statistics statistics[kHalfRuns];
+#pragma unroll
+    for (int i = 0; i < kHalfRuns; ++i) {
+      const int r = half * kHalf / kRun + i;
+      Sums accumulators[kPixels / kLeafPixels];
+#pragma unroll
+      for (int l = 0; l < kPixels / kLeafPixels; ++l) {
+        accumulators[l] = l < leaves ? finished.LeafAt(j, first_leaf + l)[r] : Sums{0, 0};
+      }
+      const Sums lower = (accumulators[0] + accumulators[1]) + (accumulators[2] + accumulators[3]);
+      const Sums upper = (accumulators[4] + accumulators[5]) + (accumulators[6] + accumulators[7]);
+      statistics[i] = StatisticsOf(lower + upper, count_inverse, conv.output_norm.eps);
+    }
+    const uint2 words = *reinterpret_cast<const uint2*>(finished.At(j, pixel) + half * kHalf * 2);
+    const auto of_output = [&](int i) {
+      const float2 of = affine[j * kVector + half * kHalf + i];
+      return Apply(Affine{of.x, of.y}, statistics[i * kHalfRuns / kHalf]);
+    };
+    const auto activate = [](float h) { return SiluOfHalf(h); };
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
+                              n) = {NormaliseWord(words.x, of_output(0), of_output(1), activate),
+                                    NormaliseWord(words.y, of_output(2), of_output(3), activate)};
+  }
+}
+
+/// kNormRun: channels of a group of conv.output_norm; 0: no norm.
+template <bool kInHaloTiles, bool kShortcut, int kNormRun>
+__global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 2)
+    Conv64x64Kernel(const __grid_constant__ Conv2dLaunch conv,
+                    const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using U = Tile64x64<kInHaloTiles, kShortcut>;
+  extern __shared__ __align__(1024) unsigned char shared[];  // as the swizzle wants it
+  const int stages = params.stages;
+  unsigned char* const ring = shared + U::kAllHaloTileBytes;
+  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + stages * U::kStageBytes);
+  uint64_t* const empty = full + U::kStages;
+  uint64_t* const halo_tile_full = empty + U::kStages;
+  uint64_t* const halo_tile_normal = halo_tile_full + U::kSlots;  // normalised
+  uint64_t* const halo_tile_empty = halo_tile_normal + U::kWindowed;
+  uint64_t* const received = halo_tile_empty + U::kSlots;
+  float4* const partials_received = reinterpret_cast<float4*>(full + U::kBarriers);
+  const auto weights_of = [&](int stage) { return ring + stage * U::kStageBytes; };
+  const auto inputs_of = [&](int stage) { return weights_of(stage) + U::kWeightBytes; };
+  const auto halo_tile_of = [&](int slot) { return U::P::At(shared, slot); };
+
+  // Uniform for the compiler, so that descriptors live in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  const int rank = static_cast<int>(ClusterRank());
+  const Depth& depth = params.depth;
+  const auto begin_of = [&](int split) { return depth.steps.value * split >> params.log_splits; };
+  const int splits = 1 << (params.log_splits - params.log_cluster);  // of this CTA
+  const int first_step = begin_of(rank * splits), end_step = begin_of((rank + 1) * splits);
+  using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
+  const Step first(conv, params, first_step), end(conv, params, end_step);
+  const bool has_windowed = end_step - end.of_shortcut > first_step - first.of_shortcut;
+  const int end_chunk = has_windowed ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
+  const TileAt tile = TileOf<kInHaloTiles>(params, blockIdx.x >> params.log_cluster);
+  const StartAt start = kInHaloTiles ? StartAt{} : StartOf(params.grid, tile.m0);
+  const bool clustered = params.log_cluster > 0;
+  const bool normalises = kInHaloTiles && conv.input_factors != nullptr;
+
+  const auto copy_weights = [&](const Step& at, int stage) {
+    const WeightAt from = WeightOf(params, at);
+    ArriveExpectTx(&full[stage], U::kStageBytes);
+    TmaLoadWeights(weights_of(stage), from.map, &full[stage], from.channel, from.tap, tile.n0,
+                   tile.phase);
+  };
+
+  const int early = min(min(stages, U::kEarly), end_step - first_step);
+  if (warp == kConsumers / 32 && ElectOne()) {
+    PrefetchTensorMaps<kShortcut>(params);
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+      InitBarrier(&full[stage], 1);
+      InitBarrier(&empty[stage], 1);
+    }
+    for (int slot = 0; slot < U::kSlots; ++slot) {
+      InitBarrier(&halo_tile_full[slot], 1);
+      InitBarrier(&halo_tile_empty[slot], 1);
+    }
+    for (int slot = 0; slot < U::kWindowed; ++slot) {
+      InitBarrier(&halo_tile_normal[slot], U::kTransformers);
+    }
+    InitBarrier(received, 1);
+    FenceBarrierInit();
+    if (clustered) {
+      const int own = rank == 0 ? 1 : splits;
+      ArriveExpectTx(received, (SlotsOf(params.log_splits, params.log_cluster) - own) *
+                                   SlotBytes(params.log_cluster));
+    }
+    // No kernel writes weights: the first loads overlap the preceding kernel.
+    Step at = first;
+#pragma unroll 1
+    for (int step = 0; step < early; ++step) {
+      copy_weights(at, step);
+      at.Advance(conv, params);
+    }
+  }
+  __syncthreads();
+  if (clustered) ArriveAtCluster();
+
+  if (warp >= kConsumers / 32) {
+    if (warp == kConsumers / 32 && ElectOne()) {
+      WaitForPredecessors();
+      // The next halo tile of the window, and of the shortcut.
+      struct Next {
+        int chunk, slot, round = 0;
+      };
+      Next next = {first.chunk, 0}, next_of_shortcut = {first.of_shortcut, U::kWindowed};
+      const auto copy_next = [&](auto of_shortcut, Next& at) {
+        constexpr bool kOf = decltype(of_shortcut)::value;
+        if (at.chunk == (kOf ? end.of_shortcut : end_chunk)) return;
+        Wait(&halo_tile_empty[at.slot], (at.round & 1) ^ 1);
+        ArriveExpectTx(&halo_tile_full[at.slot], kOf ? kShortcutSlot : kHaloTileBytes);
+        const int around = kOf ? 0 : 1;
+        const ChunkAt from = kOf ? ChunkOf(params.shortcut, at.chunk) : ChunkOf(params, at.chunk);
+        TmaLoad(halo_tile_of(at.slot), from.map, &halo_tile_full[at.slot], from.channel,
+                tile.x - around, tile.y - around, tile.image);
+        ++at.chunk;
+        if (++at.slot == (kOf ? U::kSlots : U::kWindowed)) {
+          at.slot = kOf ? U::kWindowed : 0, ++at.round;
+        }
+      };
+      const auto copy_next_halo_tile = [&] { copy_next(std::false_type(), next); };
+      const auto copy_next_of_shortcut = [&] {
+        if constexpr (kShortcut) copy_next(std::true_type(), next_of_shortcut);
+      };
+      if constexpr (kInHaloTiles) {
+        for (int i = 0; i < U::kWindowed; ++i) copy_next_halo_tile();
+        for (int i = 0; i < U::kOfShortcut; ++i) copy_next_of_shortcut();
+      }
+
+      Step at = first, used = first;
+      const auto replace_used = [&] {
+        if constexpr (kInHaloTiles) {
+          ReplaceUsed(conv, params, used, copy_next_halo_tile, copy_next_of_shortcut);
+        }
+      };
+      int stage = 0, round = 0;
+#pragma unroll 1
+      for (int step = first_step; step < end_step; ++step) {
+        if (step >= first_step + early) {
+          Wait(&empty[stage], (round & 1) ^ 1);
+          copy_weights(at, stage);
+        }
+        if constexpr (kInHaloTiles) {
+          if (step >= first_step + stages) replace_used();
+        } else {
+          LoadInputsByTma(inputs_of(stage), params, at, start, tile.m0, tile.phase, &full[stage]);
+        }
+        at.Advance(conv, params);
+        if (++stage == stages) stage = 0, ++round;
+      }
+#pragma unroll 1
+      while (kInHaloTiles && (next.chunk < end_chunk || next_of_shortcut.chunk < end.of_shortcut)) {
+        replace_used();
+      }
+    } else if (warp > kConsumers / 32 && normalises) {
+      if constexpr (kInHaloTiles) {
+        const int thread = threadIdx.x - kConsumers - 32, vector = thread % 8;
+        const int channels = conv.channels + conv.channels2;
+        int slot = 0, round = 0;
+        const uint32_t inside = PixelsInside<U::kTransformers / 8, kHaloTilePixels>(
+            conv, kPitch, thread, tile.y - 1, tile.x - 1);
+        WaitForPredecessors();
+#pragma unroll 1
+        for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
+          const bool from_x = chunk < params.chunks;
+          const int channel = (from_x ? chunk : chunk - params.chunks) * kStep + vector * 8;
+          const bool has_channels = channel < (from_x ? conv.channels : conv.channels2);
+          float factor[8], offset[8];
+          if (has_channels) {
+            const float* const from = conv.input_factors + int64_t{tile.image} * 2 * channels +
+                                      (from_x ? 0 : conv.channels) + channel;
+            LoadEight(from, factor);
+            LoadEight(from + channels, offset);
+          }
+          Wait(&halo_tile_full[slot], round & 1);
+          if (has_channels) {
+            Normalise<U::kTransformers / 8>(halo_tile_of(slot), 0, thread, inside, factor, offset);
+          }
+          FenceProxyAsync();  // wgmma reads through the async proxy
+          Arrive(&halo_tile_normal[slot]);
+          if (++slot == U::kWindowed) slot = 0, ++round;
+        }
+      }
+    }
+    if (clustered) WaitForCluster();
+    return;
+  }
+
+  // The CTA finishes `mine` of the eight blocks of eight outputs. As in a wgmma's accumulators, a
+  // thread has two neighbouring outputs of each block, of my_pixel and of the eighth pixel after
+  // it.
+  const int mine = kOutputs / 8 >> params.log_cluster;
+  const int my_pixel = warp * 16 + threadIdx.x % 32 / 4;
+  const int64_t rows[2] = {RowOf<kInHaloTiles>(conv, params, tile, my_pixel),
+                           RowOf<kInHaloTiles>(conv, params, tile, my_pixel + 8)};
+  const auto output_of = [&](int j) {
+    return tile.n0 + (rank * mine + j) * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
+  };
+  constexpr int kAtOnce = 2;  // blocks of outputs whose residuals are loaded ahead
+  const auto load_residuals = [&](int j, uint32_t(&residuals)[2 * kAtOnce]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kAtOnce; ++i) {
+      const int64_t row = rows[i % 2];
+      const int output = output_of(j + i / 2);
+      const bool is =
+          conv.residual.data != nullptr && j + i / 2 < mine && row >= 0 && output < conv.outputs;
+      residuals[i] = is ? *reinterpret_cast<const uint32_t*>(
+                              static_cast<const __nv_bfloat16*>(conv.residual.data) +
+                              row * conv.residual.stride + output)
+                        : 0;
+    }
+  };
+  const bool leads = threadIdx.x == 0;
+  uint64_t* const halo_tile_ready = normalises ? halo_tile_normal : halo_tile_full;
+
+  const int slots = SlotsOf(params.log_splits, params.log_cluster);
+  float2* const affine = reinterpret_cast<float2*>(partials_received + slots * mine * kConsumers);
+  if constexpr (kNormRun > 0) {
+    const int c = threadIdx.x, n = tile.n0 + rank * mine * 8 + c;
+    if (c < mine * 8 && n < conv.outputs) {
+      affine[c] = {0.5f * conv.output_norm.gamma[n], 0.5f * conv.output_norm.beta[n]};
+    }
+  }
+
+  float accumulators[kAccumulators], total[kAccumulators];
+  InitAccumulators(rank == 0 ? params.bias : nullptr, tile.n0, accumulators);
+  WaitForPredecessors();  // their output is read and overwritten from here on
+  // The next convolution can load its weights during the norm.
+  if (kNormRun > 0) ReleaseDependents();
+  uint32_t residuals[2 * kAtOnce];
+  if constexpr (kNormRun == 0) load_residuals(0, residuals);
+  constexpr int kAdds = kInHaloTiles ? 1 : 2;  // a halo tile is of one image
+  uint32_t add[kAdds][kAccumulators / 4];
+  const bool adds = rank == 0 && params.add.data != nullptr;
+  if (adds) {
+#pragma unroll
+    for (int h = 0; h < kAdds; ++h) {
+      LoadPerImage(conv, params.add, ImageOf<kInHaloTiles>(params, tile, my_pixel + 8 * h), tile.n0,
+                   add[h]);
+    }
+  }
+
+  int stage = 0, round = 0, slot = 0, halo_tile_round = 0, previous = -1;
+  int step = first_step, taps_left = 0, tap_x = 0;
+  bool new_halo_tile = true;
+  uint64_t weight = MatrixDescriptor(weights_of(0)), input = MatrixDescriptor(inputs_of(0));
+  uint64_t window = 0;  // the descriptor of the next step
+  const auto begin_halo_tile = [&](int tap) {
+    taps_left = kTaps - tap;
+    tap_x = tap % 3;
+    window = HaloTileDescriptor(halo_tile_of(slot), kPitch) +
+             ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
+  };
+  // A step's halo tile is the window's present one, or the shortcut's next.
+  int due = first.due, shortcut_at = 0, used_slot = -1;
+  bool of_shortcut = false;
+  const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
+  const auto begin_step = [&] {
+    of_shortcut = kShortcut && due >= depth.steps.value;
+    input = of_shortcut ? MatrixDescriptor(halo_tile_of(shortcut_slot())) : window;
+  };
+  if constexpr (kInHaloTiles) {
+    begin_halo_tile(first.tap);
+    begin_step();
+  }
+#pragma unroll 1
+  for (int split = 0; split < splits; ++split) {
+    const int end = begin_of(rank * splits + split + 1);
+    PinAccumulators(accumulators);
+#pragma unroll 1
+    for (; step < end; ++step) {
+      if (kInHaloTiles && of_shortcut) {
+        Wait(&halo_tile_full[shortcut_slot()], shortcut_at / 2 & 1);
+      } else if (kInHaloTiles && new_halo_tile) {
+        Wait(&halo_tile_ready[slot], halo_tile_round & 1);
+      }
+      Wait(&full[stage], round & 1);
+      WgmmaFence();
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) Wgmma(accumulators, input + 2 * k, weight + 2 * k);
+      WgmmaCommit();
+      // The next step's descriptors are computed while this one runs: with so few outputs a step
+      // waits for instructions, not for products.
+      const int finished = previous, finished_slot = used_slot;
+      previous = stage;
+      if (++stage == stages) stage = 0, ++round;
+      weight = MatrixDescriptor(weights_of(stage));
+      if constexpr (kInHaloTiles) {
+        if (of_shortcut) {
+          used_slot = shortcut_slot();
+          ++shortcut_at, due -= depth.steps.value;
+        } else {
+          new_halo_tile = --taps_left == 0;
+          used_slot = new_halo_tile ? slot : -1;
+          if (new_halo_tile) {
+            if (++slot == U::kWindowed) slot = 0, ++halo_tile_round;
+            begin_halo_tile(0);
+          } else {
+            const bool next_line = tap_x == 2;
+            tap_x = next_line ? 0 : tap_x + 1;
+            window += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
+          }
+        }
+        due += depth.shortcut;
+        begin_step();
+      } else {
+        input = MatrixDescriptor(inputs_of(stage));
+      }
+      WgmmaWait<1>();  // of the previous step
+      if (finished >= 0 && leads) Arrive(&empty[finished]);
+      if (kInHaloTiles && finished_slot >= 0 && leads) Arrive(&halo_tile_empty[finished_slot]);
+    }
+    WgmmaWait<0>();
+    PinAccumulators(accumulators);
+    if (adds && split == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) AddPerImage(add[kAdds == 1 ? 0 : h], h, accumulators);
+    }
+    // The first CTA adds its splits in registers; the others send them one by one.
+    const bool continues = rank == 0 && split > 0;
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) {
+      total[i] = continues ? total[i] + accumulators[i] : accumulators[i];
+      accumulators[i] = 0;
+    }
+    if (clustered && split == 0) WaitForCluster();  // all its CTAs have started
+    if (rank == 0 && split < splits - 1) continue;
+    // To the CTAs that own the outputs, [slots, mine, threads] of four values.
+    const int to_slot = rank == 0 ? 0 : 1 + (rank - 1) * splits + split;
+    float4* const to = partials_received + to_slot * mine * kConsumers + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < kOutputs / 8; ++j) {
+      const int owner = j >> (3 - params.log_cluster);
+      float4* const at = to + (j & (mine - 1)) * kConsumers;
+      const float4 four = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
+      if (owner != rank) {
+        StoreAsync(ClusterAddress(at, owner), ClusterAddress(received, owner), four);
+      } else {
+        *at = four;
+      }
+    }
+  }
+
+  if (kNormRun == 0) ReleaseDependents();
+  if (clustered) WaitForStores(received, 0);
+  const auto sum_of = [&](int j) {
+    const float4* const from = partials_received + j * kConsumers + threadIdx.x;
+    float4 sum = *from;
+#pragma unroll 1
+    for (int slot = 1; slot < slots; ++slot) {
+      const float4 part = from[slot * mine * kConsumers];
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    return sum;
+  };
+  if constexpr (kNormRun > 0) {
+    const Finished finished{reinterpret_cast<unsigned char*>(partials_received)};
+#pragma unroll 1
+    for (int j = 0; j < mine; ++j) {
+      const float4 sum = sum_of(j);
+      float v[4] = {sum.x, sum.y, sum.z, sum.w};
+      ApplyEpilogue(conv, /*silu=*/false, v);
+      __syncwarp();  // all partial sums are read
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        reinterpret_cast<uint32_t*>(finished.At(j, my_pixel + 8 * h))[threadIdx.x % 4] =
+            PackBf16(v[2 * h], v[2 * h + 1]);
+      }
+    }
+    NormaliseOutputs<kNormRun>(
+        conv, finished, affine, params.norm_count_inverse, tile.n0 + rank * mine * 8, mine, warp,
+        [&](int pixel) { return RowOf<kInHaloTiles>(conv, params, tile, pixel); });
+    return;
+  }
+  const bool silu = conv.activation == Activation::kSilu;
+#pragma unroll 1
+  for (int first = 0; first < mine; first += kAtOnce) {
+    uint32_t next[2 * kAtOnce];
+    load_residuals(first + kAtOnce, next);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int j = first + i;
+      if (j >= mine) break;
+      const float4 sum = sum_of(j);
+      float v[4] = {sum.x, sum.y, sum.z, sum.w};
+      if (conv.residual.data != nullptr) {
+        AddPair(residuals[2 * i], v[0], v[1]);
+        AddPair(residuals[2 * i + 1], v[2], v[3]);
+      }
+      ApplyEpilogue(conv, silu, v);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (rows[h] < 0 || output_of(j) >= conv.outputs) continue;
+        *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(conv.out.data) +
+                                     rows[h] * conv.out.stride + output_of(j)) =
+            PackBf16(v[2 * h], v[2 * h + 1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kAtOnce; ++i) residuals[i] = next[i];
+  }
+#endif
+}
+
+using Kernel = void(Conv2dLaunch, Params);
+
+/// Channels of a group of conv.output_norm, or 0.
+int NormRunOf(const Conv2dLaunch& conv) {
+  return conv.output_norm.gamma != nullptr ? conv.outputs / conv.output_norm.groups : 0;
+}
+
+/// Null when there is none.
+template <bool kInHaloTiles, bool kShortcut>
+Kernel* KernelOf(int norm_run) {
+  if (norm_run == 0) return Conv64x64Kernel<kInHaloTiles, kShortcut, 0>;
+  if constexpr (!kShortcut) {
+    switch (norm_run) {
+      case 2:
+        return Conv64x64Kernel<kInHaloTiles, false, 2>;
+      case 4:
+        return Conv64x64Kernel<kInHaloTiles, false, 4>;
+      case 8:
+        return Conv64x64Kernel<kInHaloTiles, false, 8>;
+    }
+  }
+  return nullptr;
+}
+
+template <bool kInHaloTiles, bool kShortcut>
+cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  using U = Tile64x64<kInHaloTiles, kShortcut>;
+  Params params;
+  params.grid = GridOf(conv);
+  if (kInHaloTiles) {
+    params.subtiles_x = FastDivmod(conv.width / kSubtileEdge);
+    params.subtiles = FastDivmod(params.subtiles_x.value * (conv.height / kSubtileEdge));
+    params.m_tiles = FastDivmod(conv.images * params.subtiles.value);
+  } else {
+    params.m_tiles = FastDivmod((params.grid.pixels + kPixels - 1) / kPixels);
+  }
+  params.n_tiles = FastDivmod((conv.outputs + kOutputs - 1) / kOutputs);
+  params.log_splits = BinaryLogarithm(plan.splits);
+  params.log_cluster = BinaryLogarithm(plan.cluster);
+  const int norm_run = NormRunOf(conv);
+  const int norm_bytes = norm_run > 0 ? kOutputs * sizeof(float2) >> params.log_cluster : 0;
+  const int64_t tiles = int64_t{params.grid.phases} * params.m_tiles.value * params.n_tiles.value;
+  const bool alone =
+      tiles * plan.cluster <= queue.multiprocessors && StepsOf(conv) > kManySteps * plan.cluster;
+  const int others = U::kAllHaloTileBytes + U::kBarriers * 8 + norm_bytes +
+                     SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(params.log_cluster);
+  params.stages =
+      std::min(U::kStages, ((alone ? kMostBytesAlone : kMostBytes) - others) / U::kStageBytes);
+  params.bias = conv.bias;
+  params.add = conv.add;
+  if (norm_run > 0) {
+    const int image_pixels = conv.out_height * conv.out_width;
+    params.norm_count_inverse = 1.0f / (static_cast<float>(image_pixels) * norm_run);
+  }
+
+  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
+  const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
+    const int edge = shortcut ? kSubtileEdge : kPitch;
+    return kInHaloTiles ? EncodeImages(map, rows, channels, conv, kStep, edge, edge, 1)
+                        : EncodeInputs(map, rows, channels, conv, params.grid,
+                                       params.grid.flat || shortcut, kPixels);
+  };
+  const CUresult result = EncodeDepth(&params, conv, kOutputs, encode);
+  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+
+  return LaunchDependent(
+      KernelOf<kInHaloTiles, kShortcut>(norm_run),
+      {.grid = static_cast<unsigned>(tiles * plan.cluster),
+       .block = U::kThreads,
+       .shared_bytes = static_cast<size_t>(params.stages * U::kStageBytes + others),
+       .cluster = static_cast<unsigned>(plan.cluster)},
+      queue, EpilogueOf(conv), params);
+}
+
+template <bool kInHaloTiles>
+cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  return conv.shortcut.x.data != nullptr ? LaunchAs<kInHaloTiles, true>(conv, plan, queue)
+                                         : LaunchAs<kInHaloTiles, false>(conv, plan, queue);
+}
+
+template <bool kInHaloTiles>
+cudaError_t Load() {
+  cudaError_t error = LoadKernel(KernelOf<kInHaloTiles, true>(0), kMostBytesAlone);
+  for (int norm_run : {0, 2, 4, 8}) {
+    if (error != cudaSuccess) return error;
+    error = LoadKernel(KernelOf<kInHaloTiles, false>(norm_run), kMostBytesAlone);
+  }
+  return error;
+}
+
+}  // namespace
+
+bool SuitsOutputNorm(const Conv2dLaunch& conv) {
+  const int64_t image_pixels = int64_t{conv.out_height} * conv.out_width;
+  const int groups = conv.output_norm.groups, split = NormRunOf(conv);
+  return HasVectorOutputs(conv) && conv.residual.data == nullptr &&
+         conv.shortcut.x.data == nullptr && conv.activation == Activation::kNone &&
+         !conv.upsample2x && image_pixels % kLeafPixels == 0 && image_pixels <= kPixels &&
+         kPixels % image_pixels == 0 && conv.outputs == groups * split &&
+         (split == 2 || split == 4 || split == 8);
+}
+
+cudaError_t LaunchConv64x64(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
+                      plan.cluster == 1 << BinaryLogarithm(plan.cluster);
+  if (!powers || plan.cluster > plan.splits || plan.splits > kMaxSplits ||
+      !HasVectorOutputs(conv) || (conv.output_norm.gamma != nullptr && !SuitsOutputNorm(conv))) {
+    return cudaErrorInvalidValue;
+  }
+  if (plan.tile != HopperTile::kHaloTile64x64) return Launch<false>(conv, plan, queue);
+  return SuitsHaloTile(conv) ? Launch<true>(conv, plan, queue) : cudaErrorInvalidValue;
+}
+
+cudaError_t LoadConv64x64Kernels() {
+  const cudaError_t error = Load<true>();
+  return error == cudaSuccess ? Load<false>() : error;
+}
+
+}  // namespace denoised::cuda
