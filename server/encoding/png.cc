@@ -81,9 +81,10 @@ absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
 
   const bool grey = header.color_type == SPNG_COLOR_TYPE_GRAYSCALE ||
                     header.color_type == SPNG_COLOR_TYPE_GRAYSCALE_ALPHA;
-  const bool transparent = header.color_type == SPNG_COLOR_TYPE_GRAYSCALE_ALPHA ||
-                           header.color_type == SPNG_COLOR_TYPE_TRUECOLOR_ALPHA ||
-                           spng_get_trns(context.get(), &transparency) == 0;
+  error = spng_get_trns(context.get(), &transparency);
+  if (error != 0 && error != SPNG_ECHUNKAVAIL) return Damaged(error);
+  const bool transparent = error == 0 || header.color_type == SPNG_COLOR_TYPE_GRAYSCALE_ALPHA ||
+                           header.color_type == SPNG_COLOR_TYPE_TRUECOLOR_ALPHA;
   // spng unpacks 16 bits of grey to RGB alone.
   const bool one = grey && !transparent && header.bit_depth <= 8;
   const int format = transparent ? SPNG_FMT_RGBA8 : one ? SPNG_FMT_G8 : SPNG_FMT_RGB8;
@@ -92,6 +93,8 @@ absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
   if (error != 0) return Damaged(error);
   std::vector<uint8_t> samples(size);
   error = spng_decode_image(context.get(), samples.data(), size, format, SPNG_DECODE_TRNS);
+  // To the end, or a checksum that is cut off would not be missed.
+  if (error == 0) error = spng_decode_chunks(context.get());
   if (error != 0) return Damaged(error);
 
   Pixels pixels{static_cast<int>(header.width), static_cast<int>(header.height), grey ? 1 : 3, {}};

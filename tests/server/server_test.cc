@@ -28,6 +28,7 @@ using ::testing::AnyOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 using Event = v1::StreamGenerateResponse;
 
 std::string Reason(const grpc::Status& status) {
