@@ -87,7 +87,9 @@ Metrics::Metrics()
       evaluation_seconds_(HistogramFamily(*registry_, "denoised_evaluation_seconds",
                                           "Device time of one model evaluation")),
       padding_rows_(CounterFamily(*registry_, "denoised_padding_rows_total",
-                                  "Rows of evaluations that were only padding")) {
+                                  "Rows of evaluations that were only padding")),
+      nonfinite_images_(CounterFamily(*registry_, "denoised_nonfinite_images_total",
+                                      "Images that had NaN or infinity")) {
   // A series that is 0 before the first event can be alerted on.
   for (Counters* counter : {&connections_, &refused_connections_, &stalled_readers_}) {
     counter->Add({});
@@ -196,12 +198,17 @@ void Metrics::OnEvaluation(const std::string& model, const std::string& device, 
                                          &evaluation_seconds_.Add(labels, ShortBuckets()),
                                          &padding_rows_.Add(labels)})
                .first;
+      nonfinite_images_.Add({{"model", ModelOf(model)}});
     }
     series = it->second;
   }
   series.rows->Observe(rows);
   series.padding->Increment(bucket - rows);
   if (seconds >= 0) series.seconds->Observe(seconds);
+}
+
+void Metrics::OnNonfiniteImage(const std::string& model, const std::string&) {
+  nonfinite_images_.Add({{"model", ModelOf(model)}}).Increment();
 }
 
 }  // namespace denoised

@@ -63,6 +63,7 @@ class Metrics : public EngineObserver {
 
   void OnEvaluation(const std::string& model, const std::string& device, int rows, int bucket,
                     double seconds) override;
+  void OnNonfiniteImage(const std::string& model, const std::string& device) override;
 
   prometheus::Registry& registry() { return *registry_; }
 
@@ -99,6 +100,7 @@ class Metrics : public EngineObserver {
   Histograms& evaluation_rows_;
   Histograms& evaluation_seconds_;
   Counters& padding_rows_;
+  Counters& nonfinite_images_;
 
   std::mutex mutex_;
   // Guarded by mutex_.

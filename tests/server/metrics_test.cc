@@ -124,6 +124,12 @@ TEST_F(MetricsTest, TheDocumentListsWhatThereIs) {
   EXPECT_NEAR(ValueOf(text, "denoised_certificate_expiry_time_seconds"), now + 3600, 60);
 }
 
+TEST_F(MetricsTest, ImagesThatAreNotFiniteAreCounted) {
+  Start();
+  for (int i = 0; i < 2; ++i) engine_->observer()->OnNonfiniteImage("digits", "fake:0");
+  EXPECT_EQ(ValueOf(Scrape(), "denoised_nonfinite_images_total{model=\"digits\"}"), 2);
+}
+
 TEST_F(MetricsTest, IdleConnectionsDoNotKeepAScrapeWaiting) {
   Start();
   std::vector<int> idle;
@@ -141,7 +147,9 @@ TEST_F(MetricsTest, AnAddressThatCannotBeHadIsNamedWithARemedy) {
   EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr(taken), HasSubstr("free port")));
   // With IPv6 or without.
   const absl::Status six = metrics.Serve("[::1]:0", nullptr);
-  if (!six.ok()) EXPECT_THAT(std::string(six.message()), HasSubstr("IPv6"));
+  if (!six.ok()) {
+    EXPECT_THAT(std::string(six.message()), HasSubstr("IPv6"));
+  }
 }
 
 TEST_F(MetricsTest, ADrainIsSeen) {

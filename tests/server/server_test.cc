@@ -884,6 +884,7 @@ TEST_F(ServerTest, MetricsTellWhatHappened) {
         "denoised_evaluation_rows_sum{device=\"fake:0\",model=\"digits\"} 30",
         "denoised_evaluation_seconds_count{device=\"fake:0\",model=\"digits\"} 10",
         "denoised_padding_rows_total{device=\"fake:0\",model=\"digits\"} 130",
+        "denoised_nonfinite_images_total{model=\"digits\"} 0",
         "denoised_queue_seconds_count{model=\"digits\",priority=\"normal\"} 1",
         "denoised_first_preview_seconds_count{model=\"digits\"} 1",
         "denoised_encoding_seconds_count{format=\"png\"} 3",
