@@ -494,9 +494,13 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->group("Engine");
   app.add_option(
          "--watchdog-seconds", config.engine.watchdog_seconds,
-         "A device whose evaluation takes longer is lost, and with the last one the process "
-         "ends; 0: never")
+         "A device that takes longer for one evaluation, or for one part of loading or unloading a "
+         "model, is lost, and with the last one the process ends; 0: never")
       ->check(Seconds(0.0, 86400.0))
+      ->group("Engine");
+  app.add_flag("--allow-nonfinite", config.engine.allow_nonfinite,
+               "For debugging: deliver images that have NaN or infinity. Otherwise their requests "
+               "end with DATA_LOSS")
       ->group("Engine");
 
   app.add_option("--max-queued-requests", config.engine.max_queued_requests,

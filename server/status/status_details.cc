@@ -99,6 +99,9 @@ grpc::Status JobStatus(const absl::Status& status, const std::string& request_id
     case absl::StatusCode::kResourceExhausted:
       reason = reason::kDeviceMemory;
       break;
+    case absl::StatusCode::kDataLoss:
+      reason = reason::kNonfiniteImage;
+      break;
     default:
       break;
   }

@@ -31,6 +31,7 @@ inline constexpr char kDeviceMemory[] = "DEVICE_MEMORY";
 inline constexpr char kDraining[] = "DRAINING";
 inline constexpr char kCancelled[] = "CANCELLED";
 inline constexpr char kDeadlineExceeded[] = "DEADLINE_EXCEEDED";
+inline constexpr char kNonfiniteImage[] = "NONFINITE_IMAGE";
 inline constexpr char kServerError[] = "SERVER_ERROR";
 }  // namespace reason
 

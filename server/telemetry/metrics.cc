@@ -126,7 +126,9 @@ Metrics::Metrics()
       evaluation_seconds_(HistogramFamily(registry_, "denoised_evaluation_seconds",
                                           "Device time of one model evaluation")),
       padding_rows_(CounterFamily(registry_, "denoised_padding_rows_total",
-                                  "Rows of evaluations that were only padding")) {
+                                  "Rows of evaluations that were only padding")),
+      nonfinite_images_(CounterFamily(registry_, "denoised_nonfinite_images_total",
+                                      "Images that had NaN or infinity")) {
   // A series that is 0 before the first event can be alerted on.
   for (Counters* counter : {&connections_, &refused_connections_, &stalled_readers_}) {
     counter->Add({});
@@ -217,6 +219,7 @@ void Metrics::OnEvaluation(const std::string& model, const std::string& device, 
   Touch(model);
   evaluation_rows_.Get(model, labels, RowBuckets()).Observe(rows);
   padding_rows_.Get(model, labels).Increment(bucket - rows);
+  nonfinite_images_.Get(model, {});  // a series that is 0 before the first such image
   auto& seconds_of_all = evaluation_seconds_.Get(model, labels, ShortBuckets());
   if (seconds >= 0) seconds_of_all.Observe(seconds);
 }
@@ -240,8 +243,15 @@ void Metrics::Retain(const std::set<std::string>& models, Clock::time_point now)
     evaluation_rows_.Remove(model);
     evaluation_seconds_.Remove(model);
     padding_rows_.Remove(model);
+    nonfinite_images_.Remove(model);
     version = versions_.erase(version);
   }
+}
+
+void Metrics::OnNonfiniteImage(const std::string& model, const std::string&) {
+  MutexLock lock(&mutex_);
+  Touch(model);
+  nonfinite_images_.Get(model, {}).Increment();
 }
 
 }  // namespace denoised

@@ -57,6 +57,7 @@ class Metrics : public EngineObserver {
 
   void OnEvaluation(const std::string& model, const std::string& device, int rows, int bucket,
                     double seconds) override;
+  void OnNonfiniteImage(const std::string& model, const std::string& device) override;
 
   /// Removes the series of versions that are not among `models` (names of the engine) and were not
   /// for kRetention: so long a scraper has time to see the last numbers. To be called now and then.
@@ -119,6 +120,7 @@ class Metrics : public EngineObserver {
   ByVersion<prometheus::Histogram> evaluation_rows_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Histogram> evaluation_seconds_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Counter> padding_rows_ ABSL_GUARDED_BY(mutex_);
+  ByVersion<prometheus::Counter> nonfinite_images_ ABSL_GUARDED_BY(mutex_);
   /// When each version with series was last held, as far as Retain knows.
   std::map<std::string, Clock::time_point> versions_ ABSL_GUARDED_BY(mutex_);
   std::set<std::string> clients_ ABSL_GUARDED_BY(mutex_);  // those with a label

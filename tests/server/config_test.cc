@@ -339,6 +339,15 @@ TEST_F(ConfigTest, ListsComeFromTheEnvironmentToo) {
   EXPECT_EQ(line->config.engine.priority_weights, (std::array<double, kPriorities>{9, 3, 0.5}));
 }
 
+TEST_F(ConfigTest, NonfiniteImagesAreDeliveredOnlyOnRequest) {
+  const auto line = Parse({"--model", "m=" + Path("a-model")});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_FALSE(line->config.engine.allow_nonfinite);
+  const auto allowed = Parse({"--model", "m=" + Path("a-model"), "--allow-nonfinite"});
+  ASSERT_TRUE(allowed.ok()) << allowed.status().message();
+  EXPECT_TRUE(allowed->config.engine.allow_nonfinite);
+}
+
 TEST_F(ConfigTest, MeasuredKernelsAreKeptInTheCacheOfTheUser) {
   const auto engine = [&](std::vector<std::string> flags) {
     flags.insert(flags.begin(), {"--model", "m=" + Path("a-model")});

@@ -236,6 +236,11 @@ void FakeEngine::SetObserver(EngineObserver* observer) {
   observer_ = observer;
 }
 
+EngineObserver* FakeEngine::observer() {
+  std::lock_guard lock(mutex_);
+  return observer_;
+}
+
 absl::Status FakeEngine::Health() const {
   std::lock_guard lock(mutex_);
   return health_[0].ok() ? absl::OkStatus() : health_[1];

@@ -59,6 +59,8 @@ class FakeEngine : public Engine {
   absl::Status Health() const override;
   std::vector<DeviceState> Devices() const override;
 
+  /// The one that the server set; null before.
+  EngineObserver* observer();
   void set_evaluation_cost(std::chrono::microseconds cost) { cost_ = cost.count(); }
   /// While paused nothing is admitted or evaluated.
   void Pause(bool paused);

@@ -134,6 +134,13 @@ TEST_F(MetricsTest, TheDocumentListsWhatThereIs) {
   EXPECT_NEAR(ValueOf(text, "denoised_certificate_expiry_time_seconds"), now + 3600, 60);
 }
 
+TEST_F(MetricsTest, ImagesThatAreNotFiniteAreCounted) {
+  Start();
+  for (int i = 0; i < 2; ++i) engine_->observer()->OnNonfiniteImage("digits@1", "fake:0");
+  EXPECT_EQ(ValueOf(Scrape(), "denoised_nonfinite_images_total{model=\"digits\",version=\"1\"}"),
+            2);
+}
+
 TEST_F(MetricsTest, IdleConnectionsDoNotKeepAScrapeWaiting) {
   Start();
   std::vector<int> idle;

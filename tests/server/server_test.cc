@@ -954,6 +954,7 @@ TEST_F(ServerTest, MetricsTellWhatHappened) {
         "denoised_evaluation_rows_sum{device=\"fake:0\",model=\"digits\",version=\"1\"} 30",
         "denoised_evaluation_seconds_count{device=\"fake:0\",model=\"digits\",version=\"1\"} 10",
         "denoised_padding_rows_total{device=\"fake:0\",model=\"digits\",version=\"1\"} 130",
+        "denoised_nonfinite_images_total{model=\"digits\",version=\"1\"} 0",
         "denoised_queue_seconds_count{model=\"digits\",priority=\"normal\",version=\"1\"} 1",
         "denoised_first_preview_seconds_count{model=\"digits\",version=\"1\"} 1",
         "denoised_encoding_seconds_count{format=\"png\",model=\"digits\",version=\"1\"} 3",

@@ -87,6 +87,7 @@ TEST(StatusDetailsTest, NamesTheEndOfAJob) {
   EXPECT_EQ(reason(DeadlineExceeded("")), "DEADLINE_EXCEEDED");
   EXPECT_EQ(reason(Unavailable("")), "DRAINING");
   EXPECT_EQ(reason(ResourceExhausted("")), "DEVICE_MEMORY");
+  EXPECT_EQ(reason(DataLoss("")), "NONFINITE_IMAGE");
   EXPECT_EQ(reason(Internal("")), "SERVER_ERROR");
   EXPECT_TRUE(JobStatus(absl::OkStatus(), "").ok());
 }
