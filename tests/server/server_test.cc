@@ -857,14 +857,14 @@ TEST_F(ServerTest, WithoutADeviceItIsNeitherServingNorLive) {
 TEST_F(ServerTest, ProbesOverHttpSayWhatHealthSays) {
   config_.metrics_listen = "127.0.0.1:0";
   StartLoading({.open_cost = 300ms, .slow = "digits"});
-  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200"));
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503"));
-  EXPECT_THAT(Get("/"), StartsWith("HTTP/1.1 404"));
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.0 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 503"));
+  EXPECT_THAT(Get("/"), StartsWith("HTTP/1.0 404"));
   ASSERT_TRUE(server_->Loaded(10s)->ok());
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 200"));
   server_->Drain(0ms);
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503"));
-  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 503"));
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.0 200"));
 }
 
 TEST_F(ServerTest, APortInUseIsAnErrorThatNamesIt) {
