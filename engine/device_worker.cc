@@ -115,8 +115,8 @@ void DeviceWorker::Lose(const absl::Status& status) {
     commands.swap(commands_);
     if (running_) commands.push_front(running_);
   }
+  lost_();  // first: whoever gets an answer finds the engine in its new state
   for (const auto& command : commands) command->fail(health);
-  lost_();
 }
 
 void DeviceWorker::Wake() {

@@ -25,8 +25,8 @@ class DeviceWorker {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `lost` is called once if the device fails, on any thread, after all commands were answered.
-  /// Everything that is passed must outlive the worker.
+  /// `lost` is called once if the device fails, on any thread, before waiting commands are
+  /// answered. Everything that is passed must outlive the worker.
   DeviceWorker(const BackendOptions& backend, const BackendOpener& open,
                const StepBatcher::Options& batching, Admission* admission, JobQueue* queue,
                EngineObserver* observer, std::function<void()> lost);

@@ -428,8 +428,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Let admins load and unload models: \"on\", \"off\", or \"auto\", where there are "
                  "admins. Admins are the clients with \"admin\": true in --clients. Without "
                  "--clients and --tls-client-ca, everybody is an admin on a loopback address and "
-                 "nobody on others. Give \"off\" or --clients behind a proxy on this machine: all "
-                 "its callers come from loopback")
+                 "nobody on others. Callers that a proxy passes on with x-forwarded-for, "
+                 "forwarded or via are no admins; give \"off\" or --clients behind a proxy on this "
+                 "machine that adds none of these")
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->group("Security");
 

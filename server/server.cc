@@ -133,10 +133,12 @@ struct Server::State {
         preparer(&catalog, engine.get(), config.limits, &decoding, &queue_wait),
         call_context{&calls, &jobs, &workers, &client_load, &queue_wait},
         service(call_context, &write_watch, &catalog, &info, config.limits),
-        inference(call_context, engine.get(), &catalog, &info, config.limits),
-        model_admin(config.admin ? std::make_unique<ModelAdminService>(&calls, &catalog, &drain,
-                                                                       &info, config.limits)
-                                 : nullptr) {
+        admin(config.admin ? std::make_unique<AdminCalls>(&calls, &drain) : nullptr),
+        inference(call_context, engine.get(), &catalog, &info, config.limits, &metrics.totals(),
+                  admin.get()),
+        model_admin(
+            admin ? std::make_unique<ModelAdminService>(admin.get(), &catalog, &info, config.limits)
+                  : nullptr) {
     engine->SetObserver(&metrics);
   }
 
@@ -166,8 +168,9 @@ struct Server::State {
   RequestPreparer preparer;
   GenerationCallContext call_context;
   ImageGenerationService service;
+  std::unique_ptr<AdminCalls> admin;  // null where nobody may change the models
   InferenceService inference;
-  std::unique_ptr<ModelAdminService> model_admin;  // null when it is not wanted
+  std::unique_ptr<ModelAdminService> model_admin;  // null as `admin`
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Health> health;
   std::unique_ptr<Acceptor> acceptor;

@@ -37,11 +37,12 @@ class Evaluator {
 
   struct Warmed {
     int bucket = 0;
-    double seconds = 0;  // of one evaluation
-    bool more = false;   // other buckets are left
+    double seconds = 0;  // of one evaluation; negative: not measured
+    bool more = false;   // call again
   };
-  /// Captures the graph of one more bucket and runs it, so that no request pays for that. Waits for
-  /// the device. One bucket a call, so that evaluations of other models can run in between.
+  /// Runs one evaluation of the next bucket, so that no request pays for its first: first one that
+  /// captures the graph, then one that is measured. Waits for the device. One evaluation a call, so
+  /// that evaluations of other models can run in between.
   absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
@@ -115,6 +116,7 @@ class Evaluator {
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
   size_t warm_buckets_ = 0;
+  bool captured_next_ = false;  // WarmUp() has captured the graph of buckets_[warm_buckets_]
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
   double flops_per_row_ = 0;
 };

@@ -56,8 +56,8 @@ class StepBatcher {
 
   /// Takes memory for the model at its native size.
   absl::Status AddModel(const BatchedModel& model, int height, int width);
-  /// Captures and runs the graph of one more row bucket, so that no request pays for it. False when
-  /// that was the last.
+  /// Runs one evaluation of the next row bucket: first one that captures its graph, then one that
+  /// is measured. No request pays for them. False after the last.
   absl::StatusOr<bool> WarmUp(const std::string& model);
   /// Frees a model that has no jobs, and all its memory.
   absl::Status RemoveModel(const std::string& model);

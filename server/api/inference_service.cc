@@ -2,12 +2,15 @@
 #include "server/api/inference_service.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "server/api/call_record.h"
 #include "server/api/generation_call.h"
 #include "server/api/inference.h"
+#include "server/api/repository.h"
 #include "server/api/server_info.h"
 #include "server/jobs/jobs.h"
 #include "server/models/catalog.h"
@@ -62,6 +65,9 @@ grpc::ServerUnaryReactor* InferenceService::ServerMetadata(
   CallRecord record(context_.calls, "inference.GRPCInferenceService.ServerMetadata", context);
   response->set_name("denoised");
   response->set_version(kVersion);
+  for (const char* extension : {"model_repository", "statistics", "model_configuration"}) {
+    response->add_extensions(extension);
+  }
   return Reply(context, &record, grpc::Status::OK);
 }
 
@@ -122,6 +128,100 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
   };
   call->Post(Priority::kNormal, begin);
   return call.get();
+}
+
+grpc::ServerUnaryReactor* InferenceService::ModelConfig(
+    grpc::CallbackServerContext* context, const inference::ModelConfigRequest* request,
+    inference::ModelConfigResponse* response) {
+  CallRecord record(context_.calls, "inference.GRPCInferenceService.ModelConfig", context);
+  grpc::Status status;
+  const auto model =
+      catalog_->Select(Together(request->name(), request->version()), "name", "", &status);
+  if (model) {
+    record.model = EngineName(model->name, model->version);
+    status = CheckReady(*model, "");
+  }
+  if (status.ok()) DescribeConfig(*model, response->mutable_config());
+  return Reply(context, &record, status);
+}
+
+grpc::ServerUnaryReactor* InferenceService::ModelStatistics(
+    grpc::CallbackServerContext* context, const inference::ModelStatisticsRequest* request,
+    inference::ModelStatisticsResponse* response) {
+  CallRecord record(context_.calls, "inference.GRPCInferenceService.ModelStatistics", context);
+  grpc::Status status;
+  std::optional<CatalogModel> asked;
+  if (!request->name().empty()) {
+    asked = catalog_->Select(Together(request->name(), request->version()), "name", "", &status);
+  } else if (!request->version().empty()) {
+    status = InvalidFields({{"version", "is given without a name; give both, or neither"}}, "");
+  }
+  if (!status.ok()) return Reply(context, &record, status);
+  std::map<std::string, uint64_t> evaluations;
+  for (const EngineStats& stats : engine_->Stats()) {
+    evaluations[stats.model] = stats.evaluations;
+  }
+  for (const CatalogModel& model : catalog_->All()) {
+    if (asked && model.name != asked->name) continue;
+    if (!request->version().empty() && model.version != asked->version) continue;
+    const std::string name = EngineName(model.name, model.version);
+    DescribeStatistics(model, totals_->Of(name), evaluations[name], response->add_model_stats());
+  }
+  return Reply(context, &record, grpc::Status::OK);
+}
+
+grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(
+    grpc::CallbackServerContext* context, const inference::RepositoryIndexRequest* request,
+    inference::RepositoryIndexResponse* response) {
+  CallRecord record(context_.calls, "inference.GRPCInferenceService.RepositoryIndex", context);
+  const auto violations = CheckRepositoryName(request->repository_name());
+  if (!violations.empty()) return Reply(context, &record, InvalidFields(violations, ""));
+  DescribeIndex(catalog_->All(), request->ready(), response);
+  return Reply(context, &record, grpc::Status::OK);
+}
+
+grpc::ServerUnaryReactor* InferenceService::PostChange(grpc::CallbackServerContext* context,
+                                                       const char* method, ModelChange change,
+                                                       std::function<grpc::Status()> work) {
+  if (admin_ != nullptr) return admin_->Post(context, method, std::move(change), std::move(work));
+  CallRecord record(context_.calls, method, context);
+  return Reply(context, &record,
+               {grpc::StatusCode::UNIMPLEMENTED,
+                "nobody may load and unload models of this server; see --admin"});
+}
+
+grpc::ServerUnaryReactor* InferenceService::RepositoryModelLoad(
+    grpc::CallbackServerContext* context, const inference::RepositoryModelLoadRequest* request,
+    inference::RepositoryModelLoadResponse*) {
+  const ModelChange change{"load", request->model_name()};
+  constexpr char kMethod[] = "inference.GRPCInferenceService.RepositoryModelLoad";
+  return PostChange(context, kMethod, change, [=, this] {
+    const std::string& name = request->model_name();
+    const auto violations =
+        CheckRepositoryChange(request->repository_name(), name, request->parameters(), nullptr);
+    if (!violations.empty()) return InvalidFields(violations, "");
+    Catalog::LoadRequest load{.name = name, .unload_previous = true};
+    if (!catalog_->Find(name)) {
+      auto directory = catalog_->roots().Find(name);
+      if (!directory.ok()) return ToGrpc(Annotate(directory.status(), "model_name"));
+      load.directory = *std::move(directory);
+    }
+    return ToGrpc(catalog_->Load(load).status());
+  });
+}
+
+grpc::ServerUnaryReactor* InferenceService::RepositoryModelUnload(
+    grpc::CallbackServerContext* context, const inference::RepositoryModelUnloadRequest* request,
+    inference::RepositoryModelUnloadResponse*) {
+  const ModelChange change{"unload", request->model_name()};
+  constexpr char kMethod[] = "inference.GRPCInferenceService.RepositoryModelUnload";
+  return PostChange(context, kMethod, change, [=, this] {
+    const std::string& name = request->model_name();
+    const auto violations = CheckRepositoryChange(request->repository_name(), name,
+                                                  request->parameters(), "unload_dependents");
+    if (!violations.empty()) return InvalidFields(violations, "");
+    return ToGrpc(catalog_->Unload(name));
+  });
 }
 
 }  // namespace denoised

@@ -1,22 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
+
 #include "inference/open_inference.grpc.pb.h"
+#include "server/api/admin_calls.h"
 #include "server/api/generation_call.h"
 #include "server/api/server_info.h"
 #include "server/models/catalog.h"
 #include "server/security/limits.h"
+#include "server/telemetry/request_totals.h"
 
 namespace denoised {
 
 /// The Open Inference Protocol for clients of Triton and KServe: another way to ask what
-/// ImageGenerationService is asked, with the same queue, limits, metrics and log behind it. No
-/// method blocks. What is pointed to must outlive the service, the service its calls.
+/// ImageGenerationService is asked, with the same queue, limits, metrics and log behind it; and
+/// Triton's extensions, another way to ask ModelAdminService. No method blocks. What is pointed to
+/// must outlive the service, the service its calls.
 class InferenceService final : public inference::GRPCInferenceService::CallbackService {
  public:
-  InferenceService(const GenerationCallContext& context, const Engine* engine,
-                   const Catalog* catalog, const ServerInfo* info, const RequestLimits& limits)
-      : context_(context), engine_(engine), catalog_(catalog), info_(info), limits_(limits) {}
+  /// `admin` is null where nobody may change the models.
+  InferenceService(const GenerationCallContext& context, const Engine* engine, Catalog* catalog,
+                   const ServerInfo* info, const RequestLimits& limits, const RequestTotals* totals,
+                   AdminCalls* admin)
+      : context_(context),
+        engine_(engine),
+        catalog_(catalog),
+        info_(info),
+        limits_(limits),
+        totals_(totals),
+        admin_(admin) {}
 
   grpc::ServerUnaryReactor* ServerLive(grpc::CallbackServerContext* context,
                                        const inference::ServerLiveRequest* request,
@@ -36,13 +49,34 @@ class InferenceService final : public inference::GRPCInferenceService::CallbackS
   grpc::ServerUnaryReactor* ModelInfer(grpc::CallbackServerContext* context,
                                        const inference::ModelInferRequest* request,
                                        inference::ModelInferResponse* response) override;
+  grpc::ServerUnaryReactor* ModelConfig(grpc::CallbackServerContext* context,
+                                        const inference::ModelConfigRequest* request,
+                                        inference::ModelConfigResponse* response) override;
+  grpc::ServerUnaryReactor* ModelStatistics(grpc::CallbackServerContext* context,
+                                            const inference::ModelStatisticsRequest* request,
+                                            inference::ModelStatisticsResponse* response) override;
+  grpc::ServerUnaryReactor* RepositoryIndex(grpc::CallbackServerContext* context,
+                                            const inference::RepositoryIndexRequest* request,
+                                            inference::RepositoryIndexResponse* response) override;
+  grpc::ServerUnaryReactor* RepositoryModelLoad(
+      grpc::CallbackServerContext* context, const inference::RepositoryModelLoadRequest* request,
+      inference::RepositoryModelLoadResponse* response) override;
+  grpc::ServerUnaryReactor* RepositoryModelUnload(
+      grpc::CallbackServerContext* context, const inference::RepositoryModelUnloadRequest* request,
+      inference::RepositoryModelUnloadResponse* response) override;
 
  private:
+  /// AdminCalls::Post, or UNIMPLEMENTED where nobody may change the models.
+  grpc::ServerUnaryReactor* PostChange(grpc::CallbackServerContext* context, const char* method,
+                                       ModelChange change, std::function<grpc::Status()> work);
+
   const GenerationCallContext context_;
   const Engine* const engine_;
-  const Catalog* const catalog_;
+  Catalog* const catalog_;
   const ServerInfo* const info_;
   const RequestLimits limits_;
+  const RequestTotals* const totals_;
+  AdminCalls* const admin_;
 };
 
 }  // namespace denoised

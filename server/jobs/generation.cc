@@ -419,7 +419,12 @@ absl::Status Generation::EndStatus() const {
 }
 
 void Generation::End(const grpc::Status& status) {
+  const double seconds = SecondsSinceArrival();
+  const auto nanoseconds = [](double time) {
+    return std::chrono::nanoseconds(static_cast<int64_t>(time * 1e9));
+  };
   std::string model;
+  RequestTotals::Request request{.ok = status.ok(), .total = nanoseconds(seconds)};
   {
     MutexLock lock(&mutex_);
     end_ = status;
@@ -427,10 +432,12 @@ void Generation::End(const grpc::Status& status) {
     job_ = {};
     queue_place_ = {};
     model = model_;
+    request.queued = nanoseconds(std::max(0.0, queued_seconds_));
+    request.images = images_done_;
   }
   context_.metrics->RequestEnded(
-      model, absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())),
-      SecondsSinceArrival());
+      model, absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())), seconds);
+  if (!model.empty()) context_.metrics->totals().Add(model, request);
   // Before the watchers hear of it: a client that was told the end finds the job as it ended.
   jobs_->Ended(shared_from_this());
   TellWatchers();

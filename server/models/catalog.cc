@@ -386,6 +386,7 @@ absl::Status Catalog::CloseVersions(const std::string& name,
     // The engine does not hold what could not be loaded.
     if (!status.ok() && !absl::IsNotFound(status) && first_error.ok()) first_error = status;
     log::Info("model unloaded", {{"model", name}, {"version", version}});
+    metrics_->totals().Forget(EngineName(name, version));
     MutexLock lock(&mutex_);
     Remove(name, version);
   }
@@ -487,7 +488,10 @@ void Catalog::ReloadChanged() {
 }
 
 Catalog::Model* Catalog::FindModel(std::string_view name) {
-  return const_cast<Model*>(std::as_const(*this).FindModel(name));
+  for (Model& model : models_) {
+    if (model.name == name) return &model;
+  }
+  return nullptr;
 }
 
 const Catalog::Model* Catalog::FindModel(std::string_view name) const {

@@ -61,6 +61,7 @@ class Catalog {
   /// the catalog, with the reason.
   absl::Status LoadListed(const std::string& name) ABSL_LOCKS_EXCLUDED(load_mutex_, mutex_);
 
+  const ModelRoots& roots() const { return options_.roots; }
   /// The path to open for a version of `name` in `directory`: canonical and in one of the roots, or
   /// what the configuration says of the model. InvalidArgument when it may not be loaded.
   absl::StatusOr<std::string> Allowed(const std::string& name, const std::string& directory) const;

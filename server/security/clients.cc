@@ -171,7 +171,8 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
     const Credentials& credentials) const {
   const auto entries = Current();
   if (entries == nullptr) {
-    auto caller = std::make_shared<Caller>(Caller{.admin = everybody_is_admin_});
+    auto caller =
+        std::make_shared<Caller>(Caller{.admin = everybody_is_admin_ && !credentials.forwarded});
     if (!credentials.certificate.empty()) caller->name = credentials.certificate[0];
     return caller;
   }

@@ -47,6 +47,7 @@ struct Caller {
 struct Credentials {
   std::string_view authorization;             // the header, "Bearer …"; empty: none
   std::vector<std::string_view> certificate;  // names in the client's verified certificate
+  bool forwarded = false;                     // a proxy says that it passes the call on
 };
 
 /// Who may call, and who is an admin.
@@ -64,8 +65,10 @@ struct Credentials {
 /// there is one. Then nobody is an admin, unless `everybody_is_admin`. The server sets that only
 /// where it listens on loopback alone and asks for no certificates: a caller then has a login on
 /// this machine. The peer address of a call decides nothing, since behind a proxy on the same
-/// machine (a sidecar) every caller of the network has a loopback address. For the same reason a
-/// server behind such a proxy needs --admin=off or a file; the server cannot see the proxy.
+/// machine (a sidecar) every caller of the network has a loopback address. Most proxies say in a
+/// header that they pass a call on (x-forwarded-for, forwarded, via); whoever makes such a call is
+/// no admin. A proxy that adds none of them cannot be seen: a server behind it needs --admin=off or
+/// a file.
 ///
 /// Thread-safe.
 class Clients {

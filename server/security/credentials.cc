@@ -128,6 +128,9 @@ absl::StatusOr<std::shared_ptr<const Caller>> IdentifyCaller(
     const Clients& clients, const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
     const grpc::AuthContext* connection) {
   Credentials credentials{.authorization = MetadataValue(metadata, "authorization")};
+  for (const char* header : {"x-forwarded-for", "forwarded", "via"}) {
+    credentials.forwarded = credentials.forwarded || metadata.count(header) > 0;
+  }
   std::vector<grpc::string_ref> names;
   if (connection != nullptr) names = connection->GetPeerIdentity();
   for (const grpc::string_ref& name : names) {

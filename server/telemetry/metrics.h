@@ -16,6 +16,7 @@
 
 #include "engine/core/mutex.h"
 #include "engine/engine.h"
+#include "server/telemetry/request_totals.h"
 
 namespace denoised {
 
@@ -62,6 +63,9 @@ class Metrics : public EngineObserver {
   void Retain(const std::set<std::string>& models, Clock::time_point now = Clock::now());
   static constexpr std::chrono::minutes kRetention{10};
 
+  /// The same requests as Triton's clients want to know them.
+  RequestTotals& totals() { return totals_; }
+
   /// All series of this class.
   std::vector<prometheus::MetricFamily> Collect() const { return registry_.Collect(); }
 
@@ -92,6 +96,7 @@ class Metrics : public EngineObserver {
   /// Remembers that a version has series.
   void Touch(const std::string& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  RequestTotals totals_;
   prometheus::Registry registry_;
   Counters& started_;
   Counters& handled_;

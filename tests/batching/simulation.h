@@ -106,7 +106,13 @@ class Simulation : public EngineObserver {
       DENOISED_CHECK(added.ok(), "{}", added.ToString());
     }
     if (options_.warm_up) {
-      for (const Device& device : devices) DENOISED_CHECK(device.batcher->WarmUp(model).ok());
+      for (const Device& device : devices) {
+        for (bool more = true; more;) {
+          const auto warmed = device.batcher->WarmUp(model);
+          DENOISED_CHECK(warmed.ok(), "{}", warmed.status().ToString());
+          more = *warmed;
+        }
+      }
       return;
     }
     // The CPU warms up its smallest bucket alone, as rows cost it their full time; this one is

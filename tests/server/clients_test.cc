@@ -65,6 +65,7 @@ TEST_F(ClientsTest, EverybodyIsWelcomeWithoutAFile) {
 
 TEST_F(ClientsTest, EverybodyIsAnAdminOnlyWhereTheServerSaysSoAndWithoutAFile) {
   EXPECT_TRUE((*(*Clients::Open("", 0ms, true))->Identify({}))->admin);
+  EXPECT_FALSE((*(*Clients::Open("", 0ms, true))->Identify({.forwarded = true}))->admin);
   const auto [studio, digest] = MakePair("studio");
   const auto clients =
       *Clients::Open(Write(R"({"studio": {"token_sha256": [")" + digest + "\"]}}"), 0ms, true);

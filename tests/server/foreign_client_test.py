@@ -312,6 +312,24 @@ class ForeignClientTest(unittest.TestCase):
                            grpc.StatusCode.INVALID_ARGUMENT)
         self.assertIn("use seed", error.details())
 
+    def test_triton_extensions(self):
+        message = lambda kind, /, **fields: CLIENT.reflection.message(f"inference.{kind}")(**fields)
+        index = CLIENT.inference["RepositoryIndex"](message("RepositoryIndexRequest"), timeout=10)
+        self.assertIn((MODEL.name, "READY"), [(m.name, m.state) for m in index.models])
+        asked = message("ModelConfigRequest", name=MODEL.name)
+        config = CLIENT.inference["ModelConfig"](asked, timeout=10).config
+        self.assertIn("seed", [tensor.name for tensor in config.input])
+        self.assertTrue(all(tensor.optional and tensor.data_type for tensor in config.input))
+        asked = message("ModelStatisticsRequest", name=MODEL.name)
+        count = lambda: CLIENT.inference["ModelStatistics"](
+            asked, timeout=10).model_stats[0].inference_stats.success.count
+        before = count()
+        CLIENT.infer([("steps", "INT32", [1], struct.pack("<i", 1))], model_name=MODEL.name)
+        self.assertEqual(count(), before + 1)
+        load = message("RepositoryModelLoadRequest", model_name="no-such-model")
+        self.error(lambda: CLIENT.inference["RepositoryModelLoad"](load, timeout=60),
+                   grpc.StatusCode.NOT_FOUND)
+
     def test_stream(self):
         events = list(CLIENT.stream(preview={"every_evaluations": 1}, count=2, steps=8,
                                     request_id="story"))

@@ -16,6 +16,7 @@
 #include "inference/open_inference.grpc.pb.h"
 #include "server/encoding/formats.h"
 #include "tests/eventually.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {
@@ -177,6 +178,173 @@ TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
   engine_->BreakDevice(1, absl::UnavailableError("lost"));
   ASSERT_TRUE(inference_->ServerLive(&lost_context, {}, &live).ok());
   EXPECT_FALSE(live.live());
+}
+
+/// What Triton's clients call beside the protocol: their own extensions.
+class TritonTest : public InferenceTest {
+ protected:
+  using Service = inference::GRPCInferenceService::Stub;
+
+  template <typename Request, typename Response>
+  grpc::Status Call(grpc::Status (Service::*method)(grpc::ClientContext*, const Request&,
+                                                    Response*),
+                    const Request& request, Response* response) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + 20s);
+    return (inference_.get()->*method)(&context, request, response);
+  }
+  /// "digits@1 READY", ...
+  std::vector<std::string> Index(bool ready = false) {
+    inference::RepositoryIndexRequest request;
+    request.set_ready(ready);
+    inference::RepositoryIndexResponse response;
+    EXPECT_TRUE(Call(&Service::RepositoryIndex, request, &response).ok());
+    std::vector<std::string> index;
+    for (const auto& model : response.models()) {
+      index.push_back(model.name() + "@" + model.version() + " " + model.state());
+    }
+    return index;
+  }
+  grpc::Status Load(const inference::RepositoryModelLoadRequest& request) {
+    inference::RepositoryModelLoadResponse response;
+    return Call(&Service::RepositoryModelLoad, request, &response);
+  }
+  grpc::Status Load(const std::string& name) {
+    inference::RepositoryModelLoadRequest request;
+    request.set_model_name(name);
+    return Load(request);
+  }
+  grpc::Status Unload(const std::string& name, const std::string& parameter) {
+    inference::RepositoryModelUnloadRequest request;
+    request.set_model_name(name);
+    (*request.mutable_parameters())[parameter].set_bool_param(false);
+    inference::RepositoryModelUnloadResponse response;
+    return Call(&Service::RepositoryModelUnload, request, &response);
+  }
+
+  const TemporaryDirectory repository_;
+};
+
+TEST_F(TritonTest, TheRepositoryIsListedLoadedAndUnloaded) {
+  config_.models.push_back({"missing", "models/broken"});
+  repository_.Write("faces/config.json", "{}");
+  config_.model_roots = {repository_.path()};
+  Start();
+  EXPECT_THAT(Index(), ElementsAre("digits@1 READY", "missing@1 UNAVAILABLE"));
+  EXPECT_THAT(Index(true), ElementsAre("digits@1 READY"));
+
+  ASSERT_TRUE(Load("faces").ok()) << "a directory of this name is in the repository";
+  EXPECT_THAT(Index(true), ElementsAre("digits@1 READY", "faces@1 READY"));
+  ASSERT_TRUE(Load("faces").ok()) << "again: in place of the version before";
+  EXPECT_THAT(Index(true), ElementsAre("digits@1 READY", "faces@2 READY"));
+  ASSERT_TRUE(Unload("faces", "unload_dependents").ok());
+  EXPECT_THAT(Index(true), ElementsAre("digits@1 READY"));
+
+  EXPECT_EQ(Load("cats").error_code(), StatusCode::NOT_FOUND);
+  EXPECT_EQ(Load("..").error_code(), StatusCode::NOT_FOUND);
+  EXPECT_EQ(Unload("faces", "unload_dependents").error_code(), StatusCode::NOT_FOUND);
+  EXPECT_THAT(Violated(Unload("digits", "force")), ElementsAre("parameters"));
+  inference::RepositoryModelLoadRequest bad;
+  bad.set_repository_name("mine");
+  bad.set_model_name("../etc");
+  (*bad.mutable_parameters())["config"].set_string_param("{}");
+  EXPECT_THAT(Violated(Load(bad)), ElementsAre("repository_name", "model_name", "parameters"));
+}
+
+TEST_F(TritonTest, OnlyAdminsChangeTheRepository) {
+  config_.admin = false;
+  Start();
+  EXPECT_EQ(Load("digits").error_code(), StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(Unload("digits", "unload_dependents").error_code(), StatusCode::UNIMPLEMENTED);
+  EXPECT_THAT(Index(), ElementsAre("digits@1 READY"));
+}
+
+TEST_F(TritonTest, TheConfigurationSaysWhatTheMetadataSays) {
+  Start();
+  inference::ModelConfigRequest request;
+  request.set_name("digits");
+  inference::ModelConfigResponse response;
+  ASSERT_TRUE(Call(&Service::ModelConfig, request, &response).ok());
+  const inference::ModelConfig& config = response.config();
+  EXPECT_EQ(config.name(), "digits");
+  EXPECT_EQ(config.max_batch_size(), 0);
+  inference::ModelMetadataRequest metadata_request;
+  metadata_request.set_name("digits");
+  inference::ModelMetadataResponse metadata;
+  ASSERT_TRUE(Call(&Service::ModelMetadata, metadata_request, &metadata).ok());
+  ASSERT_EQ(config.input_size(), metadata.inputs_size());
+  std::map<std::string, inference::DataType> types;
+  for (int i = 0; i < config.input_size(); ++i) {
+    EXPECT_EQ(config.input(i).name(), metadata.inputs(i).name());
+    EXPECT_TRUE(config.input(i).optional());
+    EXPECT_TRUE(std::equal(config.input(i).dims().begin(), config.input(i).dims().end(),
+                           metadata.inputs(i).shape().begin(), metadata.inputs(i).shape().end()));
+    types[config.input(i).name()] = config.input(i).data_type();
+  }
+  for (const auto& output : config.output()) types[output.name()] = output.data_type();
+  EXPECT_EQ(types["seed"], inference::TYPE_UINT64);
+  EXPECT_EQ(types["label"], inference::TYPE_INT32);
+  EXPECT_EQ(types["eta"], inference::TYPE_FP64);
+  EXPECT_EQ(types["sampler"], inference::TYPE_STRING);
+  EXPECT_EQ(types["image"], inference::TYPE_UINT8);
+  EXPECT_EQ(types["encoded"], inference::TYPE_STRING);
+  request.set_name("cats");
+  EXPECT_EQ(Call(&Service::ModelConfig, request, &response).error_code(), StatusCode::NOT_FOUND);
+}
+
+TEST_F(TritonTest, StatisticsCountRequestsOfEachVersion) {
+  config_.model_roots = {repository_.path()};
+  repository_.Write("faces/config.json", "{}");
+  Start();
+  ASSERT_TRUE(Load("faces").ok());
+  const auto ask = [&](const std::string& name, const std::string& version,
+                       inference::ModelStatisticsResponse* response) {
+    inference::ModelStatisticsRequest request;
+    request.set_name(name);
+    request.set_version(version);
+    return Call(&Service::ModelStatistics, request, response);
+  };
+  inference::ModelStatisticsResponse before;
+  ASSERT_TRUE(ask("", "", &before).ok());
+  ASSERT_EQ(before.model_stats_size(), 2);
+  EXPECT_EQ(before.model_stats(0).inference_stats().success().count(), 0u);
+  EXPECT_EQ(before.model_stats(0).last_inference(), 0u);
+
+  ModelInferRequest infer;
+  infer.set_model_name("digits");
+  AddSeeds(&infer, {1, 2, 3});
+  ASSERT_TRUE(Infer(infer).ok());
+  v1::GenerateRequest generate;
+  generate.mutable_params()->set_model("digits");
+  ASSERT_TRUE(Generate(generate).ok());
+  generate.mutable_params()->set_steps(-1);
+  ASSERT_FALSE(Generate(generate).ok());
+
+  inference::ModelStatisticsResponse after;
+  ASSERT_TRUE(ask("digits", "", &after).ok());
+  ASSERT_EQ(after.model_stats_size(), 1);
+  const inference::ModelStatistics& stats = after.model_stats(0);
+  EXPECT_EQ(stats.name(), "digits");
+  EXPECT_EQ(stats.version(), "1");
+  EXPECT_EQ(stats.inference_count(), 4u) << "images";
+  EXPECT_GT(stats.last_inference(), 1'600'000'000'000u);
+  const inference::InferStatistics& requests = stats.inference_stats();
+  EXPECT_EQ(requests.success().count(), 2u);
+  EXPECT_EQ(requests.fail().count(), 1u);
+  EXPECT_EQ(requests.queue().count(), 2u);
+  EXPECT_EQ(requests.compute_infer().count(), 2u);
+  EXPECT_GT(requests.compute_infer().ns(), 2 * 10 * 200'000u) << "evaluations cost 200 us";
+  EXPECT_LT(requests.success().ns(), 60'000'000'000u);
+  EXPECT_EQ(requests.success().ns(), requests.queue().ns() + requests.compute_infer().ns());
+  ASSERT_TRUE(ask("faces", "1", &after).ok());
+  EXPECT_EQ(after.model_stats(after.model_stats_size() - 1).inference_stats().success().count(),
+            0u);
+
+  EXPECT_EQ(ask("digits", "9", &after).error_code(), StatusCode::NOT_FOUND);
+  EXPECT_THAT(Violated(ask("", "1", &after)), ElementsAre("version"));
+  ASSERT_TRUE(Unload("digits", "unload_dependents").ok());
+  ASSERT_TRUE(ask("", "", &before).ok());
+  EXPECT_EQ(before.model_stats_size(), 1) << "those of a version that is gone are gone";
 }
 
 TEST_F(InferenceTest, TheMetadataListsTensors) {

@@ -453,6 +453,24 @@ TEST_F(SecurityTest, AnAnonymousCallerFindsAJobByItsIdAlone) {
   EXPECT_TRUE(stub->GetJob(&get_context, get, &got).ok()) << "whoever knows the id";
 }
 
+/// A sidecar on a loopback address brings callers from all the network.
+TEST_F(SecurityTest, CallersThatAProxyPassesOnAreNoAdmins) {
+  Start();
+  const auto code = [&](const Metadata& metadata) {
+    return CallByName(Connect(), "/denoised.v1.ImageGeneration/ListJobs", metadata);
+  };
+  EXPECT_EQ(code({}), StatusCode::OK);
+  for (const char* header : {"x-forwarded-for", "forwarded", "via"}) {
+    EXPECT_EQ(code({{header, "192.0.2.7"}}), StatusCode::PERMISSION_DENIED) << header;
+    for (const char* method : {"denoised.v1.ModelAdmin/UnloadModel",
+                               "inference.GRPCInferenceService/RepositoryModelUnload"}) {
+      EXPECT_EQ(CallByName(Connect(), std::string("/") + method, {{header, "192.0.2.7"}}),
+                StatusCode::PERMISSION_DENIED)
+          << method;
+    }
+  }
+}
+
 TEST_F(SecurityTest, ReflectionCanBeOff) {
   const std::string path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
   config_.reflection = false;

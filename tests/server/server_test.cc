@@ -17,6 +17,7 @@
 #include "denoised/v1/model_admin.grpc.pb.h"
 #include "server/encoding/formats.h"
 #include "tests/eventually.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {
@@ -741,6 +742,58 @@ TEST_F(ServerTest, BadAdminRequestsNameTheField) {
   grpc::ClientContext context;
   EXPECT_EQ(admin->UnloadModel(&context, unload, &unloaded).error_code(),
             grpc::StatusCode::INVALID_ARGUMENT);
+}
+
+TEST_F(ServerTest, ModelsAreLoadedFromTheRootsAlone) {
+  Start();
+  v1::LoadModelRequest load;
+  load.set_name("faces");
+  load.set_directory("/etc");
+  v1::LoadModelResponse loaded;
+  grpc::ClientContext context;
+  const grpc::Status status = v1::ModelAdmin::NewStub(channel_)->LoadModel(&context, load, &loaded);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(Violated(status), ElementsAre("directory"));
+  EXPECT_EQ(engine_->opens(), 1) << "the engine was not asked";
+}
+
+TEST_F(ServerTest, WhatAdminsChangedSurvivesARestart) {
+  const TemporaryDirectory state;
+  config_.state_dir = state.path();
+  Start();
+  v1::SetAliasRequest alias;
+  alias.set_alias("numbers");
+  alias.set_target("digits");
+  v1::SetAliasResponse aliased;
+  grpc::ClientContext alias_context, load_context;
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  ASSERT_TRUE(admin->SetAlias(&alias_context, alias, &aliased).ok());
+  v1::LoadModelRequest load;
+  load.set_name("faces");
+  load.set_directory(testing::TempDir());
+  v1::LoadModelResponse loaded;
+  ASSERT_TRUE(admin->LoadModel(&load_context, load, &loaded).ok());
+  server_.reset();
+
+  Start();
+  EXPECT_EQ(engine_->Models().size(), 2u);
+  v1::GenerateRequest request;
+  for (const char* name : {"numbers", "faces"}) {
+    request.mutable_params()->set_model(name);
+    EXPECT_TRUE(Generate(request).ok()) << name;
+  }
+  // Nothing is left to load: the server is as the admin left it, and serves.
+  for (const char* name : {"digits", "faces"}) {
+    v1::UnloadModelRequest unload;
+    unload.set_name(name);
+    v1::UnloadModelResponse unloaded;
+    grpc::ClientContext context;
+    ASSERT_TRUE(v1::ModelAdmin::NewStub(channel_)->UnloadModel(&context, unload, &unloaded).ok());
+  }
+  server_.reset();
+  Start();
+  EXPECT_EQ(engine_->Models().size(), 0u);
+  EXPECT_EQ(CheckHealth(channel_, ""), 1);
 }
 
 /// Requests that arrive while their model is replaced over and over all get images.

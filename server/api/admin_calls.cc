@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/api/admin_calls.h"
+
+#include <fmt/format.h>
+
+#include <memory>
+#include <utility>
+
+#include "server/api/call_record.h"
+#include "server/security/clients.h"
+#include "server/status/status_details.h"
+#include "server/telemetry/log.h"
+
+namespace denoised {
+namespace {
+
+/// Only admins may change the models.
+grpc::Status Authorize(const Caller& caller) {
+  if (caller.admin) return grpc::Status::OK;
+  const std::string problem =
+      caller.anonymous()
+          ? "callers without a name may not change models here; ask the server's operator for the "
+            "token of a client with \"admin\": true"
+          : fmt::format(
+                "client \"{}\" may not change models; give it \"admin\": true in the file "
+                "of clients",
+                caller.name);
+  return ToGrpcStatus(absl::PermissionDeniedError(problem), reason::kNotAdmin, "");
+}
+
+/// Who changed what, or wanted to.
+void LogChange(const ModelChange& change, const CallRecord& call, const grpc::Status& status) {
+  log::Fields fields = {{"change", change.verb},
+                        {"client", call.caller().name},
+                        {"peer", call.peer()},
+                        {"trace_id", call.trace().trace_id},
+                        {"code", CodeName(status.error_code())}};
+  for (const auto& [name, value] : {std::pair{"model", &change.model},
+                                    {"directory", &change.directory},
+                                    {"alias", &change.alias}}) {
+    // What the client sent may be of any length.
+    if (!value->empty()) fields.push_back({name, value->substr(0, 256)});
+  }
+  if (!status.ok()) fields.push_back({"error", status.error_message()});
+  log::Info(status.ok() ? "models changed" : "models not changed", fields);
+}
+
+}  // namespace
+
+grpc::Status ToGrpc(const absl::Status& status) {
+  const char* reason = reason::kModelFailed;
+  if (absl::IsAlreadyExists(status)) reason = reason::kModelExists;
+  if (absl::IsNotFound(status)) reason = reason::kModelNotFound;
+  if (absl::IsResourceExhausted(status)) reason = reason::kDeviceMemory;
+  if (absl::IsInternal(status)) reason = reason::kServerError;
+  return ToGrpcStatus(status, reason, "");
+}
+
+grpc::ServerUnaryReactor* AdminCalls::Post(grpc::CallbackServerContext* context, const char* method,
+                                           ModelChange change, std::function<grpc::Status()> work) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  const auto record = std::make_shared<CallRecord>(calls_, method, context);
+  threads_.Post(Priority::kNormal, [this, reactor, record, change = std::move(change),
+                                    work = std::move(work)] {
+    grpc::Status status = Authorize(record->caller());
+    if (status.ok() && drain_->draining()) {
+      status = ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");
+    }
+    if (status.ok()) status = work();
+    LogChange(change, *record, status);
+    record->End(status.error_code(), status.error_message());
+    reactor->Finish(status);
+  });
+  return reactor;
+}
+
+}  // namespace denoised

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <grpcpp/support/server_callback.h>
+
+#include <functional>
+#include <string>
+
+#include "server/api/call_record.h"
+#include "server/jobs/drain.h"
+#include "server/jobs/worker_pool.h"
+
+namespace denoised {
+
+/// What an admin wants to change, for the log.
+struct ModelChange {
+  const char* verb;            // "load", "unload", ...
+  std::string model = {};      // "name" or "name@version"
+  std::string directory = {};  // of a load; empty: where the current version came from
+  std::string alias = {};
+};
+
+/// The calls that change the models, of all services. They wait for the device and for requests to
+/// end, so they have threads of their own. What is pointed to must outlive it. Thread-safe.
+class AdminCalls {
+ public:
+  AdminCalls(Calls* calls, const DrainProgress* drain) : calls_(calls), drain_(drain) {}
+
+  /// Runs `work` on a thread that may wait, if the caller is an admin and the server does not shut
+  /// down. `change` goes to the log, with the caller and the result.
+  grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,
+                                 ModelChange change, std::function<grpc::Status()> work);
+
+ private:
+  Calls* const calls_;
+  const DrainProgress* const drain_;
+  WorkerPool threads_{4};
+};
+
+/// What the catalog refused to do.
+grpc::Status ToGrpc(const absl::Status& status);
+
+}  // namespace denoised
