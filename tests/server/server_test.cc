@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <filesystem>
 #include <future>
 #include <limits>
 #include <map>
@@ -731,7 +732,8 @@ TEST_F(ServerTest, BadAdminRequestsNameTheField) {
   status = load("digits", "1", "");
   EXPECT_EQ(status.error_code(), grpc::StatusCode::ALREADY_EXISTS);
   EXPECT_EQ(Reason(status), "MODEL_EXISTS");
-  engine_->set_broken(testing::TempDir());
+  // As the catalog names it, without the slash at the end.
+  engine_->set_broken(std::filesystem::canonical(testing::TempDir() + ".").string());
   status = load("digits", "", testing::TempDir());
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(Reason(status), "MODEL_FAILED");
@@ -910,14 +912,14 @@ TEST_F(ServerTest, WithoutADeviceItIsNeitherServingNorLive) {
 TEST_F(ServerTest, ProbesOverHttpSayWhatHealthSays) {
   config_.metrics_listen = "127.0.0.1:0";
   StartLoading({.open_cost = 300ms, .slow = "digits"});
-  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200"));
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503"));
-  EXPECT_THAT(Get("/"), StartsWith("HTTP/1.1 404"));
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.0 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 503"));
+  EXPECT_THAT(Get("/"), StartsWith("HTTP/1.0 404"));
   ASSERT_TRUE(server_->Loaded(10s)->ok());
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 200"));
   server_->Drain(0ms);
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503"));
-  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 503"));
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.0 200"));
 }
 
 TEST_F(ServerTest, APortInUseIsAnErrorThatNamesIt) {
