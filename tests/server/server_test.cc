@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <filesystem>
 #include <future>
 #include <limits>
 #include <map>
@@ -731,7 +732,7 @@ TEST_F(ServerTest, BadAdminRequestsNameTheField) {
   status = load("digits", "1", "");
   EXPECT_EQ(status.error_code(), grpc::StatusCode::ALREADY_EXISTS);
   EXPECT_EQ(Reason(status), "MODEL_EXISTS");
-  engine_->set_broken(testing::TempDir());
+  engine_->set_broken(std::filesystem::canonical(testing::TempDir()).string());
   status = load("digits", "", testing::TempDir());
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(Reason(status), "MODEL_FAILED");
