@@ -32,7 +32,7 @@ struct ModelFiles {
 };
 
 /// The engine over one or more devices of one kind, each with every model. All share one queue.
-class DeviceEngine : public Engine {
+class DeviceEngine final : public Engine {
  public:
   DeviceEngine(const EngineOptions& options, BackendOpener open)
       : options_(options),
@@ -370,7 +370,7 @@ absl::Status DeviceEngine::Close(const std::string& name) {
     *known = std::make_shared<const ModelInfo>(std::move(closing));
   }
   queue_.WaitForNone(&name);
-  const absl::Status status = RemoveFromDevices(name);
+  absl::Status status = RemoveFromDevices(name);
   MutexLock lock(&mutex_);
   std::erase(models_, *FindLocked(name));
   return status;

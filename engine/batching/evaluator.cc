@@ -184,7 +184,7 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {
-  const Tensor row = per_slot.Slice(slot, 1);
+  Tensor row = per_slot.Slice(slot, 1);
   if (row.shape().rank() != 4) return row;
   return row.Reshape({row.dim(1), row.dim(2), row.dim(3)});
 }

@@ -339,7 +339,7 @@ void JobQueue::Drawn(const std::shared_ptr<Image>& image) {
   admission_.Drawn(*image->job->ticket);
 }
 
-void JobQueue::Requeue(std::shared_ptr<Image> image) {
+void JobQueue::Requeue(const std::shared_ptr<Image>& image) {
   {
     MutexLock lock(&mutex_);
     const std::shared_ptr<Job>& job = image->job;

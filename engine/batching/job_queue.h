@@ -151,7 +151,7 @@ class JobQueue {
   /// The image left its slot after its last evaluation.
   void Drawn(const std::shared_ptr<Image>& image);
   /// The image was parked and its state is in host memory: it waits for any device.
-  void Requeue(std::shared_ptr<Image> image);
+  void Requeue(const std::shared_ptr<Image>& image);
 
   /// What one evaluation did for one image.
   struct Outcome {

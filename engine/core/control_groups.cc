@@ -3,6 +3,8 @@
 
 #include <fstream>
 
+#include "absl/strings/str_cat.h"
+
 namespace denoised {
 namespace {
 
@@ -26,7 +28,8 @@ std::vector<ControlGroup> ControlGroups(const std::string& controller, const std
     if (v1 && !Names(controllers, controller)) continue;
     while (true) {
       if (path == "/") path.clear();
-      groups.push_back({root + "sys/fs/cgroup" + (v1 ? "/" + controller : "") + path, v1});
+      groups.push_back(
+          {absl::StrCat(root, "sys/fs/cgroup", v1 ? "/" : "", v1 ? controller : "", path), v1});
       const size_t slash = path.rfind('/');
       if (slash == std::string::npos) break;
       path.resize(slash);

@@ -6,7 +6,7 @@ namespace {
 
 Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
   const bool up = kind == Resample::kNearestUp;
-  const Tensor out = context.New(
+  Tensor out = context.New(
       {x.dim(0), up ? x.dim(1) * 2 : x.dim(1) / 2, up ? x.dim(2) * 2 : x.dim(2) / 2, x.dim(3)});
   context.backend.Resample2x(kind, x, out);
   return out;

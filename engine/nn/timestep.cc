@@ -23,7 +23,7 @@ absl::StatusOr<TimestepProjection> TimestepProjection::Fourier(Backend& backend,
 }
 
 Tensor TimestepProjection::operator()(Context& context, const Tensor& t) const {
-  const Tensor out = context.New({t.dim(0), out_features_});
+  Tensor out = context.New({t.dim(0), out_features_});
   if (fourier_weight_) {
     context.backend.FourierEmbedding({.t = t, .weight = fourier_weight_, .out = out});
   } else {

@@ -88,6 +88,7 @@ std::vector<double> AlphasCumprod(const std::vector<double>& betas) {
 
 std::vector<double> SigmasFromAlphas(const std::vector<double>& alphas_cumprod) {
   std::vector<double> sigmas;
+  sigmas.reserve(alphas_cumprod.size());
   for (const double alpha : alphas_cumprod) sigmas.push_back(std::sqrt((1 - alpha) / alpha));
   return sigmas;
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "engine/backend/cpu/ops.h"
 #include "engine/backend/cpu/parallel.h"
@@ -40,10 +41,8 @@ void Noise(uint64_t seed, uint32_t draw, int64_t begin, int64_t length, float* n
 }
 
 bool UsesNoise(const DeviceEvaluation& plan) {
-  for (int o = 0; o < kPlanOutputs; ++o) {
-    if (plan.weights[o][kInputNoise] != 0) return true;
-  }
-  return false;
+  return std::any_of(std::begin(plan.weights), std::end(plan.weights),
+                     [](const auto& output) { return output[kInputNoise] != 0; });
 }
 
 /// Advances one slot by row `r` of the model's output.
