@@ -33,7 +33,9 @@ absl::StatusOr<TunedChoices> TuningFile::Read() const {
   int version = 1;
   ConfigReader config(*json, path_);
   config.Read("version", &version);
-  if (json->is_object() && version != kVersion) return TunedChoices();
+  const nlohmann::json& written = config.Raw("version");
+  if ((written.is_null() || written.is_number_integer()) && version != kVersion)
+    return TunedChoices();
   config.Read("device", &device);
   config.Read("kernels", &kernels);
   TunedChoices choices;
@@ -73,7 +75,7 @@ absl::Status TuningFile::Add(const TunedChoices& choices) const {
   int problem = ::fchmod(file, 0644) == 0 ? 0 : errno;  // other users' servers may read it
   for (size_t written = 0; problem == 0 && written < text.size();) {
     const ssize_t more = ::write(file, text.data() + written, text.size() - written);
-    if (more < 0) problem = errno;
+    if (more <= 0) problem = more < 0 ? errno : EIO;
     if (more > 0) written += static_cast<size_t>(more);
   }
   if (::close(file) != 0 && problem == 0) problem = errno;

@@ -22,8 +22,8 @@ class TuningFile {
 
   const std::string& path() const { return path_; }
 
-  /// Empty when there is no file, or one of another version, device or build. InvalidArgument, with
-  /// the remedy, when it is none of ours.
+  /// Empty when there is no file, or one of another version, device or build. InvalidArgument when
+  /// the file does not have the form above; the message says that it will be replaced.
   absl::StatusOr<TunedChoices> Read() const;
   /// Adds to what the file holds; makes its directory. FailedPrecondition says why it cannot be.
   absl::Status Add(const TunedChoices& choices) const;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <time.h>
+
 #include <cstring>
+#include <functional>
 
 #include "tests/backend/backend_fixture.h"
 #include "tests/io/temporary_directory.h"
@@ -765,6 +768,41 @@ TEST_P(CudaTest, MarkersMeasureTheDevice) {
   // 6.4 GB read and written: no device does it in 0.2 ms, none we run on takes a second.
   EXPECT_GT(end->SecondsSince(*begin), 2e-4);
   EXPECT_LT(end->SecondsSince(*begin), 1.0);
+}
+
+// A thread that waits for the device sleeps, so that the others have its core.
+TEST_P(CudaTest, WaitingTakesLittleCpuTime) {
+  constexpr int kCopies = 20;
+  const Tensor from = Allocate({256 << 20}, DType::kU8), to = Allocate({256 << 20}, DType::kU8);
+  const Tensor little = Allocate({1}, DType::kU8);
+  const auto begin = backend().Mark();
+  for (int i = 0; i < kCopies; ++i) backend().Copy(from, to);
+  const auto end = backend().Mark();
+  ASSERT_TRUE(end->Wait().ok());
+  // As many as take 80 ms, within what a stream's queue holds.
+  const int copies = std::min(600, static_cast<int>(0.08 * kCopies / end->SecondsSince(*begin)));
+  const auto seconds = [](clockid_t clock) {
+    timespec time = {};
+    EXPECT_EQ(::clock_gettime(clock, &time), 0);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  };
+  const auto expect_sleep = [&](const char* what, const std::function<absl::Status()>& wait) {
+    const double wall = seconds(CLOCK_MONOTONIC), cpu = seconds(CLOCK_THREAD_CPUTIME_ID);
+    ASSERT_TRUE(wait().ok());
+    const double waited = seconds(CLOCK_MONOTONIC) - wall;
+    ASSERT_GT(waited, 0.02) << what << ": too short to tell";
+    EXPECT_LT(seconds(CLOCK_THREAD_CPUTIME_ID) - cpu, waited / 2) << what;
+  };
+  const auto enqueue = [&] {
+    for (int i = 0; i < copies; ++i) backend().Copy(from, to);
+  };
+  enqueue();
+  const auto marker = backend().Mark();
+  expect_sleep("a marker", [&] { return marker->Wait(); });
+  Download(little);  // takes the page-locked memory
+  enqueue();
+  const auto download = backend().BeginDownload(little);
+  expect_sleep("a download", [&] { return download->Wait().status(); });
 }
 
 TEST_P(CudaTest, OutOfMemoryIsAnErrorOfThatRequestAlone) {

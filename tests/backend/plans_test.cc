@@ -114,6 +114,19 @@ TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
   EXPECT_EQ(seen.size(), kHopperTiles + 2 * 3u + 8) << "a tile is never among the candidates";
 }
 
+// Launches of one description share a measurement.
+TEST(GenericCandidatesTest, DescriptionsTellDtypesApart) {
+  Conv2dLaunch conv = ShapeOf(kCases[0]);
+  std::set<std::string> seen;
+  for (const Element in : {Element::kBf16, Element::kF32}) {
+    for (const Element out : {Element::kBf16, Element::kF32}) {
+      conv.x.element = in, conv.out.element = out;
+      conv.out.vector = false;  // otherwise HasVectorOutputs() tells the outputs apart
+      EXPECT_TRUE(seen.insert(Describe(conv)).second) << Describe(conv);
+    }
+  }
+}
+
 /// The generic kernels' candidates for a convolution that either of add and residual is added to.
 std::vector<ConvCandidate> GenericCandidates(const Conv2dLaunch& conv, const Queue& queue) {
   return SuitsConv3x3(conv) ? Conv3x3Candidates(conv, queue) : Conv2dCandidates(conv, queue);

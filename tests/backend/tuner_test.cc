@@ -54,6 +54,16 @@ TEST_F(CudaTunerTest, ChoosesWhatIsClearlyFaster) {
   EXPECT_FALSE(tuner_->has_unknown()) << "it was measured";
 }
 
+// It measures by index, so a list of other candidates would measure what it does not name.
+TEST(TunerDeathTest, CandidatesOfALaunchAreAlwaysTheSame) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  Tuner tuner(Queue(), std::nullopt, Notify());
+  const Candidates candidates = {{"a", 1, {}}, {"b", 1, {}}}, others = {{"a", 1, {}}, {"c", 1, {}}};
+  tuner.Choose("a launch", candidates, {});
+  tuner.Choose("a launch", candidates, {});
+  EXPECT_DEATH(tuner.Choose("a launch", others, {}), "other candidates of a launch");
+}
+
 // Candidates copy the operand away as they find it: bf16 and fp32, in vectors and one by one, whole
 // and as columns of a wider matrix.
 TEST_F(CudaTunerTest, MeasuresOnNormalNoise) {

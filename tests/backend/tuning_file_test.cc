@@ -68,6 +68,7 @@ TEST_F(TuningFileTest, OtherVersionsAreMeasuredAnew) {
 
 TEST_F(TuningFileTest, WhatIsGarbledIsNamedAndReplaced) {
   for (const char* text : {"", "{", "[1]", "{\"version\": 2, \"device\": 1}",
+                           "{\"version\": \"two\"}", "{\"version\": 2.5}", "{\"version\": []}",
                            "{\"version\": 2, \"device\": \"H200, 132 SMs\", \"kernels\": \"1f\"}",
                            "{\"version\": 2, \"device\": \"H200, 132 SMs\", \"kernels\": \"1f\", "
                            "\"choices\": [\"64x64\"]}",

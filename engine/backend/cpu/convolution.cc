@@ -47,7 +47,7 @@ dnnl::memory Convolution::WeightAs(const Desc& layout) {
 }
 
 std::vector<float> Convolution::PlainWeight() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (layouts_.empty()) return plain_weight_;
   std::vector<float> plain(static_cast<size_t>(out_) * in_ * kernel_ * kernel_);
   dnnl::memory from = layouts_.front();
@@ -84,7 +84,7 @@ Convolution::Plan Convolution::MakePlan(ConvolutionGeometry g) {
 }
 
 std::shared_ptr<const Convolution::Plan> Convolution::Prepare(const ConvolutionGeometry& geometry) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   auto found = plans_.find(geometry);
   if (found == plans_.end()) {
     found = plans_.emplace(geometry, Kept{std::make_shared<const Plan>(MakePlan(geometry))}).first;
@@ -94,26 +94,28 @@ std::shared_ptr<const Convolution::Plan> Convolution::Prepare(const ConvolutionG
 }
 
 void Convolution::Trim(size_t most) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (plans_.size() <= most) return;
   while (plans_.size() > most)
     plans_.erase(std::min_element(plans_.begin(), plans_.end(), [](const auto& a, const auto& b) {
       return a.second.used < b.second.used;
     }));
   // At least one layout is left, since a plan is left; new layouts are made from it.
-  std::erase_if(layouts_, [&](const dnnl::memory& layout) {
-    return std::none_of(plans_.begin(), plans_.end(),
-                        [&](const auto& each) { return each.second.plan->weight == layout; });
-  });
+  for (auto layout = layouts_.begin(); layout != layouts_.end();) {
+    const bool used = std::any_of(plans_.begin(), plans_.end(), [&](const auto& each) {
+      return each.second.plan->weight == *layout;
+    });
+    layout = used ? layout + 1 : layouts_.erase(layout);
+  }
 }
 
 size_t Convolution::geometries() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return plans_.size();
 }
 
 size_t Convolution::layouts() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   return layouts_.size();
 }
 

@@ -4,12 +4,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "engine/backend/cpu/onednn.h"
 #include "engine/backend/cpu/scratch.h"
+#include "engine/core/mutex.h"
 #include "engine/core/tensor.h"
 
 namespace denoised::cpu {
@@ -72,17 +72,17 @@ class Convolution {
     uint64_t used = 0;  // value of uses_ at its last use
   };
 
-  Plan MakePlan(ConvolutionGeometry geometry);
-  dnnl::memory WeightAs(const dnnl::memory::desc& layout);
+  Plan MakePlan(ConvolutionGeometry geometry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  dnnl::memory WeightAs(const dnnl::memory::desc& layout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   dnnl::engine engine_;
   const int out_, in_, kernel_;
   const DType dtype_;
-  mutable std::mutex mutex_;         // guards what follows
-  std::vector<float> plain_weight_;  // freed once a layout holds it
-  std::vector<dnnl::memory> layouts_;
-  std::map<ConvolutionGeometry, Kept> plans_;
-  uint64_t uses_ = 0;
+  mutable Mutex mutex_;
+  std::vector<float> plain_weight_ ABSL_GUARDED_BY(mutex_);  // freed once a layout holds it
+  std::vector<dnnl::memory> layouts_ ABSL_GUARDED_BY(mutex_);
+  std::map<ConvolutionGeometry, Kept> plans_ ABSL_GUARDED_BY(mutex_);
+  uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace denoised::cpu

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <mutex>
 #include <new>
 #include <type_traits>
 
@@ -13,6 +12,7 @@
 #include "engine/backend/cpu/ops.h"
 #include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/row_parts.h"
+#include "engine/core/mutex.h"
 
 namespace denoised {
 namespace {
@@ -230,7 +230,7 @@ class CpuBackend final : public Backend {
   absl::Status Synchronize() override { return status(); }
   absl::Status status() const override {
     if (!failed_) return absl::OkStatus();
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     return status_;
   }
 
@@ -274,7 +274,7 @@ class CpuBackend final : public Backend {
   }
 
   void Fail(absl::Status status) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     if (failed_) return;
     status_ = std::move(status);
     failed_ = true;
@@ -291,8 +291,8 @@ class CpuBackend final : public Backend {
   std::vector<cpu::Scratch> scratches_ = std::vector<cpu::Scratch>(cpu::Workers());  // by thread
   bool capturing_ = false;
   std::atomic<bool> failed_ = false;
-  mutable std::mutex mutex_;
-  absl::Status status_;  // final once failed_; guarded by mutex_
+  mutable Mutex mutex_;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);  // final once failed_
 };
 
 }  // namespace

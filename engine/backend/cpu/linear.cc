@@ -19,14 +19,14 @@ CpuLinear::CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vec
 }
 
 const float* CpuLinear::PlainWeight() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (!plain_in_use_ && over_tokens_) plain_weight_ = over_tokens_->PlainWeight();
   plain_in_use_ = true;
   return plain_weight_.data();
 }
 
 Convolution& CpuLinear::OverTokens() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(&mutex_);
   if (!over_tokens_) {
     plain_in_use_ |= dtype_ != DType::kF32;  // PlainWeight() must not return rounded ones
     over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "engine/backend/backend.h"
 #include "engine/backend/cpu/convolution.h"
 #include "engine/backend/cpu/scratch.h"
+#include "engine/core/mutex.h"
 
 /// The ops of backend.h on fp32 host memory. Arguments were checked. An op has run when it returns,
 /// on all threads, or on the calling thread alone inside Backend::ForEachPart(). It divides its
@@ -37,12 +37,12 @@ class CpuLinear final : public PackedLinear {
 
  private:
   dnnl::engine engine_;
-  const DType dtype_;         // of products over tokens; vectors are multiplied in F32
-  std::vector<float> bias_;   // zeros when the layer has none
-  mutable std::mutex mutex_;  // guards what follows
-  mutable std::vector<float> plain_weight_;
-  mutable bool plain_in_use_ = false;
-  mutable std::optional<Convolution> over_tokens_;
+  const DType dtype_;        // of products over tokens; vectors are multiplied in F32
+  std::vector<float> bias_;  // zeros when the layer has none
+  mutable Mutex mutex_;
+  mutable std::vector<float> plain_weight_ ABSL_GUARDED_BY(mutex_);
+  mutable bool plain_in_use_ ABSL_GUARDED_BY(mutex_) = false;
+  mutable std::optional<Convolution> over_tokens_ ABSL_GUARDED_BY(mutex_);
 };
 
 /// The arguments that Conv2d and Linear over tokens share.

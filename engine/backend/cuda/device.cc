@@ -34,9 +34,9 @@ absl::StatusOr<Stream> NewStream() {
 
 absl::StatusOr<Event> NewEvent(bool timing) {
   cudaEvent_t event = nullptr;
-  DENOISED_RETURN_IF_ERROR(
-      ToStatus(cudaEventCreateWithFlags(&event, timing ? cudaEventDefault : cudaEventDisableTiming),
-               "cudaEventCreate"));
+  // Blocking: otherwise a thread that waits for it spins, and takes a core from the others.
+  const unsigned flags = cudaEventBlockingSync | (timing ? 0 : cudaEventDisableTiming);
+  DENOISED_RETURN_IF_ERROR(ToStatus(cudaEventCreateWithFlags(&event, flags), "cudaEventCreate"));
   return Event(event);
 }
 

@@ -40,6 +40,7 @@ using PinnedMemory = std::unique_ptr<void, FreePinned>;
 absl::Status ToStatus(cudaError_t error, std::string_view what);
 
 absl::StatusOr<Stream> NewStream();
+/// cudaEventSynchronize() of it sleeps; it does not spin.
 absl::StatusOr<Event> NewEvent(bool timing);
 /// What `body` enqueues to `stream`, recorded instead of executed.
 absl::StatusOr<RecordedGraph> RecordGraph(cudaStream_t stream, const std::function<void()>& body);

@@ -174,7 +174,7 @@ std::string NameOf(const HopperPlan& plan) {
 
 std::string Describe(const Conv2dLaunch& conv) {
   return fmt::format(
-      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}", conv.images,
+      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}{}{}", conv.images,
       conv.height, conv.width, conv.channels, conv.channels2, conv.upsample2x ? " doubled" : "",
       conv.out_height, conv.out_width, conv.outputs, conv.kernel, conv.kernel, conv.stride,
       conv.pad_top, conv.pad_left, conv.add.data != nullptr ? ", add" : "",
@@ -186,7 +186,9 @@ std::string Describe(const Conv2dLaunch& conv) {
       conv.activation != Activation::kNone ? ", activation" : "",
       conv.output_norm.gamma != nullptr ? fmt::format(", then {} groups", conv.output_norm.groups)
                                         : "",
-      HasVectorOutputs(conv) ? "" : ", one by one");
+      HasVectorOutputs(conv) ? "" : ", one by one",
+      conv.x.element == Element::kF32 ? ", fp32 inputs" : "",
+      conv.out.element == Element::kF32 ? ", fp32 outputs" : "");
 }
 
 }  // namespace denoised::cuda

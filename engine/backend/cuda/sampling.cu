@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const auto& before = reinterpret_cast<const DeviceEvaluation&>(words[0]);
   const auto& plan = reinterpret_cast<const DeviceEvaluation&>(words[kWords]);
   const Present present = PresentIn(plan);
-  // What a register was not kept for is zero already: BeginSlot() or an evaluation wrote that.
+  // The other registers hold zeros already, from BeginSlot() or an earlier evaluation.
   const Present written = present | PresentIn(before);
 
   bool finite = true;
