@@ -10,6 +10,7 @@ import cudnn
 import torch
 
 import peer
+from stopwatch import Stopwatch
 
 BF16, FP32 = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
 SEARCH_SAMPLES, SEARCH_WARM_UP_MS = 5, 5
@@ -67,10 +68,11 @@ class Convolution:
         self.graph.execute_plan_at_index(pack, self.workspace, index, handle=self.handle)
         return out
 
-    def search(self, tensors, seconds, alone):
-        """Times every plan that it can build within so many seconds and keeps the fastest; `tensors`
-        as in run(), `alone()` a context in which the process has the GPU for itself."""
-        begin = time.monotonic()
+    def search(self, tensors, seconds, alone, end):
+        """Builds and times plans for so many seconds and keeps the fastest; `tensors` as in run(),
+        `alone()` a context in which the process has the GPU for itself. What the process waits for
+        the GPU does not count, but none is begun after `end` of time.monotonic()."""
+        spent = Stopwatch()
         self.describe()
         self.graph.create_execution_plans(
             [cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK])
@@ -78,7 +80,7 @@ class Convolution:
         out = torch.empty(self.out_shape, device="cuda", dtype=torch.bfloat16,
                           memory_format=torch.channels_last)
         for index in range(self.graph.get_execution_plan_count()):
-            if time.monotonic() - begin > seconds:
+            if spent.seconds() > seconds or time.monotonic() > end:
                 left += 1
                 continue
             try:
@@ -95,7 +97,7 @@ class Convolution:
                     raise RuntimeError(f"{needed} bytes of workspace")
                 if self.workspace is None or self.workspace.numel() < needed:
                     self.workspace = torch.empty(needed, device="cuda", dtype=torch.uint8)
-                with alone():
+                with spent.but_not_before(alone()):
                     graph = peer.captured(lambda _: self.run(index, tensors, out),
                                           peer.LEAST_LAUNCHES)
                     ms = peer.median_ms(graph.replay, SEARCH_SAMPLES, SEARCH_WARM_UP_MS)
@@ -107,12 +109,12 @@ class Convolution:
             self.found[name] = us
             if fastest is None or us < fastest:
                 fastest, self.index = us, index
-        if self.index is None:
-            raise RuntimeError(f"cuDNN has no plan: {last if self.found else 'none named'}")
-        return {"plans": len(self.found), "worked": sum(us is not None for us in
-                                                        self.found.values()),
-                "not_tried": left, "fastest": min(
-                    (us, name) for name, us in self.found.items() if us is not None)[1]}
+        worked = [(us, name) for name, us in self.found.items() if us is not None]
+        result = {"plans": len(self.found), "worked": len(worked), "not_tried": left,
+                  "seconds": round(spent.seconds(), 1)}
+        if worked:
+            return result | {"fastest": min(worked)[1]}
+        return result | {"error": f"no plan worked: {last or 'none was tried'}"}
 
     def __call__(self, **tensors):
         return self.run(self.index, tensors)

@@ -5,7 +5,9 @@ Workers whose name contains "eager" fail to compile, and the op with in:3 refuse
 answers at once. denoised takes 2, peers 3, with a little more in each round.
 """
 import json
+import os
 import sys
+import time
 
 OPS = ["conv/rows:1/size:8/in:256/out:256", "conv/rows:64/size:32/in:3/out:128",
        "conv_bias_residual_silu/rows:1/size:8/in:256/out:256",
@@ -36,6 +38,12 @@ for line in sys.stdin:
         answer = {"error": "refused"}
     elif verb == "prepare" and name.startswith("ops"):
         answer = {"fastest": "cuDNN", "candidates_us": {"cuDNN": 3.0}, "refused": {}}
+    elif verb == "search":
+        shape, end = what.split()
+        slow = shape.startswith("conv_bias")
+        answer = {"searched": not slow and float(end) > 0, "not_tried": 0 if slow else 2}
+    elif verb == "compile" and what == "" and os.environ.get("FAKE_COMPILER") == "slow":
+        time.sleep(3600)
     elif verb == "compile" and what == "eager":
         answer = {"error": "no eager here"}
     else:

@@ -15,9 +15,10 @@
 Each topic writes OUT/TOPIC.json as it goes, so that what was measured before --seconds ran out is
 kept. docs/benchmarks/ holds such files; make_tables.py makes the tables of docs/benchmarks.md.
 
-A row is measured in rounds: denoised, peer, denoised, peer, … A ratio is the median over the rounds
-of the peer's time over denoised's. Compiling comes first, in processes side by side; nothing else
-runs while one measures. SM clock, power and temperature are logged meanwhile (nvidia-smi).
+A row is measured in rounds: denoised, peer, peer, denoised, denoised, peer, … A ratio is the median
+over the rounds of the peer's time over denoised's. Compiling comes first, in processes side by side;
+nothing else runs while one measures. SM clock, power and temperature are logged meanwhile
+(nvidia-smi).
 
 Needs Python with PyTorch for CUDA and, for models and digits, diffusers; for ops also
 nvidia-cudnn-frontend, without which cuDNN is what PyTorch takes of it. Build first:
@@ -42,11 +43,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CONFIGS = ROOT / "tests/models/configs"
 MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
-# Where max-autotune has been faster than torch.compile as it is. It takes two to five minutes.
-AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256"
+# The most important first: those where max-autotune has been faster than torch.compile as it is.
+# Each takes two to five minutes to compile.
+AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256:16,adm-64:64,cifar10-32:64,adm-64:1,cifar10-32:1"
+MOST_COMPILERS = 3  # of max-autotune side by side: more would all end late
+AUTOTUNED = "max-autotune, one graph"
 DIGITS, DIGIT_STEPS = 16, 10
 LOCK = pathlib.Path(tempfile.gettempdir()) / "denoised-bench.lock"
+SECONDS_AFTER_SEARCH = 60
 START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 120  # that a worker may take
+WARM_UP = "0.2"  # seconds of requests before those that count
 
 
 def shapes_of(text):
@@ -179,18 +185,16 @@ def models(session):
         result = alternate((ours[model], f"rows:{count}"), (peer, ""), args.rounds, session.log,
                            MEASURE_SECONDS)
         row["peers"][label] = result | {"details": details}
+        if result["pairs"]:
+            row["left_out"].pop(label, None)
         session.say(f"{row['name']}, {label}: {shown_ratio(result, 'ms')}")
 
-    def measure(some, label, seconds_to_compile):
-        end = time.monotonic() + seconds_to_compile
-        compiled = {}
-        for shape, peer in some.items():
-            compiled[shape] = peer.answer(end - time.monotonic())
+    def measure(compiled, label):
         session.say(f"compiled: {label}")
-        for shape, peer in some.items():
-            if "error" in compiled[shape]:
-                rows[shape]["left_out"][label] = compiled[shape]["error"]
-                session.say(f"{rows[shape]['name']}, {label}: {compiled[shape]['error']}")
+        for shape, (peer, answer) in compiled.items():
+            if "error" in answer:
+                rows[shape]["left_out"][label] = answer["error"]
+                session.say(f"{rows[shape]['name']}, {label}: {answer['error']}")
             elif session.left() < 15:
                 rows[shape]["left_out"][label] = "no time left"
             else:
@@ -198,30 +202,82 @@ def models(session):
             session.stop(peer)
             session.write("models", content)
 
-    measure(peers, "torch.compile, one graph", max(30, session.left() - 120))
-    if args.max_autotune:
-        if session.left() < 60:
-            session.say("no time for max-autotune")
-        else:
-            wanted = [shape for shape in args.max_autotune if shape in rows]
-            threads = max(1, (os.cpu_count() or 1) // max(1, len(wanted)))
-            limits["TORCHINDUCTOR_COMPILE_THREADS"] = f"{threads}"
-            tuned = start_peers(wanted, "max-autotune")
-            for peer in tuned.values():
-                ready(peer, START_SECONDS)
-                peer.send("compile")
-            measure(tuned, "max-autotune, one graph", session.left() - 25 * len(tuned) - 10)
+    end = time.monotonic() + max(30, session.left() - 120)
+    measure({shape: (peer, peer.answer(end - time.monotonic()))
+             for shape, peer in peers.items()}, "torch.compile, one graph")
+    for row in rows.values():
+        row["left_out"][AUTOTUNED] = "not in --max-autotune"
+    wanted = [shape for shape in dict.fromkeys(args.max_autotune) if shape in rows]
+    for shape in wanted:
+        rows[shape]["left_out"][AUTOTUNED] = "no time left"
+    session.write("models", content)
+    limits["TORCHINDUCTOR_COMPILE_THREADS"] = f"{max(1, (os.cpu_count() or 1) // MOST_COMPILERS)}"
+    measure(compiled_in_order(session, wanted, lambda shape: start_peers(
+        [shape], "max-autotune")[shape]), AUTOTUNED)
+    session.write("models", content)
     session.stop(*ours.values())
 
 
+def compiled_in_order(session, shapes, start):
+    """Compiles the shapes in this order, some side by side, as long as there is time to measure
+    them as well; `start` makes the worker of one. Returns shape → (worker, answer)."""
+    waiting, busy, done = list(shapes), {}, {}
+    # To start one and compile it takes this at least.
+    seconds_of_one, seconds_to_measure = 45, 25
+
+    def time_for(count):
+        return session.left() - 10 - seconds_to_measure * count
+
+    while busy or waiting:
+        while (waiting and len(busy) < MOST_COMPILERS and
+               time_for(len(done) + len(busy) + 1) > seconds_of_one):
+            shape = waiting.pop(0)
+            busy[shape] = start(shape)
+            busy[shape].send("compile")
+        if not busy:
+            break
+        for shape, worker in list(busy.items()):
+            if worker.has_answer():
+                answer = worker.answer(0)
+                if "ready" not in answer:
+                    done[shape] = worker, answer
+                    del busy[shape]
+            elif time_for(len(done) + 1) <= 0:
+                done[shape] = worker, worker.answer(0)  # which ends it
+                del busy[shape]
+        time.sleep(0.02)
+    for shape in waiting:
+        session.say(f"no time for max-autotune of {shape[0]}/rows:{shape[1]}")
+    return {shape: done[shape] for shape in shapes if shape in done}
+
+
 class Requests:
-    """Whole requests at a server as a worker: "measure" is the median of several."""
+    """Whole requests at a server as a worker: "measure" is the median of several, timed by the
+    client, after some that warm up; "ms_server" is what the server says of as many others."""
 
     def __init__(self, session, server):
         self.session, self.server, self.seed = session, server, 0
         self.out = server.options.work
 
     def ask(self, verb, _name, seconds):
+        self.seed += self.session.args.requests
+        command = [self.server.options.denoise, "bench", "--server", self.server.address,
+                   "--json", "-", "-c", "1", "-n", f"{self.session.args.requests}", "--warm-up",
+                   WARM_UP, "-x", f"count={DIGITS}", "--seed", f"{self.seed}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True,
+                                  timeout=seconds)
+            found = json.loads(done.stdout)
+            if found["failed"]:
+                return {"error": f"{found['errors']}"[:300]}
+            answer = {"ms": 1e3 * found["latency_seconds"]["p50"]}
+        except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
+            return {"error": f"{error}: {getattr(error, 'stderr', '')}"[:300]}
+        server = self.by_server(seconds)
+        return answer | ({"ms_server": server} if server else {})
+
+    def by_server(self, seconds):
+        """Milliseconds that the server says, None where it did not."""
         times = []
         for _ in range(self.session.args.requests):
             self.seed += 1
@@ -231,10 +287,11 @@ class Requests:
             try:
                 done = subprocess.run(command, capture_output=True, text=True, check=True,
                                       timeout=seconds)
-            except (OSError, subprocess.SubprocessError) as error:
-                return {"error": f"{error}: {getattr(error, 'stderr', '')}"[:300]}
-            times.append(total_seconds(done.stdout))
-        return {"ms": 1e3 * statistics.median(times)}
+                times.append(total_seconds(done.stdout))
+            except (OSError, LookupError, subprocess.SubprocessError) as error:
+                self.session.say(f"the server's time of a request: {error}"[:300])
+                return None
+        return 1e3 * statistics.median(times)
 
 
 def total_seconds(output):
@@ -361,10 +418,14 @@ def ops(session):
     shapes = list(dict.fromkeys(name.split("/", 1)[1] for name in names))
     of_name = {name: shapes.index(name.split("/", 1)[1]) % count for name in names}
     threads = max(1, (os.cpu_count() or 1) // count)
-    peers = [session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={LOCK}",
-                            f"--search-seconds={args.search_seconds}",
-                            TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
-                            OMP_NUM_THREADS=f"{threads}") for i in range(count)]
+
+    def start_peer(i):
+        return session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={LOCK}",
+                              f"--search-seconds={args.search_seconds}",
+                              TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
+                              OMP_NUM_THREADS=f"{threads}")
+
+    peers = [start_peer(i) for i in range(count)]
     ours = session.start("backend-throughput", [session.program("backend-throughput"),
                                                 f"--device={args.device}", "--turns"])
     linear = session.start("cublaslt-search", [session.program("cublaslt-search"), "--turns"],
@@ -379,23 +440,37 @@ def ops(session):
 
     # Side by side: each worker is sent its next name when it has answered for the last.
     end = time.monotonic() + min(args.search_phase, session.left() / 2)
-    waiting = [[name for name in names if of_name[name] == i] for i in range(count)]
+    # First what is compiled in seconds; nothing is searched for linear layers and attention.
+    wanted = sorted((name for name in names if not name.startswith(("linear/", "attention/"))),
+                    key=lambda name: not name.startswith("group_norm"))
+    waiting = [[name for name in wanted if of_name[name] == i] for i in range(count)]
     busy, searched = {}, {}
     while time.monotonic() < end:
         for i, peer in enumerate(peers):
             if i not in busy and waiting[i] and not peer.error:
                 busy[i] = waiting[i].pop(0)
-                peer.send("search", busy[i])
+                peer.send("search", f"{busy[i]} {end:.3f}")
         if not busy:
             break
         for i, name in list(busy.items()):
-            if peers[i].error or not peers[i].lines.empty():
+            if peers[i].has_answer():
                 searched[name] = peers[i].answer(1)
                 del busy[i]
         time.sleep(0.02)
-    for i, name in busy.items():  # these are nearly done
-        searched[name] = peers[i].answer(args.search_seconds * 4)
-    session.say(f"searched {len(searched)} of {len(names)} ops")
+    # These begin no other plan, but may have to compile one with torch.compile.
+    end = time.monotonic() + SECONDS_AFTER_SEARCH
+    for i, name in busy.items():
+        searched[name] = peers[i].answer(end - time.monotonic())
+    for i, peer in enumerate(peers):
+        if peer.error:  # its ops are measured all the same, without what it had found
+            searched |= {name: {"error": peer.error} for name in names if of_name[name] == i}
+            session.say(f"{peer.error}; started anew")
+            session.stop(peer)
+            peers[i] = start_peer(i)
+            ready(peers[i], START_SECONDS)
+    ran = [name for name, answer in searched.items() if answer.get("searched")]
+    session.say(f"searched {len(ran)} of {len(wanted)} ops, "
+                f"{sum(searched[name]['not_tried'] == 0 for name in ran)} of them to the end")
     content["ceilings"] = peers[0].ask("ceilings", "", MEASURE_SECONDS)
 
     for name in names:
@@ -403,8 +478,12 @@ def ops(session):
             content["left_out"].append(name)
             continue
         peer = peers[of_name[name]]
+        search = searched.get(name, {"error": "no time to search"})
+        if name not in wanted:
+            search = {"searched": True}
         row = {"name": name, "unit": "us", "peers": {}, "left_out": {},
-               "searched": searched.get(name)}
+               "searched": search.get("searched", False),
+               "not_tried": search.get("not_tried", 0), "search": search}
         rows.append(row)
         row["ours"] = ours.ask("prepare", name, PREPARE_SECONDS)
         row["survey"] = peer.ask("prepare", name, PREPARE_SECONDS)
@@ -628,9 +707,10 @@ def main():
     parser.add_argument("--models", type=shapes_of, default=shapes_of(MODEL_ROWS),
                         help=f"and rows; default: {MODEL_ROWS}")
     parser.add_argument("--max-autotune", type=shapes_of, default=shapes_of(AUTOTUNED_ROWS),
-                        help=f"of these, which also so; default: {AUTOTUNED_ROWS}")
+                        help="of these, which also so, in this order as long as there is time; "
+                        f"default: {AUTOTUNED_ROWS}")
     parser.add_argument("--ops", default="", help="those whose name contains this")
-    parser.add_argument("--processes", type=int, default=8, help="that search and compile for ops")
+    parser.add_argument("--processes", type=int, default=12, help="that search and compile for ops")
     parser.add_argument("--search-seconds", type=float, default=10,
                         help="for cuDNN's plans of one graph")
     parser.add_argument("--search-phase", type=float, default=150, help="seconds, for all ops")

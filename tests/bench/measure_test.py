@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """measure.py without a GPU: fake_worker.py stands for all that it starts."""
+import contextlib
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import make_tables
+import measure
+import stopwatch
 import turns
 
 
@@ -45,8 +48,49 @@ class MeasureTest(unittest.TestCase):
         # The fakes count: denoised's worker measures the rows of a model one after the other.
         self.assertEqual(rows[0]["peers"]["torch.compile, one graph"]["pairs"],
                          [[2.01, 3.01], [2.02, 3.02], [2.03, 3.03]])
+        self.assertEqual(rows[0]["ours"]["flop"], 1e9)
         self.assertEqual(rows[1]["peers"]["torch.compile, one graph"]["pairs"][0], [2.04, 3.01])
         self.assertEqual(self.read("models")["context"]["commit"], "abc")
+
+    def test_max_autotune_is_measured_in_order_as_far_as_time_goes(self):
+        self.measure("models", "--models=cifar10-32:1:16,adm-64:1", "--max-autotune=adm-64:1",
+                     "--rounds=1", "--seconds=1000")
+        left_out = [row["left_out"] for row in self.read("models")["rows"]]
+        self.assertEqual(left_out, [{measure.AUTOTUNED: "not in --max-autotune"}] * 2 + [{}])
+
+        # Time for two of three: each needs 25 seconds to be measured, 45 to compile, 10 at the end.
+        session = mock.Mock(left=lambda: 25 * 2 + 10 + 45.5)
+        done = measure.compiled_in_order(session, [("a", 1), ("b", 1), ("c", 1)], self.fake)
+        self.assertEqual(list(done), [("a", 1), ("b", 1)])
+        self.assertTrue(all("error" not in answer for _, answer in done.values()))
+
+    def test_a_compiler_that_takes_too_long_is_ended(self):
+        begin = time.monotonic()
+        session = mock.Mock(left=lambda: 81 - 200 * (time.monotonic() - begin))
+        with mock.patch.dict(os.environ, {"FAKE_COMPILER": "slow"}):
+            done = measure.compiled_in_order(session, [("a", 1), ("b", 1)], self.fake)
+        self.assertEqual(list(done), [("a", 1)])
+        self.assertIn("no answer", done[("a", 1)][1]["error"])
+        self.assertLess(time.monotonic() - begin, 60)
+
+    def fake(self, shape):
+        worker = turns.Worker(f"{shape}", [sys.executable, HERE / "fake_worker.py", "peer"],
+                              self.out / "workers.log")
+        self.addCleanup(worker.close)
+        return worker
+
+    def test_ops_say_whether_they_were_searched(self):
+        self.measure("ops", "--rounds=1", "--seconds=1000")
+        rows = self.read("ops")["rows"]
+        found = {row["name"].split("/")[0]: (row["searched"], row["not_tried"])
+                 for row in reversed(rows)}
+        self.assertFalse(rows[1]["searched"])  # the search raised
+        self.assertEqual(found["conv_bias_residual_silu"], (False, 0))
+        self.assertEqual(found["conv"], (True, 2))
+        self.assertEqual(found["linear"], (True, 0))  # there is nothing to search
+        self.measure("ops", "--rounds=1", "--seconds=1000", "--search-phase=0")
+        row = self.read("ops")["rows"][0]
+        self.assertEqual((row["searched"], row["search"]["error"]), (False, "no time to search"))
 
     def test_the_other_topics_write_what_the_tables_read(self):
         self.measure("digits", "ops", "clocks", "portable", "--models=cifar10-32:1", "--rounds=1",
@@ -69,8 +113,114 @@ class MeasureTest(unittest.TestCase):
     def test_what_there_was_no_time_for_is_named(self):
         self.measure("models", "ops", "--models=cifar10-32:1", "--rounds=1", "--seconds=2")
         self.assertEqual(self.read("models")["rows"][0]["left_out"],
-                         {"torch.compile, one graph": "no time left"})
+                         {"torch.compile, one graph": "no time left",
+                          measure.AUTOTUNED: "no time left"})
         self.assertEqual(len(self.read("ops")["left_out"]), 6)
+
+
+class AlternateTest(unittest.TestCase):
+    def test_who_is_first_alternates(self):
+        asked = []
+
+        def side(name):
+            def ask(_verb, _name, _seconds):
+                asked.append(name)
+                return {"ms": {"ours": 2.0, "peer": 3.0}[name]}
+            return mock.Mock(ask=ask)
+
+        log = mock.Mock(since=lambda begin: None)
+        result = turns.alternate((side("ours"), ""), (side("peer"), ""), 4, log, 1)
+        self.assertEqual(asked, ["ours", "peer", "peer", "ours"] * 2)
+        self.assertEqual(result["pairs"], [[2.0, 3.0]] * 4)
+
+    def test_a_round_that_fails_is_left_out(self):
+        ours = mock.Mock(ask=lambda *_: {"ms": 2.0})
+        peer = mock.Mock(ask=mock.Mock(side_effect=[{"ms": 3.0}, {"error": "ended"}]))
+        result = turns.alternate((ours, ""), (peer, ""), 3, mock.Mock(since=lambda _: None), 1)
+        self.assertEqual((result["pairs"], result["error"]), ([[2.0, 3.0]], "ended"))
+
+
+class StopwatchTest(unittest.TestCase):
+    def test_what_a_process_waits_for_the_lock_does_not_count(self):
+        @contextlib.contextmanager
+        def slow_lock():
+            time.sleep(0.5)
+            yield
+
+        watch = stopwatch.Stopwatch()
+        with watch.but_not_before(slow_lock()):
+            time.sleep(0.05)
+        self.assertGreaterEqual(watch.waited, 0.5)
+        self.assertAlmostEqual(watch.seconds() + watch.waited, time.monotonic() - watch.begin,
+                               delta=0.05)
+        self.assertGreaterEqual(watch.seconds(), 0.05)
+
+
+class PlansTest(unittest.TestCase):
+    """cudnn_plans.py's search with fake libraries: plan i takes 3 − i µs."""
+
+    def search(self, seconds, end, waits=0.0):
+        fakes = {name: mock.MagicMock() for name in ("cudnn", "torch", "peer")}
+        fakes["peer"].LEAST_LAUNCHES = 1
+        fakes["torch"].empty.return_value.numel.return_value = 1
+        fakes["peer"].median_ms.side_effect = [3e-3, 2e-3, 1e-3]
+        with mock.patch.dict(sys.modules, fakes):
+            import cudnn_plans
+            convolution = cudnn_plans.Convolution(None, [1, 1, 8, 8], [1, 1, 3, 3], [1, 1, 8, 8])
+            graph = convolution.graph
+            graph.get_execution_plan_count.return_value = 3
+            graph.get_plan_name_at_index.side_effect = "plan {}".format
+            graph.get_workspace_size_plan_at_index.return_value = 0
+
+            @contextlib.contextmanager
+            def alone():
+                time.sleep(waits)
+                yield
+
+            return convolution.search({}, seconds, alone, end)
+
+    def test_waiting_for_the_gpu_does_not_use_up_the_time(self):
+        found = self.search(seconds=0.2, end=float("inf"), waits=0.3)
+        self.assertEqual((found["worked"], found["not_tried"], found["fastest"]), (3, 0, "plan 2"))
+
+    def test_plans_that_were_not_tried_are_counted(self):
+        found = self.search(seconds=60, end=0)
+        self.assertEqual((found["worked"], found["not_tried"]), (0, 3))
+        self.assertIn("none was tried", found["error"])
+
+
+class RequestsTest(unittest.TestCase):
+    """`denoise` is a program that answers as it does."""
+
+    def requests(self, code):
+        folder = Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, folder)
+        program = folder / "denoise"
+        program.write_text(f"#!{sys.executable}\nimport json, sys\n{code}\n")
+        program.chmod(0o755)
+        session = mock.Mock(args=mock.Mock(requests=3))
+        server = mock.Mock(options=mock.Mock(denoise=program, work=folder), address="x:1")
+        return measure.Requests(session, server).ask("measure", "", 60)
+
+    def test_the_client_times_and_the_server_says_its_own(self):
+        answer = self.requests(
+            "if sys.argv[1] == 'bench':\n"
+            "  assert '-n' in sys.argv and 'count=16' in sys.argv\n"
+            "  print(json.dumps({'failed': 0, 'errors': [], 'latency_seconds': {'p50': 0.012}}))\n"
+            "else: print(json.dumps({'timing': {'total_seconds': 0.010}}))")
+        self.assertEqual({key: round(value, 6) for key, value in answer.items()},
+                         {"ms": 12.0, "ms_server": 10.0})
+
+    def test_without_the_servers_time_the_clients_is_kept(self):
+        answer = self.requests(
+            "if sys.argv[1] != 'bench': sys.exit(1)\n"
+            "print(json.dumps({'failed': 0, 'errors': [], 'latency_seconds': {'p50': 0.012}}))")
+        self.assertEqual(list(answer), ["ms"])
+
+    def test_an_error_is_told(self):
+        self.assertIn("error", self.requests("sys.exit(1)"))
+        self.assertIn("bad", self.requests(
+            "print(json.dumps({'failed': 3, 'errors': ['bad'], 'latency_seconds': None}))")["error"])
 
 
 class WorkerTest(unittest.TestCase):

@@ -4,12 +4,14 @@
 usage: peer_ops.py [--lock=FILE] [--search-seconds=12]
 
 Requests, each with the name of an op as backend-throughput lists them:
-  search NAME    what can be done side by side with other processes: builds cuDNN's plans and times
-                 them one at a time on the GPU (whoever holds --lock), compiles with torch.compile
+  search NAME END  what can be done side by side with other processes: builds cuDNN's plans and
+                 times them one at a time on the GPU (whoever holds --lock), compiles with
+                 torch.compile. No plan is begun after END, seconds of the monotonic clock. Answers
+                 "searched", whether it found what it can, and "not_tried", how many plans it left
   prepare NAME   captures every candidate, times each once and keeps the fastest. Alone on the GPU.
   measure NAME   the microseconds of the fastest
   ceilings       FLOP/s of a GEMM of 8192³ on normal data, bytes/s of a copy of 1 GiB
-  variant NAME   one way to time cuDNN on [8, 256, 128, 128]; see variants()
+  variant NAME   one way to time cuDNN on [8, 256, 128, 128]; see variant()
 
 All in bf16, channels last, in CUDA graphs, over activations that rotate through more memory than
 the last cache holds. A candidate that refuses a shape is left out. Without nvidia-cudnn-frontend
@@ -61,6 +63,7 @@ class Library:
         self.lock, self.search_seconds = lock, search_seconds
         self.handle = cudnn.create_handle() if cudnn else None
         self.plans = {}
+        self.end = float("inf")  # of searches, of time.monotonic()
 
     @contextlib.contextmanager
     def alone(self):
@@ -80,10 +83,10 @@ class Library:
             convolution = cudnn_plans.Convolution(self.handle, shapes["x"], shapes["weight"], out,
                                                   **graph)
             try:
-                found = convolution.search(tensors, self.search_seconds, self.alone)
+                found = convolution.search(tensors, self.search_seconds, self.alone, self.end)
             except Exception as error:
-                convolution, found = None, {"error": f"{type(error).__name__}: {error}"[:300]}
-            self.plans[key] = convolution, found
+                found = {"error": f"{type(error).__name__}: {error}"[:300]}
+            self.plans[key] = None if "error" in found else convolution, found
         return self.plans[key]
 
 
@@ -272,6 +275,15 @@ OPS = {"conv": Convolutions, "conv_bias_residual_silu": Convolutions,
        "linear": Linears, "attention": Attentions, "group_norm_silu": GroupNorms}
 
 
+def result_of_search(details):
+    """`details`: of the searches for cuDNN's plans of one op. That of the convolution alone,
+    "cuDNN", must have found one; cuDNN may lack a fused graph, which then has an "error"."""
+    alone = details.get("cuDNN")
+    return {"searched": alone is None or alone.get("worked", 0) > 0,
+            "not_tried": sum(each.get("not_tried", 0) for each in details.values()),
+            "details": details}
+
+
 def shape_of(name):
     """"conv/rows:64/size:32/…" → "conv", {"rows": 64, "size": 32, …}."""
     op, *arguments = name.split("/")
@@ -353,10 +365,12 @@ class Worker:
             self.ops[name] = OPS[op](self.library, op, **shape)
         return self.ops[name]
 
-    def search(self, name):
+    def search(self, asked):
+        name, end = asked.split()
+        self.library.end = float(end)
         self.op(name).search()
         torch.cuda.empty_cache()
-        return {"details": self.op(name).details}
+        return result_of_search(self.op(name).details)
 
     def prepare(self, name):
         self.prepared = None

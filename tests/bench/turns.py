@@ -63,6 +63,10 @@ class Worker:
             self._fail(f"wrote no JSON: {line[:100]!r}")
             return {"error": self.error}
 
+    def has_answer(self):
+        """Whether answer() would return at once, if only an error."""
+        return bool(self.error) or not self.lines.empty()
+
     def send(self, verb, name=""):
         if self.error:
             return
@@ -129,28 +133,30 @@ class GpuLog:
 
 
 def alternate(ours, peer, rounds, log, seconds):
-    """Asks two (worker, name) to measure in turns: ours, peer, ours, peer, …
+    """Asks two (worker, name) to measure in turns: ours, peer, peer, ours, ours, peer, … Who is
+    first alternates, so that neither always finds the GPU as the other has left it.
 
     Returns {"pairs": [[ours, peer], …], "clocks": {"ours": …, "peer": …}} and, where a worker
     failed, "error". The unit is that of the answers, "ms" or "us".
     """
     pairs, clocks, extra = [], {"ours": [], "peer": []}, {}
     result = {"pairs": pairs}
-    for _ in range(rounds):
-        pair = []
-        for side, (worker, name) in (("ours", ours), ("peer", peer)):
+    for i in range(rounds):
+        pair = {}
+        sides = [("ours", ours), ("peer", peer)]
+        for side, (worker, name) in sides if i % 2 == 0 else reversed(sides):
             begin = time.monotonic()
             answer = worker.ask("measure", name, seconds)
             if "error" in answer:
                 result["error"] = answer["error"]
                 break
             clocks[side].append(log.since(begin))
-            pair.append(answer.pop("ms") if "ms" in answer else answer.pop("us"))
+            pair[side] = answer.pop("ms") if "ms" in answer else answer.pop("us")
             for key, value in answer.items():
                 extra.setdefault(side, {}).setdefault(key, []).append(value)
         if len(pair) < 2:
             break
-        pairs.append(pair)
+        pairs.append([pair["ours"], pair["peer"]])
     result["clocks"] = {
         side: {name: statistics.median(each[name] for each in logged) for name in CLOCKS}
         for side, logged in ((side, [each for each in some if each]) for side, some in
