@@ -26,10 +26,15 @@ MODEL_BARS = {"cifar10-32/rows:1": 2.5, "cifar10-32/rows:16": 2.0, "cifar10-32/r
               "celebahq-256/rows:16": 1.75}
 CONV_BAR, FUSED_BAR, LINEAR_BAR, ATTENTION_BAR = 1.0, 1.3, 0.95, 1.0
 NORM_BAR, LAST_LEVEL_CACHE = 0.85, 60 << 20  # of a copy, for images larger than the H200's L2
+OP_BARS = {"conv": CONV_BAR, "conv_bias_residual_silu": FUSED_BAR, "linear": LINEAR_BAR,
+           "attention": ATTENTION_BAR}
 PORTABLE_BAR = 0.55
 START_BARS = {"cifar10-32": 3, "adm-64": 6}  # seconds, the first start
 WEIGHTS_BAR = 5  # GB/s
 LOOP_BARS = {"cifar10-32/rows:1": 0.10, "cifar10-32/rows:64": 0.03}
+EXPECTED_OPS = (Path(__file__).parent / "ops.txt").read_text().split()
+DIGITS_BAR = 1.0
+HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
 SATURATION_BAR, P99_BAR, PREVIEW_BAR, OVERHEAD_BAR = 0.97, 0.5, 3, 0.5e-3
 
 
@@ -41,14 +46,17 @@ def ours_of(row):
     return statistics.median(pair[0] for pair in pairs) if pairs else row.get("us")
 
 
+def ratios_of(peer):
+    return [theirs / ours for ours, theirs in peer["pairs"]]
+
+
 def ratio_of(peer):
-    return statistics.median(theirs / ours for ours, theirs in peer["pairs"])
+    return statistics.median(ratios_of(peer))
 
 
-def best_of(row, labels=None):
+def best_of(row):
     """(label, the peer's median, ratio) of the fastest peer; None without one."""
-    found = [(ratio_of(peer), label) for label, peer in row["peers"].items()
-             if peer["pairs"] and (labels is None or labels(label))]
+    found = [(ratio_of(peer), label) for label, peer in row["peers"].items() if peer["pairs"]]
     if not found:
         return None
     ratio, label = min(found)
@@ -61,7 +69,115 @@ def arguments(name):
     return op, {key: int(value) for key, value in (each.split(":") for each in rest)}
 
 
+def rows_by_name(file, expected):
+    """The rows of a file, and None for those that are expected and not there."""
+    found = {row["name"]: row for row in file["rows"]}
+    return {name: found.get(name) for name in dict.fromkeys([*expected, *found])}
+
+
+def ops_of(file, *kinds):
+    """Those of tests/bench/ops.txt and of the file, of these kinds."""
+    return {name: row for name, row in rows_by_name(file, EXPECTED_OPS).items()
+            if arguments(name)[0] in kinds}
+
+
+# ---- Verdicts
+
+MET, MISS, NOISE, NOT_MEASURED = "met", "**miss**", "within noise", "**not measured**"
+OLD, NOT_SEARCHED = "old method", "no verdict"
+
+
+def is_old(context, row=None):
+    """Whether the figures, or the peers of a row, are not those of the method."""
+    labels = [label for label, peer in (row or {"peers": {}})["peers"].items() if peer["pairs"]]
+    return "source" in context or any(label.startswith("torch.compile ") for label in labels)
+
+
+def verdict(values, bar, old=False, searched=True):
+    """`values`: of all rounds, the higher the better; `bar` None: there is none."""
+    if not values:
+        return NOT_MEASURED
+    if bar is None:
+        return ""
+    if old:
+        return OLD if statistics.median(values) >= bar else f"{MISS}, {OLD}"
+    if not searched:
+        return NOT_SEARCHED
+    if min(values) < bar <= max(values):
+        return NOISE
+    return MET if statistics.median(values) >= bar else MISS
+
+
+def holds(condition):
+    return MET if condition else MISS
+
+
+def at_most(value, bar):
+    return verdict([-value], -bar)
+
+
+def worst_of(verdicts):
+    order = [NOT_MEASURED, f"{MISS}, {OLD}", MISS, NOT_SEARCHED, NOISE, OLD, MET]
+    return next((each for each in order if each in verdicts), "")
+
+
+def summary(verdicts):
+    judged = [each for each in verdicts if each]
+    met = judged.count(MET)
+    if met == len(judged):
+        return f"All {len(judged)} rows reach their bar"
+    rest = ", ".join(f"{judged.count(each)} {each}" for each in dict.fromkeys(judged)
+                     if each != MET)
+    return f"{met} of {len(judged)} rows reach their bar ({rest})"
+
+
+def count_misses(verdicts):
+    return ["", summary(verdicts) + "."]
+
+
+class Compared:
+    """A row beside its fastest peer, and the cells of a table that say so."""
+
+    def __init__(self, row, bar, context):
+        best = best_of(row) if row else None
+        self.measured = bool(best)
+        self.label, self.theirs, self.ratio = best or ("–", None, None)
+        self.ours = ours_of(row) if row else None
+        self.searched = not row or row.get("searched", True)
+        self.not_tried = row.get("not_tried", 0) if row else 0
+        self.ratios = ratios_of(row["peers"][self.label]) if best else []
+        self.planned = context.get("rounds", 1)
+        self.verdict = verdict(self.ratios, bar, is_old(context, row) if row else False,
+                               self.searched)
+
+    def cell(self):
+        if not self.measured:
+            return "–"
+        text = spread(self.ratios)
+        if len(self.ratios) < self.planned:
+            text += f", {len(self.ratios)} of {self.planned} rounds"
+        return text + ("" if self.searched else " ¹") + (" ²" if self.not_tried else "")
+
+
+def footnotes(compared):
+    lines = []
+    if any(each.measured and not each.searched for each in compared):
+        lines.append("¹ The search for the peer's fastest kernel did not run: no verdict.")
+    if any(each.measured and each.not_tried for each in compared):
+        lines.append("² Some of cuDNN's plans were not tried: the search had no more time.")
+    return ["", *lines] if lines else []
+
+
 # ---- How they are written
+
+RATIO = "Peer's time ÷ denoised's"
+
+
+def spread(ratios):
+    """The median and, of several rounds, the least and the most."""
+    text = times(statistics.median(ratios))
+    return text + (f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else "")
+
 
 def number(value, digits=3):
     """So many significant digits, without an exponent."""
@@ -69,6 +185,12 @@ def number(value, digits=3):
         return "–"
     places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(0, places)}f}"
+
+
+def with_flops(row, us):
+    if us is None or "flop" not in row.get("ours", {}):
+        return number(us)
+    return f"{number(us)} ({number(row['ours']['flop'] / us * 1e-6)})"
 
 
 def times(ratio):
@@ -81,10 +203,6 @@ def percent(share, digits=0):
 
 def seconds(value):
     return f"{number(value)} s" if value >= 1 else f"{number(1e3 * value)} ms"
-
-
-def verdict(met):
-    return "" if met is None else "met" if met else "**miss**"
 
 
 def table(heads, rows):
@@ -112,7 +230,7 @@ def origin(*contexts):
                  f"driver {context['driver']}" if context.get("driver") else None,
                  *(f"{names.get(name, name)} {value}" for name, value in peers.items()
                    if name != "gpu"),
-                 f"{context['rounds']} rounds" if context.get("rounds", 1) > 1 else None,
+                 f"{context['rounds']} rounds" if context.get("rounds", 1) > 1 else "one round",
                  f"load average {context['load_average']}" if isinstance(
                      context.get("load_average"), str) else None,
                  context.get("source")]
@@ -130,13 +248,6 @@ def clocks_of(rows):
     watts, celsius = (max(each[name] for each in logged) for name in ("watts", "celsius"))
     return ["", f"SM clock {low:.0f} to {high:.0f} MHz, at most {watts:.0f} W and {celsius:.0f} °C "
                 "(medians of a measurement)."]
-
-
-def count_misses(verdicts):
-    judged = [each for each in verdicts if each is not None]
-    missed = judged.count(False)
-    return ["", f"{missed} of {len(judged)} rows miss their bar." if missed
-            else f"All {len(judged)} rows reach their bar."]
 
 
 # ---- Tables, by name. `data` is the name of a file without its extension → its content, or None.
@@ -158,33 +269,39 @@ def digits(data):
                     theirs = statistics.median(pair[1] for pair in peer["pairs"])
                     rows.append([where, what[row["name"]],
                                  seconds(1e-3 * statistics.median(p[0] for p in peer["pairs"])),
-                                 seconds(1e-3 * theirs), label, times(ratio_of(peer))])
+                                 seconds(1e-3 * theirs), label, spread(ratios_of(peer))])
     return origin(*contexts) + table(
-        ["Device", "16 digits", "denoised", "PyTorch", "as", "Ratio"], rows)
+        ["Device", "16 digits", "denoised", "PyTorch", "as", RATIO], rows)
+
+
+def compared_models(data):
+    """(row, Compared) by name, of all that have a bar."""
+    file = data("models")
+    return {name: (row, Compared(row, MODEL_BARS.get(name), file["context"]))
+            for name, row in rows_by_name(file, MODEL_BARS).items()}
 
 
 def models(data):
     file = data("models")
-    rows, verdicts, last = [], [], None
-    for row in file["rows"]:
-        model, count = row["name"].split("/rows:")
-        best = best_of(row)
-        if not best:
-            continue
-        label, theirs, ratio = best
-        bar = MODEL_BARS.get(row["name"])
-        verdicts.append(ratio >= bar if bar else None)
-        others = "; ".join(f"{other} {number(statistics.median(p[1] for p in peer['pairs']))}"
-                           for other, peer in row["peers"].items()
-                           if other != label and peer["pairs"])
-        rows.append(["" if model == last else model, count, f"{number(ours_of(row))} ms",
-                     number(row["ours"]["flop"] / ours_of(row) * 1e-9), f"{number(theirs)} ms",
-                     label + (f" ({others})" if others else ""), times(ratio),
-                     f"{bar}×" if bar else "", verdict(verdicts[-1])])
+    rows, last, found = [], None, compared_models(data)
+    for name, (row, each) in found.items():
+        model, count = name.split("/rows:")
+        ways = row["peers"] if row else {}
+        others = [f"{other} {number(statistics.median(p[1] for p in peer['pairs']))}"
+                  for other, peer in ways.items() if other != each.label and peer["pairs"]]
+        if each.measured and not any("max-autotune" in way and ways[way]["pairs"] for way in ways):
+            others.append("max-autotune not measured")
+        speed = row["ours"]["flop"] / each.ours * 1e-9 if each.measured else None
+        bar = MODEL_BARS.get(name)
+        rows.append(["" if model == last else model, count, f"{number(each.ours)} ms",
+                     number(speed), f"{number(each.theirs)} ms",
+                     each.label + (f" ({'; '.join(others)})" if others else ""), each.cell(),
+                     f"{bar}×" if bar else "", each.verdict])
         last = model
     return (origin(file["context"]) +
-            table(["Model", "Rows", "denoised", "TFLOP/s", "PyTorch", "as (other ways, ms)", "Ratio",
-                   "Bar", ""], rows) + count_misses(verdicts) + clocks_of(file["rows"]))
+            table(["Model", "Rows", "denoised", "TFLOP/s", "PyTorch", "as (other ways, ms)", RATIO,
+                   "Bar", ""], rows) +
+            count_misses([each.verdict for _, each in found.values()]) + clocks_of(file["rows"]))
 
 
 def memory(data):
@@ -195,7 +312,7 @@ def memory(data):
         if "MiB_device" in row["ours"] and "MiB_reserved" in details:
             rows.append([row["name"].replace("/rows:", ", "), f"{row['ours']['MiB_device']:.0f} MiB",
                          f"{details['MiB_allocated']} MiB", f"{details['MiB_reserved']} MiB"])
-    return table(["Model, rows", "denoised", "PyTorch, allocated", "PyTorch, reserved"], rows)
+    return origin(data("models")["context"]) + table(["Model, rows", "denoised", "PyTorch, allocated", "PyTorch, reserved"], rows)
 
 
 def loop(data):
@@ -207,113 +324,110 @@ def loop(data):
             continue
         forward, whole = statistics.median(alone), ours_of(row)
         more, bar = whole / forward - 1, LOOP_BARS.get(row["name"])
-        verdicts.append(more <= bar if bar else None)
+        verdicts.append(at_most(more, bar) if bar else "")
         rows.append([*row["name"].split("/rows:"), f"{number(forward, 4)} ms",
                      f"{number(whole, 4)} ms", percent(more, 1), f"≤ {percent(bar)}" if bar else "",
-                     verdict(verdicts[-1])])
-    return table(["Model", "Rows", "Model alone", "Evaluation", "More", "Bar", ""], rows)
+                     verdicts[-1]])
+    return origin(data("models")["context"]) + table(["Model", "Rows", "Model alone", "Evaluation", "More", "Bar", ""], rows)
+
+
+def compared_ops(data, bar, *kinds):
+    """(row, Compared) by name, of all ops of these kinds."""
+    file = data("ops")
+    return {name: (row, Compared(row, bar, file["context"]))
+            for name, row in ops_of(file, *kinds).items()}
 
 
 def convolutions(data):
     file = data("ops")
-    by_name = {row["name"]: row for row in file["rows"]}
-    rows, verdicts = [], []
-    for row in file["rows"]:
-        op, shape = arguments(row["name"])
-        best = best_of(row)
-        if op != "conv" or not best:
-            continue
-        label, theirs, ratio = best
-        bare = ratio >= CONV_BAR
+    rows, all_of, verdicts = [], [], []
+    fused = compared_ops(data, FUSED_BAR, "conv_bias_residual_silu")
+    for name, (row, bare) in compared_ops(data, CONV_BAR, "conv").items():
+        shape = arguments(name)[1]
         cells = [f"[{shape['rows']}, {shape['size']}, {shape['in']}, {shape['out']}]",
-                 f"{number(ours_of(row))} ({number(row['ours']['flop'] / ours_of(row) * 1e-6)})",
-                 number(theirs), times(ratio)]
-        fused = by_name.get(row["name"].replace("conv/", "conv_bias_residual_silu/"))
-        best = fused and best_of(fused)
-        met = bare
-        if best:
-            met = bare and best[2] >= FUSED_BAR
-            cells += [number(ours_of(fused)), number(best[1]), best[0], times(best[2])]
+                 with_flops(row or {}, bare.ours), number(bare.theirs), bare.cell()]
+        both = [bare]
+        beside = fused.get(name.replace("conv/", "conv_bias_residual_silu/"))
+        if beside:
+            both.append(beside[1])
+            cells += [number(both[1].ours), number(both[1].theirs), both[1].label, both[1].cell()]
         else:
             cells += [""] * 4
-        verdicts.append(met)
-        rows.append([*cells, verdict(met)])
+        verdicts.append(worst_of([each.verdict for each in both]))
+        all_of += both
+        rows.append([*cells, verdicts[-1]])
     return (origin(file["context"]) + table(
-        ["[images, edge, channels, outputs]", "denoised", "cuDNN", "Ratio", "fused: denoised",
-         "peer", "as", "Ratio", ""], rows) + count_misses(verdicts) + clocks_of(file["rows"]))
+        ["[images, edge, channels, outputs]", "denoised", "cuDNN", RATIO, "fused: denoised",
+         "peer", "as", RATIO, ""], rows) + footnotes(all_of) + count_misses(verdicts) +
+            clocks_of(file["rows"]))
 
 
 def other_convolutions(data):
-    file = data("ops")
     kinds = {"conv_shortcut": "with a 1×1 shortcut from {shortcut} channels",
              "conv_down": "stride 2", "conv_up": "doubled before (nine taps counted)"}
-    rows = []
-    for row in file["rows"]:
-        op, shape = arguments(row["name"])
-        best = best_of(row)
-        if op not in kinds or not best:
-            continue
+    rows, found = [], compared_ops(data, CONV_BAR, *kinds)
+    for name, (_, each) in found.items():
+        op, shape = arguments(name)
         rows.append([f"[{shape['rows']}, {shape['size']}, {shape['in']}, {shape['out']}], " +
-                     kinds[op].format(**shape), number(ours_of(row)), number(best[1]), best[0],
-                     times(best[2]), verdict(best[2] >= CONV_BAR)])
-    return table(["Convolution", "denoised", "peer", "as", "Ratio", ""], rows)
+                     kinds[op].format(**shape), number(each.ours), number(each.theirs), each.label,
+                     each.cell(), each.verdict])
+    all_of = [each for _, each in found.values()]
+    return (origin(data("ops")["context"]) +
+            table(["Convolution", "denoised", "peer", "as", RATIO, ""], rows) + footnotes(all_of) +
+            count_misses([each.verdict for each in all_of]))
 
 
 def linears(data):
-    file = data("ops")
-    rows, verdicts = [], []
-    for row in file["rows"]:
-        op, shape = arguments(row["name"])
-        best = best_of(row)
-        if op != "linear" or not best:
-            continue
-        verdicts.append(best[2] >= LINEAR_BAR)
-        tried = row.get("cublaslt", {}).get("algorithms_us")
+    rows, found = [], compared_ops(data, LINEAR_BAR, "linear")
+    for name, (row, each) in found.items():
+        shape = arguments(name)[1]
+        tried = (row or {}).get("cublaslt", {}).get("algorithms_us")
         rows.append([f"{shape['rows'] * shape['tokens']} × {shape['in']} → {shape['out']}",
-                     f"{number(ours_of(row))} ({number(row['ours']['flop'] / ours_of(row) * 1e-6)})",
-                     number(best[1]), best[0] + (f", best of {len(tried)}" if tried and
-                                                 best[0] == "cuBLASLt" else ""),
-                     times(best[2]), verdict(verdicts[-1])])
-    return table(["Rows × inputs → outputs", "denoised", "peer", "as", "Ratio", ""],
-                 rows) + count_misses(verdicts)
+                     with_flops(row or {}, each.ours), number(each.theirs),
+                     each.label + (f", best of {len(tried)}" if tried and
+                                   each.label == "cuBLASLt" else ""), each.cell(), each.verdict])
+    return (origin(data("ops")["context"]) +
+            table(["Rows × inputs → outputs", "denoised", "peer", "as", RATIO, ""], rows) +
+            count_misses([each.verdict for _, each in found.values()]))
 
 
 def attentions(data):
-    file = data("ops")
-    rows, verdicts = [], []
-    for row in file["rows"]:
-        op, shape = arguments(row["name"])
-        best = best_of(row)
-        if op != "attention" or not best:
-            continue
-        verdicts.append(best[2] >= ATTENTION_BAR)
+    rows, found = [], compared_ops(data, ATTENTION_BAR, "attention")
+    for name, (row, each) in found.items():
+        shape = arguments(name)[1]
         rows.append([f"[{shape['rows']}, {shape['heads']}, {shape['tokens']}, {shape['dim']}]",
-                     f"{number(ours_of(row))} ({number(row['ours']['flop'] / ours_of(row) * 1e-6)})",
-                     number(best[1]), best[0], times(best[2]), verdict(verdicts[-1])])
-    return table(["[images, heads, tokens, dim]", "denoised", "PyTorch", "as", "Ratio", ""],
-                 rows) + count_misses(verdicts)
+                     with_flops(row or {}, each.ours), number(each.theirs), each.label,
+                     each.cell(), each.verdict])
+    return (origin(data("ops")["context"]) +
+            table(["[images, heads, tokens, dim]", "denoised", "PyTorch", "as", RATIO, ""], rows) +
+            count_misses([each.verdict for _, each in found.values()]))
 
 
 def group_norms(data):
     file = data("ops")
     copy = file["ceilings"]["bytes_per_s"]
     rows, verdicts = [], []
-    for row in file["rows"]:
-        op, shape = arguments(row["name"])
-        best = best_of(row)
-        if op != "group_norm_silu" or not best:
+    for name, row in ops_of(file, "group_norm_silu").items():
+        shape = arguments(name)[1]
+        best = best_of(row) if row else None
+        if not best:
+            verdicts.append(NOT_MEASURED)
+            rows.append([f"[{shape['rows']}, {shape['size']}, {shape['channels']}]",
+                         *["–"] * 6, NOT_MEASURED])
             continue
         us, size = ours_of(row), row["ours"]["bytes"]
         share = size / us * 1e6 / copy
         judged = size / 2 > LAST_LEVEL_CACHE
-        verdicts.append(share >= NORM_BAR if judged else None)
+        verdicts.append(verdict([size / pair[0] * 1e6 / copy for peer in row["peers"].values()
+                                 for pair in peer["pairs"]], NORM_BAR if judged else None,
+                                is_old(file["context"], row)))
         least = row.get("survey", {}).get("candidates_us", {}).get("pass")
         rows.append([f"[{shape['rows']}, {shape['size']}, {shape['channels']}]",
                      f"{size / 2 / (1 << 20):.0f}", number(us), percent(share, 1),
                      percent(least / us) if least else "–", f"{number(best[1])} {best[0]}",
-                     times(best[2]), verdict(verdicts[-1])])
-    return table(["[images, edge, channels]", "MiB", "denoised", "Of the copy", "Of a pass",
-                  "PyTorch", "Ratio", ""], rows) + count_misses(verdicts)
+                     spread(ratios_of(row["peers"][best[0]])), verdicts[-1]])
+    return origin(file["context"]) + table(["[images, edge, channels]", "MiB", "denoised", "Of the copy", "Of a pass",
+                  "PyTorch", RATIO, ""], rows) + count_misses(verdicts)
 
 
 def ceilings(data):
@@ -321,7 +435,7 @@ def ceilings(data):
     found = [(name, file[key]) for key, name in (
         ("ceilings_before", "before"), ("ceilings", "during"), ("ceilings_after", "after"))
         if key in file and "error" not in file[key]]
-    return table(["Measured", "GEMM of 8192³", "Copy of 1 GiB"], [
+    return origin(file["context"]) + table(["Measured", "GEMM of 8192³", "Copy of 1 GiB"], [
         [name, f"{number(each['flop_per_s'] * 1e-12)} TFLOP/s",
          f"{number(each['bytes_per_s'] * 1e-12)} TB/s"] for name, each in found])
 
@@ -349,10 +463,11 @@ def portable(data):
     rows, verdicts = [], []
     for row in file["rows"]:
         ratio = ratio_of(row["peers"]["generic"])
-        verdicts.append(1 / ratio >= PORTABLE_BAR)
+        verdicts.append(verdict([1 / each for each in ratios_of(row["peers"]["generic"])],
+                                PORTABLE_BAR, is_old(file["context"])))
         generic = statistics.median(pair[1] for pair in row["peers"]["generic"]["pairs"])
         rows.append([*row["name"].split("/rows:"), f"{number(ours_of(row))} ms",
-                     f"{number(generic)} ms", percent(1 / ratio, 1), verdict(verdicts[-1])])
+                     f"{number(generic)} ms", percent(1 / ratio, 1), verdicts[-1]])
     return (origin(file["context"]) +
             table(["Model", "Rows", "For Hopper", "For every GPU", "Speed kept", ""], rows) +
             count_misses(verdicts))
@@ -367,7 +482,7 @@ def start(data):
         first, *later = [run["serving_seconds"] for run in each["runs"]]
         bar = START_BARS[each["model"]]
         rows.append([f"{each['model']}, {each['weights_bytes'] >> 20} MiB of weights",
-                     f"{first:.2f} s", f"≤ {bar} s", verdict(first <= bar),
+                     f"{first:.2f} s", f"≤ {bar} s", at_most(first, bar),
                      f"{statistics.median(later):.2f} s" if later else "–"])
     return origin(file["context"]) + table(
         ["Model", "First start", "Bar", "", "Later starts"], rows)
@@ -381,7 +496,7 @@ def weights(data):
         rates = [row.get("gb_per_s") or 1e-9 * row["bytes"] / row["seconds"] for row in some]
         rows.append([model, f"{1e-6 * some[0]['bytes']:.0f} MB",
                      ", ".join(f"{rate:.1f}" for rate in rates),
-                     f"≥ {WEIGHTS_BAR}", verdict(statistics.median(rates) >= WEIGHTS_BAR)])
+                     f"≥ {WEIGHTS_BAR}", verdict(rates, WEIGHTS_BAR)])
     return origin(file["context"]) + table(["Model", "Weights", "GB/s", "Bar", ""], rows)
 
 
@@ -428,20 +543,23 @@ def splits(data):
 
 
 def saturation_rows(figures, where):
+    shares = [ours / bare for bare, ours in zip(figures["engine_images_per_second"],
+                                                figures["server_images_per_second"])]
     bare = statistics.median(figures["engine_images_per_second"])
     served = statistics.median(figures["server_images_per_second"])
     return [[f"Images/s at saturation, {where}", f"≥ {percent(SATURATION_BAR)} of the engine's",
-             f"{percent(served / bare, 1)}: {number(served, 4)} of {number(bare, 4)}",
-             verdict(served / bare >= SATURATION_BAR)]]
+             f"{percent(statistics.median(shares), 1)} ({percent(min(shares), 1)} to "
+             f"{percent(max(shares), 1)}): {number(served, 4)} of {number(bare, 4)}",
+             verdict(shares, SATURATION_BAR)]]
 
 
 def storm_rows(figures, where):
     return [[f"{figures['cancelled']:,} requests cancelled at random moments, {where}",
              "nothing left behind", f"{figures['left_inside']:.0f} images left",
-             verdict(figures["left_inside"] == 0 and figures["cancelled"] >= 10_000)],
+             holds(figures["left_inside"] == 0 and figures["cancelled"] >= 10_000)],
             [f"{figures['compared']} of the {figures['survived']:,} survivors, drawn again by an idle "
              "server", "equal bytes", f"{figures['differ']} differ",
-             verdict(figures["differ"] == 0)]]
+             holds(figures["differ"] == 0)]]
 
 
 def serving(data):
@@ -454,12 +572,12 @@ def serving(data):
     rate = [mode["images_per_second"] for mode in (step, request)]
     rows += [["Batching by step over batching by request, 80 % load: p99", f"≤ {P99_BAR}",
               f"{p99[0] / p99[1]:.2f}: {seconds(p99[0])} of {seconds(p99[1])} (p50 "
-              f"{seconds(p50[0])} and {seconds(p50[1])})", verdict(p99[0] <= P99_BAR * p99[1])],
+              f"{seconds(p50[0])} and {seconds(p50[1])})", holds(p99[0] <= P99_BAR * p99[1])],
              ["the same: images/s", "≥ 1", f"{rate[0] / rate[1]:.2f}: {number(rate[0])} and "
-              f"{number(rate[1])}", verdict(rate[0] >= rate[1])],
+              f"{number(rate[1])}", holds(rate[0] >= rate[1])],
              ["the same: first preview after the queue", f"< {PREVIEW_BAR} evaluations",
               f"{batching['first_preview_evaluations']:.1f}",
-              verdict(batching["first_preview_evaluations"] < PREVIEW_BAR)]]
+              holds(batching["first_preview_evaluations"] < PREVIEW_BAR)]]
     rows += storm_rows(storm["figures"]["storm"], "GPU")
     figures = cpu["figures"]
     rows += saturation_rows(figures["saturation"], "CPU backend")
@@ -469,17 +587,18 @@ def serving(data):
     rows += [["CPU time of a unary request of one step: server + client − engine alone",
               f"≤ {seconds(OVERHEAD_BAR)}", f"{seconds(extra)} = "
               f"{1e3 * spent['server_cpu_seconds']:.2f} + {1e3 * spent['client_cpu_seconds']:.2f} − "
-              f"{1e3 * spent['engine_cpu_seconds']:.2f}", verdict(extra <= OVERHEAD_BAR)],
+              f"{1e3 * spent['engine_cpu_seconds']:.2f}", holds(extra <= OVERHEAD_BAR)],
              ["1,000 streams at any time, with previews", "no error",
               f"{figures['streams']['succeeded']:,} requests, {figures['streams']['failed']} failed",
-              verdict(figures["streams"]["failed"] == 0)]]
+              holds(figures["streams"]["failed"] == 0)]]
     rows += storm_rows(figures["storm"], "CPU backend")
     soak = figures["soak"]
+    first, last = soak["idle"][0], soak["idle"][-1]
+    left = 1024 * (last["heap_kib"] - first["heap_kib"]) / (last["images"] - first["images"])
     rows += [[f"Soak: {soak['minutes']} minutes with 64 requests in flight",
-              "no error, memory flat within 3 standard errors",
-              f"{soak['images']:,} images, {soak['failed']} failed; {soak['kib_per_minute']:+.1f} ± "
-              f"{soak['error']:.1f} KiB a minute",
-              verdict(soak["failed"] == 0 and abs(soak["kib_per_minute"]) <= 3 * soak["error"])]]
+              f"no error, ≤ {HEAP_BAR} bytes of heap left by an image",
+              f"{soak['images']:,} images, {soak['failed']} failed; {left:+.2f} bytes "
+              "left by an image", holds(soak["failed"] == 0 and left <= HEAP_BAR)]]
     return origin(gpu["context"], storm["context"], cpu["context"]) + table(
         ["Benchmark", "Bar", "Measured", ""], rows)
 
@@ -505,7 +624,7 @@ def scheduling(data):
 
 def scheduling_host(data):
     file = data("scheduling")
-    return table(["Requests waiting", *(f"{each['waiting']:,}" for each in file["host"])],
+    return origin(file["context"]) + table(["Requests waiting", *(f"{each['waiting']:,}" for each in file["host"])],
                  [["Host time of an evaluation, median",
                    *(f"{each['host_us']:.0f} µs" for each in file["host"])]])
 
@@ -522,14 +641,15 @@ def headline(data):
     best = min((ratio_of(peer), label) for row in file["rows"] if row["name"] == "request"
                for label, peer in row["peers"].items() if peer["pairs"])
     rows.append(["16 guided digits, a whole request, GPU", f"{best[1]}, sampling alone",
-                 times(best[0])])
+                 times(best[0]), verdict([best[0]], DIGITS_BAR, is_old(file["context"]))])
     for row in file["rows"]:
         if row["name"] == "evaluations":
             label, _, ratio = best_of(row)
-            rows.append(["their ten evaluations", label, times(ratio)])
+            rows.append(["their ten evaluations", label, times(ratio), ""])
     ratios = [best_of(row)[2] for row in data("models")["rows"] if best_of(row)]
     rows.append([f"One evaluation of a UNet, {len(ratios)} combinations of model and rows",
-                 "PyTorch's fastest", f"{times(min(ratios))} to {times(max(ratios))}"])
+                 "PyTorch's fastest", f"{times(min(ratios))} to {times(max(ratios))}",
+                 summary([each.verdict for _, each in compared_models(data).values()])])
     for op, what, peer in (("conv", "3×3 convolutions", "cuDNN"),
                            ("conv_bias_residual_silu", "3×3 convolutions with bias, residual and SiLU",
                             "cuDNN and what follows"),
@@ -539,8 +659,11 @@ def headline(data):
                   if arguments(row["name"])[0] == op and best_of(row)]
         rows.append([f"{what}, {len(ratios)} shapes", peer,
                      f"{times(min(ratios))} to {times(max(ratios))}, median "
-                     f"{times(statistics.median(ratios))}"])
-    return table(["What", "Beside", "denoised is faster by"], rows)
+                     f"{times(statistics.median(ratios))}",
+                     summary([each.verdict for _, each in compared_ops(
+                         data, OP_BARS[op], op).values()])])
+    return origin(*(data(name)["context"] for name in ("digits", "models", "ops"))) + table(
+        ["What", "Beside", RATIO, "Bars"], rows)
 
 
 TABLES = {"headline": headline, "digits": digits, "models": models, "memory": memory, "loop": loop,

@@ -85,12 +85,32 @@ class DifferenceTest(unittest.TestCase):
         def almost(figures):
             row = figures["rows"][0]  # 2.4996× is written 2.50×, its bar
             row["peers"] = {"torch.compile, one graph": {"pairs": [[1.0, 2.4996]] * 3}}
+            figures["context"].pop("source")
 
         self.change("models", almost)
         row = re.search(r"^\| cifar10-32 \| 1 \|.*$", self.remake(), re.MULTILINE)[0]
         self.assertIn("2.50×", row)
         self.assertIn("**miss**", row)
-        self.assertRegex(self.page.read_text(), r"\d of 7 rows miss their bar")
+        self.assertRegex(self.page.read_text(), r"1 \*\*miss\*\*")
+
+    def test_a_row_without_figures_is_said_and_not_met(self):
+        self.change("models", lambda figures: figures["rows"].pop(0))
+        self.change("ops", lambda figures: figures["rows"].pop(-1))
+        text = self.remake()
+        row = re.search(r"^\|[^|]*\| 1 \| – ms.*$", text, re.MULTILINE)[0]
+        self.assertIn("**not measured**", row)
+        self.assertRegex(text, r"0 of 7 rows reach their bar \(.*1 \*\*not measured\*\*")
+        self.assertIn("| [16, 256, 128] | –", text)
+
+    def test_noise_rounds_searches_and_old_figures(self):
+        row = {"peers": {"cuDNN": {"pairs": [[1, 0.98], [1, 1.03]]}}, "us": 1, "searched": True}
+        each = make_tables.Compared(row, 1.0, {"rounds": 3})
+        self.assertEqual(each.verdict, make_tables.NOISE)
+        self.assertIn("(0.98–1.03), 2 of 3 rounds", each.cell())
+        self.assertEqual(make_tables.Compared(row | {"searched": False}, 0.9, {}).verdict,
+                         make_tables.NOT_SEARCHED)
+        self.assertEqual(make_tables.Compared(row, 0.9, {"source": "x"}).verdict, make_tables.OLD)
+        self.assertIn("²", make_tables.Compared(row | {"not_tried": 2}, 0.9, {}).cell())
 
 
 class RatioTest(unittest.TestCase):
