@@ -19,6 +19,7 @@ if(DENOISED_SANITIZE)
     # protobuf's map fields have one more member under this macro, but the distribution's library was
     # built without it.
     target_compile_options(denoised_build_flags INTERFACE -U__SANITIZE_THREAD__)
+    target_compile_definitions(denoised_build_flags INTERFACE DENOISED_THREAD_SANITIZER)
   endif()
 endif()
 

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints whether docs/gpu-tests.json, which scripts/test-gpu writes, is a record of these sources.
 
-Their hash covers what decides the result of a kernel and of a model built from kernels: the files of
-SOURCES. It does not cover the CPU backend, nor what uses a model without changing what it computes."""
+Their hash covers what decides the result of a kernel and of a model built from kernels, and the tests
+themselves: the files of SOURCES. It does not cover the CPU backend, nor what uses a model without
+changing what it computes. The last line counts the record as one part: skipped when there is none or
+it is of other sources, failed when it has failures."""
 
 import argparse
 import hashlib
@@ -14,7 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = pathlib.Path("docs/gpu-tests.json")
 
 SOURCES = ["cmake/cuda.cmake", "engine/backend/*", "engine/backend/cuda/*", "engine/core/*",
-           "engine/nn/*", "engine/models/*"]
+           "engine/nn/*", "engine/models/*", "tests/needs_gpu.h", "tests/backend/*", "tests/models/*",
+           "tests/engine/*"]
 
 # A case that needs a GPU has one of these in its name, and is in one of these programs.
 GPU_CASES = "*Cuda*:*cuda*:*Hopper*:*Gpu*"
@@ -43,6 +46,12 @@ def describe(record, sources):
     return f"GPU tests: {RECORD} is of these CUDA sources ({of})"
 
 
+def count(record, sources):
+    if record is None or record["sources"] != sources:
+        return "0 passed, 0 failed, 1 skipped"
+    return "0 passed, 1 failed, 0 skipped" if record["failed"] else "1 passed, 0 failed, 0 skipped"
+
+
 def read(path):
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -51,5 +60,9 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__,
                                         formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--hash", action="store_true", help="print the hash of the sources alone")
-    print(hash_of_sources() if arguments.parse_args().hash
-          else describe(read(ROOT / RECORD), hash_of_sources()))
+    if arguments.parse_args().hash:
+        print(hash_of_sources())
+    else:
+        found, current = read(ROOT / RECORD), hash_of_sources()
+        print(describe(found, current))
+        print(count(found, current))

@@ -37,9 +37,10 @@ for name in mine:
     if cases[name] == "crash": sys.exit(11)
     if cases[name] == "hang": time.sleep(60)
     suite, case = name.split(".")
-    inner = dict(passed="", failed="<failure/>",
+    inner = dict(passed="", disabled="", failed="<failure/>",
                  skipped='<skipped message="a_test.cc:1&#x0A;needs a GPU beside another"/>')[cases[name]]
-    report += f'<testcase classname="{{suite}}" name="{{case}}" status="run">{{inner}}</testcase>'
+    status = "notrun" if cases[name] == "disabled" else "run"
+    report += f'<testcase classname="{{suite}}" name="{{case}}" status="{{status}}">{{inner}}</testcase>'
 with open(flags["--gtest_output"].removeprefix("xml:"), "w") as out:
     out.write("<testsuites>" + report + "</testsuites>")
 sys.exit("failed" in [cases[name] for name in mine])
@@ -106,6 +107,12 @@ class GpuRecordTest(unittest.TestCase):
         self.assertEqual(record["sources"], gpu_record.hash_of_sources(self.root))
         self.assertTrue(self.output.endswith("22 passed, 0 failed, 1 skipped\n"), self.output)
 
+    def test_disabled_cases_did_not_pass(self):
+        self.program("backend_test", {"Cuda/Fine.Case/0": "passed", "Cuda/Off.DISABLED_Case/0": "disabled"})
+        record = self.run_test_gpu()
+        self.assertEqual(record["passed"], 3)
+        self.assertEqual(record["skipped"], {"backend_test: Cuda/Off.DISABLED_Case/0": "disabled"})
+
     def test_a_failure_a_crash_and_a_hang_are_failures(self):
         self.program("models_test", {"Cuda/Bad.Case/0": "failed"})
         self.assertEqual(self.run_test_gpu(status=1)["failed"], ["models_test: Cuda/Bad.Case/0"])
@@ -143,20 +150,32 @@ class GpuRecordTest(unittest.TestCase):
         before = gpu_record.hash_of_sources(self.root)
         self.write("engine/backend/cpu/conv.cc", "changed")
         self.assertEqual(gpu_record.hash_of_sources(self.root), before)
-        for file in ["engine/backend/cuda/conv2d.cu", "engine/nn/conv.cc", "engine/models/new.cc"]:
+        for file in ["engine/backend/cuda/conv2d.cu", "engine/nn/conv.cc", "engine/models/new.cc",
+                     "tests/backend/cuda_test.cc", "tests/models/new_test.cc",
+                     "tests/engine/devices_test.cc", "tests/needs_gpu.h"]:
             self.write(file, "changed")
             after = gpu_record.hash_of_sources(self.root)
             self.assertNotEqual(after, before, file)
             before = after
 
     def test_says_whether_the_record_is_of_these_sources(self):
-        say = [sys.executable, self.root / "scripts/gpu_record.py"]
-        self.assertIn("there is no docs/gpu-tests.json", subprocess.check_output(say, text=True))
+        def expect(text, last_line):
+            said = subprocess.check_output([sys.executable, self.root / "scripts/gpu_record.py"],
+                                           text=True)
+            self.assertIn(text, said)
+            self.assertEqual(said.splitlines()[-1], last_line)
+
+        stale = "0 passed, 0 failed, 1 skipped"
+        expect("there is no docs/gpu-tests.json", stale)
         self.run_test_gpu()
-        self.assertIn("is of these CUDA sources (NVIDIA H200 at abc123: 3 passed, 0 failed, 0 skipped",
-                      subprocess.check_output(say, text=True))
+        expect("is of these CUDA sources (NVIDIA H200 at abc123: 3 passed, 0 failed, 0 skipped",
+               "1 passed, 0 failed, 0 skipped")
         self.write("engine/core/arena.cc", "changed")
-        self.assertIn("is of other CUDA sources", subprocess.check_output(say, text=True))
+        expect("is of other CUDA sources", stale)
+        self.program("models_test", {"Cuda/Bad.Case/0": "failed"})
+        self.run_test_gpu(status=1)
+        expect("is of these CUDA sources (NVIDIA H200 at abc123: 2 passed, 1 failed",
+               "0 passed, 1 failed, 0 skipped")
 
     def count(self, program, case):
         results = self.root / "results"
@@ -164,14 +183,19 @@ class GpuRecordTest(unittest.TestCase):
         self.write(f"results/cases/{program}.xml",
                    '<t><testcase classname="Fine" name="Case" status="run"/>'
                    f'<testcase classname="Cuda/A" name="{case}" status="run">'
-                   '<skipped message="a.cc:1&#x0A;needs a GPU"/></testcase></t>')
+                   '<skipped message="a.cc:1&#x0A;needs a GPU"/></testcase>'
+                   + "".join(f'<testcase classname="Fine" name="{name}" status="run">'
+                             '<skipped message="a.cc:2&#x0A;needs two threads"/></testcase>'
+                             for name in ["One", "Two"])
+                   + '<testcase classname="Fine" name="DISABLED_Case" status="notrun"/></t>')
         return subprocess.run([sys.executable, self.root / "scripts/count_test_cases.py", results],
                               text=True, capture_output=True)
 
     def test_skipped_cases_are_counted(self):
         ran = self.count("backend_test", "Case/0")
         self.assertEqual((ran.returncode, ran.stdout), (
-            0, "1 cases were skipped: they need a GPU\n1 passed, 0 failed\n"))
+            0, "skipped: 1 × disabled\nskipped: 1 × needs a GPU\nskipped: 2 × needs two threads\n"
+            "1 passed, 0 failed, 4 skipped\n"))
 
     def test_a_case_that_test_gpu_would_not_run_is_a_failure(self):
         ran = self.count("server_test", "Case/0")

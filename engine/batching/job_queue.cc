@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 
 namespace denoised {
 namespace {
@@ -354,9 +355,13 @@ void JobQueue::Requeue(const std::shared_ptr<Image>& image) {
 }
 
 void JobQueue::Report(std::vector<Outcome> outcomes) {
-  std::stable_sort(outcomes.begin(), outcomes.end(), [](const Outcome& a, const Outcome& b) {
-    return a.image->job->id < b.image->job->id;
-  });
+  // By job, and so that neither the images that are delivered before a job ends nor the error that
+  // ends it depend on slots.
+  const auto place = [](const Outcome& outcome) {
+    return std::tuple(outcome.image->job->id, !outcome.error.ok(), outcome.image->index);
+  };
+  std::stable_sort(outcomes.begin(), outcomes.end(),
+                   [&](const Outcome& a, const Outcome& b) { return place(a) < place(b); });
   for (auto first = outcomes.begin(); first != outcomes.end();) {
     const std::shared_ptr<Job> job = first->image->job;
     const auto end = std::find_if(

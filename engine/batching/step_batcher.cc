@@ -80,7 +80,7 @@ struct StepBatcher::Evaluated {
   std::unique_ptr<Marker> begin, end;
   double seconds = 0;  // its part of the device's time until the evaluation reported last
   std::vector<Row> images;
-  std::unique_ptr<Download> nonfinite;         // by slot; null: no pixels are on their way
+  std::unique_ptr<Download> nonfinite;         // by slot
   std::vector<std::shared_ptr<Image>> parked;  // before this evaluation
 };
 
@@ -401,6 +401,8 @@ absl::Status StepBatcher::Launch(Batch& batch) {
   evaluated.begin = backend.Mark();
   DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, batch.evaluator->Evaluate(rows));
   evaluated.end = backend.Mark();
+  // Of every evaluation: a job ends at the same one alone as in company.
+  evaluated.nonfinite = batch.evaluator->DownloadNonfinite();
   evaluated.charge = admission_.Launched(*batch.lane, evaluated.rows, evaluated.bucket);
 
   for (int s = 0; s < static_cast<int>(batch.slots.size()); ++s) {
@@ -423,8 +425,6 @@ absl::Status StepBatcher::Launch(Batch& batch) {
         row.preview_scale = plan[done].input_scale;
       }
     }
-    if (!evaluated.nonfinite && (row.result || row.preview))
-      evaluated.nonfinite = batch.evaluator->DownloadNonfinite();
     evaluated.images.push_back(std::move(row));
     if (!last) continue;
     queue_.Drawn(image);
@@ -479,10 +479,7 @@ absl::Status StepBatcher::Report() {
     queue_.Requeue(image);
   }
 
-  Tensor nonfinite;
-  if (evaluated.nonfinite) {
-    DENOISED_ASSIGN_OR_RETURN(nonfinite, evaluated.nonfinite->Wait());
-  }
+  DENOISED_ASSIGN_OR_RETURN(const Tensor nonfinite, evaluated.nonfinite->Wait());
   std::vector<JobQueue::Outcome> outcomes;
   for (Evaluated::Row& row : evaluated.images) {
     const Image& image = *row.image;
@@ -491,7 +488,7 @@ absl::Status StepBatcher::Report() {
     const JobSpec& spec = image.job->effective.spec;
     ImageResult result{.index = image.index, .seed = spec.SeedOf(image.index)};
     if (!spec.class_labels.empty()) result.label = spec.class_labels[image.index];
-    const int first_nonfinite = nonfinite ? nonfinite.as<int32_t>()[row.slot] : 0;
+    const int first_nonfinite = nonfinite.as<int32_t>()[row.slot];
     if (first_nonfinite > 0 && (row.result || !options_.allow_nonfinite)) {
       if (observer_) observer_->OnNonfiniteImage(evaluated.model, device_name_);
     }

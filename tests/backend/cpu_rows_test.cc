@@ -75,9 +75,11 @@ struct Network {
 
 // Rows have the same bits whether threads compute parts of them or all threads compute them
 // together. Each attempt packs new weights, so that threads also prepare the primitives at the same
-// time.
+// time. A row of the 3×3 convolution has twelve bands, of two lines each (conv2d.cc: 8 million
+// flops).
 TEST_F(CpuRowsTest, PartsHaveTheBitsOfRowsTogether) {
-  constexpr int kRows = 13, kEdge = 12, kChannels = 32;
+  if (backend_->SplitRows(1).apart == 1) GTEST_SKIP() << "needs two threads";
+  constexpr int kRows = 5, kEdge = 24, kChannels = 96;
   const auto pack = [&] {
     Network network;
     network.conv =
@@ -130,7 +132,7 @@ TEST_F(CpuRowsTest, PartsHaveTheBitsOfRowsTogether) {
   const Shape out{kRows, kEdge * kEdge, kChannels};
   const Tensor together = Tensor::Host(out, DType::kF32);
   run(pack(), 0, kRows, together);
-  for (int attempt = 0; attempt < 20; ++attempt) {
+  for (int attempt = 0; attempt < 5; ++attempt) {
     const Network network = pack();
     const Tensor parts = Tensor::Host(out, DType::kF32);
     RowSplit split = backend_->SplitRows(kRows);
@@ -139,6 +141,39 @@ TEST_F(CpuRowsTest, PartsHaveTheBitsOfRowsTogether) {
                           [&](int begin, int count, int) { run(network, begin, count, parts); });
     ASSERT_TRUE(backend_->status().ok()) << backend_->status();
     ASSERT_EQ(std::memcmp(parts.data(), together.data(), parts.bytes()), 0) << attempt;
+  }
+}
+
+// A unit that is alone runs outside the team of threads, and has the bits of the same unit within
+// it.
+TEST_F(CpuRowsTest, OneRowOfOneBandHasTheBitsOfManyRows) {
+  if (backend_->SplitRows(1).apart == 1) GTEST_SKIP() << "needs two threads";
+  constexpr int kRows = 4, kEdge = 6;
+  for (const int channels : {8, 64, 100}) {
+    for (const int kernel : {1, 3}) {
+      const auto conv =
+          backend_->PackConv2d(Numbers({channels, channels, kernel, kernel}, 1), Tensor(), false)
+              .value();
+      const Shape shape{kRows, kEdge, kEdge, channels};
+      const Tensor x = Numbers(shape, 2);
+      const Tensor together = Tensor::Host(shape, DType::kF32),
+                   alone = Tensor::Host(shape, DType::kF32);
+      const auto run = [&](int begin, int count, const Tensor& to) {
+        const int pad = kernel / 2;
+        backend_->Conv2d({.x = x.Slice(begin, count),
+                          .weight = conv.get(),
+                          .pad_top = pad,
+                          .pad_left = pad,
+                          .pad_bottom = pad,
+                          .pad_right = pad,
+                          .out = to.Slice(begin, count)});
+      };
+      run(0, kRows, together);
+      for (int row = 0; row < kRows; ++row) run(row, 1, alone);
+      ASSERT_TRUE(backend_->status().ok()) << backend_->status();
+      EXPECT_EQ(std::memcmp(alone.data(), together.data(), alone.bytes()), 0)
+          << channels << " channels, " << kernel << "×" << kernel;
+    }
   }
 }
 

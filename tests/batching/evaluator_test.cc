@@ -52,6 +52,30 @@ TEST(Evaluator, RowsGoThroughTheNetworkInParts) {
   }
 }
 
+// An image that was not finite and is again, as clipping makes it, is still reported.
+TEST(Evaluator, ParkedImagesKeepWhenTheyWereNotFinite) {
+  const auto backend = OpenBackend({.device = "cpu"}).value();
+  const auto denoiser = std::make_shared<FakeDenoiser>(4, 1, 3);
+  denoiser->BreakClass(2);
+  const auto evaluator =
+      Evaluator::Create(*backend, denoiser,
+                        {.height = 4, .width = 4, .max_rows = 1, .slots = 2, .max_evaluations = 2})
+          .value();
+  const std::vector<DeviceEvaluation> plan(2);
+  const Evaluator::Start start{.plan = &plan};
+  evaluator->Begin(0, start);
+  const EvaluationRow row{.slot = 0, .label = 2, .unconditional_row = -1, .advances = 1};
+  ASSERT_TRUE(evaluator->Evaluate(std::vector<EvaluationRow>(1, row)).ok());
+  const auto parked = evaluator->Park(0);
+  evaluator->Begin(0, start);
+  evaluator->Begin(1, start);
+  ASSERT_TRUE(parked->Arrive().ok());
+  evaluator->Resume(1, start, /*evaluations_done=*/1, *parked);
+  const auto nonfinite = evaluator->DownloadNonfinite()->Wait().value();
+  EXPECT_EQ(nonfinite.as<int32_t>()[0], 0);
+  EXPECT_EQ(nonfinite.as<int32_t>()[1], 1);
+}
+
 // An evaluator refuses what would reach beyond its memory.
 TEST(EvaluatorDeathTest, TakesNoMoreRowsThanItHasMemoryFor) {
   auto backend = OpenBackend({.device = "cpu"});

@@ -98,21 +98,19 @@ TEST(Scheduling, ParkedImagesKeepTheirBits) {
   for (uint64_t seed = 0; seed < 8; ++seed) EXPECT_EQ(jobs[seed]->images.at(0), alone[seed]);
 }
 
-TEST(Scheduling, ParkedImagesKeepWhenTheyWereNotFinite) {
-  Simulation simulation({.max_rows = 2, .broken_class = 3});
-  const auto broken = simulation.Submit({.steps = 60, .seed = 3});  // also its class
-  const auto good = simulation.Submit({.steps = 60, .seed = 2});
-  for (int i = 0; simulation.busy(); ++i) {
-    // They have both images parked, in slots that were not finite before.
-    if (i % 10 == 5 && i < 40)
-      simulation.Submit({.steps = 3, .seed = 1, .count = 2, .priority = Priority::kInteractive});
-    simulation.Step();
+TEST(Scheduling, AnImageThatIsNotFiniteEndsItsJobAloneAsInCompany) {
+  for (const bool company : {false, true}) {
+    Simulation simulation({.broken_class = 3});
+    const auto broken = simulation.Submit({.steps = 60, .seed = 3});  // also its class
+    // Its previews are on their way in every evaluation.
+    if (company) simulation.Submit({.steps = 60, .seed = 2, .previews = true});
+    simulation.RunAll();
+    ASSERT_TRUE(broken->done.has_value());
+    EXPECT_EQ(broken->done->code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(broken->done->message()), HasSubstr("since evaluation 1 of 60"));
+    EXPECT_EQ(broken->progress, std::vector<int>{1}) << (company ? "in company" : "alone");
+    EXPECT_EQ(simulation.nonfinite_images, 1);
   }
-  EXPECT_GT(simulation.Totals().parked_images, 4u) << "else this tests nothing";
-  EXPECT_EQ(broken->done->code(), absl::StatusCode::kDataLoss);
-  EXPECT_THAT(std::string(broken->done->message()), HasSubstr("since evaluation 1 of 60"));
-  EXPECT_TRUE(good->done->ok()) << *good->done;
-  EXPECT_EQ(simulation.nonfinite_images, 1);
 }
 
 TEST(Scheduling, ClientsHaveEqualSharesOfEvaluationsNotOfRequests) {

@@ -158,6 +158,36 @@ TEST_F(StepBatcherTest, RunsEveryEvaluationOnceAndReportsInOrder) {
   EXPECT_EQ(observed_.evaluated[0].second, 2);
 }
 
+// Whichever slot the image has that ends the job.
+TEST_F(StepBatcherTest, ImagesThatEndTogetherAreDeliveredBeforeAnErrorEndsTheJob) {
+  constexpr int kBroken = 3;
+  for (const std::vector<int>& labels :
+       {std::vector<int>{kBroken, 1, kBroken, 2}, {1, kBroken, 2, kBroken}}) {
+    MakeBatcher();
+    const auto denoiser = std::make_shared<FakeDenoiser>(6, 3, 5);
+    denoiser->BreakClass(kBroken);
+    ASSERT_TRUE(batcher_
+                    ->AddModel({.name = "fake",
+                                .denoiser = denoiser,
+                                .null_label = 4,
+                                .max_rows = 6,
+                                .slots = 6,
+                                .max_evaluations = 100},
+                               6, 6)
+                    .ok());
+    EffectiveJob job = Job(edm_, {.sampler = Sampler::kEdmEuler, .steps = 1}, 1, /*count=*/4);
+    job.spec.class_labels = labels;
+    const auto heard = Submit(job);
+    RunAll();
+    ASSERT_TRUE(heard->done.has_value());
+    EXPECT_EQ(heard->done->code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(heard->done->message()),
+                ::testing::HasSubstr(labels[0] == kBroken ? "image 0 " : "image 1 "));
+    EXPECT_EQ(heard->images.size(), 2u);
+    for (const auto& [index, pixels] : heard->images) EXPECT_NE(labels[index], kBroken);
+  }
+}
+
 TEST_F(StepBatcherTest, GuidanceTakesTwoRowsAndChangesTheImage) {
   const SamplerParams params{.sampler = Sampler::kEdmEuler, .steps = 4};
   const auto plain = Submit(Job(edm_, params, 1));

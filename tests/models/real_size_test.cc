@@ -21,8 +21,9 @@ namespace {
 /// tiny models differ by 2e-6. bf16: PyTorch's own is up to 1.5e-2 away on tiny models.
 constexpr double kFp32Tolerance = 1e-4, kBf16Tolerance = 5e-2;
 
-/// Rows that differ in image, time and class; row i of a batch is number i % kDistinctRows.
-constexpr int kDistinctRows = 8;
+/// Rows that differ in image, time and class; row i of a batch is number i % kDistinctRows. A
+/// prime, so that a row that is taken for one a tile or a power of two away has other bits.
+constexpr int kDistinctRows = 61;
 
 UNet2DConfig ReadConfig(const std::string& name) {
   const std::string file = DENOISED_SOURCE_DIR "/tests/models/configs/" + name + "/config.json";
@@ -105,12 +106,13 @@ class Network {
     const Tensor x = Tensor::Host({count, traits.height, traits.width, traits.channels}, dtype);
     const Tensor times = Tensor::Host({count}, DType::kF32);
     const Tensor labels = Tensor::Host({count}, DType::kI32);
+    const int classes = std::max(1, traits.class_embeddings);
     for (int row = 0; row < count; ++row) {
       const int number = (first + row) % kDistinctRows;
       std::memcpy(static_cast<std::byte*>(x.data()) + row * row_bytes,
                   images[row % kDistinctRows].data(), row_bytes);
-      times.as<float>()[row] = static_cast<float>(999 - 137 * number);
-      labels.as<int32_t>()[row] = 37 * number;
+      times.as<float>()[row] = static_cast<float>(999 - 16 * number);
+      labels.as<int32_t>()[row] = 37 * number % classes;
     }
     DenoiserInput input{.x = Upload(x), .condition = Upload(times)};
     if (traits.condition == ClassCondition::kLabel) input.label = Upload(labels);

@@ -141,6 +141,8 @@ void Convolution::Run(const Plan& plan, const void* source, const float* bias, f
                                   {DNNL_ARG_BIAS, arguments->bias.get()},
                                   {DNNL_ARG_DST, arguments->destination.get()},
                                   {DNNL_ARG_SCRATCHPAD, arguments->scratchpad.get()}};
+  const OneThread
+      one_thread;  // as planned; a unit that is alone runs outside ParallelFor's threads
   // The C function: the one of C++ copies the list into a map.
   dnnl::error::wrap_c_api(dnnl_primitive_execute(plan.primitive.get(), arguments->stream.get(),
                                                  static_cast<int>(std::size(list)), list),

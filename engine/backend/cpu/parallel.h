@@ -3,8 +3,13 @@
 
 #include <omp.h>
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
+#include <thread>
+#include <vector>
+
+#include "engine/core/mutex.h"
 
 namespace denoised::cpu {
 
@@ -12,11 +17,22 @@ namespace denoised::cpu {
 /// OpenMP's limit and at most AvailableCores(). The first call decides for the whole process.
 int Workers();
 
+#ifdef DENOISED_THREAD_SANITIZER
+// ThreadSanitizer does not see how OpenMP's threads synchronise, since the compiler's OpenMP is not
+// instrumented. So std::threads do the same work under it.
+struct Team {
+  static inline thread_local bool member = false;
+  static inline thread_local int number = 0;
+};
+inline int Worker() { return Team::number; }
+inline int Threads() { return Team::member ? 1 : Workers(); }
+#else
 /// The calling thread's number among those of the outermost ParallelFor, below Workers().
 inline int Worker() { return omp_get_thread_num(); }
 
 /// Threads that a ParallelFor called here uses: 1 inside another one.
 inline int Threads() { return omp_in_parallel() ? 1 : Workers(); }
+#endif
 
 /// While it lives, oneDNN plans and runs the calling thread's work for one thread. (It divides work
 /// by OpenMP's limit, and the bits could depend on that.)
@@ -42,6 +58,26 @@ void ParallelFor(int64_t count, const Body& body) {
     return;
   }
   std::exception_ptr failure;
+#ifdef DENOISED_THREAD_SANITIZER
+  Mutex mutex;
+  std::atomic<int64_t> next = 0;  // relaxed: it orders nothing that OpenMP's schedule does not
+  const auto take_units = [&](int number) {
+    Team::member = true, Team::number = number;
+    for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      try {
+        body(unit, number);
+      } catch (...) {
+        MutexLock lock(&mutex);
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    Team::member = false, Team::number = 0;
+  };
+  std::vector<std::thread> others;
+  for (int number = 1; number < threads; ++number) others.emplace_back(take_units, number);
+  take_units(0);
+  for (std::thread& other : others) other.join();
+#else
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t unit = 0; unit < count; ++unit) {
     try {
@@ -51,6 +87,7 @@ void ParallelFor(int64_t count, const Body& body) {
       if (!failure) failure = std::current_exception();
     }
   }
+#endif
   if (failure) std::rethrow_exception(failure);
 }
 
