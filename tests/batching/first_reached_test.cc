@@ -48,8 +48,9 @@ TEST(FirstReached, LeavesTheCoreToOthers) {
   TimedMarker late(begin + std::chrono::hours(1)), soon(begin + std::chrono::milliseconds(500));
   const double used = ThreadSeconds();
   FirstReached(std::vector<Marker*>{&late, &soon});
-  // Looking without sleep takes half a second of an idle core; measured with it: 0.02 s.
-  EXPECT_LT(ThreadSeconds() - used, 0.1);
+  // Looking without sleep takes half a second of an idle core. With it: 0.02 s on an idle machine,
+  // 0.11 s on a busy virtual one, where each wake-up is dear.
+  EXPECT_LT(ThreadSeconds() - used, 0.25);
 }
 
 }  // namespace
