@@ -173,6 +173,7 @@ def models(session):
     session.say("denoised measures its kernels")
     for (model, count), row in rows.items():
         row["ours"] = ours[model].ask("prepare", f"rows:{count}", PREPARE_SECONDS)
+        row["ours"].pop("MiB_device", None)  # other programs take memory of the device meanwhile
 
     def run(peer, shape, label):
         """The peer's first run, then both in turns."""
