@@ -12,6 +12,7 @@ target_compile_options(denoised_build_flags INTERFACE
   # annotations of core/mutex.h.
   $<$<COMPILE_LANG_AND_ID:CXX,Clang>:-Wno-pass-failed -Wthread-safety -Werror=thread-safety>)
 if(DENOISED_SANITIZE)
+  target_compile_definitions(denoised_build_flags INTERFACE DENOISED_SANITIZED)
   target_compile_options(denoised_build_flags INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${DENOISED_SANITIZE} -fno-omit-frame-pointer>)
   target_link_options(denoised_build_flags INTERFACE -fsanitize=${DENOISED_SANITIZE})

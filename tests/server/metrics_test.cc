@@ -124,7 +124,7 @@ TEST_F(MetricsTest, TheDocumentListsWhatThereIs) {
               "denoised_wasted_rows_total{reason=\"deadline\",model=\"digits\",version=\"1\"}"),
       0);
   EXPECT_GT(ValueOf(text, "process_resident_memory_bytes"), 1e6);
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they bring an allocator
+#ifndef DENOISED_SANITIZED  // they bring an allocator
   EXPECT_GT(ValueOf(text, "denoised_heap_bytes"), 1e5);
 #endif
   EXPECT_GT(ValueOf(text, "process_open_fds"), 5);
