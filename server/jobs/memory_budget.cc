@@ -20,8 +20,8 @@ MemoryBudget::Lease::~Lease() {
 absl::Status MemoryBudget::Reserve(int64_t bytes, Lease* lease) {
   const int64_t held = lease->bytes_;
   if (bytes > bytes_ - held) {
-    return InvalidArgument("needs {} bytes, and there are {} for all requests", held + bytes,
-                           bytes_);
+    return InvalidArgument("needs {} bytes beside {}, and there are {} for all requests", bytes,
+                           held, bytes_);
   }
   {
     MutexLock lock(&mutex_);

@@ -472,7 +472,12 @@ TEST_F(HostileTest, ThousandsOfSilentConnectionsHinderNobody) {
   stub_ = v1::ImageGeneration::NewStub(Connect());
   EXPECT_TRUE(Generate().ok());
   const int64_t each = (ResidentBytes() - before) / many;
-  EXPECT_LT(each, 64 << 10);
+#ifdef DENOISED_SANITIZED
+  constexpr int64_t kMost = 128 << 10;  // the sanitizer's margins around each allocation
+#else
+  constexpr int64_t kMost = 64 << 10;
+#endif
+  EXPECT_LT(each, kMost);
   RecordProperty("bytes_of_each_connection", static_cast<int>(each));
   for (Socket& socket : sockets) ASSERT_TRUE(socket.IsClosedWithin(20s));
   EXPECT_TRUE(Generate().ok());
