@@ -668,7 +668,21 @@ def headline(data):
         ["What", "Beside", RATIO, "Bars"], rows)
 
 
-TABLES = {"headline": headline, "digits": digits, "models": models, "memory": memory, "loop": loop,
+def speed(data):
+    """README's sentence about speed."""
+    rows = {row["name"]: row for row in data("models")["rows"]}
+    parts = []
+    for name, what in (("adm-64/rows:64", "64 rows of an ADM 64×64 UNet"),
+                       ("cifar10-32/rows:1", "one row of the CIFAR-10 UNet")):
+        label, peer, ratio = best_of(rows[name])
+        parts.append(f"{what} take {number(ours_of(rows[name]))} ms; {label}, takes {number(peer)} ms, "
+                     f"{times(ratio)} as long".replace("one row of the CIFAR-10 UNet take",
+                                                       "one row of the CIFAR-10 UNet takes"))
+    device = data("models")["context"]["device"].split(",")[0]
+    return [f"Evaluations on one {device} in bf16: {parts[0]}. {parts[1][0].upper()}{parts[1][1:]}."]
+
+
+TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "memory": memory, "loop": loop,
           "convolutions": convolutions, "other-convolutions": other_convolutions,
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
           "ceilings": ceilings, "clocks": clocks, "portable": portable, "start": start,
@@ -699,24 +713,30 @@ def made(page, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/benchmarks.md")
+    parser.add_argument("--page", type=Path, help="default: docs/benchmarks.md and README.md")
     parser.add_argument("--data", type=Path, default=ROOT / "docs/benchmarks")
     args = parser.parse_args()
-    page = args.page.read_text()
-    missing = [name for name in TABLES if f"<!-- table: {name} -->" not in page]
-    if missing:
-        sys.exit(f"{args.page} lacks the tables {', '.join(missing)}")
-    new = made(page, args.data)
-    if page == new:
-        return 0
-    if not args.check:
-        args.page.write_text(new)
-        return 0
-    sys.stderr.writelines(difflib.unified_diff(page.splitlines(True), new.splitlines(True),
-                                               str(args.page), "what the figures make of it", n=1))
-    print(f"{args.page} differs from the figures in {args.data}: run tests/bench/make_tables.py",
-          file=sys.stderr)
-    return 1
+    pages = [args.page] if args.page else [ROOT / "docs/benchmarks.md", ROOT / "README.md"]
+    texts = {path: path.read_text() for path in pages}
+    if args.page is None or args.page.name != "README.md":
+        missing = [name for name in TABLES if (name != "speed" or not args.page) and
+                   not any(f"<!-- table: {name} -->" in text for text in texts.values())]
+        if missing:
+            sys.exit(f"{', '.join(map(str, pages))}: no table {', '.join(missing)}")
+    status = 0
+    for path, text in texts.items():
+        new = made(text, args.data)
+        if text == new:
+            continue
+        if not args.check:
+            path.write_text(new)
+            continue
+        sys.stderr.writelines(difflib.unified_diff(text.splitlines(True), new.splitlines(True),
+                                                   str(path), "what the figures make of it", n=1))
+        print(f"{path} differs from the figures in {args.data}: run tests/bench/make_tables.py",
+              file=sys.stderr)
+        status = 1
+    return status
 
 
 if __name__ == "__main__":
