@@ -223,11 +223,18 @@ def plain(setup):
 
         inside = {
             method: code_of(setup.inside, method)
-            for method in ("/denoised.v1.ModelAdmin/UnloadModel", "/denoised.v1.ModelAdmin/LoadModel")
+            for method in (
+                "/denoised.v1.ModelAdmin/UnloadModel",
+                "/denoised.v1.ModelAdmin/LoadModel",
+                "/inference.GRPCInferenceService/RepositoryModelUnload",
+                "/inference.GRPCInferenceService/RepositoryModelLoad",
+            )
         }
         for method, code in inside.items():
             check(code != "UNIMPLEMENTED", f"on loopback the server has {method}: {code}")
             check(code_of(setup.outside, method) == "UNIMPLEMENTED", "Envoy does not forward it")
+        infer = code_of(setup.outside, "/inference.GRPCInferenceService/ModelInfer")
+        check(infer == "INVALID_ARGUMENT", f"Envoy forwards ModelInfer: {infer}")
         reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
         check(code_of(setup.outside, reflection) == "UNIMPLEMENTED", "nor reflection")
 

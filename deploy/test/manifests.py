@@ -14,6 +14,7 @@ their projects publish them (or `kubectl get crds -o yaml`). Without it they are
 import argparse
 import copy
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,10 +34,17 @@ resources: [../overlays/cpu-demo]
 components: [../components/{name}]
 """
 
-PUBLIC_SERVICES = {
-    "/denoised.v1.ImageGeneration/",
-    "/inference.GRPCInferenceService/",
-    "/grpc.health.v1.Health/",
+# What is for operators: it changes the models, or tells what there is to call. Every other method of
+# the protos is for clients.
+INSIDE = {
+    "/denoised.v1.ModelAdmin/LoadModel",
+    "/denoised.v1.ModelAdmin/UnloadModel",
+    "/denoised.v1.ModelAdmin/SetAlias",
+    "/denoised.v1.ModelAdmin/DeleteAlias",
+    "/inference.GRPCInferenceService/RepositoryModelLoad",
+    "/inference.GRPCInferenceService/RepositoryModelUnload",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    "/any.other.Service/Method",
 }
 # What gives a server an address outside the cluster.
 PUBLIC_KINDS = {"Gateway", "GRPCRoute", "HTTPRoute", "TLSRoute", "TCPRoute", "Ingress"}
@@ -121,6 +129,51 @@ def is_published(resources):
     )
 
 
+def methods():
+    """The paths of all methods of the repository's protos, and of the health service."""
+    paths = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
+    for file in (ROOT / "proto").rglob("*.proto"):
+        text = file.read_text(encoding="utf-8")
+        package = re.search(r"^package ([\w.]+);", text, re.MULTILINE).group(1)
+        service = ""
+        for kind, name in re.findall(r"^\s*(service|rpc) (\w+)", text, re.MULTILINE):
+            if kind == "service":
+                service = name
+            else:
+                paths.add(f"/{package}.{service}/{name}")
+    return paths
+
+
+def envoy_forwards(routes, path):
+    """Whether the first route that matches forwards. A matcher unknown here matches everything."""
+    for entry in routes:
+        match = entry["match"]
+        matches = match["path"] == path if "path" in match else path.startswith(match.get("prefix", ""))
+        if matches:
+            return "route" in entry
+    return False
+
+
+def gateway_forwards(route, path):
+    _, service, method = path.split("/")
+    for rule in route["spec"]["rules"]:
+        for match in rule.get("matches", [{}]):
+            wanted = match.get("method", {})
+            exact = wanted.get("type", "Exact") == "Exact"
+            if not exact or (
+                wanted.get("service", service) == service and wanted.get("method", method) == method
+            ):
+                return True
+    return False
+
+
+def misrouted(who, forwards):
+    """Complaints about methods that get through and should not, or should and do not."""
+    return [f"{who} forwards {path}, which is not for strangers" for path in sorted(INSIDE) if forwards(path)] + [
+        f"{who} does not forward {path}" for path in sorted(methods() - INSIDE) if not forwards(path)
+    ]
+
+
 def exposure(resources):
     """What lets somebody reach the server who should not: complaints about all resources of one
     deployment."""
@@ -138,6 +191,8 @@ def exposure(resources):
                 complaints.append(f"published, but {name} is not set: anybody could draw")
         if "Gateway" in kinds and "BackendTLSPolicy" not in kinds:
             complaints.append("the gateway does not know the server's certificate: no BackendTLSPolicy")
+    for route in (r for r in resources if r["kind"] == "GRPCRoute"):
+        complaints += misrouted("the gateway", lambda path: gateway_forwards(route, path))
     for deployment in (r for r in resources if r["kind"] == "Deployment"):
         if not settings.get("DENOISED_LISTEN", "").startswith("127.0.0.1:"):
             complaints.append("the server can be reached without Envoy: DENOISED_LISTEN is not loopback")
@@ -147,10 +202,8 @@ def exposure(resources):
         if len(envoys) != 1:
             complaints.append(f"{len(envoys)} configurations of Envoy")
         for envoy in envoys:
-            for route in find(envoy, "routes"):
-                for prefix in (entry["match"].get("prefix", "") for entry in route):
-                    if prefix not in PUBLIC_SERVICES:
-                        complaints.append(f"Envoy forwards {prefix}, which is not for strangers")
+            for routes in find(envoy, "routes"):
+                complaints += misrouted("Envoy", lambda path: envoy_forwards(routes, path))
             encrypted = len(list(find(envoy, "transport_socket"))) == 2
             if encrypted != bool(settings.get("DENOISED_TLS_CERT")):
                 complaints.append("Envoy and the server disagree on TLS")
@@ -201,6 +254,22 @@ def exposure_self_test(rendered):
             text = resource["data"]["envoy.yaml"].replace("/denoised.v1.ImageGeneration/", "/")
             resource["data"]["envoy.yaml"] = text
 
+    def forwards_the_service(resource):
+        if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
+            text = resource["data"]["envoy.yaml"].replace(
+                "path: /inference.GRPCInferenceService/ModelInfer", "prefix: /inference.GRPCInferenceService/"
+            )
+            resource["data"]["envoy.yaml"] = text
+
+    def forgets_a_method(resource):
+        if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
+            text = resource["data"]["envoy.yaml"].replace("GRPCInferenceService/ModelInfer", "GRPCInferenceService/None")
+            resource["data"]["envoy.yaml"] = text
+
+    def routes_the_service(resource):
+        if resource["kind"] == "GRPCRoute":
+            del resource["spec"]["rules"][-1]["matches"][-1]["method"]["method"]
+
     def load_balancer(resource):
         if resource["kind"] == "Service":
             resource["spec"]["type"] = "LoadBalancer"
@@ -212,6 +281,9 @@ def exposure_self_test(rendered):
         ("a server that listens everywhere", changed(plain, listens_everywhere)),
         ("a server without Envoy", changed(plain, no_sidecar)),
         ("a route for ModelAdmin", changed(plain, forwards_everything)),
+        ("a route for RepositoryModelLoad", changed(plain, forwards_the_service)),
+        ("a GRPCRoute for RepositoryModelLoad", changed(gateway, routes_the_service)),
+        ("no route for ModelInfer", changed(plain, forgets_a_method)),
     ]:
         found = exposure(resources)
         if not found:
