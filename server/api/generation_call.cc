@@ -99,6 +99,7 @@ void UnaryCall::Advance() {
     reply_(&images);
   }
   status_ = *end;
+  context_.write_watch->Arm(grpc_context_);
   Finish(*end);  // the call may be deleted now, unless the caller holds it
 }
 

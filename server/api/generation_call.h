@@ -11,6 +11,7 @@
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/core/mutex.h"
 #include "server/api/call_record.h"
+#include "server/api/write_watch.h"
 #include "server/jobs/generation.h"
 #include "server/jobs/jobs.h"
 #include "server/jobs/queue_wait.h"
@@ -26,6 +27,7 @@ struct GenerationCallContext {
   WorkerPool* workers;
   ClientLoad* client_load;
   const QueueWait* queue_wait;
+  WriteWatch* write_watch;
 };
 
 /// A call that follows a generation. gRPC's reactor and the generation share it, so it keeps itself
@@ -96,7 +98,10 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
       : GenerationCall(context, method, grpc_context), reply_(std::move(reply)) {}
 
   void OnCancel() override { Break(); }
-  void OnDone() override { End(); }
+  void OnDone() override {
+    context_.write_watch->Disarm(grpc_context_);
+    End();
+  }
 
  private:
   void Advance() override;

@@ -15,7 +15,6 @@
 #include "server/api/generation_call.h"
 #include "server/api/server_info.h"
 #include "server/api/translate.h"
-#include "server/api/write_watch.h"
 #include "server/jobs/generation.h"
 #include "server/jobs/jobs.h"
 #include "server/jobs/worker_pool.h"
@@ -38,14 +37,12 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
                          public GenerationCall {
  public:
   /// `sequence`: events up to it are known.
-  StreamCall(const GenerationCallContext& context, WriteWatch* write_watch, const char* method,
+  StreamCall(const GenerationCallContext& context, const char* method,
              grpc::CallbackServerContext* grpc_context, uint64_t sequence)
-      : GenerationCall(context, method, grpc_context),
-        write_watch_(write_watch),
-        sequence_(sequence) {}
+      : GenerationCall(context, method, grpc_context), sequence_(sequence) {}
 
   void OnWriteDone(bool ok) override {
-    write_watch_->Disarm(grpc_context_);
+    context_.write_watch->Disarm(grpc_context_);
     if (ok && message_->has_image() && generation_->include_timings()) {
       sent_.AddImage(v1::TimelineEntry::MILESTONE_SENT, generation_->SecondsSinceArrival(),
                      message_->image().image().index());
@@ -83,7 +80,7 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
       finished_ = end.has_value();
     }
     if (!end) {
-      write_watch_->Arm(grpc_context_);
+      context_.write_watch->Arm(grpc_context_);
       return StartWrite(message_.get());
     }
     status_ = *end;
@@ -98,7 +95,6 @@ class StreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateRespo
     return completed;
   }
 
-  WriteWatch* const write_watch_;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   uint64_t sequence_ ABSL_GUARDED_BY(mutex_);       // of the last event taken
   std::shared_ptr<const EventLog::Event> message_;  // the write in flight
@@ -159,7 +155,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
     grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
   const auto call =
-      std::make_shared<StreamCall>(context_, write_watch_, kStreamGenerate, context, 0);
+      std::make_shared<StreamCall>(context_, kStreamGenerate, context, 0);
   const Priority priority = ReadPriority(request->params());
   call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
@@ -207,7 +203,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerC
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(
     grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
-  const auto call = std::make_shared<StreamCall>(context_, write_watch_, kWatchJob, context,
+  const auto call = std::make_shared<StreamCall>(context_, kWatchJob, context,
                                                  request->after_sequence());
   // Nothing is decoded or encoded to begin a watch.
   constexpr Priority kPriority = Priority::kInteractive;

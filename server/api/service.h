@@ -14,11 +14,9 @@ namespace denoised {
 /// workers and the engine. What is pointed to must outlive the service, the service its calls.
 class ImageGenerationService final : public v1::ImageGeneration::CallbackService {
  public:
-  ImageGenerationService(const GenerationCallContext& context, WriteWatch* write_watch,
-                         const Catalog* catalog, const ServerInfo* info,
+  ImageGenerationService(const GenerationCallContext& context, const Catalog* catalog, const ServerInfo* info,
                          const RequestLimits& limits)
       : context_(context),
-        write_watch_(write_watch),
         catalog_(catalog),
         info_(info),
         limits_(limits) {}
@@ -51,7 +49,6 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
 
  private:
   const GenerationCallContext context_;
-  WriteWatch* const write_watch_;
   const Catalog* const catalog_;
   const ServerInfo* const info_;
   const RequestLimits limits_;

@@ -2,53 +2,58 @@
 #include "server/encoding/pixels.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 namespace denoised {
 namespace {
 
-/// For one output position: the first source position and the weights from there on.
-struct Taps {
-  int first = 0;
-  std::vector<float> weights;
-};
-
-std::vector<Taps> TriangleTaps(int from, int to) {
-  const double scale = static_cast<double>(from) / to;
-  const double support = std::max(scale, 1.0);
-  std::vector<Taps> all(to);
-  for (int i = 0; i < to; ++i) {
-    const double centre = (i + 0.5) * scale;
-    const int first = std::max(0, static_cast<int>(std::floor(centre - support)));
-    const int last = std::min(from - 1, static_cast<int>(std::ceil(centre + support)));
-    double sum = 0;
-    std::vector<double> weights;
-    for (int j = first; j <= last; ++j) {
-      weights.push_back(std::max(0.0, 1.0 - std::abs(j + 0.5 - centre) / support));
-      sum += weights.back();
-    }
-    all[i].first = first;
-    for (const double weight : weights) {
-      all[i].weights.push_back(static_cast<float>(weight / sum));
-    }
+/// What one output position takes from a line of source positions.
+class TriangleTaps {
+ public:
+  /// Scaling `from` positions to `to`, at the output position `i`.
+  TriangleTaps(int from, int to, int i) {
+    const double scale = static_cast<double>(from) / to;
+    support_ = std::max(scale, 1.0);
+    centre_ = (i + 0.5) * scale;
+    first_ = std::max(0, static_cast<int>(std::floor(centre_ - support_)));
+    last_ = std::min(from - 1, static_cast<int>(std::ceil(centre_ + support_)));
+    for (int j = first_; j <= last_; ++j) sum_ += Height(j);
   }
-  return all;
-}
+
+  int first() const { return first_; }
+  int last() const { return last_; }
+  /// Of the source position `j`. The weights of all positions add up to 1.
+  float Weight(int j) const { return static_cast<float>(Height(j) / sum_); }
+
+ private:
+  double Height(int j) const { return std::max(0.0, 1.0 - std::abs(j + 0.5 - centre_) / support_); }
+
+  double support_, centre_, sum_ = 0;
+  int first_, last_;
+};
 
 /// Filters the middle dimension of [outer, from, inner].
 Tensor FilterMiddle(const Tensor& in, int64_t outer, int from, int to, int64_t inner) {
-  const std::vector<Taps> taps = TriangleTaps(from, to);
   Tensor out = Tensor::Host({outer, to, inner}, DType::kF32);
   const float* source = in.as<float>();
   float* target = out.as<float>();
   std::fill_n(target, out.elements(), 0.0f);
-  for (int64_t o = 0; o < outer; ++o) {
-    for (int i = 0; i < to; ++i) {
-      float* row = target + (o * to + i) * inner;
-      for (size_t t = 0; t < taps[i].weights.size(); ++t) {
-        const float* from_row = source + (o * from + taps[i].first + static_cast<int>(t)) * inner;
-        for (int64_t c = 0; c < inner; ++c) row[c] += taps[i].weights[t] * from_row[c];
+  // The weights of a long line would take more memory than the image: only a part is kept at once.
+  std::array<float, 1024> weights;
+  for (int i = 0; i < to; ++i) {
+    const TriangleTaps taps(from, to, i);
+    for (int begin = taps.first(); begin <= taps.last();) {
+      const int size = std::min<int>(weights.size(), taps.last() - begin + 1);
+      for (int t = 0; t < size; ++t) weights[t] = taps.Weight(begin + t);
+      for (int64_t o = 0; o < outer; ++o) {
+        float* row = target + (o * to + i) * inner;
+        for (int t = 0; t < size; ++t) {
+          const float* from_row = source + (o * from + begin + t) * inner;
+          for (int64_t c = 0; c < inner; ++c) row[c] += weights[t] * from_row[c];
+        }
       }
+      begin += size;
     }
   }
   return out;

@@ -2,6 +2,8 @@
 #include "server/jobs/jobs.h"
 
 #include <fmt/format.h>
+#include <google/protobuf/field_mask.pb.h>
+#include <google/protobuf/util/field_mask_util.h>
 #include <google/protobuf/util/message_differencer.h>
 #include <openssl/sha.h>
 
@@ -18,30 +20,50 @@
 namespace denoised {
 namespace {
 
+using google::protobuf::FieldDescriptor;
+using google::protobuf::Message;
+using google::protobuf::util::FieldMaskUtil;
+
 // Memory of a kept job beside its events, so that many empty jobs are bounded too.
 constexpr size_t kEntryBytes = 2048;
 
-/// Replaces an upload by its SHA-256. With a weaker hash a client could make an upload that passes
-/// for another one, and get the images of that.
-void Digest(std::string* bytes) {
-  if (bytes->empty()) return;
+/// Stands for an upload. With a weaker hash a client could make an upload that passes for another
+/// one, and get the images of that.
+std::string Digest(const std::string& bytes) {
+  if (bytes.empty()) return "";
   std::string digest(SHA256_DIGEST_LENGTH, '\0');
-  SHA256(reinterpret_cast<const unsigned char*>(bytes->data()), bytes->size(),
+  SHA256(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size(),
          reinterpret_cast<unsigned char*>(digest.data()));
-  *bytes = fmt::format("{} bytes, SHA-256 {}", bytes->size(), absl::BytesToHexString(digest));
+  return fmt::format("{} bytes, SHA-256 {}", bytes.size(), absl::BytesToHexString(digest));
 }
 
-/// A request in the form in which requests are compared: uploads are kept as digests.
+/// Copies the fields of `from`, and digests in place of uploads, which are its fields of bytes. An
+/// upload itself is not copied: it may be as large as a request.
+void CopyWithDigests(const Message& from, Message* to) {
+  std::vector<const FieldDescriptor*> fields;
+  from.GetReflection()->ListFields(from, &fields);
+  google::protobuf::FieldMask others;
+  for (const FieldDescriptor* field : fields) {
+    const bool single = !field->is_repeated();
+    if (single && field->type() == FieldDescriptor::TYPE_BYTES) {
+      std::string unused;
+      const std::string& bytes = from.GetReflection()->GetStringReference(from, field, &unused);
+      to->GetReflection()->SetString(to, field, Digest(bytes));
+    } else if (single && field->type() == FieldDescriptor::TYPE_MESSAGE) {
+      CopyWithDigests(from.GetReflection()->GetMessage(from, field),
+                      to->GetReflection()->MutableMessage(to, field));
+    } else {
+      others.add_paths(field->name());
+    }
+  }
+  FieldMaskUtil::MergeMessageTo(from, others, {}, to);
+}
+
+/// A request in the form in which requests are compared.
 v1::StreamGenerateRequest Asked(const JobRequest& request) {
   v1::StreamGenerateRequest asked;
-  v1::GenerationParams& params = *asked.mutable_params();
-  params = request.params;
+  CopyWithDigests(request.params, asked.mutable_params());
   if (request.preview != nullptr) *asked.mutable_preview() = *request.preview;
-  if (params.has_initial_noise()) Digest(params.mutable_initial_noise()->mutable_data());
-  if (params.init_image().has_encoded()) Digest(params.mutable_init_image()->mutable_encoded());
-  if (params.init_image().has_tensor()) {
-    Digest(params.mutable_init_image()->mutable_tensor()->mutable_data());
-  }
   return asked;
 }
 

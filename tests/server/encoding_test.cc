@@ -10,6 +10,7 @@
 #include "server/encoding/formats.h"
 #include "server/encoding/jpeg.h"
 #include "server/encoding/webp.h"
+#include "tests/server/peak_memory.h"
 
 namespace denoised {
 namespace {
@@ -79,6 +80,14 @@ TEST(PixelsTest, ResizeByTwoIsTheKnownFilter) {
   const Tensor half = Resize(Tensor::HostF32({1, 4, 1}, row), 1, 2);
   EXPECT_NEAR(half.as<float>()[0], (3 * 0 + 3 * 8 + 1 * 16) / 7.0, 1e-5);
   EXPECT_NEAR(half.as<float>()[1], (1 * 8 + 3 * 16 + 3 * 24) / 7.0, 1e-5);
+}
+
+TEST(PixelsTest, ResizeOfALongLineTakesNoMemoryForItsWeights) {
+  Tensor line = Tensor::Host({1, 1 << 24, 1}, DType::kF32);
+  for (float& value : line.span<float>()) value = 0.25f;
+  Tensor resized;
+  EXPECT_LT(PeakGrowth([&] { resized = Resize(line, 1, 32); }), 16 << 20);
+  for (const float value : resized.span<float>()) EXPECT_NEAR(value, 0.25, 1e-3);
 }
 
 TEST(PixelsTest, FitWithinKeepsAspect) {

@@ -30,6 +30,7 @@
 #include "server/telemetry/metrics.h"
 #include "tests/eventually.h"
 #include "tests/server/fake_engine.h"
+#include "tests/server/peak_memory.h"
 
 namespace denoised {
 namespace {
@@ -368,6 +369,27 @@ TEST_F(GenerationTest, UploadsThatCollideInAFastHashAreToldApart) {
   ASSERT_EQ(std::hash<std::string>{}(other), std::hash<std::string>{}(image.data()));
 #endif
   image.set_data(other);
+  EXPECT_EQ(Begin(params)->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+}
+
+TEST_F(GenerationTest, UploadsAreComparedWithoutACopy) {
+  v1::GenerationParams params = Params("a");
+  v1::Tensor& image = *params.mutable_init_image()->mutable_tensor();
+  image.set_data_type(v1::DATA_TYPE_UINT8);
+  image.set_data(std::string(128 << 20, 'a'));
+  EXPECT_LT(PeakGrowth([&] {
+              const grpc::Status status = Begin(params)->Wait();
+              EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+            }),
+            64 << 20);
+}
+
+/// What is not given differs from what is given as zero.
+TEST_F(GenerationTest, RequestsAreComparedByWhatIsGiven) {
+  engine_.Pause(true);
+  v1::GenerationParams params = Params("a");
+  const auto first = Begin(params);
+  params.set_eta(0);
   EXPECT_EQ(Begin(params)->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
 }
 

@@ -564,6 +564,37 @@ TEST_F(ServerTest, AStalledReaderIsCancelled) {
   EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
 }
 
+/// The same of a reply that is one large message.
+TEST_F(ServerTest, AStalledReaderOfAUnaryReplyIsCancelled) {
+  config_.write_timeout = 300ms;
+  config_.metrics_listen = "127.0.0.1:0";
+  Start({.evaluation_cost = 1ms, .size = 512, .channels = 3});
+  v1::GenerateRequest request;
+  request.mutable_params()->set_count(4);
+  request.mutable_params()->set_steps(1);
+  request.mutable_params()->mutable_output()->set_format(v1::IMAGE_FORMAT_RAW_FLOAT32);
+  const grpc::Slice message(request.SerializeAsString());
+  grpc::CompletionQueue queue;
+  const auto await = [&queue] {
+    void* tag = nullptr;
+    bool ok = false;
+    return queue.Next(&tag, &ok) && ok;
+  };
+  grpc::ClientContext context;
+  const auto call = grpc::GenericStub(channel_).PrepareCall(
+      &context, "/denoised.v1.ImageGeneration/Generate", &queue);
+  call->StartCall(nullptr);
+  ASSERT_TRUE(await());
+  call->WriteLast(grpc::ByteBuffer(&message, 1), {}, nullptr);
+  ASSERT_TRUE(await());
+  EXPECT_TRUE(Eventually(
+      [&] { return Scrape().find("denoised_stalled_readers_total 1") != std::string::npos; }));
+  grpc::Status status;
+  call->Finish(&status, nullptr);
+  EXPECT_TRUE(await());
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::CANCELLED);
+}
+
 TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
   StartLoading({.open_cost = 300ms});
   EXPECT_EQ(CheckHealth(channel_, ""), 2);
