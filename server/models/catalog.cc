@@ -219,11 +219,38 @@ absl::Status Catalog::LoadListed(const std::string& name) {
   }
   const auto allowed = Allowed(model_name, directory);
   const absl::Status status = allowed.ok() ? Open(model_name, version, *allowed) : allowed.status();
+  const std::string* const configured = Configured(model_name);
+  const bool saved = configured == nullptr || *configured != directory;
+  std::string instead;
+  {
+    MutexLock lock(&mutex_);
+    Model& model = *FindModel(model_name);
+    Version& listed = *FindVersion(model, version);
+    listed.state = status.ok() ? State::kReady : State::kFailed;
+    listed.error = status.ok() || !saved ? status : Annotate(status, "saved in --state-dir");
+    const bool lost =
+        std::all_of(model.versions.begin(), model.versions.end(), [&](const Version& each) {
+          return each.state == State::kFailed && configured && each.directory != *configured;
+        });
+    if (!lost) return listed.error;
+    int number = 1;
+    while (FindVersion(model, std::to_string(number)) != nullptr) ++number;
+    instead = std::to_string(number);
+    model.versions.push_back({.version = instead, .directory = *configured});
+  }
+  log::Warning("no version saved in --state-dir could be loaded; loading the configured directory",
+               {{"model", model_name},
+                {"version", instead},
+                {"directory", *configured},
+                {"error", std::string(status.message())}});
+  const absl::Status fallback = Open(model_name, instead, *configured);
   MutexLock lock(&mutex_);
-  Version& listed = *FindVersion(*FindModel(model_name), version);
-  listed.state = status.ok() ? State::kReady : State::kFailed;
-  listed.error = status;
-  return status;
+  Model& model = *FindModel(model_name);
+  Version& opened = *FindVersion(model, instead);
+  opened.state = fallback.ok() ? State::kReady : State::kFailed;
+  opened.error = fallback;
+  if (fallback.ok()) model.current = instead;
+  return fallback;
 }
 
 absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
@@ -249,6 +276,8 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
     MutexLock lock(&mutex_);
     if (Model* const model = FindModel(name)) {
       directory = FindVersion(*model, model->current)->directory;
+    } else if (const std::string* const configured = Configured(name)) {
+      directory = *configured;  // it was unloaded
     }
   }
   // Without the lock: it asks the file system.
@@ -265,7 +294,7 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
           alias->second));
     }
     Model* model = FindModel(name);
-    if (request.directory.empty() && model == nullptr) {
+    if (directory.empty()) {
       return NotFound(
           "name: there is no model {} to load again; say with directory where a new one is",
           Quote(name));
@@ -415,6 +444,12 @@ absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
   absl::StatusOr<CatalogModel> model;
   {
     MutexLock lock(&mutex_);
+    if (aliases_.count(target) == 0) {  // an alias is no target, as SetAliasLocked says
+      if (const auto found = FindLocked(target)) {
+        const grpc::Status ready = CheckReady(*found, "");
+        if (!ready.ok()) return FailedPrecondition("{}", ready.error_message());
+      }
+    }
     model = SetAliasLocked(alias, target);
   }
   if (!model.ok()) return model;
@@ -432,8 +467,6 @@ absl::StatusOr<CatalogModel> Catalog::SetAliasLocked(const std::string& alias,
     return NotFound("target: there is no model {}; this server holds: {}", Quote(target), Names());
   }
   if (model->name == alias && !wanted.empty()) {
-    const grpc::Status ready = CheckReady(Describe(*model, *version), "");
-    if (!ready.ok()) return FailedPrecondition("{}", ready.error_message());
     model->current = version->version;
   } else if (FindModel(alias) != nullptr) {
     return absl::AlreadyExistsError(fmt::format(

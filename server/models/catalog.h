@@ -58,7 +58,8 @@ class Catalog {
   /// Those that the constructor listed and LoadListed has not loaded yet, as "name@version".
   std::vector<std::string> Listed() const ABSL_LOCKS_EXCLUDED(mutex_);
   /// Loads one of Listed(), or the current version of "name". When it cannot be loaded it stays in
-  /// the catalog, with the reason.
+  /// the catalog, with the reason. When it was the last of the saved versions of a configured model
+  /// and none could be loaded, the directory of the configuration is loaded too, as a new version.
   absl::Status LoadListed(const std::string& name) ABSL_LOCKS_EXCLUDED(load_mutex_, mutex_);
 
   const ModelRoots& roots() const { return options_.roots; }
@@ -68,7 +69,8 @@ class Catalog {
 
   struct LoadRequest {
     std::string name;
-    /// As Allowed says. Empty: where the current version came from.
+    /// As Allowed says. Empty: where the current version came from, or what the configuration says
+    /// when there is no version.
     std::string directory;
     std::string version;  // empty: the number after the highest
     bool keep_current = false;

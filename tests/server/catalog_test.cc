@@ -110,8 +110,9 @@ TEST_F(CatalogTest, VersionsComeAndGo) {
   ASSERT_TRUE(catalog_.Unload("digits").ok());
   EXPECT_THAT(Listed(), ElementsAre());
   EXPECT_EQ(catalog_.Unload("digits").code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(catalog_.Load({.name = "digits"}).status().code(), absl::StatusCode::kNotFound);
-  ASSERT_TRUE(catalog_.Load({.name = "digits", .directory = Dir("digits")}).ok());
+  EXPECT_EQ(catalog_.Load({.name = "faces"}).status().code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(catalog_.Load({.name = "digits"}).ok()) << "from the configured directory";
+  EXPECT_EQ(catalog_.Find("digits")->info->directory, Dir("digits"));
   EXPECT_EQ(Means("digits"), "digits@1");
 }
 
@@ -134,6 +135,12 @@ TEST_F(CatalogTest, AListedModelThatFailedStaysListedUntilAGoodOneComes) {
   ASSERT_EQ(catalog.All().size(), 1u);
   EXPECT_EQ(catalog.Find("digits")->version, "2");
   EXPECT_EQ(catalog.Find("digits")->info->state, ModelState::kReady);
+}
+
+TEST_F(CatalogTest, AnAliasNeedsATargetThatIsReady) {
+  EXPECT_EQ(catalog_.SetAlias("latest", "digits").status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Means("latest"), "");
 }
 
 TEST_F(CatalogTest, Aliases) {
