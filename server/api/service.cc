@@ -154,8 +154,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
     grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
-  const auto call =
-      std::make_shared<StreamCall>(context_, kStreamGenerate, context, 0);
+  const auto call = std::make_shared<StreamCall>(context_, kStreamGenerate, context, 0);
   const Priority priority = ReadPriority(request->params());
   call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
@@ -203,8 +202,8 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerC
 
 grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(
     grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
-  const auto call = std::make_shared<StreamCall>(context_, kWatchJob, context,
-                                                 request->after_sequence());
+  const auto call =
+      std::make_shared<StreamCall>(context_, kWatchJob, context, request->after_sequence());
   // Nothing is decoded or encoded to begin a watch.
   constexpr Priority kPriority = Priority::kInteractive;
   call->Post(kPriority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {

@@ -14,12 +14,9 @@ namespace denoised {
 /// workers and the engine. What is pointed to must outlive the service, the service its calls.
 class ImageGenerationService final : public v1::ImageGeneration::CallbackService {
  public:
-  ImageGenerationService(const GenerationCallContext& context, const Catalog* catalog, const ServerInfo* info,
-                         const RequestLimits& limits)
-      : context_(context),
-        catalog_(catalog),
-        info_(info),
-        limits_(limits) {}
+  ImageGenerationService(const GenerationCallContext& context, const Catalog* catalog,
+                         const ServerInfo* info, const RequestLimits& limits)
+      : context_(context), catalog_(catalog), info_(info), limits_(limits) {}
 
   grpc::ServerUnaryReactor* Generate(grpc::CallbackServerContext* context,
                                      const v1::GenerateRequest* request,
