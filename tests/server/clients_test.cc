@@ -77,6 +77,14 @@ TEST_F(ClientsTest, NoClientIsNamedAnonymous) {
   EXPECT_THAT(Error(R"({"anonymous": {"certificates": ["a"]}})"), HasSubstr("choose another"));
 }
 
+TEST_F(ClientsTest, NoNameIsADirectoryItself) {
+  for (const char* name : {".", ".."}) {
+    EXPECT_THAT(Error(std::string("{\"") + name + R"(": {"certificates": ["a"]}})"),
+                HasSubstr("but not"));
+  }
+  EXPECT_EQ(Error(R"({"...": {"certificates": ["a"]}})"), "accepted");
+}
+
 TEST_F(ClientsTest, IdsOfJobsAre128BitsAndNeverTheSame) {
   std::set<std::string> ids;
   std::set<char> digits;
