@@ -42,10 +42,14 @@ TEST(WorkerPoolTest, RunsSideBySide) {
 /// and an interactive one. The order in which they ran.
 std::string Order(const std::string& posted) {
   std::string ran;  // touched by the one thread
-  std::promise<void> posting;
+  std::promise<void> reached, posting;
   {
     WorkerPool pool(1);
-    pool.Post(Priority::kBatch, [&] { posting.get_future().wait(); });
+    pool.Post(Priority::kBatch, [&] {
+      reached.set_value();
+      posting.get_future().wait();
+    });
+    reached.get_future().wait();  // else the thread would take a task before all are there
     for (const char kind : posted) {
       const Priority priority = kind == 'i'   ? Priority::kInteractive
                                 : kind == 'n' ? Priority::kNormal
