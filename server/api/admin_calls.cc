@@ -60,18 +60,28 @@ grpc::ServerUnaryReactor* AdminCalls::Post(grpc::CallbackServerContext* context,
                                            ModelChange change, std::function<grpc::Status()> work) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const auto record = std::make_shared<CallRecord>(calls_, method, context);
-  threads_.Post(Priority::kNormal, [this, reactor, record, change = std::move(change),
-                                    work = std::move(work)] {
-    grpc::Status status = Authorize(record->caller());
-    if (status.ok() && drain_->draining()) {
-      status = ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");
-    }
-    if (status.ok()) status = work();
+  const auto end = [reactor, record, change = std::move(change)](const grpc::Status& status) {
     LogChange(change, *record, status);
     record->End(status.error_code(), status.error_message());
     reactor->Finish(status);
+  };
+  // A refusal waits for no thread: all may be busy with loads.
+  grpc::Status refusal = Authorize(record->caller());
+  if (refusal.ok()) refusal = CheckServing();
+  if (!refusal.ok()) {
+    end(refusal);
+    return reactor;
+  }
+  threads_.Post(Priority::kNormal, [this, end, work = std::move(work)] {
+    const grpc::Status status = CheckServing();  // the drain may have begun meanwhile
+    end(status.ok() ? work() : status);
   });
   return reactor;
+}
+
+grpc::Status AdminCalls::CheckServing() const {
+  if (!drain_->draining()) return grpc::Status::OK;
+  return ToGrpcStatus(Unavailable("the server is shutting down"), reason::kDraining, "");
 }
 
 }  // namespace denoised

@@ -27,11 +27,13 @@ class AdminCalls {
   AdminCalls(Calls* calls, const DrainProgress* drain) : calls_(calls), drain_(drain) {}
 
   /// Runs `work` on a thread that may wait, if the caller is an admin and the server does not shut
-  /// down. `change` goes to the log, with the caller and the result.
+  /// down; else refuses at once. `change` goes to the log, with the caller and the result.
   grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,
                                  ModelChange change, std::function<grpc::Status()> work);
 
  private:
+  grpc::Status CheckServing() const;
+
   Calls* const calls_;
   const DrainProgress* const drain_;
   WorkerPool threads_{4};

@@ -742,6 +742,35 @@ TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
   EXPECT_EQ(engine_->Models().size(), 1u);
 }
 
+TEST_F(ServerTest, ARefusedChangeWaitsForNoLoad) {
+  const std::string slow = testing::TempDir() + "slow";
+  std::filesystem::create_directory(slow);
+  Start({.open_cost = 1s, .slow = slow});
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  std::atomic<int> ended = 0;
+  std::vector<std::thread> loads;
+  for (int i = 0; i < 6; ++i) {
+    loads.emplace_back([&, i] {
+      v1::LoadModelRequest request;
+      request.set_name(fmt::format("model{}", i));
+      request.set_directory(slow);
+      v1::LoadModelResponse response;
+      grpc::ClientContext context;
+      const grpc::Status status = admin->LoadModel(&context, request, &response);
+      EXPECT_TRUE(status.ok()) << status.error_message();
+      ++ended;
+    });
+  }
+  EXPECT_TRUE(Eventually([&] { return engine_->opens() == 2; }));  // of digits, and the first here
+  grpc::ClientContext context;
+  context.AddMetadata("x-forwarded-for", "192.0.2.7");  // whom a proxy passes on is no admin
+  v1::UnloadModelResponse response;
+  EXPECT_EQ(admin->UnloadModel(&context, {}, &response).error_code(),
+            grpc::StatusCode::PERMISSION_DENIED);
+  EXPECT_LT(ended, 3) << "it waited for a thread, which three loads have to leave first";
+  for (std::thread& load : loads) load.join();
+}
+
 TEST_F(ServerTest, BadAdminRequestsNameTheField) {
   Start();
   const auto admin = v1::ModelAdmin::NewStub(channel_);
