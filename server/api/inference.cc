@@ -10,6 +10,7 @@
 #include <limits>
 #include <set>
 
+#include "server/api/translate.h"
 #include "server/encoding/formats.h"
 #include "server/encoding/pixels.h"
 #include "server/status/quote.h"
@@ -157,6 +158,14 @@ bool Fits(const RepeatedField<int64_t>& shape, const Shape64& wanted) {
       });
 }
 
+/// Nothing where the parameter is of another type. One that does not fit is the largest.
+std::optional<int64_t> WholeNumber(const inference::InferParameter& value) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  if (value.has_int64_param()) return value.int64_param();
+  if (!value.has_uint64_param()) return std::nullopt;
+  return static_cast<int64_t>(std::min<uint64_t>(value.uint64_param(), kMax));
+}
+
 /// One request on its way to GenerationParams; collects every violation.
 class RequestReader {
  public:
@@ -193,30 +202,26 @@ class RequestReader {
   }
 
   void Parameter(const std::string& name, const inference::InferParameter& value) {
-    // Larger than any that is allowed, if it does not fit.
-    constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-    int64_t number;
-    if (value.has_int64_param()) {
-      number = value.int64_param();
-    } else if (value.has_uint64_param()) {
-      number = static_cast<int64_t>(std::min<uint64_t>(value.uint64_param(), kMax));
-    } else {
+    const std::optional<int64_t> number = WholeNumber(value);
+    if (!number) {
       return Violate("parameters." + name, "is not a whole number; use int64_param, uint64_param");
     }
     if (name == "priority") {
-      if (number < 0 || number > v1::Priority_MAX) {
+      if (*number < 0 || *number > v1::Priority_MAX) {
         return Violate("parameters.priority",
                        "is {}; use 1 (interactive), 2 (normal), 3 (batch), or 0 for the default",
-                       number);
+                       *number);
       }
-      result_.params.set_priority(static_cast<v1::Priority>(number));
+      result_.params.set_priority(static_cast<v1::Priority>(*number));
       return;
     }
     constexpr std::chrono::microseconds kYear = std::chrono::hours(24 * 365);
-    if (number < 0) {
-      return Violate("parameters.timeout", "is {}; use microseconds, or 0 for none", number);
+    if (*number < 0) {
+      return Violate("parameters.timeout", "is {}; use microseconds, or 0 for none", *number);
     }
-    if (number > 0 && number < kYear.count()) result_.timeout = std::chrono::microseconds(number);
+    if (*number > 0 && *number < kYear.count()) {
+      result_.timeout = std::chrono::microseconds(*number);
+    }
   }
 
   void Inputs() {
@@ -480,6 +485,18 @@ void DescribeTensors(const ModelInfo& model, inference::ModelMetadataResponse* m
   for (const Output& output : OutputsOf(model)) {
     describe(metadata->add_outputs(), output.name, output.datatype, output.shape);
   }
+}
+
+Priority ReadPriority(const inference::ModelInferRequest& request) {
+  v1::GenerationParams params;
+  const auto asked = request.parameters().find("priority");
+  if (asked != request.parameters().end()) {
+    const int64_t number = WholeNumber(asked->second).value_or(0);
+    if (v1::Priority_IsValid(static_cast<int>(std::clamp<int64_t>(number, -1, 1000)))) {
+      params.set_priority(static_cast<v1::Priority>(number));
+    }
+  }
+  return ReadPriority(params);
 }
 
 Inference ReadInference(const inference::ModelInferRequest& request, const ModelInfo& model,

@@ -48,6 +48,9 @@ struct Inference {
   std::vector<std::string> outputs;                  // in the order of the reply
 };
 
+/// The priority that the parameters ask for; normal when they ask for none, or none that there is.
+Priority ReadPriority(const inference::ModelInferRequest& request);
+
 /// Checks names, types, shapes and lengths, all that the protocol adds; what the values may be, the
 /// request's way through Generate tells. Whatever is wrong is appended to `violations`, under the
 /// name of the input where it is one.

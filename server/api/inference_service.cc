@@ -71,18 +71,25 @@ grpc::ServerUnaryReactor* InferenceService::ServerMetadata(
   return Reply(context, &record, grpc::Status::OK);
 }
 
+template <typename Request>
+std::optional<CatalogModel> InferenceService::SelectReady(const Request& request,
+                                                          CallRecord* record,
+                                                          grpc::Status* status) const {
+  auto model = catalog_->Select(Together(request.name(), request.version()), "name", "", status);
+  if (!model) return std::nullopt;
+  record->model = EngineName(model->name, model->version);
+  *status = CheckReady(*model, "");
+  if (!status->ok()) return std::nullopt;
+  return model;
+}
+
 grpc::ServerUnaryReactor* InferenceService::ModelMetadata(
     grpc::CallbackServerContext* context, const inference::ModelMetadataRequest* request,
     inference::ModelMetadataResponse* response) {
   CallRecord record(context_.calls, "inference.GRPCInferenceService.ModelMetadata", context);
   grpc::Status status;
-  const auto model =
-      catalog_->Select(Together(request->name(), request->version()), "name", "", &status);
+  const auto model = SelectReady(*request, &record, &status);
   if (model) {
-    record.model = EngineName(model->name, model->version);
-    status = CheckReady(*model, "");
-  }
-  if (status.ok()) {
     response->set_name(model->name);
     for (const CatalogModel& each : catalog_->All()) {
       if (each.name == model->name) response->add_versions(each.version);
@@ -126,7 +133,7 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
     }
     return context_.jobs->Begin(asked, watcher, refusal);
   };
-  call->Post(Priority::kNormal, begin);
+  call->Post(ReadPriority(*request), begin);
   return call.get();
 }
 
@@ -135,13 +142,8 @@ grpc::ServerUnaryReactor* InferenceService::ModelConfig(
     inference::ModelConfigResponse* response) {
   CallRecord record(context_.calls, "inference.GRPCInferenceService.ModelConfig", context);
   grpc::Status status;
-  const auto model =
-      catalog_->Select(Together(request->name(), request->version()), "name", "", &status);
-  if (model) {
-    record.model = EngineName(model->name, model->version);
-    status = CheckReady(*model, "");
-  }
-  if (status.ok()) DescribeConfig(*model, response->mutable_config());
+  const auto model = SelectReady(*request, &record, &status);
+  if (model) DescribeConfig(*model, response->mutable_config());
   return Reply(context, &record, status);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 
 #include "inference/open_inference.grpc.pb.h"
 #include "server/api/admin_calls.h"
@@ -66,6 +67,11 @@ class InferenceService final : public inference::GRPCInferenceService::CallbackS
       inference::RepositoryModelUnloadResponse* response) override;
 
  private:
+  /// The model that a request names, if it can draw now; nothing with `status` set. Its name goes
+  /// into the record either way.
+  template <typename Request>
+  std::optional<CatalogModel> SelectReady(const Request& request, CallRecord* record,
+                                          grpc::Status* status) const;
   /// AdminCalls::Post, or UNIMPLEMENTED where nobody may change the models.
   grpc::ServerUnaryReactor* PostChange(grpc::CallbackServerContext* context, const char* method,
                                        ModelChange change, std::function<grpc::Status()> work);

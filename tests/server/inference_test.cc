@@ -241,7 +241,7 @@ TEST_F(TritonTest, TheRepositoryIsListedLoadedAndUnloaded) {
   EXPECT_THAT(Index(true), ElementsAre("digits@1 READY"));
 
   EXPECT_EQ(Load("cats").error_code(), StatusCode::NOT_FOUND);
-  EXPECT_EQ(Load("..").error_code(), StatusCode::NOT_FOUND);
+  EXPECT_EQ(Load("..").error_code(), StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(Unload("faces", "unload_dependents").error_code(), StatusCode::NOT_FOUND);
   EXPECT_THAT(Violated(Unload("digits", "force")), ElementsAre("parameters"));
   inference::RepositoryModelLoadRequest bad;

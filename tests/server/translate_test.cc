@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "absl/strings/ascii.h"
+#include "server/api/inference.h"
 #include "server/encoding/formats.h"
 #include "server/jobs/job_request.h"
 
@@ -200,6 +201,23 @@ struct BadField {
   const char* field;
   std::function<void(v1::GenerationParams*, v1::PreviewOptions*)> set;
 };
+
+/// It decides which queue a request is checked in, before it is read.
+TEST(TranslateTest, PriorityOfAnInferenceRequest) {
+  inference::ModelInferRequest request;
+  EXPECT_EQ(ReadPriority(request), Priority::kNormal);
+  inference::InferParameter& asked = (*request.mutable_parameters())["priority"];
+  asked.set_int64_param(1);
+  EXPECT_EQ(ReadPriority(request), Priority::kInteractive);
+  asked.set_uint64_param(3);
+  EXPECT_EQ(ReadPriority(request), Priority::kBatch);
+  for (const int64_t unknown : {int64_t{0}, int64_t{-1}, int64_t{4}, int64_t{1} << 40}) {
+    asked.set_int64_param(unknown);
+    EXPECT_EQ(ReadPriority(request), Priority::kNormal) << unknown;
+  }
+  asked.set_string_param("1");
+  EXPECT_EQ(ReadPriority(request), Priority::kNormal);
+}
 
 TEST(TranslateTest, EachBadFieldIsNamedAlone) {
   using P = v1::GenerationParams*;
