@@ -6,6 +6,7 @@
 namespace denoised {
 
 /// Pointwise non-linearities that ops fuse. A header of its own: device code includes it.
-enum class Activation : uint8_t { kNone, kSilu, kMish, kGelu, kRelu };  // gelu: erf, not tanh
+/// kGelu is exact (erf); kQuickGelu is CLIP's x·σ(1.702 x).
+enum class Activation : uint8_t { kNone, kSilu, kMish, kGelu, kRelu, kQuickGelu, kTanh };
 
 }  // namespace denoised

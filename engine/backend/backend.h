@@ -95,8 +95,21 @@ struct GroupNormArgs {
   Tensor out;  // [.., C + C2]; must not overlap x, x2
 };
 
+struct LayerNormArgs {
+  Tensor x;            // [.., C]
+  Tensor gamma, beta;  // F32 [C]
+  float eps = 1e-5f;
+  Tensor out;  // [.., C]; may be x
+};
+
 struct AttentionArgs {
-  Tensor q, k, v;  // [N, tokens, heads·dim], each may be a Columns() view
+  Tensor q;     // [N, tokens, heads·dim], may be a Columns() view
+  Tensor k, v;  // [S, key tokens, heads·dim], likewise; S is N unless there is a key_set
+  /// Optional I32 [N]: row n attends to set key_set[n], in [0, S), of keys and values.
+  Tensor key_set;
+  /// Optional I32 [S]: only so many of a set's keys exist, from 1 to all.
+  Tensor key_counts;
+  bool causal = false;  // query i attends to keys 0 to i
   int heads = 1;
   float scale = 1.0f;  // softmax(q kᵀ · scale) v
   Tensor out;          // [N, tokens, heads·dim]
@@ -238,6 +251,7 @@ class Backend {
                                                                        int /*count*/) {
     return nullptr;
   }
+  /// As many elements of the same dtype; `to` may be a Columns() view as wide as `from`.
   virtual void Copy(const Tensor& from, const Tensor& to) = 0;
 
   // Weights: host tensors as in the file, of any float dtype. Several linears become one with their
@@ -264,7 +278,13 @@ class Backend {
   /// True if Conv2d() and NormConv2d() support args.output_norm, with the bits of GroupNorm(), and
   /// that is faster than a separate op. args.x need not be computed yet.
   virtual bool MakesOutputNorm(const Conv2dArgs& /*args*/) { return false; }
+  virtual void LayerNorm(const LayerNormArgs& args) = 0;
   virtual void Attention(const AttentionArgs& args) = 0;
+  /// GEGLU (arXiv 2002.05202): out[.., c] = x[.., c] · gelu(x[.., C + c]); x has 2·C features.
+  virtual void GegluGate(const Tensor& x, const Tensor& out) = 0;
+  /// out[p] = the row of `codebook` F32 [K, C] that is closest to x[p], the first of equals. x and
+  /// out are [.., C]. Distances are sums of squared differences in F32.
+  virtual void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) = 0;
   virtual void TimestepEmbedding(const TimestepEmbeddingArgs& args) = 0;
   virtual void FourierEmbedding(const FourierEmbeddingArgs& args) = 0;
   virtual void Embedding(const EmbeddingArgs& args) = 0;

@@ -181,14 +181,25 @@ void Check(const GroupNormArgs& args, const TensorRules& rules) {
   CheckTensor("out", args.out, WithLast(x, channels), rules.activation, rules);
 }
 
+void Check(const LayerNormArgs& args, const TensorRules& rules) {
+  const Shape& x = args.x.shape();
+  DENOISED_CHECK(x.rank() >= 2, "x is {}", x.ToString());
+  CheckTensor("x", args.x, x, rules.activation, rules);
+  CheckTensor("gamma", args.gamma, {x[-1]}, DType::kF32, rules);
+  CheckTensor("beta", args.beta, {x[-1]}, DType::kF32, rules);
+  CheckTensor("out", args.out, x, rules.activation, rules);
+}
+
 void Check(const AttentionArgs& args, const TensorRules& rules) {
   CheckRank("q", args.q, 3);
   CheckRank("k", args.k, 3);
   const Shape& q = args.q.shape();
   DENOISED_CHECK(args.heads >= 1 && q[2] % args.heads == 0, "{} features in {} heads", q[2],
                  args.heads);
-  const Shape k = {q[0], args.k.dim(1), q[2]};
-  DENOISED_CHECK(k[1] >= 1, "attention over no keys");
+  const Shape k = {args.key_set ? args.k.dim(0) : q[0], args.k.dim(1), q[2]};
+  DENOISED_CHECK(k[0] >= 1 && k[1] >= 1, "attention over no keys");
+  if (args.key_set) CheckTensor("key_set", args.key_set, {q[0]}, DType::kI32, rules);
+  if (args.key_counts) CheckTensor("key_counts", args.key_counts, {k[0]}, DType::kI32, rules);
   CheckTensor("q", args.q, q, rules.activation, rules, true);
   CheckTensor("k", args.k, k, rules.activation, rules, true);
   CheckTensor("v", args.v, k, rules.activation, rules, true);
@@ -277,9 +288,22 @@ void CheckDivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out,
   CheckActivationOrF32("out", out, x.shape(), rules);
 }
 
+void CheckGegluGate(const Tensor& x, const Tensor& out, const TensorRules& rules) {
+  CheckTensor("x", x, WithLast(out.shape(), 2 * out.dim(-1)), rules.activation, rules);
+  CheckTensor("out", out, out.shape(), rules.activation, rules);
+}
+
+void CheckNearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out,
+                      const TensorRules& rules) {
+  CheckRank("codebook", codebook, 2);
+  CheckTensor("codebook", codebook, codebook.shape(), DType::kF32, rules);
+  CheckTensor("x", x, WithLast(x.shape(), codebook.dim(1)), rules.activation, rules);
+  CheckTensor("out", out, x.shape(), rules.activation, rules);
+}
+
 void CheckCopy(const Tensor& from, const Tensor& to, const TensorRules& rules) {
   CheckTensor("from", from, from.shape(), from.dtype(), rules);
-  CheckTensor("to", to, to.shape(), from.dtype(), rules);
+  CheckTensor("to", to, to.shape(), from.dtype(), rules, to.dim(-1) == from.dim(-1));
   DENOISED_CHECK(from.elements() == to.elements(), "copies {} to {}", from.shape().ToString(),
                  to.shape().ToString());
 }

@@ -30,6 +30,7 @@ int64_t ConvolutionExtent(int64_t input, int pad_before, int pad_after, int kern
 void Check(const Conv2dArgs& args, const TensorRules& rules);
 void Check(const LinearArgs& args, const TensorRules& rules);
 void Check(const GroupNormArgs& args, const TensorRules& rules);
+void Check(const LayerNormArgs& args, const TensorRules& rules);
 void Check(const AttentionArgs& args, const TensorRules& rules);
 void Check(const TimestepEmbeddingArgs& args, const TensorRules& rules);
 void Check(const FourierEmbeddingArgs& args, const TensorRules& rules);
@@ -41,6 +42,9 @@ void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const Te
 void CheckAdd(const Tensor& a, const Tensor& b, const Tensor& out, const TensorRules& rules);
 void CheckDivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out,
                      const TensorRules& rules);
+void CheckGegluGate(const Tensor& x, const Tensor& out, const TensorRules& rules);
+void CheckNearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out,
+                      const TensorRules& rules);
 void CheckCopy(const Tensor& from, const Tensor& to, const TensorRules& rules);
 void CheckUpload(size_t bytes, const Tensor& to, const TensorRules& rules);
 void CheckDownload(const Tensor& from, const TensorRules& rules);

@@ -144,6 +144,21 @@ bool CountingBackend::MakesOutputNorm(const Conv2dArgs& args) {
   return real_ != nullptr && real_->MakesOutputNorm(args);
 }
 
+void CountingBackend::LayerNorm(const LayerNormArgs& args) {
+  Check(args, rules_);
+  Count(0, 0, {&args.x, &args.gamma, &args.beta, &args.out});
+}
+
+void CountingBackend::GegluGate(const Tensor& x, const Tensor& out) {
+  CheckGegluGate(x, out, rules_);
+  Count(0, 0, {&x, &out});
+}
+
+void CountingBackend::NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) {
+  CheckNearestCode(x, codebook, out, rules_);
+  Count(3.0 * x.elements() * codebook.dim(0), 0, {&x, &codebook, &out});
+}
+
 void CountingBackend::Attention(const AttentionArgs& args) {
   Check(args, rules_);
   // q·kᵀ and the product with v: each a multiply-add for every query, key and feature.

@@ -57,7 +57,10 @@ class CountingBackend : public Backend {
   void Linear(const LinearArgs& args) override;
   void GroupNorm(const GroupNormArgs& args) override;
   bool MakesOutputNorm(const Conv2dArgs& args) override;
+  void LayerNorm(const LayerNormArgs& args) override;
   void Attention(const AttentionArgs& args) override;
+  void GegluGate(const Tensor& x, const Tensor& out) override;
+  void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override;
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override;
   void FourierEmbedding(const FourierEmbeddingArgs& args) override;
   void Embedding(const EmbeddingArgs& args) override;

@@ -156,12 +156,30 @@ GroupNormArgs GroupNorm::Complete(Context& context, GroupNormArgs args) const {
   return args;
 }
 
+absl::StatusOr<LayerNorm> LayerNorm::Load(Backend& backend, const Weights& weights, int channels,
+                                          double eps) {
+  DENOISED_ASSIGN_OR_RETURN(Tensor gamma, weights.Get("weight", {channels}));
+  DENOISED_ASSIGN_OR_RETURN(Tensor beta, weights.Get("bias", {channels}));
+  LayerNorm norm;
+  DENOISED_ASSIGN_OR_RETURN(norm.gamma_, backend.PackVector(gamma));
+  DENOISED_ASSIGN_OR_RETURN(norm.beta_, backend.PackVector(beta));
+  norm.eps_ = static_cast<float>(eps);
+  return norm;
+}
+
+Tensor LayerNorm::operator()(Context& context, const Tensor& x) const {
+  const Tensor out = context.New(x.shape());
+  context.backend.LayerNorm({.x = x, .gamma = gamma_, .beta = beta_, .eps = eps_, .out = out});
+  return out;
+}
+
 absl::StatusOr<Activation> ActivationFromName(const std::string& name) {
   if (name == "silu" || name == "swish") return Activation::kSilu;
   if (name == "mish") return Activation::kMish;
   if (name == "gelu") return Activation::kGelu;
   if (name == "relu") return Activation::kRelu;
-  return InvalidArgument("activation '{}' is unknown; use silu, swish, mish, gelu or relu", name);
+  if (name == "quick_gelu") return Activation::kQuickGelu;
+  return InvalidArgument("activation '{}' is unknown; use silu, swish, mish, gelu, quick_gelu or relu", name);
 }
 
 }  // namespace denoised::nn

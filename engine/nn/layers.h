@@ -92,7 +92,20 @@ class GroupNorm {
   float eps_ = 0;
 };
 
-/// diffusers' get_activation: "silu" (or "swish"), "mish", "gelu", "relu".
+/// torch.nn.LayerNorm over the last dimension.
+class LayerNorm {
+ public:
+  static absl::StatusOr<LayerNorm> Load(Backend& backend, const Weights& weights, int channels,
+                                        double eps);
+  /// [.., channels] → the same, a new tensor.
+  Tensor operator()(Context& context, const Tensor& x) const;
+
+ private:
+  Tensor gamma_, beta_;
+  float eps_ = 0;
+};
+
+/// diffusers' get_activation: "silu" (or "swish"), "mish", "gelu", "relu"; and transformers' "quick_gelu".
 absl::StatusOr<Activation> ActivationFromName(const std::string& name);
 
 }  // namespace denoised::nn

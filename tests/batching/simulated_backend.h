@@ -81,7 +81,12 @@ class SimulatedBackend final : public Backend {
   void Conv2d(const Conv2dArgs& args) override { cpu_->Conv2d(args); }
   void Linear(const LinearArgs& args) override { cpu_->Linear(args); }
   void GroupNorm(const GroupNormArgs& args) override { cpu_->GroupNorm(args); }
+  void LayerNorm(const LayerNormArgs& args) override { cpu_->LayerNorm(args); }
   void Attention(const AttentionArgs& args) override { cpu_->Attention(args); }
+  void GegluGate(const Tensor& x, const Tensor& out) override { cpu_->GegluGate(x, out); }
+  void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
+    cpu_->NearestCode(x, codebook, out);
+  }
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
     cpu_->TimestepEmbedding(args);
   }

@@ -112,7 +112,7 @@ class CpuBackend final : public Backend {
 
   void Copy(const Tensor& from, const Tensor& to) override {
     CheckCopy(from, to, kRules);
-    Enqueue([&] { std::memmove(to.data(), from.data(), from.bytes()); });
+    Enqueue([&] { cpu::Copy(from, to); });
   }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
@@ -165,9 +165,21 @@ class CpuBackend final : public Backend {
     Check(args, kRules);
     Enqueue([&] { cpu::GroupNorm(args, scratch()); });
   }
+  void LayerNorm(const LayerNormArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::LayerNorm(args); });
+  }
   void Attention(const AttentionArgs& args) override {
     Check(args, kRules);
     Enqueue([&] { cpu::Attention(args, scratch()); });
+  }
+  void GegluGate(const Tensor& x, const Tensor& out) override {
+    CheckGegluGate(x, out, kRules);
+    Enqueue([&] { cpu::GegluGate(x, out, scratch()); });
+  }
+  void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
+    CheckNearestCode(x, codebook, out, kRules);
+    Enqueue([&] { cpu::NearestCode(x, codebook, out); });
   }
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
     Check(args, kRules);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numbers>
 
 #include "engine/backend/cpu/ops.h"
@@ -88,6 +89,51 @@ void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation 
     Axpb(a.as<float>() + begin, scale, b ? b.as<float>() + begin : nullptr, shift, y, length);
     Activate(activation, y, length);
   });
+}
+
+void GegluGate(const Tensor& x, const Tensor& out, Scratch& scratch) {
+  const int64_t features = out.dim(-1);
+  float* const gates = scratch.Take<float>(Threads() * features);
+  ParallelFor(out.elements() / features, [&](int64_t token, int thread) {
+    const float* value = x.as<float>() + token * 2 * features;
+    float* to = out.as<float>() + token * features;
+    float* gate = gates + thread * features;
+    std::memcpy(gate, value + features, features * sizeof(float));
+    Activate(Activation::kGelu, gate, features);
+    for (int64_t c = 0; c < features; ++c) to[c] = value[c] * gate[c];
+  });
+}
+
+void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) {
+  const int64_t codes = codebook.dim(0), channels = codebook.dim(1);
+  ParallelFor(x.elements() / channels, [&](int64_t pixel, int) {
+    const float* from = x.as<float>() + pixel * channels;
+    int64_t nearest = 0;
+    float least = std::numeric_limits<float>::infinity();
+    for (int64_t code = 0; code < codes; ++code) {
+      const float* candidate = codebook.as<float>() + code * channels;
+      float distance = 0;
+      for (int64_t c = 0; c < channels; ++c) {
+        const float difference = from[c] - candidate[c];
+        distance += difference * difference;
+      }
+      if (distance < least) least = distance, nearest = code;
+    }
+    std::memcpy(out.as<float>() + pixel * channels, codebook.as<float>() + nearest * channels,
+                channels * sizeof(float));
+  });
+}
+
+void Copy(const Tensor& from, const Tensor& to) {
+  if (to.contiguous()) {
+    std::memmove(to.data(), from.data(), from.bytes());
+    return;
+  }
+  const size_t element = SizeOf(from.dtype()), row = from.dim(-1) * element;
+  for (int64_t i = 0; i < from.elements() / from.dim(-1); ++i) {
+    std::memcpy(static_cast<std::byte*>(to.data()) + i * to.row_stride() * element,
+                static_cast<const std::byte*>(from.data()) + i * row, row);
+  }
 }
 
 void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) {

@@ -67,7 +67,11 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
 void Conv2d(const Conv2dArgs& args, Scratch& scratch);
 void Linear(const LinearArgs& args, Scratch& scratch);
 void GroupNorm(const GroupNormArgs& args, Scratch& scratch);
+void LayerNorm(const LayerNormArgs& args);
 void Attention(const AttentionArgs& args, Scratch& scratch);
+void GegluGate(const Tensor& x, const Tensor& out, Scratch& scratch);
+void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out);
+void Copy(const Tensor& from, const Tensor& to);
 void TimestepEmbedding(const TimestepEmbeddingArgs& args);
 void FourierEmbedding(const FourierEmbeddingArgs& args);
 void Embedding(const EmbeddingArgs& args);

@@ -75,6 +75,13 @@ void Activate(Activation activation, float* y, int64_t count) {
 #pragma omp simd
       for (int64_t i = 0; i < count; ++i) y[i] = y[i] > 0.0f ? y[i] : 0.0f;
       return;
+    case Activation::kQuickGelu:
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) y[i] = y[i] / (1.0f + Exp(-1.702f * y[i]));
+      return;
+    case Activation::kTanh:
+      for (int64_t i = 0; i < count; ++i) y[i] = std::tanh(y[i]);
+      return;
   }
 }
 

@@ -11,7 +11,7 @@
 
 namespace denoised::cpu {
 
-/// y = act(y). Exponentials are accurate to 2e-7 relative; GELU takes the C library's erf.
+/// y = act(y). Exponentials are accurate to 2e-7 relative; GELU and tanh are the C library's.
 void Activate(Activation activation, float* y, int64_t count);
 
 /// y = (y + residual) · scale; `residual` may be null.
