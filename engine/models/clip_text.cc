@@ -76,16 +76,12 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Parse(const nlohmann::json& json,
                  "transformers_version",
                  "use_cache"});
 
-  const auto check_range = [&](const char* field, int value, int high) {
-    if (value < 1 || value > high)
-      reader.Complain(field, fmt::format("must be between 1 and {}", high));
-  };
-  check_range("vocab_size", config.vocab_size, 1 << 24);
-  check_range("hidden_size", config.hidden_size, kMaxFeatures);
-  check_range("intermediate_size", config.intermediate_size, 4 * kMaxFeatures);
-  check_range("projection_dim", config.projection_dim, kMaxFeatures);
-  check_range("num_hidden_layers", config.num_hidden_layers, 256);
-  check_range("max_position_embeddings", config.max_position_embeddings, 1 << 16);
+  reader.CheckRange("vocab_size", config.vocab_size, 1, 1 << 24);
+  reader.CheckRange("hidden_size", config.hidden_size, 1, kMaxFeatures);
+  reader.CheckRange("intermediate_size", config.intermediate_size, 1, 4 * kMaxFeatures);
+  reader.CheckRange("projection_dim", config.projection_dim, 1, kMaxFeatures);
+  reader.CheckRange("num_hidden_layers", config.num_hidden_layers, 1, 256);
+  reader.CheckRange("max_position_embeddings", config.max_position_embeddings, 1, 1 << 16);
   if (config.num_attention_heads < 1 || config.hidden_size % config.num_attention_heads != 0) {
     reader.Complain("num_attention_heads",
                     fmt::format("must divide the hidden_size of {}", config.hidden_size));
