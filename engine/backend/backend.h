@@ -115,6 +115,13 @@ struct AttentionArgs {
   Tensor out;          // [N, tokens, heads·dim]
 };
 
+struct GaussianArgs {
+  Tensor moments;  // F32 [.., 2·C]: means, then logarithms of variances, clamped to [−30, 20]
+  Tensor noise;    // optional F32 [.., C], standard normal; undefined: zeros
+  Tensor scale, shift;  // F32 [C]
+  Tensor out;           // F32 [.., C]: (mean + noise · √variance) · scale + shift
+};
+
 struct TimestepEmbeddingArgs {
   Tensor t;  // F32 [N]
   bool flip_sin_to_cos = true;
@@ -282,9 +289,10 @@ class Backend {
   virtual void Attention(const AttentionArgs& args) = 0;
   /// GEGLU (arXiv 2002.05202): out[.., c] = x[.., c] · gelu(x[.., C + c]); x has 2·C features.
   virtual void GegluGate(const Tensor& x, const Tensor& out) = 0;
-  /// out[p] = the row of `codebook` F32 [K, C] that is closest to x[p], the first of equals. x and
-  /// out are [.., C]. Distances are sums of squared differences in F32.
+  /// out[p] = the row of `codebook` F32 [K, C] that is closest to x[p], the first of equals. x is
+  /// F32 [.., C], out [.., C]. Distances are sums of squared differences in F32.
   virtual void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) = 0;
+  virtual void Gaussian(const GaussianArgs& args) = 0;
   virtual void TimestepEmbedding(const TimestepEmbeddingArgs& args) = 0;
   virtual void FourierEmbedding(const FourierEmbeddingArgs& args) = 0;
   virtual void Embedding(const EmbeddingArgs& args) = 0;

@@ -206,6 +206,15 @@ void Check(const AttentionArgs& args, const TensorRules& rules) {
   CheckTensor("out", args.out, q, rules.activation, rules);
 }
 
+void Check(const GaussianArgs& args, const TensorRules& rules) {
+  const Shape& out = args.out.shape();
+  CheckTensor("out", args.out, out, DType::kF32, rules);
+  CheckTensor("moments", args.moments, WithLast(out, 2 * out[-1]), DType::kF32, rules);
+  if (args.noise) CheckTensor("noise", args.noise, out, DType::kF32, rules);
+  CheckTensor("scale", args.scale, {out[-1]}, DType::kF32, rules);
+  CheckTensor("shift", args.shift, {out[-1]}, DType::kF32, rules);
+}
+
 void Check(const TimestepEmbeddingArgs& args, const TensorRules& rules) {
   CheckRank("out", args.out, 2);
   CheckTensor("t", args.t, {args.out.dim(0)}, DType::kF32, rules);
@@ -297,7 +306,7 @@ void CheckNearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out
                       const TensorRules& rules) {
   CheckRank("codebook", codebook, 2);
   CheckTensor("codebook", codebook, codebook.shape(), DType::kF32, rules);
-  CheckTensor("x", x, WithLast(x.shape(), codebook.dim(1)), rules.activation, rules);
+  CheckTensor("x", x, WithLast(x.shape(), codebook.dim(1)), DType::kF32, rules);
   CheckTensor("out", out, x.shape(), rules.activation, rules);
 }
 

@@ -32,6 +32,7 @@ void Check(const LinearArgs& args, const TensorRules& rules);
 void Check(const GroupNormArgs& args, const TensorRules& rules);
 void Check(const LayerNormArgs& args, const TensorRules& rules);
 void Check(const AttentionArgs& args, const TensorRules& rules);
+void Check(const GaussianArgs& args, const TensorRules& rules);
 void Check(const TimestepEmbeddingArgs& args, const TensorRules& rules);
 void Check(const FourierEmbeddingArgs& args, const TensorRules& rules);
 void Check(const EmbeddingArgs& args, const TensorRules& rules);

@@ -159,6 +159,11 @@ void CountingBackend::NearestCode(const Tensor& x, const Tensor& codebook, const
   Count(3.0 * x.elements() * codebook.dim(0), 0, {&x, &codebook, &out});
 }
 
+void CountingBackend::Gaussian(const GaussianArgs& args) {
+  Check(args, rules_);
+  Count(0, 0, {&args.moments, &args.noise, &args.scale, &args.shift, &args.out});
+}
+
 void CountingBackend::Attention(const AttentionArgs& args) {
   Check(args, rules_);
   // q·kᵀ and the product with v: each a multiply-add for every query, key and feature.

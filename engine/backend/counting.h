@@ -61,6 +61,7 @@ class CountingBackend : public Backend {
   void Attention(const AttentionArgs& args) override;
   void GegluGate(const Tensor& x, const Tensor& out) override;
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override;
+  void Gaussian(const GaussianArgs& args) override;
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override;
   void FourierEmbedding(const FourierEmbeddingArgs& args) override;
   void Embedding(const EmbeddingArgs& args) override;

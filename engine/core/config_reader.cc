@@ -137,6 +137,11 @@ void ConfigReader::Complain(const char* field, const std::string& what) {
                                                           Abbreviated(*it), what));
 }
 
+void ConfigReader::CheckRange(const char* field, double value, double low, double high) {
+  if (!(value >= low && value <= high))
+    Complain(field, fmt::format("must be between {} and {}", low, high));
+}
+
 absl::Status ConfigReader::Finish() {
   for (const auto& [field, value] : object_.items())
     if (!read_.count(field) && !field.empty() && field[0] != '_' && !value.is_null())

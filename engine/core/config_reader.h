@@ -47,6 +47,9 @@ class ConfigReader {
   /// Adds an error about `field`: what is wrong, and what would be accepted.
   void Complain(const char* field, const std::string& what);
 
+  /// Complains unless low ≤ value ≤ high.
+  void CheckRange(const char* field, double value, double low, double high);
+
   /// OK, or InvalidArgument with all errors. A field that nobody read is one.
   absl::Status Finish();
 

@@ -92,6 +92,8 @@ bool Weights::Has(std::string_view name) const {
   return state_->tensors.tensors().count(Full(name)) > 0;
 }
 
+void Weights::Ignore(std::string_view name) const { state_->used.insert(Full(name)); }
+
 absl::StatusOr<Tensor> Weights::Get(std::string_view name, const Shape& shape) const {
   DENOISED_ASSIGN_OR_RETURN(Tensor tensor, GetOptional(name, shape));
   if (!tensor.defined())

@@ -35,6 +35,8 @@ class Weights {
   /// The same, or an undefined tensor when it is absent.
   absl::StatusOr<Tensor> GetOptional(std::string_view name, const Shape& shape) const;
   bool Has(std::string_view name) const;
+  /// A tensor that has no effect here: CheckAllUsed() does not name it. It may be absent.
+  void Ignore(std::string_view name) const;
 
   /// Elements of all float tensors in the file.
   int64_t parameters() const;

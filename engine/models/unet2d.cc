@@ -55,11 +55,6 @@ void CheckBlockTypes(ConfigReader& reader, const char* field, const BlockKind (&
                     fmt::format("needs one block for each of the {} block_out_channels", levels));
 }
 
-void CheckRange(ConfigReader& reader, const char* field, double value, double low, double high) {
-  if (!(value >= low && value <= high))
-    reader.Complain(field, fmt::format("must be between {} and {}", low, high));
-}
-
 /// Every level but the last halves the image, and the way up must meet the same sizes again.
 int SizeMultiple(size_t levels) { return 1 << (levels - 1); }
 
@@ -111,7 +106,7 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
     reader.Complain("sample_size", fmt::format("must be a multiple of {}, since {} blocks halve it",
                                                multiple, channels.size() - 1));
   }
-  for (const int c : channels) CheckRange(reader, "block_out_channels", c, 1, kMaxChannels);
+  for (const int c : channels) reader.CheckRange("block_out_channels", c, 1, kMaxChannels);
   CheckBlockTypes(reader, "down_block_types", kDownBlocks, config.down_block_types,
                   channels.size());
   CheckBlockTypes(reader, "up_block_types", kUpBlocks, config.up_block_types, channels.size());
@@ -166,28 +161,28 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   } else if (num_class_embeds) {
     config.condition = ClassCondition::kLabel;
     config.num_class_embeds = *num_class_embeds;
-    CheckRange(reader, "num_class_embeds", *num_class_embeds, 1, 1 << 24);
+    reader.CheckRange("num_class_embeds", *num_class_embeds, 1, 1 << 24);
   }
   // num_train_timesteps sizes a "learned" time embedding only; dropout is for training.
   reader.Ignore({"dropout", "num_train_timesteps"});
 
-  CheckRange(reader, "sample_size", std::min(config.sample_height, config.sample_width), 0, 65536);
-  CheckRange(reader, "sample_size", std::max(config.sample_height, config.sample_width), 0, 65536);
-  CheckRange(reader, "in_channels", config.in_channels, 1, kMaxChannels);
-  CheckRange(reader, "out_channels", config.out_channels, 1, kMaxChannels);
-  CheckRange(reader, "layers_per_block", config.layers_per_block, 1, 64);
-  CheckRange(reader, "downsample_padding", config.downsample_padding, 0, 1);
-  CheckRange(reader, "norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
+  reader.CheckRange("sample_size", std::min(config.sample_height, config.sample_width), 0, 65536);
+  reader.CheckRange("sample_size", std::max(config.sample_height, config.sample_width), 0, 65536);
+  reader.CheckRange("in_channels", config.in_channels, 1, kMaxChannels);
+  reader.CheckRange("out_channels", config.out_channels, 1, kMaxChannels);
+  reader.CheckRange("layers_per_block", config.layers_per_block, 1, 64);
+  reader.CheckRange("downsample_padding", config.downsample_padding, 0, 1);
+  reader.CheckRange("norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
   if (config.attn_norm_num_groups)
-    CheckRange(reader, "attn_norm_num_groups", *config.attn_norm_num_groups, 1, kMaxChannels);
+    reader.CheckRange("attn_norm_num_groups", *config.attn_norm_num_groups, 1, kMaxChannels);
   if (config.attention_head_dim)
-    CheckRange(reader, "attention_head_dim", *config.attention_head_dim, 1, kMaxChannels);
+    reader.CheckRange("attention_head_dim", *config.attention_head_dim, 1, kMaxChannels);
   if (!(config.norm_eps > 0)) reader.Complain("norm_eps", "must be greater than 0");
   config.time_embedding_dim = channels.empty() ? 0 : 4 * channels[0];
   reader.Read("time_embedding_dim", &config.time_embedding_dim);
   if (config.time_embedding_dim == 0 && !channels.empty())
     config.time_embedding_dim = 4 * channels[0];  // diffusers: `time_embedding_dim or 4 · …`
-  CheckRange(reader, "time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
+  reader.CheckRange("time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
   if (!config.fourier_time_embedding && !channels.empty() && channels[0] < 2)
     reader.Complain(
         "block_out_channels",

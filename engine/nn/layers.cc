@@ -13,6 +13,14 @@ absl::StatusOr<Conv2d> Conv2d::Load(Backend& backend, const Weights& weights, in
   return conv;
 }
 
+absl::StatusOr<Conv2d> Conv2d::Pack(Backend& backend, const Tensor& weight_oihw,
+                                    const Tensor& bias) {
+  Conv2d conv;
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_,
+                            backend.PackConv2d(weight_oihw, bias, /*upsample2x=*/false));
+  return conv;
+}
+
 absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(Backend& backend, const Weights& weights,
                                                 int in_channels, int out_channels, int kernel,
                                                 const Weights& shortcut_weights,

@@ -35,6 +35,9 @@ class Conv2d {
   /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call.
   static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
                                      int out_channels, int kernel, bool upsample2x = false);
+  /// Of weights that are made here: [out, in, k, k] and [out], F32 in host memory.
+  static absl::StatusOr<Conv2d> Pack(Backend& backend, const Tensor& weight_oihw,
+                                     const Tensor& bias);
   /// Together with a 1×1 convolution whose input is args.shortcut.x and x2 at every call.
   static absl::StatusOr<Conv2d> LoadWithShortcut(Backend& backend, const Weights& weights,
                                                  int in_channels, int out_channels, int kernel,

@@ -17,27 +17,41 @@ Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
 absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& weights,
                                               const ResnetOptions& options,
                                               TimeProjections& projections) {
-  const int in = options.in_channels, out = options.out_channels;
   ResnetBlock block;
   block.options_ = options;
   DENOISED_ASSIGN_OR_RETURN(
-      block.norm1_, GroupNorm::Load(backend, weights / "norm1", in, options.groups, options.eps));
-  DENOISED_ASSIGN_OR_RETURN(block.conv1_,
-                            Conv2d::Load(backend, weights / "conv1", in, out, 3,
-                                         options.resample == ResnetOptions::Resample::kUp));
-  DENOISED_ASSIGN_OR_RETURN(block.time_column_,
-                            projections.Add(weights / "time_emb_proj", options.time_channels,
-                                            options.scale_shift ? 2 * out : out));
-  DENOISED_ASSIGN_OR_RETURN(
-      block.norm2_, GroupNorm::Load(backend, weights / "norm2", out, options.groups, options.eps));
-  if (in == out) {
-    DENOISED_ASSIGN_OR_RETURN(block.conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3));
-  } else {
-    DENOISED_ASSIGN_OR_RETURN(block.conv2_,
-                              Conv2d::LoadWithShortcut(backend, weights / "conv2", out, out, 3,
-                                                       weights / "conv_shortcut", in));
-  }
+      block.time_column_,
+      projections.Add(weights / "time_emb_proj", options.time_channels,
+                      options.scale_shift ? 2 * options.out_channels : options.out_channels));
+  DENOISED_RETURN_IF_ERROR(block.LoadLayers(backend, weights));
   return block;
+}
+
+absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& weights,
+                                              const ResnetOptions& options) {
+  DENOISED_CHECK(options.time_channels == 0 && !options.scale_shift);
+  ResnetBlock block;
+  block.options_ = options;
+  DENOISED_RETURN_IF_ERROR(block.LoadLayers(backend, weights));
+  return block;
+}
+
+absl::Status ResnetBlock::LoadLayers(Backend& backend, const Weights& weights) {
+  const int in = options_.in_channels, out = options_.out_channels;
+  DENOISED_ASSIGN_OR_RETURN(
+      norm1_, GroupNorm::Load(backend, weights / "norm1", in, options_.groups, options_.eps));
+  DENOISED_ASSIGN_OR_RETURN(conv1_,
+                            Conv2d::Load(backend, weights / "conv1", in, out, 3,
+                                         options_.resample == ResnetOptions::Resample::kUp));
+  DENOISED_ASSIGN_OR_RETURN(
+      norm2_, GroupNorm::Load(backend, weights / "norm2", out, options_.groups, options_.eps));
+  if (in == out) {
+    DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3));
+  } else {
+    DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::LoadWithShortcut(backend, weights / "conv2", out, out,
+                                                               3, weights / "conv_shortcut", in));
+  }
+  return absl::OkStatus();
 }
 
 Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& skip,
@@ -46,8 +60,11 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
   DENOISED_CHECK(!skip || has_shortcut);
   const bool up = options_.resample == ResnetOptions::Resample::kUp;
   const bool down = options_.resample == ResnetOptions::Resample::kDown;
-  const Tensor time_columns =
-      time.Columns(time_column_, options_.out_channels * (options_.scale_shift ? 2 : 1));
+  DENOISED_CHECK(time.defined() == (options_.time_channels > 0));
+  Tensor time_columns;
+  if (time)
+    time_columns =
+        time.Columns(time_column_, options_.out_channels * (options_.scale_shift ? 2 : 1));
   const Tensor none;
 
   Tensor input = x;

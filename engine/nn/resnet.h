@@ -9,7 +9,7 @@ namespace denoised::nn {
 struct ResnetOptions {
   int in_channels = 0;  // of the concatenation, when there is a skip connection
   int out_channels = 0;
-  int time_channels = 0;
+  int time_channels = 0;  // of the activated time embedding; 0: the block reads no time
   int groups = 32;
   double eps = 1e-6;
   Activation activation = Activation::kSilu;
@@ -24,12 +24,17 @@ class ResnetBlock {
   static absl::StatusOr<ResnetBlock> Load(Backend& backend, const Weights& weights,
                                           const ResnetOptions& options,
                                           TimeProjections& projections);
+  /// A block that reads no time.
+  static absl::StatusOr<ResnetBlock> Load(Backend& backend, const Weights& weights,
+                                          const ResnetOptions& options);
   /// x [N, H, W, C] and `skip` (undefined, or [N, H, W, C2] to be concatenated) → [N, H', W',
-  /// Cout]. `time` is the output of the model's TimeProjections.
+  /// Cout]. `time` is the output of the model's TimeProjections, undefined for a block without.
   Tensor operator()(Context& context, const Tensor& x, const Tensor& skip,
                     const Tensor& time) const;
 
  private:
+  absl::Status LoadLayers(Backend& backend, const Weights& weights);
+
   ResnetOptions options_;
   int time_column_ = 0;
   GroupNorm norm1_, norm2_;

@@ -38,6 +38,10 @@ inline double Activate(Activation activation, double x) {
       return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0)));
     case Activation::kRelu:
       return x > 0 ? x : 0;
+    case Activation::kQuickGelu:
+      return x / (1 + std::exp(-1.702 * x));
+    case Activation::kTanh:
+      return std::tanh(x);
   }
   return NAN;
 }

@@ -87,6 +87,7 @@ class SimulatedBackend final : public Backend {
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
     cpu_->NearestCode(x, codebook, out);
   }
+  void Gaussian(const GaussianArgs& args) override { cpu_->Gaussian(args); }
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
     cpu_->TimestepEmbedding(args);
   }

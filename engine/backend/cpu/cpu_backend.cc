@@ -181,6 +181,10 @@ class CpuBackend final : public Backend {
     CheckNearestCode(x, codebook, out, kRules);
     Enqueue([&] { cpu::NearestCode(x, codebook, out); });
   }
+  void Gaussian(const GaussianArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::Gaussian(args); });
+  }
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
     Check(args, kRules);
     Enqueue([&] { cpu::TimestepEmbedding(args); });

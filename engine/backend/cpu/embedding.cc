@@ -124,6 +124,25 @@ void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) {
   });
 }
 
+void Gaussian(const GaussianArgs& args) {
+  const int64_t channels = args.out.dim(-1);
+  const float* scale = args.scale.as<float>();
+  const float* shift = args.shift.as<float>();
+  for (int64_t pixel = 0; pixel < args.out.elements() / channels; ++pixel) {
+    const float* mean = args.moments.as<float>() + pixel * 2 * channels;
+    const float* noise = args.noise ? args.noise.as<float>() + pixel * channels : nullptr;
+    float* out = args.out.as<float>() + pixel * channels;
+    for (int64_t c = 0; c < channels; ++c) {
+      float value = mean[c];
+      if (noise != nullptr) {
+        const float log_variance = std::clamp(mean[channels + c], -30.0f, 20.0f);
+        value += noise[c] * std::exp(0.5f * log_variance);
+      }
+      out[c] = value * scale[c] + shift[c];
+    }
+  }
+}
+
 void Copy(const Tensor& from, const Tensor& to) {
   if (to.contiguous()) {
     std::memmove(to.data(), from.data(), from.bytes());

@@ -71,6 +71,7 @@ void LayerNorm(const LayerNormArgs& args);
 void Attention(const AttentionArgs& args, Scratch& scratch);
 void GegluGate(const Tensor& x, const Tensor& out, Scratch& scratch);
 void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out);
+void Gaussian(const GaussianArgs& args);
 void Copy(const Tensor& from, const Tensor& to);
 void TimestepEmbedding(const TimestepEmbeddingArgs& args);
 void FourierEmbedding(const FourierEmbeddingArgs& args);

@@ -150,6 +150,38 @@ void Normalize(const float* x, int64_t pixels, int64_t channels, const float* me
 }
 
 DENOISED_EACH_ISA
+void NormalizeToken(const float* x, int64_t count, const float* gamma, const float* beta, float eps,
+                    float* y) {
+  const int64_t whole = count / kLanes * kLanes;
+  const auto total = [&](const Lanes& lanes) {
+    float sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+    return sum;
+  };
+  Lanes sums = {};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    Lanes part;
+    std::memcpy(&part, x + i, sizeof(part));
+    sums += part;
+  }
+  float sum = total(sums);
+  for (int64_t i = whole; i < count; ++i) sum += x[i];
+  const float mean = sum / static_cast<float>(count);
+  Lanes squares = {};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    Lanes part;
+    std::memcpy(&part, x + i, sizeof(part));
+    part -= mean;
+    squares += part * part;
+  }
+  float square = total(squares);
+  for (int64_t i = whole; i < count; ++i) square += (x[i] - mean) * (x[i] - mean);
+  const float reciprocal = 1.0f / std::sqrt(square / static_cast<float>(count) + eps);
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) y[i] = (x[i] - mean) * reciprocal * gamma[i] + beta[i];
+}
+
+DENOISED_EACH_ISA
 float Exponentiate(float* x, int64_t count) {
   float max = x[0];
 #pragma omp simd reduction(max : max)

@@ -31,6 +31,11 @@ void Moments(const float* x, int64_t pixels, int64_t channels, double* sum, doub
 void Normalize(const float* x, int64_t pixels, int64_t channels, const float* mean,
                const float* slope, const float* offset, float* y, int64_t y_stride);
 
+/// LayerNorm of one token: y = (x − mean) / √(variance + eps) · gamma + beta. `y` may be x. The
+/// sums' order depends on `count` alone.
+void NormalizeToken(const float* x, int64_t count, const float* gamma, const float* beta, float eps,
+                    float* y);
+
 /// x = exp(x − max x), and returns 1 / Σ x. The sum's order depends on `count` alone.
 float Exponentiate(float* x, int64_t count);
 
