@@ -467,7 +467,11 @@ absl::Status StepBatcher::Launch(Batch& batch) {
   evaluated.parked.swap(parked_);
   Backend& backend = BackendOf(batch.model);
   evaluated.begin = backend.Mark();
-  if (!rows.empty()) DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, batch.evaluator->Evaluate(rows));
+  if (!rows.empty()) {
+    const absl::StatusOr<int> bucket = batch.evaluator->Evaluate(rows);
+    DENOISED_RETURN_IF_ERROR(bucket.status());
+    evaluated.bucket = *bucket;
+  }
   evaluated.end = backend.Mark();
   // Of every evaluation: a job ends at the same one alone as in company.
   evaluated.nonfinite = batch.evaluator->DownloadNonfinite();
