@@ -306,7 +306,8 @@ class Goldens:
 
     def save(self, folder):
         save_file(self.tensors, folder / "goldens.safetensors")
-        facts = {"made_with": {"torch": torch.__version__.split("+")[0], **VERSIONS}, **self.facts,
+        facts = {"made_with": {"torch": torch.__version__.split("+")[0], **VERSIONS},
+                 "prompts": PROMPTS, **self.facts,
                  "float32_error": self.errors}  # fmt: skip
         write_json(folder / "goldens.json", facts)
         for file in folder.rglob("*.*"):
