@@ -37,6 +37,25 @@ struct ImageResult {
   Tensor pixels;
 };
 
+/// What an image shall show and what not, for models that read text. UTF-8.
+struct TextPrompt {
+  std::string text;
+  /// Unset: the model's own way of drawing without a prompt (SDXL: zeros; others: an empty text).
+  std::optional<std::string> negative;
+  /// For the second text encoder of models that have two; unset: as the first.
+  std::optional<std::string> text_2, negative_2;
+};
+
+/// A prompt as text encoders read it, and all else that a condition set depends on.
+struct TokenizedPrompt {
+  std::vector<std::vector<int32_t>> ids;  // by encoder, padded; empty: zeros instead of states
+  std::vector<int> ends;                  // by encoder: the token that is pooled
+  int skip_layers = 0;                    // clip_skip
+  std::vector<float> sizes;               // SDXL: original size, crop, target size
+  float guidance = 0;                     // for models that take the guidance scale as an input
+  auto operator<=>(const TokenizedPrompt&) const = default;
+};
+
 /// A request. Unset fields take the model's defaults.
 struct JobSpec {
   std::string model;
@@ -46,13 +65,15 @@ struct JobSpec {
   int count = 1;
   std::vector<int> class_labels;         // one for all images, or one each; empty: random classes
   std::vector<float> class_values;       // kValue: as class_labels. kVector: count × size or size
+  std::vector<TextPrompt> prompts;       // one for all images, or one each
+  int clip_skip = 0;                     // of the prompts: text encoder layers left out at the end
   std::optional<double> guidance_scale;  // ≤ 1: no unconditional row
   SamplerParams sampler;                 // steps 0: the model's default
-  int height = 0, width = 0;             // 0: native
+  int height = 0, width = 0;             // pixels; 0: native
   bool previews = false;
   PreviewKind preview_kind = PreviewKind::kPredictedX0;
   int preview_every = 1;  // evaluations
-  Tensor initial_noise;   // optional F32 [count, H, W, C], standard normal scale
+  Tensor initial_noise;   // optional F32 [count, H, W, C] of the state, standard normal scale
   Tensor init_image;      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
   std::optional<std::chrono::steady_clock::time_point> deadline;
   Priority priority = Priority::kNormal;
@@ -71,6 +92,16 @@ struct EffectiveJob {
   int steps = 0;
   int evaluations = 0;  // model evaluations per image
   std::shared_ptr<const StepPlan> plan;
+  bool guided = false;  // an image takes two rows: with its condition, and without
+  /// Models that read text: one for all images, or one each; `negatives` only if guided.
+  std::vector<TokenizedPrompt> prompts, negatives;
+
+  const TokenizedPrompt& PromptOf(int image) const {
+    return prompts[prompts.size() == 1 ? 0 : image];
+  }
+  const TokenizedPrompt& NegativeOf(int image) const {
+    return negatives[negatives.size() == 1 ? 0 : image];
+  }
 };
 
 /// One error in a request. `field` is a name in JobSpec: "class_labels[2]", "steps".

@@ -87,6 +87,7 @@ class Admission::Lane {
 
   Model* const model;
   std::map<int, double> seconds;  // of an evaluation, by bucket
+  double decode_seconds = 0;      // of an image; 0: its state is the image
   std::map<std::pair<Priority, std::string>, Client> clients;
   size_t sweep_at = kClientsBeforeSweep;
   int jobs = 0;              // unfinished
@@ -177,7 +178,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   ticket->priority = spec.priority;
   ticket->submitted = now;
   ticket->bytes = HostBytes(job);
-  ticket->rows = *spec.guidance_scale > 1 ? 2 : 1;
+  ticket->rows = job.guided ? 2 : 1;
   ticket->evaluations = job.evaluations;
   ticket->count = ticket->waiting = spec.count;
   ticket->waiting_work = ticket->work();
@@ -288,9 +289,12 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   if (lane.Exceeds(demand, images, devices))
     ahead = std::clamp((ticket.key - lane.virtual_time) * lane_weight - ticket.work(), 0.0,
                        static_cast<double>(lane.waiting_work));
-  estimate.start_seconds = ahead / (devices * carried) * evaluation;
-  estimate.total_seconds =
-      *estimate.start_seconds + double{1} * rounds * ticket.evaluations * evaluation;
+  const double images_ahead = ahead * ticket.count / static_cast<double>(ticket.work());
+  const double decode = lane.decode_seconds * slowdown / devices;
+  estimate.start_seconds = ahead / (devices * carried) * evaluation + images_ahead * decode;
+  estimate.total_seconds = *estimate.start_seconds +
+                           double{1} * rounds * ticket.evaluations * evaluation +
+                           std::max<double>(ticket.count, devices) * decode;
   return estimate;
 }
 
@@ -300,7 +304,8 @@ double Admission::DrainSeconds() const {
   for (const Lane* lane : busy_) {
     const double carried = lane->Carried(lane->demand(), lane->images());
     seconds += static_cast<double>(lane->waiting_work) / (lane->model->devices * carried) *
-               lane->CostOf(carried);
+                   lane->CostOf(carried) +
+               lane->waiting_images * lane->decode_seconds / lane->model->devices;
   }
   return seconds;
 }
@@ -445,6 +450,16 @@ void Admission::Measured(Lane& lane, int bucket, double seconds, const Charge* c
   if (charge && charge->weight > 0) lane.turn += (seconds - charge->seconds) / charge->weight;
   const auto [known, first] = lane.seconds.emplace(bucket, seconds);
   if (!first) known->second += kNewest * (seconds - known->second);
+}
+
+void Admission::MeasuredDecode(Lane& lane, double seconds) {
+  MutexLock lock(&mutex_);
+  if (seconds >= 0) lane.decode_seconds = seconds;
+}
+
+void Admission::LaunchedDecode(Lane& lane) {
+  MutexLock lock(&mutex_);
+  if (lane.weight > 0) lane.turn += lane.decode_seconds / lane.weight;
 }
 
 double Admission::Turn(const Lane& lane) const {

@@ -104,6 +104,10 @@ class Admission {
   /// An evaluation of `bucket` rows took `seconds`; negative: not measured. Warm-up passes no
   /// charge, because no lane was charged for it.
   void Measured(Lane& lane, int bucket, double seconds, const Charge* charge = nullptr);
+  /// To decode an image of the lane takes `seconds`.
+  void MeasuredDecode(Lane& lane, double seconds);
+  /// An image of the lane was launched to be decoded: the lane is charged for it.
+  void LaunchedDecode(Lane& lane);
   /// The lane's place among the lanes: the smallest goes first.
   double Turn(const Lane& lane) const;
   /// An equal share of the lane's rows for each of `devices` devices. A device that has as many

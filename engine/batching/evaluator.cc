@@ -6,6 +6,7 @@
 #include <set>
 
 #include "engine/backend/counting.h"
+#include "engine/core/philox.h"
 
 namespace denoised {
 namespace {
@@ -26,15 +27,20 @@ std::vector<int> Buckets(Device device, int max_rows) {
 }  // namespace
 
 Evaluator::Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
+                     std::shared_ptr<const Codec> codec, const ConditionSets& sets,
                      const Options& options)
     : backend_(backend),
       denoiser_(std::move(denoiser)),
+      codec_(std::move(codec)),
+      sets_(sets),
       options_(options),
       buckets_(Buckets(backend.device(), options.max_rows)) {}
 
 absl::StatusOr<std::unique_ptr<Evaluator>> Evaluator::Create(
-    Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options) {
-  std::unique_ptr<Evaluator> evaluator(new Evaluator(backend, std::move(denoiser), options));
+    Backend& backend, std::shared_ptr<const Denoiser> denoiser, std::shared_ptr<const Codec> codec,
+    const ConditionSets& sets, const Options& options) {
+  std::unique_ptr<Evaluator> evaluator(
+      new Evaluator(backend, std::move(denoiser), std::move(codec), sets, options));
   DENOISED_RETURN_IF_ERROR(evaluator->Allocate());
   return evaluator;
 }
@@ -70,7 +76,16 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(
       take(&rows_, {options_.max_rows, kRowFields}, DType::kI32, "rows of an evaluation"));
 
-  const size_t image_bytes = image.elements() * sizeof(float);
+  Shape pixels = image;
+  if (codec_) {
+    const CodecTraits& codec = codec_->traits();
+    pixels = {height * codec.factor, width * codec.factor, codec.image_channels};
+    DENOISED_RETURN_IF_ERROR(take(&pixels_, pixels, DType::kF32, "init image"));
+    DENOISED_RETURN_IF_ERROR(
+        take(&latents_, {1, height, width, channels}, DType::kF32, "latents to decode"));
+  }
+
+  const size_t image_bytes = pixels.elements() * sizeof(float);
   const int downloads = options_.downloads + options_.parks;
   DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, downloads));
   if (downloads_) slot_bytes_ += image_bytes * downloads;
@@ -78,7 +93,7 @@ absl::Status Evaluator::Allocate() {
   const int flag_downloads = options_.flag_downloads + options_.parks;
   DENOISED_ASSIGN_OR_RETURN(flag_downloads_, backend_.ReserveDownloads(flag_bytes, flag_downloads));
   if (flag_downloads_) slot_bytes_ += flag_bytes * flag_downloads;
-  const size_t registers_bytes = kRegisters * image_bytes;
+  const size_t registers_bytes = kRegisters * image.elements() * sizeof(float);
   DENOISED_ASSIGN_OR_RETURN(register_downloads_,
                             backend_.ReserveDownloads(registers_bytes, options_.parks));
   if (register_downloads_) slot_bytes_ += registers_bytes * options_.parks;
@@ -104,6 +119,21 @@ absl::Status Evaluator::Allocate() {
   for (int rows = 1; rows <= part; ++rows) part_bytes = std::max(part_bytes, measure(rows));
   activation_bytes_ = part_bytes * workers;
   for (const int rows : together) activation_bytes_ = std::max(activation_bytes_, measure(rows));
+  if (codec_) {
+    for (const bool encodes : {false, true}) {
+      if (encodes && !codec_->traits().encodes) continue;
+      CountingBackend counting(backend_);
+      Arena measuring = Arena::Measuring(backend_.device());
+      nn::Context context{counting, measuring};
+      if (encodes) {
+        codec_->Encode(context, pixels_.Reshape({1, pixels[0], pixels[1], pixels[2]}),
+                       noise_.Reshape({1, height, width, channels}));
+      } else {
+        Decode(counting, measuring, latents_);
+      }
+      activation_bytes_ = std::max(activation_bytes_, measuring.peak());
+    }
+  }
   if (workers > 0)
     DENOISED_RETURN_IF_ERROR(take(&outputs_,
                                   {options_.max_rows, height, width, traits.output_channels},
@@ -116,8 +146,15 @@ absl::Status Evaluator::Allocate() {
   for (int worker = 0; worker < workers; ++worker)
     part_arenas_.emplace_back(
         block.Slice(static_cast<int64_t>(worker * part_bytes), static_cast<int64_t>(part_bytes)));
+  decode_arena_.emplace(block);
+  encode_arena_.emplace(block);
   arena_.emplace(std::move(block));
   return backend_.status();
+}
+
+Tensor Evaluator::Decode(Backend& backend, Arena& arena, const Tensor& latents) {
+  nn::Context context{backend, arena};
+  return codec_->Decode(context, latents);
 }
 
 void Evaluator::Enqueue(int bucket) {
@@ -147,7 +184,8 @@ Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) 
   DenoiserInput input;
   input.x = context.New({count, options_.height, options_.width, traits.channels});
   input.condition = context.NewF32({count});
-  if (traits.condition == ClassCondition::kLabel) input.label = arena.New({count}, DType::kI32);
+  if (traits.condition == ClassCondition::kLabel || traits.text_features > 0)
+    input.label = arena.New({count}, DType::kI32);
   if (traits.class_vector_size > 0)
     input.embedding = context.NewF32({count, traits.class_vector_size});
   backend.Gather({.state = state_,
@@ -156,6 +194,7 @@ Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) 
                   .condition = input.condition,
                   .label = input.label,
                   .embedding = input.embedding});
+  input.sets = sets_;
   return denoiser_->Forward(context, input);
 }
 
@@ -168,15 +207,20 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
 }
 
 absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
-  const int bucket = buckets_[warm_buckets_];
+  const bool decodes = codec_ && !decode_warm_;
+  const int bucket = decodes ? 0 : buckets_[warm_buckets_];
   const std::vector<EvaluationRow> padding(bucket, kPadding);
   const auto begin = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());
+  DENOISED_RETURN_IF_ERROR(decodes ? LaunchDecode() : Evaluate(padding).status());
   const auto end = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(end->Wait());
   captured_next_ = !captured_next_;
   // The first is not measured, because caches are cold.
   if (captured_next_) return Warmed{.bucket = bucket, .seconds = -1, .more = true};
+  if (decodes) {
+    decode_warm_ = true;
+    return Warmed{.bucket = 0, .seconds = end->SecondsSince(*begin), .more = true};
+  }
   ++warm_buckets_;
   // On the CPU all buckets run the same primitives row by row, so warming up one is enough.
   const bool more = backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
@@ -204,7 +248,11 @@ void Evaluator::UploadStart(int slot, const Start& start) {
 
 void Evaluator::Begin(int slot, const Start& start) {
   UploadStart(slot, start);
-  if (start.source) backend_.Upload(start.source, source_.bytes(), source_);
+  if (start.source && codec_) {
+    EncodeSource(start);
+  } else if (start.source) {
+    backend_.Upload(start.source, source_.bytes(), source_);
+  }
   if (start.noise) backend_.Upload(start.noise, noise_.bytes(), noise_);
   backend_.BeginSlot({.state = state_,
                       .slot = slot,
@@ -213,6 +261,22 @@ void Evaluator::Begin(int slot, const Start& start) {
                       .source_scale = start.source_scale,
                       .noise_scale = start.noise_scale,
                       .churn_scale = start.churn_scale});
+}
+
+/// Pixels become latents in source_. The encoder's noise is a draw of the image's own.
+void Evaluator::EncodeSource(const Start& start) {
+  backend_.Upload(start.source, pixels_.bytes(), pixels_);
+  std::vector<float> noise(noise_.elements());
+  for (size_t i = 0; i < noise.size(); i += 4) {
+    const Normal4 normal = PhiloxNormal(start.seed, kEncoderDraw, i / 4);
+    for (size_t j = 0; j < 4 && i + j < noise.size(); ++j) noise[i + j] = normal.v[j];
+  }
+  backend_.Upload(noise.data(), noise_.bytes(), noise_);
+  nn::Context context{backend_, *encode_arena_};
+  const auto as_row = [](const Tensor& image) {
+    return image.Reshape({1, image.dim(0), image.dim(1), image.dim(2)});
+  };
+  backend_.Copy(codec_->Encode(context, as_row(pixels_), as_row(noise_)), source_);
 }
 
 std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
@@ -267,6 +331,26 @@ absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
 
 std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
   return backend_.BeginDownload(SlotOf(state_.x, slot));
+}
+
+absl::StatusOr<std::unique_ptr<Download>> Evaluator::DownloadImage(int slot) {
+  if (!codec_) return DownloadState(slot);
+  backend_.Copy(SlotOf(state_.x, slot), latents_);
+  DENOISED_RETURN_IF_ERROR(LaunchDecode());
+  return backend_.BeginDownload(
+      decoded_.Reshape({decoded_.dim(1), decoded_.dim(2), decoded_.dim(3)}));
+}
+
+absl::Status Evaluator::LaunchDecode() {
+  if (!decode_) {
+    DENOISED_ASSIGN_OR_RETURN(decode_, backend_.Capture([this] {
+      // Nothing else is in this arena, so the result has the same address each time.
+      decoded_ = Tensor();
+      decoded_ = Decode(backend_, *decode_arena_, latents_);
+    }));
+  }
+  backend_.Launch(*decode_);
+  return backend_.status();
 }
 
 std::unique_ptr<Download> Evaluator::DownloadX0(int slot) {

@@ -10,17 +10,19 @@
 
 #include "engine/backend/backend.h"
 #include "engine/core/arena.h"
+#include "engine/models/codec.h"
 #include "engine/models/denoiser.h"
 
 namespace denoised {
 
 /// One model at one image size, with the state of its images in flight and one captured graph per
-/// row bucket: gather → model → guidance and sampler step → scatter. Used by the thread that owns
-/// the device. Calls enqueue work and do not wait for it, unless they say so.
+/// row bucket: gather → model → guidance and sampler step → scatter. With a codec the state is
+/// latents, which DownloadImage() turns into pixels. Used by the thread that owns the device. Calls
+/// enqueue work and do not wait for it, unless they say so.
 class Evaluator {
  public:
   struct Options {
-    int height = 0, width = 0;
+    int height = 0, width = 0;  // of the state
     int max_rows = 0;
     int slots = 0;
     int max_evaluations = 0;  // longest plan
@@ -31,18 +33,22 @@ class Evaluator {
 
   /// Plans memory by a dry run of every bucket, then allocates it. ResourceExhausted says how much
   /// was needed and how much is free.
+  /// `codec` may be null. `sets` are what rows name as their label, for denoisers that read text;
+  /// they must outlive the evaluator.
   static absl::StatusOr<std::unique_ptr<Evaluator>> Create(Backend& backend,
                                                            std::shared_ptr<const Denoiser> denoiser,
+                                                           std::shared_ptr<const Codec> codec,
+                                                           const ConditionSets& sets,
                                                            const Options& options);
 
   struct Warmed {
-    int bucket = 0;
+    int bucket = 0;      // 0: the codec decoded an image
     double seconds = 0;  // of one evaluation; negative: not measured
     bool more = false;   // call again
   };
   /// Runs one evaluation of the next bucket, so that no request pays for its first: first one that
-  /// captures the graph, then one that is measured. Waits for the device. One evaluation a call, so
-  /// that evaluations of other models can run in between.
+  /// captures the graph, then one that is measured. Decoding comes before the buckets. Waits for
+  /// the device. One evaluation a call, so that evaluations of other models can run in between.
   absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
@@ -50,8 +56,8 @@ class Evaluator {
     uint64_t seed = 0;
     float guidance_scale = 1;
     std::span<const float> embedding;  // class value or vector; empty otherwise
-    const float* source = nullptr;     // optional [H, W, C] host memory
-    const float* noise = nullptr;      // optional [H, W, C] host memory
+    const float* source = nullptr;     // optional pixels [H, W, C] in host memory
+    const float* noise = nullptr;      // optional, host memory, of the state's shape
     float source_scale = 0, noise_scale = 1, churn_scale = 0;
   };
   /// Puts a new image in `slot`, whatever was there before.
@@ -79,6 +85,8 @@ class Evaluator {
 
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
+  /// The pixels of the slot's state: decoded first where there is a codec.
+  absl::StatusOr<std::unique_ptr<Download>> DownloadImage(int slot);
   std::unique_ptr<Download> DownloadX0(int slot);
   /// For each slot the first evaluation (1-based) that was not finite, or 0: I32 [slots].
   std::unique_ptr<Download> DownloadNonfinite();
@@ -93,7 +101,8 @@ class Evaluator {
   double flops_per_row() const { return flops_per_row_; }
 
  private:
-  Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
+  Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
+            std::shared_ptr<const Codec> codec, const ConditionSets& sets, const Options& options);
   absl::Status Allocate();
   absl::StatusOr<Graph*> GraphFor(int bucket);
   void UploadStart(int slot, const Start& start);
@@ -101,22 +110,32 @@ class Evaluator {
   /// The network's output for rows [begin, begin + count) of rows_.
   Tensor Predict(Backend& backend, Arena& arena, int begin, int count);
   Tensor SlotOf(const Tensor& per_slot, int slot) const;
+  Tensor Decode(Backend& backend, Arena& arena, const Tensor& latents);
+  void EncodeSource(const Start& start);
+  absl::Status LaunchDecode();
 
   Backend& backend_;
   std::shared_ptr<const Denoiser> denoiser_;
+  std::shared_ptr<const Codec> codec_;
+  const ConditionSets sets_;
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
   Tensor rows_;  // I32 [max_rows, 4]
   std::shared_ptr<const void> downloads_, flag_downloads_, register_downloads_;  // their memory
-  Tensor source_, noise_;           // F32 [H, W, C]: what Begin uploads
-  Tensor outputs_;                  // F32 [max_rows, H, W, output channels], where rows are split
-  std::optional<Arena> arena_;      // for rows computed together
+  Tensor source_, noise_;       // F32 [H, W, C]: what Begin uploads
+  Tensor pixels_;               // F32 image: a source that is to be encoded
+  Tensor latents_, decoded_;    // of the image that is being decoded
+  Tensor outputs_;              // F32 [max_rows, H, W, output channels], where rows are split
+  std::optional<Arena> arena_;  // for rows computed together
+  std::optional<Arena> decode_arena_, encode_arena_;  // in the same memory
+  std::unique_ptr<Graph> decode_;
   std::vector<Arena> part_arenas_;  // by worker, for rows computed in parts; in the same memory
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
   size_t warm_buckets_ = 0;
-  bool captured_next_ = false;  // WarmUp() has captured the graph of buckets_[warm_buckets_]
+  bool decode_warm_ = false;
+  bool captured_next_ = false;  // WarmUp() has captured the graph that it measures next
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
   double flops_per_row_ = 0;
 };

@@ -368,14 +368,20 @@ void JobQueue::Report(std::vector<Outcome> outcomes) {
         first, outcomes.end(), [&](const Outcome& outcome) { return outcome.image->job != job; });
     MutexLock listening(&job->listener_mutex);
     const bool over = job->listener == nullptr;
+    // An image may be decoded after its last evaluation was reported.
     const auto news = std::stable_partition(first, end, [over](const Outcome& outcome) {
-      return over || outcome.image->lost || outcome.evaluation <= outcome.image->reported;
+      const bool ends = outcome.result || !outcome.error.ok();
+      return over || outcome.image->lost ||
+             (outcome.evaluation <= outcome.image->reported && !ends);
     });
+    bool progress = false;
     for (auto outcome = news; outcome != end; ++outcome) {
+      if (outcome->evaluation <= outcome->image->reported) continue;
       outcome->image->reported = outcome->evaluation;
       ++job->evaluations_done;
+      progress = true;
     }
-    if (news != end)
+    if (progress)
       job->listener->OnProgress(Saturated(job->evaluations_done), Saturated(job->evaluations()));
     for (auto outcome = news; outcome != end; ++outcome) {
       if (!outcome->error.ok()) {

@@ -43,7 +43,7 @@ class JobQueue {
 
     int count() const { return effective.spec.count; }
     int64_t evaluations() const { return int64_t{1} * count() * effective.evaluations; }
-    bool guided() const { return *effective.spec.guidance_scale > 1; }
+    bool guided() const { return effective.guided; }
     int rows() const { return guided() ? 2 : 1; }
     std::pair<double, JobId> key() const { return Admission::Key(*ticket); }
     /// Computed at the first call, when the first image gets a slot.

@@ -2,6 +2,7 @@
 #include "engine/batching/step_batcher.h"
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <string_view>
 
@@ -20,6 +21,12 @@ constexpr int kUnderWay = static_cast<int>(kRunAhead) + 1;
 // Images that may lose their slot before one evaluation: their copies delay it.
 constexpr int kParksPerEvaluation = 4;
 
+// Condition sets of a model beyond those that its slots may use at one size.
+constexpr int kCachedPrompts = 16;
+
+// Images that are decoded after one evaluation: other jobs wait for it.
+constexpr size_t kDecodesPerEvaluation = 1;
+
 // Sizes, beside a model's own, that are kept for later requests.
 constexpr int kExtraSizes = 2;
 
@@ -37,6 +44,12 @@ absl::Status NonfiniteImage(const EffectiveJob& job, const ImageResult& image, i
       job.evaluations);
 }
 
+bool AllFinite(const Tensor& pixels) {
+  const auto values = pixels.span<float>();
+  return std::all_of(values.begin(), values.end(),
+                     [](float value) { return std::isfinite(value); });
+}
+
 }  // namespace
 
 /// The images of one lane that are in flight on this device, with the memory for them.
@@ -46,19 +59,43 @@ struct StepBatcher::Batch {
   std::unique_ptr<Evaluator> evaluator;
   Admission::Lane* lane = nullptr;
   std::vector<std::shared_ptr<Image>> slots;  // null: free
-  int active = 0, rows = 0;                   // images in slots, and their rows
+  Conditioner* conditioner = nullptr;         // null: the model reads no text
+  struct Sets {
+    int condition = -1, negative = -1;
+  };
+  std::vector<Sets> sets;    // by slot: the condition sets of its image
+  std::deque<int> drawn;     // slots of images that only wait to be decoded
+  int active = 0, rows = 0;  // images in slots, and the rows of those that are not drawn
 
   bool HasRoom(const Job& job) const {
-    return active < static_cast<int>(slots.size()) && rows + job.rows() <= model.max_rows;
+    return active < static_cast<int>(slots.size()) && rows + job.rows() <= model.max_rows &&
+           (!conditioner || conditioner->HasRoom(job.rows()));
   }
   void Take(int slot, std::shared_ptr<Image> image) {
     ++active;
     rows += image->job->rows();
+    if (conditioner) {
+      const EffectiveJob& job = image->job->effective;
+      sets[slot].condition = conditioner->Acquire(job.PromptOf(image->index));
+      if (job.guided) sets[slot].negative = conditioner->Acquire(job.NegativeOf(image->index));
+    }
     slots[slot] = std::move(image);
+  }
+  bool Drawn(int slot) const { return std::find(drawn.begin(), drawn.end(), slot) != drawn.end(); }
+  /// Its image takes no more rows.
+  void Finish(int slot) {
+    rows -= slots[slot]->job->rows();
+    drawn.push_back(slot);
   }
   void Free(int slot) {
     --active;
-    rows -= slots[slot]->job->rows();
+    if (Drawn(slot)) {
+      std::erase(drawn, slot);
+    } else {
+      rows -= slots[slot]->job->rows();
+    }
+    for (int* const set : {&sets[slot].condition, &sets[slot].negative})
+      if (*set >= 0) conditioner->Release(std::exchange(*set, -1));
     slots[slot].reset();
   }
 };
@@ -77,7 +114,8 @@ struct StepBatcher::Evaluated {
   Admission::Lane* lane = nullptr;
   Admission::Charge charge;
   int rows = 0, bucket = 0;
-  std::unique_ptr<Marker> begin, end;
+  std::unique_ptr<Marker> begin, end;  // of the evaluation
+  std::unique_ptr<Marker> done;        // of images that were decoded after it
   double seconds = 0;  // its part of the device's time until the evaluation reported last
   std::vector<Row> images;
   std::unique_ptr<Download> nonfinite;         // by slot
@@ -112,8 +150,18 @@ absl::Status StepBatcher::status() const {
 }
 
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
+  if (!model.text_encoders.models.empty()) {
+    // For images in flight at the native size with a prompt and a negative each; the rest is cache.
+    DENOISED_ASSIGN_OR_RETURN(
+        conditioners_[model.name],
+        Conditioner::Create(BackendOf(model), model.denoiser, model.text_encoders,
+                            2 * model.slots + kCachedPrompts));
+  }
   auto batch = MakeBatch(model, height, width);
-  if (!batch.ok()) return batch.status();
+  if (!batch.ok()) {
+    conditioners_.erase(model.name);
+    return batch.status();
+  }
   (*batch)->first_size = true;
   models_[model.name] = model;
   queue_.AddModel(model.name, options_.device);
@@ -134,7 +182,11 @@ absl::StatusOr<bool> StepBatcher::WarmUp(Batch& batch) {
   // Nothing may run beside an evaluation that is measured.
   for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
   DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, batch.evaluator->WarmUp());
-  admission_.Measured(*batch.lane, warmed.bucket, warmed.seconds);
+  if (warmed.bucket == 0) {
+    admission_.MeasuredDecode(*batch.lane, warmed.seconds);
+  } else {
+    admission_.Measured(*batch.lane, warmed.bucket, warmed.seconds);
+  }
   return warmed.more;
 }
 
@@ -146,6 +198,7 @@ absl::Status StepBatcher::RemoveModel(const std::string& model) {
   std::erase_if(evaluated_, [&](const auto& evaluated) { return evaluated.model == model; });
   std::erase_if(batches_, [&](const auto& batch) { return batch->model.name == model; });
   if (opening_ && opening_->size.model == model) opening_.reset();  // its jobs were cancelled
+  conditioners_.erase(model);
   models_.erase(model);
   queue_.RemoveModel(model, options_.device);
   return status;
@@ -194,17 +247,23 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
     const BatchedModel& model, int height, int width) {
   auto batch = std::make_unique<Batch>();
   batch->model = model;
-  DENOISED_ASSIGN_OR_RETURN(batch->evaluator,
-                            Evaluator::Create(BackendOf(model), model.denoiser,
-                                              {.height = height,
-                                               .width = width,
-                                               .max_rows = model.max_rows,
-                                               .slots = model.slots,
-                                               .max_evaluations = model.max_evaluations,
-                                               .downloads = kUnderWay * model.slots,
-                                               .flag_downloads = kUnderWay,
-                                               .parks = kUnderWay * kParksPerEvaluation}));
+  if (const auto known = conditioners_.find(model.name); known != conditioners_.end())
+    batch->conditioner = known->second.get();
+  const int factor = model.codec ? model.codec->traits().factor : 1;
+  DENOISED_ASSIGN_OR_RETURN(
+      batch->evaluator,
+      Evaluator::Create(BackendOf(model), model.denoiser, model.codec,
+                        batch->conditioner ? batch->conditioner->sets() : ConditionSets(),
+                        {.height = height / factor,
+                         .width = width / factor,
+                         .max_rows = model.max_rows,
+                         .slots = model.slots,
+                         .max_evaluations = model.max_evaluations,
+                         .downloads = kUnderWay * model.slots,
+                         .flag_downloads = kUnderWay,
+                         .parks = kUnderWay * kParksPerEvaluation}));
   batch->slots.resize(model.slots);
+  batch->sets.resize(model.slots);
   batch->lane = admission_.Open(
       model.name, height, width,
       {.rows = model.max_rows, .slots = model.slots, .buckets = batch->evaluator->buckets()});
@@ -241,6 +300,8 @@ size_t StepBatcher::SlotBytes(const std::string& model) const {
   size_t bytes = 0;
   for (const auto& batch : batches_)
     if (batch->model.name == model) bytes += batch->evaluator->slot_bytes();
+  if (const auto known = conditioners_.find(model); known != conditioners_.end())
+    bytes += known->second->bytes();
   return bytes;
 }
 
@@ -304,6 +365,7 @@ absl::Status StepBatcher::Admit(Batch& batch) {
     while (batch.slots[slot]) ++slot;
     Begin(batch, slot, std::move(image));
   }
+  if (batch.conditioner) DENOISED_RETURN_IF_ERROR(batch.conditioner->Encode());
   return BackendOf(batch.model).status();
 }
 
@@ -330,7 +392,9 @@ std::vector<int> StepBatcher::Victims(const Batch& batch, const Job& job, size_t
   size_t parks = 0;
   const auto enough = [&] {
     return batch.active - static_cast<int>(parks) < static_cast<int>(batch.slots.size()) &&
-           rows + job.rows() <= batch.model.max_rows;
+           rows + job.rows() <= batch.model.max_rows &&
+           (!batch.conditioner ||
+            batch.conditioner->HasRoom(std::max(0, job.rows() - static_cast<int>(parks))));
   };
   while (!enough() && parks < most) rows -= batch.slots[victims[parks++]]->job->rows();
   victims.resize(enough() ? parks : 0);
@@ -381,17 +445,21 @@ void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
 absl::Status StepBatcher::Launch(Batch& batch) {
   std::vector<EvaluationRow> rows;
   for (int s = 0; s < static_cast<int>(batch.slots.size()); ++s) {
-    if (!batch.slots[s]) continue;
+    if (!batch.slots[s] || batch.Drawn(s)) continue;
     const Image& image = *batch.slots[s];
     const JobSpec& spec = image.job->effective.spec;
-    const int label = spec.class_labels.empty() ? 0 : spec.class_labels[image.index];
+    int label = spec.class_labels.empty() ? 0 : spec.class_labels[image.index];
+    int null_label = batch.model.null_label;
+    if (batch.conditioner) {
+      label = batch.sets[s].condition;
+      null_label = batch.sets[s].negative;
+    }
     const int row = static_cast<int>(rows.size());
     const bool guided = image.job->guided();
     rows.push_back(
         {.slot = s, .label = label, .unconditional_row = guided ? row + 1 : -1, .advances = 1});
     if (guided)
-      rows.push_back(
-          {.slot = s, .label = batch.model.null_label, .unconditional_row = -1, .advances = 0});
+      rows.push_back({.slot = s, .label = null_label, .unconditional_row = -1, .advances = 0});
   }
 
   Evaluated evaluated{
@@ -399,24 +467,28 @@ absl::Status StepBatcher::Launch(Batch& batch) {
   evaluated.parked.swap(parked_);
   Backend& backend = BackendOf(batch.model);
   evaluated.begin = backend.Mark();
-  DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, batch.evaluator->Evaluate(rows));
+  if (!rows.empty()) {
+    const absl::StatusOr<int> bucket = batch.evaluator->Evaluate(rows);
+    DENOISED_RETURN_IF_ERROR(bucket.status());
+    evaluated.bucket = *bucket;
+  }
   evaluated.end = backend.Mark();
   // Of every evaluation: a job ends at the same one alone as in company.
   evaluated.nonfinite = batch.evaluator->DownloadNonfinite();
-  evaluated.charge = admission_.Launched(*batch.lane, evaluated.rows, evaluated.bucket);
+  if (!rows.empty())
+    evaluated.charge = admission_.Launched(*batch.lane, evaluated.rows, evaluated.bucket);
 
   for (int s = 0; s < static_cast<int>(batch.slots.size()); ++s) {
     const std::shared_ptr<Image> image = batch.slots[s];
-    if (!image) continue;
+    if (!image || batch.Drawn(s)) continue;
     Job& job = *image->job;
     const JobSpec& spec = job.effective.spec;
     const std::vector<DeviceEvaluation>& plan = job.plan();
     job.rows_launched += job.rows();
     const int done = ++image->evaluation;
-    const bool last = done == static_cast<int>(plan.size());
     Evaluated::Row row{.image = image, .slot = s, .evaluation = done};
-    if (last) {
-      row.result = batch.evaluator->DownloadState(s);
+    if (done == static_cast<int>(plan.size())) {
+      batch.Finish(s);
     } else if (spec.previews && done % spec.preview_every == 0) {
       if (spec.preview_kind == PreviewKind::kPredictedX0) {
         row.preview = batch.evaluator->DownloadX0(s);
@@ -426,10 +498,23 @@ absl::Status StepBatcher::Launch(Batch& batch) {
       }
     }
     evaluated.images.push_back(std::move(row));
-    if (!last) continue;
+  }
+  // Pixels need no decoding, so they leave at once.
+  size_t most = batch.model.codec ? kDecodesPerEvaluation : batch.drawn.size();
+  for (; most > 0 && !batch.drawn.empty(); --most) {
+    const int s = batch.drawn.front();
+    const std::shared_ptr<Image> image = batch.slots[s];
+    auto row = std::find_if(evaluated.images.begin(), evaluated.images.end(),
+                            [&](const auto& each) { return each.slot == s; });
+    if (row == evaluated.images.end())
+      row = evaluated.images.insert(row,
+                                    {.image = image, .slot = s, .evaluation = image->evaluation});
+    DENOISED_ASSIGN_OR_RETURN(row->result, batch.evaluator->DownloadImage(s));
+    if (batch.model.codec) admission_.LaunchedDecode(*batch.lane);
     queue_.Drawn(image);
     batch.Free(s);
   }
+  evaluated.done = backend.Mark();
   evaluated_.push_back(std::move(evaluated));
   return absl::OkStatus();
 }
@@ -442,11 +527,11 @@ absl::StatusOr<StepBatcher::Evaluated> StepBatcher::NextToEnd() {
   std::set<std::string_view> models;
   for (size_t i = 0; i < evaluated_.size(); ++i) {
     if (!models.insert(evaluated_[i].model).second) continue;
-    ends.push_back(evaluated_[i].end.get());
+    ends.push_back(evaluated_[i].done.get());
     indices.push_back(i);
   }
   const auto next = evaluated_.begin() + static_cast<std::ptrdiff_t>(indices[FirstReached(ends)]);
-  DENOISED_RETURN_IF_ERROR(next->end->Wait());
+  DENOISED_RETURN_IF_ERROR(next->done->Wait());
   Evaluated evaluated = std::move(*next);
   evaluated_.erase(next);
   return evaluated;
@@ -470,8 +555,9 @@ absl::Status StepBatcher::Report() {
   }
   const double seconds = evaluated.seconds + alone;
   last_end_ = std::move(evaluated.end);
-  admission_.Measured(*evaluated.lane, evaluated.bucket, seconds, &evaluated.charge);
-  if (observer_)
+  if (evaluated.rows > 0)
+    admission_.Measured(*evaluated.lane, evaluated.bucket, seconds, &evaluated.charge);
+  if (observer_ && evaluated.rows > 0)
     observer_->OnEvaluation(evaluated.model, device_name_, evaluated.rows, evaluated.bucket,
                             seconds);
   for (const auto& image : evaluated.parked) {
@@ -499,8 +585,18 @@ absl::Status StepBatcher::Report() {
     Download* download = row.result ? row.result.get() : row.preview.get();
     if (!download) continue;
     DENOISED_ASSIGN_OR_RETURN(result.pixels, download->Wait());
-    if (row.preview)
+    if (row.result && !options_.allow_nonfinite && !AllFinite(result.pixels)) {
+      // The state was finite: the codec made it so.
+      if (observer_) observer_->OnNonfiniteImage(evaluated.model, device_name_);
+      outcomes.back().error =
+          NonfiniteImage(image.job->effective, result, image.job->effective.evaluations);
+      continue;
+    }
+    if (row.preview) {
       for (float& value : result.pixels.span<float>()) value *= row.preview_scale;
+      if (const auto model = models_.find(evaluated.model); model->second.codec)
+        result.pixels = model->second.preview.Draw(result.pixels);
+    }
     (row.result ? outcomes.back().result : outcomes.back().preview) = std::move(result);
   }
   queue_.Report(std::move(outcomes));

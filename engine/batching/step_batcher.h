@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "engine/batching/admission.h"
+#include "engine/batching/conditioner.h"
 #include "engine/batching/evaluator.h"
 #include "engine/batching/job_queue.h"
+#include "engine/batching/latent_preview.h"
 #include "engine/job.h"
 
 namespace denoised {
@@ -23,6 +25,9 @@ struct BatchedModel {
   /// batcher's backend. On the same device; only the device's thread may use it.
   std::shared_ptr<Backend> backend;
   std::shared_ptr<const Denoiser> denoiser;
+  std::shared_ptr<const Codec> codec;   // null: the state is the image
+  Conditioner::Encoders text_encoders;  // none: the model reads no text
+  LatentPreview preview;                // with a codec
   int null_label = -1;  // the class of unconditional rows; −1: guidance is not offered
   int max_rows = 0;     // of one evaluation
   int slots = 0;        // images in flight, per size
@@ -54,7 +59,7 @@ class StepBatcher {
               const Options& options);
   ~StepBatcher();
 
-  /// Takes memory for the model at its native size.
+  /// Takes memory for the model at its native size, in pixels, and for its prompts.
   absl::Status AddModel(const BatchedModel& model, int height, int width);
   /// Runs one evaluation of the next row bucket: first one that captures its graph, then one that
   /// is measured. No request pays for them. False after the last.
@@ -105,7 +110,8 @@ class StepBatcher {
   const Options options_;
   const std::string device_name_;
   std::map<std::string, BatchedModel> models_;
-  std::list<std::unique_ptr<Batch>> batches_;   // least recently used first
+  std::map<std::string, std::unique_ptr<Conditioner>> conditioners_;  // of models that read text
+  std::list<std::unique_ptr<Batch>> batches_;                         // least recently used first
   std::unique_ptr<Opening> opening_;            // null: no size is being opened
   std::vector<std::shared_ptr<Image>> parked_;  // since the last launch
   std::deque<Evaluated> evaluated_;             // enqueued, not yet reported

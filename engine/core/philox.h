@@ -13,9 +13,12 @@
 namespace denoised {
 
 /// Which random field of one image: its initial noise, the noise that the churn of the first
-/// evaluation adds to it, or the noise of evaluation i.
+/// evaluation adds to it, the noise of the encoder that makes its init image latents, or the noise
+/// of evaluation i.
 constexpr uint32_t kInitialDraw = 0xffffffffu;
 constexpr uint32_t kInitialChurnDraw = 0xfffffffeu;
+// 0xfffffffd draws classes (engine/resolve.cc).
+constexpr uint32_t kEncoderDraw = 0xfffffffcu;
 
 struct Philox4 {
   uint32_t v[4];

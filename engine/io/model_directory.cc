@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/io/model_directory.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <filesystem>
+#include <string_view>
 
 #include "engine/core/config_reader.h"
 
@@ -13,7 +15,10 @@ namespace {
 namespace fs = std::filesystem;
 using json = nlohmann::json;
 
-constexpr char kUNetClass[] = "UNet2DModel";
+// Components that change nothing about how images are drawn.
+constexpr std::string_view kIgnored[] = {"safety_checker", "feature_extractor", "image_encoder"};
+
+bool IsTokenizer(std::string_view component) { return component.starts_with("tokenizer"); }
 
 bool IsFile(const fs::path& path) {
   std::error_code error;
@@ -57,15 +62,6 @@ void ReadLabels(const json& id2label, std::map<int, std::string>* labels, Config
                                  labels->size(), labels->rbegin()->first));
 }
 
-/// config.json must be of the one class that is built from it.
-absl::Status CheckUNetClass(const json& config, const std::string& file, bool required) {
-  const json name = config.value("_class_name", json());
-  if (name.is_null() && !required) return absl::OkStatus();
-  if (name.is_string() && name == kUNetClass) return absl::OkStatus();
-  return InvalidArgument("{}: field '_class_name' is {}; only \"{}\" is supported", file,
-                         name.dump(-1, ' ', true, json::error_handler_t::replace), kUNetClass);
-}
-
 /// diffusers loads a component from its subfolder, or from the root when there is none
 /// (pipelines/pipeline_loading_utils.py, load_sub_model).
 fs::path ComponentDirectory(const fs::path& root, const char* name) {
@@ -78,22 +74,16 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
   ConfigReader reader(json_index, file);
   for (const auto& [field, value] : json_index.items()) {
     const std::string component = ComponentClass(value);
-    if (field == "unet") {
-      if (component != kUNetClass)
-        reader.Complain("unet",
-                        fmt::format("only pipelines whose unet is a {} are supported", kUNetClass));
-    } else if (field != "scheduler" && !component.empty()) {
-      reader.Complain(
-          field.c_str(),
-          "pipelines with this component are not supported; only unet and scheduler are");
-    }
-    // Other fields configure the Python pipeline.
-    reader.Ignore({field.c_str()});
+    if (!component.empty() && field != "scheduler" &&
+        std::find(std::begin(kIgnored), std::end(kIgnored), field) == std::end(kIgnored))
+      components[field].class_name = component;
+    reader.Ignore({field.c_str()});  // other fields configure the Python pipeline
   }
-  if (!json_index.contains("unet"))
-    reader.Complain("unet", "missing: only pipelines around a UNet2DModel are supported");
+  if (!components.contains("unet"))
+    reader.Complain("unet", "missing: only pipelines around a UNet are supported");
   if (json_index.contains("scheduler") && ComponentClass(json_index["scheduler"]).empty())
     reader.Complain("scheduler", "expected [\"diffusers\", \"<class>\"]");
+  reader.Read("_class_name", &pipeline_class);
   ReadLabels(reader.Raw("id2label"), &labels, &reader);
 
   const json ours = json_index.value("_denoised", json::object());
@@ -122,28 +112,36 @@ absl::StatusOr<ModelDirectory> ModelDirectory::Read(const std::string& root) {
   ModelDirectory model;
   model.root = root;
   const fs::path base(root);
-  fs::path unet = base, scheduler = base;
 
   const fs::path index_file = base / "model_index.json";
   const bool is_pipeline = IsFile(index_file);
   if (is_pipeline) {
     DENOISED_ASSIGN_OR_RETURN(json index, ReadJsonFile(index_file.string()));
     DENOISED_RETURN_IF_ERROR(model.ParseIndex(index, index_file.string()));
-    unet = ComponentDirectory(base, "unet");
-    scheduler = ComponentDirectory(base, "scheduler");
-  } else if (!IsFile(base / "config.json")) {
+  } else if (IsFile(base / "config.json")) {
+    model.components["unet"];
+  } else {
     return NotFound(
         "{}: neither model_index.json (a pipeline) nor config.json (a UNet2DModel) is there; give "
         "a model directory as diffusers saves it",
         root);
   }
+  for (auto& [name, component] : model.components) {
+    const fs::path directory = is_pipeline ? ComponentDirectory(base, name.c_str()) : base;
+    component.directory = directory.string();
+    component.config_file = (directory / "config.json").string();
+    if (IsTokenizer(name)) continue;
+    DENOISED_ASSIGN_OR_RETURN(component.config, ReadJsonFile(component.config_file));
+    if (!component.class_name.empty()) continue;
+    const json class_name = component.config.value("_class_name", json());
+    if (!class_name.is_string())
+      return InvalidArgument("{}: field '_class_name' is {}; it must name the model's class",
+                             component.config_file,
+                             class_name.dump(-1, ' ', true, json::error_handler_t::replace));
+    component.class_name = class_name.get<std::string>();
+  }
 
-  model.unet_directory = unet.string();
-  model.unet_config_file = (unet / "config.json").string();
-  DENOISED_ASSIGN_OR_RETURN(model.unet_config, ReadJsonFile(model.unet_config_file));
-  DENOISED_RETURN_IF_ERROR(
-      CheckUNetClass(model.unet_config, model.unet_config_file, /*required=*/!is_pipeline));
-
+  const fs::path scheduler = is_pipeline ? ComponentDirectory(base, "scheduler") : base;
   const fs::path scheduler_file = scheduler / "scheduler_config.json";
   if (IsFile(scheduler_file)) {
     model.scheduler_config_file = scheduler_file.string();
@@ -158,15 +156,15 @@ absl::StatusOr<ModelDirectory> ModelDirectory::Read(const std::string& root) {
   return model;
 }
 
-absl::StatusOr<Weights> ModelDirectory::OpenWeights() const {
+absl::StatusOr<Weights> ModelDirectory::Component::OpenWeights() const {
   absl::StatusOr<Safetensors> tensors =
-      Safetensors::OpenDirectory(unet_directory, "diffusion_pytorch_model");
+      Safetensors::OpenDirectory(directory, "diffusion_pytorch_model");
   if (absl::IsNotFound(tensors.status())) {
-    absl::StatusOr<Safetensors> other = Safetensors::OpenDirectory(unet_directory, "model");
+    absl::StatusOr<Safetensors> other = Safetensors::OpenDirectory(directory, "model");
     if (!absl::IsNotFound(other.status())) tensors = std::move(other);
   }
   if (!tensors.ok()) return tensors.status();
-  return Weights(*std::move(tensors), unet_directory);
+  return Weights(*std::move(tensors), directory);
 }
 
 }  // namespace denoised

@@ -13,18 +13,29 @@ namespace denoised {
 
 /// The contents of a diffusers model directory, not yet interpreted. Two layouts:
 ///
-///   pipeline  model_index.json, unet/ {config.json, weights}, scheduler/ {scheduler_config.json};
-///             the parts may also lie beside model_index.json, as in early published models
+///   pipeline  model_index.json, a folder for each component that it names (unet/ {config.json,
+///             weights}, scheduler/ {scheduler_config.json}, vae/, text_encoder/, tokenizer/, …);
+///             components may also lie beside model_index.json, as in early published models
 ///   model     config.json of a UNet2DModel, weights, and perhaps scheduler_config.json
 ///
 /// A plain value; copy and share it freely.
 struct ModelDirectory {
-  std::string root;
-  nlohmann::json index;  // model_index.json; null without one
+  /// A part of the pipeline other than the scheduler.
+  struct Component {
+    std::string class_name;   // from the index, or else from the config: "UNet2DModel"
+    std::string directory;    // where its files are
+    std::string config_file;  // path of config.json, for messages
+    nlohmann::json config;    // null for tokenizers, which have none
 
-  nlohmann::json unet_config;
-  std::string unet_config_file;  // path, for messages
-  std::string unet_directory;    // where the weights are
+    /// Maps its weights: diffusion_pytorch_model.safetensors or model.safetensors, as
+    /// Safetensors::OpenDirectory finds them.
+    absl::StatusOr<Weights> OpenWeights() const;
+  };
+
+  std::string root;
+  nlohmann::json index;                         // model_index.json; null without one
+  std::string pipeline_class;                   // the index's _class_name; empty without one
+  std::map<std::string, Component> components;  // by name: "unet" always, "vae", …
 
   std::optional<nlohmann::json> scheduler_config;  // with the index's _class_name, if it has one
   std::string scheduler_config_file;
@@ -45,9 +56,7 @@ struct ModelDirectory {
   /// appears in messages.
   absl::Status ParseIndex(const nlohmann::json& json, const std::string& file);
 
-  /// Maps the UNet's weights: diffusion_pytorch_model.safetensors or model.safetensors, as
-  /// Safetensors::OpenDirectory finds them.
-  absl::StatusOr<Weights> OpenWeights() const;
+  const Component& unet() const { return components.at("unet"); }
 };
 
 }  // namespace denoised

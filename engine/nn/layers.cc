@@ -91,6 +91,17 @@ absl::StatusOr<Linear> Linear::Load(Backend& backend, const Weights& weights, in
   return LoadFused(backend, {weights}, in_features, {out_features});
 }
 
+absl::StatusOr<Linear> Linear::LoadConv1x1(Backend& backend, const Weights& weights,
+                                           int in_features, int out_features) {
+  DENOISED_ASSIGN_OR_RETURN(const Tensor weight,
+                            weights.Get("weight", {out_features, in_features, 1, 1}));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.GetOptional("bias", {out_features}));
+  Linear linear;
+  DENOISED_ASSIGN_OR_RETURN(
+      linear.weight_, backend.PackLinear({weight.Reshape({out_features, in_features})}, {bias}));
+  return linear;
+}
+
 absl::StatusOr<Linear> Linear::LoadFused(Backend& backend, const std::vector<Weights>& layers,
                                          int in_features, const std::vector<int>& out_features) {
   std::vector<Tensor> weights, biases;

@@ -67,6 +67,9 @@ class Linear {
  public:
   static absl::StatusOr<Linear> Load(Backend& backend, const Weights& weights, int in_features,
                                      int out_features);
+  /// A 1×1 convolution as the linear layer over pixels that it is.
+  static absl::StatusOr<Linear> LoadConv1x1(Backend& backend, const Weights& weights,
+                                            int in_features, int out_features);
   /// Several layers with the same input as one, outputs side by side.
   static absl::StatusOr<Linear> LoadFused(Backend& backend, const std::vector<Weights>& layers,
                                           int in_features, const std::vector<int>& out_features);

@@ -1,0 +1,494 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/models/unet2d_condition.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "engine/core/config_reader.h"
+#include "engine/nn/resnet.h"
+#include "engine/nn/timestep.h"
+#include "engine/nn/transformer.h"
+
+namespace denoised {
+namespace {
+
+using nn::Context;
+using nn::Conv2d;
+using nn::CrossAttentionInput;
+using nn::ResnetBlock;
+using nn::ResnetOptions;
+using nn::Transformer2D;
+
+constexpr int kMaxChannels = 1 << 16;
+/// LCM's pipelines embed 1000 · (guidance scale − 1).
+constexpr float kGuidanceFactor = 1000;
+
+/// Every level but the last halves the image, and the way up must meet the same sizes again.
+int SizeMultiple(size_t levels) { return 1 << (levels - 1); }
+
+void CheckRange(ConfigReader& reader, const char* field, double value, double low, double high) {
+  if (!(value >= low && value <= high))
+    reader.Complain(field, fmt::format("must be between {} and {}", low, high));
+}
+
+/// One number for all levels, or a list with one for each.
+void ReadPerLevel(ConfigReader& reader, const nlohmann::json& json, const char* field,
+                  size_t levels, int most, std::vector<int>* values) {
+  if (reader.Has(field) && json[field].is_array()) {
+    reader.Read(field, values);
+  } else {
+    reader.Read(field, &values->front());
+    values->assign(levels, values->front());
+  }
+  if (values->size() != levels)
+    reader.Complain(field,
+                    fmt::format("needs one number, or one for each of the {} levels", levels));
+  for (const int value : *values) CheckRange(reader, field, value, 1, most);
+  values->resize(levels, 1);
+}
+
+void CheckBlockTypes(ConfigReader& reader, const char* field, const std::vector<std::string>& types,
+                     const char* plain, const char* crossed, size_t levels) {
+  for (const std::string& type : types)
+    if (type != plain && type != crossed)
+      reader.Complain(
+          field, fmt::format("block '{}' is not supported; use {} or {}", type, plain, crossed));
+  if (types.size() != levels)
+    reader.Complain(field,
+                    fmt::format("needs one block for each of the {} block_out_channels", levels));
+}
+
+}  // namespace
+
+absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohmann::json& json,
+                                                                   const std::string& file) {
+  UNet2DConditionConfig config;
+  ConfigReader reader(json, file);
+  reader.Refuse("_class_name", "UNet2DConditionModel");
+
+  if (reader.Has("sample_size") && json["sample_size"].is_array()) {
+    std::vector<int> size;
+    reader.Read("sample_size", &size);
+    if (size.size() != 2)
+      reader.Complain("sample_size", "expected one number, or height and width");
+    size.resize(2);
+    config.sample_height = size[0];
+    config.sample_width = size[1];
+  } else {
+    reader.Read("sample_size", &config.sample_height);
+    config.sample_width = config.sample_height;
+  }
+  reader.Read("in_channels", &config.in_channels);
+  reader.Read("out_channels", &config.out_channels);
+  reader.Read("center_input_sample", &config.center_input_sample);
+  reader.Read("flip_sin_to_cos", &config.flip_sin_to_cos);
+  reader.Read("freq_shift", &config.freq_shift);
+
+  reader.Read("block_out_channels", &config.block_out_channels);
+  const std::vector<int>& channels = config.block_out_channels;
+  if (channels.empty() || channels.size() > 16)
+    reader.Complain("block_out_channels", "needs 1 to 16 entries");
+  const size_t levels = std::clamp<size_t>(channels.size(), 1, 16);
+  for (const int c : channels) CheckRange(reader, "block_out_channels", c, 1, kMaxChannels);
+  if (const int multiple = SizeMultiple(levels);
+      config.sample_height % multiple != 0 || config.sample_width % multiple != 0)
+    reader.Complain("sample_size", fmt::format("must be a multiple of {}, since {} blocks halve it",
+                                               multiple, levels - 1));
+  reader.Read("down_block_types", &config.down_block_types);
+  reader.Read("up_block_types", &config.up_block_types);
+  CheckBlockTypes(reader, "down_block_types", config.down_block_types, "DownBlock2D",
+                  "CrossAttnDownBlock2D", levels);
+  CheckBlockTypes(reader, "up_block_types", config.up_block_types, "UpBlock2D",
+                  "CrossAttnUpBlock2D", levels);
+  reader.Refuse("mid_block_type", "UNetMidBlock2DCrossAttn");
+  reader.Read("mid_block_scale_factor", &config.mid_block_scale_factor);
+  if (!(config.mid_block_scale_factor > 0))
+    reader.Complain("mid_block_scale_factor", "must be greater than 0");
+  ReadPerLevel(reader, json, "layers_per_block", levels, 64, &config.layers_per_block);
+  ReadPerLevel(reader, json, "transformer_layers_per_block", levels, 64,
+               &config.transformer_layers_per_block);
+  ReadPerLevel(reader, json, "attention_head_dim", levels, kMaxChannels,
+               &config.attention_head_dim);
+  reader.Read("downsample_padding", &config.downsample_padding);
+
+  std::string act_fn = "silu";
+  reader.Read("act_fn", &act_fn);
+  if (const auto activation = nn::ActivationFromName(act_fn); activation.ok()) {
+    config.activation = *activation;
+  } else {
+    reader.Complain("act_fn", std::string(activation.status().message()));
+  }
+  reader.Read("norm_num_groups", &config.norm_num_groups);
+  reader.Read("norm_eps", &config.norm_eps);
+  if (!(config.norm_eps > 0)) reader.Complain("norm_eps", "must be greater than 0");
+  reader.Read("cross_attention_dim", &config.cross_attention_dim);
+  reader.Read("use_linear_projection", &config.use_linear_projection);
+  std::string scale_shift = "default";
+  reader.Read("resnet_time_scale_shift", &scale_shift);
+  config.scale_shift = scale_shift == "scale_shift";
+  if (scale_shift != "default" && scale_shift != "scale_shift")
+    reader.Complain("resnet_time_scale_shift", "not supported; use default or scale_shift");
+
+  reader.Read("time_embedding_dim", &config.time_embedding_dim);
+  if (config.time_embedding_dim == 0 && !channels.empty())
+    config.time_embedding_dim = 4 * channels[0];
+  reader.Read("time_cond_proj_dim", &config.time_cond_proj_dim);
+  CheckRange(reader, "time_cond_proj_dim", config.time_cond_proj_dim, 0, kMaxChannels);
+  std::string addition = "";
+  reader.Read("addition_embed_type", &addition);
+  config.text_time = addition == "text_time";
+  if (addition != "" && addition != "text_time")
+    reader.Complain("addition_embed_type", "not supported; use text_time or null");
+  reader.Read("addition_time_embed_dim", &config.addition_time_embed_dim);
+  reader.Read("projection_class_embeddings_input_dim",
+              &config.projection_class_embeddings_input_dim);
+  if (config.text_time) {
+    CheckRange(reader, "addition_time_embed_dim", config.addition_time_embed_dim, 2, kMaxChannels);
+    CheckRange(reader, "projection_class_embeddings_input_dim",
+               config.projection_class_embeddings_input_dim, 1, kMaxChannels);
+  }
+
+  reader.Refuse("only_cross_attention", false);
+  reader.Refuse("dual_cross_attention", false);
+  reader.Refuse("mid_block_only_cross_attention", false);
+  reader.Refuse("reverse_transformer_layers_per_block", nullptr);
+  reader.Refuse("num_attention_heads", nullptr);
+  reader.Refuse("encoder_hid_dim", nullptr);
+  reader.Refuse("encoder_hid_dim_type", nullptr);
+  reader.Refuse("class_embed_type", nullptr);
+  reader.Refuse("num_class_embeds", nullptr);
+  reader.Refuse("class_embeddings_concat", false);
+  reader.Refuse("time_embedding_type", "positional");
+  reader.Refuse("time_embedding_act_fn", nullptr);
+  reader.Refuse("timestep_post_act", nullptr);
+  reader.Refuse("conv_in_kernel", 3);
+  reader.Refuse("conv_out_kernel", 3);
+  reader.Refuse("attention_type", "default");
+  reader.Refuse("cross_attention_norm", nullptr);
+  reader.Refuse("resnet_skip_time_act", false);
+  reader.Refuse("resnet_out_scale_factor", 1.0);
+  // Softmax is in fp32 anyway; dropout is for training; the last is for a type that is refused.
+  reader.Ignore({"upcast_attention", "dropout", "addition_embed_type_num_heads"});
+
+  CheckRange(reader, "sample_size", std::min(config.sample_height, config.sample_width), 0, 8192);
+  CheckRange(reader, "sample_size", std::max(config.sample_height, config.sample_width), 0, 8192);
+  CheckRange(reader, "in_channels", config.in_channels, 1, kMaxChannels);
+  CheckRange(reader, "out_channels", config.out_channels, 1, kMaxChannels);
+  CheckRange(reader, "downsample_padding", config.downsample_padding, 0, 1);
+  CheckRange(reader, "norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
+  CheckRange(reader, "cross_attention_dim", config.cross_attention_dim, 1, kMaxChannels);
+  CheckRange(reader, "time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
+  if (!channels.empty() &&
+      (channels[0] < 2 || static_cast<double>(channels[0] / 2) == config.freq_shift))
+    reader.Complain("block_out_channels",
+                    "must begin with at least 2, and with twice of something else than freq_shift");
+  DENOISED_RETURN_IF_ERROR(reader.Finish());
+  return config;
+}
+
+namespace {
+
+/// A level of the down or up path: resnets, each followed by a transformer in the CrossAttn blocks,
+/// then resampling by a convolution, if any.
+struct Level {
+  std::vector<ResnetBlock> resnets;
+  std::vector<Transformer2D> transformers;
+  std::optional<Conv2d> resample;
+};
+
+class UNet2DCondition : public Denoiser {
+ public:
+  explicit UNet2DCondition(const UNet2DConditionConfig& config) : config_(config) {}
+
+  absl::Status Load(Backend& backend, int pooled_features, const Weights& weights);
+  const DenoiserTraits& traits() const override { return traits_; }
+  Tensor Forward(Context& context, const DenoiserInput& input) const override;
+  void Condition(Context& context, const Prompts& prompts,
+                 const ConditionSets& sets) const override;
+
+ private:
+  ResnetOptions Resnet(int in_channels, int out_channels) const {
+    return {.in_channels = in_channels,
+            .out_channels = out_channels,
+            .time_channels = config_.time_embedding_dim,
+            .groups = config_.norm_num_groups,
+            .eps = config_.norm_eps,
+            .activation = config_.activation,
+            .scale_shift = config_.scale_shift};
+  }
+  nn::TransformerOptions Transformer(int level) const {
+    return {.channels = config_.block_out_channels[level],
+            .heads = config_.attention_head_dim[level],
+            .depth = config_.transformer_layers_per_block[level],
+            .text_features = config_.cross_attention_dim,
+            .groups = config_.norm_num_groups,
+            .linear_projection = config_.use_linear_projection};
+  }
+  absl::Status LoadEmbeddings(Backend& backend, int pooled_features, const Weights& weights);
+  absl::Status LoadBlocks(Backend& backend, const Weights& weights, int level, bool transformers,
+                          const std::vector<int>& in_channels, Level* to);
+  absl::Status LoadMidBlock(Backend& backend, const Weights& weights);
+
+  Tensor Embed(Context& context, const DenoiserInput& input) const;
+
+  UNet2DConditionConfig config_;
+  DenoiserTraits traits_;
+  nn::TimestepProjection time_projection_, size_projection_, guidance_projection_;
+  nn::TimestepEmbedding time_embedding_;
+  std::optional<nn::TimestepEmbedding> add_embedding_;  // text_time
+  std::optional<nn::Linear> guidance_linear_;           // time_cond_proj_dim
+  nn::TimeProjections resnet_projections_;
+  nn::KeyValueProjections key_values_;
+  Conv2d conv_in_, conv_out_;
+  nn::GroupNorm conv_norm_out_;
+  std::vector<Level> down_, up_;
+  std::vector<ResnetBlock> mid_resnets_;
+  std::optional<Transformer2D> mid_transformer_;
+};
+
+absl::Status UNet2DCondition::LoadEmbeddings(Backend& backend, int pooled_features,
+                                             const Weights& weights) {
+  const int projected = config_.block_out_channels[0], embedded = config_.time_embedding_dim;
+  const auto positional = [&](int features) {
+    return nn::TimestepProjection::Positional(features, config_.flip_sin_to_cos,
+                                              config_.freq_shift);
+  };
+  time_projection_ = positional(projected);
+  DENOISED_ASSIGN_OR_RETURN(
+      time_embedding_,
+      nn::TimestepEmbedding::Load(backend, weights / "time_embedding", projected, embedded));
+  if (config_.time_cond_proj_dim > 0) {
+    // diffusers' get_guidance_scale_embedding: sine before cosine, frequencies over half − 1.
+    guidance_projection_ = nn::TimestepProjection::Positional(config_.time_cond_proj_dim,
+                                                              /*flip_sin_to_cos=*/false,
+                                                              /*freq_shift=*/1);
+    DENOISED_ASSIGN_OR_RETURN(guidance_linear_,
+                              nn::Linear::Load(backend, weights / "time_embedding" / "cond_proj",
+                                               config_.time_cond_proj_dim, projected));
+    traits_.guidance_embedding = true;
+    traits_.time_features = projected;
+  }
+  if (!config_.text_time) return absl::OkStatus();
+  const int numbers = config_.projection_class_embeddings_input_dim - pooled_features;
+  if (pooled_features == 0 || numbers <= 0 || numbers % config_.addition_time_embed_dim != 0)
+    return InvalidArgument(
+        "{}: projection_class_embeddings_input_dim is {}; it must be the {} pooled features of the "
+        "text encoder plus a multiple of addition_time_embed_dim, {}",
+        weights.file(), config_.projection_class_embeddings_input_dim, pooled_features,
+        config_.addition_time_embed_dim);
+  traits_.pooled_features = pooled_features;
+  traits_.size_numbers = numbers / config_.addition_time_embed_dim;
+  traits_.vector_features = embedded;
+  size_projection_ = positional(config_.addition_time_embed_dim);
+  DENOISED_ASSIGN_OR_RETURN(
+      add_embedding_,
+      nn::TimestepEmbedding::Load(backend, weights / "add_embedding",
+                                  config_.projection_class_embeddings_input_dim, embedded));
+  return absl::OkStatus();
+}
+
+absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const Weights& weights) {
+  const std::vector<int>& channels = config_.block_out_channels;
+  const int levels = static_cast<int>(channels.size());
+  traits_.height = config_.sample_height;
+  traits_.width = config_.sample_width;
+  traits_.size_multiple = SizeMultiple(channels.size());
+  traits_.channels = config_.in_channels;
+  traits_.output_channels = config_.out_channels;
+  traits_.text_features = config_.cross_attention_dim;
+  DENOISED_RETURN_IF_ERROR(LoadEmbeddings(backend, pooled_features, weights));
+  DENOISED_ASSIGN_OR_RETURN(
+      conv_in_, Conv2d::Load(backend, weights / "conv_in", config_.in_channels, channels[0], 3));
+
+  // skip_channels mirrors the stack of outputs that the up path takes back.
+  std::vector<int> skip_channels = {channels[0]};
+  down_.resize(levels);
+  for (int i = 0, in = channels[0]; i < levels; in = channels[i++]) {
+    std::vector<int> inputs(config_.layers_per_block[i], channels[i]);
+    inputs[0] = in;
+    const Weights block = weights / "down_blocks" / i;
+    DENOISED_RETURN_IF_ERROR(LoadBlocks(backend, block, i,
+                                        config_.down_block_types[i] == "CrossAttnDownBlock2D",
+                                        inputs, &down_[i]));
+    skip_channels.insert(skip_channels.end(), config_.layers_per_block[i], channels[i]);
+    if (i == levels - 1) continue;
+    DENOISED_ASSIGN_OR_RETURN(
+        down_[i].resample,
+        Conv2d::Load(backend, block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3));
+    skip_channels.push_back(channels[i]);
+  }
+  DENOISED_RETURN_IF_ERROR(LoadMidBlock(backend, weights / "mid_block"));
+  up_.resize(levels);
+  for (int i = 0, in = channels.back(); i < levels; ++i) {
+    const int level = levels - 1 - i, out = channels[level];
+    std::vector<int> inputs;
+    for (int layer = 0; layer <= config_.layers_per_block[level]; ++layer) {
+      inputs.push_back((layer == 0 ? in : out) + skip_channels.back());
+      skip_channels.pop_back();
+    }
+    const Weights block = weights / "up_blocks" / i;
+    DENOISED_RETURN_IF_ERROR(LoadBlocks(
+        backend, block, level, config_.up_block_types[i] == "CrossAttnUpBlock2D", inputs, &up_[i]));
+    if (level > 0) {
+      DENOISED_ASSIGN_OR_RETURN(
+          up_[i].resample, Conv2d::Load(backend, block / "upsamplers" / 0 / "conv", out, out, 3,
+                                        /*upsample2x=*/true));
+    }
+    in = out;
+  }
+
+  DENOISED_ASSIGN_OR_RETURN(conv_norm_out_,
+                            nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels[0],
+                                                config_.norm_num_groups, config_.norm_eps));
+  DENOISED_ASSIGN_OR_RETURN(
+      conv_out_, Conv2d::Load(backend, weights / "conv_out", channels[0], config_.out_channels, 3));
+  DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(backend));
+  DENOISED_RETURN_IF_ERROR(key_values_.Pack(backend));
+  traits_.key_value_columns = key_values_.columns();
+  traits_.parameters = weights.parameters();
+  return absl::OkStatus();
+}
+
+absl::Status UNet2DCondition::LoadBlocks(Backend& backend, const Weights& weights, int level,
+                                         bool transformers, const std::vector<int>& in_channels,
+                                         Level* to) {
+  const int channels = config_.block_out_channels[level];
+  for (size_t i = 0; i < in_channels.size(); ++i) {
+    const int layer = static_cast<int>(i);
+    DENOISED_ASSIGN_OR_RETURN(
+        ResnetBlock resnet,
+        ResnetBlock::Load(backend, weights / "resnets" / layer, Resnet(in_channels[i], channels),
+                          resnet_projections_));
+    to->resnets.push_back(std::move(resnet));
+    if (!transformers) continue;
+    DENOISED_ASSIGN_OR_RETURN(Transformer2D transformer,
+                              Transformer2D::Load(backend, weights / "attentions" / layer,
+                                                  Transformer(level), key_values_));
+    to->transformers.push_back(std::move(transformer));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status UNet2DCondition::LoadMidBlock(Backend& backend, const Weights& weights) {
+  const int level = static_cast<int>(config_.block_out_channels.size()) - 1,
+            channels = config_.block_out_channels[level];
+  ResnetOptions options = Resnet(channels, channels);
+  options.output_scale_factor = config_.mid_block_scale_factor;
+  for (int i = 0; i < 2; ++i) {
+    DENOISED_ASSIGN_OR_RETURN(
+        ResnetBlock resnet,
+        ResnetBlock::Load(backend, weights / "resnets" / i, options, resnet_projections_));
+    mid_resnets_.push_back(std::move(resnet));
+  }
+  DENOISED_ASSIGN_OR_RETURN(
+      mid_transformer_,
+      Transformer2D::Load(backend, weights / "attentions" / 0, Transformer(level), key_values_));
+  return absl::OkStatus();
+}
+
+void UNet2DCondition::Condition(Context& context, const Prompts& prompts,
+                                const ConditionSets& sets) const {
+  key_values_(context, prompts.states, sets.keys_values);
+  const int64_t rows = prompts.states.dim(0);
+  if (guidance_linear_) {
+    const Tensor scaled = context.NewF32({rows});
+    context.backend.Add(prompts.guidance, kGuidanceFactor, Tensor(), -kGuidanceFactor,
+                        Activation::kNone, scaled);
+    (*guidance_linear_)(context, {.x = guidance_projection_(context, scaled), .out = sets.times});
+  }
+  if (add_embedding_) {
+    const int pooled = traits_.pooled_features,
+              sizes = config_.projection_class_embeddings_input_dim - pooled;
+    const Tensor embedded = size_projection_(context, prompts.sizes).Reshape({rows, sizes});
+    const Tensor joined = context.New({rows, pooled + sizes});
+    context.backend.Copy(prompts.pooled, joined.Columns(0, pooled));
+    context.backend.Copy(embedded, joined.Columns(pooled, sizes));
+    const Tensor vectors = (*add_embedding_)(context, joined, Tensor(), Activation::kNone);
+    context.backend.Copy(vectors, sets.vectors);
+  }
+}
+
+Tensor UNet2DCondition::Embed(Context& context, const DenoiserInput& input) const {
+  const int64_t rows = input.x.dim(0);
+  const auto of_set = [&](const Tensor& table) {
+    if (!table) return Tensor();
+    const Tensor out = context.New({rows, table.dim(1)});
+    context.backend.Embedding({.table = table, .index = input.label, .out = out});
+    return out;
+  };
+  Tensor time = time_projection_(context, input.condition);
+  if (const Tensor guidance = of_set(input.sets.times)) {
+    const Tensor sum = context.New(time.shape());
+    context.backend.Add(time, 1.0f, guidance, 0.0f, Activation::kNone, sum);
+    time = sum;
+  }
+  // Only resnets read it, and all of them activate it first.
+  return time_embedding_(context, time, of_set(input.sets.vectors), config_.activation);
+}
+
+Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) const {
+  const Tensor embedding = Embed(context, input);
+  context.Trace("emb", embedding);
+  const Tensor time = resnet_projections_(context, embedding);
+  const CrossAttentionInput text{.keys_values = input.sets.keys_values,
+                                 .key_counts = input.sets.key_counts,
+                                 .set = input.label};
+  const auto layer = [&](const Level& level, size_t i, const Tensor& in, const Tensor& skip) {
+    Tensor out = level.resnets[i](context, in, skip, time);
+    return level.transformers.empty() ? out : level.transformers[i](context, out, text);
+  };
+
+  Tensor x = input.x;
+  if (config_.center_input_sample) {
+    const Tensor centered = context.New(x.shape());
+    context.backend.Add(x, 2.0f, Tensor(), -1.0f, Activation::kNone, centered);
+    x = centered;
+  }
+  x = conv_in_(context, {.x = x});
+  context.Trace("conv_in", x);
+
+  std::vector<Tensor> skips = {x};
+  for (size_t i = 0; i < down_.size(); ++i) {
+    for (size_t j = 0; j < down_[i].resnets.size(); ++j) {
+      x = layer(down_[i], j, x, Tensor());
+      skips.push_back(x);
+    }
+    if (down_[i].resample) {
+      x = down_[i].resample->Downsample(context, x, config_.downsample_padding);
+      skips.push_back(x);
+    }
+    context.Trace(fmt::format("down_blocks.{}", i), x);
+  }
+  x = mid_resnets_[0](context, x, Tensor(), time);
+  x = (*mid_transformer_)(context, x, text);
+  x = mid_resnets_[1](context, x, Tensor(), time);
+  context.Trace("mid_block", x);
+  for (size_t i = 0; i < up_.size(); ++i) {
+    for (size_t j = 0; j < up_[i].resnets.size(); ++j) {
+      const Tensor skip = std::move(skips.back());
+      skips.pop_back();
+      x = layer(up_[i], j, x, skip);
+    }
+    if (up_[i].resample) x = (*up_[i].resample)(context, {.x = x});
+    context.Trace(fmt::format("up_blocks.{}", i), x);
+  }
+
+  Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
+  conv_out_(context, conv_norm_out_.Complete(context, {.x = x, .activation = Activation::kSilu}),
+            {.out = out});
+  return out;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2DCondition(Backend& backend,
+                                                              const UNet2DConditionConfig& config,
+                                                              int pooled_features,
+                                                              const Weights& weights) {
+  auto model = std::make_unique<UNet2DCondition>(config);
+  DENOISED_RETURN_IF_ERROR(model->Load(backend, pooled_features, weights));
+  DENOISED_RETURN_IF_ERROR(weights.CheckAllUsed());
+  return model;
+}
+
+}  // namespace denoised

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/nn/transformer.h"
+
+#include <cmath>
+
+namespace denoised::nn {
+namespace {
+
+// Not in the config: Transformer2DModel and BasicTransformerBlock have these as their defaults.
+constexpr double kGroupNormEps = 1e-6;
+constexpr double kLayerNormEps = 1e-5;
+constexpr int kFeedForwardFactor = 4;
+
+}  // namespace
+
+absl::StatusOr<int> KeyValueProjections::Add(const Weights& to_k, const Weights& to_v,
+                                             int text_features, int features) {
+  DENOISED_CHECK(text_features_ == 0 || text_features_ == text_features);
+  text_features_ = text_features;
+  layers_.push_back(to_k);
+  layers_.push_back(to_v);
+  out_features_.insert(out_features_.end(), 2, features);
+  const int column = columns_;
+  columns_ += 2 * features;
+  return column;
+}
+
+absl::Status KeyValueProjections::Pack(Backend& backend) {
+  DENOISED_ASSIGN_OR_RETURN(linear_,
+                            Linear::LoadFused(backend, layers_, text_features_, out_features_));
+  layers_.clear();
+  return absl::OkStatus();
+}
+
+void KeyValueProjections::operator()(Context& context, const Tensor& states,
+                                     const Tensor& out) const {
+  linear_(context, {.x = states, .out = out});
+}
+
+absl::StatusOr<Transformer2D> Transformer2D::Load(Backend& backend, const Weights& weights,
+                                                  const TransformerOptions& options,
+                                                  KeyValueProjections& projections) {
+  const int channels = options.channels;
+  if (options.heads < 1 || channels % options.heads != 0)
+    return InvalidArgument(
+        "{}: '{}' has {} channels, which {} heads do not divide; correct attention_head_dim (which "
+        "is the number of heads) or block_out_channels in the config",
+        weights.file(), weights.prefix(), channels, options.heads);
+  if (channels / options.heads > kMaxHeadDim)
+    return InvalidArgument("{}: '{}' needs heads {} wide; at most {} are supported", weights.file(),
+                           weights.prefix(), channels / options.heads, kMaxHeadDim);
+  Transformer2D transformer;
+  transformer.options_ = options;
+  DENOISED_ASSIGN_OR_RETURN(transformer.norm_, GroupNorm::Load(backend, weights / "norm", channels,
+                                                               options.groups, kGroupNormEps));
+  const auto projection = [&](const char* name) {
+    return options.linear_projection
+               ? Linear::Load(backend, weights / name, channels, channels)
+               : Linear::LoadConv1x1(backend, weights / name, channels, channels);
+  };
+  DENOISED_ASSIGN_OR_RETURN(transformer.proj_in_, projection("proj_in"));
+  for (int i = 0; i < options.depth; ++i) {
+    DENOISED_ASSIGN_OR_RETURN(
+        Block block,
+        transformer.LoadBlock(backend, weights / "transformer_blocks" / i, projections));
+    transformer.blocks_.push_back(std::move(block));
+  }
+  DENOISED_ASSIGN_OR_RETURN(transformer.proj_out_, projection("proj_out"));
+  return transformer;
+}
+
+absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(
+    Backend& backend, const Weights& weights, KeyValueProjections& projections) const {
+  const int channels = options_.channels, hidden = kFeedForwardFactor * channels;
+  const Weights self = weights / "attn1", cross = weights / "attn2", feed = weights / "ff" / "net";
+  Block block;
+  for (const auto& [norm, name] :
+       {std::pair{&block.norm1, "norm1"}, std::pair{&block.norm2, "norm2"},
+        std::pair{&block.norm3, "norm3"}}) {
+    DENOISED_ASSIGN_OR_RETURN(*norm,
+                              LayerNorm::Load(backend, weights / name, channels, kLayerNormEps));
+  }
+  DENOISED_ASSIGN_OR_RETURN(
+      block.self_qkv, Linear::LoadFused(backend, {self / "to_q", self / "to_k", self / "to_v"},
+                                        channels, {channels, channels, channels}));
+  DENOISED_ASSIGN_OR_RETURN(block.self_out,
+                            Linear::Load(backend, self / "to_out" / 0, channels, channels));
+  DENOISED_ASSIGN_OR_RETURN(block.cross_q,
+                            Linear::Load(backend, cross / "to_q", channels, channels));
+  DENOISED_ASSIGN_OR_RETURN(block.key_column, projections.Add(cross / "to_k", cross / "to_v",
+                                                              options_.text_features, channels));
+  DENOISED_ASSIGN_OR_RETURN(block.cross_out,
+                            Linear::Load(backend, cross / "to_out" / 0, channels, channels));
+  DENOISED_ASSIGN_OR_RETURN(block.feed_in,
+                            Linear::Load(backend, feed / 0 / "proj", channels, 2 * hidden));
+  DENOISED_ASSIGN_OR_RETURN(block.feed_out, Linear::Load(backend, feed / 2, hidden, channels));
+  return block;
+}
+
+AttentionArgs Transformer2D::Heads(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   const Tensor& out) const {
+  const auto head_dim = static_cast<float>(options_.channels / options_.heads);
+  return {.q = q,
+          .k = k,
+          .v = v,
+          .heads = options_.heads,
+          .scale = 1.0f / std::sqrt(head_dim),
+          .out = out};
+}
+
+Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
+                          const CrossAttentionInput& text) const {
+  const int channels = options_.channels;
+  {
+    const Tensor qkv = block.self_qkv(context, {.x = block.norm1(context, x)});
+    const Tensor attended = context.New(x.shape());
+    context.backend.Attention(Heads(qkv.Columns(0, channels), qkv.Columns(channels, channels),
+                                    qkv.Columns(2 * channels, channels), attended));
+    x = block.self_out(context, {.x = attended, .residual = x});
+  }
+  {
+    const Tensor q = block.cross_q(context, {.x = block.norm2(context, x)});
+    const Tensor attended = context.New(x.shape());
+    AttentionArgs cross =
+        Heads(q, text.keys_values.Columns(block.key_column, channels),
+              text.keys_values.Columns(block.key_column + channels, channels), attended);
+    cross.key_set = text.set;
+    cross.key_counts = text.key_counts;
+    context.backend.Attention(cross);
+    x = block.cross_out(context, {.x = attended, .residual = x});
+  }
+  Tensor hidden;
+  {
+    const Tensor gated = block.feed_in(context, {.x = block.norm3(context, x)});
+    hidden = context.New({x.dim(0), x.dim(1), gated.dim(2) / 2});
+    context.backend.GegluGate(gated, hidden);
+  }
+  return block.feed_out(context, {.x = hidden, .residual = x});
+}
+
+Tensor Transformer2D::operator()(Context& context, const Tensor& x,
+                                 const CrossAttentionInput& text) const {
+  const Tensor flat = x.Reshape({x.dim(0), x.dim(1) * x.dim(2), x.dim(3)});
+  Tensor tokens = proj_in_(context, {.x = norm_(context, {.x = flat})});
+  for (const Block& block : blocks_) tokens = Run(context, block, std::move(tokens), text);
+  return proj_out_(context, {.x = tokens, .residual = flat}).Reshape(x.shape());
+}
+
+}  // namespace denoised::nn

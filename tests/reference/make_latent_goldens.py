@@ -1,0 +1,674 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes tests/models/latent/<family>: tiny random pipelines of the Stable Diffusion family and what
+diffusers and transformers make of them.
+
+usage: make_latent_goldens.py [--output ../models/latent] [--only family,family]
+                              [--clip FOLDER with vocab.json and merges.txt of CLIP]
+Each family is a pipeline directory of diffusers plus goldens.safetensors and goldens.json; README.md
+in the output folder says what those hold. The weights are stored in float16; every number is
+computed in float32 from the rounded weights, and again in float64 to know what float32 costs.
+
+Random weights hide errors, so queries and keys are large enough for a peaked attention, norms scale
+and shift at random, and outputs are of unit size. Checks keep a golden from passing by luck: every
+weight matters, and so does each planted error (a wrong eps, swapped halves of GEGLU, an eos off by
+one and so on).
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shutil
+import warnings
+import zlib
+from pathlib import Path
+
+import diffusers
+import torch
+import transformers
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderTiny,
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    UNet2DConditionModel,
+    UNet2DModel,
+    VQModel,
+)
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+VERSIONS = {"diffusers": "0.42.1", "transformers": "5.23.0"}
+LATENT = Path(__file__).parent.parent / "models" / "latent"
+CLIP = Path(__file__).parent.parent / "text" / "clip"
+
+MERGES = 126  # the first merges of CLIP: 640 tokens in all
+PROMPTS = [
+    "a red apple on the table!",
+    "",
+    "thin threads in the oven, " * 12 + "and more than seventy-seven tokens",
+]
+NEGATIVE = "blurry, the worst"
+STEPS, GUIDANCE = 4, 5.0
+
+
+# --- Weights ---------------------------------------------------------------------------------
+
+
+def generator_of(name):
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+@torch.no_grad()
+def randomise(model, generator):
+    """Every weight random, none at the zero or one that training starts from; then rounded."""
+    norms = (nn.GroupNorm, nn.LayerNorm)
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(module, norms):
+                value = torch.rand(weight.shape, generator=generator) - 0.5
+                value += 1 if name == "weight" else 0
+            else:
+                value = torch.randn(weight.shape, generator=generator)
+                if name == "bias":
+                    value *= 0.3
+                elif isinstance(module, nn.Embedding):
+                    value *= 0.7
+                else:
+                    last = path.rsplit(".", 1)[-1]
+                    gain = 1.7 if last in ("to_q", "to_k", "q_proj", "k_proj") else 0.9
+                    value *= gain / math.sqrt(weight[0].numel())
+            weight.copy_(value)
+    return round_weights(model)
+
+
+@torch.no_grad()
+def round_weights(model):
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.copy_(tensor.half().float())
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def scale_layer(layer, factor):
+    layer.weight.mul_(factor)
+    if layer.bias is not None:
+        layer.bias.mul_(factor)
+    round_weights(layer)
+
+
+def relative_difference(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+# --- Parts -----------------------------------------------------------------------------------
+
+
+def text_encoder(name, projection=None, legacy_eos=True, **fields):
+    config = CLIPTextConfig(**{
+        "vocab_size": 514 + MERGES, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 77,
+        "hidden_act": "quick_gelu", "projection_dim": projection or 32,
+        "bos_token_id": 0 if legacy_eos else 512 + MERGES,
+        "eos_token_id": 2 if legacy_eos else 513 + MERGES, "pad_token_id": 1, **fields,
+    })  # fmt: skip
+    kind = CLIPTextModelWithProjection if projection else CLIPTextModel
+    return randomise(kind(config), generator_of(name))
+
+
+def unet(name, context, size=8, **fields):
+    """`context`: width of the text states. The output for a latent of unit size has unit size."""
+    model = UNet2DConditionModel(**{
+        "sample_size": size, "in_channels": 4, "out_channels": 4,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "block_out_channels": (16, 24), "layers_per_block": 1, "norm_num_groups": 8,
+        "cross_attention_dim": context, "attention_head_dim": 2, **fields,
+    })  # fmt: skip
+    generator = generator_of(name)
+    randomise(model, generator)
+    inputs = unet_inputs(model, torch.randn(2, 77, context, generator=generator), generator)
+    for _ in range(2):
+        scale_layer(model.conv_out, 1 / model(**inputs).sample.std().item())
+    return model
+
+
+def unet_inputs(model, states, generator, size=None, timesteps=(17, 803)):
+    config, rows = model.config, len(timesteps)
+    size = size or (config.sample_size, config.sample_size)
+    inputs = {
+        "sample": torch.randn(rows, config.in_channels, *size, generator=generator),
+        "timestep": torch.tensor(timesteps),
+        "encoder_hidden_states": states[:rows],
+    }
+    if config.time_cond_proj_dim:
+        inputs["timestep_cond"] = guidance_embedding(
+            torch.tensor([7.5, 2.0]), config.time_cond_proj_dim)
+    if config.addition_embed_type == "text_time":
+        width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        inputs["added_cond_kwargs"] = {
+            "text_embeds": torch.randn(rows, width, generator=generator),
+            "time_ids": torch.tensor(
+                [[16.0, 24, 0, 0, 16, 16], [1024, 768, 32, 64, 512, 1024]])[:rows],
+        }
+    return inputs
+
+
+def guidance_embedding(scales, width):
+    """get_guidance_scale_embedding of diffusers' LatentConsistencyModelPipeline."""
+    w = (scales - 1) * 1000
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half) * -(math.log(10000.0) / (half - 1)))
+    angles = w[:, None] * frequencies[None]
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def vae(name, latent_std, **fields):
+    """`latent_std`: of what a run gives the decoder after scaling, so that its first maps have unit
+    size and are not swamped by the latents, nor swamp them."""
+    model = AutoencoderKL(**{
+        "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4,
+        "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "latent_channels": 4, "sample_size": 16, **fields,
+    })  # fmt: skip
+    generator = generator_of(name)
+    randomise(model, generator)
+    scale_layer(model.post_quant_conv, 1 / latent_std)
+    unscaled = torch.randn(2, 4, 8, 8, generator=generator) * latent_std
+    for _ in range(2):
+        scale_layer(model.decoder.conv_out, 0.4 / model.decode(unscaled).sample.std().item())
+    return model
+
+
+# --- Directories -----------------------------------------------------------------------------
+
+
+def clip_files(clip):
+    vocabulary = json.loads((clip / "vocab.json").read_text(encoding="utf-8"))
+    lines = (clip / "merges.txt").read_text(encoding="utf-8").split("\n")[: MERGES + 1]
+    names = sorted(vocabulary, key=vocabulary.get)[: 512 + MERGES]
+    names += ["<|startoftext|>", "<|endoftext|>"]
+    vocabulary = json.dumps({name: i for i, name in enumerate(names)}, ensure_ascii=False)
+    return vocabulary, "\n".join(lines) + "\n"
+
+
+def write_tokenizer(folder, clip, pad):
+    """The files that published pipelines have, and that transformers 4 wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary, merges = clip_files(clip)
+    (folder / "vocab.json").write_text(vocabulary + "\n", encoding="utf-8")
+    (folder / "merges.txt").write_text(merges, encoding="utf-8")
+
+    def special(content):
+        return {"content": content, "lstrip": False, "normalized": True, "rstrip": False,
+                "single_word": False}  # fmt: skip
+
+    tokens = {"bos_token": special("<|startoftext|>"), "eos_token": special("<|endoftext|>"),
+              "pad_token": pad, "unk_token": special("<|endoftext|>")}  # fmt: skip
+    typed = {key: value if isinstance(value, str) else {"__type": "AddedToken", **value}
+             for key, value in tokens.items()}  # fmt: skip
+    config = {"add_prefix_space": False, "do_lower_case": True, "errors": "replace",
+              "model_max_length": 77, "tokenizer_class": "CLIPTokenizer",
+              **typed, "pad_token": "<|endoftext|>"}  # as SD 2: the map says which pad it is
+    write_json(folder / "special_tokens_map.json", tokens)
+    write_json(folder / "tokenizer_config.json", config)
+    return CLIPTokenizer.from_pretrained(folder)
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_half(model, folder):
+    """Saves the model in float16, and leaves it as it was."""
+    model.half().save_pretrained(folder)
+    model.float()
+
+
+def rename_weights(file, renamed):
+    tensors = load_file(file)
+    save_file({renamed(name): tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
+
+
+def prefix_text_model(folder):
+    """The names of published files; transformers since 5.6 saves CLIPTextModel without the prefix."""
+    rename_weights(folder / "model.safetensors",
+                   lambda name: name if name.startswith("text_model.") else "text_model." + name)  # fmt: skip
+
+
+def old_attention_names(folder):
+    """The names of the VAE's attention in published files of 2022."""
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+
+    def renamed(name):
+        for new, before in old.items():
+            name = name.replace(f"attentions.0.{new}.", f"attentions.0.{before}.")
+        return name
+
+    rename_weights(folder / "diffusion_pytorch_model.safetensors", renamed)
+
+
+def write_index(folder, class_name, **parts):
+    write_json(folder / "model_index.json",
+               {"_class_name": class_name, "_diffusers_version": diffusers.__version__, **parts})  # fmt: skip
+
+
+def share(folder, part, family):
+    """A part that is the same in another family."""
+    link = folder / part
+    link.unlink(missing_ok=True)
+    os.symlink(Path("..") / family / part, link)
+
+
+SCHEDULE = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False,
+                set_alpha_to_one=False, steps_offset=1)  # fmt: skip
+
+STABLE_DIFFUSION = {
+    "vae": ["diffusers", "AutoencoderKL"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "scheduler": ["diffusers", "DDIMScheduler"],
+    "safety_checker": [None, None],
+    "feature_extractor": [None, None],
+    "requires_safety_checker": False,
+}
+
+
+# --- Goldens ---------------------------------------------------------------------------------
+
+
+class Goldens:
+    """Values of one family, and how far float32 is from float64 in each."""
+
+    def __init__(self, family):
+        self.family, self.tensors, self.facts, self.errors = family, {}, {}, {}
+
+    def add(self, name, tensor):
+        self.tensors[name] = tensor.detach().clone().contiguous()
+
+    def add_checked(self, prefix, compute, *models):
+        """`compute()` gives tensors by name; it runs once more with the models in float64."""
+        values = compute()
+        with in_double(*models):
+            exact = compute()
+        for name, value in values.items():
+            error = relative_difference(value, exact[name])
+            self.errors[f"{prefix}{name}"] = float(f"{error:.1e}")
+            if not error < 1e-5:
+                raise SystemExit(f"{self.family}: {prefix}{name}: float32 is {error:.1e} off")
+            self.add(f"{prefix}{name}", value.float())
+        return values
+
+    def save(self, folder):
+        save_file(self.tensors, folder / "goldens.safetensors")
+        facts = {"made_with": {"torch": torch.__version__.split("+")[0], **VERSIONS}, **self.facts,
+                 "float32_error": self.errors}  # fmt: skip
+        write_json(folder / "goldens.json", facts)
+        for file in folder.rglob("*.*"):
+            if not file.is_symlink():
+                file.chmod(0o644)
+        size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file() and not f.is_symlink())
+        stds = {k: round(v.float().std().item(), 2) for k, v in self.tensors.items()
+                if k.endswith(("output", "latents", "image", "decoded", "states", "pooled"))}  # fmt: skip
+        print(json.dumps({"family": self.family, "bytes": size, "worst_float32_error":
+                          max(self.errors.values()), "std": stds}))  # fmt: skip
+
+
+@contextlib.contextmanager
+def in_double(*models):
+    for model in models:
+        model.double()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for model in models:
+            model.float()
+
+
+def as_dtype(values, dtype):
+    if isinstance(values, dict):
+        return {key: as_dtype(value, dtype) for key, value in values.items()}
+    return values.to(dtype) if values.is_floating_point() else values
+
+
+def dtype_of(model):
+    return next(model.parameters()).dtype
+
+
+def add_text(goldens, prefix, tokenizer, encoder):
+    """Ids of the prompts, every hidden layer, last state, pooled vector. Returns all of them."""
+    ids = tokenizer(PROMPTS, padding="max_length", max_length=tokenizer.model_max_length,
+                    truncation=True, return_tensors="pt").input_ids  # fmt: skip
+    goldens.add(f"{prefix}.ids", ids)
+
+    def compute():
+        out = encoder(ids, output_hidden_states=True)
+        pooled = out.text_embeds if hasattr(out, "text_embeds") else out.pooler_output
+        final = encoder.text_model if hasattr(encoder, "text_model") else encoder
+        return {
+            "states": out.last_hidden_state,
+            "penultimate": out.hidden_states[-2],
+            "clip_skip_1": final.final_layer_norm(out.hidden_states[-2]),
+            "pooled": pooled,
+        }
+
+    values = goldens.add_checked(f"{prefix}.", compute, encoder)
+    check_every_weight_matters(
+        f"{goldens.family}: {prefix}", encoder,
+        lambda: torch.cat([v.flatten(1) for k, v in compute().items() if k != "clip_skip_1"], 1))  # fmt: skip
+    if not (ids[2] == tokenizer.eos_token_id).sum() == 1:
+        raise SystemExit("the long prompt must fill all tokens")
+    return values
+
+
+def run_with_blocks(model, inputs):
+    seen, hooks = {}, []
+
+    def record(name):
+        def hook(_module, _args, output):
+            seen[name] = (output[0] if isinstance(output, tuple) else output).clone()
+
+        return hook
+
+    parts = {"time_embedding": model.time_embedding, "conv_in": model.conv_in}
+    parts |= {f"down_blocks.{i}": block for i, block in enumerate(model.down_blocks)}
+    parts |= {"mid_block": model.mid_block}
+    parts |= {f"up_blocks.{i}": block for i, block in enumerate(model.up_blocks)}
+    if getattr(model, "add_embedding", None) is not None:
+        parts["add_embedding"] = model.add_embedding
+    hooks = [module.register_forward_hook(record(name)) for name, module in parts.items()]
+    seen["output"] = model(**as_dtype(inputs, dtype_of(model)), return_dict=False)[0]
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def add_unet(goldens, model, states):
+    """Two rows with the states of the first two prompts; once more at a size that does not halve."""
+    generator = generator_of(goldens.family + " unet")
+    for prefix, size in {"unet": None, "unet_7x5": (7, 5)}.items():
+        inputs = unet_inputs(model, states, generator, size)
+        for name, value in inputs.items():
+            if name == "added_cond_kwargs":
+                for key, tensor in value.items():
+                    goldens.add(f"{prefix}.{key}", tensor)
+            elif name != "encoder_hidden_states":
+                goldens.add(f"{prefix}.{name}", value)
+        compute = lambda inputs=inputs: run_with_blocks(model, inputs)  # noqa: E731
+        if size:
+            goldens.add_checked(f"{prefix}.", lambda: {"output": compute()["output"]}, model)
+            continue
+        goldens.add_checked(f"{prefix}.", compute, model)
+        check_every_weight_matters(f"{goldens.family}: unet", model, lambda: compute()["output"])
+        check_planted_errors(goldens.family, model, lambda: compute()["output"])
+
+
+def add_vae(goldens, model, latent_std, encode=True):
+    generator = generator_of(goldens.family + " vae")
+    channels = model.config.latent_channels
+    latents = torch.randn(2, channels, 8, 8, generator=generator) * latent_std
+    odd = torch.randn(1, channels, 5, 3, generator=generator) * latent_std
+    image = torch.rand(2, 3, 16, 16, generator=generator) * 2 - 1
+    goldens.add("vae.latents", latents)
+    goldens.add("vae_5x3.latents", odd)
+
+    def decode(z):
+        return {"decoded": model.decode(z.to(dtype_of(model))).sample}
+
+    goldens.add_checked("vae.", lambda: decode(latents), model)
+    goldens.add_checked("vae_5x3.", lambda: decode(odd), model)
+    parts = lambda: decode(latents)["decoded"]  # noqa: E731
+    if encode:
+        goldens.add("vae.image", image)
+        moments = lambda: model._encode(image.to(dtype_of(model)))  # noqa: E731
+        goldens.add_checked("vae.", lambda: {"moments": moments()}, model)
+        parts = lambda: torch.cat([decode(latents)["decoded"].flatten(1), moments().flatten(1)], 1)  # noqa: E731
+    check_every_weight_matters(f"{goldens.family}: vae", model, parts)
+
+
+def check_every_weight_matters(name, model, compute):
+    reference = compute()
+    for weight_name, weight in model.named_parameters():
+        if weight_name.endswith(("to_k.bias", "k_proj.bias", "key.bias")):
+            continue  # adds the same to every score of a query; softmax takes it away
+        kept = weight.data.clone()
+        weight.data.mul_(1.1)
+        change = relative_difference(compute(), reference)
+        weight.data.copy_(kept)
+        if not change > 2e-4:  # the tolerance of the tests is 1e-4
+            raise SystemExit(f"{name}: {weight_name} hardly matters, {change:.1e}; change the case")
+
+
+def check_planted_errors(name, model, compute):
+    """Errors that an implementation makes must be seen in the output."""
+    reference = compute()
+
+    @contextlib.contextmanager
+    def attributes(kind, where, **values):
+        modules = [m for path, m in model.named_modules() if isinstance(m, kind) and where in path]
+        if not modules:
+            raise SystemExit(f"{name}: nothing to plant an error in: {kind} {where}")
+        kept = [{key: getattr(m, key) for key in values} for m in modules]
+        for module in modules:
+            for key, value in values.items():
+                setattr(module, key, value)
+        yield
+        for module, old in zip(modules, kept):
+            for key, value in old.items():
+                setattr(module, key, value)
+
+    @contextlib.contextmanager
+    def swapped_geglu():
+        layers = [m.proj for m in model.modules() if type(m).__name__ == "GEGLU"]
+
+        def swap():
+            for layer in layers:
+                for tensor in (layer.weight.data, layer.bias.data):
+                    tensor.copy_(torch.cat(tensor.chunk(2)[::-1]))
+
+        swap()
+        yield
+        swap()
+
+    errors = {
+        # 1e-6 for 1e-5 is below what float32 shows, where activations have unit size.
+        "eps of GroupNorm": attributes(nn.GroupNorm, "resnets", eps=1e-2),
+        "eps of LayerNorm": attributes(nn.LayerNorm, "transformer", eps=1e-2),
+        "halves of GEGLU": swapped_geglu(),
+    }
+    for error, planted in errors.items():
+        with planted:
+            change = relative_difference(compute(), reference)
+        if not change > 1e-3:
+            raise SystemExit(f"{name}: {error} hardly matters, {change:.1e}; change the case")
+
+
+def add_runs(goldens, pipe, models, prompts, negatives, rows=2, schedulers=None, **call):
+    """Whole runs from given noise: final latents and images in [0, 1]."""
+    generator = generator_of(goldens.family + " run")
+    size = pipe.unet.config.sample_size
+    channels = pipe.vae.config.latent_channels
+    noise = torch.randn(rows, channels, size, size, generator=generator)
+    goldens.add("run.noise", noise)
+    goldens.facts["run"] = {"prompts": prompts, "negative_prompts": negatives, "steps": STEPS,
+                            "guidance_scale": GUIDANCE}  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    config = pipe.scheduler.config
+    for name, kind in (schedulers or {"ddim": DDIMScheduler, "euler": EulerDiscreteScheduler}).items():
+
+        def compute(kind=kind):
+            values = {}
+            for output in ("latent", "pt"):
+                pipe.scheduler = kind.from_config(config)
+                call_now = {"prompt": prompts, "num_inference_steps": STEPS,
+                            "guidance_scale": GUIDANCE, "latents": noise.to(dtype_of(pipe.unet)),
+                            "height": size * 2, "width": size * 2, "output_type": output,
+                            **as_dtype_call(call, dtype_of(pipe.unet))}  # fmt: skip
+                if negatives is not None:
+                    call_now["negative_prompt"] = negatives
+                values["latents" if output == "latent" else "image"] = pipe(**call_now).images
+            return values
+
+        goldens.add_checked(f"run.{name}.", compute, *models)
+    pipe.scheduler = DDIMScheduler.from_config(config)
+
+
+def as_dtype_call(call, dtype):
+    return {key: as_dtype(value, dtype) if isinstance(value, torch.Tensor) else value
+            for key, value in call.items()}  # fmt: skip
+
+
+# --- Families --------------------------------------------------------------------------------
+
+
+def make_sd1(folder, clip):
+    """SD 1.x: heads by number, convolutions around transformers, quick GELU, old names."""
+    goldens = Goldens("sd1")
+    tokenizer = write_tokenizer(folder / "tokenizer", clip, "<|endoftext|>")
+    text = text_encoder("sd1 text")
+    model = unet("sd1", 32, attention_head_dim=2)
+    coder = vae("sd1", 32.0)
+    save_half(text, folder / "text_encoder")
+    prefix_text_model(folder / "text_encoder")
+    save_half(model, folder / "unet")
+    save_half(coder, folder / "vae")
+    old_attention_names(folder / "vae")
+    DDIMScheduler(**SCHEDULE).save_pretrained(folder / "scheduler")
+    write_index(folder, "StableDiffusionPipeline", **STABLE_DIFFUSION)
+
+    states = add_text(goldens, "text", tokenizer, text)["states"]
+    add_unet(goldens, model, states)
+    add_vae(goldens, coder, 32.0)
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    models = (pipe.text_encoder, pipe.unet, pipe.vae)
+    check_loaded(pipe, text=text, unet=model, vae=coder)
+    add_runs(goldens, pipe, models, PROMPTS[:2], [NEGATIVE, ""])
+    goldens.save(folder)
+
+
+def make_sd2(folder, clip):
+    """SD 2.x: heads of one width, linear layers around transformers, GELU, v-prediction, pad `!`."""
+    goldens = Goldens("sd2")
+    tokenizer = write_tokenizer(folder / "tokenizer", clip, "!")
+    text = text_encoder("sd2 text", hidden_act="gelu", legacy_eos=False)
+    model = unet("sd2", 32, attention_head_dim=[2, 3], use_linear_projection=True)
+    coder = vae("sd2", 9.0)
+    save_half(text, folder / "text_encoder")
+    save_half(model, folder / "unet")
+    save_half(coder, folder / "vae")
+    DDIMScheduler(prediction_type="v_prediction", **SCHEDULE).save_pretrained(folder / "scheduler")
+    write_index(folder, "StableDiffusionPipeline", **STABLE_DIFFUSION)
+
+    states = add_text(goldens, "text", tokenizer, text)["states"]
+    add_unet(goldens, model, states)
+    add_vae(goldens, coder, 9.0)
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    check_loaded(pipe, text=text, unet=model, vae=coder)
+    add_runs(goldens, pipe, (pipe.text_encoder, pipe.unet, pipe.vae), PROMPTS[:2], [NEGATIVE, ""])
+    goldens.save(folder)
+
+
+def make_sdxl(folder, clip):
+    """SDXL: two encoders, text_time, a level of two transformers, a first level without attention."""
+    goldens = Goldens("sdxl")
+    tokenizers = [write_tokenizer(folder / name, clip, pad)
+                  for name, pad in (("tokenizer", "<|endoftext|>"), ("tokenizer_2", "!"))]  # fmt: skip
+    encoders = [
+        text_encoder("sdxl text", hidden_size=16, intermediate_size=32, num_attention_heads=2,
+                     projection_dim=16),
+        text_encoder("sdxl text 2", hidden_size=24, intermediate_size=48, num_attention_heads=3,
+                     hidden_act="gelu", projection=20),
+    ]  # fmt: skip
+    model = unet(
+        "sdxl", 40, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=[2, 3],
+        transformer_layers_per_block=[1, 2], use_linear_projection=True,
+        addition_embed_type="text_time", addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=20 + 6 * 8)  # fmt: skip
+    coder = vae("sdxl", 50.0, scaling_factor=0.13025, force_upcast=True)
+    for encoder, name in zip(encoders, ("text_encoder", "text_encoder_2")):
+        save_half(encoder, folder / name)
+    # One tokenizer as transformers 5 saves it: everything in tokenizer.json.
+    shutil.rmtree(folder / "tokenizer")
+    tokenizers[0].save_pretrained(folder / "tokenizer")
+    save_half(model, folder / "unet")
+    save_half(coder, folder / "vae")
+    (folder / "scheduler").mkdir()
+    write_json(folder / "scheduler" / "scheduler_config.json", {  # as published
+        "_class_name": "EulerDiscreteScheduler", "_diffusers_version": "0.19.0.dev0", **SCHEDULE,
+        "interpolation_type": "linear", "num_train_timesteps": 1000,
+        "prediction_type": "epsilon", "sample_max_value": 1.0, "skip_prk_steps": True,
+        "timestep_spacing": "leading", "trained_betas": None, "use_karras_sigmas": False})  # fmt: skip
+    index = {key: value for key, value in STABLE_DIFFUSION.items() if "safety" not in key}
+    write_index(folder, "StableDiffusionXLPipeline", **index | {
+        "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
+        "tokenizer_2": ["transformers", "CLIPTokenizer"],
+        "scheduler": ["diffusers", "EulerDiscreteScheduler"],
+        "image_encoder": [None, None], "force_zeros_for_empty_prompt": True})  # fmt: skip
+
+    values = [add_text(goldens, prefix, tokenizer, encoder)
+              for prefix, tokenizer, encoder in zip(("text", "text_2"), tokenizers, encoders)]  # fmt: skip
+    add_unet(goldens, model, torch.cat([value["penultimate"] for value in values], dim=-1))
+    add_vae(goldens, coder, 50.0)
+    pipe = diffusers.StableDiffusionXLPipeline.from_pretrained(
+        folder, torch_dtype=torch.float32, add_watermarker=False)  # fmt: skip
+    check_loaded(pipe, text=encoders[0], text_2=encoders[1], unet=model, vae=coder)
+    models = (pipe.text_encoder, pipe.text_encoder_2, pipe.unet, pipe.vae)
+    sizes = dict(original_size=(24, 20), crops_coords_top_left=(2, 4), target_size=(16, 16))
+    goldens.facts["sizes"] = sizes
+    add_runs(goldens, pipe, models, PROMPTS[:2], [NEGATIVE, ""], **sizes)
+    # Without a negative prompt: zeros, not the states of "".
+    unset = Goldens("sdxl")
+    add_runs(unset, pipe, models, PROMPTS[:2], None, **sizes)
+    for name in ("run.ddim.latents", "run.ddim.image"):
+        goldens.add(name.replace("run", "run_unset"), unset.tensors[name])
+    if relative_difference(unset.tensors["run.ddim.latents"], goldens.tensors["run.ddim.latents"]) < 0.01:
+        raise SystemExit("sdxl: an unset negative prompt must differ from an empty one")
+    goldens.save(folder)
+
+
+def check_loaded(pipe, **models):
+    """What is on disk is what was computed with."""
+    loaded = {"text": "text_encoder", "text_2": "text_encoder_2"}
+    for name, model in models.items():
+        ours = dict(model.named_parameters())
+        theirs = dict(getattr(pipe, loaded.get(name, name)).named_parameters())
+        if ours.keys() != theirs.keys() or any(not torch.equal(ours[k], theirs[k]) for k in ours):
+            raise SystemExit(f"{name} is not loaded as it was saved")
+
+
+FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=LATENT)
+    parser.add_argument("--clip", type=Path, default=CLIP)
+    parser.add_argument("--only", help="comma-separated families")
+    args = parser.parse_args()
+    for module in (diffusers, transformers):
+        if module.__version__ != VERSIONS[module.__name__]:
+            raise SystemExit(f"{module.__name__} is {module.__version__}, not {VERSIONS[module.__name__]}")
+    warnings.filterwarnings("ignore")
+    diffusers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    for name in args.only.split(",") if args.only else FAMILIES:
+        folder = args.output / name
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        FAMILIES[name](folder, args.clip)
+
+
+if __name__ == "__main__":
+    main()
