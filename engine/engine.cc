@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <numeric>
 #include <thread>
 #include <tuple>
@@ -11,9 +12,8 @@
 #include "engine/core/mutex.h"
 #include "engine/device_engine.h"
 #include "engine/device_worker.h"
-#include "engine/io/model_directory.h"
-#include "engine/io/weights.h"
-#include "engine/models/unet2d.h"
+#include "engine/pipelines/pipeline.h"
+#include "engine/pipelines/prompt_reader.h"
 #include "engine/resolve.h"
 
 namespace denoised {
@@ -21,15 +21,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kFallbackSteps = 50;  // the default of diffusers' pipelines
 constexpr int kMaxEdgeOverNative = 4;
-
-/// A model as its files describe it, before any device has it.
-struct ModelFiles {
-  ModelDirectory directory;
-  UNet2DConfig config;
-  SchedulerConfig scheduler;
-};
 
 /// The engine over one or more devices of one kind, each with every model. All share one queue.
 class DeviceEngine final : public Engine {
@@ -85,8 +77,8 @@ class DeviceEngine final : public Engine {
   void OnLost(int device);
   void Watch();
   absl::Status Load(const std::string& path, ModelInfo* info);
-  absl::Status LoadOn(DeviceWorker& worker, const ModelFiles& files, ModelInfo* info) const;
-  absl::StatusOr<BatchedModel> Pack(const DeviceWorker& worker, const ModelFiles& files,
+  absl::Status LoadOn(DeviceWorker& worker, const PipelineFiles& files, ModelInfo* info) const;
+  absl::StatusOr<BatchedModel> Pack(const DeviceWorker& worker, const PipelineFiles& files,
                                     ModelInfo* info) const;
   absl::Status RemoveFromDevices(const std::string& name);
   int LiveDevices() const;
@@ -218,38 +210,6 @@ absl::Status DeviceEngine::Open(const std::string& name, const std::string& dire
   return info.error;
 }
 
-absl::StatusOr<ModelFiles> ReadModel(const std::string& path) {
-  DENOISED_ASSIGN_OR_RETURN(ModelDirectory directory, ModelDirectory::Read(path));
-  if (!directory.scheduler_config)
-    return InvalidArgument(
-        "{}: there is no scheduler_config.json; put the one that the model was published with into "
-        "{}/scheduler, or beside config.json",
-        path, path);
-  DENOISED_ASSIGN_OR_RETURN(
-      SchedulerConfig scheduler,
-      SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file));
-  DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config,
-                            UNet2DConfig::Parse(directory.unet_config, directory.unet_config_file));
-  if (config.sample_height == 0 || config.sample_width == 0)
-    return InvalidArgument(
-        "{}: field 'sample_size' is missing; set it to the size of the images "
-        "that the model was trained on",
-        directory.unet_config_file);
-  if (config.out_channels != config.in_channels && config.out_channels != 2 * config.in_channels)
-    return InvalidArgument(
-        "{}: field 'out_channels' is {}: a model that can be sampled has in_channels ({}), or "
-        "twice "
-        "as many with a learned variance",
-        directory.unet_config_file, config.out_channels, config.in_channels);
-  if (scheduler.learns_variance() && config.out_channels != 2 * config.in_channels)
-    return InvalidArgument(
-        "{}: field 'variance_type' asks for a learned variance, but the model in {} has "
-        "out_channels {}; it would need {}",
-        directory.scheduler_config_file, directory.unet_config_file, config.out_channels,
-        2 * config.in_channels);
-  return ModelFiles{std::move(directory), config, std::move(scheduler)};
-}
-
 /// Why the model's own sampler cannot do `steps` steps, or empty.
 std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_evaluations) {
   const SamplerParams params{.steps = steps};
@@ -268,10 +228,11 @@ std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_
 
 /// Steps of a request that names neither sampler nor steps. They must be valid, since the client
 /// did not choose them.
-absl::StatusOr<int> DefaultSteps(const ModelDirectory& directory, const SchedulerConfig& scheduler,
-                                 int max_evaluations) {
+absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations) {
+  const ModelDirectory& directory = files.directory;
+  const SchedulerConfig& scheduler = files.scheduler;
   const int wanted = directory.default_steps ? directory.default_steps
-                                             : std::min(kFallbackSteps, scheduler.max_steps());
+                                             : std::min(files.default_steps, scheduler.max_steps());
   const std::string wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
   if (wrong.empty()) return wanted;
   int steps = std::min(wanted, scheduler.max_steps());
@@ -286,7 +247,7 @@ absl::StatusOr<int> DefaultSteps(const ModelDirectory& directory, const Schedule
 
 absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
   DENOISED_RETURN_IF_ERROR(Health());
-  DENOISED_ASSIGN_OR_RETURN(const ModelFiles files, ReadModel(path));
+  DENOISED_ASSIGN_OR_RETURN(const PipelineFiles files, PipelineFiles::Read(path));
   // On all devices at the same time. Each thread writes to its own element.
   struct Loaded {
     ModelInfo info;
@@ -315,7 +276,7 @@ absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
 
 /// Packs weights on the calling thread; the device's thread takes memory and warms up, one part at
 /// a time.
-absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const ModelFiles& files,
+absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const PipelineFiles& files,
                                   ModelInfo* info) const {
   DENOISED_RETURN_IF_ERROR(worker.health());
   DENOISED_ASSIGN_OR_RETURN(const BatchedModel model, Pack(worker, files, info));
@@ -378,31 +339,48 @@ absl::Status DeviceEngine::Close(const std::string& name) {
 
 /// Uses a backend of its own on the same device, since only the worker's thread may use the
 /// worker's. The worker's thread then evaluates the model in the queue of this backend.
-absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, const ModelFiles& files,
-                                                ModelInfo* info) const {
+absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
+                                                const PipelineFiles& files, ModelInfo* info) const {
   const ModelDirectory& directory = files.directory;
-  DENOISED_ASSIGN_OR_RETURN(const Weights weights, directory.OpenWeights());
   DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Backend> backend, worker.OpenAnother());
   // Before the first weight is packed: a host grants memory that it does not have, and kills the
   // process when it writes there.
   CountingBackend counting(*backend);
-  DENOISED_RETURN_IF_ERROR(LoadUNet2D(counting, files.config, weights).status());
+  DENOISED_ASSIGN_OR_RETURN(const Pipeline counted, LoadPipeline(counting, files));
   info->weight_bytes = counting.weight_bytes();
   if (const size_t free = backend->memory().free; info->weight_bytes > free) {
     return ResourceExhausted(
         "{}: its {} parameters need {} bytes of memory on {}, {} are free; choose a smaller model, "
         "or unload another",
-        directory.root, weights.parameters(), info->weight_bytes, backend->name(), free);
+        directory.root, counted.parameters, info->weight_bytes, backend->name(), free);
   }
-  BatchedModel model{.name = info->name};
-  DENOISED_ASSIGN_OR_RETURN(model.denoiser, LoadUNet2D(*backend, files.config, weights));
-  DENOISED_RETURN_IF_ERROR(backend->Synchronize());
+  DENOISED_ASSIGN_OR_RETURN(const Pipeline pipeline, LoadPipeline(*backend, files));
+  BatchedModel model{.name = info->name,
+                     .denoiser = pipeline.denoiser,
+                     .codec = pipeline.codec,
+                     .text_encoders = {pipeline.text_encoders, pipeline.final_norm}};
   const DenoiserTraits& traits = model.denoiser->traits();
+  if (model.codec) {
+    DENOISED_ASSIGN_OR_RETURN(model.preview, LatentPreview::Fit(*backend, *model.codec));
+  }
+  DENOISED_RETURN_IF_ERROR(backend->Synchronize());
   if (traits.condition == ClassCondition::kLabel) {
     if (directory.null_class >= traits.class_embeddings)
       return InvalidArgument("{}: null_class is {}, but the model has {} classes", directory.root,
                              directory.null_class, traits.class_embeddings);
     model.null_label = directory.null_class;
+  }
+  if (traits.text_features > 0) {
+    PromptReader::Rules rules{
+        .zeros_without_negative = directory.index.value("force_zeros_for_empty_prompt", false),
+        .skip_layers = pipeline.skip_layers,
+        .layers = std::numeric_limits<int>::max(),
+        .size_numbers = traits.size_numbers,
+        .guidance = traits.guidance_embedding};
+    for (const auto& encoder : pipeline.text_encoders)
+      rules.layers = std::min(rules.layers, encoder->traits().layers);
+    DENOISED_ASSIGN_OR_RETURN(PromptReader prompts, PromptReader::Load(directory, rules));
+    info->prompts = std::make_shared<const PromptReader>(std::move(prompts));
   }
   const SchedulerConfig& scheduler = files.scheduler;
   const bool cpu = backend->device() == Device::kCpu;
@@ -411,19 +389,27 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   model.slots = options_.max_slots ? options_.max_slots : model.max_rows;
   model.max_evaluations = options_.max_evaluations;
 
-  info->architecture = "UNet2DModel";
-  info->parameters = traits.parameters;
-  info->height = traits.height;
-  info->width = traits.width;
-  info->size_multiple = traits.size_multiple;
-  info->max_edge = kMaxEdgeOverNative * std::max(traits.height, traits.width);
-  info->channels = traits.channels;
+  const CodecTraits codec =
+      model.codec ? model.codec->traits()
+                  : CodecTraits{.image_channels = traits.channels, .factor = 1, .encodes = true};
+  info->architecture = directory.unet().class_name;
+  info->pipeline = directory.pipeline_class;
+  info->parameters = pipeline.parameters;
+  info->height = traits.height * codec.factor;
+  info->width = traits.width * codec.factor;
+  info->size_multiple = traits.size_multiple * codec.factor;
+  info->max_edge = kMaxEdgeOverNative * std::max(info->height, info->width);
+  info->channels = codec.image_channels;
+  info->latent_factor = codec.factor;
+  info->latent_channels = traits.channels;
   info->condition = traits.condition;
   info->class_vector_size = traits.class_vector_size;
-  info->guidance = model.null_label >= 0;
+  info->guidance_input = traits.guidance_embedding;
+  info->guidance = model.null_label >= 0 || (info->prompts && !info->guidance_input);
   // By convention, and in ADM and DiT, the null class is the last. Requests cannot name it.
   info->num_classes = traits.class_embeddings;
-  if (info->guidance && model.null_label == traits.class_embeddings - 1 && info->num_classes > 1)
+  if (model.null_label >= 0 && model.null_label == traits.class_embeddings - 1 &&
+      info->num_classes > 1)
     --info->num_classes;
   for (const auto& [label, text] : directory.labels) info->labels.push_back(text);
   if (!info->labels.empty() && static_cast<int>(info->labels.size()) != info->num_classes)
@@ -434,9 +420,11 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker, cons
   info->samplers = scheduler.samplers();
   info->schedules = scheduler.schedules(info->default_sampler);
   info->max_steps = scheduler.max_steps();
-  DENOISED_ASSIGN_OR_RETURN(info->default_steps,
-                            DefaultSteps(directory, scheduler, options_.max_evaluations));
-  info->default_guidance_scale = info->guidance ? directory.default_guidance_scale : 1.0;
+  DENOISED_ASSIGN_OR_RETURN(info->default_steps, DefaultSteps(files, options_.max_evaluations));
+  info->default_guidance_scale =
+      info->guidance || info->guidance_input
+          ? directory.default_guidance_scale.value_or(files.default_guidance_scale)
+          : 1.0;
   info->max_evaluations = options_.max_evaluations;
   info->max_count = options_.LargestCount();
   info->scheduler = std::make_shared<const SchedulerConfig>(scheduler);

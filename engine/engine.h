@@ -63,6 +63,8 @@ struct EngineOptions {
   int LargestCount() const { return std::min(max_count, max_queued_images); }
 };
 
+class PromptReader;  // pipelines/prompt_reader.h
+
 enum class ModelState { kLoading, kReady, kFailed, kUnloading };
 
 /// A model's properties, limits and defaults. Immutable once ready.
@@ -71,17 +73,23 @@ struct ModelInfo {
   std::string directory;
   ModelState state = ModelState::kLoading;
   absl::Status error;        // why, when kFailed
-  std::string architecture;  // "UNet2DModel"
+  std::string architecture;  // of the denoiser: "UNet2DModel"
+  std::string pipeline;      // "StableDiffusionPipeline"; empty for a model without a pipeline
   int64_t parameters = 0;
   int height = 0, width = 0;  // native size, pixels
   int size_multiple = 1;      // height and width must be multiples of it
   int max_edge = 0;           // and at most this
-  int channels = 0;
+  int channels = 0;           // of images
+  /// The denoiser's state: latents, or the image itself (factor 1).
+  int latent_factor = 1;  // pixels that a latent pixel stands for, along each edge
+  int latent_channels = 0;
+  std::shared_ptr<const PromptReader> prompts;  // null: the model reads no text
   ClassCondition condition = ClassCondition::kNone;
   int num_classes = 0;  // labels a request may name: [0, num_classes)
   int class_vector_size = 0;
   std::vector<std::string> labels;  // human-readable, by index; empty when the model ships none
-  bool guidance = false;            // it has a null class, so guidance_scale may exceed 1
+  bool guidance = false;            // rows without the condition can guide those with it
+  bool guidance_input = false;      // the guidance scale is an input of the model instead
   Sampler default_sampler = Sampler::kEdmEuler;
   NoiseSchedule default_schedule = NoiseSchedule::kNative;
   std::vector<Sampler> samplers;

@@ -46,6 +46,12 @@ struct TextPrompt {
   std::optional<std::string> text_2, negative_2;
 };
 
+/// What SDXL is told of a picture's history, as height and width (crop: top and left). Unset: the
+/// image's own size, and no crop.
+struct SizeConditions {
+  std::optional<std::array<int, 2>> original_size, crop, target_size;
+};
+
 /// A prompt as text encoders read it, and all else that a condition set depends on.
 struct TokenizedPrompt {
   std::vector<std::vector<int32_t>> ids;  // by encoder, padded; empty: zeros instead of states
@@ -66,6 +72,7 @@ struct JobSpec {
   std::vector<int> class_labels;         // one for all images, or one each; empty: random classes
   std::vector<float> class_values;       // kValue: as class_labels. kVector: count × size or size
   std::vector<TextPrompt> prompts;       // one for all images, or one each
+  SizeConditions sizes;                  // for models that read them
   int clip_skip = 0;                     // of the prompts: text encoder layers left out at the end
   std::optional<double> guidance_scale;  // ≤ 1: no unconditional row
   SamplerParams sampler;                 // steps 0: the model's default

@@ -6,11 +6,13 @@
 #include <random>
 
 #include "engine/core/philox.h"
+#include "engine/pipelines/prompt_reader.h"
 
 namespace denoised {
 namespace {
 
 constexpr double kMaxGuidanceScale = 100;
+constexpr int kMaxSizeCondition = 65536;
 // A Philox field of its own, so that drawing a class does not reuse the image's noise.
 constexpr uint32_t kLabelDraw = 0xfffffffdu;
 
@@ -30,6 +32,7 @@ class Resolver {
     Seeds();
     Condition();
     Guidance();
+    if (model_.prompts) Prompts();
     Previews();
     Images();
     job_.plan = Plan();
@@ -83,6 +86,15 @@ class Resolver {
       if (given) Violate(field, "are not for model '{}', which {}", model_.name, instead);
     };
     const bool labels = !spec_.class_labels.empty(), values = !spec_.class_values.empty();
+    if (model_.prompts) {
+      refuse("class_labels", labels, "reads text; use prompts");
+      refuse("class_values", values, "reads text; use prompts");
+      return;
+    }
+    refuse("prompts", !spec_.prompts.empty(), "reads no text; leave them out");
+    if (spec_.clip_skip != 0)
+      Violate("clip_skip", "is {}, but model '{}' reads no text; leave it out", spec_.clip_skip,
+              model_.name);
     switch (model_.condition) {
       case ClassCondition::kNone:
         refuse("class_labels", labels, "is unconditional; leave them out");
@@ -98,6 +110,55 @@ class Resolver {
         Values();
         break;
     }
+  }
+
+  void Prompts() {
+    const PromptReader& reader = *model_.prompts;
+    if (spec_.prompts.empty())
+      Violate("prompts",
+              "are missing: model '{}' draws what a text says; give one for all images, "
+              "or one for each",
+              model_.name);
+    if (spec_.prompts.size() > 1 && spec_.prompts.size() != static_cast<size_t>(spec_.count))
+      Violate("prompts", "has {} entries for count {}; give one for all, or one for each",
+              spec_.prompts.size(), spec_.count);
+    if (spec_.clip_skip < 0 || spec_.clip_skip > reader.max_clip_skip()) {
+      Violate("clip_skip", "is {}; use 0 to {}", spec_.clip_skip, reader.max_clip_skip());
+      spec_.clip_skip = 0;
+    }
+    Sizes(reader.reads_sizes());
+    const PromptReader::Request request{
+        .clip_skip = spec_.clip_skip,
+        .height = spec_.height,
+        .width = spec_.width,
+        .sizes = spec_.sizes,
+        .guidance_scale = static_cast<float>(*spec_.guidance_scale)};
+    for (size_t i = 0; i < spec_.prompts.size(); ++i) {
+      const TextPrompt& prompt = spec_.prompts[i];
+      const std::string field = fmt::format("prompts[{}]", i);
+      if (!reader.two_encoders() && (prompt.text_2 || prompt.negative_2))
+        Violate(field + (prompt.text_2 ? ".text_2" : ".negative_2"),
+                "is set, but model '{}' has one text encoder; leave it out", model_.name);
+      job_.prompts.push_back(reader.Condition(prompt, request, field, violations_));
+      if (job_.guided)
+        job_.negatives.push_back(reader.Negative(prompt, request, field, violations_));
+    }
+  }
+
+  void Sizes(bool read) {
+    const auto check = [&](const char* field, std::optional<std::array<int, 2>>* size, int least) {
+      if (!*size) return;
+      if (!read)
+        Violate(field, "is set, but model '{}' does not read it; leave it out", model_.name);
+      for (int& number : **size) {
+        if (number >= least && number <= kMaxSizeCondition) continue;
+        Violate(field, "holds {}; use {} to {}", number, least, kMaxSizeCondition);
+        number = least;
+      }
+    };
+    check("original_size", &spec_.sizes.original_size, 1);
+    check("crop", &spec_.sizes.crop, 0);
+    check("target_size", &spec_.sizes.target_size, 1);
   }
 
   void Labels() {
@@ -141,11 +202,12 @@ class Resolver {
     if (!(scale >= 0 && scale <= kMaxGuidanceScale)) {
       Violate("guidance_scale", "is {}; use 0 to {}, where 1 and below mean none", scale,
               kMaxGuidanceScale);
-    } else if (scale > 1 && !model_.guidance) {
+    } else if (scale > 1 && !model_.guidance && !model_.guidance_input) {
       Violate("guidance_scale", "is {}, but model '{}' has no unconditional class; use 1", scale,
               model_.name);
     }
     if (!(scale > 1)) scale = 1;
+    job_.guided = scale > 1 && model_.guidance;
   }
 
   void Previews() {
@@ -165,10 +227,12 @@ class Resolver {
               spec_.sampler.strength);
     }
     if (spec_.initial_noise) {
-      const Shape noise{spec_.count, spec_.height, spec_.width, model_.channels};
+      const int factor = model_.latent_factor;
+      const Shape state{spec_.height / factor, spec_.width / factor, model_.latent_channels};
+      const Shape noise{spec_.count, state[0], state[1], state[2]};
       Finite("initial_noise", spec_.initial_noise);
       if (spec_.initial_noise.shape() == noise) return;
-      if (spec_.count == 1 && spec_.initial_noise.shape() == image) {
+      if (spec_.count == 1 && spec_.initial_noise.shape() == state) {
         spec_.initial_noise = spec_.initial_noise.Reshape(noise);
       } else {
         Violate("initial_noise", "has shape {}; expected {}",

@@ -23,6 +23,8 @@ ROOMS = [
     ("engine/sampling/", "sampling"),
     ("engine/nn/", "nn"),
     ("engine/models/", "models"),
+    ("engine/text/", "text"),
+    ("engine/pipelines/", "pipelines"),
     ("engine/batching/", "batching"),
     ("engine/engine.h", "engine.h"),
     ("engine/job.h", "job.h"),  # the other half of the door, which batching/ implements

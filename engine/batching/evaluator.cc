@@ -27,20 +27,15 @@ std::vector<int> Buckets(Device device, int max_rows) {
 }  // namespace
 
 Evaluator::Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
-                     std::shared_ptr<const Codec> codec, const ConditionSets& sets,
                      const Options& options)
     : backend_(backend),
       denoiser_(std::move(denoiser)),
-      codec_(std::move(codec)),
-      sets_(sets),
       options_(options),
       buckets_(Buckets(backend.device(), options.max_rows)) {}
 
 absl::StatusOr<std::unique_ptr<Evaluator>> Evaluator::Create(
-    Backend& backend, std::shared_ptr<const Denoiser> denoiser, std::shared_ptr<const Codec> codec,
-    const ConditionSets& sets, const Options& options) {
-  std::unique_ptr<Evaluator> evaluator(
-      new Evaluator(backend, std::move(denoiser), std::move(codec), sets, options));
+    Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options) {
+  std::unique_ptr<Evaluator> evaluator(new Evaluator(backend, std::move(denoiser), options));
   DENOISED_RETURN_IF_ERROR(evaluator->Allocate());
   return evaluator;
 }
@@ -77,8 +72,8 @@ absl::Status Evaluator::Allocate() {
       take(&rows_, {options_.max_rows, kRowFields}, DType::kI32, "rows of an evaluation"));
 
   Shape pixels = image;
-  if (codec_) {
-    const CodecTraits& codec = codec_->traits();
+  if (options_.codec) {
+    const CodecTraits& codec = options_.codec->traits();
     pixels = {height * codec.factor, width * codec.factor, codec.image_channels};
     DENOISED_RETURN_IF_ERROR(take(&pixels_, pixels, DType::kF32, "init image"));
     DENOISED_RETURN_IF_ERROR(
@@ -119,15 +114,15 @@ absl::Status Evaluator::Allocate() {
   for (int rows = 1; rows <= part; ++rows) part_bytes = std::max(part_bytes, measure(rows));
   activation_bytes_ = part_bytes * workers;
   for (const int rows : together) activation_bytes_ = std::max(activation_bytes_, measure(rows));
-  if (codec_) {
+  if (options_.codec) {
     for (const bool encodes : {false, true}) {
-      if (encodes && !codec_->traits().encodes) continue;
+      if (encodes && !options_.codec->traits().encodes) continue;
       CountingBackend counting(backend_);
       Arena measuring = Arena::Measuring(backend_.device());
       nn::Context context{counting, measuring};
       if (encodes) {
-        codec_->Encode(context, pixels_.Reshape({1, pixels[0], pixels[1], pixels[2]}),
-                       noise_.Reshape({1, height, width, channels}));
+        options_.codec->Encode(context, pixels_.Reshape({1, pixels[0], pixels[1], pixels[2]}),
+                               noise_.Reshape({1, height, width, channels}));
       } else {
         Decode(counting, measuring, latents_);
       }
@@ -154,7 +149,7 @@ absl::Status Evaluator::Allocate() {
 
 Tensor Evaluator::Decode(Backend& backend, Arena& arena, const Tensor& latents) {
   nn::Context context{backend, arena};
-  return codec_->Decode(context, latents);
+  return options_.codec->Decode(context, latents);
 }
 
 void Evaluator::Enqueue(int bucket) {
@@ -194,7 +189,7 @@ Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) 
                   .condition = input.condition,
                   .label = input.label,
                   .embedding = input.embedding});
-  input.sets = sets_;
+  input.sets = options_.sets;
   return denoiser_->Forward(context, input);
 }
 
@@ -207,7 +202,7 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
 }
 
 absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
-  const bool decodes = codec_ && !decode_warm_;
+  const bool decodes = options_.codec && !decode_warm_;
   const int bucket = decodes ? 0 : buckets_[warm_buckets_];
   const std::vector<EvaluationRow> padding(bucket, kPadding);
   const auto begin = backend_.Mark();
@@ -248,7 +243,7 @@ void Evaluator::UploadStart(int slot, const Start& start) {
 
 void Evaluator::Begin(int slot, const Start& start) {
   UploadStart(slot, start);
-  if (start.source && codec_) {
+  if (start.source && options_.codec) {
     EncodeSource(start);
   } else if (start.source) {
     backend_.Upload(start.source, source_.bytes(), source_);
@@ -276,7 +271,7 @@ void Evaluator::EncodeSource(const Start& start) {
   const auto as_row = [](const Tensor& image) {
     return image.Reshape({1, image.dim(0), image.dim(1), image.dim(2)});
   };
-  backend_.Copy(codec_->Encode(context, as_row(pixels_), as_row(noise_)), source_);
+  backend_.Copy(options_.codec->Encode(context, as_row(pixels_), as_row(noise_)), source_);
 }
 
 std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
@@ -334,7 +329,7 @@ std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
 }
 
 absl::StatusOr<std::unique_ptr<Download>> Evaluator::DownloadImage(int slot) {
-  if (!codec_) return DownloadState(slot);
+  if (!options_.codec) return DownloadState(slot);
   backend_.Copy(SlotOf(state_.x, slot), latents_);
   DENOISED_RETURN_IF_ERROR(LaunchDecode());
   return backend_.BeginDownload(

@@ -29,16 +29,15 @@ class Evaluator {
     int downloads = 0;        // of states and predictions: the most under way at a time
     int flag_downloads = 0;   // of DownloadNonfinite(): likewise
     int parks = 0;            // Parked images: the most on their way to the host at a time
+    std::shared_ptr<const Codec> codec;  // null: the state is the image
+    /// What rows name as their label, for denoisers that read text. Must outlive the evaluator.
+    ConditionSets sets;
   };
 
   /// Plans memory by a dry run of every bucket, then allocates it. ResourceExhausted says how much
   /// was needed and how much is free.
-  /// `codec` may be null. `sets` are what rows name as their label, for denoisers that read text;
-  /// they must outlive the evaluator.
   static absl::StatusOr<std::unique_ptr<Evaluator>> Create(Backend& backend,
                                                            std::shared_ptr<const Denoiser> denoiser,
-                                                           std::shared_ptr<const Codec> codec,
-                                                           const ConditionSets& sets,
                                                            const Options& options);
 
   struct Warmed {
@@ -101,8 +100,7 @@ class Evaluator {
   double flops_per_row() const { return flops_per_row_; }
 
  private:
-  Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
-            std::shared_ptr<const Codec> codec, const ConditionSets& sets, const Options& options);
+  Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
   absl::Status Allocate();
   absl::StatusOr<Graph*> GraphFor(int bucket);
   void UploadStart(int slot, const Start& start);
@@ -116,8 +114,6 @@ class Evaluator {
 
   Backend& backend_;
   std::shared_ptr<const Denoiser> denoiser_;
-  std::shared_ptr<const Codec> codec_;
-  const ConditionSets sets_;
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;

@@ -250,18 +250,18 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
   if (const auto known = conditioners_.find(model.name); known != conditioners_.end())
     batch->conditioner = known->second.get();
   const int factor = model.codec ? model.codec->traits().factor : 1;
-  DENOISED_ASSIGN_OR_RETURN(
-      batch->evaluator,
-      Evaluator::Create(BackendOf(model), model.denoiser, model.codec,
-                        batch->conditioner ? batch->conditioner->sets() : ConditionSets(),
-                        {.height = height / factor,
-                         .width = width / factor,
-                         .max_rows = model.max_rows,
-                         .slots = model.slots,
-                         .max_evaluations = model.max_evaluations,
-                         .downloads = kUnderWay * model.slots,
-                         .flag_downloads = kUnderWay,
-                         .parks = kUnderWay * kParksPerEvaluation}));
+  Evaluator::Options options{.height = height / factor,
+                             .width = width / factor,
+                             .max_rows = model.max_rows,
+                             .slots = model.slots,
+                             .max_evaluations = model.max_evaluations,
+                             .downloads = kUnderWay * model.slots,
+                             .flag_downloads = kUnderWay,
+                             .parks = kUnderWay * kParksPerEvaluation,
+                             .codec = model.codec};
+  if (batch->conditioner) options.sets = batch->conditioner->sets();
+  DENOISED_ASSIGN_OR_RETURN(batch->evaluator,
+                            Evaluator::Create(BackendOf(model), model.denoiser, options));
   batch->slots.resize(model.slots);
   batch->sets.resize(model.slots);
   batch->lane = admission_.Open(

@@ -97,9 +97,10 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
   defaults.Read("default_steps", &default_steps);
   if (default_steps < 0) defaults.Complain("default_steps", "expected at least 1");
   defaults.Read("default_guidance_scale", &default_guidance_scale);
-  if (!std::isfinite(default_guidance_scale) || default_guidance_scale < 0)
+  const double guidance = default_guidance_scale.value_or(1);
+  if (!std::isfinite(guidance) || guidance < 0)
     defaults.Complain("default_guidance_scale", "expected a finite number ≥ 0; 1 is no guidance");
-  if (null_class < 0 && default_guidance_scale > 1)
+  if (null_class < 0 && guidance > 1 && components["unet"].class_name == "UNet2DModel")
     defaults.Complain("default_guidance_scale", "guidance needs a null_class");
   DENOISED_RETURN_IF_ERROR(reader.Finish());
   DENOISED_RETURN_IF_ERROR(defaults.Finish());

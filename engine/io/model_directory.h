@@ -46,7 +46,7 @@ struct ModelDirectory {
   // model_index.json's "_denoised", our own object; diffusers ignores fields that begin with '_'.
   int null_class = -1;    // the class that stands for "no condition"; −1: none, so no guidance
   int default_steps = 0;  // 0: the sampler's own default
-  double default_guidance_scale = 1;
+  std::optional<double> default_guidance_scale;  // unset: the pipeline class's own
 
   /// NotFound if a file is missing, InvalidArgument if a field is not supported. The message names
   /// file, field, value and remedy.

@@ -130,7 +130,10 @@ class Simulation : public EngineObserver {
       DENOISED_CHECK(compiled.ok(), "{}", compiled.status().ToString());
       plan = std::make_shared<const StepPlan>(*std::move(compiled));
     }
-    EffectiveJob job{.steps = request.steps, .evaluations = request.steps, .plan = plan};
+    EffectiveJob job{.steps = request.steps,
+                     .evaluations = request.steps,
+                     .plan = plan,
+                     .guided = request.guidance > 1};
     job.spec = {.model = request.model,
                 .seed = request.seed,
                 .count = request.count,

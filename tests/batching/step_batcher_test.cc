@@ -104,6 +104,7 @@ class StepBatcherTest : public ::testing::Test {
     job.steps = plan->steps;
     job.evaluations = static_cast<int>(plan->evaluations.size());
     job.spec = {.model = "fake", .seed = seed, .count = count, .guidance_scale = guidance};
+    job.guided = guidance > 1;
     job.spec.height = job.spec.width = 6;
     for (int i = 0; i < count; ++i)
       job.spec.class_labels.push_back(static_cast<int>((seed + i) % 4));

@@ -21,7 +21,7 @@ ModelInfo Digits() {
   model.height = model.width = 32;
   model.size_multiple = 4;
   model.max_edge = 128;
-  model.channels = 1;
+  model.channels = model.latent_channels = 1;
   model.condition = ClassCondition::kLabel;
   model.num_classes = 10;
   model.guidance = true;

@@ -46,7 +46,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (model.status().message().empty()) std::abort();
     return 0;
   }
-  const auto weights = model->OpenWeights();
+  const auto weights = model->unet().OpenWeights();
   if (weights.ok() && !weights->Has("w")) std::abort();
   return 0;
 }

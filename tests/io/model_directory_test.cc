@@ -40,8 +40,8 @@ TEST_F(ModelDirectoryTest, ReadsPipelines) {
   const auto model = Read();
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_EQ(model->root, directory_.path());
-  EXPECT_EQ(model->unet_config["sample_size"], 32);
-  EXPECT_EQ(model->unet_config_file, directory_ / "unet/config.json");
+  EXPECT_EQ(model->unet().config["sample_size"], 32);
+  EXPECT_EQ(model->unet().config_file, directory_ / "unet/config.json");
   ASSERT_TRUE(model->scheduler_config);
   // The index decides the class.
   EXPECT_EQ((*model->scheduler_config)["_class_name"], "DDIMScheduler");
@@ -51,9 +51,9 @@ TEST_F(ModelDirectoryTest, ReadsPipelines) {
   EXPECT_EQ(model->default_steps, 18);
   EXPECT_EQ(model->default_guidance_scale, 1.5);
 
-  EXPECT_EQ(model->OpenWeights().status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(model->unet().OpenWeights().status().code(), absl::StatusCode::kNotFound);
   WriteWeights("unet/diffusion_pytorch_model.safetensors");
-  const auto weights = model->OpenWeights();
+  const auto weights = model->unet().OpenWeights();
   ASSERT_TRUE(weights.ok()) << weights.status();
   EXPECT_TRUE(weights->Has("w"));
 }
@@ -64,7 +64,7 @@ TEST_F(ModelDirectoryTest, ReadsPipelinesWithoutSubfolders) {
   directory_.Write("scheduler_config.json", kScheduler);
   const auto model = Read();
   ASSERT_TRUE(model.ok()) << model.status();
-  EXPECT_EQ(model->unet_config_file, directory_ / "config.json");
+  EXPECT_EQ(model->unet().config_file, directory_ / "config.json");
   EXPECT_TRUE(model->scheduler_config);
 }
 
@@ -78,8 +78,8 @@ TEST_F(ModelDirectoryTest, ReadsSingleModels) {
   EXPECT_TRUE(model->labels.empty());
   EXPECT_EQ(model->null_class, -1);
   EXPECT_EQ(model->default_steps, 0);
-  EXPECT_EQ(model->default_guidance_scale, 1);
-  EXPECT_TRUE(model->OpenWeights().ok());
+  EXPECT_FALSE(model->default_guidance_scale);
+  EXPECT_TRUE(model->unet().OpenWeights().ok());
 
   directory_.Write("scheduler_config.json", kScheduler);
   model = Read();
@@ -100,9 +100,24 @@ TEST_F(ModelDirectoryTest, SaysWhatIsMissing) {
   EXPECT_THAT(Error(), HasSubstr("scheduler_config.json: no such file"));
 }
 
-TEST_F(ModelDirectoryTest, RefusesOtherClassesByName) {
-  directory_.Write("config.json", R"({"_class_name":"UNet2DConditionModel"})");
-  EXPECT_THAT(Error(), AllOf(HasSubstr("config.json"), HasSubstr("UNet2DConditionModel")));
+TEST_F(ModelDirectoryTest, ReadsEveryComponent) {
+  directory_.Write("model_index.json", R"({"_class_name":"StableDiffusionPipeline",
+      "unet":["diffusers","UNet2DConditionModel"],"vae":["diffusers","AutoencoderKL"],
+      "tokenizer":["transformers","CLIPTokenizer"],"safety_checker":["x","SafetyChecker"],
+      "image_encoder":[null,null]})");
+  for (const char* part : {"unet", "vae"})
+    directory_.Write(std::string(part) + "/config.json", R"({"act_fn":"silu"})");
+  directory_.Write("tokenizer/vocab.json", "{}");
+  const auto model = Read();
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(model->pipeline_class, "StableDiffusionPipeline");
+  ASSERT_EQ(model->components.size(), 3u);  // without those that draw nothing
+  EXPECT_EQ(model->unet().class_name, "UNet2DConditionModel");
+  EXPECT_EQ(model->components.at("vae").config["act_fn"], "silu");
+  EXPECT_EQ(model->components.at("tokenizer").directory, directory_ / "tokenizer");
+}
+
+TEST_F(ModelDirectoryTest, NeedsAClass) {
   directory_.Write("config.json", R"({"model_type":"bert"})");
   EXPECT_THAT(Error(), HasSubstr("field '_class_name' is null"));
 }
@@ -127,9 +142,7 @@ TEST_P(RefusedIndex, NamesFileAndField) {
 #define UNET R"("unet":["diffusers","UNet2DModel"])"
 const IndexCase kRefused[] = {
     {"NoUNet", R"({"_class_name":"DiTPipeline"})", "field 'unet': missing"},
-    {"OtherUNet", R"({"unet":["diffusers","UNet2DConditionModel"]})", "UNet2DConditionModel"},
     {"UNetNotAPair", R"({"unet":"UNet2DModel"})", "field 'unet'"},
-    {"OtherComponent", "{" UNET R"(,"vqvae":["diffusers","VQModel"]})", "field 'vqvae'"},
     {"SchedulerNotAPair", "{" UNET R"(,"scheduler":7})", "field 'scheduler'"},
     {"LabelsNotAnObject", "{" UNET R"(,"id2label":["zero"]})", "id2label"},
     {"LabelKeyNotANumber", "{" UNET R"(,"id2label":{"zero":"0"}})", "id2label"},
@@ -164,11 +177,9 @@ TEST(ModelIndex, ComponentsLeftOutAreFine) {
 TEST(ModelIndex, ReportsAllComplaintsAtOnce) {
   ModelDirectory model;
   const absl::Status status = model.ParseIndex(
-      nlohmann::json::parse(
-          R"({"unet":["diffusers","Other"],"id2label":3,"vqvae":["diffusers","VQModel"]})"),
-      "model_index.json");
+      nlohmann::json::parse(R"({"scheduler":7,"id2label":3})"), "model_index.json");
   EXPECT_THAT(std::string(status.message()),
-              AllOf(HasSubstr("'unet'"), HasSubstr("'id2label'"), HasSubstr("'vqvae'")));
+              AllOf(HasSubstr("'unet'"), HasSubstr("'id2label'"), HasSubstr("'scheduler'")));
 }
 
 }  // namespace

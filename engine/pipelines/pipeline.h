@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/io/model_directory.h"
+#include "engine/models/codec.h"
+#include "engine/models/denoiser.h"
+#include "engine/models/text_encoder.h"
+#include "engine/sampling/sampler.h"
+
+namespace denoised {
+
+/// A diffusers pipeline in three stages: text encoders make conditions, a UNet denoises, a codec
+/// decodes. A pixel UNet has the second stage alone.
+
+/// A pipeline as its files describe it, before any device has it. Immutable.
+struct PipelineFiles {
+  ModelDirectory directory;
+  SchedulerConfig scheduler;
+
+  // What the pipeline's class has as defaults in its code, and no file has.
+  double default_guidance_scale = 1;
+  int default_steps = 50;
+
+  /// NotFound or InvalidArgument name the file, the field and the remedy. Configs of the parts are
+  /// checked by LoadPipeline().
+  static absl::StatusOr<PipelineFiles> Read(const std::string& path);
+};
+
+/// A pipeline on one device. Its parts are immutable.
+struct Pipeline {
+  std::shared_ptr<const Denoiser> denoiser;
+  std::shared_ptr<const Codec> codec;                             // null: the state is the image
+  std::vector<std::shared_ptr<const TextEncoder>> text_encoders;  // none: it reads no text
+  bool final_norm = true;                                         // of the text encoders' states
+  int skip_layers = 0;  // of the text encoders, before a request's clip_skip
+  int64_t parameters = 0;
+};
+
+/// Packs all weights. The errors of the parts, which name file and field or tensor; InvalidArgument
+/// if the parts do not fit together.
+absl::StatusOr<Pipeline> LoadPipeline(Backend& backend, const PipelineFiles& files);
+
+}  // namespace denoised

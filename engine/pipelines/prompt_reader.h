@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+#include "engine/io/model_directory.h"
+#include "engine/job.h"
+#include "engine/text/clip_tokenizer.h"
+
+namespace denoised {
+
+/// Turns the texts of requests into what a pipeline's text encoders read. Immutable, so safe to use
+/// from several threads at once.
+class PromptReader {
+ public:
+  struct Rules {
+    /// diffusers' force_zeros_for_empty_prompt: without a negative text, zeros take the place of
+    /// the states of an empty one.
+    bool zeros_without_negative = false;
+    /// SDXL reads the hidden layer before the last one that others read.
+    int skip_layers = 0;
+    int layers = 0;         // of the encoder that has the fewest
+    int size_numbers = 0;   // 6: original size, crop and target size; 0: none
+    bool guidance = false;  // the guidance scale is an input
+  };
+
+  /// Reads the tokenizers of a directory: tokenizer/, and tokenizer_2/ if it has one. Errors name
+  /// the file at fault.
+  static absl::StatusOr<PromptReader> Load(const ModelDirectory& directory, const Rules& rules);
+
+  /// What is the same for all prompts of a request.
+  struct Request {
+    int clip_skip = 0;
+    int height = 0, width = 0;  // pixels
+    SizeConditions sizes;
+    float guidance_scale = 1;
+  };
+  /// Appends an error for each text that cannot be read; `field` names the prompt in it.
+  TokenizedPrompt Condition(const TextPrompt& prompt, const Request& request,
+                            const std::string& field,
+                            std::vector<FieldViolation>* violations) const;
+  /// The same for rows without guidance.
+  TokenizedPrompt Negative(const TextPrompt& prompt, const Request& request,
+                           const std::string& field, std::vector<FieldViolation>* violations) const;
+  /// Largest JobSpec::clip_skip.
+  int max_clip_skip() const { return rules_.layers - 1 - rules_.skip_layers; }
+  bool reads_sizes() const { return rules_.size_numbers > 0; }
+  bool two_encoders() const { return tokenizers_.size() == 2; }
+
+ private:
+  PromptReader(const Rules& rules, std::vector<ClipTokenizer> tokenizers)
+      : rules_(rules), tokenizers_(std::move(tokenizers)) {}
+  TokenizedPrompt Read(const std::array<std::string, 2>& texts,
+                       const std::array<std::string, 2>& fields, const Request& request,
+                       std::vector<FieldViolation>* violations) const;
+  TokenizedPrompt Sized(const Request& request) const;
+
+  Rules rules_;
+  std::vector<ClipTokenizer> tokenizers_;
+};
+
+}  // namespace denoised
