@@ -70,8 +70,7 @@ absl::Status AutoencoderKL::Load(Backend& backend, const Weights& weights) {
   traits_ = {.image_channels = vae.out_channels,
              .latent_channels = vae.latent_channels,
              .factor = vae.factor(),
-             .encodes = true,
-             .parameters = weights.parameters()};
+             .encodes = true};
   DENOISED_ASSIGN_OR_RETURN(encoder_, VaeEncoder::Load(backend, weights / "encoder", vae, moments));
   DENOISED_ASSIGN_OR_RETURN(decoder_, VaeDecoder::Load(backend, weights / "decoder", vae));
   if (config_.use_quant_conv) {
@@ -79,7 +78,9 @@ absl::Status AutoencoderKL::Load(Backend& backend, const Weights& weights) {
                               Conv2d::Load(backend, weights / "quant_conv", moments, moments, 1));
   }
   DENOISED_RETURN_IF_ERROR(LoadLatentConv(backend, weights / "post_quant_conv"));
-  return LoadScales(backend);
+  DENOISED_RETURN_IF_ERROR(LoadScales(backend));
+  traits_.parameters = weights.parameters();
+  return absl::OkStatus();
 }
 
 absl::Status AutoencoderKL::LoadLatentConv(Backend& backend, const Weights& weights) {

@@ -130,10 +130,11 @@ absl::Status AutoencoderTiny::Load(Backend& backend, const Weights& weights) {
   traits_ = {.image_channels = config_.out_channels,
              .latent_channels = config_.latent_channels,
              .factor = 1 << (config_.decoder_block_out_channels.size() - 1),
-             .encodes = true,
-             .parameters = weights.parameters()};
+             .encodes = true};
   DENOISED_RETURN_IF_ERROR(LoadEncoder(backend, weights / "encoder" / "layers"));
-  return LoadDecoder(backend, weights / "decoder" / "layers");
+  DENOISED_RETURN_IF_ERROR(LoadDecoder(backend, weights / "decoder" / "layers"));
+  traits_.parameters = weights.parameters();
+  return absl::OkStatus();
 }
 
 absl::Status AutoencoderTiny::LoadBlocks(Backend& backend, const Weights& layers, int count,

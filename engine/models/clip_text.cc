@@ -134,8 +134,7 @@ absl::Status ClipText::Load(Backend& backend, const Weights& weights) {
              .pooled_features = config_.with_projection ? config_.projection_dim : features,
              .layers = config_.num_hidden_layers,
              .vocabulary = config_.vocab_size,
-             .end_token = config_.eos_token_id == kLegacyEndToken ? -1 : config_.eos_token_id,
-             .parameters = weights.parameters()};
+             .end_token = config_.eos_token_id == kLegacyEndToken ? -1 : config_.eos_token_id};
 
   const bool prefixed = weights.Has("text_model.embeddings.token_embedding.weight");
   const Weights model = prefixed ? weights / "text_model" : weights;
@@ -160,6 +159,7 @@ absl::Status ClipText::Load(Backend& backend, const Weights& weights) {
     DENOISED_ASSIGN_OR_RETURN(projection_, Linear::Load(backend, weights / "text_projection",
                                                         features, config_.projection_dim));
   }
+  traits_.parameters = weights.parameters();
   return absl::OkStatus();
 }
 

@@ -114,6 +114,18 @@ void VaeConfig::Read(ConfigReader& reader) {
   reader.CheckRange("layers_per_block", layers_per_block, 1, 64);
   reader.CheckRange("latent_channels", latent_channels, 1, kMaxChannels);
   reader.CheckRange("norm_num_groups", norm_num_groups, 1, kMaxChannels);
+  for (size_t i = 0; i < levels; ++i) {
+    const bool attention =
+        (mid_block_add_attention && i + 1 == levels) ||
+        (i < down_block_types.size() && down_block_types[i] == kDownBlocks[1].name) ||
+        (levels - 1 - i < up_block_types.size() &&
+         up_block_types[levels - 1 - i] == kUpBlocks[1].name);
+    if (attention && block_out_channels[i] > kMaxHeadDim)
+      reader.Complain("block_out_channels",
+                      fmt::format("attention over {} channels is one head, which may be at most {} "
+                                  "wide",
+                                  block_out_channels[i], kMaxHeadDim));
+  }
   if (!(scaling_factor > 0)) reader.Complain("scaling_factor", "must be greater than 0");
 }
 

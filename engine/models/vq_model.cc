@@ -53,8 +53,7 @@ absl::Status VQModel::Load(Backend& backend, const Weights& weights) {
   traits_ = {.image_channels = vae.out_channels,
              .latent_channels = code,
              .factor = vae.factor(),
-             .encodes = true,
-             .parameters = weights.parameters()};
+             .encodes = true};
   DENOISED_ASSIGN_OR_RETURN(encoder_,
                             VaeEncoder::Load(backend, weights / "encoder", vae, channels));
   DENOISED_ASSIGN_OR_RETURN(quant_conv_,
@@ -66,6 +65,7 @@ absl::Status VQModel::Load(Backend& backend, const Weights& weights) {
   DENOISED_ASSIGN_OR_RETURN(post_quant_conv_,
                             Conv2d::Load(backend, weights / "post_quant_conv", code, channels, 1));
   DENOISED_ASSIGN_OR_RETURN(decoder_, VaeDecoder::Load(backend, weights / "decoder", vae));
+  traits_.parameters = weights.parameters();
   return absl::OkStatus();
 }
 

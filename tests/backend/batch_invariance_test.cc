@@ -234,6 +234,83 @@ TEST_P(BatchInvarianceTest, Attention) {
   }
 }
 
+TEST_P(BatchInvarianceTest, AttentionToSetsOfKeys) {
+  constexpr int64_t kSets = 4;
+  struct {
+    int64_t queries, keys, width;
+    int heads;
+    bool causal;
+  } shapes[] = {{64, 77, 320, 8, false},
+                {77, 77, 128, 2, true},
+                {49, 154, 40, 1, false},
+                {16, 77, 1280, 8, false},
+                {33, 33, 13, 1, true}};
+  for (const auto& s : shapes) {
+    const Tensor keys = Upload(Random({kSets, s.keys, 2 * s.width}));
+    std::vector<int32_t> counts;
+    for (int64_t set = 0; set < kSets; ++set) {
+      counts.push_back(static_cast<int32_t>(RandomInt(1, s.keys)));
+    }
+    const Tensor key_counts = UploadInts(counts, {kSets});
+    const std::string what = fmt::format("attention {} to {} x {}", s.queries, s.keys, s.width);
+    ExpectInvariant(what.c_str(), {{{s.queries, s.width}, activation()}, {Shape(), DType::kF32}},
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      std::vector<int32_t> sets;  // from each row's number
+                      for (const float number : Download(in[1]).ToFloats()) {
+                        sets.push_back(static_cast<int32_t>(std::fabs(number) * 100) % kSets);
+                      }
+                      AttentionArgs args{.q = in[0],
+                                         .k = keys.Columns(0, s.width),
+                                         .v = keys.Columns(s.width, s.width),
+                                         .key_set = UploadInts(sets, {rows}),
+                                         .key_counts = key_counts,
+                                         .causal = s.causal,
+                                         .heads = s.heads,
+                                         .scale = 0.125f,
+                                         .out = Output({rows, s.queries, s.width})};
+                      backend().Attention(args);
+                      return args.out;
+                    });
+  }
+}
+
+TEST_P(BatchInvarianceTest, LayerNormGatesAndCodes) {
+  for (const Shape& row : {Shape{64, 320}, Shape{77, 768}, Shape{5, 37}, Shape{1280}}) {
+    const Tensor gamma = Upload(Random({row[-1]}, DType::kF32), DType::kF32);
+    const Tensor beta = Upload(Random({row[-1]}, DType::kF32), DType::kF32);
+    ExpectInvariant("layer norm", {{row, activation(), 3}},
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      const Tensor out = Output(WithRows(rows, row));
+                      backend().LayerNorm({.x = in[0], .gamma = gamma, .beta = beta, .out = out});
+                      return out;
+                    });
+  }
+  for (const int64_t features : {640, 13}) {
+    ExpectInvariant("geglu", {{{9, 2 * features}, activation()}},
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      const Tensor out = Output({rows, 9, features});
+                      backend().GegluGate(in[0], out);
+                      return out;
+                    });
+  }
+  const Tensor codebook = Upload(Random({500, 3}, DType::kF32), DType::kF32);
+  ExpectInvariant("nearest code", {{{6, 5, 3}, DType::kF32}},
+                  [&](const std::vector<Tensor>& in, int64_t rows) {
+                    const Tensor out = Output({rows, 6, 5, 3});
+                    backend().NearestCode(in[0], codebook, out);
+                    return out;
+                  });
+  const Tensor scale = Upload(Random({4}, DType::kF32), DType::kF32);
+  ExpectInvariant(
+      "gaussian", {{{6, 5, 8}, DType::kF32}, {{6, 5, 4}, DType::kF32}},
+      [&](const std::vector<Tensor>& in, int64_t rows) {
+        const Tensor out = Output({rows, 6, 5, 4}, DType::kF32);
+        backend().Gaussian(
+            {.moments = in[0], .noise = in[1], .scale = scale, .shift = scale, .out = out});
+        return out;
+      });
+}
+
 TEST_P(BatchInvarianceTest, EmbeddingsAndElementwise) {
   const Shape kScalar;  // one number for each row
   ExpectInvariant("timestep embedding", {{kScalar, DType::kF32, 300}},
@@ -269,7 +346,8 @@ TEST_P(BatchInvarianceTest, EmbeddingsAndElementwise) {
                       backend().DivideRows(in[0], in[1], out);
                       return out;
                     });
-    for (Activation activation_kind : {Activation::kSilu, Activation::kMish, Activation::kGelu}) {
+    for (Activation activation_kind : {Activation::kSilu, Activation::kMish, Activation::kGelu,
+                                       Activation::kQuickGelu, Activation::kTanh}) {
       ExpectInvariant("add", {{row, activation()}, {row, DType::kF32}},
                       [&](const std::vector<Tensor>& in, int64_t rows) {
                         const Tensor out = Output(WithRows(rows, row));

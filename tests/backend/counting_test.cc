@@ -64,6 +64,43 @@ TEST_F(CountingTest, LinearsAndAttention) {
                       .heads = 4,
                       .out = New({2, 10, 32})});
   EXPECT_EQ(backend_.work().flops, 2 * 2.0 * 2 * 10 * 6 * 32);
+  backend_.ResetWork();  // with a key set: of the rows, not of the sets
+  const Tensor sets = New({9, 6, 32});
+  backend_.Attention({.q = New({2, 10, 32}),
+                      .k = sets,
+                      .v = sets,
+                      .key_set = New({2}, DType::kI32),
+                      .heads = 4,
+                      .out = New({2, 10, 32})});
+  EXPECT_EQ(backend_.work().flops, 2 * 2.0 * 2 * 10 * 6 * 32);
+}
+
+TEST_F(CountingTest, OpsBoundByMemory) {
+  const auto bytes = [&](const std::function<void()>& op) {
+    backend_.ResetWork();
+    op();
+    EXPECT_EQ(backend_.work().ops, 1);
+    return backend_.work().bytes;
+  };
+  const Tensor x = New({2, 5, 16}), channels = New({16}, DType::kF32);
+  EXPECT_EQ(
+      bytes([&] { backend_.LayerNorm({.x = x, .gamma = channels, .beta = channels, .out = x}); }),
+      2 * 160 * 2 + 2 * 16 * 4);
+  EXPECT_EQ(bytes([&] { backend_.GegluGate(x, New({2, 5, 8})); }), (160 + 80) * 2);
+  const Tensor pixels = New({2, 5, 16}, DType::kF32);
+  EXPECT_EQ(bytes([&] {
+              backend_.NearestCode(pixels, New({7, 16}, DType::kF32), x);
+            }),
+            160 * 4 + 7 * 16 * 4 + 160 * 2);
+  EXPECT_EQ(backend_.work().flops, 3.0 * 160 * 7);
+  EXPECT_EQ(bytes([&] {
+              backend_.Gaussian({.moments = New({2, 5, 32}, DType::kF32),
+                                 .noise = pixels,
+                                 .scale = channels,
+                                 .shift = channels,
+                                 .out = pixels});
+            }),
+            (320 + 160 + 160 + 2 * 16) * 4);
 }
 
 // Which decides whether a tensor is needed between the two.
@@ -136,6 +173,22 @@ TEST_F(CountingDeathTest, ChecksWhatBackendsCheck) {
   EXPECT_DEATH(backend_.Conv2d(args), "both a residual and a shortcut");
   EXPECT_DEATH(backend_.Add(Host({4}), 1, {}, 0, Activation::kNone, New({4})), "wrong device");
   EXPECT_DEATH(backend_.Resample2x(Resample::kNearestUp, x, New({2, 16, 8, 48})), "out is");
+  EXPECT_DEATH(backend_.LayerNorm({.x = New({2, 16}), .gamma = New({8}, DType::kF32)}),
+               "gamma is \\[8\\], must be \\[16\\]");
+  EXPECT_DEATH(backend_.GegluGate(New({2, 16}), New({2, 16})), "x is \\[2, 16\\], must be");
+  EXPECT_DEATH(backend_.NearestCode(New({2, 3}), New({9, 3}, DType::kF32), New({2, 3})),
+               "x is BF16, must be F32");
+  EXPECT_DEATH(
+      backend_.Gaussian({.moments = New({2, 8}, DType::kF32), .out = New({2, 8}, DType::kF32)}),
+      "moments is \\[2, 8\\], must be \\[2, 16\\]");
+  const Tensor q = New({2, 8, 32}), sets = New({5, 8, 32});
+  EXPECT_DEATH(backend_.Attention({.q = q, .k = sets, .v = sets, .out = q}), "k is");
+  EXPECT_DEATH(backend_.Attention(
+                   {.q = q, .k = sets, .v = sets, .key_set = New({5}, DType::kI32), .out = q}),
+               "key_set is \\[5\\], must be \\[2\\]");
+  EXPECT_DEATH(
+      backend_.Attention({.q = q, .k = q, .v = q, .key_counts = New({5}, DType::kI32), .out = q}),
+      "key_counts is \\[5\\], must be \\[2\\]");
   EXPECT_DEATH(backend_.Attention({.q = x, .k = x, .v = x, .out = x}), "must have 3 dimensions");
 }
 

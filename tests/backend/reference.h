@@ -156,16 +156,43 @@ inline Array GroupNorm(const GroupNormArgs& args, const Array& x, const Array& x
   return out;
 }
 
-inline Array Attention(const AttentionArgs& args, const Array& q, const Array& k, const Array& v) {
-  const int64_t rows = q.shape[0], queries = q.shape[1], keys = k.shape[1], width = q.shape[2];
+inline Array LayerNorm(const LayerNormArgs& args, const Array& x, const Array& gamma,
+                       const Array& beta) {
+  const int64_t channels = x.shape[-1];
+  Array out(x.shape);
+  for (int64_t begin = 0; begin < x.shape.elements(); begin += channels) {
+    double mean = 0, variance = 0;
+    for (int64_t c = 0; c < channels; ++c) mean += x.at(begin + c) / channels;
+    for (int64_t c = 0; c < channels; ++c) {
+      variance += std::pow(x.at(begin + c) - mean, 2) / channels;
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+      const double y = (x.at(begin + c) - mean) / std::sqrt(variance + args.eps);
+      out.at(begin + c) = y * gamma.at(c) + beta.at(c);
+    }
+  }
+  return out;
+}
+
+/// The integers of AttentionArgs' key_set and key_counts; empty: none.
+struct KeySets {
+  std::vector<int32_t> set, counts;
+};
+
+inline Array Attention(const AttentionArgs& args, const Array& q, const Array& k, const Array& v,
+                       const KeySets& sets = {}) {
+  const int64_t rows = q.shape[0], queries = q.shape[1], width = q.shape[2];
   const int64_t dim = width / args.heads;
   Array out(q.shape);
-  std::vector<double> weight(keys);
   for (int64_t n = 0; n < rows; ++n) {
+    const int64_t set = sets.set.empty() ? n : sets.set[n];
+    const int64_t there_are = sets.counts.empty() ? k.shape[1] : sets.counts[set];
     for (int64_t head = 0; head < args.heads; ++head) {
       for (int64_t i = 0; i < queries; ++i) {
         const int64_t query = (n * queries + i) * width + head * dim;
-        const auto key = [&](int64_t j) { return (n * keys + j) * width + head * dim; };
+        const auto key = [&](int64_t j) { return (set * k.shape[1] + j) * width + head * dim; };
+        const int64_t keys = args.causal ? std::min(i + 1, there_are) : there_are;
+        std::vector<double> weight(keys);
         double max = -INFINITY, sum = 0;
         for (int64_t j = 0; j < keys; ++j) {
           double dot = 0;
@@ -181,6 +208,53 @@ inline Array Attention(const AttentionArgs& args, const Array& q, const Array& k
         }
       }
     }
+  }
+  return out;
+}
+
+inline Array GegluGate(const Array& x, const Shape& shape) {
+  Array out(shape);
+  const int64_t features = shape[-1];
+  for (int64_t i = 0; i < shape.elements(); ++i) {
+    const int64_t value = i / features * 2 * features + i % features;
+    out.at(i) = x.at(value) * Activate(Activation::kGelu, x.at(value + features));
+  }
+  return out;
+}
+
+inline Array NearestCode(const Array& x, const Array& codebook) {
+  const int64_t codes = codebook.shape[0], channels = codebook.shape[1];
+  Array out(x.shape);
+  for (int64_t begin = 0; begin < x.shape.elements(); begin += channels) {
+    int64_t nearest = 0;
+    double least = INFINITY;
+    for (int64_t code = 0; code < codes; ++code) {
+      double distance = 0;
+      for (int64_t c = 0; c < channels; ++c) {
+        distance += std::pow(x.at(begin + c) - codebook.at(code * channels + c), 2);
+      }
+      if (distance < least) least = distance, nearest = code;
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+      out.at(begin + c) = codebook.at(nearest * channels + c);
+    }
+  }
+  return out;
+}
+
+/// `noise` may be undefined.
+inline Array Gaussian(const Array& moments, const Array& noise, const Array& scale,
+                      const Array& shift, const Shape& shape) {
+  Array out(shape);
+  const int64_t channels = shape[-1];
+  for (int64_t i = 0; i < shape.elements(); ++i) {
+    const int64_t c = i % channels, mean = i / channels * 2 * channels + c;
+    double value = moments.at(mean);
+    if (noise.defined()) {
+      const double log_variance = std::min(std::max(moments.at(mean + channels), -30.0), 20.0);
+      value += noise.at(i) * std::sqrt(std::exp(log_variance));
+    }
+    out.at(i) = value * scale.at(c) + shift.at(c);
   }
   return out;
 }

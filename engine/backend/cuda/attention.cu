@@ -9,8 +9,11 @@
 // values are copied to shared memory asynchronously, the values while the scores are made and the
 // next keys while the output is. Softmax in fp32; bf16 operands. Dimensions between the listed ones
 // are padded with zeros in shared memory; dimensions that are no multiple of eight go to
-// attention_fp32.cu.
+// attention_fp32.cu. Where images share sets of keys, sets have fewer keys, or queries see no later
+// keys, a variant of each kernel reads which; a causal block leaves out the tiles behind its last
+// query, which would add nothing.
 
+#include "engine/backend/cuda/attention.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/mma.cuh"
@@ -45,7 +48,7 @@ __device__ void CopyRows(const Rows& from, int64_t first_row, int begin, int cou
   }
 }
 
-template <typename S>
+template <typename S, bool kSelects>  // SelectsKeys()
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     AttentionKernel(const __grid_constant__ AttentionLaunch attention) {
   constexpr int kKeyFragments = S::kKeys / 8;
@@ -57,16 +60,25 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
   const int first_query = blockIdx.x * S::kQueries, head = blockIdx.y;
   const int64_t image = blockIdx.z;
-  const int64_t query_row = image * attention.tokens, key_row = image * attention.key_tokens;
+  const int64_t query_row = image * attention.tokens;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_query = warp / S::kSplit * 16, warp_dim = warp % S::kSplit * kOutputDim;
 
   WaitForPredecessors();
+  int64_t set = image;
+  int key_tokens = attention.key_tokens;  // that there are
+  int keys_end = key_tokens;              // that any query of this block sees
+  if constexpr (kSelects) {
+    set = KeySet(attention, image);
+    key_tokens = keys_end = KeyCount(attention, set);
+    if (attention.causal) keys_end = min(key_tokens, first_query + S::kQueries);
+  }
+  const int64_t key_row = set * attention.key_tokens;
   CopyRows<S, S::kQueries>(attention.q, query_row, first_query, attention.tokens, head,
                            attention.dim, queries);
-  CopyRows<S, S::kKeys>(attention.k, key_row, 0, attention.key_tokens, head, attention.dim, keys);
+  CopyRows<S, S::kKeys>(attention.k, key_row, 0, key_tokens, head, attention.dim, keys);
   CommitCopies();
-  CopyRows<S, S::kKeys>(attention.v, key_row, 0, attention.key_tokens, head, attention.dim, values);
+  CopyRows<S, S::kKeys>(attention.v, key_row, 0, key_tokens, head, attention.dim, values);
   CommitCopies();
 
   // Of the 16 × … tiles a lane holds row lane / 4 (index 0) and lane / 4 + 8 (index 1).
@@ -74,7 +86,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
   const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
 
-  for (int first_key = 0; first_key < attention.key_tokens; first_key += S::kKeys) {
+  for (int first_key = 0; first_key < keys_end; first_key += S::kKeys) {
     WaitCopies<1>();  // the keys; the values may be under way
     __syncthreads();
     float scores[kKeyFragments][4] = {};
@@ -93,23 +105,27 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     }
     __syncthreads();  // everyone has read the keys
     const int next_key = first_key + S::kKeys;
-    if (next_key < attention.key_tokens) {
-      CopyRows<S, S::kKeys>(attention.k, key_row, next_key, attention.key_tokens, head,
-                            attention.dim, keys);
+    if (next_key < keys_end) {
+      CopyRows<S, S::kKeys>(attention.k, key_row, next_key, key_tokens, head, attention.dim, keys);
     }
     CommitCopies();
 
-    if (next_key > attention.key_tokens) {
+    const bool later = kSelects && attention.causal && next_key > first_query + 1;
+    if (next_key > key_tokens || later) {
 #pragma unroll
       for (int j = 0; j < kKeyFragments; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int key = first_key + j * 8 + lane % 4 * 2 + e % 2;
-          if (key >= attention.key_tokens) scores[j][e] = -INFINITY;
+          int visible = key_tokens;
+          if (later) {
+            visible = min(visible, first_query + warp_query + lane / 4 + e / 2 * 8 + 1);
+          }
+          if (key >= visible) scores[j][e] = -INFINITY;
         }
       }
     }
-    // Every tile has a valid key, so a maximum is finite from the first tile on.
+    // Every query sees key 0, so a maximum is finite from the first tile on.
     float tile_maximum[2] = {maximum[0], maximum[1]};
 #pragma unroll
     for (int j = 0; j < kKeyFragments; ++j) {
@@ -158,9 +174,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
       }
     }
     __syncthreads();  // everyone has read the values
-    if (next_key < attention.key_tokens) {
-      CopyRows<S, S::kKeys>(attention.v, key_row, next_key, attention.key_tokens, head,
-                            attention.dim, values);
+    if (next_key < keys_end) {
+      CopyRows<S, S::kKeys>(attention.v, key_row, next_key, key_tokens, head, attention.dim,
+                            values);
     }
     CommitCopies();
   }
@@ -207,12 +223,13 @@ using Dim512 = Shape<512, 32, 16, 2>;
 template <typename S>
 cudaError_t LaunchWith(const AttentionLaunch& attention, const Queue& queue) {
   const unsigned blocks = (attention.tokens + S::kQueries - 1) / S::kQueries;
-  return LaunchDependent(AttentionKernel<S>,
-                         {.grid = dim3(blocks, static_cast<unsigned>(attention.heads),
-                                       static_cast<unsigned>(attention.images)),
-                          .block = dim3(S::kThreads),
-                          .shared_bytes = S::kSharedBytes},
-                         queue, attention);
+  return LaunchDependent(
+      SelectsKeys(attention) ? AttentionKernel<S, true> : AttentionKernel<S, false>,
+      {.grid = dim3(blocks, static_cast<unsigned>(attention.heads),
+                    static_cast<unsigned>(attention.images)),
+       .block = dim3(S::kThreads),
+       .shared_bytes = S::kSharedBytes},
+      queue, attention);
 }
 
 /// S where the wide one's blocks would leave multiprocessors empty.
@@ -229,7 +246,8 @@ cudaError_t LaunchWidest(const AttentionLaunch& attention, const Queue& queue) {
 template <typename... S>
 cudaError_t LoadShapes() {
   cudaError_t result = cudaSuccess;
-  for (cudaError_t error : {LoadKernel(AttentionKernel<S>, S::kSharedBytes)...}) {
+  for (cudaError_t error : {LoadKernel(AttentionKernel<S, false>, S::kSharedBytes)...,
+                            LoadKernel(AttentionKernel<S, true>, S::kSharedBytes)...}) {
     if (result == cudaSuccess) result = error;
   }
   return result;
@@ -238,7 +256,9 @@ cudaError_t LoadShapes() {
 }  // namespace
 
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue) {
-  if (queue.hopper && SuitsHopper(attention)) return LaunchAttentionHopper(attention, queue);
+  if (queue.hopper && SuitsHopper(attention) && !SelectsKeys(attention)) {
+    return LaunchAttentionHopper(attention, queue);
+  }
   const bool vector = attention.q.vector && attention.k.vector && attention.v.vector &&
                       attention.out.vector && attention.dim % 8 == 0;
   // With a scale that is not positive the greatest score would not have the greatest weight.

@@ -4,8 +4,10 @@
 //
 // Policy. A warp owns one query, a block kWarps queries of one head of one image. Keys come in
 // tiles of 32 through shared memory: each lane makes the score of one key, then each lane sums its
-// columns of the values, tile after tile with a running maximum (arXiv 1805.02867).
+// columns of the values, tile after tile with a running maximum (arXiv 1805.02867). Every query
+// sees key 0, so its maximum is finite from the first tile on.
 
+#include "engine/backend/cuda/attention.cuh"
 #include "engine/backend/cuda/element.cuh"
 
 namespace denoised::cuda {
@@ -18,6 +20,7 @@ constexpr int SharedBytes(int dim) {
   return (kWarps * dim + kKeys * (dim + 1)) * static_cast<int>(sizeof(float));
 }
 
+template <bool kSelects>  // SelectsKeys()
 __global__ void __launch_bounds__(kThreads)
     AttentionFp32Kernel(const __grid_constant__ AttentionLaunch attention) {
   extern __shared__ __align__(16) float floats[];
@@ -30,14 +33,26 @@ __global__ void __launch_bounds__(kThreads)
   const bool active = query < attention.tokens;
   const int64_t head_column = static_cast<int64_t>(blockIdx.y) * dim;
   const int64_t query_row = static_cast<int64_t>(blockIdx.z) * attention.tokens + query;
-  const int64_t key_row = static_cast<int64_t>(blockIdx.z) * attention.key_tokens;
+  int64_t set = blockIdx.z;
+  int key_tokens = attention.key_tokens;  // that there are
+  int keys_end = key_tokens;              // that any query of this block sees
+  int visible = key_tokens;               // that this warp's query sees
+  if constexpr (kSelects) {
+    set = KeySet(attention, blockIdx.z);
+    key_tokens = keys_end = visible = KeyCount(attention, set);
+    if (attention.causal) {
+      keys_end = min(key_tokens, static_cast<int>(blockIdx.x + 1) * kWarps);
+      visible = min(key_tokens, query + 1);
+    }
+  }
+  const int64_t key_row = set * attention.key_tokens;
 
   for (int d = lane; d < dim; d += 32) {
     queries[warp * dim + d] = active ? Load(attention.q, query_row, head_column + d) : 0.0f;
   }
   const auto fill = [&](const Rows& rows, int first_key) {
     for (int key = warp; key < kKeys; key += kWarps) {
-      const bool valid = first_key + key < attention.key_tokens;
+      const bool valid = first_key + key < key_tokens;
       for (int d = lane; d < dim; d += 32) {
         tile[key * line + d] =
             valid ? Load(rows, key_row + first_key + key, head_column + d) : 0.0f;
@@ -47,14 +62,14 @@ __global__ void __launch_bounds__(kThreads)
 
   float output[kLaneColumns] = {};
   float maximum = -INFINITY, sum = 0;
-  for (int first_key = 0; first_key < attention.key_tokens; first_key += kKeys) {
+  for (int first_key = 0; first_key < keys_end; first_key += kKeys) {
     __syncthreads();
     fill(attention.k, first_key);
     __syncthreads();
     float score = 0;
     for (int d = 0; d < dim; ++d)
       score = fmaf(queries[warp * dim + d], tile[lane * line + d], score);
-    score = first_key + lane < attention.key_tokens ? score * attention.scale : -INFINITY;
+    score = first_key + lane < visible ? score * attention.scale : -INFINITY;
     const float tile_maximum = fmaxf(maximum, WarpMax(score));
     const float shrink = expf(maximum - tile_maximum);
     const float weight = expf(score - tile_maximum);
@@ -86,12 +101,16 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue) {
   const dim3 grid((attention.tokens + kWarps - 1) / kWarps, attention.heads, attention.images);
-  AttentionFp32Kernel<<<grid, kThreads, SharedBytes(attention.dim), queue.stream>>>(attention);
+  const auto kernel =
+      SelectsKeys(attention) ? AttentionFp32Kernel<true> : AttentionFp32Kernel<false>;
+  kernel<<<grid, kThreads, SharedBytes(attention.dim), queue.stream>>>(attention);
   return cudaGetLastError();
 }
 
 cudaError_t LoadAttentionFp32Kernels() {
-  return LoadKernel(AttentionFp32Kernel, SharedBytes(kMaxHeadDim));
+  const cudaError_t error = LoadKernel(AttentionFp32Kernel<false>, SharedBytes(kMaxHeadDim));
+  return error != cudaSuccess ? error
+                              : LoadKernel(AttentionFp32Kernel<true>, SharedBytes(kMaxHeadDim));
 }
 
 }  // namespace denoised::cuda

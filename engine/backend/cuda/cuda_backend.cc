@@ -202,9 +202,17 @@ class CudaBackend final : public Backend {
   void Copy(const Tensor& from, const Tensor& to) override {
     CheckCopy(from, to, rules());
     context_->Use();
-    context_->Record(cudaMemcpyAsync(to.data(), from.data(), from.bytes(), cudaMemcpyDeviceToDevice,
-                                     queue_.stream),
-                     "Copy");
+    if (to.contiguous()) {
+      context_->Record(cudaMemcpyAsync(to.data(), from.data(), from.bytes(),
+                                       cudaMemcpyDeviceToDevice, queue_.stream),
+                       "Copy");
+      return;
+    }
+    const size_t element_bytes = SizeOf(from.dtype()), row_bytes = from.dim(-1) * element_bytes;
+    context_->Record(
+        cudaMemcpy2DAsync(to.data(), to.row_stride() * element_bytes, from.data(), row_bytes,
+                          row_bytes, RowCount(from), cudaMemcpyDeviceToDevice, queue_.stream),
+        "Copy");
   }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
@@ -338,6 +346,15 @@ class CudaBackend final : public Backend {
     EnqueueNorm(norm);
   }
 
+  void LayerNorm(const LayerNormArgs& args) override {
+    Check(args, rules());
+    Writes(args.out);
+    context_->Use();
+    context_->Record(LaunchLayerNorm(View(args.x), Floats(args.gamma), Floats(args.beta), args.eps,
+                                     RowCount(args.x), Extent(args.x, -1), View(args.out), queue_),
+                     "LayerNorm");
+  }
+
   void Attention(const AttentionArgs& args) override {
     Check(args, rules());
     AttentionLaunch attention;
@@ -351,11 +368,46 @@ class CudaBackend final : public Backend {
     attention.dim = Extent(args.q, 2) / args.heads;
     DENOISED_CHECK(attention.dim <= kMaxHeadDim, "head dimension {}", attention.dim);
     attention.scale = args.scale;
+    attention.key_sets = Extent(args.k, 0);
+    if (args.key_set) attention.key_set = args.key_set.as<int32_t>();
+    if (args.key_counts) attention.key_counts = args.key_counts.as<int32_t>();
+    attention.causal = args.causal;
     attention.fp32 = fp32_;
     attention.out = View(args.out);
     Writes(args.out);
     context_->Use();
     context_->Record(LaunchAttention(attention, queue_), "Attention");
+  }
+
+  void GegluGate(const Tensor& x, const Tensor& out) override {
+    CheckGegluGate(x, out, rules());
+    Writes(out);
+    context_->Use();
+    context_->Record(LaunchGegluGate(View(x), RowCount(out), Extent(out, -1), View(out), queue_),
+                     "GegluGate");
+  }
+
+  void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
+    CheckNearestCode(x, codebook, out, rules());
+    Writes(out);
+    context_->Use();
+    context_->Record(LaunchNearestCode(Floats(x), Floats(codebook), Extent(codebook, 0),
+                                       RowCount(x), Extent(x, -1), View(out), queue_),
+                     "NearestCode");
+  }
+
+  void Gaussian(const GaussianArgs& args) override {
+    Check(args, rules());
+    GaussianLaunch gaussian;
+    gaussian.moments = Floats(args.moments);
+    gaussian.noise = Floats(args.noise);
+    gaussian.scale = Floats(args.scale);
+    gaussian.shift = Floats(args.shift);
+    gaussian.pixels = RowCount(args.out);
+    gaussian.channels = Extent(args.out, -1);
+    gaussian.out = Floats(args.out);
+    context_->Use();
+    context_->Record(LaunchGaussian(gaussian, queue_), "Gaussian");
   }
 
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override {
@@ -826,18 +878,27 @@ class CudaBackend final : public Backend {
 
 /// Every kernel, now rather than in the middle of a capture.
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
-  for (cudaError_t error :
-       {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
-        hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
-        hopper ? LoadConv64x64Kernels() : cudaSuccess,
-        hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
-        hopper ? LoadGroupNormPiecesKernels() : cudaSuccess,
-        hopper ? LoadAttentionHopperKernels() : cudaSuccess, LoadConv2dKernels(),
-        LoadConv3x3Kernels(), LoadConv2dFp32Kernels(), LoadRowLinearKernels(),
-        LoadConv2dNarrowKernels(), LoadGroupNormKernels(),
-        LoadGroupNormClusterKernels(/*clusters=*/hopper), LoadAttentionKernels(),
-        LoadAttentionFp32Kernels(), LoadEmbeddingKernels(), LoadElementwiseKernels(),
-        LoadSamplingKernels(), LoadPackWeightKernels()}) {
+  for (cudaError_t error : {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
+                            hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
+                            hopper ? LoadConv64x64Kernels() : cudaSuccess,
+                            hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
+                            hopper ? LoadGroupNormPiecesKernels() : cudaSuccess,
+                            hopper ? LoadAttentionHopperKernels() : cudaSuccess,
+                            LoadConv2dKernels(),
+                            LoadConv3x3Kernels(),
+                            LoadConv2dFp32Kernels(),
+                            LoadRowLinearKernels(),
+                            LoadConv2dNarrowKernels(),
+                            LoadGroupNormKernels(),
+                            LoadGroupNormClusterKernels(/*clusters=*/hopper),
+                            LoadAttentionKernels(),
+                            LoadAttentionFp32Kernels(),
+                            LoadEmbeddingKernels(),
+                            LoadElementwiseKernels(),
+                            LoadLayerNormKernels(),
+                            LoadNearestCodeKernels(),
+                            LoadSamplingKernels(),
+                            LoadPackWeightKernels()}) {
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
       return FailedPrecondition(

@@ -124,6 +124,40 @@ __global__ void __launch_bounds__(kThreads)
   StoreChannels<V>(out, row, column, v);
 }
 
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    GegluGateKernel(Rows x, int64_t rows, int features, Rows out) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  int64_t row;
+  int column;
+  if (!Place<V>(rows, features, &row, &column)) return;
+  float v[V], gate[V];
+  LoadChannels<V>(x, row, column, v);
+  LoadChannels<V>(x, row, features + column, gate);
+#pragma unroll
+  for (int j = 0; j < V; ++j) v[j] *= Activate(Activation::kGelu, gate[j]);
+  StoreChannels<V>(out, row, column, v);
+}
+
+/// A thread for each number of the result, which is small: latents.
+__global__ void __launch_bounds__(kThreads)
+    GaussianKernel(const __grid_constant__ GaussianLaunch gaussian) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= gaussian.pixels * gaussian.channels) return;
+  const int64_t pixel = i / gaussian.channels;
+  const int c = static_cast<int>(i % gaussian.channels);
+  const float* const moments = gaussian.moments + pixel * 2 * gaussian.channels;
+  float value = moments[c];
+  if (gaussian.noise != nullptr) {
+    const float log_variance = fminf(fmaxf(moments[gaussian.channels + c], -30.0f), 20.0f);
+    value = fmaf(gaussian.noise[i], expf(0.5f * log_variance), value);
+  }
+  gaussian.out[i] = fmaf(value, gaussian.scale[c], gaussian.shift[c]);
+}
+
 __global__ void __launch_bounds__(kThreads)
     DivideRowsKernel(Rows x, const float* divisor, int64_t elements, Rows out) {
   WaitForPredecessors();
@@ -172,6 +206,22 @@ cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Ac
                          activation, rows, columns, out);
 }
 
+cudaError_t LaunchGegluGate(const Rows& x, int64_t rows, int features, const Rows& out,
+                            const Queue& queue) {
+  if (x.vector && out.vector && features % 8 == 0) {
+    return LaunchDependent(GegluGateKernel<8>, ShapeOf<8>(rows, features), queue, x, rows, features,
+                           out);
+  }
+  return LaunchDependent(GegluGateKernel<1>, ShapeOf<1>(rows, features), queue, x, rows, features,
+                         out);
+}
+
+cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, const Queue& queue) {
+  const int64_t blocks = (gaussian.pixels * gaussian.channels + kThreads - 1) / kThreads;
+  return LaunchDependent(GaussianKernel, {dim3(static_cast<unsigned>(blocks)), kThreads}, queue,
+                         gaussian);
+}
+
 cudaError_t LaunchNoise(const Rows& out, int64_t rows, int columns, uint64_t seed,
                         const Queue& queue) {
   if (out.vector && columns % 8 == 0) {
@@ -194,7 +244,8 @@ cudaError_t LoadElementwiseKernels() {
        {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
         LoadKernel(Upsample2xKernel<8>), LoadKernel(Upsample2xKernel<1>),
         LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>),
-        LoadKernel(NoiseKernel<8>), LoadKernel(NoiseKernel<1>)}) {
+        LoadKernel(NoiseKernel<8>), LoadKernel(NoiseKernel<1>), LoadKernel(GegluGateKernel<8>),
+        LoadKernel(GegluGateKernel<1>), LoadKernel(GaussianKernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -170,19 +170,34 @@ bool SuitsGroupNormPieces(const GroupNormLaunch& norm);
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 
+/// `out` may be x.
+cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta, float eps,
+                            int64_t tokens, int channels, const Rows& out, const Queue& queue);
+
 struct AttentionLaunch {
-  Rows q, k, v;  // [images · tokens, heads · dim]; k, v: key_tokens
+  Rows q, k, v;  // [images · tokens, heads · dim]; k, v: [key_sets · key_tokens, heads · dim]
   int images = 0, tokens = 0, key_tokens = 0;
   int heads = 1, dim = 0;
   float scale = 1;
-  bool fp32 = false;  // fp32 arithmetic
-  Rows out;           // [images · tokens, heads · dim]
+  int key_sets = 0;                     // as many as images, unless there is a key_set
+  const int32_t* key_set = nullptr;     // [images], or null: image n attends to set n
+  const int32_t* key_counts = nullptr;  // [key_sets], or null: every set has key_tokens keys
+  bool causal = false;                  // query i sees keys 0 to i
+  bool fp32 = false;                    // fp32 arithmetic
+  Rows out;                             // [images · tokens, heads · dim]
 };
 constexpr int kMaxHeadDim = 512;
+/// Whether images see other keys than all of their own.
+inline bool SelectsKeys(const AttentionLaunch& attention) {
+  return attention.key_set != nullptr || attention.key_counts != nullptr || attention.causal;
+}
+/// An integer of key_set or key_counts that is out of range reads the nearest set, or counts as the
+/// nearest number of keys.
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue);
 /// fp32 arithmetic on any element, any dim up to kMaxHeadDim.
 cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue);
-/// LaunchAttention's kernel for Hopper. SuitsHopper: whether it can read the operands.
+/// LaunchAttention's kernel for Hopper, unless SelectsKeys(). SuitsHopper: whether it can read the
+/// operands.
 bool SuitsHopper(const AttentionLaunch& attention);
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue);
 
@@ -207,6 +222,25 @@ cudaError_t LaunchFourierEmbedding(const FourierEmbeddingLaunch& embedding, cons
 /// out[i] = table[index[i]]; an index outside [0, entries) reads the nearest entry, never beyond.
 cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index, int rows,
                             const Rows& out, const Queue& queue);
+
+/// out[.., c] = x[.., c] · gelu(x[.., features + c]) over rows of 2 · features.
+cudaError_t LaunchGegluGate(const Rows& x, int64_t rows, int features, const Rows& out,
+                            const Queue& queue);
+
+/// out[p] = the row of codebook [codes, channels] closest to x[p] [channels], the first of equals.
+cudaError_t LaunchNearestCode(const float* x, const float* codebook, int codes, int64_t pixels,
+                              int channels, const Rows& out, const Queue& queue);
+
+struct GaussianLaunch {
+  const float* moments = nullptr;  // [pixels, 2 · channels]: means, logarithms of variances
+  const float* noise = nullptr;    // [pixels, channels], or null
+  const float* scale = nullptr;    // [channels]
+  const float* shift = nullptr;
+  int64_t pixels = 0;
+  int channels = 0;
+  float* out = nullptr;  // [pixels, channels]
+};
+cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, const Queue& queue);
 
 /// Nearest-neighbour doubling, or the mean of 2×2 pixels (an odd last line is dropped).
 cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, int channels,
@@ -280,6 +314,8 @@ cudaError_t LoadGroupNormKernels();
 cudaError_t LoadGroupNormClusterKernels(bool clusters);
 cudaError_t LoadGroupNormStreamKernels();
 cudaError_t LoadGroupNormPiecesKernels();
+cudaError_t LoadLayerNormKernels();
+cudaError_t LoadNearestCodeKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();
 cudaError_t LoadAttentionHopperKernels();
