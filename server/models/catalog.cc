@@ -42,6 +42,20 @@ std::string_view VersionPart(std::string_view name) {
 
 std::string_view NamePart(std::string_view name) { return name.substr(0, name.find('@')); }
 
+/// Marks the status of a change that is made.
+constexpr char kTookEffect[] = "denoised/took-effect";
+
+/// The end of a change that is made: OK, or the errors that followed, with the code of the first.
+absl::Status EndOfChange(const absl::Status& saved, const absl::Status& closed = {}) {
+  if (saved.ok() && closed.ok()) return absl::OkStatus();
+  const absl::Status& first = saved.ok() ? closed : saved;
+  const std::string also =
+      saved.ok() || closed.ok() ? "" : "; " + std::string(closed.message());
+  absl::Status status(first.code(), std::string(first.message()) + also);
+  status.SetPayload(kTookEffect, absl::Cord());
+  return status;
+}
+
 }  // namespace
 
 absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>& models,
@@ -263,8 +277,8 @@ absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
   if (!loaded.ok()) return loaded;
   const absl::Status saved = Save();
   // The next load need not wait for the requests of the versions that leave.
-  DENOISED_RETURN_IF_ERROR(CloseVersions(request.name, leaving));
-  if (!saved.ok()) return saved;
+  const absl::Status end = EndOfChange(saved, CloseVersions(request.name, leaving));
+  if (!end.ok()) return end;
   return loaded;
 }
 
@@ -392,8 +406,7 @@ absl::Status Catalog::Unload(const std::string& name) {
   }
   // Before the wait, or a server that ends meanwhile would load them again.
   const absl::Status saved = Save();
-  DENOISED_RETURN_IF_ERROR(CloseVersions(model_name, versions));
-  return saved;
+  return EndOfChange(saved, CloseVersions(model_name, versions));
 }
 
 void Catalog::Leave(Model* model, const std::vector<std::string>& versions) {
@@ -413,8 +426,12 @@ absl::Status Catalog::CloseVersions(const std::string& name,
   for (const std::string& version : versions) {
     const absl::Status status = engine_->Close(EngineName(name, version));
     // The engine does not hold what could not be loaded.
-    if (!status.ok() && !absl::IsNotFound(status) && first_error.ok()) first_error = status;
-    log::Info("model unloaded", {{"model", name}, {"version", version}});
+    if (status.ok() || absl::IsNotFound(status)) {
+      log::Info("model unloaded", {{"model", name}, {"version", version}});
+    } else if (first_error.ok()) {
+      first_error = Annotate(status, fmt::format("the change is made, but {} could not be closed",
+                                                 EngineName(name, version)));
+    }
     metrics_->totals().Forget(EngineName(name, version));
     MutexLock lock(&mutex_);
     Remove(name, version);
@@ -453,7 +470,8 @@ absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
     model = SetAliasLocked(alias, target);
   }
   if (!model.ok()) return model;
-  DENOISED_RETURN_IF_ERROR(Save());
+  const absl::Status end = EndOfChange(Save());
+  if (!end.ok()) return end;
   return model;
 }
 
@@ -487,7 +505,7 @@ absl::Status Catalog::DeleteAlias(const std::string& alias) {
                       Quote(alias));
     }
   }
-  return Save();
+  return EndOfChange(Save());
 }
 
 void Catalog::ReloadChanged() {
@@ -623,6 +641,8 @@ std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::
   }
   return model;
 }
+
+bool TookEffect(const absl::Status& error) { return error.GetPayload(kTookEffect).has_value(); }
 
 grpc::Status CheckReady(const CatalogModel& model, const std::string& request_id) {
   const std::string name = EngineName(model.name, model.version);

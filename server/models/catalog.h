@@ -76,8 +76,9 @@ class Catalog {
     bool keep_current = false;
     bool unload_previous = false;
   };
-  // The four changes are saved before they return. Internal: the change is made, but could not be
-  // saved, so that a restart undoes it.
+  // The four changes are saved before they return. An error of which TookEffect is true says that
+  // the change is made, but could not be saved, so that a restart undoes it, or that a version that
+  // it took away could not be closed.
 
   /// Loads a version, while others draw, and makes it current; waits for it. When it cannot be
   /// loaded all stays as it was. AlreadyExists, NotFound (a reload of nothing), InvalidArgument
@@ -171,6 +172,9 @@ class Catalog {
   /// To "name" or "name@version".
   std::map<std::string, std::string> aliases_ ABSL_GUARDED_BY(mutex_);
 };
+
+/// Whether the change that ended with this error is made all the same.
+bool TookEffect(const absl::Status& error);
 
 /// OK, or why `model` cannot draw now: FAILED_PRECONDITION while it loads, when it failed, or while
 /// it is being unloaded.

@@ -455,6 +455,28 @@ TEST_F(RestartTest, AChangeThatCannotBeSavedIsAnError) {
   EXPECT_EQ(Models(), "digits@1*=a (x) (y) ");
 }
 
+TEST_F(RestartTest, AnErrorAfterAChangeSaysThatItIsMade) {
+  const std::vector<ModelSource> models = {{"digits", Dir("a")}};
+  Catalog& catalog = Restart(models);
+  ASSERT_TRUE(catalog.Load({.name = "faces", .directory = Dir("faces")}).ok());
+  const auto refused = catalog.Load({.name = "faces", .version = "1"});
+  EXPECT_FALSE(TookEffect(refused.status())) << refused.status().message();
+
+  run_engine_->set_close_error(Internal("the device is lost"));
+  std::filesystem::remove(state_ / "models.json");
+  std::filesystem::create_directories(state_ / "models.json/in-the-way");
+  const absl::Status both = catalog.Unload("faces");
+  EXPECT_TRUE(TookEffect(both));
+  EXPECT_THAT(std::string(both.message()),
+              AllOf(HasSubstr("made, but not saved"), HasSubstr("faces@1 could not be closed: the "
+                                                                "device is lost")));
+  EXPECT_EQ(catalog.Find("faces"), std::nullopt);
+  std::filesystem::remove_all(state_ / "models.json");
+  const auto closed = catalog.Load({.name = "digits", .unload_previous = true});
+  EXPECT_TRUE(TookEffect(closed.status()));
+  EXPECT_EQ(Models(), "digits@2*=a ");
+}
+
 TEST_F(RestartTest, AFileThatCannotBeReadStopsTheStart) {
   const auto error = [&](const std::string& text) {
     state_.Write("models.json", text);
