@@ -437,7 +437,7 @@ void Generation::End(const grpc::Status& status) {
   }
   context_.metrics->RequestEnded(
       model, absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())), seconds);
-  if (!model.empty()) context_.metrics->totals().Add(model, request);
+  context_.metrics->totals().Add(model, request);
   // Before the watchers hear of it: a client that was told the end finds the job as it ended.
   jobs_->Ended(shared_from_this());
   TellWatchers();

@@ -379,6 +379,7 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   metrics_->ModelLoaded(EngineName(name, version), seconds);
+  metrics_->totals().Begin(EngineName(name, version));
   log::Info("model ready", {{"model", name}, {"version", version}, {"seconds", seconds}});
   return status;
 }
