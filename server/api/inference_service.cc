@@ -34,7 +34,7 @@ grpc::ServerUnaryReactor* InferenceService::ServerLive(grpc::CallbackServerConte
                                                        const inference::ServerLiveRequest*,
                                                        inference::ServerLiveResponse* response) {
   CallRecord record(context_.calls, "inference.GRPCInferenceService.ServerLive", context);
-  response->set_live(engine_->Health().ok());
+  response->set_live(info_->health().live());
   return Reply(context, &record, grpc::Status::OK);
 }
 
@@ -42,7 +42,7 @@ grpc::ServerUnaryReactor* InferenceService::ServerReady(grpc::CallbackServerCont
                                                         const inference::ServerReadyRequest*,
                                                         inference::ServerReadyResponse* response) {
   CallRecord record(context_.calls, "inference.GRPCInferenceService.ServerReady", context);
-  response->set_ready(info_->State() == v1::SERVER_STATE_SERVING);
+  response->set_ready(info_->health().ready());
   return Reply(context, &record, grpc::Status::OK);
 }
 

@@ -13,6 +13,8 @@
 #include <limits>
 #include <map>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/strip.h"
 #include "inference/open_inference.grpc.pb.h"
 #include "server/encoding/formats.h"
 #include "tests/eventually.h"
@@ -29,6 +31,7 @@ using inference::ModelInferResponse;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsSupersetOf;
+using ::testing::StartsWith;
 
 template <typename T>
 std::string Raw(const std::vector<T>& values) {
@@ -176,6 +179,7 @@ TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
   ASSERT_TRUE(inference_->ServerLive(&half_context, {}, &live).ok());
   EXPECT_TRUE(live.live());
   engine_->BreakDevice(1, absl::UnavailableError("lost"));
+  EXPECT_FALSE(server_->CheckDevices().ok());
   ASSERT_TRUE(inference_->ServerLive(&lost_context, {}, &live).ok());
   EXPECT_FALSE(live.live());
 }
@@ -249,6 +253,47 @@ TEST_F(TritonTest, TheRepositoryIsListedLoadedAndUnloaded) {
   bad.set_model_name("../etc");
   (*bad.mutable_parameters())["config"].set_string_param("{}");
   EXPECT_THAT(Violated(Load(bad)), ElementsAre("repository_name", "model_name", "parameters"));
+}
+
+/// Everything that tells whether the server takes requests says the same in each state.
+TEST_F(TritonTest, AllProbesAgree) {
+  config_.metrics_listen = "127.0.0.1:0";
+  config_.models.push_back({"slow", "models/slow"});
+  // The name of the state, if ServerReady, /readyz, GetServerInfo and the metric agree about it.
+  const auto state = [&]() -> std::string {
+    grpc::ClientContext context;
+    v1::GetServerInfoResponse info;
+    EXPECT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
+    std::string name(absl::StripPrefix(v1::ServerState_Name(info.state()), "SERVER_STATE_"));
+    name = absl::AsciiStrToLower(name);
+    const bool ready = name == "serving";
+    EXPECT_EQ(Ready(), ready) << name;
+    EXPECT_THAT(Get("/readyz"), StartsWith(ready ? "HTTP/1.0 200" : "HTTP/1.0 503")) << name;
+    EXPECT_THAT(Scrape(), HasSubstr("denoised_server_state{state=\"" + name + "\"} 1"));
+    std::string health;
+    grpc::ClientContext health_context;
+    EXPECT_TRUE(
+        CallByName(channel_, &health_context, "/grpc.health.v1.Health/Check", "", &health).ok());
+    EXPECT_EQ(health, ready ? "\x08\x01" : "\x08\x02") << name;
+    return name;
+  };
+  StartLoading({.open_cost = 1s, .slow = "slow"});
+  inference_ = inference::GRPCInferenceService::NewStub(channel_);
+  ASSERT_TRUE(Eventually([&] { return engine_->Models().size() == 1; }));
+  EXPECT_EQ(state(), "starting") << "one model can draw, and another is being loaded";
+  ASSERT_TRUE(server_->Loaded(10s)->ok());
+  EXPECT_EQ(state(), "serving");
+  for (const char* name : {"digits", "slow"}) {
+    grpc::ClientContext context;
+    inference::RepositoryModelUnloadRequest unload;
+    unload.set_model_name(name);
+    inference::RepositoryModelUnloadResponse unloaded;
+    ASSERT_TRUE(inference_->RepositoryModelUnload(&context, unload, &unloaded).ok());
+  }
+  EXPECT_EQ(state(), "serving") << "without a model, so that an admin can load one";
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(0s, 2s); });
+  EXPECT_TRUE(Eventually([&] { return !Ready(); }));
+  EXPECT_EQ(state(), "lame_duck");
 }
 
 TEST_F(TritonTest, OnlyAdminsChangeTheRepository) {
