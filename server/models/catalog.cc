@@ -49,8 +49,7 @@ constexpr char kTookEffect[] = "denoised/took-effect";
 absl::Status EndOfChange(const absl::Status& saved, const absl::Status& closed = {}) {
   if (saved.ok() && closed.ok()) return absl::OkStatus();
   const absl::Status& first = saved.ok() ? closed : saved;
-  const std::string also =
-      saved.ok() || closed.ok() ? "" : "; " + std::string(closed.message());
+  const std::string also = saved.ok() || closed.ok() ? "" : "; " + std::string(closed.message());
   absl::Status status(first.code(), std::string(first.message()) + also);
   status.SetPayload(kTookEffect, absl::Cord());
   return status;
