@@ -202,13 +202,7 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryModelLoad(
     const auto violations =
         CheckRepositoryChange(request->repository_name(), name, request->parameters(), nullptr);
     if (!violations.empty()) return InvalidFields(violations, "");
-    Catalog::LoadRequest load{.name = name, .unload_previous = true};
-    if (!catalog_->Find(name)) {
-      auto directory = catalog_->roots().Find(name);
-      if (!directory.ok()) return ToGrpc(Annotate(directory.status(), "model_name"));
-      load.directory = *std::move(directory);
-    }
-    return ToGrpc(catalog_->Load(load).status());
+    return ToGrpc(catalog_->Load({.name = name, .unload_previous = true}).status());
   });
 }
 

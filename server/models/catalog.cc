@@ -294,10 +294,12 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
     }
   }
   // Without the lock: it asks the file system.
-  if (!directory.empty()) {
-    auto allowed = Allowed(name, directory);
-    if (!allowed.ok()) return Annotate(allowed.status(), "directory");
-    directory = *std::move(allowed);
+  absl::StatusOr<std::string> found;
+  if (directory.empty()) {
+    found = options_.roots.Find(name);
+  } else {
+    found = Allowed(name, directory);
+    if (!found.ok()) return Annotate(found.status(), "directory");
   }
   {
     MutexLock lock(&mutex_);
@@ -307,11 +309,8 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
           alias->second));
     }
     Model* model = FindModel(name);
-    if (directory.empty()) {
-      return NotFound(
-          "name: there is no model {} to load again; say with directory where a new one is",
-          Quote(name));
-    }
+    if (!found.ok()) return Annotate(found.status(), "name");
+    directory = *found;
     if (version.empty()) {
       int highest = 0;
       for (const Version& there : model ? model->versions : std::vector<Version>()) {

@@ -62,15 +62,14 @@ class Catalog {
   /// and none could be loaded, the directory of the configuration is loaded too, as a new version.
   absl::Status LoadListed(const std::string& name) ABSL_LOCKS_EXCLUDED(load_mutex_, mutex_);
 
-  const ModelRoots& roots() const { return options_.roots; }
   /// The path to open for a version of `name` in `directory`: canonical and in one of the roots, or
   /// what the configuration says of the model. InvalidArgument when it may not be loaded.
   absl::StatusOr<std::string> Allowed(const std::string& name, const std::string& directory) const;
 
   struct LoadRequest {
     std::string name;
-    /// As Allowed says. Empty: where the current version came from, or what the configuration says
-    /// when there is no version.
+    /// As Allowed says. Empty: where the current version came from; without one, what the
+    /// configuration says; else the directory of this name that ModelRoots::Find finds.
     std::string directory;
     std::string version;  // empty: the number after the highest
     bool keep_current = false;
@@ -81,7 +80,7 @@ class Catalog {
   // it took away could not be closed.
 
   /// Loads a version, while others draw, and makes it current; waits for it. When it cannot be
-  /// loaded all stays as it was. AlreadyExists, NotFound (a reload of nothing), InvalidArgument
+  /// loaded all stays as it was. AlreadyExists, NotFound (no directory is known), InvalidArgument
   /// (not in one of the roots), or what the engine says of the directory.
   absl::StatusOr<CatalogModel> Load(const LoadRequest& request);
   /// Takes "name@version" or all versions of "name" away, with the aliases that mean them; waits

@@ -116,6 +116,20 @@ TEST_F(CatalogTest, VersionsComeAndGo) {
   EXPECT_EQ(Means("digits"), "digits@1");
 }
 
+TEST_F(CatalogTest, ADirectoryThatIsNotSaidIsTheConfiguredOneBeforeThatOfTheRoots) {
+  const std::string elsewhere = Dir("elsewhere");
+  Catalog catalog(Options({{"digits", elsewhere}}), &engine_, &metrics_);
+  for (const char* file : {"digits/config.json", "faces/config.json"}) root_.Write(file, "{}");
+  ASSERT_TRUE(catalog.LoadListed("digits").ok());
+  ASSERT_TRUE(catalog.Unload("digits").ok());
+  ASSERT_TRUE(catalog.Load({.name = "digits"}).ok());
+  EXPECT_EQ(catalog.Find("digits")->info->directory, elsewhere);
+  ASSERT_TRUE(catalog.Load({.name = "faces"}).ok());
+  EXPECT_EQ(catalog.Find("faces")->info->directory, Dir("faces"));
+  ASSERT_TRUE(catalog.SetAlias("best", "digits").ok());
+  EXPECT_EQ(catalog.Load({.name = "best"}).status().code(), absl::StatusCode::kAlreadyExists);
+}
+
 TEST_F(CatalogTest, ABadVersionLeavesTheOldOneServing) {
   ASSERT_TRUE(catalog_.LoadListed("digits").ok());
   const auto bad =
@@ -428,6 +442,21 @@ TEST_F(RestartTest, AFailedLoadAndWhatIsNotReadyAreNotSaved) {
   ASSERT_TRUE(first.SetAlias("x", "digits").ok());
   Restart(models);
   EXPECT_EQ(Models(), "digits@1*=a (x) ");
+}
+
+TEST_F(RestartTest, WithoutASavedVersionThatLoadsTheConfiguredDirectoryIsLoaded) {
+  const std::vector<ModelSource> models = {{"digits", Dir("a")}};
+  Catalog& first = Restart(models);
+  ASSERT_TRUE(first.Load({.name = "digits", .directory = Dir("b"), .unload_previous = true}).ok());
+  ASSERT_TRUE(first.Load({.name = "digits", .directory = Dir("c")}).ok());
+  std::filesystem::remove(root_ / "b");
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@2=b! digits@3*=c ") << "one of two is enough";
+  std::filesystem::remove(root_ / "c");
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@2=b! digits@3=c! digits@1*=a ");
+  EXPECT_THAT(std::string(run_->Find("digits@3")->info->error.message()),
+              HasSubstr("saved in --state-dir"));
 }
 
 TEST_F(RestartTest, WhatIsSavedMustStillLieInTheRoots) {

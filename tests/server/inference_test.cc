@@ -244,6 +244,11 @@ TEST_F(TritonTest, TheRepositoryIsListedLoadedAndUnloaded) {
   ASSERT_TRUE(Unload("faces", "unload_dependents").ok());
   EXPECT_THAT(Index(true), ElementsAre("digits@1 READY"));
 
+  repository_.Write("digits/config.json", "{}");  // of the same name, and not the configured one
+  ASSERT_TRUE(Unload("digits", "unload_dependents").ok());
+  ASSERT_TRUE(Load("digits").ok());
+  EXPECT_EQ(engine_->Find("digits@1")->directory, "models/digits") << "as configured";
+
   EXPECT_EQ(Load("cats").error_code(), StatusCode::NOT_FOUND);
   EXPECT_EQ(Load("..").error_code(), StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(Unload("faces", "unload_dependents").error_code(), StatusCode::NOT_FOUND);
