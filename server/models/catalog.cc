@@ -82,8 +82,9 @@ void Catalog::Restore(const SavedModels& saved) {
     model.name = name;
     model.current = current;
     for (SavedModels::Version& version : versions) {
-      model.versions.push_back(
-          {.version = std::move(version.version), .directory = std::move(version.directory)});
+      model.versions.push_back({.version = version.version,
+                                .directory = std::move(version.directory),
+                                .saved_as = version.version});
     }
   };
   const auto restore = [&](const SavedModels::Model& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -144,9 +145,9 @@ SavedModels Catalog::Changes() const {
     const Model* const model = FindModel(name);
     for (const Version& version : model ? model->versions : std::vector<Version>()) {
       if (!stays(version)) continue;
-      saved.versions.push_back({version.version, version.directory});
+      saved.versions.push_back({version.saved_as, version.directory});
       if (saved.current.empty() || version.version == model->current) {
-        saved.current = version.version;
+        saved.current = version.saved_as;
       }
     }
     const bool as_configured =
@@ -162,12 +163,11 @@ SavedModels Catalog::Changes() const {
   for (const auto& [alias, target] : aliases_) {
     const Model* const model = FindModel(NamePart(target));
     const std::string_view wanted = VersionPart(target);
-    const bool means_something =
-        model != nullptr &&
-        std::any_of(model->versions.begin(), model->versions.end(), [&](const Version& version) {
-          return stays(version) && (wanted.empty() || version.version == wanted);
-        });
-    if (means_something) changes.aliases[alias] = target;
+    for (const Version& version : model ? model->versions : std::vector<Version>()) {
+      if (!stays(version) || (!wanted.empty() && version.version != wanted)) continue;
+      changes.aliases[alias] = wanted.empty() ? target : EngineName(model->name, version.saved_as);
+      break;
+    }
   }
   return changes;
 }
@@ -249,7 +249,7 @@ absl::Status Catalog::LoadListed(const std::string& name) {
     int number = 1;
     while (FindVersion(model, std::to_string(number)) != nullptr) ++number;
     instead = std::to_string(number);
-    model.versions.push_back({.version = instead, .directory = *configured});
+    model.versions.push_back({.version = instead, .directory = *configured, .saved_as = instead});
   }
   log::Warning("no version saved in --state-dir could be loaded; loading the configured directory",
                {{"model", model_name},
@@ -274,7 +274,7 @@ absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
     loaded = LoadVersion(request, &leaving);
   }
   if (!loaded.ok()) return loaded;
-  const absl::Status saved = Save();
+  const absl::Status saved = request.reload ? absl::OkStatus() : Save();
   // The next load need not wait for the requests of the versions that leave.
   const absl::Status end = EndOfChange(saved, CloseVersions(request.name, leaving));
   if (!end.ok()) return end;
@@ -330,8 +330,10 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
       model->name = name;
       model->current = version;
     }
-    model->versions.push_back(
-        {.version = version, .directory = directory, .state = State::kLoading});
+    model->versions.push_back({.version = version,
+                               .directory = directory,
+                               .state = State::kLoading,
+                               .saved_as = version});
   }
 
   const absl::Status status = Open(name, version, directory);
@@ -342,7 +344,18 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
     return absl::IsNotFound(status) ? InvalidArgument("{}", std::string(status.message())) : status;
   }
   Model& model = *FindModel(name);
-  FindVersion(model, version)->state = State::kReady;
+  Version& loaded = *FindVersion(model, version);
+  loaded.state = State::kReady;
+  // Two versions are never saved under one name.
+  for (Version& other : model.versions) {
+    if (other.saved_as == version) other.saved_as = other.version;
+  }
+  if (request.reload) {
+    loaded.saved_as = std::exchange(FindVersion(model, model.current)->saved_as, model.current);
+    for (auto& [alias, target] : aliases_) {
+      if (target == EngineName(name, model.current)) target = EngineName(name, version);
+    }
+  }
   for (const Version& other : model.versions) {
     const bool failed = other.state == State::kFailed;
     // A version that is still listed stays, and one that leaves already needs no help.
@@ -354,7 +367,7 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
   const bool useless = current == State::kFailed || current == State::kLeaving;
   if (!request.keep_current || useless) model.current = version;
   Leave(&model, *leaving);
-  return Describe(model, *FindVersion(model, version));
+  return Describe(model, loaded);
 }
 
 absl::Status Catalog::Open(const std::string& name, const std::string& version,
@@ -533,7 +546,8 @@ void Catalog::ReloadChanged() {
       model->tried = now;
     }
     log::Info("model directory changed", {{"model", look.name}, {"directory", look.directory}});
-    Load({.name = look.name, .unload_previous = true}).IgnoreError();  // the log says why
+    Load({.name = look.name, .unload_previous = true, .reload = true})
+        .IgnoreError();  // the log says why
   }
 }
 

@@ -74,6 +74,9 @@ class Catalog {
     std::string version;  // empty: the number after the highest
     bool keep_current = false;
     bool unload_previous = false;
+    /// The files of the current version have changed. No admin's change, so it is not saved: a
+    /// restart reads the new files anyway.
+    bool reload = false;
   };
   // The four changes are saved before they return. An error of which TookEffect is true says that
   // the change is made, but could not be saved, so that a restart undoes it, or that a version that
@@ -92,8 +95,8 @@ class Catalog {
   absl::Status DeleteAlias(const std::string& alias);
 
   /// Loads the models whose directories have changed and settled since the last call, each in place
-  /// of its current version. One that cannot be loaded leaves the old one serving and is tried
-  /// again when it changes again.
+  /// of its current version, whose aliases then mean the new one. One that cannot be loaded leaves
+  /// the old one serving and is tried again when it changes again.
   void ReloadChanged();
 
   /// By `name`, `name@version` or alias; nothing when the server holds none of that name.
@@ -113,7 +116,9 @@ class Catalog {
     std::string version, directory;
     State state = State::kListed;
     std::string signature = {};  // of the directory's files as they were loaded
-    absl::Status error = {};     // of kFailed
+    /// What the file says: the version of which this one is a reload, else its own name.
+    std::string saved_as = {};
+    absl::Status error = {};  // of kFailed
   };
   struct Model {
     std::string name;
@@ -141,7 +146,7 @@ class Catalog {
 
   /// Lists the models of the configuration and what was saved.
   void Restore(const SavedModels& saved) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// What is not as the configuration says.
+  /// What admins have made different from the configuration.
   SavedModels Changes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Save() ABSL_LOCKS_EXCLUDED(save_mutex_, mutex_);
   /// The directory that the configuration says; null without one.

@@ -545,6 +545,40 @@ TEST_F(RestartTest, OneServerAtATimeHasTheDirectory) {
   EXPECT_THAT(std::string(file.status().message()), HasSubstr("cannot be opened"));
 }
 
+TEST_F(RestartTest, AReloadIsNoChangeOfAnAdmin) {
+  const std::vector<ModelSource> models = {{"digits", Dir("a")}, {"cats", Dir("cats")}};
+  for (const char* file : {"a/weights", "canary/weights"}) root_.Write(file, "old");
+  Catalog& first = Restart(models);
+  int writes = 0;
+  const auto reload = [&](const std::string& file, Catalog& catalog) {
+    root_.Write(file, fmt::format("new {}", ++writes));
+    for (int look = 0; look < 2; ++look) catalog.ReloadChanged();
+  };
+  reload("a/weights", first);
+  EXPECT_EQ(Models(), "digits@2*=a cats@1*=cats ");
+  EXPECT_FALSE(std::filesystem::exists(state_ / "models.json"));
+  ASSERT_TRUE(first.Unload("cats").ok());
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@1*=a ") << "the change of another model saves no reload";
+
+  Catalog& second = *run_;
+  ASSERT_TRUE(
+      second.Load({.name = "digits", .directory = Dir("canary"), .version = "canary"}).ok());
+  reload("canary/weights", second);
+  EXPECT_EQ(Models(), "digits@1=a digits@2*=canary ");
+  ASSERT_TRUE(second.SetAlias("best", "digits@2").ok());
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@1=a digits@canary*=canary (best) ");
+
+  Catalog& third = *run_;
+  reload("canary/weights", third);
+  reload("canary/weights", third);
+  EXPECT_EQ(Models(), "digits@1=a digits@3*=canary (best) ") << "the alias means the new files";
+  ASSERT_TRUE(third.Load({.name = "digits", .directory = Dir("b"), .version = "canary"}).ok());
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@1=a digits@3=canary (best) digits@canary*=b ");
+}
+
 class ReloadTest : public CatalogTest {
  protected:
   ReloadTest() {
