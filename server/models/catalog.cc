@@ -602,12 +602,16 @@ CatalogModel Catalog::Describe(const Model& model, const Version& version) const
 }
 
 std::optional<CatalogModel> Catalog::FindLocked(const std::string& name) const {
-  const auto alias = aliases_.find(name);
-  const std::string& target = alias == aliases_.end() ? name : alias->second;
+  const bool any = name.find('@') == std::string::npos;
+  const auto alias = aliases_.find(NamePart(name));
+  const std::string target = alias == aliases_.end() ? name : alias->second;
   const Model* model = FindModel(NamePart(target));
   if (model == nullptr) return std::nullopt;
-  const bool any = target.find('@') == std::string::npos;
-  const std::string_view wanted = any ? model->current : VersionPart(target);
+  std::string_view wanted = any ? model->current : VersionPart(name);
+  if (target.find('@') != std::string::npos) {
+    if (!any && VersionPart(target) != wanted) return std::nullopt;
+    wanted = VersionPart(target);
+  }
   for (const Version& version : model->versions) {
     if (version.version == wanted) return Describe(*model, version);
   }

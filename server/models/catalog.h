@@ -99,7 +99,9 @@ class Catalog {
   /// the old one serving and is tried again when it changes again.
   void ReloadChanged();
 
-  /// By `name`, `name@version` or alias; nothing when the server holds none of that name.
+  /// By `name`, `name@version`, `alias` or `alias@version`: that version of the model that the
+  /// alias means, where the alias does not mean another version. Nothing when the server holds
+  /// none.
   std::optional<CatalogModel> Find(const std::string& name) const;
   /// In the order of the configuration and of loading.
   std::vector<CatalogModel> All() const;
@@ -174,7 +176,7 @@ class Catalog {
   mutable Mutex mutex_;
   std::vector<Model> models_ ABSL_GUARDED_BY(mutex_);
   /// To "name" or "name@version".
-  std::map<std::string, std::string> aliases_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::string, std::less<>> aliases_ ABSL_GUARDED_BY(mutex_);
 };
 
 /// Whether the change that ended with this error is made all the same.

@@ -184,6 +184,19 @@ TEST_F(CatalogTest, Aliases) {
   EXPECT_EQ(catalog_.DeleteAlias("latest").code(), absl::StatusCode::kNotFound);
 }
 
+TEST_F(CatalogTest, AnAliasAndAVersionAreThatVersionOfItsModel) {
+  ASSERT_TRUE(catalog_.LoadListed("digits").ok());
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .directory = Dir("new")}).ok());
+  ASSERT_TRUE(catalog_.SetAlias("any", "digits").ok());
+  ASSERT_TRUE(catalog_.SetAlias("first", "digits@1").ok());
+  EXPECT_EQ(Means("any"), "digits@2");
+  EXPECT_EQ(Means("any@1"), "digits@1");
+  EXPECT_EQ(Means("any@3"), "");
+  EXPECT_EQ(Means("any@"), "");
+  EXPECT_EQ(Means("first@1"), "digits@1");
+  EXPECT_EQ(Means("first@2"), "") << "the alias means another version";
+}
+
 TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
   ASSERT_TRUE(catalog_.LoadListed("digits").ok());
   engine_.Pause(true);

@@ -15,6 +15,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/strip.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "inference/open_inference.grpc.pb.h"
 #include "server/encoding/formats.h"
 #include "tests/eventually.h"
@@ -258,6 +259,43 @@ TEST_F(TritonTest, TheRepositoryIsListedLoadedAndUnloaded) {
   bad.set_model_name("../etc");
   (*bad.mutable_parameters())["config"].set_string_param("{}");
   EXPECT_THAT(Violated(Load(bad)), ElementsAre("repository_name", "model_name", "parameters"));
+}
+
+TEST_F(TritonTest, AnAliasMayBeAskedForWithAVersion) {
+  repository_.Write("faces/config.json", "{}");
+  config_.model_roots = {repository_.path()};
+  Start();
+  v1::LoadModelRequest load;
+  load.set_name("digits");
+  load.set_directory(repository_ / "faces");
+  v1::LoadModelResponse loaded;
+  v1::SetAliasRequest alias;
+  alias.set_alias("best");
+  alias.set_target("digits");
+  v1::SetAliasResponse aliased;
+  grpc::ClientContext load_context, alias_context;
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  ASSERT_TRUE(admin->LoadModel(&load_context, load, &loaded).ok());
+  ASSERT_TRUE(admin->SetAlias(&alias_context, alias, &aliased).ok());
+  for (const auto& [asked, drawn] : {std::pair{"", "2"}, {"1", "1"}, {"2", "2"}}) {
+    ModelInferRequest request;
+    request.set_model_name("best");
+    request.set_model_version(asked);
+    ModelInferResponse response;
+    const grpc::Status status = Infer(request, &response);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    EXPECT_EQ(response.model_name(), "digits");
+    EXPECT_EQ(response.model_version(), drawn);
+    inference::ModelMetadataRequest metadata_request;
+    metadata_request.set_name("best");
+    metadata_request.set_version(asked);
+    inference::ModelMetadataResponse metadata;
+    EXPECT_TRUE(Call(&Service::ModelMetadata, metadata_request, &metadata).ok());
+  }
+  ModelInferRequest request;
+  request.set_model_name("best");
+  request.set_model_version("3");
+  EXPECT_EQ(Infer(request).error_code(), StatusCode::NOT_FOUND);
 }
 
 /// Everything that tells whether the server takes requests says the same in each state.
