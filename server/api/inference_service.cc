@@ -78,7 +78,7 @@ std::optional<CatalogModel> InferenceService::SelectReady(const Request& request
   auto model = catalog_->Select(Together(request.name(), request.version()), "name", "", status);
   if (!model) return std::nullopt;
   record->model = EngineName(model->name, model->version);
-  *status = CheckReady(*model, "");
+  *status = CheckReady(ShownTo(record->caller().admin, *model), "");
   if (!status->ok()) return std::nullopt;
   return model;
 }
@@ -115,7 +115,7 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
     const std::string name = Together(request->model_name(), request->model_version());
     const auto model = catalog_->Select(name, "model_name", "", refusal);
     if (!model) return nullptr;
-    *refusal = CheckReady(*model, "");
+    *refusal = CheckReady(ShownTo(record->caller().admin, *model), "");
     if (!refusal->ok()) return nullptr;
     std::vector<FieldViolation> violations;
     Inference inference = ReadInference(*request, *model->info, limits_, &violations);
@@ -178,7 +178,9 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(
   CallRecord record(context_.calls, "inference.GRPCInferenceService.RepositoryIndex", context);
   const auto violations = CheckRepositoryName(request->repository_name());
   if (!violations.empty()) return Reply(context, &record, InvalidFields(violations, ""));
-  DescribeIndex(catalog_->All(), request->ready(), response);
+  std::vector<CatalogModel> models = catalog_->All();
+  for (CatalogModel& model : models) model = ShownTo(record.caller().admin, std::move(model));
+  DescribeIndex(models, request->ready(), response);
   return Reply(context, &record, grpc::Status::OK);
 }
 

@@ -44,7 +44,7 @@ grpc::Status RequestPreparer::TryToPrepare(const JobRequest& request, const std:
   const auto model = catalog_->Select(request.params.model(), "params.model", request_id, &refusal);
   if (!model) return refusal;
   prepared->model = EngineName(model->name, model->version);
-  refusal = CheckReady(*model, request_id);
+  refusal = CheckReady(ShownTo(request.caller.admin, *model), request_id);
   if (!refusal.ok()) return refusal;
 
   std::vector<FieldViolation> violations;

@@ -661,6 +661,16 @@ std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::
 
 bool TookEffect(const absl::Status& error) { return error.GetPayload(kTookEffect).has_value(); }
 
+CatalogModel ShownTo(bool admin, CatalogModel model) {
+  if (admin || model.info->error.ok()) return model;
+  auto info = std::make_shared<ModelInfo>(*model.info);
+  info->directory.clear();
+  info->error =
+      absl::Status(info->error.code(), "the server's log says why, and its admins can see it");
+  model.info = std::move(info);
+  return model;
+}
+
 grpc::Status CheckReady(const CatalogModel& model, const std::string& request_id) {
   const std::string name = EngineName(model.name, model.version);
   switch (model.info->state) {

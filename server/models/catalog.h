@@ -182,6 +182,10 @@ class Catalog {
 /// Whether the change that ended with this error is made all the same.
 bool TookEffect(const absl::Status& error);
 
+/// `model` as a caller may see it. Why it could not be loaded names paths of the server, so only
+/// admins see it.
+CatalogModel ShownTo(bool admin, CatalogModel model);
+
 /// OK, or why `model` cannot draw now: FAILED_PRECONDITION while it loads, when it failed, or while
 /// it is being unloaded.
 grpc::Status CheckReady(const CatalogModel& model, const std::string& request_id);

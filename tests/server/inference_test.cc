@@ -298,6 +298,47 @@ TEST_F(TritonTest, AnAliasMayBeAskedForWithAVersion) {
   EXPECT_EQ(Infer(request).error_code(), StatusCode::NOT_FOUND);
 }
 
+TEST_F(TritonTest, OnlyAdminsSeePathsOfTheServer) {
+  config_.models.push_back({"missing", "models/broken"});
+  Start();
+  const auto said = [&](bool admin) {
+    const auto begin = [admin](grpc::ClientContext* context) {
+      if (!admin) context->AddMetadata("x-forwarded-for", "192.0.2.7");
+      return context;
+    };
+    std::vector<std::string> said;
+    grpc::ClientContext index, list, get, draw, infer, metadata;
+    inference::RepositoryIndexResponse repository;
+    EXPECT_TRUE(inference_->RepositoryIndex(begin(&index), {}, &repository).ok());
+    said.push_back(repository.models(1).reason());
+    v1::ListModelsResponse models;
+    EXPECT_TRUE(stub_->ListModels(begin(&list), {}, &models).ok());
+    said.push_back(models.models(1).error());
+    v1::GetModelRequest request;
+    request.set_name("missing");
+    v1::GetModelResponse model;
+    EXPECT_TRUE(stub_->GetModel(begin(&get), request, &model).ok());
+    said.push_back(model.model().error());
+    v1::GenerateRequest images;
+    images.mutable_params()->set_model("missing");
+    v1::GenerateResponse drawn;
+    said.push_back(stub_->Generate(begin(&draw), images, &drawn).error_message());
+    ModelInferRequest tensors;
+    tensors.set_model_name("missing");
+    ModelInferResponse inferred;
+    said.push_back(inference_->ModelInfer(begin(&infer), tensors, &inferred).error_message());
+    inference::ModelMetadataRequest describe;
+    describe.set_name("missing");
+    inference::ModelMetadataResponse described;
+    said.push_back(
+        inference_->ModelMetadata(begin(&metadata), describe, &described).error_message());
+    return said;
+  };
+  EXPECT_THAT(said(true), testing::Each(HasSubstr("models/broken/config.json: no such file")));
+  EXPECT_THAT(said(false), testing::Each(testing::AllOf(HasSubstr("the server's log says why"),
+                                                        testing::Not(HasSubstr("models/broken")))));
+}
+
 /// Everything that tells whether the server takes requests says the same in each state.
 TEST_F(TritonTest, AllProbesAgree) {
   config_.metrics_listen = "127.0.0.1:0";
