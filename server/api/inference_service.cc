@@ -104,11 +104,11 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
                                                        const inference::ModelInferRequest* request,
                                                        inference::ModelInferResponse* response) {
   const auto outputs = std::make_shared<std::vector<std::string>>();
-  const auto call = std::make_shared<UnaryCall>(context_, kModelInfer, context,
-                                                [=](v1::GenerateResponse* images) {
-                                                  WriteInference(*images, *outputs, response);
-                                                  response->set_id(request->id());
-                                                });
+  const auto call = std::make_shared<UnaryCall>(
+      context_, kModelInfer, context, [=, this](v1::GenerateResponse* images) {
+        WriteInference(*images, *outputs, decoding_, response);
+        response->set_id(request->id());
+      });
   const auto begin = [=, this, record = &call->record()](
                          const auto& watcher,
                          grpc::Status* refusal) -> std::shared_ptr<Generation> {
@@ -118,9 +118,14 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
     *refusal = CheckReady(ShownTo(record->caller().admin, *model), "");
     if (!refusal->ok()) return nullptr;
     std::vector<FieldViolation> violations;
-    Inference inference = ReadInference(*request, *model->info, limits_, &violations);
+    Inference inference = ReadInference(*request, *model->info, limits_, decoding_, &violations);
     if (!violations.empty()) {
       *refusal = InvalidFields(violations, "");
+      return nullptr;
+    }
+    if (!inference.memory_status.ok()) {
+      *refusal = ToGrpcStatus(inference.memory_status, reason::kDecodingMemory, "",
+                              context_.queue_wait->RetryDelay());
       return nullptr;
     }
     inference.params.set_model(name);

@@ -7,11 +7,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <future>
 #include <limits>
 #include <map>
+#include <thread>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/strip.h"
@@ -523,14 +525,15 @@ TEST(InferenceTensorsTest, FollowTheModel) {
   ModelInferRequest request;
   Add(&request, "class_vector", "FP32", {2, 3}, Raw<float>({1, 2, 3, 4, 5, 6}));
   std::vector<FieldViolation> violations;
-  const Inference read = ReadInference(request, latents, {}, &violations);
+  MemoryBudget memory(1 << 20);
+  const Inference read = ReadInference(request, latents, {}, &memory, &violations);
   EXPECT_TRUE(violations.empty());
   EXPECT_EQ(read.params.count(), 2);
   EXPECT_THAT(read.params.class_vectors().values(), ElementsAre(1, 2, 3, 4, 5, 6));
   EXPECT_EQ(read.params.output().format(), v1::IMAGE_FORMAT_UNSPECIFIED);
   request.mutable_inputs(0)->set_shape(1, 2);  // would be one vector for both
   request.mutable_raw_input_contents(0)->resize(16);
-  ReadInference(request, latents, {}, &violations);
+  ReadInference(request, latents, {}, &memory, &violations);
   ASSERT_EQ(violations.size(), 1u);
   EXPECT_EQ(violations[0].description, "has shape [2, 2]; use [-1, 3], an entry for each image");
 }
@@ -853,6 +856,70 @@ TEST_F(InferenceTest, PixelsAndFilesTogetherCountTwice) {
   EXPECT_TRUE(Infer(request).ok());
   AddInt(&request, "width", 64);
   EXPECT_THAT(Violated(Infer(request)), ElementsAre("batch size"));
+}
+
+TEST(InferenceTensorsTest, MemoryOfAnUploadIsReserved) {
+  ModelInfo model;
+  model.channels = 1;
+  model.width = model.height = 32;
+  model.max_edge = 4096;
+  ModelInferRequest request;
+  AddBytes(&request, "init_image", std::string(1000, 'x'));
+  request.add_outputs()->set_name("encoded");
+  MemoryBudget memory(2000);
+  std::vector<FieldViolation> violations;
+  {
+    const Inference read = ReadInference(request, model, {}, &memory, &violations);
+    EXPECT_TRUE(read.memory_status.ok());
+    EXPECT_EQ(memory.reserved(), 1000);
+    const Inference second = ReadInference(request, model, {}, &memory, &violations);
+    const Inference third = ReadInference(request, model, {}, &memory, &violations);
+    EXPECT_TRUE(absl::IsResourceExhausted(third.memory_status));
+    EXPECT_THAT(std::string(third.memory_status.message()), HasSubstr("init_image"));
+    EXPECT_EQ(third.params.init_image().encoded(), "");
+    EXPECT_TRUE(violations.empty());
+  }
+  EXPECT_EQ(memory.reserved(), 0);
+  MemoryBudget small(500);
+  ReadInference(request, model, {}, &small, &violations);
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].field, "init_image");
+}
+
+TEST(InferenceTensorsTest, AFileIsUnpackedOnceThereIsMemory) {
+  v1::GenerateResponse images;
+  v1::Image& image = *images.add_images();
+  const auto file = EncodeFile(Tensor::Host({32, 32, 1}, DType::kF32), FileFormat::kPng, 90, {});
+  ASSERT_TRUE(file.ok());
+  image.set_encoded(*file);
+  image.set_width(32);
+  image.set_height(32);
+  MemoryBudget memory(32 * 32 * kPngDecodingBytesPerPixel);
+  MemoryBudget::Lease others;
+  ASSERT_TRUE(memory.Reserve(1, &others).ok());
+  std::atomic<bool> written = false;
+  ModelInferResponse response;
+  std::jthread writer([&] {
+    WriteInference(images, {"image"}, &memory, &response);
+    written = true;
+  });
+  std::this_thread::sleep_for(50ms);
+  EXPECT_FALSE(written);
+  others = {};
+  writer.join();
+  EXPECT_EQ(response.raw_output_contents(0).size(), 32u * 32u);
+  EXPECT_EQ(memory.reserved(), 0);
+}
+
+TEST_F(InferenceTest, AFileThatCanNeverBeUnpackedIsRefusedAtOnce) {
+  config_.max_decoding_bytes = 32 * 32 * kPngDecodingBytesPerPixel - 1;
+  Start();
+  const grpc::Status refused = Infer({});
+  EXPECT_THAT(Violated(refused), ElementsAre("outputs"));
+  EXPECT_EQ(engine_->evaluations(), 0);
+  ModelInferRequest request;
+  request.add_outputs()->set_name("image");
+  EXPECT_TRUE(Infer(request).ok());
 }
 
 TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
