@@ -62,6 +62,11 @@ absl::Status PlaintextToken(const char* what) {
 constexpr char kJobs[] = "a job is known to only";
 constexpr char kModels[] = "models are changed on only";
 
+/// For calls that may have been carried out though their reply was lost: a second LoadModel would
+/// load a second version, a second UnloadModel or DeleteAlias would end with NOT_FOUND, or take
+/// away what somebody has made meanwhile.
+constexpr RetryPolicy kOnce = {.max_attempts = 1};
+
 class GrpcConnection : public Connection {
  public:
   /// `name` is what the caller calls the target.
@@ -185,12 +190,12 @@ class GrpcConnection : public Connection {
     if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
     const v1::LoadModelRequest request = ToProto(load);
     v1::LoadModelResponse response;
-    // Made once: a second time would load a second version.
-    const absl::Status status = Call(options,
-                                     [&](grpc::ClientContext* context) {
-                                       return admin_->LoadModel(context, request, &response);
-                                     },
-                                     {.max_attempts = 1});
+    const absl::Status status = Call(
+        options,
+        [&](grpc::ClientContext* context) {
+          return admin_->LoadModel(context, request, &response);
+        },
+        kOnce);
     if (!status.ok()) return status;
     return FromProto(response.model());
   }
@@ -200,9 +205,12 @@ class GrpcConnection : public Connection {
     v1::UnloadModelRequest request;
     request.set_name(name);
     v1::UnloadModelResponse response;
-    return Call(options, [&](grpc::ClientContext* context) {
-      return admin_->UnloadModel(context, request, &response);
-    });
+    return Call(
+        options,
+        [&](grpc::ClientContext* context) {
+          return admin_->UnloadModel(context, request, &response);
+        },
+        kOnce);
   }
 
   absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
@@ -224,9 +232,12 @@ class GrpcConnection : public Connection {
     v1::DeleteAliasRequest request;
     request.set_alias(alias);
     v1::DeleteAliasResponse response;
-    return Call(options, [&](grpc::ClientContext* context) {
-      return admin_->DeleteAlias(context, request, &response);
-    });
+    return Call(
+        options,
+        [&](grpc::ClientContext* context) {
+          return admin_->DeleteAlias(context, request, &response);
+        },
+        kOnce);
   }
 
   absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options) override {
