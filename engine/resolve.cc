@@ -117,7 +117,7 @@ class Resolver {
     const TextTraits& traits = *model_.text;
     if (spec_.prompts.empty())
       Violate("prompts",
-              "are missing: model '{}' draws what a text says; give one for all images, "
+              "is missing: model '{}' draws what a text says; give one for all images, "
               "or one for each",
               model_.name);
     if (spec_.prompts.size() > 1 && spec_.prompts.size() != static_cast<size_t>(spec_.count))

@@ -84,6 +84,19 @@ absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
         "more than one of class_labels, class_vectors and prompts is given; give the one that the "
         "model takes");
   }
+  for (size_t i = 0; i < generation.prompts.size(); ++i) {
+    const Prompt& prompt = generation.prompts[i];
+    for (const std::string* text : {&prompt.text, prompt.negative ? &*prompt.negative : nullptr,
+                                    prompt.text_2 ? &*prompt.text_2 : nullptr,
+                                    prompt.negative_2 ? &*prompt.negative_2 : nullptr}) {
+      // Protobuf would refuse it on the way, without a name.
+      if (text && !google::protobuf::internal::IsStructurallyValidUTF8(
+                      text->data(), static_cast<int>(text->size()))) {
+        return absl::InvalidArgumentError("prompts[" + std::to_string(i) +
+                                          "] is not UTF-8; encode its text so");
+      }
+    }
+  }
   v1::GenerationParams params;
   params.set_model(generation.model);
   params.set_request_id(generation.request_id);
