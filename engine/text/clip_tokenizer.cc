@@ -321,6 +321,10 @@ class ClipTokenizerFiles {
     DENOISED_RETURN_IF_ERROR(ReadVocabulary(vocabulary));
     const std::string file = Path("merges.txt");
     if (!Has("merges.txt")) return NotFound("{}: no such file", file);
+    constexpr uintmax_t kMaxBytes = 64u << 20;  // as for JSON
+    std::error_code error;
+    if (const uintmax_t size = fs::file_size(file, error); error || size > kMaxBytes)
+      return InvalidArgument("{}: is larger than {} bytes", file, kMaxBytes);
     std::ifstream lines(file, std::ios::binary);
     int number = 0;
     for (std::string line; std::getline(lines, line);) {
@@ -415,8 +419,10 @@ class ClipTokenizerFiles {
   absl::StatusOr<int32_t> IdOf(const std::string& content) const {
     if (const auto it = vocabulary_.find(content); it != vocabulary_.end()) return it->second;
     if (const auto it = added_ids_.find(content); it != added_ids_.end()) return it->second;
-    return InvalidArgument("{}: special token \"{}\" is not in the vocabulary", vocabulary_file_,
-                           content);
+    return InvalidArgument(
+        "{}: special token \"{}\" is not in the vocabulary; list it with its id in "
+        "added_tokens_decoder of tokenizer_config.json",
+        vocabulary_file_, content);
   }
 
   absl::Status FillTokens(std::vector<std::string>* tokens) const {

@@ -286,6 +286,31 @@ TEST_F(ClipTokenizerFilesTest, SpecialTokensMapMayBeMissing) {
   EXPECT_EQ(Mismatches(*tokenizer, "sd1").size(), 0u);
 }
 
+// Tokens that transformers 5.23 gives.
+TEST_F(ClipTokenizerFilesTest, ReadsAddedTokensAndExtraSpecialTokens) {
+  const std::string cats = "<CAT> a <cat> <|EndOfText|>", dog = "xdog</w>y";
+  const std::vector<int32_t> cat_tokens = {49408, 320, 49408, 27, 347, 40786, 4160, 91, 285};
+  directory_.Write("added_tokens.json", R"({"<cat>": 49408, "<|endoftext|>": 49407})");
+  auto tokenizer = Load();
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_EQ(Tokens(*tokenizer, cats), cat_tokens);
+  EXPECT_THAT(Tokens(*tokenizer, dog), ElementsAre(87, 1929, 34308, 342, 285, 344));
+
+  Replace("special_tokens_map.json", "{", R"({"additional_special_tokens": ["<cat>", "dog</w>"],)");
+  tokenizer = Load();
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_EQ(Tokens(*tokenizer, cats), cat_tokens);
+  EXPECT_THAT(Tokens(*tokenizer, dog), ElementsAre(343, 1929, 344));
+}
+
+// As transformers 5.23.
+TEST_F(ClipTokenizerFilesTest, BytesThatAreNoTokensAreUnknown) {
+  Replace("vocab.json", R"("5</w>": )", R"("none5": )");
+  const auto tokenizer = Load();
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_THAT(Tokens(*tokenizer, "5 a"), ElementsAre(49407, 320));
+}
+
 TEST_F(ClipTokenizerFilesTest, RefusesWhatItCannotHonour) {
   constexpr char kConfig[] = "tokenizer_config.json", kMap[] = "special_tokens_map.json";
   struct Case {
