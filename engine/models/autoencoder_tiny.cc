@@ -204,7 +204,7 @@ Tensor AutoencoderTiny::Decode(Context& context, const Tensor& latents) const {
     for (const Block& block : level.blocks) x = block(context, x);
     if (level.resample) x = (*level.resample)(context, {.x = x});
   }
-  const Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
+  Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
   decoder_out_(context, {.x = x, .out = out});
   // The network's pixels are in [0, 1].
   backend.Add(out, 2.0f, Tensor(), -1.0f, Activation::kNone, out);
@@ -220,7 +220,7 @@ Tensor AutoencoderTiny::Encode(Context& context, const Tensor& pixels,
     if (level.resample) x = level.resample->Downsample(context, x, /*padding=*/1);
     for (const Block& block : level.blocks) x = block(context, x);
   }
-  const Tensor latents = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.latent_channels});
+  Tensor latents = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.latent_channels});
   encoder_out_(context, {.x = x, .out = latents});
   const auto scale = static_cast<float>(config_.scaling_factor);
   const auto shift = static_cast<float>(-config_.shift_factor * config_.scaling_factor);

@@ -185,7 +185,7 @@ absl::StatusOr<ClipText::Layer> ClipText::LoadLayer(Backend& backend,
 
 Tensor ClipText::Embed(Context& context, const TextInput& input, int64_t rows,
                        int64_t tokens) const {
-  const Tensor states = context.New({rows, tokens, config_.hidden_size});
+  Tensor states = context.New({rows, tokens, config_.hidden_size});
   const Shape flat = {rows * tokens, config_.hidden_size};
   const Tensor words = context.NewF32(flat), positions = context.NewF32(flat);
   context.backend.Embedding({.table = token_table_, .index = input.ids, .out = words});

@@ -818,7 +818,7 @@ TEST_P(ElementwiseTest, NearestCode) {
 
 TEST_P(ElementwiseTest, NearestCodeTakesTheFirstOfEquals) {
   // Codes at equal distances from 0, which differ in sign alone, and codes that are the same.
-  constexpr int64_t kCodes = 1000;
+  constexpr int64_t kCodes = 1001;
   Array codebook({kCodes, 1}), x({1, 1, 1, 1});
   for (int64_t i = 0; i < kCodes; ++i) codebook.at(i) = i < 137 ? 2 : i % 2 == 0 ? -1 : 1;
   const Tensor out = Output(x.shape);
