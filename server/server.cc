@@ -134,8 +134,8 @@ struct Server::State {
         call_context{&calls, &jobs, &workers, &client_load, &queue_wait, &write_watch},
         service(call_context, &catalog, &info, config.limits),
         admin(config.admin ? std::make_unique<AdminCalls>(&calls, &drain) : nullptr),
-        inference(call_context, engine.get(), &catalog, &info, config.limits, &metrics.totals(),
-                  admin.get()),
+        inference(call_context, engine.get(), &catalog, &info, config.limits, &decoding,
+                  &metrics.totals(), admin.get()),
         model_admin(
             admin ? std::make_unique<ModelAdminService>(admin.get(), &catalog, &info, config.limits)
                   : nullptr) {

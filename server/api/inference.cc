@@ -170,8 +170,13 @@ std::optional<int64_t> WholeNumber(const inference::InferParameter& value) {
 class RequestReader {
  public:
   RequestReader(const inference::ModelInferRequest& request, const ModelInfo& model,
-                const RequestLimits& limits, std::vector<FieldViolation>* violations)
-      : request_(request), model_(model), limits_(limits), violations_(*violations) {}
+                const RequestLimits& limits, MemoryBudget* memory,
+                std::vector<FieldViolation>* violations)
+      : request_(request),
+        model_(model),
+        limits_(limits),
+        memory_(*memory),
+        violations_(*violations) {}
 
   Inference Run() {
     Parameters();
@@ -321,10 +326,23 @@ class RequestReader {
         if (const auto bytes = Bytes(tensor, raw)) Choose(tensor.name(), *bytes, place);
         break;
       default:
-        if (const auto bytes = Bytes(tensor, raw)) {
+        const auto bytes = Bytes(tensor, raw);
+        if (bytes && Reserve(tensor.name(), static_cast<int64_t>(bytes->size()), &result_.upload)) {
           reflection.SetString(message, field, std::string(*bytes));
         }
     }
+  }
+
+  /// Whether there is room for `bytes` more. Else it is a violation of `field`, or, when waiting
+  /// helps, the status of the whole request.
+  bool Reserve(const std::string& field, int64_t bytes, MemoryBudget::Lease* lease) {
+    const absl::Status status = memory_.Reserve(bytes, lease);
+    if (absl::IsInvalidArgument(status)) {
+      Violate(field, "{}; use a smaller one", std::string(status.message()));
+    } else if (!status.ok()) {
+      result_.memory_status = Annotate(status, field);
+    }
+    return status.ok();
   }
 
   /// As many as the shape says; none when there are not so many.
@@ -441,11 +459,14 @@ class RequestReader {
               "for one of them, or for fewer images",
               bytes, limits_.max_reply_bytes);
     }
+    // Before anything is drawn: a drawn image should not be lost for want of memory.
+    Reserve("outputs", width * height * kPngDecodingBytesPerPixel, &result_.pixels);
   }
 
   const inference::ModelInferRequest& request_;
   const ModelInfo& model_;
   const RequestLimits& limits_;
+  MemoryBudget& memory_;
   std::vector<FieldViolation>& violations_;
   Inference result_;
   std::set<std::string> given_;  // names of inputs
@@ -500,8 +521,9 @@ Priority ReadPriority(const inference::ModelInferRequest& request) {
 }
 
 Inference ReadInference(const inference::ModelInferRequest& request, const ModelInfo& model,
-                        const RequestLimits& limits, std::vector<FieldViolation>* violations) {
-  return RequestReader(request, model, limits, violations).Run();
+                        const RequestLimits& limits, MemoryBudget* memory,
+                        std::vector<FieldViolation>* violations) {
+  return RequestReader(request, model, limits, memory, violations).Run();
 }
 
 std::string InputName(const std::string& field) {

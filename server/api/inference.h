@@ -9,6 +9,7 @@
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
 #include "inference/open_inference.pb.h"
+#include "server/jobs/memory_budget.h"
 #include "server/security/limits.h"
 
 /// Between the tensors of the Open Inference Protocol and the request that Generate takes.
@@ -46,6 +47,10 @@ struct Inference {
   v1::GenerationParams params;                       // but for the model
   std::optional<std::chrono::microseconds> timeout;  // from its arrival
   std::vector<std::string> outputs;                  // in the order of the reply
+  MemoryBudget::Lease upload;                        // of the file in `params`
+  MemoryBudget::Lease pixels;                        // of one image that WriteInference unpacks
+  /// ResourceExhausted: other requests hold the memory that one of the two needs.
+  absl::Status memory_status;
 };
 
 /// The priority that the parameters ask for; normal when they ask for none, or none that there is.
@@ -53,14 +58,17 @@ Priority ReadPriority(const inference::ModelInferRequest& request);
 
 /// Checks names, types, shapes and lengths, all that the protocol adds; what the values may be, the
 /// request's way through Generate tells. Whatever is wrong is appended to `violations`, under the
-/// name of the input where it is one.
+/// name of the input where it is one. Memory for files is reserved in `memory`, which must outlive
+/// the result.
 Inference ReadInference(const inference::ModelInferRequest& request, const ModelInfo& model,
-                        const RequestLimits& limits, std::vector<FieldViolation>* violations);
+                        const RequestLimits& limits, MemoryBudget* memory,
+                        std::vector<FieldViolation>* violations);
 
 /// The input that a field of denoised.v1 comes from: "params.seeds[2]" is "seed[2]".
 std::string InputName(const std::string& field);
 
-/// The reply but for its id. `images` are in the order of their indices.
+/// The reply but for its id. `images` are in the order of their indices. Inference::pixels must be
+/// held meanwhile.
 void WriteInference(const v1::GenerateResponse& images, const std::vector<std::string>& outputs,
                     inference::ModelInferResponse* response);
 

@@ -103,12 +103,17 @@ grpc::ServerUnaryReactor* InferenceService::ModelMetadata(
 grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerContext* context,
                                                        const inference::ModelInferRequest* request,
                                                        inference::ModelInferResponse* response) {
-  const auto outputs = std::make_shared<std::vector<std::string>>();
-  const auto call = std::make_shared<UnaryCall>(context_, kModelInfer, context,
-                                                [=](v1::GenerateResponse* images) {
-                                                  WriteInference(*images, *outputs, response);
-                                                  response->set_id(request->id());
-                                                });
+  struct Wanted {
+    std::vector<std::string> outputs;
+    MemoryBudget::Lease pixels;
+  };
+  const auto wanted = std::make_shared<Wanted>();
+  const auto call = std::make_shared<UnaryCall>(
+      context_, kModelInfer, context, [=](v1::GenerateResponse* images) {
+        WriteInference(*images, wanted->outputs, response);
+        wanted->pixels = {};
+        response->set_id(request->id());
+      });
   const auto begin = [=, this, record = &call->record()](
                          const auto& watcher,
                          grpc::Status* refusal) -> std::shared_ptr<Generation> {
@@ -118,13 +123,19 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
     *refusal = CheckReady(*model, "");
     if (!refusal->ok()) return nullptr;
     std::vector<FieldViolation> violations;
-    Inference inference = ReadInference(*request, *model->info, limits_, &violations);
+    Inference inference = ReadInference(*request, *model->info, limits_, decoding_, &violations);
     if (!violations.empty()) {
       *refusal = InvalidFields(violations, "");
       return nullptr;
     }
+    if (!inference.memory_status.ok()) {
+      *refusal = ToGrpcStatus(inference.memory_status, reason::kDecodingMemory, "",
+                              context_.queue_wait->RetryDelay());
+      return nullptr;
+    }
     inference.params.set_model(name);
-    *outputs = std::move(inference.outputs);
+    wanted->outputs = std::move(inference.outputs);
+    wanted->pixels = std::move(inference.pixels);
     JobRequest asked = MakeJobRequest(*context, *record, inference.params, nullptr, true);
     asked.field_name = InputName;
     if (inference.timeout) {

@@ -22,13 +22,14 @@ class InferenceService final : public inference::GRPCInferenceService::CallbackS
  public:
   /// `admin` is null where nobody may change the models.
   InferenceService(const GenerationCallContext& context, const Engine* engine, Catalog* catalog,
-                   const ServerInfo* info, const RequestLimits& limits, const RequestTotals* totals,
-                   AdminCalls* admin)
+                   const ServerInfo* info, const RequestLimits& limits, MemoryBudget* decoding,
+                   const RequestTotals* totals, AdminCalls* admin)
       : context_(context),
         engine_(engine),
         catalog_(catalog),
         info_(info),
         limits_(limits),
+        decoding_(decoding),
         totals_(totals),
         admin_(admin) {}
 
@@ -81,6 +82,7 @@ class InferenceService final : public inference::GRPCInferenceService::CallbackS
   Catalog* const catalog_;
   const ServerInfo* const info_;
   const RequestLimits limits_;
+  MemoryBudget* const decoding_;
   const RequestTotals* const totals_;
   AdminCalls* const admin_;
 };

@@ -75,9 +75,8 @@ absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
   int error = spng_set_png_buffer(context.get(), file.data(), file.size());
   if (error == 0) error = spng_get_ihdr(context.get(), &header);
   if (error != 0) return Damaged(error);
-  // Samples as they are unpacked, up to RGBA, and as they are returned.
-  DENOISED_RETURN_IF_ERROR(
-      CheckSize("PNG", header.width, header.height, max_pixels, 4 + 3, reserve));
+  DENOISED_RETURN_IF_ERROR(CheckSize("PNG", header.width, header.height, max_pixels,
+                                     kPngDecodingBytesPerPixel, reserve));
 
   const bool grey = header.color_type == SPNG_COLOR_TYPE_GRAYSCALE ||
                     header.color_type == SPNG_COLOR_TYPE_GRAYSCALE_ALPHA;

@@ -55,7 +55,7 @@ void Ask(const inference::ModelInferRequest& request, const ModelInfo& model) {
   limits.max_reply_bytes = 1 << 12;
   limits.max_count = 6;
   std::vector<FieldViolation> violations;
-  const Inference inference = ReadInference(request, model, limits, &violations);
+  const Inference inference = ReadInference(request, model, limits, &memory, &violations);
   if (!violations.empty()) return CheckRefusal(violations);
   const v1::GenerationParams& params = inference.params;
   const int batch = params.has_count() ? params.count() : 1;

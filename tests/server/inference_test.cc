@@ -394,14 +394,15 @@ TEST(InferenceTensorsTest, FollowTheModel) {
   ModelInferRequest request;
   Add(&request, "class_vector", "FP32", {2, 3}, Raw<float>({1, 2, 3, 4, 5, 6}));
   std::vector<FieldViolation> violations;
-  const Inference read = ReadInference(request, latents, {}, &violations);
+  MemoryBudget memory(1 << 20);
+  const Inference read = ReadInference(request, latents, {}, &memory, &violations);
   EXPECT_TRUE(violations.empty());
   EXPECT_EQ(read.params.count(), 2);
   EXPECT_THAT(read.params.class_vectors().values(), ElementsAre(1, 2, 3, 4, 5, 6));
   EXPECT_EQ(read.params.output().format(), v1::IMAGE_FORMAT_UNSPECIFIED);
   request.mutable_inputs(0)->set_shape(1, 2);  // would be one vector for both
   request.mutable_raw_input_contents(0)->resize(16);
-  ReadInference(request, latents, {}, &violations);
+  ReadInference(request, latents, {}, &memory, &violations);
   ASSERT_EQ(violations.size(), 1u);
   EXPECT_EQ(violations[0].description, "has shape [2, 2]; use [-1, 3], an entry for each image");
 }
@@ -724,6 +725,57 @@ TEST_F(InferenceTest, PixelsAndFilesTogetherCountTwice) {
   EXPECT_TRUE(Infer(request).ok());
   AddInt(&request, "width", 64);
   EXPECT_THAT(Violated(Infer(request)), ElementsAre("batch size"));
+}
+
+TEST(InferenceTensorsTest, MemoryForFilesIsReserved) {
+  ModelInfo model;
+  model.channels = 1;
+  model.width = model.height = 32;
+  model.max_edge = 4096;
+  const int64_t pixels = 32 * 32 * kPngDecodingBytesPerPixel;
+  ModelInferRequest request;
+  AddBytes(&request, "init_image", std::string(1000, 'x'));
+  MemoryBudget memory(20'000);
+  std::vector<FieldViolation> violations;
+  {
+    const Inference read = ReadInference(request, model, {}, &memory, &violations);
+    EXPECT_TRUE(read.memory_status.ok());
+    EXPECT_EQ(memory.reserved(), 1000 + pixels) << "the file, and a PNG that is made and unpacked";
+    request.add_outputs()->set_name("encoded");
+    const Inference file = ReadInference(request, model, {}, &memory, &violations);
+    EXPECT_EQ(memory.reserved(), 2 * 1000 + pixels) << "nothing is unpacked";
+  }
+  EXPECT_EQ(memory.reserved(), 0);
+  {
+    MemoryBudget::Lease others;
+    ASSERT_TRUE(memory.Reserve(memory.bytes() - 500, &others).ok());
+    const Inference read = ReadInference(request, model, {}, &memory, &violations);
+    EXPECT_TRUE(absl::IsResourceExhausted(read.memory_status));
+    EXPECT_THAT(std::string(read.memory_status.message()), HasSubstr("init_image"));
+    EXPECT_FALSE(read.params.has_init_image() && !read.params.init_image().encoded().empty());
+    EXPECT_TRUE(violations.empty()) << violations[0].description;
+  }
+  MemoryBudget small(500);
+  ReadInference(request, model, {}, &small, &violations);
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].field, "init_image");
+}
+
+TEST_F(InferenceTest, APngIsUnpackedOnlyWhereThereIsMemory) {
+  config_.max_decoding_bytes = 32 * 32 * kPngDecodingBytesPerPixel;
+  config_.metrics_listen = "127.0.0.1:0";
+  Start();
+  ModelInferRequest request;
+  EXPECT_TRUE(Infer(request).ok()) << "for one image at a time";
+  EXPECT_THAT(Scrape(), HasSubstr("denoised_decoding_bytes 0\n")) << "given back";
+  engine_->Pause(true);
+  auto first = std::async(std::launch::async, [&] { return Infer({}); });
+  ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("digits@1") == 1; }));
+  const grpc::Status second = Infer({});
+  EXPECT_EQ(second.error_code(), StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(Find<google::rpc::ErrorInfo>(second).reason(), "DECODING_MEMORY");
+  engine_->Pause(false);
+  EXPECT_TRUE(first.get().ok());
 }
 
 TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
