@@ -380,6 +380,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
     for (const auto& encoder : pipeline.text_encoders)
       rules.layers = std::min(rules.layers, encoder->traits().layers);
     DENOISED_ASSIGN_OR_RETURN(PromptReader prompts, PromptReader::Load(directory, rules));
+    info->text = prompts.traits();
     info->prompts = std::make_shared<const PromptReader>(std::move(prompts));
   }
   const SchedulerConfig& scheduler = files.scheduler;

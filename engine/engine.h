@@ -83,7 +83,8 @@ struct ModelInfo {
   /// The denoiser's state: latents, or the image itself (factor 1).
   int latent_factor = 1;  // pixels that a latent pixel stands for, along each edge
   int latent_channels = 0;
-  std::shared_ptr<const PromptReader> prompts;  // null: the model reads no text
+  std::optional<TextTraits> text;               // of a model that reads text
+  std::shared_ptr<const PromptReader> prompts;  // makes tokens of its prompts
   ClassCondition condition = ClassCondition::kNone;
   int num_classes = 0;  // labels a request may name: [0, num_classes)
   int class_vector_size = 0;

@@ -52,6 +52,13 @@ struct SizeConditions {
   std::optional<std::array<int, 2>> original_size, crop, target_size;
 };
 
+/// What the requests of a model that reads text may have.
+struct TextTraits {
+  int max_clip_skip = 0;
+  bool two_encoders = false;  // TextPrompt::text_2 and negative_2
+  bool sizes = false;         // SizeConditions
+};
+
 /// A prompt as text encoders read it, and all else that a condition set depends on.
 struct TokenizedPrompt {
   std::vector<std::vector<int32_t>> ids;  // by encoder, padded; empty: zeros instead of states
@@ -102,6 +109,8 @@ struct EffectiveJob {
   bool guided = false;  // an image takes two rows: with its condition, and without
   /// Models that read text: one for all images, or one each; `negatives` only if guided.
   std::vector<TokenizedPrompt> prompts, negatives;
+  /// By prompt: the end of its text that the model does not read.
+  std::vector<std::string> prompts_cut_off;
 
   const TokenizedPrompt& PromptOf(int image) const {
     return prompts[prompts.size() == 1 ? 0 : image];

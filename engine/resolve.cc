@@ -32,7 +32,7 @@ class Resolver {
     Seeds();
     Condition();
     Guidance();
-    if (model_.prompts) Prompts();
+    if (model_.text) Prompts();
     Previews();
     Images();
     job_.plan = Plan();
@@ -86,7 +86,7 @@ class Resolver {
       if (given) Violate(field, "are not for model '{}', which {}", model_.name, instead);
     };
     const bool labels = !spec_.class_labels.empty(), values = !spec_.class_values.empty();
-    if (model_.prompts) {
+    if (model_.text) {
       refuse("class_labels", labels, "reads text; use prompts");
       refuse("class_values", values, "reads text; use prompts");
       return;
@@ -114,19 +114,20 @@ class Resolver {
 
   void Prompts() {
     const PromptReader& reader = *model_.prompts;
+    const TextTraits& traits = *model_.text;
     if (spec_.prompts.empty())
       Violate("prompts",
-              "are missing: model '{}' draws what a text says; give one for all images, "
+              "is missing: model '{}' draws what a text says; give one for all images, "
               "or one for each",
               model_.name);
     if (spec_.prompts.size() > 1 && spec_.prompts.size() != static_cast<size_t>(spec_.count))
       Violate("prompts", "has {} entries for count {}; give one for all, or one for each",
               spec_.prompts.size(), spec_.count);
-    if (spec_.clip_skip < 0 || spec_.clip_skip > reader.max_clip_skip()) {
-      Violate("clip_skip", "is {}; use 0 to {}", spec_.clip_skip, reader.max_clip_skip());
+    if (spec_.clip_skip < 0 || spec_.clip_skip > traits.max_clip_skip) {
+      Violate("clip_skip", "is {}; use 0 to {}", spec_.clip_skip, traits.max_clip_skip);
       spec_.clip_skip = 0;
     }
-    Sizes(reader.reads_sizes());
+    Sizes(traits.sizes);
     const PromptReader::Request request{
         .clip_skip = spec_.clip_skip,
         .height = spec_.height,
@@ -136,10 +137,11 @@ class Resolver {
     for (size_t i = 0; i < spec_.prompts.size(); ++i) {
       const TextPrompt& prompt = spec_.prompts[i];
       const std::string field = fmt::format("prompts[{}]", i);
-      if (!reader.two_encoders() && (prompt.text_2 || prompt.negative_2))
+      if (!traits.two_encoders && (prompt.text_2 || prompt.negative_2))
         Violate(field + (prompt.text_2 ? ".text_2" : ".negative_2"),
                 "is set, but model '{}' has one text encoder; leave it out", model_.name);
-      job_.prompts.push_back(reader.Condition(prompt, request, field, violations_));
+      job_.prompts.push_back(reader.Condition(prompt, request, field, violations_,
+                                              &job_.prompts_cut_off.emplace_back()));
       if (job_.guided)
         job_.negatives.push_back(reader.Negative(prompt, request, field, violations_));
     }

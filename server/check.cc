@@ -5,13 +5,18 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <filesystem>
 #include <ostream>
+#include <set>
 #include <string>
+#include <utility>
 
+#include "server/models/catalog.h"
 #include "server/models/saved_models.h"
 #include "server/security/acceptor.h"
 #include "server/security/clients.h"
 #include "server/security/credentials.h"
+#include "server/status/model_name.h"
 #include "server/telemetry/http_server.h"
 #include "server/telemetry/metrics.h"
 
@@ -81,6 +86,47 @@ std::string Describe(const ModelInfo& model) {
       model.load_seconds);
 }
 
+/// What a server would load: the models of the configuration, and what --state-dir restores.
+absl::StatusOr<CatalogOptions> ReadModels(const Config& config, Report* report) {
+  const auto read = [&](const std::string& state_dir) {
+    return MakeCatalogOptions(config.models, config.model_roots, state_dir);
+  };
+  if (config.state_dir.empty()) return read("");
+  const std::string item = "state directory " + config.state_dir;
+  std::error_code error;
+  if (!std::filesystem::exists(config.state_dir, error)) {
+    report->Add(item, SavedModelsFile::CheckCreatable(config.state_dir), "will be made");
+    return read("");
+  }
+  auto options = read(config.state_dir);
+  report->Add(item, options.status());
+  if (options.ok()) return options;
+  return read("");
+}
+
+void CheckModels(const Config& config, Engine* engine, Report* report) {
+  auto options = ReadModels(config, report);
+  if (!options.ok()) return report->Add("models", options.status());
+  Metrics metrics;
+  Catalog catalog(*std::move(options), engine, &metrics);
+  std::set<std::string> reported;
+  for (const std::string& listed : catalog.Listed()) {
+    if (engine == nullptr) {
+      report->Add("model " + listed,
+                  absl::FailedPreconditionError("not tried, as there is no device"));
+      continue;
+    }
+    catalog.LoadListed(listed).IgnoreError();
+    // More than one version, when the configured directory was loaded in place of a saved one.
+    for (const CatalogModel& model : catalog.All()) {
+      const ModelInfo& info = *model.info;
+      const std::string name = EngineName(model.name, model.version);
+      if (info.state == ModelState::kLoading || !reported.insert(name).second) continue;
+      report->Add("model " + name, info.error, info.error.ok() ? Describe(info) : "");
+    }
+  }
+}
+
 }  // namespace
 
 bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& engine,
@@ -88,11 +134,6 @@ bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& 
   Report report(out);
   CheckSecurityFiles(config.security, &report);
   CheckAddresses(config, &report);
-  if (!config.state_dir.empty()) {
-    const auto state = SavedModelsFile::Open(config.state_dir);
-    report.Add("state directory " + config.state_dir,
-               state.ok() ? (*state)->Read().status() : state.status());
-  }
   if (engine.ok()) {
     for (const DeviceState& device : (*engine)->Devices()) {
       report.Add("device " + device.name, device.health, device.description);
@@ -100,16 +141,7 @@ bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& 
   } else {
     report.Add("device " + config.engine.device, engine.status());
   }
-  for (const ModelSource& source : config.models) {
-    const std::string item = "model " + source.name;
-    if (!engine.ok()) {
-      report.Add(item, absl::FailedPreconditionError("not tried, as there is no device"));
-    } else if (absl::Status status = (*engine)->Open(source.name, source.directory); !status.ok()) {
-      report.Add(item, status);
-    } else {
-      report.Add(item, status, Describe(*(*engine)->Find(source.name)));
-    }
-  }
+  CheckModels(config, engine.ok() ? engine->get() : nullptr, &report);
   return !report.failed();
 }
 

@@ -11,13 +11,15 @@
 namespace denoised {
 
 /// Tries what Server::Start and the loading of models need, with the same code: certificates, the
-/// file of clients, the addresses, the state directory, the device, every model. A line for each
-/// goes to `report` as soon as it is known, and no failure ends it early:
+/// file of clients, the addresses, the device, the state directory, and every model of the
+/// configuration or of the state directory. A line for each goes to `report` as soon as it is
+/// known, and no failure ends it early:
 ///
 ///   ok      listen 127.0.0.1:50051
-///   failed  model cats: data/cats/unet/config.json: no such file; …
+///   failed  model cats@1: data/cats/unet/config.json: no such file; …
 ///
-/// `engine` is what Engine::Create said; it is left with the models. Whether nothing failed.
+/// Nothing is made or changed on disk. `engine` is what Engine::Create said; it is left with the
+/// models. Whether nothing failed.
 bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& engine,
            std::ostream& report);
 

@@ -129,7 +129,7 @@ struct Server::State {
         write_watch(config.write_timeout, [this] { metrics.ReaderStalled(); }),
         engine(std::move(engine_in)),
         catalog(std::move(models), engine.get(), &metrics),
-        info(DescribeSettings(config), engine.get(), &catalog, &drain),
+        info(DescribeSettings(config), engine.get(), &health),
         preparer(&catalog, engine.get(), config.limits, &decoding, &queue_wait),
         call_context{&calls, &jobs, &workers, &client_load, &queue_wait, &write_watch},
         service(call_context, &catalog, &info, config.limits),
@@ -154,6 +154,7 @@ struct Server::State {
   const Config config;
   Metrics metrics;
   DrainProgress drain;
+  Health health{&drain};
   QueueWait queue_wait;
   ClientLoad client_load;
   MemoryBudget decoding;
@@ -172,7 +173,6 @@ struct Server::State {
   InferenceService inference;
   std::unique_ptr<ModelAdminService> model_admin;  // null as `admin`
   std::unique_ptr<grpc::Server> grpc_server;
-  std::unique_ptr<Health> health;
   std::unique_ptr<Acceptor> acceptor;
   std::unique_ptr<HttpServer> http;  // null when it is not wanted
 
@@ -230,7 +230,8 @@ void Server::State::LoadModels() {
   if (ready > 0 || listed.empty()) {
     const double seconds = std::chrono::duration<double>(Clock::now() - process_start).count();
     metrics.FirstServed(seconds);
-    if (health->Serve()) {
+    health.Serve();
+    if (health.ready()) {
       log::Info("serving", {{"models", ready}, {"seconds_since_start", seconds}});
     }
   }
@@ -259,8 +260,8 @@ absl::Status Server::State::ServeHttp() {
           }
           return HttpReply{200, prometheus::TextSerializer().Serialize(families)};
         }},
-       {"/healthz", [this, probe] { return probe(health->live()); }},
-       {"/readyz", [this, probe] { return probe(health->ready()); }}});
+       {"/healthz", [this, probe] { return probe(health.live()); }},
+       {"/readyz", [this, probe] { return probe(health.ready()); }}});
   if (!listening.ok()) return listening.status();
   http = *std::move(listening);
   return absl::OkStatus();
@@ -318,7 +319,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   state->grpc_server = builder.BuildAndStart();
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
   // gRPC's own health service says SERVING until it is told otherwise: before anybody can ask.
-  state->health = std::make_unique<Health>(state->grpc_server->GetHealthCheckService());
+  state->health.Attach(state->grpc_server->GetHealthCheckService());
   DENOISED_RETURN_IF_ERROR(state->ServeHttp());
   state->acceptor->Start(std::move(handler));
   state->Announce();
@@ -373,7 +374,7 @@ absl::Status Server::CheckDevices() {
                                     {"devices_left", static_cast<int>(left)}});
   }
   const absl::Status status = state_->engine->Health();
-  if (!status.ok()) state_->health->Die();
+  if (!status.ok()) state_->health.Die();
   return status;
 }
 
@@ -389,14 +390,15 @@ bool Server::DestructorWaits() const {
 
 void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds lame_duck) {
   std::call_once(state_->drained, [&] {
-    state_->health->Stop();
     DrainProgress& drain = state_->drain;
     const auto end = std::chrono::system_clock::now() + lame_duck + grace;
     drain.deadline = std::chrono::duration<double>(end.time_since_epoch()).count();
     drain.state = DrainState::kLameDuck;
+    state_->health.Update();
     std::this_thread::sleep_for(lame_duck);
     const Clock::time_point deadline = Clock::now() + grace;
     drain.state = DrainState::kDraining;
+    state_->health.Update();
     state_->engine->Drain(deadline);
     // The images of the last jobs are on their way through the workers and to their readers.
     const Clock::time_point flushed = std::max(deadline, Clock::now() + std::chrono::seconds(1));

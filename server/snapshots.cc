@@ -177,11 +177,12 @@ std::vector<MetricFamily> CollectServing(const SnapshotSources& sources) {
   for (const DeviceState& device : devices) Add(&up, {{"device", device.name}}, device.health.ok());
   families.push_back(std::move(up));
   auto state = Gauge("denoised_server_state", "1 for the state that the server is in");
+  const v1::ServerState now = sources.info->health().State();
   for (const auto& [name, value] : {std::pair{"starting", v1::SERVER_STATE_STARTING},
                                     {"serving", v1::SERVER_STATE_SERVING},
                                     {"lame_duck", v1::SERVER_STATE_LAME_DUCK},
                                     {"draining", v1::SERVER_STATE_DRAINING}}) {
-    Add(&state, {{"state", name}}, sources.info->State() == value);
+    Add(&state, {{"state", name}}, now == value);
   }
   families.push_back(std::move(state));
   families.push_back(Single(MetricType::Gauge, "denoised_drain_deadline_time_seconds",

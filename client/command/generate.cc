@@ -107,6 +107,10 @@ class Saver {
 
   void TellCompleted() {
     const client::EffectiveParams& params = drawing_.params();
+    for (const client::Prompt& prompt : params.prompts) {
+      if (prompt.cut_off.empty()) continue;
+      fmt::print(stderr, "The model does not read the end of the prompt: \"{}\"\n", prompt.cut_off);
+    }
     const client::Timing& timing = drawing_.completed()->timing;
     if (flags_.json) {
       nlohmann::json json = {

@@ -40,6 +40,15 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
                   "Model: name, name@version or alias. Default: the only one of the server")
       ->group(kWhat);
   command
+      .add_option("PROMPT", flags.prompts,
+                  "What the images show, in words, for models that read text. Several: one for "
+                  "each image")
+      ->group(kWhat);
+  command
+      .add_option("--negative", flags.negative,
+                  "What the images do not show. Default: the model's own")
+      ->group(kWhat);
+  command
       .add_option(
           "-l,--labels", flags.labels,
           "Class of each image, by index or name: 3,1,4 or cat,dog. Repeats in order if there "
@@ -87,6 +96,15 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
           "variance, .npy or raw")
       ->group(kWhat);
 
+  command
+      .add_option("--prompt-2", flags.prompt_2,
+                  "Prompt for the second text encoder, of models that have two. Default: PROMPT")
+      ->group(kWhat);
+  command
+      .add_option("--negative-2", flags.negative_2,
+                  "--negative for the second text encoder. Default: --negative")
+      ->group(kWhat);
+
   constexpr char kHow[] = "Sampling (other defaults: the model's; see denoise models NAME)";
   command.add_option("--steps", flags.steps, "Number of denoising steps")->group(kHow);
   command.add_option("--sampler", flags.sampler, "Sampling algorithm")
@@ -96,10 +114,10 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       ->check(CLI::IsMember(Names(client::AllNoiseSchedules())))
       ->group(kHow);
   command
-      .add_option(
-          "--guidance", flags.guidance,
-          "Classifier-free guidance scale: above 1 the images follow the class more closely, at "
-          "twice the cost. 1: off")
+      .add_option("--guidance", flags.guidance,
+                  "Classifier-free guidance scale: above 1 the images follow the prompt or class "
+                  "more closely, at "
+                  "twice the cost. 1: off")
       ->group(kHow);
   command
       .add_option("--eta", flags.eta,
@@ -120,6 +138,10 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option("--churn-noise", flags.churn_noise,
                   "Scale of the noise that churn adds (s_noise). Default: 1")
+      ->group(kHow);
+  command
+      .add_option("--clip-skip", flags.clip_skip,
+                  "Layers left out at the end of the text encoder. Default: 0")
       ->group(kHow);
   command.add_option("--order", flags.order, "Order of dpm_solver and uni_pc: 1, 2 or 3")
       ->group(kHow);
@@ -195,6 +217,7 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command.footer(R"(Examples:
   denoise generate                                    one image, denoised.png
   denoise generate --grid 4x4 --previews              sixteen images, shown live in the terminal
+  denoise generate "a red apple" --negative "leaf" --size 512x768
   denoise generate -l 0,1,2,3 --seed 42 -o "{label}.png"
   denoise generate -l 7 --seed 3,14,15 -o "{seed}.png"
   denoise generate --steps 40 --sampler heun --churn 10 --animate denoising.webp

@@ -16,6 +16,9 @@ struct GenerateFlags {
   std::string priority;  // empty: the server's default
   bool detach = false;
   bool timings = false;
+  std::vector<std::string> prompts;
+  std::optional<std::string> negative, prompt_2, negative_2;
+  std::optional<int> clip_skip;
   std::vector<std::string> labels;  // indices or names
   std::vector<float> class_vectors;
   std::optional<int> count;

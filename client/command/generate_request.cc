@@ -58,8 +58,11 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
     return tensor;
   }
   client::Tensor noise;
-  noise.shape = {generation.count.value_or(1), generation.height.value_or(model.defaults.height),
-                 generation.width.value_or(model.defaults.width), model.limits.channels};
+  const int factor = model.limits.latent_factor;
+  noise.shape = {generation.count.value_or(1),
+                 generation.height.value_or(model.defaults.height) / factor,
+                 generation.width.value_or(model.defaults.width) / factor,
+                 factor == 1 ? model.limits.channels : model.limits.latent_channels};
   int64_t bytes = sizeof(float);
   for (const int64_t extent : noise.shape) bytes *= extent;
   if (static_cast<int64_t>(file->size()) != bytes) {
@@ -72,6 +75,13 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
 }
 
 absl::Status CheckTogether(const GenerateFlags& flags) {
+  if (flags.prompts.empty() &&
+      (flags.negative || flags.prompt_2 || flags.negative_2 || flags.clip_skip)) {
+    return absl::InvalidArgumentError(
+        "--negative, --prompt-2, --negative-2 and --clip-skip are for a PROMPT; give one, \"\" if "
+        "it "
+        "is to be empty");
+  }
   if (!flags.grid.empty() && flags.format != "png") {
     return absl::InvalidArgumentError("--grid makes one PNG; leave --format out");
   }
@@ -158,6 +168,14 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
   }
   generation.count = flags.count;
   generation.class_vectors = flags.class_vectors;
+  for (const std::string& prompt : flags.prompts) {
+    generation.prompts.push_back({.text = prompt,
+                                  .negative = flags.negative,
+                                  .text_2 = flags.prompt_2,
+                                  .negative_2 = flags.negative_2,
+                                  .cut_off = {}});
+  }
+  generation.clip_skip = flags.clip_skip;
   generation.guidance_scale = flags.guidance;
   generation.steps = flags.steps;
   generation.sampler = client::SamplerFromName(flags.sampler);
@@ -188,8 +206,10 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
     // Beyond int no server's limit reaches; it is refused there by name.
     if (!generation.count) generation.count = static_cast<int>(std::min<int64_t>(cells, INT32_MAX));
   }
-  if (!generation.count && (!flags.labels.empty() || flags.seeds.size() > 1)) {
-    generation.count = static_cast<int>(std::max(flags.labels.size(), flags.seeds.size()));
+  const size_t named_images =
+      std::max({flags.labels.size(), flags.seeds.size(), flags.prompts.size()});
+  if (!generation.count && (!flags.labels.empty() || named_images > 1)) {
+    generation.count = static_cast<int>(named_images);
   }
   if (flags.seeds.size() > 1 && static_cast<int>(flags.seeds.size()) != *generation.count) {
     return absl::InvalidArgumentError(

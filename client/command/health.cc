@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -41,8 +43,7 @@ std::string ModelsUnderWay(const client::Client& client, const client::CallOptio
 }
 
 Answer Ask(const client::Client& client, const HealthFlags& flags,
-           const client::CallOptions& call) {
-  const client::CallOptions options = WithTimeout(call, kCallTimeout);
+           const client::CallOptions& options) {
   const auto health = client.CheckHealth(flags.service, options);
   if (health.ok() && *health == client::ServingStatus::kServing) return {kOk, "SERVING", ""};
   if (health.ok()) return {kError, "NOT_SERVING", ModelsUnderWay(client, options)};
@@ -58,23 +59,38 @@ Answer Ask(const client::Client& client, const HealthFlags& flags,
 
 }  // namespace
 
+client::RetryPolicy HealthRetries(const HealthFlags& flags) {
+  if (flags.wait_seconds == 0) return {.max_attempts = 1};
+  constexpr int kUnbounded = std::numeric_limits<int>::max();
+  return {.max_attempts = kUnbounded,
+          .initial_backoff = kInterval,
+          .max_backoff = kInterval,
+          .budget = kUnbounded};
+}
+
 ExitCode Health(const client::Client& client, const HealthFlags& flags,
                 const client::CallOptions& call) {
   const auto begin = steady_clock::now();
   const auto waited = [&begin] {
     return std::chrono::duration<double>(steady_clock::now() - begin);
   };
-  std::string told;
+  const auto timeout = [&]() -> std::chrono::nanoseconds {
+    if (flags.wait_seconds == 0) return kCallTimeout;
+    const std::chrono::duration<double> left(flags.wait_seconds - waited().count());
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+        std::clamp<std::chrono::duration<double>>(left, kInterval, kCallTimeout));
+  };
+  std::string said;
   Answer answer;
   for (;;) {
-    answer = Ask(client, flags, call);
+    answer = Ask(client, flags, WithTimeout(call, timeout()));
     const bool over = waited().count() + 0.2 >= flags.wait_seconds || call.stop.stop_requested();
     if (answer.code == kOk || over) break;
-    if (answer.comment != told) {
+    if (answer.comment != said) {
       std::fputs(
           fmt::format("waiting for the server ({}): {}\n", answer.status, answer.comment).c_str(),
           stderr);
-      told = answer.comment;
+      said = answer.comment;
     }
     std::this_thread::sleep_for(kInterval);
   }

@@ -14,8 +14,11 @@ struct HealthFlags {
   bool json = false;
 };
 
+/// How the connection of `denoise health` retries: for as long as a question lasts, if it waits.
+client::RetryPolicy HealthRetries(const HealthFlags& flags);
+
 /// `denoise health`: kOk when SERVING, kError when not, kUnavailable when nobody answers. While it
-/// waits it tells on stderr what for. `client` should not retry: this does.
+/// waits, it says on stderr what for.
 ExitCode Health(const client::Client& client, const HealthFlags& flags,
                 const client::CallOptions& call);
 

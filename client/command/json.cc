@@ -44,6 +44,14 @@ nlohmann::json ToJson(const client::EffectiveParams& params) {
   if (params.s_noise) json["s_noise"] = *params.s_noise;
   if (params.solver_order) json["solver_order"] = *params.solver_order;
   if (!params.seeds.empty()) json["seeds"] = params.seeds;
+  for (const client::Prompt& prompt : params.prompts) {
+    nlohmann::json& text = json["prompts"].emplace_back();
+    text["text"] = prompt.text;
+    if (prompt.negative) text["negative"] = *prompt.negative;
+    if (prompt.text_2) text["text_2"] = *prompt.text_2;
+    if (prompt.negative_2) text["negative_2"] = *prompt.negative_2;
+    if (!prompt.cut_off.empty()) text["cut_off"] = prompt.cut_off;
+  }
   return json;
 }
 
@@ -69,6 +77,7 @@ nlohmann::json ToJson(const client::Model& model) {
           {"state", NameOf(model.state)},
           {"error", model.error},
           {"architecture", model.architecture},
+          {"pipeline", model.pipeline},
           {"parameters", model.parameters},
           {"condition", NameOf(model.condition)},
           {"labels", model.labels},
@@ -87,7 +96,11 @@ nlohmann::json ToJson(const client::Model& model) {
             {"guidance", model.limits.guidance},
             {"size_multiple", model.limits.size_multiple},
             {"channels", model.limits.channels},
-            {"max_request_bytes", model.limits.max_request_bytes}}},
+            {"max_request_bytes", model.limits.max_request_bytes},
+            {"latent_factor", model.limits.latent_factor},
+            {"latent_channels", model.limits.latent_channels},
+            {"max_clip_skip", model.limits.max_clip_skip},
+            {"two_texts", model.limits.two_texts}}},
           {"samplers", NamesOf(model.samplers)},
           {"noise_schedules", NamesOf(model.noise_schedules)},
           {"memory_bytes", model.memory_bytes},

@@ -171,8 +171,8 @@ Example:
 
   const command::Interrupt interrupt;
   client::ConnectionOptions options = command::ToOptions(connection_flags);
-  // health reports every answer, and bench counts every error.
-  if (health->parsed() || bench->parsed()) options.retry.max_attempts = 1;
+  if (health->parsed()) options.retry = command::HealthRetries(health_flags);
+  if (bench->parsed()) options.retry.max_attempts = 1;  // it counts every error
   std::vector<client::Client> clients;
   for (int i = 0; i < bench_flags.connections; ++i) {
     auto connection = client::Connect(connection_flags.server, options);

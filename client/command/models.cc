@@ -63,7 +63,8 @@ void PrintModel(const client::Model& model) {
   line("state", std::string(client::Name(model.state)));
   if (!model.error.empty()) line("error", model.error);
   line("architecture",
-       fmt::format("{}, {} weights", model.architecture, HumanCount(model.parameters)));
+       fmt::format("{}, {} weights", model.pipeline.empty() ? model.architecture : model.pipeline,
+                   HumanCount(model.parameters)));
   line("device", fmt::format("{}, {}", model.device, HumanBytes(model.memory_bytes)));
   line("size", fmt::format("{}, multiples of {}", SizeOf(model), model.limits.size_multiple));
   line("condition", std::string(client::Name(model.condition)));

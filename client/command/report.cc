@@ -17,6 +17,8 @@ struct Flag {
 };
 // Where the flag is not the name of the field with dashes; a field after its own fields.
 constexpr Flag kFlags[] = {{"class_labels.labels", "--labels"},
+                           {"text.prompts", "PROMPT"},
+                           {"text.clip_skip", "--clip-skip"},
                            {"seeds", "--seed"},
                            {"class_labels", "--labels"},
                            {"class_vectors.values", "--class-vectors"},

@@ -75,7 +75,8 @@ class Client {
     return connection_->LoadModel(load, options);
   }
 
-  /// For admins: takes "name" or "name@version" away and waits for the requests it has.
+  /// For admins: takes "name" or "name@version" away and waits for the requests it has. Not
+  /// retried.
   absl::Status UnloadModel(const std::string& name, const CallOptions& options = {}) const {
     return connection_->UnloadModel(name, options);
   }
@@ -87,7 +88,7 @@ class Client {
     return connection_->SetAlias(alias, target, options);
   }
 
-  /// For admins.
+  /// For admins. Not retried.
   absl::Status DeleteAlias(const std::string& alias, const CallOptions& options = {}) const {
     return connection_->DeleteAlias(alias, options);
   }

@@ -6,10 +6,8 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <fstream>
 #include <iterator>
-#include <mutex>
 #include <tuple>
 #include <utility>
 
@@ -41,15 +39,6 @@ std::optional<std::chrono::system_clock::time_point> Deadline(const CallOptions&
   return std::chrono::system_clock::now() + *options.timeout;
 }
 
-/// Sleeps, or returns false early when a stop is requested.
-bool Sleep(std::chrono::nanoseconds delay, const std::stop_token& stop) {
-  std::mutex mutex;
-  std::condition_variable_any wakeup;
-  std::unique_lock lock(mutex);
-  wakeup.wait_for(lock, stop, delay, [] { return false; });
-  return !stop.stop_requested();
-}
-
 absl::Status PlaintextToken(const char* what) {
   return absl::InvalidArgumentError(
       fmt::format("{} needs tls: anyone on the network could read the token. If something else "
@@ -61,6 +50,11 @@ absl::Status PlaintextToken(const char* what) {
 // Calls that go to one server, not to any of several.
 constexpr char kJobs[] = "a job is known to only";
 constexpr char kModels[] = "models are changed on only";
+
+/// For calls that may have been carried out though their reply was lost: a second LoadModel would
+/// load a second version, a second UnloadModel or DeleteAlias would end with NOT_FOUND, or take
+/// away what somebody has made meanwhile.
+constexpr RetryPolicy kOnce = {.max_attempts = 1};
 
 class GrpcConnection : public Connection {
  public:
@@ -75,6 +69,7 @@ class GrpcConnection : public Connection {
         token_(std::move(token)),
         plaintext_(plaintext),
         budget_(std::make_shared<RetryBudget>(retry.budget)),
+        channel_(channel),
         stub_(v1::ImageGeneration::NewStub(channel)),
         admin_(v1::ModelAdmin::NewStub(channel)),
         health_(channel) {}
@@ -185,12 +180,12 @@ class GrpcConnection : public Connection {
     if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
     const v1::LoadModelRequest request = ToProto(load);
     v1::LoadModelResponse response;
-    // Made once: a second time would load a second version.
-    const absl::Status status = Call(options,
-                                     [&](grpc::ClientContext* context) {
-                                       return admin_->LoadModel(context, request, &response);
-                                     },
-                                     {.max_attempts = 1});
+    const absl::Status status = Call(
+        options,
+        [&](grpc::ClientContext* context) {
+          return admin_->LoadModel(context, request, &response);
+        },
+        kOnce);
     if (!status.ok()) return status;
     return FromProto(response.model());
   }
@@ -200,9 +195,12 @@ class GrpcConnection : public Connection {
     v1::UnloadModelRequest request;
     request.set_name(name);
     v1::UnloadModelResponse response;
-    return Call(options, [&](grpc::ClientContext* context) {
-      return admin_->UnloadModel(context, request, &response);
-    });
+    return Call(
+        options,
+        [&](grpc::ClientContext* context) {
+          return admin_->UnloadModel(context, request, &response);
+        },
+        kOnce);
   }
 
   absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
@@ -224,9 +222,12 @@ class GrpcConnection : public Connection {
     v1::DeleteAliasRequest request;
     request.set_alias(alias);
     v1::DeleteAliasResponse response;
-    return Call(options, [&](grpc::ClientContext* context) {
-      return admin_->DeleteAlias(context, request, &response);
-    });
+    return Call(
+        options,
+        [&](grpc::ClientContext* context) {
+          return admin_->DeleteAlias(context, request, &response);
+        },
+        kOnce);
   }
 
   absl::StatusOr<std::vector<Model>> ListModels(const CallOptions& options) override {
@@ -339,6 +340,22 @@ class GrpcConnection : public Connection {
         fmt::format("no server could be reached at {}: {}", name, grpc_status.error_message()));
   }
 
+  /// Waits before the next attempt, or returns false early when a stop is requested. It waits for
+  /// gRPC, which connects only while some thread does: an attempt that fails at once is too short,
+  /// and a connection that was begun in one would time out in the pauses.
+  bool Pause(std::chrono::nanoseconds delay, const std::stop_token& stop) const {
+    constexpr std::chrono::milliseconds kStopLatency{20};
+    const auto end = std::chrono::steady_clock::now() + delay;
+    while (!stop.stop_requested() && std::chrono::steady_clock::now() < end) {
+      const auto left = end - std::chrono::steady_clock::now();
+      channel_->WaitForStateChange(
+          channel_->GetState(/*try_to_connect=*/true),
+          std::chrono::system_clock::now() +
+              std::min<std::chrono::steady_clock::duration>(left, kStopLatency));
+    }
+    return !stop.stop_requested();
+  }
+
   /// Makes a unary call until it succeeds or must not be made again.
   template <typename Attempt>
   absl::Status Call(const CallOptions& options, const Attempt& attempt) {
@@ -361,7 +378,7 @@ class GrpcConnection : public Connection {
       if (!options.stop.stop_requested()) status = WithoutShutdownCancel(std::move(status));
       const auto delay = attempts.Ended(status);
       if (!delay) return status;
-      if (!Sleep(*delay, options.stop)) return absl::CancelledError("cancelled by the caller");
+      if (!Pause(*delay, options.stop)) return absl::CancelledError("cancelled by the caller");
     }
   }
 
@@ -371,6 +388,7 @@ class GrpcConnection : public Connection {
   const std::shared_ptr<grpc::CallCredentials> token_;
   const bool plaintext_;
   const std::shared_ptr<RetryBudget> budget_;
+  const std::shared_ptr<grpc::Channel> channel_;
   const std::shared_ptr<v1::ImageGeneration::Stub> stub_;
   const std::unique_ptr<v1::ModelAdmin::Stub> admin_;
   grpc::TemplatedGenericStub<health::HealthCheckRequest, health::HealthCheckResponse> health_;

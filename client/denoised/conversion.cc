@@ -77,9 +77,25 @@ std::string LowerName(const std::string& name, size_t prefix) {
 }  // namespace
 
 absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
-  if (!generation.class_labels.empty() && !generation.class_vectors.empty()) {
+  if (!generation.class_labels.empty() + !generation.class_vectors.empty() +
+          !generation.prompts.empty() >
+      1) {
     return absl::InvalidArgumentError(
-        "class_labels and class_vectors are both given; give the one that the model takes");
+        "more than one of class_labels, class_vectors and prompts is given; give the one that the "
+        "model takes");
+  }
+  for (size_t i = 0; i < generation.prompts.size(); ++i) {
+    const Prompt& prompt = generation.prompts[i];
+    for (const std::string* text : {&prompt.text, prompt.negative ? &*prompt.negative : nullptr,
+                                    prompt.text_2 ? &*prompt.text_2 : nullptr,
+                                    prompt.negative_2 ? &*prompt.negative_2 : nullptr}) {
+      // Protobuf would refuse it on the way, without a name.
+      if (text && !google::protobuf::internal::IsStructurallyValidUTF8(
+                      text->data(), static_cast<int>(text->size()))) {
+        return absl::InvalidArgumentError("prompts[" + std::to_string(i) +
+                                          "] is not UTF-8; encode its text so");
+      }
+    }
   }
   v1::GenerationParams params;
   params.set_model(generation.model);
@@ -93,6 +109,14 @@ absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
   if (const auto& values = generation.class_vectors; !values.empty()) {
     params.mutable_class_vectors()->mutable_values()->Add(values.begin(), values.end());
   }
+  for (const Prompt& prompt : generation.prompts) {
+    v1::TextPrompt& text = *params.mutable_text()->add_prompts();
+    text.set_text(prompt.text);
+    if (prompt.negative) text.set_negative(*prompt.negative);
+    if (prompt.text_2) text.set_text_2(*prompt.text_2);
+    if (prompt.negative_2) text.set_negative_2(*prompt.negative_2);
+  }
+  if (generation.clip_skip) params.mutable_text()->set_clip_skip(*generation.clip_skip);
   if (generation.guidance_scale) params.set_guidance_scale(*generation.guidance_scale);
   if (generation.steps) params.set_steps(*generation.steps);
   if (generation.sampler) params.set_sampler(Cast<v1::Sampler>(*generation.sampler));
@@ -162,6 +186,14 @@ EffectiveParams FromProto(const v1::EffectiveParams& proto) {
   if (proto.has_s_noise()) params.s_noise = proto.s_noise();
   if (proto.has_solver_order()) params.solver_order = proto.solver_order();
   params.class_values.assign(proto.class_values().begin(), proto.class_values().end());
+  for (const v1::TextPrompt& text : proto.text().prompts()) {
+    Prompt& prompt = params.prompts.emplace_back();
+    prompt.text = text.text();
+    if (text.has_negative()) prompt.negative = text.negative();
+    if (text.has_text_2()) prompt.text_2 = text.text_2();
+    if (text.has_negative_2()) prompt.negative_2 = text.negative_2();
+    prompt.cut_off = text.cut_off();
+  }
   return params;
 }
 
@@ -297,6 +329,7 @@ Model FromProto(const v1::Model& proto) {
   model.state = KnownOr0<ModelState>(proto.state(), v1::ModelState_MAX);
   model.error = proto.error();
   model.architecture = proto.architecture();
+  model.pipeline = proto.pipeline();
   model.parameters = proto.parameters();
   model.condition = KnownOr0<ClassCondition>(proto.condition(), v1::ClassConditionKind_MAX);
   model.labels.assign(proto.labels().begin(), proto.labels().end());
@@ -316,7 +349,11 @@ Model FromProto(const v1::Model& proto) {
                   .guidance = limits.guidance(),
                   .size_multiple = limits.size_multiple(),
                   .channels = limits.channels(),
-                  .max_request_bytes = limits.max_request_bytes()};
+                  .max_request_bytes = limits.max_request_bytes(),
+                  .latent_factor = std::max(1, limits.latent_factor()),
+                  .latent_channels = limits.latent_channels(),
+                  .max_clip_skip = limits.max_clip_skip(),
+                  .two_texts = limits.two_texts()};
   for (const int sampler : proto.samplers()) {
     model.samplers.push_back(KnownOr0<Sampler>(sampler, v1::Sampler_MAX));
   }

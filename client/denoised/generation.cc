@@ -19,7 +19,7 @@ constexpr std::string_view kJobStates[] = {kUnknown,    "queued", "running",
                                            "succeeded", "failed", "cancelled"};
 constexpr std::string_view kMilestones[] = {kUnknown,     "queued",  "admitted",
                                             "evaluation", "decoded", "sent"};
-constexpr std::string_view kConditions[] = {kUnknown, "none", "label", "value", "vector"};
+constexpr std::string_view kConditions[] = {kUnknown, "none", "label", "value", "vector", "text"};
 
 template <typename Enum, size_t N>
 std::string_view NameIn(const std::string_view (&names)[N], Enum value) {

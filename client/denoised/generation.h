@@ -62,8 +62,15 @@ enum class JobState {
   kCancelled = 5
 };
 
-/// How a model takes its class condition.
-enum class ClassCondition { kUnknown = 0, kNone = 1, kLabel = 2, kValue = 3, kVector = 4 };
+/// How a model is told what to draw.
+enum class ClassCondition {
+  kUnknown = 0,
+  kNone = 1,
+  kLabel = 2,
+  kValue = 3,
+  kVector = 4,
+  kText = 5
+};
 
 /// Lower-case names: "dpm_solver", "karras", "available"; "unknown" for what has none.
 std::string_view Name(Sampler sampler);
@@ -95,6 +102,14 @@ struct InitImage {
   std::optional<double> strength;  // how much is drawn anew, in (0, 1]
 };
 
+/// What an image shows, in words, for models that read text. UTF-8.
+struct Prompt {
+  std::string text;
+  std::optional<std::string> negative;  // what it does not show; unset: the model's own default
+  std::optional<std::string> text_2, negative_2;  // for a second text encoder; unset: as the first
+  std::string cut_off;  // only in answers: the end of `text` that the model does not read
+};
+
 /// What to draw.
 struct Generation {
   std::string model;       // name, name@version or alias; may be empty when there is a single one
@@ -105,6 +120,8 @@ struct Generation {
   std::optional<int> count;
   std::vector<int> class_labels;     // one for all images, or one for each
   std::vector<float> class_vectors;  // for models that take numbers; not together with class_labels
+  std::vector<Prompt> prompts;   // for models that read text: one for all images, or one for each
+  std::optional<int> clip_skip;  // of the prompts: text encoder layers left out at the end
   std::optional<double> guidance_scale;
   std::optional<int> steps;
   std::optional<Sampler> sampler;
@@ -151,6 +168,7 @@ struct EffectiveParams {
   std::optional<double> s_tmin, s_tmax, s_noise;  // unset when the sampler has no churn
   std::optional<int> solver_order;                // unset when the sampler has none
   std::vector<float> class_values;  // of each image in order; empty for models without numbers
+  std::vector<Prompt> prompts;      // empty for models that read no text
 };
 
 /// One image.
@@ -280,7 +298,8 @@ struct Model {
   std::vector<std::string> aliases;  // other names for it
   ModelState state = ModelState::kUnknown;
   std::string error;         // why it is kFailed
-  std::string architecture;  // diffusers' class
+  std::string architecture;  // diffusers' class of the denoiser
+  std::string pipeline;      // diffusers' class of the whole; empty for a model alone
   int64_t parameters = 0;
   ClassCondition condition = ClassCondition::kUnknown;
   std::vector<std::string> labels;  // names of the classes by index; may be empty
@@ -300,6 +319,10 @@ struct Model {
     int size_multiple = 1;
     int channels = 0;
     int64_t max_request_bytes = 0;
+    int latent_factor = 1;    // pixels along an edge of one latent pixel; 1: it draws pixels
+    int latent_channels = 0;  // of initial_noise
+    int max_clip_skip = 0;
+    bool two_texts = false;  // Prompt::text_2 and negative_2
   } limits;
   std::vector<Sampler> samplers;
   std::vector<NoiseSchedule> noise_schedules;

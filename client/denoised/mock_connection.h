@@ -27,22 +27,30 @@ class MockStreamCall : public StreamCall {
   MOCK_METHOD(absl::Status, Wait, (), (override));
 };
 
-/// A server that answers what a test expects. A stream that no test expects ends with
-/// UNIMPLEMENTED, because StreamGenerate and WatchJob never return null.
+/// A server that answers what a test expects. A call that no test expects does what Connection
+/// does: it returns UNIMPLEMENTED, or a stream that ends with it.
 class MockConnection : public Connection {
  public:
   MockConnection() {
-    ON_CALL(*this, StreamGenerate)
-        .WillByDefault([this](const Generation& generation,
-                              const std::optional<PreviewOptions>& preview, StreamListener listener,
-                              const CallOptions& options) {
-          return Connection::StreamGenerate(generation, preview, std::move(listener), options);
-        });
-    ON_CALL(*this, WatchJob)
-        .WillByDefault([this](const std::string& request_id, uint64_t after_sequence,
-                              StreamListener listener, const CallOptions& options) {
-          return Connection::WatchJob(request_id, after_sequence, std::move(listener), options);
-        });
+#define DENOISED_MOCK_DEFAULT(call)                                           \
+  ON_CALL(*this, call).WillByDefault([this](auto&&... arguments) {            \
+    return Connection::call(std::forward<decltype(arguments)>(arguments)...); \
+  })
+    DENOISED_MOCK_DEFAULT(Generate);
+    DENOISED_MOCK_DEFAULT(StreamGenerate);
+    DENOISED_MOCK_DEFAULT(WatchJob);
+    DENOISED_MOCK_DEFAULT(GetJob);
+    DENOISED_MOCK_DEFAULT(ListJobs);
+    DENOISED_MOCK_DEFAULT(CancelJob);
+    DENOISED_MOCK_DEFAULT(GetServerInfo);
+    DENOISED_MOCK_DEFAULT(LoadModel);
+    DENOISED_MOCK_DEFAULT(UnloadModel);
+    DENOISED_MOCK_DEFAULT(SetAlias);
+    DENOISED_MOCK_DEFAULT(DeleteAlias);
+    DENOISED_MOCK_DEFAULT(ListModels);
+    DENOISED_MOCK_DEFAULT(GetModel);
+    DENOISED_MOCK_DEFAULT(CheckHealth);
+#undef DENOISED_MOCK_DEFAULT
   }
 
   MOCK_METHOD(absl::StatusOr<GenerationResult>, Generate, (const Generation&, const CallOptions&),

@@ -18,12 +18,19 @@ absl::StatusOr<PromptReader> PromptReader::Load(const ModelDirectory& directory,
   return PromptReader(rules, std::move(tokenizers));
 }
 
+TextTraits PromptReader::traits() const {
+  return {.max_clip_skip = rules_.layers - 1 - rules_.skip_layers,
+          .two_encoders = tokenizers_.size() == 2,
+          .sizes = rules_.size_numbers > 0};
+}
+
 TokenizedPrompt PromptReader::Condition(const TextPrompt& prompt, const Request& request,
                                         const std::string& field,
-                                        std::vector<FieldViolation>* violations) const {
-  TokenizedPrompt tokens =
-      Read({prompt.text, prompt.text_2.value_or(prompt.text)},
-           {field + ".text", field + (prompt.text_2 ? ".text_2" : ".text")}, request, violations);
+                                        std::vector<FieldViolation>* violations,
+                                        std::string* cut_off) const {
+  TokenizedPrompt tokens = Read({prompt.text, prompt.text_2.value_or(prompt.text)},
+                                {field + ".text", field + (prompt.text_2 ? ".text_2" : ".text")},
+                                request, violations, cut_off);
   // diffusers skips layers of the prompt alone (StableDiffusionPipeline.encode_prompt).
   tokens.skip_layers += request.clip_skip;
   return tokens;
@@ -55,7 +62,8 @@ TokenizedPrompt PromptReader::Sized(const Request& request) const {
 
 TokenizedPrompt PromptReader::Read(const std::array<std::string, 2>& texts,
                                    const std::array<std::string, 2>& fields, const Request& request,
-                                   std::vector<FieldViolation>* violations) const {
+                                   std::vector<FieldViolation>* violations,
+                                   std::string* cut_off) const {
   TokenizedPrompt tokens = Sized(request);
   for (size_t i = 0; i < tokenizers_.size(); ++i) {
     const absl::StatusOr<TokenizedText> text = tokenizers_[i].Encode(texts[i]);
@@ -67,6 +75,7 @@ TokenizedPrompt PromptReader::Read(const std::array<std::string, 2>& texts,
         violations->push_back(violation);
       continue;
     }
+    if (cut_off && i == 0) *cut_off = text->cut_off;
     // Pooled is the first end token, which is also the largest id where a config asks for that.
     const auto end = std::find(text->ids.begin(), text->ids.end(), tokenizers_[i].end());
     tokens.ends.push_back(static_cast<int>(end - text->ids.begin()));

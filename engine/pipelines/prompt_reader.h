@@ -39,23 +39,22 @@ class PromptReader {
     float guidance_scale = 1;
   };
   /// Appends an error for each text that cannot be read; `field` names the prompt in it.
+  /// `cut_off` is set to the end of the text that the encoders do not read.
   TokenizedPrompt Condition(const TextPrompt& prompt, const Request& request,
-                            const std::string& field,
-                            std::vector<FieldViolation>* violations) const;
+                            const std::string& field, std::vector<FieldViolation>* violations,
+                            std::string* cut_off) const;
   /// The same for rows without guidance.
   TokenizedPrompt Negative(const TextPrompt& prompt, const Request& request,
                            const std::string& field, std::vector<FieldViolation>* violations) const;
-  /// Largest JobSpec::clip_skip.
-  int max_clip_skip() const { return rules_.layers - 1 - rules_.skip_layers; }
-  bool reads_sizes() const { return rules_.size_numbers > 0; }
-  bool two_encoders() const { return tokenizers_.size() == 2; }
+  TextTraits traits() const;
 
  private:
   PromptReader(const Rules& rules, std::vector<ClipTokenizer> tokenizers)
       : rules_(rules), tokenizers_(std::move(tokenizers)) {}
   TokenizedPrompt Read(const std::array<std::string, 2>& texts,
                        const std::array<std::string, 2>& fields, const Request& request,
-                       std::vector<FieldViolation>* violations) const;
+                       std::vector<FieldViolation>* violations,
+                       std::string* cut_off = nullptr) const;
   TokenizedPrompt Sized(const Request& request) const;
 
   Rules rules_;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "server/api/call_record.h"
+#include "server/models/catalog.h"
 #include "server/security/clients.h"
 #include "server/status/status_details.h"
 #include "server/telemetry/log.h"
@@ -42,6 +43,9 @@ void LogChange(const ModelChange& change, const CallRecord& call, const grpc::St
     if (!value->empty()) fields.push_back({name, value->substr(0, 256)});
   }
   if (!status.ok()) fields.push_back({"error", status.error_message()});
+  if (ReasonOf(status) == reason::kChangeIncomplete) {
+    return log::Warning("models changed, but not all of the change was done", fields);
+  }
   log::Info(status.ok() ? "models changed" : "models not changed", fields);
 }
 
@@ -53,6 +57,7 @@ grpc::Status ToGrpc(const absl::Status& status) {
   if (absl::IsNotFound(status)) reason = reason::kModelNotFound;
   if (absl::IsResourceExhausted(status)) reason = reason::kDeviceMemory;
   if (absl::IsInternal(status)) reason = reason::kServerError;
+  if (TookEffect(status)) reason = reason::kChangeIncomplete;
   return ToGrpcStatus(status, reason, "");
 }
 
@@ -60,19 +65,20 @@ grpc::ServerUnaryReactor* AdminCalls::Post(grpc::CallbackServerContext* context,
                                            ModelChange change, std::function<grpc::Status()> work) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const auto record = std::make_shared<CallRecord>(calls_, method, context);
+  WorkerPool& threads = change.waits ? waiting_ : quick_;
   const auto end = [reactor, record, change = std::move(change)](const grpc::Status& status) {
     LogChange(change, *record, status);
     record->End(status.error_code(), status.error_message());
     reactor->Finish(status);
   };
-  // A refusal waits for no thread: all may be busy with loads.
+  // A refusal waits for no thread: loads may keep them all busy.
   grpc::Status refusal = Authorize(record->caller());
   if (refusal.ok()) refusal = CheckServing();
   if (!refusal.ok()) {
     end(refusal);
     return reactor;
   }
-  threads_.Post(Priority::kNormal, [this, end, work = std::move(work)] {
+  threads.Post(Priority::kNormal, [this, end, work = std::move(work)] {
     const grpc::Status status = CheckServing();  // the drain may have begun meanwhile
     end(status.ok() ? work() : status);
   });

@@ -18,10 +18,12 @@ struct ModelChange {
   std::string model = {};      // "name" or "name@version"
   std::string directory = {};  // of a load; empty: where the current version came from
   std::string alias = {};
+  bool waits = true;  // for the device, or for requests to end
 };
 
-/// The calls that change the models, of all services. They wait for the device and for requests to
-/// end, so they have threads of their own. What is pointed to must outlive it. Thread-safe.
+/// The calls that change the models, of all services. They have threads of their own, since a load
+/// waits for the device and an unload for requests; changes that wait for neither have a thread
+/// that no load keeps busy. What is pointed to must outlive it. Thread-safe.
 class AdminCalls {
  public:
   AdminCalls(Calls* calls, const DrainProgress* drain) : calls_(calls), drain_(drain) {}
@@ -36,7 +38,7 @@ class AdminCalls {
 
   Calls* const calls_;
   const DrainProgress* const drain_;
-  WorkerPool threads_{4};
+  WorkerPool waiting_{4}, quick_{1};  // by ModelChange::waits
 };
 
 /// What the catalog refused to do.

@@ -2,40 +2,23 @@
 #include "server/api/health.h"
 
 namespace denoised {
-namespace {
 
-constexpr char kLiveness[] = "liveness";
-
-}  // namespace
-
-Health::Health(grpc::HealthCheckServiceInterface* service) : service_(service) {
+void Health::Attach(grpc::HealthCheckServiceInterface* service) {
   MutexLock lock(&mutex_);
-  Set(false);
-  service_->SetServingStatus(kLiveness, true);
+  service_ = service;
+  Publish();
 }
 
-bool Health::Serve() {
+v1::ServerState Health::State() const {
   MutexLock lock(&mutex_);
-  if (!stopped_) Set(true);
-  return !stopped_;
+  return StateLocked();
 }
 
-void Health::Stop() {
-  MutexLock lock(&mutex_);
-  stopped_ = true;
-  Set(false);
-}
-
-void Health::Die() {
-  Stop();
-  MutexLock lock(&mutex_);
-  live_ = false;
-  service_->SetServingStatus(kLiveness, false);
-}
-
-bool Health::ready() const {
-  MutexLock lock(&mutex_);
-  return serving_;
+v1::ServerState Health::StateLocked() const {
+  const DrainState drain = drain_->state;
+  if (drain == DrainState::kDraining || !live_) return v1::SERVER_STATE_DRAINING;
+  if (drain == DrainState::kLameDuck) return v1::SERVER_STATE_LAME_DUCK;
+  return started_ ? v1::SERVER_STATE_SERVING : v1::SERVER_STATE_STARTING;
 }
 
 bool Health::live() const {
@@ -43,11 +26,30 @@ bool Health::live() const {
   return live_;
 }
 
-void Health::Set(bool serving) {
-  serving_ = serving;
-  service_->SetServingStatus("", serving);
-  service_->SetServingStatus("denoised.v1.ImageGeneration", serving);
-  service_->SetServingStatus("inference.GRPCInferenceService", serving);
+void Health::Serve() {
+  MutexLock lock(&mutex_);
+  started_ = true;
+  Publish();
+}
+
+void Health::Update() {
+  MutexLock lock(&mutex_);
+  Publish();
+}
+
+void Health::Die() {
+  MutexLock lock(&mutex_);
+  live_ = false;
+  Publish();
+}
+
+void Health::Publish() {
+  if (service_ == nullptr) return;
+  const bool ready = StateLocked() == v1::SERVER_STATE_SERVING;
+  for (const char* name : {"", "denoised.v1.ImageGeneration", "inference.GRPCInferenceService"}) {
+    service_->SetServingStatus(name, ready);
+  }
+  service_->SetServingStatus("liveness", live_);
 }
 
 }  // namespace denoised

@@ -3,37 +3,48 @@
 
 #include <grpcpp/health_check_service_interface.h>
 
+#include "denoised/v1/image_generation.pb.h"
 #include "engine/core/mutex.h"
+#include "server/jobs/drain.h"
 
 namespace denoised {
 
-/// The standard grpc.health.v1 service. "" and the services that draw say whether to send requests
-/// here: after warm-up, until a drain. "liveness" says that the process need not be restarted, also
-/// while it loads or drains. Thread-safe.
+/// Whether the server takes requests, and whether its process need not be restarted. Everything
+/// that tells one of these asks here: grpc.health.v1, /readyz and /healthz, ServerReady and
+/// ServerLive, GetServerInfo, and denoised_server_state. Thread-safe; what is pointed to must
+/// outlive it.
 class Health {
  public:
-  /// Everything but "liveness" starts NOT_SERVING. `service` is the gRPC server's own.
-  explicit Health(grpc::HealthCheckServiceInterface* service);
+  explicit Health(const DrainProgress* drain) : drain_(drain) {}
 
-  /// Models are ready. False, and without effect, after Stop.
-  bool Serve();
-  /// NOT_SERVING for good.
-  void Stop();
-  /// Whether to send requests here, as "" says.
-  bool ready() const;
-  /// Whether the process need not be restarted, as "liveness" says.
+  /// Keeps the standard grpc.health.v1 service up to date from now on. "" and the services that
+  /// draw are SERVING while ready(), "liveness" while live(). `service` is the gRPC server's own.
+  void Attach(grpc::HealthCheckServiceInterface* service);
+
+  /// STARTING until Serve(), then SERVING, whether or not there is a model now: an admin who has
+  /// unloaded all of them can load another. LAME_DUCK and DRAINING as DrainProgress says, and
+  /// DRAINING after Die().
+  v1::ServerState State() const;
+  /// Whether to send requests here.
+  bool ready() const { return State() == v1::SERVER_STATE_SERVING; }
+  /// Whether the process need not be restarted; true while it loads or drains.
   bool live() const;
 
-  /// Stop, and not live either: the device is lost and only a restart helps.
+  /// The models of the start have been loaded, as far as they can be.
+  void Serve();
+  /// DrainProgress has changed.
+  void Update();
+  /// The devices are lost, and only a restart helps.
   void Die();
 
  private:
-  void Set(bool serving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  v1::ServerState StateLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  grpc::HealthCheckServiceInterface* const service_;
+  const DrainProgress* const drain_;
   mutable Mutex mutex_;
-  bool serving_ ABSL_GUARDED_BY(mutex_) = false;
-  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  grpc::HealthCheckServiceInterface* service_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  bool started_ ABSL_GUARDED_BY(mutex_) = false;
   bool live_ ABSL_GUARDED_BY(mutex_) = true;
 };
 

@@ -327,7 +327,7 @@ class RequestReader {
         break;
       default:
         const auto bytes = Bytes(tensor, raw);
-        if (bytes && Reserve(tensor.name(), static_cast<int64_t>(bytes->size()), &result_.upload)) {
+        if (bytes && Reserve(tensor.name(), static_cast<int64_t>(bytes->size()))) {
           reflection.SetString(message, field, std::string(*bytes));
         }
     }
@@ -335,8 +335,8 @@ class RequestReader {
 
   /// Whether there is room for `bytes` more. Else it is a violation of `field`, or, when waiting
   /// helps, the status of the whole request.
-  bool Reserve(const std::string& field, int64_t bytes, MemoryBudget::Lease* lease) {
-    const absl::Status status = memory_.Reserve(bytes, lease);
+  bool Reserve(const std::string& field, int64_t bytes) {
+    const absl::Status status = memory_.Reserve(bytes, &result_.upload);
     if (absl::IsInvalidArgument(status)) {
       Violate(field, "{}; use a smaller one", std::string(status.message()));
     } else if (!status.ok()) {
@@ -459,8 +459,13 @@ class RequestReader {
               "for one of them, or for fewer images",
               bytes, limits_.max_reply_bytes);
     }
-    // Before anything is drawn: a drawn image should not be lost for want of memory.
-    Reserve("outputs", width * height * kPngDecodingBytesPerPixel, &result_.pixels);
+    const int64_t unpacked = width * height * kPngDecodingBytesPerPixel;
+    if (unpacked > memory_.bytes()) {
+      Violate("outputs",
+              "image and encoded of one file take {} bytes to unpack it, and there are {} for all "
+              "requests; ask for one of them",
+              unpacked, memory_.bytes());
+    }
   }
 
   const inference::ModelInferRequest& request_;
@@ -479,12 +484,14 @@ void AppendLittleEndian(T value, std::string* bytes) {
   bytes->append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
-void AppendPixels(const v1::Image& image, std::string* bytes) {
+void AppendPixels(const v1::Image& image, MemoryBudget* memory, std::string* bytes) {
   if (image.has_tensor()) {
     bytes->append(image.tensor().data());
     return;
   }
-  const auto pixels = DecodeFile(image.encoded(), int64_t{image.width()} * image.height());
+  const int64_t count = int64_t{image.width()} * image.height();
+  const MemoryBudget::Lease lease = memory->Wait(count * kPngDecodingBytesPerPixel);
+  const auto pixels = DecodeFile(image.encoded(), count);
   DENOISED_CHECK(pixels.ok(), "a PNG that was just written: {}",
                  std::string(pixels.status().message()));
   bytes->append(pixels->samples.begin(), pixels->samples.end());
@@ -547,7 +554,7 @@ std::string InputName(const std::string& field) {
 }
 
 void WriteInference(const v1::GenerateResponse& images, const std::vector<std::string>& outputs,
-                    inference::ModelInferResponse* response) {
+                    MemoryBudget* memory, inference::ModelInferResponse* response) {
   const v1::EffectiveParams& params = images.params();
   response->set_model_name(params.model());
   response->set_model_version(params.model_version());
@@ -561,7 +568,7 @@ void WriteInference(const v1::GenerateResponse& images, const std::vector<std::s
       const v1::Image& first = images.images(0);
       const bool floats = first.tensor().data_type() == v1::DATA_TYPE_FLOAT32;
       output.set_datatype(floats ? "FP32" : "UINT8");
-      for (const v1::Image& image : images.images()) AppendPixels(image, &bytes);
+      for (const v1::Image& image : images.images()) AppendPixels(image, memory, &bytes);
       const int64_t pixels = int64_t{images.images_size()} * first.height() * first.width();
       output.add_shape(first.height());
       output.add_shape(first.width());

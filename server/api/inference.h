@@ -48,8 +48,7 @@ struct Inference {
   std::optional<std::chrono::microseconds> timeout;  // from its arrival
   std::vector<std::string> outputs;                  // in the order of the reply
   MemoryBudget::Lease upload;                        // of the file in `params`
-  MemoryBudget::Lease pixels;                        // of one image that WriteInference unpacks
-  /// ResourceExhausted: other requests hold the memory that one of the two needs.
+  /// ResourceExhausted: other requests hold the memory that the file needs.
   absl::Status memory_status;
 };
 
@@ -67,9 +66,9 @@ Inference ReadInference(const inference::ModelInferRequest& request, const Model
 /// The input that a field of denoised.v1 comes from: "params.seeds[2]" is "seed[2]".
 std::string InputName(const std::string& field);
 
-/// The reply but for its id. `images` are in the order of their indices. Inference::pixels must be
-/// held meanwhile.
+/// The reply but for its id. `images` are in the order of their indices. Where files are to be
+/// unpacked too, one after another, it waits for the memory of each.
 void WriteInference(const v1::GenerateResponse& images, const std::vector<std::string>& outputs,
-                    inference::ModelInferResponse* response);
+                    MemoryBudget* memory, inference::ModelInferResponse* response);
 
 }  // namespace denoised

@@ -34,7 +34,7 @@ grpc::ServerUnaryReactor* InferenceService::ServerLive(grpc::CallbackServerConte
                                                        const inference::ServerLiveRequest*,
                                                        inference::ServerLiveResponse* response) {
   CallRecord record(context_.calls, "inference.GRPCInferenceService.ServerLive", context);
-  response->set_live(engine_->Health().ok());
+  response->set_live(info_->health().live());
   return Reply(context, &record, grpc::Status::OK);
 }
 
@@ -42,7 +42,7 @@ grpc::ServerUnaryReactor* InferenceService::ServerReady(grpc::CallbackServerCont
                                                         const inference::ServerReadyRequest*,
                                                         inference::ServerReadyResponse* response) {
   CallRecord record(context_.calls, "inference.GRPCInferenceService.ServerReady", context);
-  response->set_ready(info_->State() == v1::SERVER_STATE_SERVING);
+  response->set_ready(info_->health().ready());
   return Reply(context, &record, grpc::Status::OK);
 }
 
@@ -78,7 +78,7 @@ std::optional<CatalogModel> InferenceService::SelectReady(const Request& request
   auto model = catalog_->Select(Together(request.name(), request.version()), "name", "", status);
   if (!model) return std::nullopt;
   record->model = EngineName(model->name, model->version);
-  *status = CheckReady(*model, "");
+  *status = CheckReady(ShownTo(record->caller().admin, *model), "");
   if (!status->ok()) return std::nullopt;
   return model;
 }
@@ -103,15 +103,10 @@ grpc::ServerUnaryReactor* InferenceService::ModelMetadata(
 grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerContext* context,
                                                        const inference::ModelInferRequest* request,
                                                        inference::ModelInferResponse* response) {
-  struct Wanted {
-    std::vector<std::string> outputs;
-    MemoryBudget::Lease pixels;
-  };
-  const auto wanted = std::make_shared<Wanted>();
+  const auto outputs = std::make_shared<std::vector<std::string>>();
   const auto call = std::make_shared<UnaryCall>(
-      context_, kModelInfer, context, [=](v1::GenerateResponse* images) {
-        WriteInference(*images, wanted->outputs, response);
-        wanted->pixels = {};
+      context_, kModelInfer, context, [=, this](v1::GenerateResponse* images) {
+        WriteInference(*images, *outputs, decoding_, response);
         response->set_id(request->id());
       });
   const auto begin = [=, this, record = &call->record()](
@@ -120,7 +115,7 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
     const std::string name = Together(request->model_name(), request->model_version());
     const auto model = catalog_->Select(name, "model_name", "", refusal);
     if (!model) return nullptr;
-    *refusal = CheckReady(*model, "");
+    *refusal = CheckReady(ShownTo(record->caller().admin, *model), "");
     if (!refusal->ok()) return nullptr;
     std::vector<FieldViolation> violations;
     Inference inference = ReadInference(*request, *model->info, limits_, decoding_, &violations);
@@ -134,8 +129,7 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
       return nullptr;
     }
     inference.params.set_model(name);
-    wanted->outputs = std::move(inference.outputs);
-    wanted->pixels = std::move(inference.pixels);
+    *outputs = std::move(inference.outputs);
     JobRequest asked = MakeJobRequest(*context, *record, inference.params, nullptr, true);
     asked.field_name = InputName;
     if (inference.timeout) {
@@ -189,7 +183,9 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(
   CallRecord record(context_.calls, "inference.GRPCInferenceService.RepositoryIndex", context);
   const auto violations = CheckRepositoryName(request->repository_name());
   if (!violations.empty()) return Reply(context, &record, InvalidFields(violations, ""));
-  DescribeIndex(catalog_->All(), request->ready(), response);
+  std::vector<CatalogModel> models = catalog_->All();
+  for (CatalogModel& model : models) model = ShownTo(record.caller().admin, std::move(model));
+  DescribeIndex(models, request->ready(), response);
   return Reply(context, &record, grpc::Status::OK);
 }
 
@@ -213,13 +209,7 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryModelLoad(
     const auto violations =
         CheckRepositoryChange(request->repository_name(), name, request->parameters(), nullptr);
     if (!violations.empty()) return InvalidFields(violations, "");
-    Catalog::LoadRequest load{.name = name, .unload_previous = true};
-    if (!catalog_->Find(name)) {
-      auto directory = catalog_->roots().Find(name);
-      if (!directory.ok()) return ToGrpc(Annotate(directory.status(), "model_name"));
-      load.directory = *std::move(directory);
-    }
-    return ToGrpc(catalog_->Load(load).status());
+    return ToGrpc(catalog_->Load({.name = name, .unload_previous = true}).status());
   });
 }
 

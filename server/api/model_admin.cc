@@ -75,7 +75,8 @@ grpc::ServerUnaryReactor* ModelAdminService::UnloadModel(grpc::CallbackServerCon
 grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContext* context,
                                                       const v1::SetAliasRequest* request,
                                                       v1::SetAliasResponse* response) {
-  const ModelChange change{"alias", request->target(), "", request->alias()};
+  const ModelChange change{
+      .verb = "alias", .model = request->target(), .alias = request->alias(), .waits = false};
   return admin_->Post(context, "denoised.v1.ModelAdmin.SetAlias", change, [=, this] {
     std::vector<FieldViolation> violations;
     if (!IsName(request->alias())) violations.push_back({"alias", NotAName(request->alias())});
@@ -93,7 +94,7 @@ grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* ModelAdminService::DeleteAlias(grpc::CallbackServerContext* context,
                                                          const v1::DeleteAliasRequest* request,
                                                          v1::DeleteAliasResponse*) {
-  const ModelChange change{"delete alias", "", "", request->alias()};
+  const ModelChange change{.verb = "delete alias", .alias = request->alias(), .waits = false};
   return admin_->Post(context, "denoised.v1.ModelAdmin.DeleteAlias", change, [=, this] {
     if (!IsName(request->alias())) {
       return InvalidFields({{"alias", NotAName(request->alias())}}, "");

@@ -13,8 +13,6 @@
 namespace denoised {
 namespace {
 
-constexpr int kAttempts = 3;  // to find a model that is not just being replaced
-
 /// The engine's complaints after the server's own, each field once.
 void Merge(const std::vector<FieldViolation>& engine, std::vector<FieldViolation>* all) {
   std::set<std::string> fields;
@@ -29,22 +27,12 @@ void Merge(const std::vector<FieldViolation>& engine, std::vector<FieldViolation
 
 grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::string& request_id,
                                       PreparedJob* prepared) {
-  for (int attempt = 1;; ++attempt) {
-    bool replaced = false;
-    grpc::Status status = TryToPrepare(request, request_id, prepared, &replaced);
-    // A model that was replaced meanwhile has a successor.
-    if (!replaced || attempt == kAttempts) return status;
-  }
-}
-
-grpc::Status RequestPreparer::TryToPrepare(const JobRequest& request, const std::string& request_id,
-                                           PreparedJob* prepared, bool* replaced) const {
   *prepared = {};
   grpc::Status refusal;
   const auto model = catalog_->Select(request.params.model(), "params.model", request_id, &refusal);
   if (!model) return refusal;
   prepared->model = EngineName(model->name, model->version);
-  refusal = CheckReady(*model, request_id);
+  refusal = CheckReady(ShownTo(request.caller.admin, *model), request_id);
   if (!refusal.ok()) return refusal;
 
   std::vector<FieldViolation> violations;
@@ -72,7 +60,7 @@ grpc::Status RequestPreparer::TryToPrepare(const JobRequest& request, const std:
                         queue_wait_->RetryDelay());
   }
   if (!job.ok()) {
-    *replaced = true;  // it was there and ready a moment ago
+    prepared->replaced = true;  // it was there and ready a moment ago
     return ToGrpcStatus(job.status(), reason::kModelUnloading, request_id);
   }
   prepared->job = *std::move(job);

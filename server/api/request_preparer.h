@@ -26,10 +26,6 @@ class RequestPreparer final : public JobPreparer {
                        PreparedJob* prepared) override;
 
  private:
-  /// `replaced`: the model left while the request was being checked.
-  grpc::Status TryToPrepare(const JobRequest& request, const std::string& request_id,
-                            PreparedJob* prepared, bool* replaced) const;
-
   const Catalog* const catalog_;
   const Engine* const engine_;
   const RequestLimits limits_;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/api/server_info.h"
 
-#include <algorithm>
 #include <chrono>
 
 #include "server/version.h"
@@ -35,21 +34,11 @@ std::string ServerInfo::DeviceNames() const {
   return names;
 }
 
-v1::ServerState ServerInfo::State() const {
-  if (drain_->state == DrainState::kLameDuck) return v1::SERVER_STATE_LAME_DUCK;
-  if (drain_->draining()) return v1::SERVER_STATE_DRAINING;
-  const auto models = catalog_->All();
-  const bool ready = std::any_of(models.begin(), models.end(), [](const CatalogModel& model) {
-    return model.info->state == ModelState::kReady;
-  });
-  return ready ? v1::SERVER_STATE_SERVING : v1::SERVER_STATE_STARTING;
-}
-
 v1::GetServerInfoResponse ServerInfo::Describe(const Caller& caller) const {
   v1::GetServerInfoResponse info = settings_;
   info.set_version(kVersion);
   info.set_build(kBuild);
-  info.set_state(State());
+  info.set_state(health_->State());
   info.set_device(DeviceNames());
   for (const DeviceState& state : engine_->Devices()) {
     v1::Device* const device = info.add_devices();

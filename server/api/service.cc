@@ -241,8 +241,9 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServe
                                                              v1::ListModelsResponse* response) {
   CallRecord record(context_.calls, "denoised.v1.ImageGeneration.ListModels", context);
   const RequestLimits limits = Within(record.caller().limits, limits_);
-  for (const CatalogModel& model : catalog_->All()) {
-    *response->add_models() = ToProto(model, info_->DeviceNames(), limits);
+  for (CatalogModel& model : catalog_->All()) {
+    *response->add_models() =
+        ToProto(ShownTo(record.caller().admin, std::move(model)), info_->DeviceNames(), limits);
   }
   return Reply(context, &record, grpc::Status::OK);
 }
@@ -255,7 +256,8 @@ grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerC
   if (const auto model = catalog_->Select(request->name(), "name", "", &status)) {
     record.model = EngineName(model->name, model->version);
     *response->mutable_model() =
-        ToProto(*model, info_->DeviceNames(), Within(record.caller().limits, limits_));
+        ToProto(ShownTo(record.caller().admin, *model), info_->DeviceNames(),
+                Within(record.caller().limits, limits_));
   }
   return Reply(context, &record, status);
 }

@@ -91,6 +91,7 @@ class Translator {
       count_ok_ = OneTo(limits_.max_count, "params.count", params_.count(), &spec.count);
     }
     Condition();
+    Text();
     ReadNumber("params.guidance_scale", params_.has_guidance_scale(), params_.guidance_scale(), 0,
                100, &spec.guidance_scale);
     SamplerFields();
@@ -160,6 +161,29 @@ class Translator {
       }
       result_.spec.class_values.assign(values.begin(), values.end());
     }
+  }
+
+  void Text() {
+    if (!params_.has_text()) return;
+    const v1::TextPrompts& text = params_.text();
+    JobSpec& spec = result_.spec;
+    if (text.prompts().empty())
+      Violate("params.text.prompts", "is empty; give one for all images, or one for each");
+    for (const v1::TextPrompt& prompt : text.prompts()) {
+      TextPrompt& read = spec.prompts.emplace_back();
+      read.text = prompt.text();
+      if (prompt.has_negative()) read.negative = prompt.negative();
+      if (prompt.has_text_2()) read.text_2 = prompt.text_2();
+      if (prompt.has_negative_2()) read.negative_2 = prompt.negative_2();
+      if (!prompt.cut_off().empty())
+        Violate("params.text.prompts.cut_off", "is set, but only replies have it; leave it out");
+    }
+    if (text.has_clip_skip()) spec.clip_skip = text.clip_skip();
+    if (text.has_original_size())
+      spec.sizes.original_size = {text.original_size().height(), text.original_size().width()};
+    if (text.has_crop()) spec.sizes.crop = {text.crop().top(), text.crop().left()};
+    if (text.has_target_size())
+      spec.sizes.target_size = {text.target_size().height(), text.target_size().width()};
   }
 
   template <typename Table, typename Wire, typename Ours>
@@ -297,14 +321,15 @@ class Translator {
     if (!params_.has_initial_noise() || !size_ok_ || !count_ok_) return;
     const v1::Tensor& noise = params_.initial_noise();
     const int count = result_.spec.count;
-    const std::vector<int64_t> all = {count, height_, width_, model_.channels};
+    const std::vector<int64_t> all = {count, height_ / model_.latent_factor,
+                                      width_ / model_.latent_factor, model_.latent_channels};
     std::vector<int64_t> given(noise.shape().begin(), noise.shape().end());
     if (given.size() == 3 && count == 1) given.insert(given.begin(), 1);
     if (given != all) {
       Violate("params.initial_noise.shape",
               "is {}; use [{}, {}, {}, {}]: count, height, width, "
               "channels",
-              ShapeText(noise), count, height_, width_, model_.channels);
+              ShapeText(noise), all[0], all[1], all[2], all[3]);
       return;
     }
     result_.spec.initial_noise =
@@ -524,6 +549,11 @@ std::string ProtoField(const std::string& job_field) {
       {"class_labels", "params.class_labels.labels"},
       {"class_values", "params.class_vectors.values"},
       {"schedule", "params.noise_schedule"},
+      {"prompts", "params.text.prompts"},
+      {"clip_skip", "params.text.clip_skip"},
+      {"original_size", "params.text.original_size"},
+      {"crop", "params.text.crop"},
+      {"target_size", "params.text.target_size"},
       {"strength", "params.init_image.strength"},
       {"preview_every", "preview.every_evaluations"},
       {"preview_kind", "preview.kind"},
@@ -546,6 +576,30 @@ v1::EffectiveParams ToProto(const EffectiveJob& job) {
   params.set_count(spec.count);
   params.mutable_class_labels()->Add(spec.class_labels.begin(), spec.class_labels.end());
   params.mutable_class_values()->Add(spec.class_values.begin(), spec.class_values.end());
+  if (!spec.prompts.empty()) {
+    v1::TextPrompts& text = *params.mutable_text();
+    for (size_t i = 0; i < spec.prompts.size(); ++i) {
+      v1::TextPrompt& prompt = *text.add_prompts();
+      prompt.set_text(spec.prompts[i].text);
+      if (spec.prompts[i].negative) prompt.set_negative(*spec.prompts[i].negative);
+      if (spec.prompts[i].text_2) prompt.set_text_2(*spec.prompts[i].text_2);
+      if (spec.prompts[i].negative_2) prompt.set_negative_2(*spec.prompts[i].negative_2);
+      prompt.set_cut_off(job.prompts_cut_off[i]);
+    }
+    text.set_clip_skip(spec.clip_skip);
+    if (const auto& size = spec.sizes.original_size) {
+      text.mutable_original_size()->set_height((*size)[0]);
+      text.mutable_original_size()->set_width((*size)[1]);
+    }
+    if (const auto& point = spec.sizes.crop) {
+      text.mutable_crop()->set_top((*point)[0]);
+      text.mutable_crop()->set_left((*point)[1]);
+    }
+    if (const auto& size = spec.sizes.target_size) {
+      text.mutable_target_size()->set_height((*size)[0]);
+      text.mutable_target_size()->set_width((*size)[1]);
+    }
+  }
   params.set_guidance_scale(std::max(1.0, spec.guidance_scale.value_or(1.0)));
   params.set_steps(job.steps);
   params.set_evaluations(job.evaluations);
@@ -579,7 +633,8 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   if (info.state != ModelState::kReady) return model;
   model.set_architecture(info.architecture);
   model.set_parameters(info.parameters);
-  model.set_condition(ToWire(info.condition));
+  model.set_pipeline(info.pipeline);
+  model.set_condition(info.text ? v1::CLASS_CONDITION_KIND_TEXT : ToWire(info.condition));
   model.mutable_labels()->Add(info.labels.begin(), info.labels.end());
   v1::ModelDefaults& defaults = *model.mutable_defaults();
   defaults.set_sampler(ToWire(kSamplers, info.default_sampler));
@@ -600,7 +655,14 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   }
   bounds.set_num_classes(info.num_classes);
   bounds.set_class_vector_size(info.class_vector_size);
-  bounds.set_guidance(info.guidance);
+  bounds.set_guidance(info.guidance || info.guidance_input);
+  bounds.set_latent_factor(info.latent_factor);
+  bounds.set_latent_channels(info.latent_channels);
+  if (info.text) {
+    bounds.set_max_clip_skip(info.text->max_clip_skip);
+    bounds.set_two_texts(info.text->two_encoders);
+    bounds.set_size_conditions(info.text->sizes);
+  }
   bounds.set_size_multiple(info.size_multiple);
   bounds.set_channels(info.channels);
   bounds.set_max_request_bytes(limits.max_request_bytes);

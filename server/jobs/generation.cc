@@ -29,7 +29,7 @@ google::protobuf::Timestamp ToTimestamp(std::chrono::system_clock::time_point ti
 
 constexpr std::chrono::system_clock::time_point kNever{};
 
-constexpr int kAttempts = 3;  // to submit to a model that is not just being replaced
+constexpr int kAttempts = 3;  // to find a version that is not just being replaced
 
 /// Between two deliveries of nothing but progress. A message for every evaluation of every job is
 /// more than anybody can see, and costs both sides more than the images do.
@@ -50,6 +50,12 @@ grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& est
     retry = std::chrono::milliseconds(static_cast<int64_t>(*estimate.retry_seconds * 1e3));
   }
   switch (status.code()) {
+    case absl::StatusCode::kNotFound:
+      return ToGrpcStatus(
+          FailedPrecondition("the model was replaced {} times while the request was checked; try "
+                             "again",
+                             kAttempts),
+          reason::kModelUnloading, origin_.request_id, std::chrono::seconds(1));
     case absl::StatusCode::kResourceExhausted:
       return ToGrpcStatus(status, reason::kQueueFull, origin_.request_id, retry);
     case absl::StatusCode::kDeadlineExceeded:
@@ -76,9 +82,10 @@ void Generation::Start(const JobRequest& request) {
   include_timings_ = request.params.include_timings();
 
   Estimate estimate;
-  absl::StatusOr<JobId> id;
-  // The model may be replaced meanwhile: then its successor is there.
-  for (int attempt = 1;; ++attempt) {
+  absl::StatusOr<JobId> id = absl::NotFoundError("");
+  bool queued = false;
+  // The version may be replaced meanwhile: then its successor is there.
+  for (int attempt = 1; attempt <= kAttempts && absl::IsNotFound(id.status()); ++attempt) {
     PreparedJob prepared;  // its memory: until the engine has the tensors and counts them itself
     const grpc::Status status = context_.preparer->Prepare(request, origin_.request_id, &prepared);
     {
@@ -88,6 +95,7 @@ void Generation::Start(const JobRequest& request) {
       params_.set_model(ModelOf(model_));
       params_.set_model_version(VersionOf(model_));
     }
+    if (prepared.replaced) continue;
     if (!status.ok()) return End(status);
     image_rendering_ = prepared.image;
     preview_rendering_ = prepared.preview;
@@ -98,12 +106,11 @@ void Generation::Start(const JobRequest& request) {
     {
       MutexLock lock(&mutex_);
       if (job_.spec.sampler.sampler) sampler_ = Name(*job_.spec.sampler.sampler);
-      if (include_timings_ && attempt == 1) {
+      if (include_timings_ && !std::exchange(queued, true)) {
         timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
       }
     }
     id = context_.engine->Submit(std::move(prepared.job), shared_from_this(), &estimate);
-    if (!absl::IsNotFound(id.status()) || attempt == kAttempts) break;
   }
   if (!id.ok()) return End(Refusal(id.status(), estimate));
   std::optional<EndReason> cancelled;
@@ -437,7 +444,7 @@ void Generation::End(const grpc::Status& status) {
   }
   context_.metrics->RequestEnded(
       model, absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())), seconds);
-  if (!model.empty()) context_.metrics->totals().Add(model, request);
+  context_.metrics->totals().Add(model, request);
   // Before the watchers hear of it: a client that was told the end finds the job as it ended.
   jobs_->Ended(shared_from_this());
   TellWatchers();

@@ -40,6 +40,8 @@ struct PreparedJob {
   /// The engine's name of the version that will draw, "digits@2". Set as soon as it is known, also
   /// when the request is refused later.
   std::string model;
+  /// The version left while the request was checked. Its successor can be asked.
+  bool replaced = false;
   EffectiveJob job;
   v1::EffectiveParams params;  // what the client is told of it
   Rendering image, preview;
@@ -52,7 +54,7 @@ class JobPreparer {
  public:
   virtual ~JobPreparer() = default;
   /// Checks all of the request, on a worker thread. OK, or what the client is told; then only
-  /// `model` of the result is set, or nothing. `request_id` is the job's.
+  /// `model` and `replaced` of the result are set, or nothing. `request_id` is the job's.
   virtual grpc::Status Prepare(const JobRequest& request, const std::string& request_id,
                                PreparedJob* prepared) = 0;
 };

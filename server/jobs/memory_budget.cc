@@ -15,6 +15,7 @@ MemoryBudget::Lease::~Lease() {
   if (budget_ == nullptr) return;
   MutexLock lock(&budget_->mutex_);
   budget_->reserved_ -= bytes_;
+  budget_->released_.NotifyAll();
 }
 
 absl::Status MemoryBudget::Reserve(int64_t bytes, Lease* lease) {
@@ -34,6 +35,14 @@ absl::Status MemoryBudget::Reserve(int64_t bytes, Lease* lease) {
   lease->budget_ = this;
   lease->bytes_ += bytes;
   return absl::OkStatus();
+}
+
+MemoryBudget::Lease MemoryBudget::Wait(int64_t bytes) {
+  DENOISED_CHECK(bytes <= bytes_, "{} of {} bytes", bytes, bytes_);
+  MutexLock lock(&mutex_);
+  while (bytes > bytes_ - reserved_) released_.Wait(&mutex_);
+  reserved_ += bytes;
+  return Lease(this, bytes);
 }
 
 int64_t MemoryBudget::reserved() const {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "engine/core/condition_variable.h"
 #include "engine/core/mutex.h"
 #include "engine/core/status.h"
 
@@ -35,12 +36,17 @@ class MemoryBudget {
   /// was.
   absl::Status Reserve(int64_t bytes, Lease* lease);
 
+  /// Waits until there are `bytes`, which are at most bytes(). Only for threads that hold no lease
+  /// and for whom nobody with a lease waits.
+  Lease Wait(int64_t bytes);
+
   int64_t bytes() const { return bytes_; }
   int64_t reserved() const;
 
  private:
   const int64_t bytes_;
   mutable Mutex mutex_;
+  ConditionVariable released_;
   int64_t reserved_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

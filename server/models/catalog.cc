@@ -42,6 +42,19 @@ std::string_view VersionPart(std::string_view name) {
 
 std::string_view NamePart(std::string_view name) { return name.substr(0, name.find('@')); }
 
+/// Marks the status of a change that is made.
+constexpr char kTookEffect[] = "denoised/took-effect";
+
+/// The end of a change that is made: OK, or the errors that followed, with the code of the first.
+absl::Status EndOfChange(const absl::Status& saved, const absl::Status& closed = {}) {
+  if (saved.ok() && closed.ok()) return absl::OkStatus();
+  const absl::Status& first = saved.ok() ? closed : saved;
+  const std::string also = saved.ok() || closed.ok() ? "" : "; " + std::string(closed.message());
+  absl::Status status(first.code(), std::string(first.message()) + also);
+  status.SetPayload(kTookEffect, absl::Cord());
+  return status;
+}
+
 }  // namespace
 
 absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>& models,
@@ -69,8 +82,9 @@ void Catalog::Restore(const SavedModels& saved) {
     model.name = name;
     model.current = current;
     for (SavedModels::Version& version : versions) {
-      model.versions.push_back(
-          {.version = std::move(version.version), .directory = std::move(version.directory)});
+      model.versions.push_back({.version = version.version,
+                                .directory = std::move(version.directory),
+                                .saved_as = version.version});
     }
   };
   const auto restore = [&](const SavedModels::Model& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -131,9 +145,9 @@ SavedModels Catalog::Changes() const {
     const Model* const model = FindModel(name);
     for (const Version& version : model ? model->versions : std::vector<Version>()) {
       if (!stays(version)) continue;
-      saved.versions.push_back({version.version, version.directory});
+      saved.versions.push_back({version.saved_as, version.directory});
       if (saved.current.empty() || version.version == model->current) {
-        saved.current = version.version;
+        saved.current = version.saved_as;
       }
     }
     const bool as_configured =
@@ -149,12 +163,11 @@ SavedModels Catalog::Changes() const {
   for (const auto& [alias, target] : aliases_) {
     const Model* const model = FindModel(NamePart(target));
     const std::string_view wanted = VersionPart(target);
-    const bool means_something =
-        model != nullptr &&
-        std::any_of(model->versions.begin(), model->versions.end(), [&](const Version& version) {
-          return stays(version) && (wanted.empty() || version.version == wanted);
-        });
-    if (means_something) changes.aliases[alias] = target;
+    for (const Version& version : model ? model->versions : std::vector<Version>()) {
+      if (!stays(version) || (!wanted.empty() && version.version != wanted)) continue;
+      changes.aliases[alias] = wanted.empty() ? target : EngineName(model->name, version.saved_as);
+      break;
+    }
   }
   return changes;
 }
@@ -236,7 +249,7 @@ absl::Status Catalog::LoadListed(const std::string& name) {
     int number = 1;
     while (FindVersion(model, std::to_string(number)) != nullptr) ++number;
     instead = std::to_string(number);
-    model.versions.push_back({.version = instead, .directory = *configured});
+    model.versions.push_back({.version = instead, .directory = *configured, .saved_as = instead});
   }
   log::Warning("no version saved in --state-dir could be loaded; loading the configured directory",
                {{"model", model_name},
@@ -261,10 +274,10 @@ absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
     loaded = LoadVersion(request, &leaving);
   }
   if (!loaded.ok()) return loaded;
-  const absl::Status saved = Save();
+  const absl::Status saved = request.reload ? absl::OkStatus() : Save();
   // The next load need not wait for the requests of the versions that leave.
-  DENOISED_RETURN_IF_ERROR(CloseVersions(request.name, leaving));
-  if (!saved.ok()) return saved;
+  const absl::Status end = EndOfChange(saved, CloseVersions(request.name, leaving));
+  if (!end.ok()) return end;
   return loaded;
 }
 
@@ -281,10 +294,12 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
     }
   }
   // Without the lock: it asks the file system.
-  if (!directory.empty()) {
-    auto allowed = Allowed(name, directory);
-    if (!allowed.ok()) return Annotate(allowed.status(), "directory");
-    directory = *std::move(allowed);
+  absl::StatusOr<std::string> found;
+  if (directory.empty()) {
+    found = options_.roots.Find(name);
+  } else {
+    found = Allowed(name, directory);
+    if (!found.ok()) return Annotate(found.status(), "directory");
   }
   {
     MutexLock lock(&mutex_);
@@ -294,11 +309,8 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
           alias->second));
     }
     Model* model = FindModel(name);
-    if (directory.empty()) {
-      return NotFound(
-          "name: there is no model {} to load again; say with directory where a new one is",
-          Quote(name));
-    }
+    if (!found.ok()) return Annotate(found.status(), "name");
+    directory = *found;
     if (version.empty()) {
       int highest = 0;
       for (const Version& there : model ? model->versions : std::vector<Version>()) {
@@ -318,8 +330,10 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
       model->name = name;
       model->current = version;
     }
-    model->versions.push_back(
-        {.version = version, .directory = directory, .state = State::kLoading});
+    model->versions.push_back({.version = version,
+                               .directory = directory,
+                               .state = State::kLoading,
+                               .saved_as = version});
   }
 
   const absl::Status status = Open(name, version, directory);
@@ -330,7 +344,18 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
     return absl::IsNotFound(status) ? InvalidArgument("{}", std::string(status.message())) : status;
   }
   Model& model = *FindModel(name);
-  FindVersion(model, version)->state = State::kReady;
+  Version& loaded = *FindVersion(model, version);
+  loaded.state = State::kReady;
+  // Two versions are never saved under one name.
+  for (Version& other : model.versions) {
+    if (other.saved_as == version) other.saved_as = other.version;
+  }
+  if (request.reload) {
+    loaded.saved_as = std::exchange(FindVersion(model, model.current)->saved_as, model.current);
+    for (auto& [alias, target] : aliases_) {
+      if (target == EngineName(name, model.current)) target = EngineName(name, version);
+    }
+  }
   for (const Version& other : model.versions) {
     const bool failed = other.state == State::kFailed;
     // A version that is still listed stays, and one that leaves already needs no help.
@@ -342,7 +367,7 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
   const bool useless = current == State::kFailed || current == State::kLeaving;
   if (!request.keep_current || useless) model.current = version;
   Leave(&model, *leaving);
-  return Describe(model, *FindVersion(model, version));
+  return Describe(model, loaded);
 }
 
 absl::Status Catalog::Open(const std::string& name, const std::string& version,
@@ -365,6 +390,7 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   metrics_->ModelLoaded(EngineName(name, version), seconds);
+  metrics_->totals().Begin(EngineName(name, version));
   log::Info("model ready", {{"model", name}, {"version", version}, {"seconds", seconds}});
   return status;
 }
@@ -392,8 +418,7 @@ absl::Status Catalog::Unload(const std::string& name) {
   }
   // Before the wait, or a server that ends meanwhile would load them again.
   const absl::Status saved = Save();
-  DENOISED_RETURN_IF_ERROR(CloseVersions(model_name, versions));
-  return saved;
+  return EndOfChange(saved, CloseVersions(model_name, versions));
 }
 
 void Catalog::Leave(Model* model, const std::vector<std::string>& versions) {
@@ -413,8 +438,12 @@ absl::Status Catalog::CloseVersions(const std::string& name,
   for (const std::string& version : versions) {
     const absl::Status status = engine_->Close(EngineName(name, version));
     // The engine does not hold what could not be loaded.
-    if (!status.ok() && !absl::IsNotFound(status) && first_error.ok()) first_error = status;
-    log::Info("model unloaded", {{"model", name}, {"version", version}});
+    if (status.ok() || absl::IsNotFound(status)) {
+      log::Info("model unloaded", {{"model", name}, {"version", version}});
+    } else if (first_error.ok()) {
+      first_error = Annotate(status, fmt::format("the change is made, but {} could not be closed",
+                                                 EngineName(name, version)));
+    }
     metrics_->totals().Forget(EngineName(name, version));
     MutexLock lock(&mutex_);
     Remove(name, version);
@@ -453,7 +482,8 @@ absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
     model = SetAliasLocked(alias, target);
   }
   if (!model.ok()) return model;
-  DENOISED_RETURN_IF_ERROR(Save());
+  const absl::Status end = EndOfChange(Save());
+  if (!end.ok()) return end;
   return model;
 }
 
@@ -487,7 +517,7 @@ absl::Status Catalog::DeleteAlias(const std::string& alias) {
                       Quote(alias));
     }
   }
-  return Save();
+  return EndOfChange(Save());
 }
 
 void Catalog::ReloadChanged() {
@@ -516,7 +546,8 @@ void Catalog::ReloadChanged() {
       model->tried = now;
     }
     log::Info("model directory changed", {{"model", look.name}, {"directory", look.directory}});
-    Load({.name = look.name, .unload_previous = true}).IgnoreError();  // the log says why
+    Load({.name = look.name, .unload_previous = true, .reload = true})
+        .IgnoreError();  // the log says why
   }
 }
 
@@ -571,12 +602,16 @@ CatalogModel Catalog::Describe(const Model& model, const Version& version) const
 }
 
 std::optional<CatalogModel> Catalog::FindLocked(const std::string& name) const {
-  const auto alias = aliases_.find(name);
-  const std::string& target = alias == aliases_.end() ? name : alias->second;
+  const bool any = name.find('@') == std::string::npos;
+  const auto alias = aliases_.find(NamePart(name));
+  const std::string target = alias == aliases_.end() ? name : alias->second;
   const Model* model = FindModel(NamePart(target));
   if (model == nullptr) return std::nullopt;
-  const bool any = target.find('@') == std::string::npos;
-  const std::string_view wanted = any ? model->current : VersionPart(target);
+  std::string_view wanted = any ? model->current : VersionPart(name);
+  if (target.find('@') != std::string::npos) {
+    if (!any && VersionPart(target) != wanted) return std::nullopt;
+    wanted = VersionPart(target);
+  }
   for (const Version& version : model->versions) {
     if (version.version == wanted) return Describe(*model, version);
   }
@@ -621,6 +656,18 @@ std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::
         NotFound("{}: there is no model {}; this server holds: {}", field, Quote(name), Names()),
         reason::kModelNotFound, request_id);
   }
+  return model;
+}
+
+bool TookEffect(const absl::Status& error) { return error.GetPayload(kTookEffect).has_value(); }
+
+CatalogModel ShownTo(bool admin, CatalogModel model) {
+  if (admin || model.info->error.ok()) return model;
+  auto info = std::make_shared<ModelInfo>(*model.info);
+  info->directory.clear();
+  info->error =
+      absl::Status(info->error.code(), "the server's log says why, and its admins can see it");
+  model.info = std::move(info);
   return model;
 }
 

@@ -62,25 +62,28 @@ class Catalog {
   /// and none could be loaded, the directory of the configuration is loaded too, as a new version.
   absl::Status LoadListed(const std::string& name) ABSL_LOCKS_EXCLUDED(load_mutex_, mutex_);
 
-  const ModelRoots& roots() const { return options_.roots; }
   /// The path to open for a version of `name` in `directory`: canonical and in one of the roots, or
   /// what the configuration says of the model. InvalidArgument when it may not be loaded.
   absl::StatusOr<std::string> Allowed(const std::string& name, const std::string& directory) const;
 
   struct LoadRequest {
     std::string name;
-    /// As Allowed says. Empty: where the current version came from, or what the configuration says
-    /// when there is no version.
+    /// As Allowed says. Empty: where the current version came from; without one, what the
+    /// configuration says; else the directory of this name that ModelRoots::Find finds.
     std::string directory;
     std::string version;  // empty: the number after the highest
     bool keep_current = false;
     bool unload_previous = false;
+    /// The files of the current version have changed. No admin's change, so it is not saved: a
+    /// restart reads the new files anyway.
+    bool reload = false;
   };
-  // The four changes are saved before they return. Internal: the change is made, but could not be
-  // saved, so that a restart undoes it.
+  // The four changes are saved before they return. An error of which TookEffect is true says that
+  // the change is made, but could not be saved, so that a restart undoes it, or that a version that
+  // it took away could not be closed.
 
   /// Loads a version, while others draw, and makes it current; waits for it. When it cannot be
-  /// loaded all stays as it was. AlreadyExists, NotFound (a reload of nothing), InvalidArgument
+  /// loaded all stays as it was. AlreadyExists, NotFound (no directory is known), InvalidArgument
   /// (not in one of the roots), or what the engine says of the directory.
   absl::StatusOr<CatalogModel> Load(const LoadRequest& request);
   /// Takes "name@version" or all versions of "name" away, with the aliases that mean them; waits
@@ -92,11 +95,13 @@ class Catalog {
   absl::Status DeleteAlias(const std::string& alias);
 
   /// Loads the models whose directories have changed and settled since the last call, each in place
-  /// of its current version. One that cannot be loaded leaves the old one serving and is tried
-  /// again when it changes again.
+  /// of its current version, whose aliases then mean the new one. One that cannot be loaded leaves
+  /// the old one serving and is tried again when it changes again.
   void ReloadChanged();
 
-  /// By `name`, `name@version` or alias; nothing when the server holds none of that name.
+  /// By `name`, `name@version`, `alias` or `alias@version`: that version of the model that the
+  /// alias means, where the alias does not mean another version. Nothing when the server holds
+  /// none.
   std::optional<CatalogModel> Find(const std::string& name) const;
   /// In the order of the configuration and of loading.
   std::vector<CatalogModel> All() const;
@@ -113,7 +118,9 @@ class Catalog {
     std::string version, directory;
     State state = State::kListed;
     std::string signature = {};  // of the directory's files as they were loaded
-    absl::Status error = {};     // of kFailed
+    /// What the file says: the version of which this one is a reload, else its own name.
+    std::string saved_as = {};
+    absl::Status error = {};  // of kFailed
   };
   struct Model {
     std::string name;
@@ -141,7 +148,7 @@ class Catalog {
 
   /// Lists the models of the configuration and what was saved.
   void Restore(const SavedModels& saved) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// What is not as the configuration says.
+  /// What admins have made different from the configuration.
   SavedModels Changes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Save() ABSL_LOCKS_EXCLUDED(save_mutex_, mutex_);
   /// The directory that the configuration says; null without one.
@@ -169,8 +176,15 @@ class Catalog {
   mutable Mutex mutex_;
   std::vector<Model> models_ ABSL_GUARDED_BY(mutex_);
   /// To "name" or "name@version".
-  std::map<std::string, std::string> aliases_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::string, std::less<>> aliases_ ABSL_GUARDED_BY(mutex_);
 };
+
+/// Whether the change that ended with this error is made all the same.
+bool TookEffect(const absl::Status& error);
+
+/// `model` as a caller may see it. Why it could not be loaded names paths of the server, so only
+/// admins see it.
+CatalogModel ShownTo(bool admin, CatalogModel model);
 
 /// OK, or why `model` cannot draw now: FAILED_PRECONDITION while it loads, when it failed, or while
 /// it is being unloaded.

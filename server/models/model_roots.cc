@@ -76,7 +76,11 @@ absl::StatusOr<std::string> ModelRoots::Find(const std::string& name) const {
     const auto directory = Resolve((root / name).string());
     if (directory.ok() && IsModelDirectory(*directory)) return directory;
   }
-  return NotFound("there is no model {} in the server's --model-roots ({})", Quote(name), Names());
+  return NotFound(
+      "there is no model {} in the server's --model-roots ({}); put it there, or say with "
+      "directory "
+      "where it is",
+      Quote(name), Names());
 }
 
 }  // namespace denoised

@@ -128,6 +128,20 @@ absl::StatusOr<std::unique_ptr<SavedModelsFile>> SavedModelsFile::Open(
   return file;
 }
 
+absl::Status SavedModelsFile::CheckCreatable(const std::string& state_dir) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  fs::path parent = fs::absolute(state_dir);
+  while (parent.has_relative_path() && !fs::exists(parent, error) && !error) {
+    parent = parent.parent_path();
+  }
+  if (access((parent / "").c_str(), W_OK | X_OK) == 0) return absl::OkStatus();
+  return InvalidArgument(
+      "--state-dir: \"{}\" cannot be made in \"{}\": {}; give a directory that this user may "
+      "write to",
+      state_dir, parent.string(), std::strerror(errno));
+}
+
 SavedModelsFile::~SavedModelsFile() { close(directory_); }
 
 absl::StatusOr<SavedModels> SavedModelsFile::Read() const {

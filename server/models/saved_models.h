@@ -39,6 +39,10 @@ class SavedModelsFile {
   static absl::StatusOr<std::unique_ptr<SavedModelsFile>> Open(const std::string& state_dir);
   ~SavedModelsFile();
 
+  /// Whether Open could make `state_dir`, which is not there yet: OK, or InvalidArgument. Makes
+  /// nothing.
+  static absl::Status CheckCreatable(const std::string& state_dir);
+
   /// Nothing changed when there is no file. InvalidArgument names the file, the field and the
   /// remedy when it cannot be understood.
   absl::StatusOr<SavedModels> Read() const;

@@ -84,6 +84,16 @@ grpc::Status InvalidFields(const std::vector<FieldViolation>& violations,
   return ToGrpc(rpc);
 }
 
+std::string ReasonOf(const grpc::Status& status) {
+  google::rpc::Status rpc;
+  google::rpc::ErrorInfo info;
+  if (!rpc.ParseFromString(status.error_details())) return "";
+  for (const auto& detail : rpc.details()) {
+    if (detail.UnpackTo(&info)) return info.reason();
+  }
+  return "";
+}
+
 grpc::Status JobStatus(const absl::Status& status, const std::string& request_id) {
   const char* reason = reason::kServerError;
   switch (status.code()) {

@@ -21,6 +21,7 @@ inline constexpr char kModelLoading[] = "MODEL_LOADING";
 inline constexpr char kModelFailed[] = "MODEL_FAILED";
 inline constexpr char kModelUnloading[] = "MODEL_UNLOADING";
 inline constexpr char kModelExists[] = "MODEL_EXISTS";
+inline constexpr char kChangeIncomplete[] = "CHANGE_INCOMPLETE";
 inline constexpr char kNotAdmin[] = "NOT_ADMIN";
 inline constexpr char kJobNotFound[] = "JOB_NOT_FOUND";
 inline constexpr char kRequestIdTaken[] = "REQUEST_ID_TAKEN";
@@ -46,6 +47,9 @@ grpc::Status ToGrpcStatus(const absl::Status& status, const char* reason,
 /// that.
 grpc::Status InvalidFields(const std::vector<FieldViolation>& violations,
                            const std::string& request_id);
+
+/// The reason that ToGrpcStatus or InvalidFields put into a status; empty when there is none.
+std::string ReasonOf(const grpc::Status& status);
 
 /// What a job ended with: the reason that belongs to its code.
 grpc::Status JobStatus(const absl::Status& status, const std::string& request_id);

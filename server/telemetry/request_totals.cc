@@ -3,9 +3,16 @@
 
 namespace denoised {
 
+void RequestTotals::Begin(const std::string& model) {
+  MutexLock lock(&mutex_);
+  totals_[model] = {};
+}
+
 void RequestTotals::Add(const std::string& model, const Request& request) {
   MutexLock lock(&mutex_);
-  Totals& totals = totals_[model];
+  const auto version = totals_.find(model);
+  if (version == totals_.end()) return;
+  Totals& totals = version->second;
   totals.last = std::chrono::system_clock::now();
   if (!request.ok) {
     ++totals.failed;

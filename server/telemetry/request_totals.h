@@ -11,7 +11,8 @@
 namespace denoised {
 
 /// How many requests for images each version of a model had since it was loaded, and how long they
-/// took: what Triton's clients ask for as statistics. Thread-safe.
+/// took: what Triton's clients ask for as statistics. Only versions between Begin and Forget are
+/// counted, so that what reloads and late requests leave behind is bounded. Thread-safe.
 class RequestTotals {
  public:
   using Nanoseconds = std::chrono::nanoseconds;
@@ -31,7 +32,9 @@ class RequestTotals {
     std::chrono::system_clock::time_point last{};
   };
 
-  /// `model` is the engine's name of a version, "digits@2".
+  /// The version was loaded. `model` is everywhere the engine's name of it, "digits@2".
+  void Begin(const std::string& model);
+  /// Without effect for a version that is not loaded.
   void Add(const std::string& model, const Request& request);
   Totals Of(const std::string& model) const;
   /// The version was unloaded.

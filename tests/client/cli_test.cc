@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The denoise program itself, against the fake service.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
@@ -476,6 +481,41 @@ TEST_F(CliTest, HealthWaitsAndTellsForWhat) {
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_THAT(result.err, StartsWith("waiting for the server (NOT_SERVING): "));
   EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+}
+
+/// A port of this machine that nobody listens on.
+int FreePort() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), size), 0);
+  EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+TEST_F(CliTest, HealthWaitsForAServerThatDoesNotListenYet) {
+  for (const char* host : {"127.0.0.1", "localhost"}) {
+    const std::string address = fmt::format("{}:{}", host, FreePort());
+    v1::ImageGeneration::Service service;  // gRPC wants one
+    std::unique_ptr<grpc::Server> server;
+    std::jthread later([&] {
+      std::this_thread::sleep_for(milliseconds(1500));
+      grpc::EnableDefaultHealthCheckService(true);
+      grpc::ServerBuilder builder;
+      builder.AddListeningPort(address, grpc::InsecureServerCredentials());
+      builder.RegisterService(&service);
+      server = builder.BuildAndStart();
+    });
+    const auto begin = std::chrono::steady_clock::now();
+    const auto result = RunProcess({DENOISE_BINARY, "--server", address, "health", "--wait", "20"});
+    EXPECT_EQ(result.exit_code, 0) << address << "\n" << result.err;
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(7)) << address;
+    later.join();
+    server->Shutdown();
+  }
 }
 
 TEST_F(CliTest, BenchTellsWhatItMeasured) {

@@ -10,6 +10,7 @@
 
 #include "denoised/client.h"
 #include "denoised/mock_connection.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "tests/client/fake_service.h"
 #include "tests/eventually.h"
 
@@ -579,14 +580,13 @@ TEST(ClientTest, WorksOnAnyConnection) {
   EXPECT_EQ(client.GetModel("cats").status().message(), "no cats");
 }
 
-TEST(ClientTest, CallsThatAConnectionLacksAreUnimplemented) {
-  class Bare : public Connection {};
-  const Client client(std::make_shared<Bare>());
+/// How each call of `client` ends.
+std::vector<absl::Status> AllCalls(const Client& client) {
   std::optional<absl::Status> done;
   const StreamListener listener = {.on_done = [&done](const absl::Status& s) { done = s; }};
   const auto streamed = client.StreamGenerate({}, {}, listener);
   EXPECT_EQ(streamed->Wait(), done);
-  const absl::Status statuses[] = {
+  return {
       client.Generate({}).status(),
       streamed->Wait(),
       client.WatchJob("id", 0, listener)->Wait(),
@@ -602,14 +602,73 @@ TEST(ClientTest, CallsThatAConnectionLacksAreUnimplemented) {
       client.GetModel("name").status(),
       client.CheckHealth("").status(),
   };
-  for (const absl::Status& status : statuses) EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+}
+
+TEST(ClientTest, CallsThatAConnectionLacksAreUnimplemented) {
+  class Bare : public Connection {};
+  const Client client(std::make_shared<Bare>());
+  for (const absl::Status& status : AllCalls(client)) {
+    EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+  }
   EXPECT_THAT(std::string(client.GetJob("id").status().message()), HasSubstr("GetJob"));
 }
 
-TEST(ClientTest, AMockedStreamThatNoTestExpectsIsAnError) {
-  testing::NiceMock<MockConnection> mock;
-  EXPECT_TRUE(absl::IsUnimplemented(mock.StreamGenerate({}, {}, {}, {})->Wait()));
-  EXPECT_TRUE(absl::IsUnimplemented(mock.WatchJob("id", 0, {}, {})->Wait()));
+TEST(ClientTest, MockedCallsThatNoTestExpectsAreUnimplemented) {
+  const Client client(std::make_shared<testing::NiceMock<MockConnection>>());
+  for (const absl::Status& status : AllCalls(client)) {
+    EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+  }
+}
+
+/// Loses every reply.
+class LossyAdmin : public v1::ModelAdmin::Service {
+ public:
+  grpc::Status LoadModel(grpc::ServerContext*, const v1::LoadModelRequest*,
+                         v1::LoadModelResponse*) override {
+    return Lose();
+  }
+  grpc::Status UnloadModel(grpc::ServerContext*, const v1::UnloadModelRequest*,
+                           v1::UnloadModelResponse*) override {
+    return Lose();
+  }
+  grpc::Status SetAlias(grpc::ServerContext*, const v1::SetAliasRequest*,
+                        v1::SetAliasResponse*) override {
+    return Lose();
+  }
+  grpc::Status DeleteAlias(grpc::ServerContext*, const v1::DeleteAliasRequest*,
+                           v1::DeleteAliasResponse*) override {
+    return Lose();
+  }
+  int TakeCalls() { return calls_.exchange(0); }
+
+ private:
+  grpc::Status Lose() {
+    ++calls_;
+    return {grpc::StatusCode::UNAVAILABLE, "lost"};
+  }
+  std::atomic<int> calls_ = 0;
+};
+
+TEST(ClientTest, ChangesThatCannotBeMadeTwiceAreMadeOnce) {
+  LossyAdmin admin;
+  int port = 0;
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+  builder.RegisterService(&admin);
+  const auto server = builder.BuildAndStart();
+  const auto connection =
+      Connect("127.0.0.1:" + std::to_string(port),
+              {.retry = {.max_attempts = 3, .initial_backoff = std::chrono::milliseconds(1)}});
+  ASSERT_TRUE(connection.ok());
+  const Client client(*connection);
+  EXPECT_FALSE(client.LoadModel({.name = "a"}).ok());
+  EXPECT_EQ(admin.TakeCalls(), 1);
+  EXPECT_FALSE(client.UnloadModel("a").ok());
+  EXPECT_EQ(admin.TakeCalls(), 1);
+  EXPECT_FALSE(client.DeleteAlias("a").ok());
+  EXPECT_EQ(admin.TakeCalls(), 1);
+  EXPECT_FALSE(client.SetAlias("a", "b").ok());
+  EXPECT_EQ(admin.TakeCalls(), 3) << "an alias that is set twice is the same";
 }
 
 TEST(NamesTest, RoundTrip) {

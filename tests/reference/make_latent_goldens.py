@@ -9,9 +9,10 @@ in the output folder says what those hold. The weights are stored in float16; ev
 computed in float32 from the rounded weights, and again in float64 to know what float32 costs.
 
 Random weights hide errors, so queries and keys are large enough for a peaked attention, norms scale
-and shift at random, and outputs are of unit size. Checks keep a golden from passing by luck: every
-weight matters, and so does each planted error (a wrong eps, swapped halves of GEGLU, an eos off by
-one and so on).
+and shift at random, and outputs are of unit size. What passes between blocks is small (STREAM), so
+that the eps of a norm can be told from another one. Checks keep a golden from passing by luck: every
+weight matters, and so does each planted error (a wrong eps, swapped halves of GEGLU, the other GELU,
+an eos off by one).
 """
 
 import argparse
@@ -53,6 +54,9 @@ PROMPTS = [
 ]
 NEGATIVE = "blurry, the worst"
 STEPS, GUIDANCE = 4, 5.0
+PROMPTED = {"prompt": PROMPTS[:2], "negative_prompt": [NEGATIVE, ""]}
+SIZED = {"height": 16, "width": 16}
+STREAM = 0.02  # the size of residual streams: a variance of 4e-4, which eps of 1e-5 changes by 2.5 %
 
 
 # --- Weights ---------------------------------------------------------------------------------
@@ -81,8 +85,17 @@ def randomise(model, generator):
                     last = path.rsplit(".", 1)[-1]
                     gain = 1.7 if last in ("to_q", "to_k", "q_proj", "k_proj") else 0.9
                     value *= gain / math.sqrt(weight[0].numel())
-            weight.copy_(value)
+            weight.copy_(value * stream_factor(path, name))
     return round_weights(model)
+
+
+def stream_factor(path, parameter):
+    """What a layer adds to a residual stream is small, and so is the bias of one that maps streams."""
+    adds = ("conv_in", "conv2", "proj_in", "to_out.0", "ff.net.2", "out_proj", "fc2",
+            "token_embedding", "position_embedding")  # fmt: skip
+    maps = ("conv_shortcut", "downsamplers.0.conv", "upsamplers.0.conv", "proj_out")
+    small = path.endswith(adds) or (path.endswith(maps) and parameter == "bias")
+    return STREAM if small else 1
 
 
 @torch.no_grad()
@@ -120,7 +133,7 @@ def text_encoder(name, projection=None, legacy_eos=True, **fields):
     return randomise(kind(config), generator_of(name))
 
 
-def unet(name, context, size=8, **fields):
+def unet(name, context, size=8, states_std=1.0, **fields):
     """`context`: width of the text states. The output for a latent of unit size has unit size."""
     model = UNet2DConditionModel(**{
         "sample_size": size, "in_channels": 4, "out_channels": 4,
@@ -131,7 +144,11 @@ def unet(name, context, size=8, **fields):
     })  # fmt: skip
     generator = generator_of(name)
     randomise(model, generator)
-    inputs = unet_inputs(model, torch.randn(2, 77, context, generator=generator), generator)
+    for path, layer in model.named_modules():
+        if path.endswith(("attn2.to_k", "attn2.to_v")):
+            scale_layer(layer, 1 / states_std)
+    states = torch.randn(2, 77, context, generator=generator) * states_std
+    inputs = unet_inputs(model, states, generator)
     for _ in range(2):
         scale_layer(model.conv_out, 1 / model(**inputs).sample.std().item())
     return model
@@ -159,12 +176,13 @@ def unet_inputs(model, states, generator, size=None, timesteps=(17, 803)):
 
 
 def guidance_embedding(scales, width):
-    """get_guidance_scale_embedding of diffusers' LatentConsistencyModelPipeline."""
-    w = (scales - 1) * 1000
+    """get_guidance_scale_embedding of diffusers' LatentConsistencyModelPipeline, in float64: its angles
+    are thousands, of which float32 leaves three digits behind the point."""
+    w = (scales.double() - 1) * 1000
     half = width // 2
-    frequencies = torch.exp(torch.arange(half) * -(math.log(10000.0) / (half - 1)))
+    frequencies = torch.exp(torch.arange(half).double() * -(math.log(10000.0) / (half - 1)))
     angles = w[:, None] * frequencies[None]
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
+    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
 
 
 def vae(name, latent_std, **fields):
@@ -306,7 +324,8 @@ class Goldens:
 
     def save(self, folder):
         save_file(self.tensors, folder / "goldens.safetensors")
-        facts = {"made_with": {"torch": torch.__version__.split("+")[0], **VERSIONS}, **self.facts,
+        facts = {"made_with": {"torch": torch.__version__.split("+")[0], **VERSIONS},
+                 "prompts": PROMPTS, **self.facts,
                  "float32_error": self.errors}  # fmt: skip
         write_json(folder / "goldens.json", facts)
         for file in folder.rglob("*.*"):
@@ -352,11 +371,10 @@ def add_text(goldens, prefix, tokenizer, encoder):
     def compute():
         out = encoder(ids, output_hidden_states=True)
         pooled = out.text_embeds if hasattr(out, "text_embeds") else out.pooler_output
-        final = encoder.text_model if hasattr(encoder, "text_model") else encoder
         return {
             "states": out.last_hidden_state,
             "penultimate": out.hidden_states[-2],
-            "clip_skip_1": final.final_layer_norm(out.hidden_states[-2]),
+            "clip_skip_1": final_of(encoder).final_layer_norm(out.hidden_states[-2]),
             "pooled": pooled,
         }
 
@@ -364,9 +382,28 @@ def add_text(goldens, prefix, tokenizer, encoder):
     check_every_weight_matters(
         f"{goldens.family}: {prefix}", encoder,
         lambda: torch.cat([v.flatten(1) for k, v in compute().items() if k != "clip_skip_1"], 1))  # fmt: skip
+    activation = encoder.config.hidden_act
+    other = transformers.activations.ACT2FN["gelu" if activation == "quick_gelu" else "quick_gelu"]
+    mlp = type(final_of(encoder).encoder.layers[0].mlp)
+    check_planted(f"{goldens.family}: {prefix}", lambda: compute()["states"], {
+        "activation": attributes(encoder, mlp, "", activation_fn=other),
+        "eps of LayerNorm": attributes(encoder, nn.LayerNorm, "", eps=1e-6)})  # fmt: skip
+    # The pooled vector is that of the first eos, not of its neighbours; the long prompt has no other.
     if not (ids[2] == tokenizer.eos_token_id).sum() == 1:
         raise SystemExit("the long prompt must fill all tokens")
+    for offset in (-1, 1):
+        eos = (ids[0] == tokenizer.eos_token_id).int().argmax() + offset
+        wrong = values["states"][0, eos]
+        if hasattr(encoder, "text_projection"):
+            wrong = encoder.text_projection(wrong)
+        if relative_difference(wrong, values["pooled"][0]) < 0.01:
+            raise SystemExit(f"{goldens.family}: {prefix}: an eos off by one hardly matters")
     return values
+
+
+def final_of(encoder):
+    """The module that has the layers; CLIPTextModel itself since transformers 5.6."""
+    return encoder.text_model if hasattr(encoder, "text_model") else encoder
 
 
 def run_with_blocks(model, inputs):
@@ -408,10 +445,16 @@ def add_unet(goldens, model, states):
             continue
         goldens.add_checked(f"{prefix}.", compute, model)
         check_every_weight_matters(f"{goldens.family}: unet", model, lambda: compute()["output"])
-        check_planted_errors(goldens.family, model, lambda: compute()["output"])
+        check_planted(f"{goldens.family}: unet", lambda: compute()["output"], {
+            "eps of resnets": attributes(model, nn.GroupNorm, "resnets", eps=1e-6),
+            "eps at the end": attributes(model, nn.GroupNorm, "conv_norm_out", eps=1e-6),
+            "eps before transformers": attributes(model, nn.GroupNorm, "attentions", eps=1e-5),
+            "eps of LayerNorm": attributes(model, nn.LayerNorm, "transformer", eps=1e-6),
+            "halves of GEGLU": swapped_geglu(model),
+        })  # fmt: skip
 
 
-def add_vae(goldens, model, latent_std, encode=True):
+def add_vae(goldens, model, latent_std):
     generator = generator_of(goldens.family + " vae")
     channels = model.config.latent_channels
     latents = torch.randn(2, channels, 8, 8, generator=generator) * latent_std
@@ -419,19 +462,34 @@ def add_vae(goldens, model, latent_std, encode=True):
     image = torch.rand(2, 3, 16, 16, generator=generator) * 2 - 1
     goldens.add("vae.latents", latents)
     goldens.add("vae_5x3.latents", odd)
+    goldens.add("vae.image", image)
+    if isinstance(model, VQModel):
+        check_codes(model, latents)
+        check_codes(model, odd)
 
     def decode(z):
         return {"decoded": model.decode(z.to(dtype_of(model))).sample}
 
+    def encode():
+        x = image.to(dtype_of(model))
+        if isinstance(model, AutoencoderKL):
+            return {"moments": model._encode(x)}
+        return {"encoded": model.encode(x).latents}
+
     goldens.add_checked("vae.", lambda: decode(latents), model)
     goldens.add_checked("vae_5x3.", lambda: decode(odd), model)
-    parts = lambda: decode(latents)["decoded"]  # noqa: E731
-    if encode:
-        goldens.add("vae.image", image)
-        moments = lambda: model._encode(image.to(dtype_of(model)))  # noqa: E731
-        goldens.add_checked("vae.", lambda: {"moments": moments()}, model)
-        parts = lambda: torch.cat([decode(latents)["decoded"].flatten(1), moments().flatten(1)], 1)  # noqa: E731
-    check_every_weight_matters(f"{goldens.family}: vae", model, parts)
+    goldens.add_checked("vae.", encode, model)
+
+    def both():
+        values = decode(latents) | encode()
+        return torch.cat([value.flatten(1) / value.std() for value in values.values()], 1)
+
+    check_every_weight_matters(f"{goldens.family}: vae", model, both)
+    if isinstance(model, AutoencoderTiny):
+        return  # it has no norms
+    for part in ("encoder", "decoder"):
+        check_planted(f"{goldens.family}: vae", both, {
+            f"eps of the {part}": attributes(model, nn.GroupNorm, part, eps=1e-5)})  # fmt: skip
 
 
 def check_every_weight_matters(name, model, compute):
@@ -447,43 +505,39 @@ def check_every_weight_matters(name, model, compute):
             raise SystemExit(f"{name}: {weight_name} hardly matters, {change:.1e}; change the case")
 
 
-def check_planted_errors(name, model, compute):
+@contextlib.contextmanager
+def attributes(model, kind, where, **values):
+    """For a while, modules of a kind whose path has `where` have other attributes."""
+    modules = [m for path, m in model.named_modules() if isinstance(m, kind) and where in path]
+    if not modules:
+        raise SystemExit(f"nothing to plant an error in: {kind} {where}")
+    kept = [{key: getattr(m, key) for key in values} for m in modules]
+    for module in modules:
+        for key, value in values.items():
+            setattr(module, key, value)
+    yield
+    for module, old in zip(modules, kept):
+        for key, value in old.items():
+            setattr(module, key, value)
+
+
+@contextlib.contextmanager
+def swapped_geglu(model):
+    layers = [m.proj for m in model.modules() if type(m).__name__ == "GEGLU"]
+
+    def swap():
+        for layer in layers:
+            for tensor in (layer.weight.data, layer.bias.data):
+                tensor.copy_(torch.cat(tensor.chunk(2)[::-1]))
+
+    swap()
+    yield
+    swap()
+
+
+def check_planted(name, compute, errors):
     """Errors that an implementation makes must be seen in the output."""
     reference = compute()
-
-    @contextlib.contextmanager
-    def attributes(kind, where, **values):
-        modules = [m for path, m in model.named_modules() if isinstance(m, kind) and where in path]
-        if not modules:
-            raise SystemExit(f"{name}: nothing to plant an error in: {kind} {where}")
-        kept = [{key: getattr(m, key) for key in values} for m in modules]
-        for module in modules:
-            for key, value in values.items():
-                setattr(module, key, value)
-        yield
-        for module, old in zip(modules, kept):
-            for key, value in old.items():
-                setattr(module, key, value)
-
-    @contextlib.contextmanager
-    def swapped_geglu():
-        layers = [m.proj for m in model.modules() if type(m).__name__ == "GEGLU"]
-
-        def swap():
-            for layer in layers:
-                for tensor in (layer.weight.data, layer.bias.data):
-                    tensor.copy_(torch.cat(tensor.chunk(2)[::-1]))
-
-        swap()
-        yield
-        swap()
-
-    errors = {
-        # 1e-6 for 1e-5 is below what float32 shows, where activations have unit size.
-        "eps of GroupNorm": attributes(nn.GroupNorm, "resnets", eps=1e-2),
-        "eps of LayerNorm": attributes(nn.LayerNorm, "transformer", eps=1e-2),
-        "halves of GEGLU": swapped_geglu(),
-    }
     for error, planted in errors.items():
         with planted:
             change = relative_difference(compute(), reference)
@@ -491,39 +545,64 @@ def check_planted_errors(name, model, compute):
             raise SystemExit(f"{name}: {error} hardly matters, {change:.1e}; change the case")
 
 
-def add_runs(goldens, pipe, models, prompts, negatives, rows=2, schedulers=None, **call):
-    """Whole runs from given noise: final latents and images in [0, 1]."""
-    generator = generator_of(goldens.family + " run")
+def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=None, latents=True):
+    """Whole runs from given noise: final latents and images in [0, 1]. Tensors among the pipeline's
+    arguments become goldens, the others facts. `latents`: whether it takes the noise as such."""
+    generator = generator_of(f"{goldens.family} {prefix}")
     size = pipe.unet.config.sample_size
-    channels = pipe.vae.config.latent_channels
-    noise = torch.randn(rows, channels, size, size, generator=generator)
-    goldens.add("run.noise", noise)
-    goldens.facts["run"] = {"prompts": prompts, "negative_prompts": negatives, "steps": STEPS,
-                            "guidance_scale": GUIDANCE}  # fmt: skip
+    noise = torch.randn(2, pipe.vae.config.latent_channels, size, size, generator=generator)
+    goldens.add(f"{prefix}.noise", noise)
+    arguments = {"num_inference_steps": steps, "guidance_scale": GUIDANCE, **arguments}
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        goldens.add(f"{prefix}.{name}", tensor)
+    goldens.facts[prefix] = {k: v for k, v in arguments.items() if k not in tensors}
+    models = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
     pipe.set_progress_bar_config(disable=True)
     config = pipe.scheduler.config
     for name, kind in (schedulers or {"ddim": DDIMScheduler, "euler": EulerDiscreteScheduler}).items():
 
         def compute(kind=kind):
-            values = {}
+            dtype, values = dtype_of(pipe.unet), {}
+            given = noise.to(dtype)
             for output in ("latent", "pt"):
                 pipe.scheduler = kind.from_config(config)
-                call_now = {"prompt": prompts, "num_inference_steps": STEPS,
-                            "guidance_scale": GUIDANCE, "latents": noise.to(dtype_of(pipe.unet)),
-                            "height": size * 2, "width": size * 2, "output_type": output,
-                            **as_dtype_call(call, dtype_of(pipe.unet))}  # fmt: skip
-                if negatives is not None:
-                    call_now["negative_prompt"] = negatives
-                values["latents" if output == "latent" else "image"] = pipe(**call_now).images
+                call = {**arguments, **as_dtype(tensors, dtype), "output_type": output}
+                if latents:
+                    call["latents"] = given
+                with drawing(given):
+                    values["latents" if output == "latent" else "image"] = pipe(**call).images
             return values
 
-        goldens.add_checked(f"run.{name}.", compute, *models)
-    pipe.scheduler = DDIMScheduler.from_config(config)
+        goldens.add_checked(f"{prefix}.{name}.", compute, *models)
+    pipe.scheduler = type(pipe.scheduler).from_config(config)
 
 
-def as_dtype_call(call, dtype):
-    return {key: as_dtype(value, dtype) if isinstance(value, torch.Tensor) else value
-            for key, value in call.items()}  # fmt: skip
+@contextlib.contextmanager
+def drawing(noise):
+    """No run draws: image to image takes the given noise, and an encoded image is its mean."""
+    places = [diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img,
+              diffusers.schedulers.scheduling_lcm]  # fmt: skip
+    kept = [place.randn_tensor for place in places]
+    distribution = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    sample = distribution.sample
+    for place in places:
+        place.randn_tensor = lambda shape, **_: noise.expand(shape)
+    distribution.sample = lambda self, generator=None: self.mode()
+    yield
+    distribution.sample = sample
+    for place, function in zip(places, kept):
+        place.randn_tensor = function
+
+
+def picture_and_mask():
+    """An image in [0, 1] and a mask, 1 where it is drawn anew, which is not aligned with latents."""
+    generator = generator_of("picture")
+    small = torch.rand(1, 3, 4, 4, generator=generator)
+    image = nn.functional.interpolate(small, scale_factor=4, mode="bilinear").clamp(0, 1)
+    mask = torch.zeros(1, 1, 16, 16)
+    mask[..., 3:12, 5:14] = 1
+    return image, mask
 
 
 # --- Families --------------------------------------------------------------------------------
@@ -547,10 +626,15 @@ def make_sd1(folder, clip):
     states = add_text(goldens, "text", tokenizer, text)["states"]
     add_unet(goldens, model, states)
     add_vae(goldens, coder, 32.0)
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    models = (pipe.text_encoder, pipe.unet, pipe.vae)
-    check_loaded(pipe, text=text, unet=model, vae=coder)
-    add_runs(goldens, pipe, models, PROMPTS[:2], [NEGATIVE, ""])
+    pipe = load(diffusers.StableDiffusionPipeline, folder, text=text, unet=model, vae=coder)
+    add_runs(goldens, pipe, PROMPTED)
+    image, mask = picture_and_mask()
+    other = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    add_runs(goldens, other, PROMPTED | {"image": image.expand(2, -1, -1, -1), "strength": 0.75},
+             "run_img2img", latents=False)  # fmt: skip
+    other = diffusers.StableDiffusionInpaintPipeline(**pipe.components, requires_safety_checker=False)
+    add_runs(goldens, other, PROMPTED | SIZED | {"image": image, "mask_image": mask, "strength": 1.0},
+             "run_inpaint")  # fmt: skip
     goldens.save(folder)
 
 
@@ -570,9 +654,10 @@ def make_sd2(folder, clip):
     states = add_text(goldens, "text", tokenizer, text)["states"]
     add_unet(goldens, model, states)
     add_vae(goldens, coder, 9.0)
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    check_loaded(pipe, text=text, unet=model, vae=coder)
-    add_runs(goldens, pipe, (pipe.text_encoder, pipe.unet, pipe.vae), PROMPTS[:2], [NEGATIVE, ""])
+    pipe = load(diffusers.StableDiffusionPipeline, folder, text=text, unet=model, vae=coder)
+    add_runs(goldens, pipe, PROMPTED)
+    add_runs(goldens, pipe, PROMPTED | {"guidance_rescale": 0.7}, "run_rescale",
+             schedulers={"ddim": DDIMScheduler})  # fmt: skip
     goldens.save(folder)
 
 
@@ -587,8 +672,12 @@ def make_sdxl(folder, clip):
         text_encoder("sdxl text 2", hidden_size=24, intermediate_size=48, num_attention_heads=3,
                      hidden_act="gelu", projection=20),
     ]  # fmt: skip
+    values = [add_text(goldens, prefix, tokenizer, encoder)
+              for prefix, tokenizer, encoder in zip(("text", "text_2"), tokenizers, encoders)]  # fmt: skip
+    states = torch.cat([value["penultimate"] for value in values], dim=-1)
     model = unet(
-        "sdxl", 40, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        "sdxl", 40, states_std=states.std().item(),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=[2, 3],
         transformer_layers_per_block=[1, 2], use_linear_projection=True,
         addition_embed_type="text_time", addition_time_embed_dim=8,
@@ -614,25 +703,184 @@ def make_sdxl(folder, clip):
         "scheduler": ["diffusers", "EulerDiscreteScheduler"],
         "image_encoder": [None, None], "force_zeros_for_empty_prompt": True})  # fmt: skip
 
-    values = [add_text(goldens, prefix, tokenizer, encoder)
-              for prefix, tokenizer, encoder in zip(("text", "text_2"), tokenizers, encoders)]  # fmt: skip
-    add_unet(goldens, model, torch.cat([value["penultimate"] for value in values], dim=-1))
+    add_unet(goldens, model, states)
     add_vae(goldens, coder, 50.0)
-    pipe = diffusers.StableDiffusionXLPipeline.from_pretrained(
-        folder, torch_dtype=torch.float32, add_watermarker=False)  # fmt: skip
-    check_loaded(pipe, text=encoders[0], text_2=encoders[1], unet=model, vae=coder)
-    models = (pipe.text_encoder, pipe.text_encoder_2, pipe.unet, pipe.vae)
-    sizes = dict(original_size=(24, 20), crops_coords_top_left=(2, 4), target_size=(16, 16))
-    goldens.facts["sizes"] = sizes
-    add_runs(goldens, pipe, models, PROMPTS[:2], [NEGATIVE, ""], **sizes)
+    pipe = load(diffusers.StableDiffusionXLPipeline, folder, text=encoders[0], text_2=encoders[1],
+                unet=model, vae=coder)  # fmt: skip
+    sizes = {"original_size": (24, 20), "crops_coords_top_left": (2, 4), "target_size": (16, 16)}
+    add_runs(goldens, pipe, PROMPTED | SIZED | sizes)
     # Without a negative prompt: zeros, not the states of "".
-    unset = Goldens("sdxl")
-    add_runs(unset, pipe, models, PROMPTS[:2], None, **sizes)
-    for name in ("run.ddim.latents", "run.ddim.image"):
-        goldens.add(name.replace("run", "run_unset"), unset.tensors[name])
-    if relative_difference(unset.tensors["run.ddim.latents"], goldens.tensors["run.ddim.latents"]) < 0.01:
-        raise SystemExit("sdxl: an unset negative prompt must differ from an empty one")
+    unset = {key: value for key, value in PROMPTED.items() if key != "negative_prompt"}
+    add_runs(goldens, pipe, unset | SIZED, "run_unset", schedulers={"ddim": DDIMScheduler})
+    add_runs(goldens, pipe, unset | SIZED | {"negative_prompt": ["", ""]}, "run_empty",
+             schedulers={"ddim": DDIMScheduler})  # fmt: skip
     goldens.save(folder)
+
+
+def make_lcm(folder, clip):
+    """Latent consistency: the guidance scale goes into the time embedding, and no row is without."""
+    goldens = Goldens("lcm")
+    for part in ("tokenizer", "text_encoder", "vae"):
+        share(folder, part, "sd1")
+    model = unet("lcm", 32, time_cond_proj_dim=16)
+    save_half(model, folder / "unet")
+    LCMScheduler(**SCHEDULE | {"steps_offset": 0, "set_alpha_to_one": True}).save_pretrained(
+        folder / "scheduler")  # fmt: skip
+    write_index(folder, "LatentConsistencyModelPipeline",
+                **STABLE_DIFFUSION | {"scheduler": ["diffusers", "LCMScheduler"]})  # fmt: skip
+    add_unet(goldens, model, sd1_states(folder))
+    pipe = load(diffusers.LatentConsistencyModelPipeline, folder, unet=model)
+    pipe.get_guidance_scale_embedding = lambda w, embedding_dim: guidance_embedding(
+        w + 1, embedding_dim)  # fmt: skip
+    prompts = {"prompt": PROMPTS[:2]}
+    # One step draws nothing. Where four do, each time it is run.noise.
+    add_runs(goldens, pipe, prompts | SIZED, steps=1, schedulers={"lcm": LCMScheduler})
+    add_runs(goldens, pipe, prompts | SIZED, "run_4_steps", schedulers={"lcm": LCMScheduler})
+    goldens.save(folder)
+
+
+def make_inpaint(folder, clip):
+    """Inpainting with nine channels: latents, mask, latents of the masked image."""
+    goldens = Goldens("inpaint")
+    for part in ("tokenizer", "text_encoder", "vae", "scheduler"):
+        share(folder, part, "sd1")
+    model = unet("inpaint", 32, in_channels=9)
+    save_half(model, folder / "unet")
+    write_index(folder, "StableDiffusionInpaintPipeline", **STABLE_DIFFUSION)
+    add_unet(goldens, model, sd1_states(folder))
+    pipe = load(diffusers.StableDiffusionInpaintPipeline, folder, unet=model)
+    image, mask = picture_and_mask()
+    add_runs(goldens, pipe,
+             PROMPTED | SIZED | {"image": image, "mask_image": mask, "strength": 1.0})  # fmt: skip
+    goldens.save(folder)
+
+
+def make_pix2pix(folder, clip):
+    """InstructPix2Pix: eight channels, three rows."""
+    goldens = Goldens("pix2pix")
+    for part in ("tokenizer", "text_encoder", "vae", "scheduler"):
+        share(folder, part, "sd1")
+    model = unet("pix2pix", 32, in_channels=8)
+    save_half(model, folder / "unet")
+    write_index(folder, "StableDiffusionInstructPix2PixPipeline", **STABLE_DIFFUSION)
+    add_unet(goldens, model, sd1_states(folder))
+    pipe = load(diffusers.StableDiffusionInstructPix2PixPipeline, folder, unet=model)
+    image, _ = picture_and_mask()
+    add_runs(goldens, pipe, PROMPTED | {"image": image.expand(2, -1, -1, -1),
+                                        "image_guidance_scale": 1.5})  # fmt: skip
+    goldens.save(folder)
+
+
+def make_tiny_vae(folder, clip):
+    """sd1 with an AutoencoderTiny."""
+    goldens = Goldens("tiny_vae")
+    for part in ("tokenizer", "text_encoder", "unet", "scheduler"):
+        share(folder, part, "sd1")
+    model = AutoencoderTiny(
+        encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8),
+        num_encoder_blocks=(1, 2), num_decoder_blocks=(2, 1))  # fmt: skip
+    randomise(model, generator_of("tiny_vae"))
+    latents = torch.randn(2, 4, 8, 8, generator=generator_of("tiny_vae scale")) * 3
+    for _ in range(2):
+        scale_layer(model.decoder.layers[-1], 0.4 / model.decode(latents).sample.std().item())
+    save_half(model, folder / "vae")
+    write_index(folder, "StableDiffusionPipeline",
+                **STABLE_DIFFUSION | {"vae": ["diffusers", "AutoencoderTiny"]})  # fmt: skip
+    add_vae(goldens, model, 3.0)
+    pipe = load(diffusers.StableDiffusionPipeline, folder, vae=model)
+    add_runs(goldens, pipe, PROMPTED)
+    goldens.save(folder)
+
+
+def make_ldm(folder, clip):
+    """LDM: an unconditional UNet2DModel in the latents of a VQModel."""
+    goldens = Goldens("ldm")
+    config = {"sample_size": 8, "in_channels": 3, "out_channels": 3, "layers_per_block": 1,
+              "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+              "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "block_out_channels": (16, 24),
+              "attention_head_dim": 8, "norm_num_groups": 8}  # fmt: skip
+    model = UNet2DModel(**config)
+    generator = generator_of("ldm")
+    randomise(model, generator)
+    sample = torch.randn(2, 3, 8, 8, generator=generator)
+    for _ in range(2):
+        scale_layer(model.conv_out, 1 / model(sample, torch.tensor([17, 803])).sample.std().item())
+    latent_std = 32.0
+    coder = VQModel(
+        block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, latent_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        num_vq_embeddings=48, sample_size=16)  # fmt: skip
+    randomise(coder, generator)
+    scale_layer(coder.post_quant_conv, 1 / latent_std)
+    # This seed leaves no pixel between two codes (check_codes).
+    codes = torch.randn(48, 3, generator=generator_of("ldm codes 3")) * latent_std
+    coder.quantize.embedding.weight.copy_(codes)
+    round_weights(coder.quantize)
+    for _ in range(2):
+        scale_layer(coder.decoder.conv_out,
+                    0.4 / coder.decode(sample * latent_std).sample.std().item())  # fmt: skip
+    save_half(model, folder / "unet")
+    save_half(coder, folder / "vqvae")
+    published = json.loads((folder / "vqvae" / "config.json").read_text())
+    del published["scaling_factor"]  # the default, 0.18215
+    write_json(folder / "vqvae" / "config.json", published)
+    schedule = SCHEDULE | {"beta_start": 0.0015, "beta_end": 0.0195, "steps_offset": 0}
+    DDIMScheduler(**schedule).save_pretrained(folder / "scheduler")
+    write_index(folder, "LDMPipeline", unet=["diffusers", "UNet2DModel"],
+                vqvae=["diffusers", "VQModel"], scheduler=["diffusers", "DDIMScheduler"])  # fmt: skip
+
+    goldens.add("unet.sample", sample)
+    goldens.add("unet.timestep", torch.tensor([17, 803]))
+    inputs = {"sample": sample, "timestep": torch.tensor([17, 803])}
+    goldens.add_checked("unet.", lambda: run_with_blocks(model, inputs), model)
+    check_every_weight_matters("ldm: unet", model, lambda: run_with_blocks(model, inputs)["output"])
+    add_vae(goldens, coder, latent_std)
+
+    pipe = diffusers.LDMPipeline.from_pretrained(folder)
+    check_loaded(pipe, unet=model, vqvae=coder)
+    noise = torch.randn(2, 3, 8, 8, generator=generator_of("ldm run"))
+    goldens.add("run.noise", noise)
+    goldens.facts["run"] = {"num_inference_steps": STEPS}
+
+    def compute():
+        scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+        scheduler.set_timesteps(STEPS)
+        latents = noise.to(dtype_of(pipe.unet))
+        for t in scheduler.timesteps:
+            latents = scheduler.step(pipe.unet(latents, t).sample, t, latents).prev_sample
+        check_codes(pipe.vqvae, latents / pipe.vqvae.config.scaling_factor)
+        decoded = pipe.vqvae.decode(latents / pipe.vqvae.config.scaling_factor).sample
+        return {"latents": latents, "image": (decoded / 2 + 0.5).clamp(0, 1)}
+
+    values = goldens.add_checked("run.ddim.", compute, pipe.unet, pipe.vqvae)
+    pipe.set_progress_bar_config(disable=True)
+    theirs = pipe(batch_size=2, generator=generator_of("ldm run"), num_inference_steps=STEPS,
+                  output_type="np").images  # fmt: skip
+    if not torch.equal(torch.from_numpy(theirs).permute(0, 3, 1, 2), values["image"]):
+        raise SystemExit("ldm: the run differs from LDMPipeline's")
+    goldens.save(folder)
+
+
+def check_codes(model, latents):
+    """Rounding must not change which code of a VQModel is the nearest."""
+    codes = model.quantize.embedding.weight
+    pixels = latents.permute(0, 2, 3, 1).reshape(-1, codes.shape[1])
+    nearest = torch.cdist(pixels, codes).sort(dim=1).values
+    margin = ((nearest[:, 1] - nearest[:, 0]) / nearest[:, 1]).min().item()
+    if margin < 1e-3:
+        raise SystemExit(f"a pixel is between two codes, {margin:.1e}; change the case")
+
+
+def sd1_states(folder):
+    """The text states of the family whose encoder is shared."""
+    return load_file(folder.parent / "sd1" / "goldens.safetensors")["text.states"]
+
+
+def load(kind, folder, **models):
+    """The pipeline as diffusers loads it."""
+    pipe = kind.from_pretrained(folder, torch_dtype=torch.float32)
+    check_loaded(pipe, **models)
+    return pipe
 
 
 def check_loaded(pipe, **models):
@@ -645,7 +893,9 @@ def check_loaded(pipe, **models):
             raise SystemExit(f"{name} is not loaded as it was saved")
 
 
-FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl}
+FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl, "lcm": make_lcm,
+            "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
+            "ldm": make_ldm}  # fmt: skip
 
 
 def main():

@@ -116,6 +116,20 @@ TEST_F(CatalogTest, VersionsComeAndGo) {
   EXPECT_EQ(Means("digits"), "digits@1");
 }
 
+TEST_F(CatalogTest, ADirectoryThatIsNotSaidIsTheConfiguredOneBeforeThatOfTheRoots) {
+  const std::string elsewhere = Dir("elsewhere");
+  Catalog catalog(Options({{"digits", elsewhere}}), &engine_, &metrics_);
+  for (const char* file : {"digits/config.json", "faces/config.json"}) root_.Write(file, "{}");
+  ASSERT_TRUE(catalog.LoadListed("digits").ok());
+  ASSERT_TRUE(catalog.Unload("digits").ok());
+  ASSERT_TRUE(catalog.Load({.name = "digits"}).ok());
+  EXPECT_EQ(catalog.Find("digits")->info->directory, elsewhere);
+  ASSERT_TRUE(catalog.Load({.name = "faces"}).ok());
+  EXPECT_EQ(catalog.Find("faces")->info->directory, Dir("faces"));
+  ASSERT_TRUE(catalog.SetAlias("best", "digits").ok());
+  EXPECT_EQ(catalog.Load({.name = "best"}).status().code(), absl::StatusCode::kAlreadyExists);
+}
+
 TEST_F(CatalogTest, ABadVersionLeavesTheOldOneServing) {
   ASSERT_TRUE(catalog_.LoadListed("digits").ok());
   const auto bad =
@@ -168,6 +182,19 @@ TEST_F(CatalogTest, Aliases) {
   ASSERT_TRUE(catalog_.DeleteAlias("latest").ok());
   EXPECT_EQ(Means("latest"), "");
   EXPECT_EQ(catalog_.DeleteAlias("latest").code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(CatalogTest, AnAliasAndAVersionAreThatVersionOfItsModel) {
+  ASSERT_TRUE(catalog_.LoadListed("digits").ok());
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .directory = Dir("new")}).ok());
+  ASSERT_TRUE(catalog_.SetAlias("any", "digits").ok());
+  ASSERT_TRUE(catalog_.SetAlias("first", "digits@1").ok());
+  EXPECT_EQ(Means("any"), "digits@2");
+  EXPECT_EQ(Means("any@1"), "digits@1");
+  EXPECT_EQ(Means("any@3"), "");
+  EXPECT_EQ(Means("any@"), "");
+  EXPECT_EQ(Means("first@1"), "digits@1");
+  EXPECT_EQ(Means("first@2"), "") << "the alias means another version";
 }
 
 TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
@@ -430,6 +457,21 @@ TEST_F(RestartTest, AFailedLoadAndWhatIsNotReadyAreNotSaved) {
   EXPECT_EQ(Models(), "digits@1*=a (x) ");
 }
 
+TEST_F(RestartTest, WithoutASavedVersionThatLoadsTheConfiguredDirectoryIsLoaded) {
+  const std::vector<ModelSource> models = {{"digits", Dir("a")}};
+  Catalog& first = Restart(models);
+  ASSERT_TRUE(first.Load({.name = "digits", .directory = Dir("b"), .unload_previous = true}).ok());
+  ASSERT_TRUE(first.Load({.name = "digits", .directory = Dir("c")}).ok());
+  std::filesystem::remove(root_ / "b");
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@2=b! digits@3*=c ") << "one of two is enough";
+  std::filesystem::remove(root_ / "c");
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@2=b! digits@3=c! digits@1*=a ");
+  EXPECT_THAT(std::string(run_->Find("digits@3")->info->error.message()),
+              HasSubstr("saved in --state-dir"));
+}
+
 TEST_F(RestartTest, WhatIsSavedMustStillLieInTheRoots) {
   const std::vector<ModelSource> models = {{"digits", Dir("a")}};
   ASSERT_TRUE(Restart(models).Load({.name = "faces", .directory = Dir("faces")}).ok());
@@ -453,6 +495,28 @@ TEST_F(RestartTest, AChangeThatCannotBeSavedIsAnError) {
   ASSERT_TRUE(catalog.SetAlias("y", "digits").ok());
   Restart({{"digits", Dir("a")}});
   EXPECT_EQ(Models(), "digits@1*=a (x) (y) ");
+}
+
+TEST_F(RestartTest, AnErrorAfterAChangeSaysThatItIsMade) {
+  const std::vector<ModelSource> models = {{"digits", Dir("a")}};
+  Catalog& catalog = Restart(models);
+  ASSERT_TRUE(catalog.Load({.name = "faces", .directory = Dir("faces")}).ok());
+  const auto refused = catalog.Load({.name = "faces", .version = "1"});
+  EXPECT_FALSE(TookEffect(refused.status())) << refused.status().message();
+
+  run_engine_->set_close_error(Internal("the device is lost"));
+  std::filesystem::remove(state_ / "models.json");
+  std::filesystem::create_directories(state_ / "models.json/in-the-way");
+  const absl::Status both = catalog.Unload("faces");
+  EXPECT_TRUE(TookEffect(both));
+  EXPECT_THAT(std::string(both.message()),
+              AllOf(HasSubstr("made, but not saved"), HasSubstr("faces@1 could not be closed: the "
+                                                                "device is lost")));
+  EXPECT_EQ(catalog.Find("faces"), std::nullopt);
+  std::filesystem::remove_all(state_ / "models.json");
+  const auto closed = catalog.Load({.name = "digits", .unload_previous = true});
+  EXPECT_TRUE(TookEffect(closed.status()));
+  EXPECT_EQ(Models(), "digits@2*=a ");
 }
 
 TEST_F(RestartTest, AFileThatCannotBeReadStopsTheStart) {
@@ -492,6 +556,40 @@ TEST_F(RestartTest, OneServerAtATimeHasTheDirectory) {
   EXPECT_TRUE(MakeCatalogOptions({{"digits", Dir("a")}}, {}, state_.path()).ok());
   const auto file = MakeCatalogOptions({}, {}, root_.Write("file", ""));
   EXPECT_THAT(std::string(file.status().message()), HasSubstr("cannot be opened"));
+}
+
+TEST_F(RestartTest, AReloadIsNoChangeOfAnAdmin) {
+  const std::vector<ModelSource> models = {{"digits", Dir("a")}, {"cats", Dir("cats")}};
+  for (const char* file : {"a/weights", "canary/weights"}) root_.Write(file, "old");
+  Catalog& first = Restart(models);
+  int writes = 0;
+  const auto reload = [&](const std::string& file, Catalog& catalog) {
+    root_.Write(file, fmt::format("new {}", ++writes));
+    for (int look = 0; look < 2; ++look) catalog.ReloadChanged();
+  };
+  reload("a/weights", first);
+  EXPECT_EQ(Models(), "digits@2*=a cats@1*=cats ");
+  EXPECT_FALSE(std::filesystem::exists(state_ / "models.json"));
+  ASSERT_TRUE(first.Unload("cats").ok());
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@1*=a ") << "the change of another model saves no reload";
+
+  Catalog& second = *run_;
+  ASSERT_TRUE(
+      second.Load({.name = "digits", .directory = Dir("canary"), .version = "canary"}).ok());
+  reload("canary/weights", second);
+  EXPECT_EQ(Models(), "digits@1=a digits@2*=canary ");
+  ASSERT_TRUE(second.SetAlias("best", "digits@2").ok());
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@1=a digits@canary*=canary (best) ");
+
+  Catalog& third = *run_;
+  reload("canary/weights", third);
+  reload("canary/weights", third);
+  EXPECT_EQ(Models(), "digits@1=a digits@3*=canary (best) ") << "the alias means the new files";
+  ASSERT_TRUE(third.Load({.name = "digits", .directory = Dir("b"), .version = "canary"}).ok());
+  Restart(models);
+  EXPECT_EQ(Models(), "digits@1=a digits@3=canary (best) digits@canary*=b ");
 }
 
 class ReloadTest : public CatalogTest {

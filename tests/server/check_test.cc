@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <filesystem>
 #include <sstream>
 
 #include "server/security/acceptor.h"
@@ -18,6 +19,7 @@
 namespace denoised {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
 
@@ -57,7 +59,7 @@ TEST_F(CheckTest, SaysWhatEverythingIs) {
                            "ok      metrics 127.0.0.1:0\n"
                            "ok      device fake:0  no device at all\n"
                            "ok      device fake:1  no device at all\n"
-                           "ok      model digits  models/digits  UNet2DModel, 1.0 M .*\n"));
+                           "ok      model digits@1  models/digits  UNet2DModel, 1.0 M .*\n"));
   EXPECT_TRUE(good_);
 }
 
@@ -83,11 +85,43 @@ TEST_F(CheckTest, OneAddressForTwoPortsFails) {
   EXPECT_THAT(Report(), HasSubstr("failed  metrics 127.0.0.1:"));
 }
 
+TEST_F(CheckTest, WhatTheStateDirectoryRestoresIsTried) {
+  config_.model_roots = {directory_.path()};
+  config_.state_dir = directory_ / "state";
+  for (const char* name : {"good", "broken"}) {
+    std::filesystem::create_directories(directory_ / name);
+  }
+  directory_.Write("state/models.json", fmt::format(R"({{"format": 1, "aliases": {{}}, "models": [
+      {{"name": "digits", "configured": "models/digits", "current": "2",
+        "versions": [{{"version": "2", "directory": "{0}/broken"}}]}},
+      {{"name": "faces", "configured": null, "current": "new",
+        "versions": [{{"version": "new", "directory": "{0}/good"}}]}}]}})",
+                                                    directory_.path()));
+  const std::string report = Report();
+  EXPECT_THAT(report, HasSubstr("ok      state directory"));
+  EXPECT_THAT(report, HasSubstr("failed  model digits@2: saved in --state-dir"));
+  EXPECT_THAT(report, HasSubstr("ok      model digits@1  models/digits")) << "as the server would";
+  EXPECT_THAT(report, HasSubstr("ok      model faces@new"));
+  EXPECT_FALSE(good_);
+
+  directory_.Write("state/models.json", "{");
+  EXPECT_THAT(Report(), AllOf(HasSubstr("failed  state directory"), HasSubstr("models.json"),
+                              HasSubstr("ok      model digits@1  models/digits")));
+}
+
+TEST_F(CheckTest, MakesNoStateDirectory) {
+  config_.state_dir = directory_ / "not/yet";
+  EXPECT_THAT(Report(), HasSubstr("ok      state directory " + config_.state_dir + "  will be"));
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "not"));
+  config_.state_dir = directory_ / "clients.json/state";  // below a file, which stops root too
+  EXPECT_THAT(Report(), HasSubstr("failed  state directory"));
+}
+
 TEST_F(CheckTest, WithoutADeviceTheRestIsTriedAllTheSame) {
   const std::string report = Report(absl::UnavailableError("there is no GPU"));
   EXPECT_THAT(report, HasSubstr("ok      clients"));
   EXPECT_THAT(report, HasSubstr("failed  device auto: there is no GPU\n"
-                                "failed  model digits: not tried"));
+                                "failed  model digits@1: not tried"));
   EXPECT_FALSE(good_);
 }
 

@@ -16,6 +16,7 @@ namespace denoised {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int64_t kPlenty = 1 << 20;
 
@@ -294,6 +295,26 @@ TEST(FormatsTest, TheMemoryOfAFileIsReservedBeforeItIsUnpacked) {
     EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status().message();
     EXPECT_GE(asked, 24 * 40 * 3);
   }
+}
+
+TEST(JpegTest, RefusesMoreScansThanEncodersWrite) {
+  const auto file = EncodeFile(Gradient(24, 40, 1), FileFormat::kJpeg, 90, {});
+  ASSERT_TRUE(file.ok());
+  const size_t scan = file->find("\xff\xda"), end = file->size() - 2;
+  const auto with_scans = [&](int scans) {
+    std::string text = file->substr(0, end);
+    for (int i = 1; i < scans; ++i) text += file->substr(scan, end - scan);
+    return DecodeFile(text + "\xff\xd9", kPlenty).status();
+  };
+  EXPECT_THAT(std::string(with_scans(65).message()), HasSubstr("has 65 scans, and 64 are allowed"));
+  EXPECT_THAT(std::string(with_scans(64).message()), Not(HasSubstr("scans,")));
+
+  // A segment of an application that looks like scans, and more of it after the image.
+  std::string markers;
+  for (int i = 0; i < 100; ++i) markers += "\xff\xda";
+  const std::string segment = std::string("\xff\xe1\x00\xca", 4) + markers;
+  const auto good = DecodeFile(file->substr(0, 2) + segment + file->substr(2) + markers, kPlenty);
+  EXPECT_TRUE(good.ok()) << good.status().message();
 }
 
 TEST(FormatsTest, RefusesWhatIsNoImage) {

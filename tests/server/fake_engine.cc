@@ -84,7 +84,7 @@ absl::Status FakeEngine::Close(const std::string& name) {
                         [&](const auto& job) { return job->job.spec.model == name; });
   });
   std::erase_if(models_, [&](const auto& each) { return each->name == name; });
-  return absl::OkStatus();
+  return close_error_;
 }
 
 std::shared_ptr<const ModelInfo> FakeEngine::Find(const std::string& name) const {
@@ -255,6 +255,11 @@ void FakeEngine::Pause(bool paused) {
   std::lock_guard lock(mutex_);
   paused_ = paused;
   wake_.notify_all();
+}
+
+void FakeEngine::set_close_error(const absl::Status& error) {
+  std::lock_guard lock(mutex_);
+  close_error_ = error;
 }
 
 void FakeEngine::set_broken(const std::string& part) {

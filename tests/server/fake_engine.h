@@ -64,6 +64,8 @@ class FakeEngine : public Engine {
   void set_evaluation_cost(std::chrono::microseconds cost) { cost_ = cost.count(); }
   /// While paused nothing is admitted or evaluated.
   void Pause(bool paused);
+  /// What Close says from now on, though it closes; NotFound is said all the same.
+  void set_close_error(const absl::Status& error);
   /// As FakeEngineOptions::broken, from now on.
   void set_broken(const std::string& part);
   /// Calls of Open.
@@ -110,6 +112,7 @@ class FakeEngine : public Engine {
   std::deque<std::shared_ptr<Job>> jobs_;  // in the order of Submit, until they end
   std::deque<Slot> slots_;                 // touched by the engine's thread, sized under mutex_
   std::string broken_;
+  absl::Status close_error_;
   EngineObserver* observer_ = nullptr;
   std::array<absl::Status, 2> health_;
   JobSpec last_spec_;

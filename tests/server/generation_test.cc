@@ -27,6 +27,7 @@
 #include "server/jobs/worker_pool.h"
 #include "server/models/catalog.h"
 #include "server/security/client_load.h"
+#include "server/status/status_details.h"
 #include "server/telemetry/metrics.h"
 #include "tests/eventually.h"
 #include "tests/server/fake_engine.h"
@@ -391,6 +392,54 @@ TEST_F(GenerationTest, RequestsAreComparedByWhatIsGiven) {
   const auto first = Begin(params);
   params.set_eta(0);
   EXPECT_EQ(Begin(params)->refusal.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+}
+
+/// Its models leave while requests are on their way to them.
+class LeavingEngine : public FakeEngine {
+ public:
+  absl::StatusOr<EffectiveJob> Resolve(const JobSpec& spec,
+                                       std::vector<FieldViolation>* violations) const override {
+    ++resolves;
+    if (leave_at_resolve) return NotFound("there is no model \"{}\"", spec.model);
+    return FakeEngine::Resolve(spec, violations);
+  }
+  absl::StatusOr<JobId> Submit(EffectiveJob job, std::shared_ptr<JobListener>, Estimate*) override {
+    return NotFound("there is no model \"{}\"", job.spec.model);
+  }
+
+  bool leave_at_resolve = false;
+  mutable int resolves = 0;
+};
+
+TEST_F(GenerationTest, AModelThatKeepsBeingReplacedIsTriedThreeTimes) {
+  for (const bool at_resolve : {true, false}) {
+    LeavingEngine engine;
+    engine.leave_at_resolve = at_resolve;
+    Catalog catalog({.models = {{"digits", "models/digits"}}}, &engine, &metrics_);
+    ASSERT_TRUE(catalog.LoadListed("digits").ok());
+    RequestPreparer preparer(&catalog, &engine, {}, &decoding_, &queue_wait_);
+    Jobs jobs({.engine = &engine,
+               .preparer = &preparer,
+               .workers = &workers_,
+               .client_load = &client_load_,
+               .metrics = &metrics_,
+               .queue_wait = &queue_wait_,
+               .drain = &drain_,
+               .max_previews_per_second = 0},
+              {});
+    grpc::Status refusal;
+    const auto watcher = std::make_shared<StrictWatcher>();
+    const v1::GenerationParams params = Params("a");
+    const auto generation =
+        jobs.Begin({.params = params, .preview = nullptr, .together = false}, watcher, &refusal);
+    ASSERT_NE(generation, nullptr);
+    const std::optional<grpc::Status> end = generation->end();
+    generation->Leave(watcher.get());
+    ASSERT_TRUE(end.has_value());
+    EXPECT_EQ(end->error_code(), grpc::StatusCode::FAILED_PRECONDITION) << end->error_message();
+    EXPECT_EQ(ReasonOf(*end), "MODEL_UNLOADING");
+    EXPECT_EQ(engine.resolves, 3);
+  }
 }
 
 TEST_F(GenerationTest, UploadsAreUnpackedOnlyWhenThereIsMemory) {

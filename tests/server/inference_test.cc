@@ -7,12 +7,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <future>
 #include <limits>
 #include <map>
+#include <thread>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/strip.h"
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "inference/open_inference.grpc.pb.h"
 #include "server/encoding/formats.h"
 #include "tests/eventually.h"
@@ -29,6 +34,7 @@ using inference::ModelInferResponse;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsSupersetOf;
+using ::testing::StartsWith;
 
 template <typename T>
 std::string Raw(const std::vector<T>& values) {
@@ -176,6 +182,7 @@ TEST_F(InferenceTest, TellsWhetherItLivesAndWhatItIs) {
   ASSERT_TRUE(inference_->ServerLive(&half_context, {}, &live).ok());
   EXPECT_TRUE(live.live());
   engine_->BreakDevice(1, absl::UnavailableError("lost"));
+  EXPECT_FALSE(server_->CheckDevices().ok());
   ASSERT_TRUE(inference_->ServerLive(&lost_context, {}, &live).ok());
   EXPECT_FALSE(live.live());
 }
@@ -240,6 +247,11 @@ TEST_F(TritonTest, TheRepositoryIsListedLoadedAndUnloaded) {
   ASSERT_TRUE(Unload("faces", "unload_dependents").ok());
   EXPECT_THAT(Index(true), ElementsAre("digits@1 READY"));
 
+  repository_.Write("digits/config.json", "{}");  // of the same name, and not the configured one
+  ASSERT_TRUE(Unload("digits", "unload_dependents").ok());
+  ASSERT_TRUE(Load("digits").ok());
+  EXPECT_EQ(engine_->Find("digits@1")->directory, "models/digits") << "as configured";
+
   EXPECT_EQ(Load("cats").error_code(), StatusCode::NOT_FOUND);
   EXPECT_EQ(Load("..").error_code(), StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(Unload("faces", "unload_dependents").error_code(), StatusCode::NOT_FOUND);
@@ -249,6 +261,125 @@ TEST_F(TritonTest, TheRepositoryIsListedLoadedAndUnloaded) {
   bad.set_model_name("../etc");
   (*bad.mutable_parameters())["config"].set_string_param("{}");
   EXPECT_THAT(Violated(Load(bad)), ElementsAre("repository_name", "model_name", "parameters"));
+}
+
+TEST_F(TritonTest, AnAliasMayBeAskedForWithAVersion) {
+  repository_.Write("faces/config.json", "{}");
+  config_.model_roots = {repository_.path()};
+  Start();
+  v1::LoadModelRequest load;
+  load.set_name("digits");
+  load.set_directory(repository_ / "faces");
+  v1::LoadModelResponse loaded;
+  v1::SetAliasRequest alias;
+  alias.set_alias("best");
+  alias.set_target("digits");
+  v1::SetAliasResponse aliased;
+  grpc::ClientContext load_context, alias_context;
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  ASSERT_TRUE(admin->LoadModel(&load_context, load, &loaded).ok());
+  ASSERT_TRUE(admin->SetAlias(&alias_context, alias, &aliased).ok());
+  for (const auto& [asked, drawn] : {std::pair{"", "2"}, {"1", "1"}, {"2", "2"}}) {
+    ModelInferRequest request;
+    request.set_model_name("best");
+    request.set_model_version(asked);
+    ModelInferResponse response;
+    const grpc::Status status = Infer(request, &response);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    EXPECT_EQ(response.model_name(), "digits");
+    EXPECT_EQ(response.model_version(), drawn);
+    inference::ModelMetadataRequest metadata_request;
+    metadata_request.set_name("best");
+    metadata_request.set_version(asked);
+    inference::ModelMetadataResponse metadata;
+    EXPECT_TRUE(Call(&Service::ModelMetadata, metadata_request, &metadata).ok());
+  }
+  ModelInferRequest request;
+  request.set_model_name("best");
+  request.set_model_version("3");
+  EXPECT_EQ(Infer(request).error_code(), StatusCode::NOT_FOUND);
+}
+
+TEST_F(TritonTest, OnlyAdminsSeePathsOfTheServer) {
+  config_.models.push_back({"missing", "models/broken"});
+  Start();
+  const auto said = [&](bool admin) {
+    const auto begin = [admin](grpc::ClientContext* context) {
+      if (!admin) context->AddMetadata("x-forwarded-for", "192.0.2.7");
+      return context;
+    };
+    std::vector<std::string> said;
+    grpc::ClientContext index, list, get, draw, infer, metadata;
+    inference::RepositoryIndexResponse repository;
+    EXPECT_TRUE(inference_->RepositoryIndex(begin(&index), {}, &repository).ok());
+    said.push_back(repository.models(1).reason());
+    v1::ListModelsResponse models;
+    EXPECT_TRUE(stub_->ListModels(begin(&list), {}, &models).ok());
+    said.push_back(models.models(1).error());
+    v1::GetModelRequest request;
+    request.set_name("missing");
+    v1::GetModelResponse model;
+    EXPECT_TRUE(stub_->GetModel(begin(&get), request, &model).ok());
+    said.push_back(model.model().error());
+    v1::GenerateRequest images;
+    images.mutable_params()->set_model("missing");
+    v1::GenerateResponse drawn;
+    said.push_back(stub_->Generate(begin(&draw), images, &drawn).error_message());
+    ModelInferRequest tensors;
+    tensors.set_model_name("missing");
+    ModelInferResponse inferred;
+    said.push_back(inference_->ModelInfer(begin(&infer), tensors, &inferred).error_message());
+    inference::ModelMetadataRequest describe;
+    describe.set_name("missing");
+    inference::ModelMetadataResponse described;
+    said.push_back(
+        inference_->ModelMetadata(begin(&metadata), describe, &described).error_message());
+    return said;
+  };
+  EXPECT_THAT(said(true), testing::Each(HasSubstr("models/broken/config.json: no such file")));
+  EXPECT_THAT(said(false), testing::Each(testing::AllOf(HasSubstr("the server's log says why"),
+                                                        testing::Not(HasSubstr("models/broken")))));
+}
+
+/// Everything that tells whether the server takes requests says the same in each state.
+TEST_F(TritonTest, AllProbesAgree) {
+  config_.metrics_listen = "127.0.0.1:0";
+  config_.models.push_back({"slow", "models/slow"});
+  // The name of the state, if ServerReady, /readyz, GetServerInfo and the metric agree about it.
+  const auto state = [&]() -> std::string {
+    grpc::ClientContext context;
+    v1::GetServerInfoResponse info;
+    EXPECT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
+    std::string name(absl::StripPrefix(v1::ServerState_Name(info.state()), "SERVER_STATE_"));
+    name = absl::AsciiStrToLower(name);
+    const bool ready = name == "serving";
+    EXPECT_EQ(Ready(), ready) << name;
+    EXPECT_THAT(Get("/readyz"), StartsWith(ready ? "HTTP/1.0 200" : "HTTP/1.0 503")) << name;
+    EXPECT_THAT(Scrape(), HasSubstr("denoised_server_state{state=\"" + name + "\"} 1"));
+    std::string health;
+    grpc::ClientContext health_context;
+    EXPECT_TRUE(
+        CallByName(channel_, &health_context, "/grpc.health.v1.Health/Check", "", &health).ok());
+    EXPECT_EQ(health, ready ? "\x08\x01" : "\x08\x02") << name;
+    return name;
+  };
+  StartLoading({.open_cost = 1s, .slow = "slow"});
+  inference_ = inference::GRPCInferenceService::NewStub(channel_);
+  ASSERT_TRUE(Eventually([&] { return engine_->Models().size() == 1; }));
+  EXPECT_EQ(state(), "starting") << "one model can draw, and another is being loaded";
+  ASSERT_TRUE(server_->Loaded(10s)->ok());
+  EXPECT_EQ(state(), "serving");
+  for (const char* name : {"digits", "slow"}) {
+    grpc::ClientContext context;
+    inference::RepositoryModelUnloadRequest unload;
+    unload.set_model_name(name);
+    inference::RepositoryModelUnloadResponse unloaded;
+    ASSERT_TRUE(inference_->RepositoryModelUnload(&context, unload, &unloaded).ok());
+  }
+  EXPECT_EQ(state(), "serving") << "without a model, so that an admin can load one";
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(0s, 2s); });
+  EXPECT_TRUE(Eventually([&] { return !Ready(); }));
+  EXPECT_EQ(state(), "lame_duck");
 }
 
 TEST_F(TritonTest, OnlyAdminsChangeTheRepository) {
@@ -727,55 +858,68 @@ TEST_F(InferenceTest, PixelsAndFilesTogetherCountTwice) {
   EXPECT_THAT(Violated(Infer(request)), ElementsAre("batch size"));
 }
 
-TEST(InferenceTensorsTest, MemoryForFilesIsReserved) {
+TEST(InferenceTensorsTest, MemoryOfAnUploadIsReserved) {
   ModelInfo model;
   model.channels = 1;
   model.width = model.height = 32;
   model.max_edge = 4096;
-  const int64_t pixels = 32 * 32 * kPngDecodingBytesPerPixel;
   ModelInferRequest request;
   AddBytes(&request, "init_image", std::string(1000, 'x'));
-  MemoryBudget memory(20'000);
+  request.add_outputs()->set_name("encoded");
+  MemoryBudget memory(2000);
   std::vector<FieldViolation> violations;
   {
     const Inference read = ReadInference(request, model, {}, &memory, &violations);
     EXPECT_TRUE(read.memory_status.ok());
-    EXPECT_EQ(memory.reserved(), 1000 + pixels) << "the file, and a PNG that is made and unpacked";
-    request.add_outputs()->set_name("encoded");
-    const Inference file = ReadInference(request, model, {}, &memory, &violations);
-    EXPECT_EQ(memory.reserved(), 2 * 1000 + pixels) << "nothing is unpacked";
+    EXPECT_EQ(memory.reserved(), 1000);
+    const Inference second = ReadInference(request, model, {}, &memory, &violations);
+    const Inference third = ReadInference(request, model, {}, &memory, &violations);
+    EXPECT_TRUE(absl::IsResourceExhausted(third.memory_status));
+    EXPECT_THAT(std::string(third.memory_status.message()), HasSubstr("init_image"));
+    EXPECT_EQ(third.params.init_image().encoded(), "");
+    EXPECT_TRUE(violations.empty());
   }
   EXPECT_EQ(memory.reserved(), 0);
-  {
-    MemoryBudget::Lease others;
-    ASSERT_TRUE(memory.Reserve(memory.bytes() - 500, &others).ok());
-    const Inference read = ReadInference(request, model, {}, &memory, &violations);
-    EXPECT_TRUE(absl::IsResourceExhausted(read.memory_status));
-    EXPECT_THAT(std::string(read.memory_status.message()), HasSubstr("init_image"));
-    EXPECT_FALSE(read.params.has_init_image() && !read.params.init_image().encoded().empty());
-    EXPECT_TRUE(violations.empty()) << violations[0].description;
-  }
   MemoryBudget small(500);
   ReadInference(request, model, {}, &small, &violations);
   ASSERT_EQ(violations.size(), 1u);
   EXPECT_EQ(violations[0].field, "init_image");
 }
 
-TEST_F(InferenceTest, APngIsUnpackedOnlyWhereThereIsMemory) {
-  config_.max_decoding_bytes = 32 * 32 * kPngDecodingBytesPerPixel;
-  config_.metrics_listen = "127.0.0.1:0";
+TEST(InferenceTensorsTest, AFileIsUnpackedOnceThereIsMemory) {
+  v1::GenerateResponse images;
+  v1::Image& image = *images.add_images();
+  const auto file = EncodeFile(Tensor::Host({32, 32, 1}, DType::kF32), FileFormat::kPng, 90, {});
+  ASSERT_TRUE(file.ok());
+  image.set_encoded(*file);
+  image.set_width(32);
+  image.set_height(32);
+  MemoryBudget memory(32 * 32 * kPngDecodingBytesPerPixel);
+  MemoryBudget::Lease others;
+  ASSERT_TRUE(memory.Reserve(1, &others).ok());
+  std::atomic<bool> written = false;
+  ModelInferResponse response;
+  std::jthread writer([&] {
+    WriteInference(images, {"image"}, &memory, &response);
+    written = true;
+  });
+  std::this_thread::sleep_for(50ms);
+  EXPECT_FALSE(written);
+  others = {};
+  writer.join();
+  EXPECT_EQ(response.raw_output_contents(0).size(), 32u * 32u);
+  EXPECT_EQ(memory.reserved(), 0);
+}
+
+TEST_F(InferenceTest, AFileThatCanNeverBeUnpackedIsRefusedAtOnce) {
+  config_.max_decoding_bytes = 32 * 32 * kPngDecodingBytesPerPixel - 1;
   Start();
+  const grpc::Status refused = Infer({});
+  EXPECT_THAT(Violated(refused), ElementsAre("outputs"));
+  EXPECT_EQ(engine_->evaluations(), 0);
   ModelInferRequest request;
-  EXPECT_TRUE(Infer(request).ok()) << "for one image at a time";
-  EXPECT_THAT(Scrape(), HasSubstr("denoised_decoding_bytes 0\n")) << "given back";
-  engine_->Pause(true);
-  auto first = std::async(std::launch::async, [&] { return Infer({}); });
-  ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("digits@1") == 1; }));
-  const grpc::Status second = Infer({});
-  EXPECT_EQ(second.error_code(), StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_EQ(Find<google::rpc::ErrorInfo>(second).reason(), "DECODING_MEMORY");
-  engine_->Pause(false);
-  EXPECT_TRUE(first.get().ok());
+  request.add_outputs()->set_name("image");
+  EXPECT_TRUE(Infer(request).ok());
 }
 
 TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {

@@ -42,6 +42,19 @@ TEST(MemoryBudgetTest, SaysWhetherWaitingHelps) {
   EXPECT_TRUE(budget.Reserve(40, &second).ok());
 }
 
+TEST(MemoryBudgetTest, WaitsUntilThereIsRoom) {
+  MemoryBudget budget(100);
+  MemoryBudget::Lease others;
+  ASSERT_TRUE(budget.Reserve(60, &others).ok());
+  std::jthread waiter([&] {
+    const MemoryBudget::Lease lease = budget.Wait(50);
+    EXPECT_EQ(budget.reserved(), 50);
+  });
+  others = {};
+  waiter.join();
+  EXPECT_EQ(budget.reserved(), 0);
+}
+
 TEST(MemoryBudgetTest, ThreadsNeverHoldMoreThanThereIs) {
   MemoryBudget budget(1000);
   std::vector<std::jthread> threads;

@@ -234,6 +234,21 @@ TEST_F(MetricsTest, ACanaryIsSeenBesideTheCurrentVersion) {
   EXPECT_EQ(Versions(metrics, "denoised_request_seconds"), "digits 1") << "those that succeeded";
 }
 
+TEST(RequestTotalsTest, AVersionIsCountedWhileItIsLoaded) {
+  RequestTotals totals;
+  totals.Begin("digits@1");
+  totals.Add("digits@1", {.ok = true, .total = 5ms, .queued = 1ms, .images = 3});
+  totals.Add("digits@1", {.ok = false, .total = 7ms});
+  EXPECT_EQ(totals.Of("digits@1").images, 3u);
+  EXPECT_EQ(totals.Of("digits@1").succeeded_time, 5ms);
+  EXPECT_EQ(totals.Of("digits@1").failed_time, 7ms);
+  totals.Forget("digits@1");
+  totals.Add("digits@1", {.ok = true});  // of a request that ended just after the version left
+  EXPECT_EQ(totals.Of("digits@1").succeeded, 0u);
+  totals.Begin("digits@1");
+  EXPECT_EQ(totals.Of("digits@1").succeeded, 0u) << "since it was loaded again";
+}
+
 TEST_F(MetricsTest, SeriesOfAVersionGoAWhileAfterIt) {
   Metrics metrics;
   const auto now = Metrics::Clock::now();

@@ -58,7 +58,7 @@ class ProcessTest(unittest.TestCase):
         self.assertEqual(good.returncode, 0, good.stderr)
         self.assertRegex(good.stdout, "^ok +listen 127.0.0.1:0\n"
                                       "ok +device fake:0  .*\nok +device fake:1  .*\n"
-                                      "ok +model digits  .*UNet2DModel, 1.0 M parameters.*\n$")
+                                      "ok +model digits@1  .*UNet2DModel, 1.0 M parameters.*\n$")
         with socket.create_server(("127.0.0.1", 0)) as other:
             taken = f"127.0.0.1:{other.getsockname()[1]}"
             bad = run("--check", "--model", f"bad={self.broken}", "--model", model,
@@ -69,7 +69,7 @@ class ProcessTest(unittest.TestCase):
         starts = ["failed  certificate absent.crt: ", "failed  client authority absent.ca: ",
                   "failed  clients absent.json: ", f"failed  listen {taken}: ",
                   f"failed  metrics {taken}: ", "ok      device fake:0  ",
-                  "ok      device fake:1  ", "failed  model bad: ", "ok      model digits  "]
+                  "ok      device fake:1  ", "failed  model bad@1: ", "ok      model digits@1  "]
         self.assertEqual([line[:len(start)] for line, start in
                           zip(bad.stdout.splitlines(), starts, strict=True)], starts)
 

@@ -742,7 +742,7 @@ TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
   EXPECT_EQ(engine_->Models().size(), 1u);
 }
 
-TEST_F(ServerTest, ARefusedChangeWaitsForNoLoad) {
+TEST_F(ServerTest, WhatWaitsForNoModelWaitsForNoLoad) {
   const std::string slow = testing::TempDir() + "slow";
   std::filesystem::create_directory(slow);
   Start({.open_cost = 1s, .slow = slow});
@@ -767,8 +767,40 @@ TEST_F(ServerTest, ARefusedChangeWaitsForNoLoad) {
   v1::UnloadModelResponse response;
   EXPECT_EQ(admin->UnloadModel(&context, {}, &response).error_code(),
             grpc::StatusCode::PERMISSION_DENIED);
+  v1::SetAliasRequest alias;
+  alias.set_alias("numbers");
+  alias.set_target("digits");
+  v1::SetAliasResponse aliased;
+  v1::DeleteAliasRequest remove;
+  remove.set_alias("numbers");
+  v1::DeleteAliasResponse removed;
+  grpc::ClientContext alias_context, delete_context;
+  EXPECT_TRUE(admin->SetAlias(&alias_context, alias, &aliased).ok());
+  EXPECT_TRUE(admin->DeleteAlias(&delete_context, remove, &removed).ok());
   EXPECT_LT(ended, 3) << "it waited for a thread, which three loads have to leave first";
   for (std::thread& load : loads) load.join();
+}
+
+TEST_F(ServerTest, AChangeThatCannotBeSavedIsLoggedAsMade) {
+  const TemporaryDirectory state;
+  config_.state_dir = state.path();
+  Start();
+  std::filesystem::create_directories(state / "models.json/in-the-way");
+  v1::SetAliasRequest alias;
+  alias.set_alias("numbers");
+  alias.set_target("digits");
+  v1::SetAliasResponse aliased;
+  grpc::ClientContext context;
+  log::Configure(log::Format::kText, log::Level::kInfo);
+  testing::internal::CaptureStderr();
+  const grpc::Status status =
+      v1::ModelAdmin::NewStub(channel_)->SetAlias(&context, alias, &aliased);
+  const std::string text = testing::internal::GetCapturedStderr();
+  log::Configure(log::Format::kText, log::Level::kError);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INTERNAL);
+  EXPECT_EQ(Reason(status), "CHANGE_INCOMPLETE");
+  EXPECT_THAT(text, HasSubstr("models changed, but not all of the change was done"));
+  EXPECT_THAT(text, testing::Not(HasSubstr("models not changed")));
 }
 
 TEST_F(ServerTest, BadAdminRequestsNameTheField) {

@@ -51,6 +51,8 @@ void TestMock() {
   Expect(client.GetModel("digits")->version == "3", "the mock answers what it was told to");
   Expect(absl::IsUnimplemented(client.StreamGenerate({}, {}, {})->Wait()),
          "a stream that no test expects is an error");
+  Expect(absl::IsUnimplemented(client.UnloadModel("digits")),
+         "a call that no test expects is an error");
 }
 
 // A fake that implements one call; those that later versions add need no change here.
