@@ -60,7 +60,8 @@ const Target kTargets[] = {
 class TextToImageParity : public ::testing::TestWithParam<std::tuple<Run, Target>> {};
 
 TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
-  const auto& [run, target] = GetParam();
+  const Run& run = std::get<0>(GetParam());
+  const Target& target = std::get<1>(GetParam());
   if (target.options.device == "cuda") DENOISED_NEEDS_GPU();
   const auto goldens = ReadJsonFile(Latent(run.family) / "goldens.json");
   ASSERT_TRUE(goldens.ok()) << goldens.status();
