@@ -24,9 +24,10 @@ class Collector : public JobListener {
     EXPECT_FALSE(status_.has_value()) << "nothing follows OnDone";
     progress_ = done;
   }
-  void OnPreview(const ImageResult&, int) override {
+  void OnPreview(const ImageResult& image, int) override {
     std::lock_guard lock(mutex_);
     ++previews_;
+    preview_shapes_.push_back(image.pixels.shape());
   }
   void OnImage(ImageResult image) override {
     std::lock_guard lock(mutex_);
@@ -71,9 +72,14 @@ class Collector : public JobListener {
     std::lock_guard lock(mutex_);
     return previews_;
   }
+  std::vector<Shape> preview_shapes() {
+    std::lock_guard lock(mutex_);
+    return preview_shapes_;
+  }
 
  private:
   std::mutex mutex_;
+  std::vector<Shape> preview_shapes_;
   std::condition_variable done_;
   std::map<int, std::vector<float>> images_;
   std::map<int, int> labels_;

@@ -789,6 +789,10 @@ def make_tiny_vae(folder, clip):
     add_vae(goldens, model, 3.0)
     pipe = load(diffusers.StableDiffusionPipeline, folder, vae=model)
     add_runs(goldens, pipe, PROMPTED)
+    image, _ = picture_and_mask()
+    other = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    add_runs(goldens, other, PROMPTED | {"image": image.expand(2, -1, -1, -1), "strength": 0.75},
+             "run_img2img", latents=False)  # fmt: skip
     goldens.save(folder)
 
 
