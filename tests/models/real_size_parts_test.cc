@@ -29,6 +29,8 @@ struct Part {
   /// 6e-3 (taesd), 9e-3 (sd15-text) and 1.3e-2 (sdxl-text-2).
   double bf16_tolerance;
 };
+void PrintTo(const Part& part, std::ostream* out) { *out << part.name << " " << part.output; }
+
 constexpr double kFp32Tolerance = 1e-5;
 
 const Part kParts[] = {
