@@ -237,6 +237,11 @@ class AsyncClient:
         self.jobs = AsyncJobs(self)
         self.models = AsyncModels(self)
 
+    @property
+    def target(self) -> str:
+        """As given."""
+        return self._connection.name
+
     async def close(self) -> None:
         """Ends the connection and all calls."""
         if self._channel is not None:

@@ -239,6 +239,11 @@ class Client:
         self.jobs = Jobs(self)
         self.models = Models(self)
 
+    @property
+    def target(self) -> str:
+        """As given."""
+        return self._connection.name
+
     def close(self) -> None:
         """Ends the connection and all calls."""
         self._channel.close()
