@@ -281,6 +281,8 @@ void ReadSolvers(ConfigReader& config, Fields* fields) {
       fields->default_sampler == Sampler::kDpmSolverSinglestep)
     config.Complain("algorithm_type",
                     "singlestep has no \"sde-dpmsolver\"; use \"sde-dpmsolver++\"");
+  if (algorithm.stochastic && fields->default_sampler == Sampler::kDeis)
+    config.Complain("algorithm_type", "deis has no stochastic form; use \"deis\"");
   // DEIS takes DPM-Solver's word for its own.
   if (!algorithm.data_prediction && fields->final_sigma_zero &&
       fields->default_sampler != Sampler::kDeis)

@@ -530,6 +530,23 @@ for name, config in PUBLISHED.items():
             continue
         swapped(config, name, sampler)
 
+# The same with the class of the file alone, in as many steps as people take.
+SD = LATENT | {"num_train_timesteps": 1000, "clip_sample": False, "trained_betas": None}
+TURBO = SD | {"interpolation_type": "linear", "prediction_type": "epsilon", "sample_max_value": 1.0, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1, "timestep_spacing": "trailing"}
+THRESHOLD = {"dynamic_thresholding_ratio": 0.995, "sample_max_value": 1.0, "thresholding": False}
+for name, sampler, steps, config in (
+    ("sd-turbo", "euler", (1, 2, 4), TURBO | {"timestep_type": "discrete", "use_karras_sigmas": False}),
+    ("lcm-dreamshaper-v7", "lcm", (1, 4, 8), SD | THRESHOLD | {"clip_sample_range": 1.0, "original_inference_steps": 50, "prediction_type": "epsilon", "rescale_betas_zero_snr": False, "set_alpha_to_one": True, "steps_offset": 1, "timestep_scaling": 10.0, "timestep_spacing": "leading"}),
+    ("playground-v2.5", "edm_dpm_solver", (20,), THRESHOLD | {"algorithm_type": "dpmsolver++", "euler_at_final": False, "final_sigmas_type": "zero", "lower_order_final": True, "num_train_timesteps": 1000, "prediction_type": "epsilon", "rho": 7.0, "sigma_data": 0.5, "sigma_max": 80.0, "sigma_min": 0.002, "solver_order": 2, "solver_type": "midpoint"}),
+    ("cd-imagenet64", "consistency", (1, 2), {"clip_denoised": True, "num_train_timesteps": 40, "rho": 7.0, "s_noise": 1.0, "sigma_data": 0.5, "sigma_max": 80.0, "sigma_min": 0.002}),
+    ("stable-diffusion-3", "flow_match_euler", (28,), {"num_train_timesteps": 1000, "shift": 3.0}),
+    ("flux-schnell", "flow_match_euler", (4,), {"base_image_seq_len": 256, "base_shift": 0.5, "max_image_seq_len": 4096, "max_shift": 1.15, "num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False}),
+):
+    for n in steps:
+        scheduler = CLASSES[sampler].from_config(config)
+        full = {"_class_name": CLASSES[sampler].__name__, "_diffusers_version": "0.24.0"} | config
+        add("published", f"published/{name}/{n}", full, {}, n, run(scheduler, n))
+
 folder = pathlib.Path(__file__).resolve().parent.parent / "sampling" / "goldens"
 folder.mkdir(parents=True, exist_ok=True)
 for file, cases in files.items():

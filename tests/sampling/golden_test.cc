@@ -130,9 +130,9 @@ INSTANTIATE_TEST_SUITE_P(Reference, GoldenTest,
                          testing::Values("ddpm", "ddim", "pndm", "euler", "euler_ancestral", "lms",
                                          "heun", "dpm_solver", "uni_pc", "lcm", "edm_euler",
                                          "edm_dpm_solver", "edm_heun", "edm_walks", "swapped",
-                                         "dpmpp_sde", "deis", "kdpm2", "kdpm2_ancestral", "tcd",
-                                         "dpm_solver_singlestep", "flow_match_euler", "consistency",
-                                         "sa_solver"),
+                                         "published", "dpmpp_sde", "deis", "kdpm2",
+                                         "kdpm2_ancestral", "tcd", "dpm_solver_singlestep",
+                                         "flow_match_euler", "consistency", "sa_solver"),
                          [](const auto& info) { return info.param; });
 
 // The comparison above can fail: it notices a ten-thousandth more of one coefficient.

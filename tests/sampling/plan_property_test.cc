@@ -154,6 +154,26 @@ TEST(PlanPropertyTest, APerfectModelLeadsToItsImage) {
       });
 }
 
+// diffusers has no EDM form of these samplers to compare with.
+TEST(PlanPropertyTest, EdmModelsAreToldTheirOwnCondition) {
+  constexpr double kSigmaData = 0.5;
+  const auto config = SchedulerConfig::Parse({{"_class_name", "EDMEulerScheduler"}}, "file");
+  ASSERT_TRUE(config.ok());
+  for (const Sampler sampler : {Sampler::kDpmppSde, Sampler::kKdpm2, Sampler::kKdpm2Ancestral}) {
+    SamplerParams params;
+    params.steps = 10;
+    params.sampler = sampler;
+    const auto plan = config->Compile(params);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->evaluations.size(), 19u);
+    for (const auto& row : plan->evaluations) {
+      const double sigma =
+          std::sqrt(1 / (row.input_scale * row.input_scale) - kSigmaData * kSigmaData);
+      EXPECT_NEAR(row.condition, 0.25 * std::log(sigma), 1e-6);
+    }
+  }
+}
+
 TEST(PlanPropertyTest, ChurnIsDrawnBeforeTheFirstEvaluation) {
   const auto config = SchedulerConfig::Parse({{"_class_name", "EDMEulerScheduler"}}, "file");
   ASSERT_TRUE(config.ok());
