@@ -22,10 +22,6 @@ absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& t
 /// returned.
 inline constexpr int64_t kPngDecodingBytesPerPixel = 4 + 3;
 
-/// Memory that DecodePng takes at most: samples as they are unpacked, up to RGBA, and as they are
-/// returned.
-inline constexpr int64_t kPngDecodingBytesPerPixel = 4 + 3;
-
 /// Any PNG as 8-bit grey or RGB; transparency is shown over white. InvalidArgument when it is
 /// damaged or has more than `max_pixels` pixels, which is known before anything is unpacked.
 absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
