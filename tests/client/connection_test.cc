@@ -676,7 +676,7 @@ TEST(NamesTest, RoundTrip) {
   EXPECT_EQ(AllSamplers().size(), 22u);
   for (const Sampler sampler : AllSamplers()) {
     EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
-    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(Name(sampler)),
+    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(std::string(Name(sampler))),
               v1::Sampler_Name(static_cast<v1::Sampler>(sampler)));
   }
   for (const NoiseSchedule schedule : AllNoiseSchedules()) {
