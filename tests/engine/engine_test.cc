@@ -722,8 +722,8 @@ TEST_F(BadModel, ConfigsThatCannotBeHonoured) {
   SetField(kUnet, "act_fn", "tanh");
   EXPECT_THAT(Refusal(), HasSubstr("act_fn"));
   SetField(kUnet, "act_fn", "silu");
-  SetField(kIndex, "scheduler", {"diffusers", "FlowMatchEulerDiscreteScheduler"});
-  EXPECT_THAT(Refusal(), HasSubstr("FlowMatchEulerDiscreteScheduler"));
+  SetField(kIndex, "scheduler", {"diffusers", "DDIMInverseScheduler"});
+  EXPECT_THAT(Refusal(), HasSubstr("DDIMInverseScheduler"));
   SetField(kIndex, "scheduler", {"diffusers", "EDMEulerScheduler"});
   SetField(kIndex, "_denoised", {{"null_class", 99}});
   EXPECT_THAT(Refusal(), HasSubstr("null_class"));
