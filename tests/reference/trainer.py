@@ -9,13 +9,14 @@ import torch
 
 
 class Trainer:
-    """Steps of AdamW on `loss()`, a scalar made of data that lives on the device. On CUDA a step is
-    one graph, so `loss` may not read a value back; the random numbers in it are new each time.
+    """Steps of AdamW on `loss()`, a scalar made of data that lives on the device. On CUDA, with
+    `graph`, a step is one graph, so `loss` may neither read a value back nor copy one from the host; the
+    random numbers in it are new each time.
 
     `averages` are the exponential moving average of `weights`, in the same order.
     """
 
-    def __init__(self, loss, weights, ema_decay=0.999):
+    def __init__(self, loss, weights, ema_decay=0.999, graph=True):
         self.loss, self.weights, self.ema_decay = loss, list(weights), ema_decay
         self.averages = [w.detach().clone() for w in self.weights]
         device = self.weights[0].device
@@ -27,7 +28,7 @@ class Trainer:
             self.weights, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=1e-2,
             capturable=on_gpu, fused=on_gpu or None,
         )  # fmt: skip
-        self.step = self._capture() if on_gpu else self._step
+        self.step = self._capture() if on_gpu and graph else self._step
 
     def _step(self):
         loss = self.loss()
