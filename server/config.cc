@@ -226,10 +226,16 @@ absl::Status CheckSecurity(const Config& config) {
   if (!security.tls_client_ca.empty() && !security.tls()) {
     return InvalidArgument("--tls-client-ca needs TLS; give --tls-cert and --tls-key too");
   }
-  if (!security.clients.empty() && !security.tls()) {
+  if (!security.clients.empty() && !security.tls() && !security.plaintext_tokens) {
     return InvalidArgument(
         "--clients needs TLS, since anybody on the way could read the tokens; give --tls-cert and "
-        "--tls-key too");
+        "--tls-key too, or --allow-plaintext-tokens behind a sidecar that encrypts");
+  }
+  if (security.plaintext_tokens && (security.tls() || !IsLoopback(config.listen))) {
+    return InvalidArgument(
+        "--allow-plaintext-tokens is for a loopback address without TLS, and the server listens on "
+        "{}{}; leave it out, or listen on 127.0.0.1 and have a sidecar pass calls on",
+        config.listen, security.tls() ? " with TLS" : "");
   }
   if (config.admin && security.clients.empty() && !EverybodyIsAdmin(config)) {
     return InvalidArgument(
@@ -409,7 +415,12 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option(
          "--clients", config.security.clients,
          "JSON file of the clients that may call, by token or certificate, with their rights "
-         "and limits; needs TLS")
+         "and limits; needs TLS, or --allow-plaintext-tokens")
+      ->group("Security");
+  app.add_flag("--allow-plaintext-tokens", config.security.plaintext_tokens,
+               "Take the tokens of --clients without TLS, on a loopback address: for a server "
+               "behind a sidecar of a service mesh that encrypts. Every program on this host can "
+               "reach the port")
       ->group("Security");
   app.add_option("--make-token", token_for,
                  "Make a token for the client of this name, print it and its entry for --clients, "

@@ -120,8 +120,9 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
                   "twice the cost. 1: off")
       ->group(kHow);
   command
-      .add_option("--eta", flags.eta,
-                  "Noise added by ddim, from 0 (none) to 1 (as ddpm). Default: 0")
+      .add_option(
+          "--eta", flags.eta,
+          "Noise added by ddim and tcd, from 0 (none) to 1. Default: 0 for ddim, 0.3 for tcd")
       ->group(kHow);
   command
       .add_option("--churn", flags.churn,
@@ -143,7 +144,9 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       .add_option("--clip-skip", flags.clip_skip,
                   "Layers left out at the end of the text encoder. Default: 0")
       ->group(kHow);
-  command.add_option("--order", flags.order, "Order of dpm_solver and uni_pc: 1, 2 or 3")
+  command
+      .add_option("--order", flags.order,
+                  "Order of deis, uni_pc and the samplers named dpm_solver: 1, 2 or 3")
       ->group(kHow);
 
   constexpr char kOutput[] = "Output and request";

@@ -9,9 +9,29 @@ namespace {
 
 // Names by value; index 0 is the value that has none.
 constexpr std::string_view kUnknown = "unknown";
-constexpr std::string_view kSamplers[] = {
-    kUnknown,     "ddpm",           "ddim",   "pndm", "euler",     "euler_ancestral", "lms", "heun",
-    "dpm_solver", "dpm_solver_sde", "uni_pc", "lcm",  "edm_euler", "edm_dpm_solver"};
+constexpr std::string_view kSamplers[] = {kUnknown,
+                                          "ddpm",
+                                          "ddim",
+                                          "pndm",
+                                          "euler",
+                                          "euler_ancestral",
+                                          "lms",
+                                          "heun",
+                                          "dpm_solver",
+                                          "dpm_solver_sde",
+                                          "uni_pc",
+                                          "lcm",
+                                          "edm_euler",
+                                          "edm_dpm_solver",
+                                          "dpmpp_sde",
+                                          "deis",
+                                          "kdpm2",
+                                          "kdpm2_ancestral",
+                                          "tcd",
+                                          "dpm_solver_singlestep",
+                                          "flow_match_euler",
+                                          "consistency",
+                                          "sa_solver"};
 constexpr std::string_view kSchedules[] = {kUnknown, "native", "karras", "exponential", "beta"};
 constexpr std::string_view kPriorities[] = {kUnknown, "interactive", "normal", "batch"};
 constexpr std::string_view kStates[] = {kUnknown, "loading", "available", "failed", "unloading"};

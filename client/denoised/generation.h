@@ -31,6 +31,15 @@ enum class Sampler {
   kLcm = 11,
   kEdmEuler = 12,
   kEdmDpmSolver = 13,
+  kDpmppSde = 14,
+  kDeis = 15,
+  kKdpm2 = 16,
+  kKdpm2Ancestral = 17,
+  kTcd = 18,
+  kDpmSolverSinglestep = 19,
+  kFlowMatchEuler = 20,
+  kConsistency = 21,
+  kSaSolver = 22,
 };
 
 /// How noise levels are spaced over the steps.

@@ -80,18 +80,19 @@ absl::Status Evaluator::Allocate() {
         take(&latents_, {1, height, width, channels}, DType::kF32, "latents to decode"));
   }
 
-  const size_t image_bytes = pixels.elements() * sizeof(float);
-  const int downloads = options_.downloads + options_.parks;
-  DENOISED_ASSIGN_OR_RETURN(downloads_, backend_.ReserveDownloads(image_bytes, downloads));
-  if (downloads_) slot_bytes_ += image_bytes * downloads;
-  const size_t flag_bytes = slots * sizeof(int32_t);
-  const int flag_downloads = options_.flag_downloads + options_.parks;
-  DENOISED_ASSIGN_OR_RETURN(flag_downloads_, backend_.ReserveDownloads(flag_bytes, flag_downloads));
-  if (flag_downloads_) slot_bytes_ += flag_bytes * flag_downloads;
-  const size_t registers_bytes = kRegisters * image.elements() * sizeof(float);
-  DENOISED_ASSIGN_OR_RETURN(register_downloads_,
-                            backend_.ReserveDownloads(registers_bytes, options_.parks));
-  if (register_downloads_) slot_bytes_ += registers_bytes * options_.parks;
+  const auto reserve = [&](int64_t bytes, int count) -> absl::Status {
+    DENOISED_ASSIGN_OR_RETURN(auto reserved, backend_.ReserveDownloads(bytes, count));
+    if (reserved) slot_bytes_ += bytes * count;
+    downloads_.push_back(std::move(reserved));
+    return absl::OkStatus();
+  };
+  const int64_t image_bytes = image.elements() * int64_t{sizeof(float)};
+  DENOISED_RETURN_IF_ERROR(reserve(image_bytes, options_.downloads + options_.parks));
+  DENOISED_RETURN_IF_ERROR(
+      reserve(slots * int64_t{sizeof(int32_t)}, options_.flag_downloads + options_.parks));
+  DENOISED_RETURN_IF_ERROR(reserve(kRegisters * image_bytes, options_.parks));
+  if (options_.codec)
+    DENOISED_RETURN_IF_ERROR(reserve(pixels.elements() * int64_t{sizeof(float)}, options_.decodes));
 
   const auto measure = [&](int rows) {
     CountingBackend counting(backend_);

@@ -29,6 +29,7 @@ class Evaluator {
     int downloads = 0;        // of states and predictions: the most under way at a time
     int flag_downloads = 0;   // of DownloadNonfinite(): likewise
     int parks = 0;            // Parked images: the most on their way to the host at a time
+    int decodes = 0;          // downloads of decoded images: likewise
     std::shared_ptr<const Codec> codec;  // null: the state is the image
     /// What rows name as their label, for denoisers that read text. Must outlive the evaluator.
     ConditionSets sets;
@@ -117,11 +118,11 @@ class Evaluator {
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
-  Tensor rows_;  // I32 [max_rows, 4]
-  std::shared_ptr<const void> downloads_, flag_downloads_, register_downloads_;  // their memory
-  Tensor source_, noise_;       // F32 [H, W, C]: what Begin uploads
-  Tensor pixels_;               // F32 image: a source that is to be encoded
-  Tensor latents_, decoded_;    // of the image that is being decoded
+  Tensor rows_;                                         // I32 [max_rows, 4]
+  std::vector<std::shared_ptr<const void>> downloads_;  // their memory
+  Tensor source_, noise_;                               // F32 [H, W, C]: what Begin uploads
+  Tensor pixels_;                                       // F32 image: a source that is to be encoded
+  Tensor latents_, decoded_;                            // of the image that is being decoded
   Tensor outputs_;              // F32 [max_rows, H, W, output channels], where rows are split
   std::optional<Arena> arena_;  // for rows computed together
   std::optional<Arena> decode_arena_, encode_arena_;  // in the same memory

@@ -258,6 +258,7 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
                              .downloads = kUnderWay * model.slots,
                              .flag_downloads = kUnderWay,
                              .parks = kUnderWay * kParksPerEvaluation,
+                             .decodes = kUnderWay * static_cast<int>(kDecodesPerEvaluation),
                              .codec = model.codec};
   if (batch->conditioner) options.sets = batch->conditioner->sets();
   DENOISED_ASSIGN_OR_RETURN(batch->evaluator,

@@ -198,7 +198,8 @@ absl::StatusOr<Activation> ActivationFromName(const std::string& name) {
   if (name == "gelu") return Activation::kGelu;
   if (name == "relu") return Activation::kRelu;
   if (name == "quick_gelu") return Activation::kQuickGelu;
-  return InvalidArgument("activation '{}' is unknown; use silu, swish, mish, gelu, quick_gelu or relu", name);
+  return InvalidArgument(
+      "activation '{}' is unknown; use silu, swish, mish, gelu, quick_gelu or relu", name);
 }
 
 }  // namespace denoised::nn

@@ -51,12 +51,53 @@ StepPlan CompileResolved(const Fields& fields, const Request& request) {
       return CompileUniPc(fields, request);
     case Sampler::kLcm:
       return CompileLcm(fields, request);
+    case Sampler::kDpmppSde:
+      return CompileDpmppSde(fields, request);
+    case Sampler::kDeis:
+      return CompileDeis(fields, request);
+    case Sampler::kKdpm2:
+    case Sampler::kKdpm2Ancestral:
+      return CompileKdpm2(fields, request);
+    case Sampler::kTcd:
+      return CompileTcd(fields, request);
+    case Sampler::kDpmSolverSinglestep:
+      return CompileDpmSolverSinglestep(fields, request);
+    case Sampler::kFlowMatchEuler:
+      return CompileFlowMatchEuler(fields, request);
+    case Sampler::kConsistency:
+      return CompileConsistency(fields, request);
+    case Sampler::kSaSolver:
+      return CompileSaSolver(fields, request);
   }
   DENOISED_CHECK(false, "sampler {}", static_cast<int>(request.sampler));
 }
 
 bool Churns(Sampler sampler) {
   return sampler == Sampler::kEuler || sampler == Sampler::kEdmEuler || sampler == Sampler::kHeun;
+}
+
+bool HasEta(Sampler sampler) { return sampler == Sampler::kDdim || sampler == Sampler::kTcd; }
+
+/// SA-Solver has two orders, of its config.
+bool HasSolverOrder(Sampler sampler) {
+  return IsExponentialSolver(sampler) && sampler != Sampler::kSaSolver;
+}
+
+/// They visit the timesteps that a model was distilled at.
+bool IsDistilled(Sampler sampler) { return sampler == Sampler::kLcm || sampler == Sampler::kTcd; }
+
+std::string_view Name(Training training) {
+  switch (training) {
+    case Training::kBetas:
+      return "timestep";
+    case Training::kEdm:
+      return "EDM";
+    case Training::kFlow:
+      return "flow matching";
+    case Training::kConsistency:
+      return "consistency";
+  }
+  return "unknown";
 }
 
 /// Devices compute in float: a double beyond its range becomes infinite there. False for NaN.
@@ -108,14 +149,14 @@ class Compilation {
     SamplerParams params = params_;
     params.sampler = request_.sampler;
     params.schedule = request_.schedule;
-    if (request_.sampler == Sampler::kDdim) params.eta = request_.eta;
+    if (HasEta(request_.sampler)) params.eta = request_.eta;
     if (Churns(request_.sampler)) {
       params.s_churn = request_.churn.amount;
       params.s_tmin = request_.churn.min;
       params.s_tmax = request_.churn.max;
       params.s_noise = request_.churn.noise;
     }
-    if (IsExponentialSolver(request_.sampler)) params.solver_order = request_.solver_order;
+    if (HasSolverOrder(request_.sampler)) params.solver_order = request_.solver_order;
     return params;
   }
 
@@ -130,21 +171,21 @@ class Compilation {
     request_.sampler = params_.sampler.value_or(fields_.default_sampler);
     const Sampler sampler = request_.sampler;
     if (!Contains(config_.samplers(), sampler))
-      Violate("sampler",
-              fmt::format("{} cannot sample this {} model; use one of {}", Name(sampler),
-                          fields_.edm ? "EDM" : "timestep", NamesOf(config_.samplers())));
+      Violate("sampler", fmt::format("{} cannot sample this {} model; use one of {}", Name(sampler),
+                                     Name(fields_.training), NamesOf(config_.samplers())));
     request_.schedule = params_.schedule.value_or(DefaultSchedule(fields_, sampler));
     if (!Contains(config_.schedules(sampler), request_.schedule))
       Violate("schedule", fmt::format("{} is not for {}; use one of {}", Name(request_.schedule),
                                       Name(sampler), NamesOf(config_.schedules(sampler))));
-    request_.stochastic = sampler == Sampler::kDpmSolverSde ||
-                          (sampler == Sampler::kEdmDpmSolver && fields_.stochastic);
+    const bool as_config =
+        sampler == Sampler::kEdmDpmSolver || sampler == Sampler::kDpmSolverSinglestep;
+    request_.stochastic = sampler == Sampler::kDpmSolverSde || (as_config && fields_.stochastic);
     request_.solver_order = params_.solver_order.value_or(fields_.solver_order);
     if (!params_.solver_order) {
       // The class' default may not suit the solver that a request swaps in.
       if (request_.stochastic && !fields_.data_prediction)
         request_.solver_order = std::min(request_.solver_order, 2);
-    } else if (!IsExponentialSolver(sampler)) {
+    } else if (!HasSolverOrder(sampler)) {
       Violate("solver_order", fmt::format("has no effect on {}; leave it unset", Name(sampler)));
     } else if (request_.solver_order < 1 || request_.solver_order > 3) {
       Violate("solver_order", fmt::format("is {}; use 1, 2 or 3", request_.solver_order));
@@ -162,9 +203,10 @@ class Compilation {
     if (!(params_.strength > 0 && params_.strength <= 1))
       Violate("strength", fmt::format("is {}; use a number above 0 and up to 1", params_.strength));
 
-    request_.eta = params_.eta.value_or(0);
-    if (params_.eta && sampler != Sampler::kDdim)
-      Violate("eta", fmt::format("has no effect on {}; leave it unset or use ddim", Name(sampler)));
+    request_.eta = params_.eta.value_or(sampler == Sampler::kTcd ? 0.3 : 0);
+    if (params_.eta && !HasEta(sampler))
+      Violate("eta",
+              fmt::format("has no effect on {}; leave it unset or use ddim or tcd", Name(sampler)));
     else if (!(request_.eta >= 0 && request_.eta <= 1))
       Violate("eta", fmt::format("is {}; use 0 to 1", request_.eta));
 
@@ -191,16 +233,16 @@ class Compilation {
   void CheckSteps() {
     const int steps = request_.steps;
     const Sampler sampler = request_.sampler;
-    if (sampler == Sampler::kLcm && steps > fields_.original_inference_steps)
+    if (IsDistilled(sampler) && steps > fields_.original_inference_steps)
       return Violate(
-          "steps", fmt::format("is {}; lcm was distilled for {}, use 1 to {}", steps,
+          "steps", fmt::format("is {}; {} was distilled for {}, use 1 to {}", steps, Name(sampler),
                                fields_.original_inference_steps, fields_.original_inference_steps));
-    if (sampler == Sampler::kLcm && fields_.original_inference_steps > fields_.train_timesteps)
+    if (IsDistilled(sampler) && fields_.original_inference_steps > fields_.train_timesteps)
       return Violate(
           "sampler",
-          fmt::format("lcm needs original_inference_steps = {} of {} training timesteps; "
+          fmt::format("{} needs original_inference_steps = {} of {} training timesteps; "
                       "use another sampler",
-                      fields_.original_inference_steps, fields_.train_timesteps));
+                      Name(sampler), fields_.original_inference_steps, fields_.train_timesteps));
     if (sampler == Sampler::kPndm && !fields_.skip_prk_steps) {
       if (steps < 4)
         return Violate("steps", fmt::format("is {}; pndm starts with Runge-Kutta and needs at "
@@ -212,18 +254,19 @@ class Compilation {
                                                request_.strength));
     }
     if (sampler == Sampler::kUniPc && request_.solver_order > 1 && steps > 1 &&
-        !fields_.lower_order_final && fields_.final_sigma_zero)
+        !fields_.lower_order_final.value_or(true) && fields_.final_sigma_zero)
       return Violate("solver_order",
                      fmt::format("is {}; uni_pc cannot end at sigma 0 with lower_order_final false "
                                  "in its config, use 1",
                                  request_.solver_order));
-    if (!fields_.edm && sampler != Sampler::kLcm) CheckLeadingTimesteps();
+    if (fields_.training == Training::kBetas && !IsDistilled(sampler)) CheckLeadingTimesteps();
     if (violations.empty() && WalksSigmas(sampler)) CheckSigmasDescend();
   }
 
   void CheckLeadingTimesteps() {
     const bool walks = WalksSigmas(request_.sampler),
                solver = IsExponentialSolver(request_.sampler);
+    if (request_.sampler == Sampler::kDpmSolverSinglestep) return;  // is always linspace
     const TimestepSpacing spacing = fields_.timestep_spacing.value_or(
         walks ? TimestepSpacing::kLinspace : TimestepSpacing::kLeading);
     if (spacing != TimestepSpacing::kLeading) return;

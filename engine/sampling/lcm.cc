@@ -4,20 +4,6 @@
 #include "engine/sampling/timesteps.h"
 
 namespace denoised {
-namespace {
-
-/// Spread over the timesteps that the model was distilled at.
-std::vector<int> DistilledTimesteps(const SchedulerConfig::Fields& fields, int steps) {
-  const int count = fields.original_inference_steps, stride = fields.train_timesteps / count;
-  std::vector<int> timesteps;
-  for (int i = 0; i < steps; ++i) {
-    const int skipped = static_cast<int>(i * (static_cast<double>(count) / steps));
-    timesteps.push_back((count - skipped) * stride - 1);
-  }
-  return timesteps;
-}
-
-}  // namespace
 
 /// Multistep consistency sampling, arXiv 2310.04378, algorithm 3.
 StepPlan CompileLcm(const SchedulerConfig::Fields& fields, const Request& request) {

@@ -9,11 +9,21 @@ namespace denoised {
 
 Preconditioning PreconditioningAt(const Level& level, const SchedulerConfig::Fields& fields) {
   const double alpha = level.alpha, sigma = level.sigma;
-  if (fields.edm) {  // arXiv 2206.00364, table 1; diffusers' "v_prediction" is −F
-    const double data = fields.sigma_data, norm = std::hypot(sigma, data);
-    const double c_out = sigma * data / norm;
-    return {1 / norm, data * data / (norm * norm),
-            fields.prediction == Prediction::kV ? -c_out : c_out};
+  const double data = fields.sigma_data, data_norm = std::hypot(sigma, data);
+  switch (fields.training) {
+    case Training::kEdm: {  // arXiv 2206.00364, table 1; diffusers' "v_prediction" is −F
+      const double c_out = sigma * data / data_norm;
+      return {1 / data_norm, data * data / (data_norm * data_norm),
+              fields.prediction == Prediction::kV ? -c_out : c_out};
+    }
+    case Training::kFlow:  // the model predicts noise − x0
+      return {1, 1, -sigma};
+    case Training::kConsistency: {  // arXiv 2303.01469, appendix C: the identity at sigma_min
+      const double above = sigma - *fields.sigma_min;
+      return {1 / data_norm, data * data / (above * above + data * data), above * data / data_norm};
+    }
+    case Training::kBetas:
+      break;
   }
   // The model was trained on α² + σ² = 1; `norm` takes any other scale there.
   const double norm = std::hypot(alpha, sigma);
@@ -59,7 +69,8 @@ Combination PlanWriter::Evaluate(int step, const Level& level) {
 }
 
 Combination PlanWriter::Epsilon() const {
-  if (!fields_.edm && fields_.prediction == Prediction::kEpsilon) return Model();
+  if (fields_.training == Training::kBetas && fields_.prediction == Prediction::kEpsilon)
+    return Model();
   const Evaluation<double>& now = plan_.evaluations.back();
   const Combination x0 = now.x0_from_x * X() + now.x0_from_model * Model();
   return 1 / level_.sigma * (X() - level_.alpha * x0);

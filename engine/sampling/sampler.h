@@ -18,19 +18,28 @@ namespace denoised {
 
 /// diffusers' schedulers, by what they do.
 enum class Sampler {
-  kDdpm,            // DDPMScheduler, arXiv 2006.11239
-  kDdim,            // DDIMScheduler, 2010.02502
-  kPndm,            // PNDMScheduler, 2202.09778
-  kEuler,           // EulerDiscreteScheduler
-  kEulerAncestral,  // EulerAncestralDiscreteScheduler
-  kLms,             // LMSDiscreteScheduler
-  kHeun,            // HeunDiscreteScheduler; with EDM models, 2206.00364 algorithm 2
-  kDpmSolver,       // DPMSolverMultistepScheduler, dpmsolver and dpmsolver++; 2211.01095
-  kDpmSolverSde,    // the same with algorithm_type sde-dpmsolver(++)
-  kUniPc,           // UniPCMultistepScheduler, 2302.04867
-  kLcm,             // LCMScheduler, 2310.04378
-  kEdmEuler,        // EDMEulerScheduler, 2206.00364
-  kEdmDpmSolver,    // EDMDPMSolverMultistepScheduler
+  kDdpm,                 // DDPMScheduler, arXiv 2006.11239
+  kDdim,                 // DDIMScheduler, 2010.02502
+  kPndm,                 // PNDMScheduler, 2202.09778
+  kEuler,                // EulerDiscreteScheduler
+  kEulerAncestral,       // EulerAncestralDiscreteScheduler
+  kLms,                  // LMSDiscreteScheduler
+  kHeun,                 // HeunDiscreteScheduler; with EDM models, 2206.00364 algorithm 2
+  kDpmSolver,            // DPMSolverMultistepScheduler, dpmsolver and dpmsolver++; 2211.01095
+  kDpmSolverSde,         // the same with algorithm_type sde-dpmsolver(++)
+  kUniPc,                // UniPCMultistepScheduler, 2302.04867
+  kLcm,                  // LCMScheduler, 2310.04378
+  kEdmEuler,             // EDMEulerScheduler, 2206.00364
+  kEdmDpmSolver,         // EDMDPMSolverMultistepScheduler
+  kDpmppSde,             // DPMSolverSDEScheduler, "DPM++ SDE"; 2211.01095
+  kDeis,                 // DEISMultistepScheduler, 2204.13902
+  kKdpm2,                // KDPM2DiscreteScheduler, "DPM2"; 2206.00364 and 2206.00927
+  kKdpm2Ancestral,       // KDPM2AncestralDiscreteScheduler, "DPM2 a"
+  kTcd,                  // TCDScheduler, 2402.19159
+  kDpmSolverSinglestep,  // DPMSolverSinglestepScheduler, 2206.00927 and 2211.01095
+  kFlowMatchEuler,       // FlowMatchEulerDiscreteScheduler, 2403.03206
+  kConsistency,          // CMStochasticIterativeScheduler, 2303.01469
+  kSaSolver,             // SASolverScheduler, 2309.05019
 };
 
 /// How noise levels are spaced.
@@ -54,11 +63,11 @@ struct SamplerParams {
   std::optional<Sampler> sampler;
   std::optional<NoiseSchedule> schedule;
   int steps = 0;  // ≥ 1
-  /// DDIM's η in [0, 1]: 0 deterministic, 1 as DDPM.
+  /// DDIM's η and TCD's γ in [0, 1]: 0 is deterministic.
   std::optional<double> eta;
   /// EDM's churn (algorithm 2), for Euler, Heun and EDM Euler.
   std::optional<double> s_churn, s_tmin, s_tmax, s_noise;
-  /// 1–3, for DPM-Solver and UniPC.
+  /// 1–3, for DPM-Solver, DEIS and UniPC.
   std::optional<int> solver_order;
   /// In (0, 1]: 1 draws from noise; below, image to image that keeps the last strength × steps.
   double strength = 1.0;
@@ -80,8 +89,8 @@ class SchedulerConfig {
   /// The config's own class and spacing: the defaults of a request.
   Sampler default_sampler() const;
   NoiseSchedule default_schedule() const;
-  /// The samplers for this model. An EDM model has no betas, so DDPM, DDIM, PNDM, UniPC and LCM are
-  /// not among them.
+  /// The samplers for this model. An EDM model has no betas, so those that need them are not among
+  /// them. A flow matching model and a consistency model have one sampler each.
   std::vector<Sampler> samplers() const;
   std::vector<NoiseSchedule> schedules(Sampler sampler) const;
   /// Most steps a plan may have: num_train_timesteps, or 1000 for EDM.

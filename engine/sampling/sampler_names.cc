@@ -20,6 +20,15 @@ constexpr std::pair<Sampler, std::string_view> kSamplerNames[] = {
     {Sampler::kLcm, "lcm"},
     {Sampler::kEdmEuler, "edm_euler"},
     {Sampler::kEdmDpmSolver, "edm_dpm_solver"},
+    {Sampler::kDpmppSde, "dpmpp_sde"},
+    {Sampler::kDeis, "deis"},
+    {Sampler::kKdpm2, "kdpm2"},
+    {Sampler::kKdpm2Ancestral, "kdpm2_ancestral"},
+    {Sampler::kTcd, "tcd"},
+    {Sampler::kDpmSolverSinglestep, "dpm_solver_singlestep"},
+    {Sampler::kFlowMatchEuler, "flow_match_euler"},
+    {Sampler::kConsistency, "consistency"},
+    {Sampler::kSaSolver, "sa_solver"},
 };
 
 constexpr std::pair<NoiseSchedule, std::string_view> kScheduleNames[] = {

@@ -43,5 +43,13 @@ StepPlan CompileHeun(const SchedulerConfig::Fields& fields, const Request& reque
 StepPlan CompileDpmSolver(const SchedulerConfig::Fields& fields, const Request& request);
 StepPlan CompileUniPc(const SchedulerConfig::Fields& fields, const Request& request);
 StepPlan CompileLcm(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileDpmppSde(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileDeis(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileKdpm2(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileTcd(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileDpmSolverSinglestep(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileFlowMatchEuler(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileConsistency(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileSaSolver(const SchedulerConfig::Fields& fields, const Request& request);
 
 }  // namespace denoised

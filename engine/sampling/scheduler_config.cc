@@ -29,7 +29,30 @@ constexpr SchedulerClass kClasses[] = {
     {"LCMScheduler", Sampler::kLcm},
     {"EDMEulerScheduler", Sampler::kEdmEuler},
     {"EDMDPMSolverMultistepScheduler", Sampler::kEdmDpmSolver},
+    {"DPMSolverSDEScheduler", Sampler::kDpmppSde},
+    {"DEISMultistepScheduler", Sampler::kDeis},
+    {"KDPM2DiscreteScheduler", Sampler::kKdpm2},
+    {"KDPM2AncestralDiscreteScheduler", Sampler::kKdpm2Ancestral},
+    {"TCDScheduler", Sampler::kTcd},
+    {"DPMSolverSinglestepScheduler", Sampler::kDpmSolverSinglestep},
+    {"FlowMatchEulerDiscreteScheduler", Sampler::kFlowMatchEuler},
+    {"CMStochasticIterativeScheduler", Sampler::kConsistency},
+    {"SASolverScheduler", Sampler::kSaSolver},
 };
+
+Training TrainingOf(Sampler sampler) {
+  switch (sampler) {
+    case Sampler::kEdmEuler:
+    case Sampler::kEdmDpmSolver:
+      return Training::kEdm;
+    case Sampler::kFlowMatchEuler:
+      return Training::kFlow;
+    case Sampler::kConsistency:
+      return Training::kConsistency;
+    default:
+      return Training::kBetas;
+  }
+}
 
 /// No published training schedule is longer. The bound keeps a bad file from exhausting memory.
 constexpr int kMaxTrainTimesteps = 100000;
@@ -40,15 +63,12 @@ void ReadClass(ConfigReader& config, Fields* fields) {
   for (const SchedulerClass& known : kClasses) {
     if (name == known.name) {
       fields->default_sampler = known.sampler;
-      fields->edm = known.sampler == Sampler::kEdmEuler || known.sampler == Sampler::kEdmDpmSolver;
+      fields->training = TrainingOf(known.sampler);
       return;
     }
     supported += fmt::format("{}{}", supported.empty() ? "" : ", ", known.name);
   }
-  if (name == "CMStochasticIterativeScheduler")
-    config.Complain("_class_name", "consistency models are not supported; use a diffusion model");
-  else
-    config.Complain("_class_name", fmt::format("not supported; use one of {}", supported));
+  config.Complain("_class_name", fmt::format("not supported; use one of {}", supported));
 }
 
 /// Reads one of a few words into a value (or an optional of it); any other word is an error.
@@ -69,8 +89,10 @@ void ReadChoice(ConfigReader& config, const char* field,
 }
 
 void ReadBetas(ConfigReader& config, Fields* fields) {
-  const bool latent = fields->default_sampler == Sampler::kLcm;
-  const bool small = latent || fields->default_sampler == Sampler::kHeun;
+  const Sampler sampler = fields->default_sampler;
+  const bool latent = sampler == Sampler::kLcm || sampler == Sampler::kTcd;
+  const bool small = latent || sampler == Sampler::kHeun || sampler == Sampler::kDpmppSde ||
+                     sampler == Sampler::kKdpm2 || sampler == Sampler::kKdpm2Ancestral;
   double start = small ? 0.00085 : 0.0001, end = small ? 0.012 : 0.02;
   BetaSchedule schedule = latent ? BetaSchedule::kScaledLinear : BetaSchedule::kLinear;
   std::vector<double> betas;
@@ -117,6 +139,8 @@ void ReadBetas(ConfigReader& config, Fields* fields) {
 }
 
 void ReadTraining(ConfigReader& config, Fields* fields) {
+  const bool consistency = fields->training == Training::kConsistency;
+  if (consistency) fields->train_timesteps = 40;
   // diffusers before 0.1 called it "timesteps".
   config.Read("timesteps", &fields->train_timesteps);
   config.Read("num_train_timesteps", &fields->train_timesteps);
@@ -124,7 +148,9 @@ void ReadTraining(ConfigReader& config, Fields* fields) {
     config.Complain("num_train_timesteps", fmt::format("use 1 to {}", kMaxTrainTimesteps));
     fields->train_timesteps = 1000;
   }
-  if (fields->edm || fields->default_sampler == Sampler::kPndm)
+  if (consistency && fields->train_timesteps < 2)
+    config.Complain("num_train_timesteps", "use at least 2");
+  if (fields->training == Training::kEdm || fields->default_sampler == Sampler::kPndm)
     ReadChoice<Prediction>(config, "prediction_type",
                            {{"epsilon", Prediction::kEpsilon}, {"v_prediction", Prediction::kV}},
                            &fields->prediction);
@@ -143,19 +169,23 @@ void ReadTraining(ConfigReader& config, Fields* fields) {
                         {"learned", Variance::kLearned},
                         {"learned_range", Variance::kLearnedRange}},
                        &fields->variance);
-  if (!fields->edm) ReadBetas(config, fields);
+  if (fields->training == Training::kBetas) ReadBetas(config, fields);
 }
 
 void ReadSigmas(ConfigReader& config, Fields* fields) {
   config.Read("sigma_min", &fields->sigma_min);
   config.Read("sigma_max", &fields->sigma_max);
-  if (fields->edm) {
+  config.Read("shift", &fields->shift);
+  if (!(fields->shift > 0)) config.Complain("shift", "use a number above 0");
+  const bool edm = fields->training == Training::kEdm;
+  if (edm || fields->training == Training::kConsistency) {
     config.Read("sigma_data", &fields->sigma_data);
     config.Read("rho", &fields->rho);
-    ReadChoice<NoiseSchedule>(
-        config, "sigma_schedule",
-        {{"karras", NoiseSchedule::kNative}, {"exponential", NoiseSchedule::kExponential}},
-        &fields->default_schedule);
+    if (edm)
+      ReadChoice<NoiseSchedule>(
+          config, "sigma_schedule",
+          {{"karras", NoiseSchedule::kNative}, {"exponential", NoiseSchedule::kExponential}},
+          &fields->default_schedule);
     if (!fields->sigma_min) fields->sigma_min = 0.002;
     if (!fields->sigma_max) fields->sigma_max = 80.0;
     if (!(fields->sigma_data > 0)) config.Complain("sigma_data", "use a number above 0");
@@ -215,22 +245,47 @@ void ReadClipping(ConfigReader& config, Fields* fields) {
   config.Ignore({"dynamic_thresholding_ratio", "sample_max_value"});
 }
 
+/// SA-Solver's algorithm_type has words of its own.
+void ReadSaSolver(ConfigReader& config, Fields* fields) {
+  if (fields->default_sampler == Sampler::kSaSolver)
+    ReadChoice<bool>(config, "algorithm_type",
+                     {{"data_prediction", false}, {"noise_prediction", true}},
+                     &fields->noise_prediction);
+  // Orders above 4 need more registers than kRegisters.
+  config.Read("predictor_order", &fields->predictor_order);
+  config.Read("corrector_order", &fields->corrector_order);
+  if (fields->predictor_order < 1 || fields->predictor_order > 4)
+    config.Complain("predictor_order", "use 1 to 4");
+  if (fields->corrector_order < 1 || fields->corrector_order > 4)
+    config.Complain("corrector_order", "use 1 to 4");
+  config.Refuse("tau_func", nullptr);
+}
+
 void ReadSolvers(ConfigReader& config, Fields* fields) {
   struct Algorithm {
     bool stochastic, data_prediction;
   } algorithm = {false, true};
-  ReadChoice<Algorithm>(config, "algorithm_type",
-                        {{"dpmsolver++", {false, true}},
-                         {"sde-dpmsolver++", {true, true}},
-                         {"dpmsolver", {false, false}},
-                         {"sde-dpmsolver", {true, false}},
-                         {"deis", {false, true}}},  // as diffusers reads DEIS' configs
-                        &algorithm);
+  if (fields->default_sampler != Sampler::kSaSolver)
+    ReadChoice<Algorithm>(config, "algorithm_type",
+                          {{"dpmsolver++", {false, true}},
+                           {"sde-dpmsolver++", {true, true}},
+                           {"dpmsolver", {false, false}},
+                           {"sde-dpmsolver", {true, false}},
+                           {"deis", {false, true}}},  // as diffusers reads DEIS' configs
+                          &algorithm);
   fields->stochastic = algorithm.stochastic;
   fields->data_prediction = algorithm.data_prediction;
-  if (!algorithm.data_prediction && fields->edm)
+  if (!algorithm.data_prediction && fields->training == Training::kEdm)
     config.Complain("algorithm_type", "EDM models need \"dpmsolver++\" or \"sde-dpmsolver++\"");
-  if (!algorithm.data_prediction && fields->final_sigma_zero)
+  if (algorithm.stochastic && !algorithm.data_prediction &&
+      fields->default_sampler == Sampler::kDpmSolverSinglestep)
+    config.Complain("algorithm_type",
+                    "singlestep has no \"sde-dpmsolver\"; use \"sde-dpmsolver++\"");
+  if (algorithm.stochastic && fields->default_sampler == Sampler::kDeis)
+    config.Complain("algorithm_type", "deis has no stochastic form; use \"deis\"");
+  // DEIS takes DPM-Solver's word for its own.
+  if (!algorithm.data_prediction && fields->final_sigma_zero &&
+      fields->default_sampler != Sampler::kDeis)
     config.Complain("algorithm_type",
                     "cannot end at sigma 0; set final_sigmas_type to \"sigma_min\", or use "
                     "\"dpmsolver++\"");
@@ -254,7 +309,12 @@ void ReadSolvers(ConfigReader& config, Fields* fields) {
   else if (fields->default_sampler == Sampler::kDpmSolverSde && !fields->data_prediction &&
            fields->solver_order == 3)
     config.Complain("solver_order", "sde-dpmsolver has no third order; use 1 or 2");
-  config.Read("lower_order_final", &fields->lower_order_final);
+  if (config.Has("lower_order_final")) {
+    bool lower = true;
+    config.Read("lower_order_final", &lower);
+    fields->lower_order_final = lower;
+  }
+  config.Ignore({"lower_order_final"});
   config.Read("euler_at_final", &fields->euler_at_final);
   config.Read("predict_x0", &fields->predict_x0);
   config.Read("disable_corrector", &fields->disable_corrector);
@@ -262,7 +322,10 @@ void ReadSolvers(ConfigReader& config, Fields* fields) {
   config.Refuse("use_flow_sigmas", false);
   config.Refuse("use_dynamic_shifting", false);
   config.Refuse("shift_terminal", nullptr);
-  config.Ignore({"flow_shift", "time_shift_type"});
+  // They have no effect without the fields above.
+  config.Ignore({"flow_shift", "time_shift_type", "base_shift", "max_shift", "base_image_seq_len",
+                 "max_image_seq_len"});
+  config.Refuse("invert_sigmas", false);
 }
 
 void ReadSamplers(ConfigReader& config, Fields* fields) {
@@ -275,11 +338,16 @@ void ReadSamplers(ConfigReader& config, Fields* fields) {
   config.Read("skip_prk_steps", &fields->skip_prk_steps);
   config.Read("original_inference_steps", &fields->original_inference_steps);
   if (fields->original_inference_steps < 1 ||
-      (fields->default_sampler == Sampler::kLcm &&
+      ((fields->default_sampler == Sampler::kLcm || fields->default_sampler == Sampler::kTcd) &&
        fields->original_inference_steps > fields->train_timesteps))
     config.Complain("original_inference_steps",
                     fmt::format("use 1 to {}", fields->train_timesteps));
   config.Read("timestep_scaling", &fields->timestep_scaling);
+  config.Read("stochastic_sampling", &fields->stochastic_sampling);
+  config.Read("clip_denoised", &fields->clip_denoised);
+  config.Read("s_noise", &fields->s_noise);
+  if (!(fields->s_noise >= 0)) config.Complain("s_noise", "use a number of at least 0");
+  config.Ignore({"noise_sampler_seed"});  // a request has its own seed
   // Of diffusers before 0.1 and 0.9.
   config.Refuse("timestep_values", nullptr);
   config.Refuse("predict_epsilon", true);
@@ -300,12 +368,13 @@ absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& jso
   ReadSpacing(config, fields.get());
   ReadClipping(config, fields.get());
   ReadSolvers(config, fields.get());
+  ReadSaSolver(config, fields.get());
   ReadSamplers(config, fields.get());
-  if (fields->edm)  // has no timesteps to space
+  // Fields of other classes, carried by files that were converted from them.
+  if (fields->training != Training::kBetas)
     config.Ignore(
         {"beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"});
-  else  // the EDM classes' words, carried by files that were converted from them
-    config.Ignore({"sigma_data", "rho", "sigma_schedule"});
+  config.Ignore({"sigma_data", "rho", "sigma_schedule"});
   DENOISED_RETURN_IF_ERROR(config.Finish());
   SchedulerConfig parsed;
   parsed.fields_ = std::move(fields);
@@ -315,11 +384,13 @@ absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& jso
 NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sampler) {
   switch (sampler) {
     case Sampler::kEulerAncestral:
-      return fields.edm ? fields.default_schedule : NoiseSchedule::kNative;
+      return fields.training == Training::kEdm ? fields.default_schedule : NoiseSchedule::kNative;
     case Sampler::kDdpm:
     case Sampler::kDdim:
     case Sampler::kPndm:
     case Sampler::kLcm:
+    case Sampler::kTcd:
+    case Sampler::kConsistency:
       return NoiseSchedule::kNative;
     default:
       return fields.default_schedule;
@@ -333,6 +404,8 @@ NoiseSchedule SchedulerConfig::default_schedule() const {
 }
 
 std::vector<Sampler> SchedulerConfig::samplers() const {
+  if (fields_->training == Training::kFlow || fields_->training == Training::kConsistency)
+    return {fields_->default_sampler};
   std::vector<Sampler> possible;
   for (const Sampler sampler : AllSamplers()) {
     bool for_edm = true, for_betas = true;
@@ -341,7 +414,14 @@ std::vector<Sampler> SchedulerConfig::samplers() const {
       case Sampler::kDdim:
       case Sampler::kUniPc:
       case Sampler::kLcm:
+      case Sampler::kDeis:
+      case Sampler::kTcd:
+      case Sampler::kSaSolver:
         for_edm = false;
+        break;
+      case Sampler::kDpmSolverSinglestep:
+        for_edm = false;
+        for_betas = fields_->data_prediction || !fields_->stochastic;
         break;
       case Sampler::kPndm:
         for_edm = false;
@@ -351,10 +431,14 @@ std::vector<Sampler> SchedulerConfig::samplers() const {
       case Sampler::kEdmDpmSolver:
         for_betas = false;
         break;
+      case Sampler::kFlowMatchEuler:
+      case Sampler::kConsistency:
+        for_edm = for_betas = false;
+        break;
       default:
         break;
     }
-    if (fields_->edm ? for_edm : for_betas) possible.push_back(sampler);
+    if (fields_->training == Training::kEdm ? for_edm : for_betas) possible.push_back(sampler);
   }
   return possible;
 }
@@ -365,13 +449,17 @@ std::vector<NoiseSchedule> SchedulerConfig::schedules(Sampler sampler) const {
     case Sampler::kDdim:
     case Sampler::kPndm:
     case Sampler::kLcm:
+    case Sampler::kTcd:
+    case Sampler::kConsistency:
       return {NoiseSchedule::kNative};
     default:
       return AllNoiseSchedules();
   }
 }
 
-int SchedulerConfig::max_steps() const { return fields_->edm ? 1000 : fields_->train_timesteps; }
+int SchedulerConfig::max_steps() const {
+  return fields_->training == Training::kEdm ? 1000 : fields_->train_timesteps;
+}
 
 bool SchedulerConfig::learns_variance() const {
   return fields_->variance == Variance::kLearned || fields_->variance == Variance::kLearnedRange;

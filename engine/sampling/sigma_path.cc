@@ -9,10 +9,13 @@ namespace {
 
 using Fields = SchedulerConfig::Fields;
 
-/// The model's condition at a level between the levels that it was trained on.
-double ConditionAt(double sigma, const Fields& fields) {
-  if (fields.edm) return 0.25 * std::log(sigma);
-  return TimestepOfSigma(sigma, fields.log_sigmas);
+bool IsKdpm2(Sampler sampler) {
+  return sampler == Sampler::kKdpm2 || sampler == Sampler::kKdpm2Ancestral;
+}
+
+/// DPM-Solver, which has more of its own spacing than its kin.
+bool IsMultistepDpmSolver(Sampler sampler) {
+  return sampler == Sampler::kDpmSolver || sampler == Sampler::kDpmSolverSde;
 }
 
 std::vector<double> SpacedSigmas(NoiseSchedule schedule, double min, double max, double rho,
@@ -39,7 +42,42 @@ SigmaPath EdmPath(const Fields& fields, const Request& request) {
   return path;
 }
 
-/// Euler, Euler ancestral, LMS and Heun of diffusers.
+/// FlowMatchEulerDiscreteScheduler: σ in [0, 1], evenly spaced, then shifted towards noise.
+SigmaPath FlowPath(const Fields& fields, const Request& request) {
+  constexpr double kKarrasRho = 7;
+  const auto shifted = [&](double sigma) {
+    return fields.shift * sigma / (1 + (fields.shift - 1) * sigma);
+  };
+  SigmaPath path;
+  path.scale = SigmaPath::Scale::kInterpolating;
+  // diffusers shifts the lowest level twice.
+  for (const double sigma : Linspace(1, shifted(1.0 / fields.train_timesteps), request.steps))
+    path.sigmas.push_back(shifted(sigma));
+  if (request.schedule != NoiseSchedule::kNative)
+    path.sigmas =
+        SpacedSigmas(request.schedule, fields.sigma_min.value_or(path.sigmas.back()),
+                     fields.sigma_max.value_or(path.sigmas.front()), kKarrasRho, request.steps);
+  for (const double sigma : path.sigmas) path.conditions.push_back(sigma * fields.train_timesteps);
+  path.sigmas.push_back(0);
+  return path;
+}
+
+/// CMStochasticIterativeScheduler: every few of the levels that the model was distilled at.
+SigmaPath ConsistencyPath(const Fields& fields, const Request& request) {
+  const double min = *fields.sigma_min, max = *fields.sigma_max;
+  const std::vector<double> distilled = KarrasSigmas(min, max, fields.rho, fields.train_timesteps);
+  const int stride = fields.train_timesteps / request.steps;
+  SigmaPath path;
+  for (int i = 0; i < request.steps; ++i) {
+    path.sigmas.push_back(distilled[i * stride]);
+    path.conditions.push_back(250 * std::log(path.sigmas.back()));
+  }
+  path.sigmas.push_back(min);
+  path.initial_noise = max;
+  return path;
+}
+
+/// Euler, Euler ancestral, LMS, Heun, KDPM2 and DPM++ SDE of diffusers.
 SigmaPath DiscretePath(const Fields& fields, const Request& request) {
   constexpr double kKarrasRho = 7;
   const std::vector<double>& training = fields.sigmas;
@@ -54,14 +92,17 @@ SigmaPath DiscretePath(const Fields& fields, const Request& request) {
 
   if (request.schedule != NoiseSchedule::kNative) {
     double min = path.sigmas.back(), max = path.sigmas.front();
-    // LMS' Karras spacing is the one that knows no range of its own.
-    if (request.sampler != Sampler::kLms || request.schedule != NoiseSchedule::kKarras) {
+    // The Karras spacing of these two knows no range of its own.
+    const bool no_range = request.sampler == Sampler::kLms || request.sampler == Sampler::kDpmppSde;
+    if (!no_range || request.schedule != NoiseSchedule::kKarras) {
       min = fields.sigma_min.value_or(min);
       max = fields.sigma_max.value_or(max);
     }
     path.sigmas = SpacedSigmas(request.schedule, min, max, kKarrasRho, request.steps);
     for (int i = 0; i < request.steps; ++i)
       path.conditions[i] = TimestepOfSigma(path.sigmas[i], fields.log_sigmas);
+    if (request.schedule == NoiseSchedule::kKarras && IsKdpm2(request.sampler))
+      path.conditions = Rounded(path.conditions);
   }
   const bool to_zero = request.sampler != Sampler::kEuler || fields.final_sigma_zero;
   path.sigmas.push_back(to_zero ? 0 : std::min(training.front(), path.sigmas.back()));
@@ -74,15 +115,18 @@ SigmaPath DiscretePath(const Fields& fields, const Request& request) {
   return path;
 }
 
-/// The whole timesteps of DPM-Solver and UniPC: one more is spaced than visited.
+/// The whole timesteps of DPM-Solver, DEIS, UniPC and SA-Solver: one more is spaced than visited.
 std::vector<double> SolverTimesteps(const Fields& fields, const Request& request) {
+  const bool singlestep = request.sampler == Sampler::kDpmSolverSinglestep;
   int count = fields.train_timesteps;
-  if (request.sampler != Sampler::kUniPc)
+  if (IsMultistepDpmSolver(request.sampler) || singlestep || request.sampler == Sampler::kSaSolver)
     // λ = ln(alpha/sigma) = −ln σ; the noisiest levels may be cut off.
     count = static_cast<int>(
         std::count_if(fields.log_sigmas.begin(), fields.log_sigmas.end(),
                       [&](double log_sigma) { return -log_sigma >= fields.lambda_min_clipped; }));
-  const TimestepSpacing spacing = fields.timestep_spacing.value_or(TimestepSpacing::kLinspace);
+  const TimestepSpacing spacing =
+      singlestep ? TimestepSpacing::kLinspace  // whatever the config says
+                 : fields.timestep_spacing.value_or(TimestepSpacing::kLinspace);
   if (spacing == TimestepSpacing::kTrailing)
     return TrailingTimesteps(count, static_cast<double>(fields.train_timesteps) / request.steps);
   std::vector<double> timesteps =
@@ -94,11 +138,13 @@ std::vector<double> SolverTimesteps(const Fields& fields, const Request& request
 SigmaPath SolverPath(const Fields& fields, const Request& request) {
   constexpr double kKarrasRho = 7;
   const std::vector<double>& training = fields.sigmas;
-  const bool uni_pc = request.sampler == Sampler::kUniPc;
+  // These end at the last level before the image.
+  const bool open = request.sampler == Sampler::kDeis || request.sampler == Sampler::kSaSolver;
+  const bool multistep_dpm = IsMultistepDpmSolver(request.sampler);
   SigmaPath path;
-  path.variance_preserving = true;
+  path.scale = SigmaPath::Scale::kPreserving;
   double last = training.front();
-  const bool lu = fields.lu_lambdas && !uni_pc && request.schedule == NoiseSchedule::kNative;
+  const bool lu = fields.lu_lambdas && multistep_dpm && request.schedule == NoiseSchedule::kNative;
   if (request.schedule == NoiseSchedule::kNative && !lu) {
     path.conditions = SolverTimesteps(fields, request);
     for (const double t : path.conditions) path.sigmas.push_back(InterpolateAt(training, t));
@@ -112,20 +158,28 @@ SigmaPath SolverPath(const Fields& fields, const Request& request) {
     for (const double sigma : path.sigmas)
       path.conditions.push_back(TimestepOfSigma(sigma, fields.log_sigmas));
     // diffusers' timesteps are integers here; which spacings round first differs by class.
-    if ((lu || request.schedule == NoiseSchedule::kKarras) && (uni_pc || fields.rounded_timesteps))
+    if ((lu || request.schedule == NoiseSchedule::kKarras) &&
+        (!multistep_dpm || fields.rounded_timesteps))
       path.conditions = Rounded(path.conditions);
     for (double& timestep : path.conditions) timestep = std::floor(timestep);
-    last = uni_pc ? path.sigmas.back() : std::min(last, path.sigmas.back());
+    last = open || request.sampler == Sampler::kUniPc ? path.sigmas.back()
+                                                      : std::min(last, path.sigmas.back());
   }
-  path.sigmas.push_back(fields.final_sigma_zero ? 0 : last);
+  path.sigmas.push_back(fields.final_sigma_zero && !open ? 0 : last);
   return path;
 }
 
 }  // namespace
 
+double ConditionAt(double sigma, const Fields& fields) {
+  if (fields.training == Training::kEdm) return 0.25 * std::log(sigma);
+  return TimestepOfSigma(sigma, fields.log_sigmas);
+}
+
 Level SigmaPath::At(int i) const {
   const double condition = i < steps() ? conditions[i] : 0;
-  if (!variance_preserving) return {1, sigmas[i], condition};
+  if (scale == Scale::kOne) return {1, sigmas[i], condition};
+  if (scale == Scale::kInterpolating) return {1 - sigmas[i], sigmas[i], condition};
   const double alpha = 1 / std::hypot(sigmas[i], 1.0);
   return {alpha, sigmas[i] * alpha, condition};
 }
@@ -144,19 +198,22 @@ SigmaPath::ChurnedLevel SigmaPath::Churned(int i, const Churn& churn, const Fiel
 }
 
 SigmaPath SigmaPathOf(const Fields& fields, const Request& request) {
-  if (fields.edm) return EdmPath(fields, request);
+  if (fields.training == Training::kEdm) return EdmPath(fields, request);
+  if (fields.training == Training::kFlow) return FlowPath(fields, request);
+  if (fields.training == Training::kConsistency) return ConsistencyPath(fields, request);
   return IsExponentialSolver(request.sampler) ? SolverPath(fields, request)
                                               : DiscretePath(fields, request);
 }
 
 bool WalksSigmas(Sampler sampler) {
   return sampler != Sampler::kDdpm && sampler != Sampler::kDdim && sampler != Sampler::kPndm &&
-         sampler != Sampler::kLcm;
+         sampler != Sampler::kLcm && sampler != Sampler::kTcd;
 }
 
 bool IsExponentialSolver(Sampler sampler) {
-  return sampler == Sampler::kDpmSolver || sampler == Sampler::kDpmSolverSde ||
-         sampler == Sampler::kEdmDpmSolver || sampler == Sampler::kUniPc;
+  return IsMultistepDpmSolver(sampler) || sampler == Sampler::kDpmSolverSinglestep ||
+         sampler == Sampler::kEdmDpmSolver || sampler == Sampler::kDeis ||
+         sampler == Sampler::kSaSolver || sampler == Sampler::kUniPc;
 }
 
 }  // namespace denoised

@@ -12,10 +12,15 @@ struct SigmaPath {
   std::vector<double> sigmas;      // at least one more than conditions
   std::vector<double> conditions;  // of the model, at each step's start
   double initial_noise = 1;        // of the state drawn from noise, in the scale of At()
-  bool variance_preserving = false;
+  /// What alpha goes with a sigma.
+  enum class Scale {
+    kOne,           // 1
+    kPreserving,    // alpha² + sigma² = 1; sigmas[i] is sigma/alpha
+    kInterpolating  // alpha = 1 − sigma
+  } scale = Scale::kOne;
 
   int steps() const { return static_cast<int>(conditions.size()); }
-  /// Level i in the sampler's scale: alpha 1, or alpha² + sigma² = 1 when variance_preserving.
+  /// Level i in the sampler's scale.
   Level At(int i) const;
 
   /// Level i (alpha 1) after churn raised it, and the scale of the noise that raises it. The step
@@ -27,11 +32,14 @@ struct SigmaPath {
   ChurnedLevel Churned(int i, const Churn& churn, const SchedulerConfig::Fields& fields) const;
 };
 
+/// The model's condition at a level between the levels that it was trained on.
+double ConditionAt(double sigma, const SchedulerConfig::Fields& fields);
+
 SigmaPath SigmaPathOf(const SchedulerConfig::Fields& fields, const Request& request);
 
 /// Whether a sampler walks a SigmaPath, rather than whole timesteps.
 bool WalksSigmas(Sampler sampler);
-/// DPM-Solver and UniPC: they space one timestep more than they visit.
+/// DPM-Solver, DEIS, UniPC and SA-Solver: they space one timestep more than they visit.
 bool IsExponentialSolver(Sampler sampler);
 
 }  // namespace denoised

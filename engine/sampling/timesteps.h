@@ -4,7 +4,7 @@
 #include "engine/sampling/plan_writer.h"
 #include "engine/sampling/samplers.h"
 
-/// For the samplers that visit whole training timesteps: DDPM, DDIM, PNDM and LCM.
+/// For the samplers that visit whole training timesteps: DDPM, DDIM, PNDM, LCM and TCD.
 
 namespace denoised {
 
@@ -25,6 +25,17 @@ inline std::vector<int> WholeTimesteps(const SchedulerConfig::Fields& fields, in
   const std::vector<double> spaced =
       Rounded(SpacedTimesteps(spacing, fields.train_timesteps, steps, fields.steps_offset));
   return {spaced.begin(), spaced.end()};
+}
+
+/// `steps` of the timesteps that LCM and TCD models were distilled at, descending.
+inline std::vector<int> DistilledTimesteps(const SchedulerConfig::Fields& fields, int steps) {
+  const int count = fields.original_inference_steps, stride = fields.train_timesteps / count;
+  std::vector<int> timesteps;
+  for (int i = 0; i < steps; ++i) {
+    const int skipped = static_cast<int>(i * (static_cast<double>(count) / steps));
+    timesteps.push_back((count - skipped) * stride - 1);
+  }
+  return timesteps;
 }
 
 /// What x0 is clipped to: diffusers' classes disagree on whether it is when the config is silent.

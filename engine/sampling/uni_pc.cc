@@ -121,7 +121,7 @@ StepPlan CompileUniPc(const SchedulerConfig::Fields& fields, const Request& requ
     }
 
     int order = std::min(request.solver_order, i - first + 1);
-    if (fields.lower_order_final) order = std::min(order, steps - i);
+    if (fields.lower_order_final.value_or(true)) order = std::min(order, steps - i);
     const UniStep step(fields, path, i);
     std::vector<Combination> others;
     std::vector<double> positions;

@@ -29,7 +29,7 @@ bool HasLabels(const ModelInfo& model) { return model.condition == ClassConditio
 bool HasVectors(const ModelInfo& model) {
   return model.condition == ClassCondition::kValue || model.condition == ClassCondition::kVector;
 }
-bool HasGuidance(const ModelInfo& model) { return model.guidance; }
+bool HasGuidance(const ModelInfo& model) { return model.guidance || model.guidance_input; }
 bool Always(const ModelInfo&) { return true; }
 
 /// `path` of a field in v1::GenerationParams: a repeated one has an entry for each image.

@@ -23,7 +23,7 @@ struct Pair {
   Wire wire;
 };
 
-constexpr std::array<Pair<Sampler, v1::Sampler>, 13> kSamplers = {{
+constexpr std::array<Pair<Sampler, v1::Sampler>, 22> kSamplers = {{
     {Sampler::kDdpm, v1::SAMPLER_DDPM},
     {Sampler::kDdim, v1::SAMPLER_DDIM},
     {Sampler::kPndm, v1::SAMPLER_PNDM},
@@ -37,6 +37,15 @@ constexpr std::array<Pair<Sampler, v1::Sampler>, 13> kSamplers = {{
     {Sampler::kLcm, v1::SAMPLER_LCM},
     {Sampler::kEdmEuler, v1::SAMPLER_EDM_EULER},
     {Sampler::kEdmDpmSolver, v1::SAMPLER_EDM_DPM_SOLVER},
+    {Sampler::kDpmppSde, v1::SAMPLER_DPMPP_SDE},
+    {Sampler::kDeis, v1::SAMPLER_DEIS},
+    {Sampler::kKdpm2, v1::SAMPLER_KDPM2},
+    {Sampler::kKdpm2Ancestral, v1::SAMPLER_KDPM2_ANCESTRAL},
+    {Sampler::kTcd, v1::SAMPLER_TCD},
+    {Sampler::kDpmSolverSinglestep, v1::SAMPLER_DPM_SOLVER_SINGLESTEP},
+    {Sampler::kFlowMatchEuler, v1::SAMPLER_FLOW_MATCH_EULER},
+    {Sampler::kConsistency, v1::SAMPLER_CONSISTENCY},
+    {Sampler::kSaSolver, v1::SAMPLER_SA_SOLVER},
 }};
 
 constexpr std::array<Pair<NoiseSchedule, v1::NoiseSchedule>, 4> kSchedules = {{

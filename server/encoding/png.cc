@@ -13,6 +13,12 @@ namespace {
 
 using Context = std::unique_ptr<spng_ctx, void (*)(spng_ctx*)>;
 
+// A picture should be encoded as fast as it is drawn. A 1024×1024 picture takes 43 ms of a core so,
+// 410 at zlib's own level 6 with all filters; the file is 20 % larger (smooth waves under noise; 28
+// and 181 ms, 15 %, where half of the picture is flat).
+constexpr int kCompressionLevel = 2;
+constexpr int kFilters = SPNG_FILTER_CHOICE_SUB | SPNG_FILTER_CHOICE_UP;
+
 Context NewContext(int flags) { return {spng_ctx_new(flags), spng_ctx_free}; }
 
 /// Writes the file into the context's own buffer. 0, or spng's error.
@@ -27,11 +33,17 @@ int Write(spng_ctx* context, const Pixels& pixels, const TextEntries& texts) {
     const auto& [keyword, text] = texts[i];
     if (keyword.size() >= sizeof(chunks[i].keyword)) return SPNG_ETEXT_KEYWORD;
     std::copy(keyword.begin(), keyword.end(), chunks[i].keyword);
-    chunks[i].type = SPNG_TEXT;
+    // A plain text chunk is Latin-1; what is not ASCII is written as UTF-8.
+    const bool ascii =
+        std::all_of(text.begin(), text.end(), [](char c) { return (c & 0x80) == 0; });
+    chunks[i].type = ascii ? SPNG_TEXT : SPNG_ITXT;
     chunks[i].length = text.size();
     chunks[i].text = const_cast<char*>(text.data());
+    chunks[i].language_tag = chunks[i].translated_keyword = const_cast<char*>("");
   }
   int error = spng_set_option(context, SPNG_ENCODE_TO_BUFFER, 1);
+  if (error == 0) error = spng_set_option(context, SPNG_IMG_COMPRESSION_LEVEL, kCompressionLevel);
+  if (error == 0) error = spng_set_option(context, SPNG_FILTER_CHOICE, kFilters);
   if (error == 0) error = spng_set_ihdr(context, &header);
   if (error == 0 && !chunks.empty()) {
     error = spng_set_text(context, chunks.data(), static_cast<uint32_t>(chunks.size()));

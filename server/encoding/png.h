@@ -12,10 +12,10 @@
 
 namespace denoised {
 
-/// Keyword (1 to 79 printable Latin-1 characters) and text of one tEXt chunk.
+/// Keyword (1 to 79 printable Latin-1 characters) and text, UTF-8.
 using TextEntries = std::vector<std::pair<std::string, std::string>>;
 
-/// A PNG file, 8 bits a sample, with `texts` as tEXt chunks.
+/// A PNG file, 8 bits a sample, with `texts` as tEXt chunks, or as iTXt where they are not ASCII.
 absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts);
 
 /// Memory that DecodePng takes at most: samples as they are unpacked, up to RGBA, and as they are

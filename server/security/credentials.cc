@@ -141,7 +141,13 @@ absl::StatusOr<std::shared_ptr<const Caller>> IdentifyCaller(
 
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(
     const SecurityConfig& config, const Clients* clients, Metrics* metrics) {
-  if (config.tls_cert.empty()) return grpc::InsecureServerCredentials();
+  if (!config.tls() && config.clients.empty()) return grpc::InsecureServerCredentials();
+  if (!config.tls()) {
+    // Only these know a gate without TLS. gRPC lets in connections to a loopback address alone.
+    auto local = grpc::experimental::LocalServerCredentials(LOCAL_TCP);
+    local->SetAuthMetadataProcessor(std::make_shared<Gate>(clients, metrics));
+    return local;
+  }
   // gRPC reads the files in a thread of its own and says nothing when they are wrong: connections
   // would only fail.
   DENOISED_RETURN_IF_ERROR(CheckCertificate(config));

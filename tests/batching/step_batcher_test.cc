@@ -311,9 +311,7 @@ TEST_F(StepBatcherTest, SameBytesAloneAndInRandomCompany) {
     double guidance;
   };
   std::vector<Case> cases;
-  for (const auto sampler : {Sampler::kDdpm, Sampler::kDdim, Sampler::kPndm, Sampler::kEuler,
-                             Sampler::kEulerAncestral, Sampler::kHeun, Sampler::kDpmSolver,
-                             Sampler::kDpmSolverSde, Sampler::kUniPc, Sampler::kLms})
+  for (const Sampler sampler : ddpm_.samplers())
     for (const double guidance : {1.0, 2.5})
       cases.push_back(
           {ddpm_, {.sampler = sampler, .steps = 3 + static_cast<int>(cases.size()) % 6}, guidance});

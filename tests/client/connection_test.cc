@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "absl/strings/ascii.h"
 #include "denoised/client.h"
 #include "denoised/mock_connection.h"
 #include "denoised/v1/model_admin.grpc.pb.h"
@@ -672,8 +673,12 @@ TEST(ClientTest, ChangesThatCannotBeMadeTwiceAreMadeOnce) {
 }
 
 TEST(NamesTest, RoundTrip) {
-  EXPECT_EQ(AllSamplers().size(), 13u);
-  for (const Sampler sampler : AllSamplers()) EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
+  EXPECT_EQ(AllSamplers().size(), 22u);
+  for (const Sampler sampler : AllSamplers()) {
+    EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
+    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(std::string(Name(sampler))),
+              v1::Sampler_Name(static_cast<v1::Sampler>(sampler)));
+  }
   for (const NoiseSchedule schedule : AllNoiseSchedules()) {
     EXPECT_EQ(NoiseScheduleFromName(Name(schedule)), schedule);
   }

@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 namespace denoised {
 namespace {
 
@@ -41,6 +43,18 @@ TEST(ConfigReader, ReportsEveryComplaintAtOnce) {
   EXPECT_THAT(message, HasSubstr("'fir' is true: not supported; only false is"));
   EXPECT_THAT(message, HasSubstr("'odd' is 1: unknown field"));
   EXPECT_THAT(message, ::testing::Not(HasSubstr("_v")));
+}
+
+TEST(ConfigReader, ARangeIncludesItsEnds) {
+  ConfigReader reader(nlohmann::json{{"low", 1}, {"high", 4}, {"beyond", 5}}, "config.json");
+  reader.Ignore({"low", "high", "beyond"});
+  reader.CheckRange("low", 1, 1, 4);
+  reader.CheckRange("high", 4, 1, 4);
+  reader.CheckRange("beyond", 5, 1, 4);
+  reader.CheckRange("not a number", std::nan(""), 1, 4);
+  EXPECT_EQ(reader.Finish().message(),
+            "config.json: field 'beyond' is 5: must be between 1 and 4\n"
+            "config.json: field 'not a number': must be between 1 and 4");
 }
 
 TEST(ConfigReader, AnIntegerIsANumber) {

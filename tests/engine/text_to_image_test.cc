@@ -25,10 +25,10 @@ fs::path Latent(const std::string& family) {
   return fs::path(DENOISED_SOURCE_DIR "/tests/models/latent") / family;
 }
 
-struct Run {
+struct GoldenRun {
   const char *family, *run, *sampler;
 };
-constexpr Run kRuns[] = {
+constexpr GoldenRun kRuns[] = {
     {"sd1", "run", "ddim"},
     {"sd1", "run", "euler"},
     {"sd2", "run", "ddim"},
@@ -57,10 +57,11 @@ const Target kTargets[] = {
     {"cuda_bf16", {.device = "cuda"}, 5e-2},
 };
 
-class TextToImageParity : public ::testing::TestWithParam<std::tuple<Run, Target>> {};
+class TextToImageParity : public ::testing::TestWithParam<std::tuple<GoldenRun, Target>> {};
 
 TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
-  const auto& [run, target] = GetParam();
+  const GoldenRun& run = std::get<0>(GetParam());
+  const Target& target = std::get<1>(GetParam());
   if (target.options.device == "cuda") DENOISED_NEEDS_GPU();
   const auto goldens = ReadJsonFile(Latent(run.family) / "goldens.json");
   ASSERT_TRUE(goldens.ok()) << goldens.status();
@@ -118,7 +119,7 @@ INSTANTIATE_TEST_SUITE_P(Diffusers, TextToImageParity,
                          ::testing::Combine(::testing::ValuesIn(kRuns),
                                             ::testing::ValuesIn(kTargets)),
                          [](const auto& info) {
-                           const Run& run = std::get<0>(info.param);
+                           const GoldenRun& run = std::get<0>(info.param);
                            return fmt::format("{}_{}_{}_{}", run.family, run.run, run.sampler,
                                               std::get<1>(info.param).name);
                          });

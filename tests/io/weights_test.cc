@@ -88,6 +88,16 @@ TEST_F(WeightsTest, ReportsWhatNobodyRead) {
   EXPECT_THAT(std::string(root.CheckAllUsed().message()), HasSubstr("conv1.bias"));
 }
 
+TEST_F(WeightsTest, WhatHasNoEffectIsNotReported) {
+  const Weights root = Open();
+  (root / "down_blocks" / 0 / "resnets" / 1 / "conv1").Ignore("weight");
+  root.Ignore("position_ids");
+  root.Ignore("absent");
+  const absl::Status status = root.CheckAllUsed();
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("1 tensors"), HasSubstr("conv1.bias"), Not(HasSubstr("weight,"))));
+}
+
 TEST(Weights, SyntheticOnesAreWrittenAsTheyWere) {
   TemporaryDirectory directory;
   const std::string path = directory / "w.safetensors";

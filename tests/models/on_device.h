@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,7 @@ struct Target {
   BackendOptions options;
   double tolerance;  // of ‖out − ref‖ / ‖ref‖
 };
+inline void PrintTo(const Target& target, std::ostream* out) { *out << target.name; }
 
 /// fp32: PyTorch's own is within 2e-6 of float64 on these models, ours was measured to be too.
 /// bf16: PyTorch's own is up to 1.5e-2 away.

@@ -211,6 +211,7 @@ TEST(ClipTextConfig, RefusesByNameWhatItCannotHonour) {
                   {"max_position_embeddings", 0},
                   {"quantization_config", {{"bits", 4}}},
                   {"is_decoder", true},
+                  {"pruned_heads", {{"1", {0, 2}}}},
                   {"use_attention_mask", true}});
   const absl::Status status =
       ClipTextConfig::Parse(json::object(), "text_encoder/config.json", "T5EncoderModel").status();

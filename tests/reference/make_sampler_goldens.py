@@ -9,11 +9,12 @@ and the state after it. The C++ test runs the compiled step plan on the same den
 
 diffusers computes its schedules in float32 by naming the dtype. Its modules are run here with
 `torch` and `numpy` replaced by views of them whose float32 is float64, and torch's default dtype is
-float64, so nothing is left in single precision. Three more changes:
+float64, so nothing is left in single precision. Four more changes:
   - _sigma_to_t snaps to an integer within 1e-6. DPM-Solver and UniPC truncate its result, and
     whether ln(exp(ln sigma)) lands above or below timestep 999 is an accident of the last bit.
   - with churn the model is asked at the state that step() is about to make, not before, as algorithm
     2 of EDM has it; diffusers' update is then the paper's.
+  - the Brownian tree of DPM++ SDE is replaced by a draw of its own for every evaluation.
   - begin_index is set, as pipelines may: otherwise two equal first timesteps skip a step.
 """
 
@@ -21,6 +22,8 @@ import importlib
 import json
 import math
 import pathlib
+import sys
+import types
 
 import diffusers
 import numpy as np
@@ -65,12 +68,15 @@ def load(module_name, class_name):
     module.torch = Upcast(torch, torch.float64)
     module.np = Upcast(np, np.float64)
     module.randn_tensor = lambda *args, **kwargs: noise(draw)
+    module.BrownianTreeNoiseSampler = lambda *args: lambda *span: noise(draw)
     scheduler = getattr(module, class_name)
     if hasattr(scheduler, "_sigma_to_t"):
         scheduler._sigma_to_t = snap(scheduler._sigma_to_t)
     return scheduler
 
 
+# Only for the Brownian tree that load() replaces.
+sys.modules.setdefault("torchsde", types.ModuleType("torchsde"))
 diffusers.logging.set_verbosity_error()
 torch.set_default_dtype(torch.float64)
 CLASSES = {
@@ -86,6 +92,15 @@ CLASSES = {
     "lcm": load("lcm", "LCMScheduler"),
     "edm_euler": load("edm_euler", "EDMEulerScheduler"),
     "edm_dpm_solver": load("edm_dpmsolver_multistep", "EDMDPMSolverMultistepScheduler"),
+    "dpmpp_sde": load("dpmsolver_sde", "DPMSolverSDEScheduler"),
+    "deis": load("deis_multistep", "DEISMultistepScheduler"),
+    "kdpm2": load("k_dpm_2_discrete", "KDPM2DiscreteScheduler"),
+    "kdpm2_ancestral": load("k_dpm_2_ancestral_discrete", "KDPM2AncestralDiscreteScheduler"),
+    "tcd": load("tcd", "TCDScheduler"),
+    "dpm_solver_singlestep": load("dpmsolver_singlestep", "DPMSolverSinglestepScheduler"),
+    "flow_match_euler": load("flow_match_euler_discrete", "FlowMatchEulerDiscreteScheduler"),
+    "sa_solver": load("sasolver", "SASolverScheduler"),
+    "consistency": load("consistency_models", "CMStochasticIterativeScheduler"),
 }
 
 
@@ -141,12 +156,15 @@ def run(scheduler, steps, strength=1.0, **step_arguments):
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(begin)
     if strength < 1:
-        x = scheduler.add_noise(noise(SOURCE), noise(INITIAL), timesteps[begin : begin + 1])
+        if hasattr(scheduler, "scale_noise"):
+            x = scheduler.scale_noise(noise(SOURCE), timesteps[begin : begin + 1], noise(INITIAL))
+        else:
+            x = scheduler.add_noise(noise(SOURCE), noise(INITIAL), timesteps[begin : begin + 1])
     else:
-        x = noise(INITIAL) * scheduler.init_noise_sigma
+        x = noise(INITIAL) * getattr(scheduler, "init_noise_sigma", 1)
     record = Recorder()
     for i, t in enumerate(timesteps[begin:]):
-        u = scheduler.scale_model_input(x, t)
+        u = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
         told = t
         if "s_churn" in step_arguments:
             draw = CHURN if i == 0 else i - 1
@@ -247,7 +265,7 @@ def own(sampler, name, config=None, steps=STEPS, params=None, step=None):
     full = {"_class_name": CLASSES[sampler].__name__} | config
     for n in steps:
         strength = (params or {}).get("strength", 1.0)
-        record = run(CLASSES[sampler](**config), n, strength, **(step or {}))
+        record = run(CLASSES[sampler].from_config(config), n, strength, **(step or {}))
         add(sampler, f"{sampler}/{name}/{n}", full, params or {}, n, record)
 
 
@@ -274,7 +292,9 @@ def common(sampler, predictions=PREDICTIONS, spacings=SPACINGS):
         own(sampler, prediction, LATENT | dict(prediction_type=prediction))
     for spacing in spacings:
         own(sampler, spacing, LATENT | dict(timestep_spacing=spacing, steps_offset=1))
-    own(sampler, "squaredcos", dict(beta_schedule="squaredcos_cap_v2"))
+    # In two steps KDPM2's ancestral sigmas cancel to noise, even in float64.
+    steps = (5, 18, 50) if sampler == "kdpm2_ancestral" else STEPS
+    own(sampler, "squaredcos", dict(beta_schedule="squaredcos_cap_v2"), steps)
     own(sampler, "trained_betas", TRAINED)
 
 
@@ -397,6 +417,65 @@ own("lcm", "original_80", dict(original_inference_steps=80))
 own("lcm", "zero_snr", dict(rescale_betas_zero_snr=True, prediction_type="v_prediction"))
 strengths("lcm")
 
+for sampler in ("dpmpp_sde", "kdpm2", "kdpm2_ancestral"):
+    common(sampler, predictions=("epsilon", "v_prediction"))
+    conversions(sampler)
+    conversions(sampler, timestep_spacing="leading", sigma_min=0.05, sigma_max=12.0)
+    strengths(sampler, LATENT)
+
+common("deis")
+conversions("deis")
+for order in (1, 3):
+    own("deis", f"order_{order}", LATENT | dict(solver_order=order))
+own("deis", "full_order_final", LATENT | dict(solver_order=3, lower_order_final=False))
+own("deis", "dpm_words", LATENT | dict(algorithm_type="dpmsolver++", solver_type="midpoint"))
+strengths("deis", LATENT | dict(solver_order=3))
+
+common("sa_solver")
+conversions("sa_solver")
+for predictor, corrector in ((1, 1), (1, 3), (2, 1), (3, 3), (4, 4)):
+    for kind in ("data", "noise"):
+        own("sa_solver", f"{kind}_{predictor}_{corrector}", LATENT | dict(predictor_order=predictor, corrector_order=corrector, algorithm_type=f"{kind}_prediction"))
+own("sa_solver", "full_order_final", LATENT | dict(predictor_order=3, corrector_order=3, lower_order_final=False))
+own("sa_solver", "clipped_lambda", dict(beta_schedule="squaredcos_cap_v2", lambda_min_clipped=-5.1))
+strengths("sa_solver", LATENT | dict(predictor_order=3, corrector_order=3))
+
+own("tcd", "default")
+for prediction in PREDICTIONS:
+    own("tcd", prediction, dict(prediction_type=prediction))
+for eta in (0.0, 0.45, 1.0):
+    own("tcd", f"eta_{eta}", params=dict(eta=eta), step=dict(eta=eta))
+own("tcd", "original_80", dict(original_inference_steps=80))
+own("tcd", "zero_snr", dict(rescale_betas_zero_snr=True, prediction_type="v_prediction"))
+strengths("tcd")
+
+common("dpm_solver_singlestep", spacings=())
+conversions("dpm_solver_singlestep")
+for order in (1, 2, 3):
+    for kind in ("midpoint", "heun"):
+        for algorithm in ("dpmsolver++", "dpmsolver", "sde-dpmsolver++"):
+            for final in ("zero", "sigma_min"):
+                if final == "zero" and algorithm == "dpmsolver":
+                    continue  # diffusers refuses it
+                own("dpm_solver_singlestep", f"{algorithm}_{order}_{kind}_{final}", LATENT | dict(solver_order=order, solver_type=kind, algorithm_type=algorithm, final_sigmas_type=final), (1, 2, 5, 6, 18))
+own("dpm_solver_singlestep", "lower_order_final", LATENT | dict(solver_order=3, lower_order_final=True, final_sigmas_type="sigma_min"))
+own("dpm_solver_singlestep", "clipped_lambda", dict(beta_schedule="squaredcos_cap_v2", lambda_min_clipped=-5.1))
+own("dpm_solver_singlestep", "karras_sigma_min", LATENT | dict(use_karras_sigmas=True, final_sigmas_type="sigma_min"))
+strengths("dpm_solver_singlestep", LATENT | dict(solver_order=3))
+
+own("flow_match_euler", "default")
+for shift in (0.5, 3.0):
+    own("flow_match_euler", f"shift_{shift}", dict(shift=shift))
+for name, field in CONVERSIONS.items():
+    own("flow_match_euler", name, {"shift": 3.0, field: True})
+own("flow_match_euler", "stochastic", dict(shift=3.0, stochastic_sampling=True))
+strengths("flow_match_euler", dict(shift=3.0))
+
+own("consistency", "default", steps=(1, 2, 5, 18, 40))
+own("consistency", "unclipped", dict(clip_denoised=False, s_noise=1.1), (1, 2, 5, 18, 40))
+own("consistency", "range", dict(num_train_timesteps=151, sigma_min=0.01, sigma_max=50.0, sigma_data=1.0, rho=5.0))
+strengths("consistency")
+
 for prediction in ("epsilon", "v_prediction"):
     own("edm_euler", prediction, dict(prediction_type=prediction))
     own("edm_dpm_solver", prediction, dict(prediction_type=prediction))
@@ -441,9 +520,32 @@ PUBLISHED = {
 }
 for name, config in PUBLISHED.items():
     for sampler in CLASSES:
-        if sampler.startswith("edm") or (sampler == "pndm" and not config.get("skip_prk_steps")):
+        if sampler.startswith("edm") or sampler in ("flow_match_euler", "consistency"):
+            continue
+        if sampler == "sa_solver" and "algorithm_type" in config:
+            continue  # diffusers refuses it
+        if sampler == "deis" and config.get("algorithm_type", "").startswith("sde"):
+            continue  # diffusers refuses it
+        if sampler == "pndm" and not config.get("skip_prk_steps"):
             continue
         swapped(config, name, sampler)
+
+# The same with the class of the file alone, in as many steps as people take.
+SD = LATENT | {"num_train_timesteps": 1000, "clip_sample": False, "trained_betas": None}
+TURBO = SD | {"interpolation_type": "linear", "prediction_type": "epsilon", "sample_max_value": 1.0, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1, "timestep_spacing": "trailing"}
+THRESHOLD = {"dynamic_thresholding_ratio": 0.995, "sample_max_value": 1.0, "thresholding": False}
+for name, sampler, steps, config in (
+    ("sd-turbo", "euler", (1, 2, 4), TURBO | {"timestep_type": "discrete", "use_karras_sigmas": False}),
+    ("lcm-dreamshaper-v7", "lcm", (1, 4, 8), SD | THRESHOLD | {"clip_sample_range": 1.0, "original_inference_steps": 50, "prediction_type": "epsilon", "rescale_betas_zero_snr": False, "set_alpha_to_one": True, "steps_offset": 1, "timestep_scaling": 10.0, "timestep_spacing": "leading"}),
+    ("playground-v2.5", "edm_dpm_solver", (20,), THRESHOLD | {"algorithm_type": "dpmsolver++", "euler_at_final": False, "final_sigmas_type": "zero", "lower_order_final": True, "num_train_timesteps": 1000, "prediction_type": "epsilon", "rho": 7.0, "sigma_data": 0.5, "sigma_max": 80.0, "sigma_min": 0.002, "solver_order": 2, "solver_type": "midpoint"}),
+    ("cd-imagenet64", "consistency", (1, 2), {"clip_denoised": True, "num_train_timesteps": 40, "rho": 7.0, "s_noise": 1.0, "sigma_data": 0.5, "sigma_max": 80.0, "sigma_min": 0.002}),
+    ("stable-diffusion-3", "flow_match_euler", (28,), {"num_train_timesteps": 1000, "shift": 3.0}),
+    ("flux-schnell", "flow_match_euler", (4,), {"base_image_seq_len": 256, "base_shift": 0.5, "max_image_seq_len": 4096, "max_shift": 1.15, "num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False}),
+):
+    for n in steps:
+        scheduler = CLASSES[sampler].from_config(config)
+        full = {"_class_name": CLASSES[sampler].__name__, "_diffusers_version": "0.24.0"} | config
+        add("published", f"published/{name}/{n}", full, {}, n, run(scheduler, n))
 
 folder = pathlib.Path(__file__).resolve().parent.parent / "sampling" / "goldens"
 folder.mkdir(parents=True, exist_ok=True)

@@ -40,6 +40,14 @@ const std::vector<json> kConfigs = {
     {{"_class_name", "LCMScheduler"}},
     {{"_class_name", "EDMEulerScheduler"}},
     {{"_class_name", "EDMDPMSolverMultistepScheduler"}, {"solver_order", 3}},
+    {{"_class_name", "DEISMultistepScheduler"}, {"solver_order", 3}},
+    {{"_class_name", "DPMSolverSinglestepScheduler"},
+     {"solver_order", 3},
+     {"final_sigmas_type", "sigma_min"}},
+    {{"_class_name", "FlowMatchEulerDiscreteScheduler"}, {"shift", 3.0}},
+    {{"_class_name", "FlowMatchEulerDiscreteScheduler"}, {"stochastic_sampling", true}},
+    {{"_class_name", "CMStochasticIterativeScheduler"}},
+    {{"_class_name", "SASolverScheduler"}, {"predictor_order", 4}, {"corrector_order", 4}},
 };
 
 State Normals(uint64_t seed, uint32_t draw) {
@@ -70,7 +78,7 @@ void ForEveryPlan(const std::vector<int>& steps, const std::vector<double>& stre
             params.schedule = schedule;
             params.steps = count;
             params.strength = strength;
-            if (sampler == Sampler::kDdim) params.eta = 0.5;
+            if (sampler == Sampler::kDdim || sampler == Sampler::kTcd) params.eta = 0.5;
             if (sampler == Sampler::kHeun || sampler == Sampler::kEuler) params.s_churn = 5;
             SCOPED_TRACE(json.dump() + " " + std::string(Name(sampler)) + " " +
                          std::string(Name(schedule)) + " " + std::to_string(count) + " " +
@@ -89,8 +97,10 @@ TEST(PlanPropertyTest, EveryPlanIsFiniteOrRefused) {
                  if (!plan.ok()) {
                    ++refused;
                    // Only the corners may be: Runge-Kutta, LCM's 50 steps, more steps than levels.
-                   const bool corner = params.sampler == Sampler::kPndm ||
-                                       params.sampler == Sampler::kLcm || params.steps > 900;
+                   const bool corner =
+                       params.sampler == Sampler::kPndm || params.sampler == Sampler::kLcm ||
+                       params.sampler == Sampler::kTcd || params.sampler == Sampler::kConsistency ||
+                       params.steps > 900;
                    EXPECT_TRUE(corner) << plan.status();
                    return;
                  }
@@ -142,6 +152,26 @@ TEST(PlanPropertyTest, APerfectModelLeadsToItsImage) {
           for (const State& x0 : run.x0s) ASSERT_NEAR(x0[e], image[e], 1e-6);
         }
       });
+}
+
+// diffusers has no EDM form of these samplers to compare with.
+TEST(PlanPropertyTest, EdmModelsAreToldTheirOwnCondition) {
+  constexpr double kSigmaData = 0.5;
+  const auto config = SchedulerConfig::Parse({{"_class_name", "EDMEulerScheduler"}}, "file");
+  ASSERT_TRUE(config.ok());
+  for (const Sampler sampler : {Sampler::kDpmppSde, Sampler::kKdpm2, Sampler::kKdpm2Ancestral}) {
+    SamplerParams params;
+    params.steps = 10;
+    params.sampler = sampler;
+    const auto plan = config->Compile(params);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->evaluations.size(), 19u);
+    for (const auto& row : plan->evaluations) {
+      const double sigma =
+          std::sqrt(1 / (row.input_scale * row.input_scale) - kSigmaData * kSigmaData);
+      EXPECT_NEAR(row.condition, 0.25 * std::log(sigma), 1e-6);
+    }
+  }
 }
 
 TEST(PlanPropertyTest, ChurnIsDrawnBeforeTheFirstEvaluation) {

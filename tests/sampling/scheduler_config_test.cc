@@ -27,7 +27,7 @@ std::string ErrorOf(const absl::StatusOr<SchedulerConfig>& parsed) {
 }
 
 TEST(SamplerNamesTest, RoundTrip) {
-  EXPECT_EQ(AllSamplers().size(), 13u);
+  EXPECT_EQ(AllSamplers().size(), 22u);
   EXPECT_EQ(AllNoiseSchedules().size(), 4u);
   for (const Sampler sampler : AllSamplers()) EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
   for (const NoiseSchedule schedule : AllNoiseSchedules())
@@ -52,13 +52,22 @@ TEST(SchedulerConfigTest, DefaultsFollowTheClass) {
       {"LCMScheduler", Sampler::kLcm},
       {"EDMEulerScheduler", Sampler::kEdmEuler},
       {"EDMDPMSolverMultistepScheduler", Sampler::kEdmDpmSolver},
+      {"DPMSolverSDEScheduler", Sampler::kDpmppSde},
+      {"DEISMultistepScheduler", Sampler::kDeis},
+      {"KDPM2DiscreteScheduler", Sampler::kKdpm2},
+      {"KDPM2AncestralDiscreteScheduler", Sampler::kKdpm2Ancestral},
+      {"TCDScheduler", Sampler::kTcd},
+      {"DPMSolverSinglestepScheduler", Sampler::kDpmSolverSinglestep},
+      {"FlowMatchEulerDiscreteScheduler", Sampler::kFlowMatchEuler},
+      {"CMStochasticIterativeScheduler", Sampler::kConsistency},
+      {"SASolverScheduler", Sampler::kSaSolver},
   };
   for (const auto& [name, sampler] : classes) {
     const auto config = ParseWith(name);
     ASSERT_TRUE(config.ok()) << config.status();
     EXPECT_EQ(config->default_sampler(), sampler);
     EXPECT_EQ(config->default_schedule(), NoiseSchedule::kNative);
-    EXPECT_EQ(config->max_steps(), 1000);
+    EXPECT_EQ(config->max_steps(), sampler == Sampler::kConsistency ? 40 : 1000);
     EXPECT_FALSE(config->learns_variance());
     EXPECT_THAT(config->samplers(), Contains(sampler));
   }
@@ -84,14 +93,23 @@ TEST(SchedulerConfigTest, ReadsWhatTheClassDoesNotSay) {
 TEST(SchedulerConfigTest, OffersWhatTheModelCanRun) {
   const auto edm = ParseWith("EDMEulerScheduler");
   for (const Sampler sampler :
-       {Sampler::kDdpm, Sampler::kDdim, Sampler::kPndm, Sampler::kUniPc, Sampler::kLcm})
+       {Sampler::kDdpm, Sampler::kDdim, Sampler::kPndm, Sampler::kUniPc, Sampler::kLcm,
+        Sampler::kDeis, Sampler::kTcd, Sampler::kSaSolver, Sampler::kDpmSolverSinglestep,
+        Sampler::kFlowMatchEuler, Sampler::kConsistency})
     EXPECT_THAT(edm->samplers(), Not(Contains(sampler)));
   EXPECT_THAT(edm->samplers(), Contains(Sampler::kHeun));
   const auto ddpm = ParseWith("DDPMScheduler");
   EXPECT_THAT(ddpm->samplers(), Not(Contains(Sampler::kEdmEuler)));
-  EXPECT_EQ(ddpm->samplers().size(), 11u);
+  EXPECT_EQ(ddpm->samplers().size(), 18u);
   EXPECT_THAT(ddpm->schedules(Sampler::kDdim), testing::ElementsAre(NoiseSchedule::kNative));
   EXPECT_EQ(ddpm->schedules(Sampler::kEuler).size(), 4u);
+  const auto flow = ParseWith("FlowMatchEulerDiscreteScheduler");
+  EXPECT_THAT(flow->samplers(), testing::ElementsAre(Sampler::kFlowMatchEuler));
+  EXPECT_EQ(flow->schedules(Sampler::kFlowMatchEuler).size(), 4u);
+  const auto consistency = ParseWith("CMStochasticIterativeScheduler");
+  EXPECT_THAT(consistency->samplers(), testing::ElementsAre(Sampler::kConsistency));
+  EXPECT_THAT(consistency->schedules(Sampler::kConsistency),
+              testing::ElementsAre(NoiseSchedule::kNative));
   const auto sample = ParseWith("DDPMScheduler", {{"prediction_type", "sample"}});
   EXPECT_THAT(sample->samplers(), Not(Contains(Sampler::kPndm)));
 }
@@ -105,8 +123,40 @@ struct Refusal {
 
 TEST(SchedulerConfigTest, RefusesByName) {
   const Refusal refusals[] = {
-      {"CMStochasticIterativeScheduler", {}, "_class_name", "consistency models"},
-      {"FlowMatchEulerDiscreteScheduler", {}, "_class_name", "DDPMScheduler"},
+      {"FlowMatchHeunDiscreteScheduler", {}, "_class_name", "DDPMScheduler"},
+      {"FlowMatchEulerDiscreteScheduler",
+       {{"use_dynamic_shifting", true}},
+       "use_dynamic_shifting",
+       "only false"},
+      {"FlowMatchEulerDiscreteScheduler", {{"shift", 0.0}}, "shift", "above 0"},
+      {"FlowMatchEulerDiscreteScheduler", {{"shift_terminal", 0.1}}, "shift_terminal", "only null"},
+      {"FlowMatchEulerDiscreteScheduler", {{"invert_sigmas", true}}, "invert_sigmas", "only false"},
+      {"CMStochasticIterativeScheduler",
+       {{"num_train_timesteps", 1}},
+       "num_train_timesteps",
+       "at least 2"},
+      {"CMStochasticIterativeScheduler", {{"s_noise", -1.0}}, "s_noise", "at least 0"},
+      {"CMStochasticIterativeScheduler", {{"sigma_data", 0.0}}, "sigma_data", "above 0"},
+      {"TCDScheduler",
+       {{"original_inference_steps", 1001}},
+       "original_inference_steps",
+       "use 1 to 1000"},
+      {"SASolverScheduler", {{"predictor_order", 5}}, "predictor_order", "use 1 to 4"},
+      {"SASolverScheduler", {{"corrector_order", 0}}, "corrector_order", "use 1 to 4"},
+      {"SASolverScheduler", {{"tau_func", "x"}}, "tau_func", "only null"},
+      {"SASolverScheduler",
+       {{"algorithm_type", "dpmsolver++"}},
+       "algorithm_type",
+       "noise_prediction"},
+      {"DEISMultistepScheduler",
+       {{"algorithm_type", "sde-dpmsolver++"}},
+       "algorithm_type",
+       "no stochastic form"},
+      {"DEISMultistepScheduler", {{"use_flow_sigmas", true}}, "use_flow_sigmas", "only false"},
+      {"DPMSolverSinglestepScheduler",
+       {{"algorithm_type", "sde-dpmsolver"}, {"final_sigmas_type", "sigma_min"}},
+       "algorithm_type",
+       "sde-dpmsolver++"},
       {"DDPMScheduler", {{"thresholding", true}}, "thresholding", "only false"},
       {"DDPMScheduler", {{"num_train_timesteps", 0}}, "num_train_timesteps", "use 1 to"},
       {"DDPMScheduler", {{"num_train_timesteps", 1 << 30}}, "num_train_timesteps", "use 1 to"},
@@ -225,12 +275,18 @@ TEST(SchedulerConfigTest, SurvivesAnyValue) {
                                 "disable_corrector",
                                 "lambda_min_clipped",
                                 "original_inference_steps",
-                                "timestep_scaling"};
+                                "timestep_scaling",
+                                "shift",
+                                "stochastic_sampling",
+                                "clip_denoised",
+                                "s_noise"};
   const json values[] = {nullptr,    true,          -1,     0,  1,   3,
                          1e300,      -1e-300,       1e-300, "", "x", json::array(),
                          {0.1, "x"}, json::object()};
-  for (const char* class_name : {"DDPMScheduler", "LCMScheduler", "UniPCMultistepScheduler",
-                                 "DPMSolverMultistepScheduler", "EDMEulerScheduler"})
+  for (const char* class_name :
+       {"DDPMScheduler", "LCMScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler",
+        "EDMEulerScheduler", "DPMSolverSinglestepScheduler", "DEISMultistepScheduler",
+        "FlowMatchEulerDiscreteScheduler", "CMStochasticIterativeScheduler"})
     for (const char* field : fields)
       for (const json& value : values) {
         const auto config = ParseWith(class_name, {{field, value}});

@@ -60,6 +60,10 @@ TEST(ValidateTest, Steps) {
   EXPECT_THAT(ConfigOf(kPndm).Validate(Steps(3)), ElementsAre(Violation("steps", "at least 4")));
   EXPECT_THAT(ConfigOf({{"_class_name", "LCMScheduler"}}).Validate(Steps(51)),
               ElementsAre(Violation("steps", "use 1 to 50")));
+  EXPECT_THAT(ConfigOf({{"_class_name", "TCDScheduler"}}).Validate(Steps(51)),
+              ElementsAre(Violation("steps", "tcd was distilled for 50")));
+  EXPECT_THAT(ConfigOf({{"_class_name", "CMStochasticIterativeScheduler"}}).Validate(Steps(41)),
+              ElementsAre(Violation("steps", "use 1 to 40")));
   json offset = kDdpm;
   offset["steps_offset"] = 1;
   EXPECT_THAT(ConfigOf(offset).Validate(Steps(1000)),
@@ -76,6 +80,13 @@ TEST(ValidateTest, SamplerMustSuitTheModel) {
                 ElementsAre(Violation("sampler", "use one of euler, ")));
   EXPECT_THAT(With(kDdpm, Sampler::kEdmEuler, &SamplerParams::strength, 1.0),
               ElementsAre(Violation("sampler", "use one of ddpm, ")));
+  EXPECT_THAT(
+      With({{"_class_name", "FlowMatchEulerDiscreteScheduler"}}, Sampler::kEuler,
+           &SamplerParams::strength, 1.0),
+      ElementsAre(Violation("sampler", "flow matching model; use one of flow_match_euler")));
+  EXPECT_THAT(With({{"_class_name", "CMStochasticIterativeScheduler"}}, Sampler::kLcm,
+                   &SamplerParams::strength, 1.0),
+              ElementsAre(Violation("sampler", "consistency model; use one of consistency")));
   // Epsilon says nothing about the image where there is only noise.
   const json zero_snr = {{"_class_name", "DDIMScheduler"},
                          {"rescale_betas_zero_snr", true},
@@ -93,6 +104,10 @@ TEST(ValidateTest, ScheduleMustSuitTheSampler) {
 }
 
 TEST(ValidateTest, Eta) {
+  EXPECT_THAT(With(kDdpm, Sampler::kTcd, &SamplerParams::eta, 0.0), IsEmpty());
+  SamplerParams tcd = Steps(10);
+  tcd.sampler = Sampler::kTcd;
+  EXPECT_EQ(ConfigOf(kDdpm).WithDefaults(tcd).eta, 0.3);
   EXPECT_THAT(With(kDdpm, Sampler::kEuler, &SamplerParams::eta, 0.5),
               ElementsAre(Violation("eta", "use ddim")));
   for (const double eta : {-0.1, 1.1, std::nan("")})
@@ -156,6 +171,8 @@ TEST(ValidateTest, DefaultsAreWhatTheSamplerHas) {
 
 TEST(ValidateTest, SolverOrder) {
   EXPECT_THAT(With(kDdpm, Sampler::kEuler, &SamplerParams::solver_order, 2),
+              ElementsAre(Violation("solver_order", "leave it unset")));
+  EXPECT_THAT(With(kDdpm, Sampler::kSaSolver, &SamplerParams::solver_order, 2),
               ElementsAre(Violation("solver_order", "leave it unset")));
   EXPECT_THAT(With(kDdpm, Sampler::kUniPc, &SamplerParams::solver_order, 4),
               ElementsAre(Violation("solver_order", "1, 2 or 3")));

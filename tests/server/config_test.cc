@@ -222,6 +222,14 @@ TEST_F(ConfigTest, ModelRootsAndStateDirectory) {
 
 TEST_F(ConfigTest, LoginNeedsEncryption) {
   EXPECT_THAT(Error({"--clients", "f"}), HasSubstr("--clients needs TLS"));
+  EXPECT_THAT(Error({"--clients", "f", "--allow-plaintext-tokens", "--listen", "0.0.0.0:1"}),
+              HasSubstr("listens on 0.0.0.0:1"));
+  EXPECT_THAT(
+      Error({"--clients", "f", "--allow-plaintext-tokens", "--tls-cert", "c", "--tls-key", "k"}),
+      HasSubstr("with TLS; leave it out"));
+  EXPECT_TRUE(Parse({"--model", "m=" + Path("a-model"), "--clients", "f",
+                     "--allow-plaintext-tokens", "--listen", "127.0.0.1:1"})
+                  .ok());
   EXPECT_THAT(Error({"--tls-client-ca", "f"}), HasSubstr("--tls-client-ca needs TLS"));
   EXPECT_THAT(Error({"--tls-cert", "f"}), HasSubstr("--tls-cert is given without --tls-key"));
   EXPECT_THAT(Error({"--tls-key", "f"}), HasSubstr("--tls-key is given without --tls-cert"));

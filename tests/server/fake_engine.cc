@@ -50,7 +50,7 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->height = info->width = options_.size;
   info->size_multiple = 4;
   info->max_edge = 4096;
-  info->channels = options_.channels;
+  info->channels = info->latent_channels = options_.channels;
   info->condition = ClassCondition::kLabel;
   info->num_classes = 10;
   for (int i = 0; i < 10; ++i) info->labels.push_back(std::to_string(i));

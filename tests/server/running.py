@@ -8,10 +8,10 @@ import threading
 
 
 class Running:
-    def __init__(self, binary, *flags, metrics_listen="", environment=None):
+    def __init__(self, binary, *flags, listen="127.0.0.1:0", metrics_listen="", environment=None):
         self.process = subprocess.Popen(
-            [binary, "--listen", "127.0.0.1:0", "--metrics-listen", metrics_listen, "--log-format",
-             "json", *flags], stderr=subprocess.PIPE, text=True,
+            [binary, "--listen", listen, "--metrics-listen", metrics_listen, "--log-format", "json",
+             *flags], stderr=subprocess.PIPE, text=True,
             env={**os.environ, **(environment or {})})
         self.lines = []
         self.ended = False

@@ -119,6 +119,24 @@ TEST_F(SecurityTest, AnotherCertificateIsUsedWithoutARestart) {
   EXPECT_TRUE(Generate(open_before).ok()) << "connections that were there live on";
 }
 
+/// Behind a sidecar that encrypts: the same gate before every service, without TLS.
+TEST_F(SecurityTest, TokensWithoutTlsOnLoopback) {
+  const Token token("studio");
+  config_.security.clients = directory_.Write(
+      "clients.json", R"({"studio": {"token_sha256": [")" + token.digest + R"("]}})");
+  config_.security.plaintext_tokens = true;
+  ServerFixture::Start();
+  EXPECT_TRUE(Generate(channel_, Bearer(token.value)).ok());
+  EXPECT_EQ(Generate(channel_).error_code(), StatusCode::UNAUTHENTICATED);
+  EXPECT_EQ(Generate(channel_, Bearer("denoised_other")).error_code(), StatusCode::UNAUTHENTICATED);
+  const std::string reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
+  EXPECT_EQ(CallByName(channel_, reflection), StatusCode::UNAUTHENTICATED);
+  EXPECT_NE(CallByName(channel_, reflection, Bearer(token.value)), StatusCode::UNAUTHENTICATED);
+  EXPECT_EQ(CallByName(channel_, "/inference.GRPCInferenceService/ServerReady"),
+            StatusCode::UNAUTHENTICATED);
+  EXPECT_EQ(CallByName(channel_, "/grpc.health.v1.Health/Check"), StatusCode::OK);
+}
+
 TEST_F(SecurityTest, BadFilesAreNamedAtStart) {
   const KeyPair pair = authority_.Issue("server", kLocal);
   const std::string cert = directory_.Write("cert", pair.certificate),

@@ -28,7 +28,7 @@ ModelInfo Digits(int channels = 1) {
   model.state = ModelState::kReady;
   model.height = model.width = 8;
   model.max_edge = 4096;
-  model.channels = channels;
+  model.channels = model.latent_channels = channels;
   model.num_classes = 10;
   return model;
 }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // LayerNorm: the normalisation of each token by itself.
 //
-// Policy. Bound by memory. A warp owns a token and reads it three times, for the mean, the variance
-// and the result; the second and third time from the L1 cache. A lane reads vectors of eight
-// channels, or single channels where they are odd or not aligned, and writes only what it has read,
-// so the result may lie over the input. The order of the sums follows from the channels alone.
+// Policy. Bound by memory. A warp owns a token. In bf16 it holds the token in registers, each lane
+// kVectors vectors of eight channels, all loaded at once. Other tokens (fp32, channels that are
+// odd, not aligned or too many) are read three times, the second and third time from the L1 cache.
+// A lane writes only what it has read, so the result may lie over the input. The order of the sums
+// follows from the channels alone.
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
@@ -14,52 +15,136 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 
-template <int V>
+struct LayerNormLaunch {
+  Rows x;  // [tokens, channels]
+  const float* gamma;
+  const float* beta;
+  float eps;
+  int64_t tokens;
+  int channels;
+  Rows out;
+};
+
+__device__ inline int64_t Token() {
+  return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+}
+__device__ inline float Factor(const LayerNormLaunch& norm, float square) {
+  return 1.0f / sqrtf(WarpSum(square) / static_cast<float>(norm.channels) + norm.eps);
+}
+
+template <int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    LayerNormKernel(Rows x, const float* gamma, const float* beta, float eps, int64_t tokens,
-                    int channels, Rows out) {
+    LayerNormInRegistersKernel(const __grid_constant__ LayerNormLaunch norm) {
   WaitForPredecessors();
   ReleaseDependents();
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (token >= tokens) return;
-  const int first = static_cast<int>(threadIdx.x % 32) * V;
+  const int64_t token = Token();
+  if (token >= norm.tokens) return;
+  const int lane = threadIdx.x % 32;
+  const auto channel = [&](int i) { return (i * 32 + lane) * 8; };
+  float v[kVectors][8] = {};
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (channel(i) >= norm.channels) continue;
+    LoadVectorOf<Element::kBf16>(norm.x, token * norm.x.stride + channel(i), v[i]);
+  }
   float sum = 0;
-  for (int c = first; c < channels; c += 32 * V) {
-    float v[V];
-    LoadChannels<V>(x, token, c, v);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += v[i][j];
+  }
+  const float mean = WarpSum(sum) / static_cast<float>(norm.channels);
+  float square = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (channel(i) >= norm.channels) continue;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      v[i][j] -= mean;
+      square = fmaf(v[i][j], v[i][j], square);
+    }
+  }
+  const float factor = Factor(norm, square);
+  const auto parameters = [](const float* from, int c) {
+    return Rows{const_cast<float*>(from) + c, 0, Element::kF32, true};
+  };
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (channel(i) >= norm.channels) continue;
+    float gamma[8], beta[8];
+    LoadVectorOf<Element::kF32>(parameters(norm.gamma, channel(i)), 0, gamma);
+    LoadVectorOf<Element::kF32>(parameters(norm.beta, channel(i)), 0, beta);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[i][j] = fmaf(v[i][j] * factor, gamma[j], beta[j]);
+    StoreVector(norm.out, token, channel(i), v[i]);
+  }
+}
+
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    LayerNormKernel(const __grid_constant__ LayerNormLaunch norm) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  const int64_t token = Token();
+  if (token >= norm.tokens) return;
+  const int first = static_cast<int>(threadIdx.x % 32) * V;
+  const auto for_each = [&](const auto& body) {
+    for (int c = first; c < norm.channels; c += 32 * V) {
+      float v[V];
+      LoadChannels<V>(norm.x, token, c, v);
+      body(c, v);
+    }
+  };
+  float sum = 0;
+  for_each([&](int, float(&v)[V]) {
 #pragma unroll
     for (int j = 0; j < V; ++j) sum += v[j];
-  }
-  const float mean = WarpSum(sum) / static_cast<float>(channels);
+  });
+  const float mean = WarpSum(sum) / static_cast<float>(norm.channels);
   float square = 0;
-  for (int c = first; c < channels; c += 32 * V) {
-    float v[V];
-    LoadChannels<V>(x, token, c, v);
+  for_each([&](int, float(&v)[V]) {
 #pragma unroll
     for (int j = 0; j < V; ++j) square = fmaf(v[j] - mean, v[j] - mean, square);
-  }
-  const float factor = 1.0f / sqrtf(WarpSum(square) / static_cast<float>(channels) + eps);
-  for (int c = first; c < channels; c += 32 * V) {
-    float v[V];
-    LoadChannels<V>(x, token, c, v);
+  });
+  const float factor = Factor(norm, square);
+  for_each([&](int c, float(&v)[V]) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) v[j] = fmaf((v[j] - mean) * factor, gamma[c + j], beta[c + j]);
-    StoreChannels<V>(out, token, c, v);
-  }
+    for (int j = 0; j < V; ++j) {
+      v[j] = fmaf((v[j] - mean) * factor, norm.gamma[c + j], norm.beta[c + j]);
+    }
+    StoreChannels<V>(norm.out, token, c, v);
+  });
+}
+
+using Kernel = void (*)(LayerNormLaunch);
+/// [n − 1]: n vectors a lane, up to 256 · n channels.
+constexpr Kernel kInRegisters[] = {LayerNormInRegistersKernel<1>, LayerNormInRegistersKernel<2>,
+                                   LayerNormInRegistersKernel<3>, LayerNormInRegistersKernel<4>,
+                                   LayerNormInRegistersKernel<5>, LayerNormInRegistersKernel<6>,
+                                   LayerNormInRegistersKernel<7>, LayerNormInRegistersKernel<8>};
+constexpr int kMostVectors = sizeof(kInRegisters) / sizeof(Kernel);
+
+Kernel KernelOf(const LayerNormLaunch& norm) {
+  if (!norm.x.vector || !norm.out.vector || norm.channels % 8 != 0) return LayerNormKernel<1>;
+  const int vectors = (norm.channels + 255) / 256;
+  if (norm.x.element != Element::kBf16 || vectors > kMostVectors) return LayerNormKernel<8>;
+  return kInRegisters[vectors - 1];
 }
 
 }  // namespace
 
 cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta, float eps,
                             int64_t tokens, int channels, const Rows& out, const Queue& queue) {
+  const LayerNormLaunch norm = {x, gamma, beta, eps, tokens, channels, out};
   const LaunchShape shape = {.grid = dim3(static_cast<unsigned>((tokens + kWarps - 1) / kWarps)),
                              .block = dim3(kThreads)};
-  const bool vector = x.vector && out.vector && channels % 8 == 0;
-  return LaunchDependent(vector ? LayerNormKernel<8> : LayerNormKernel<1>, shape, queue, x, gamma,
-                         beta, eps, tokens, channels, out);
+  return LaunchDependent(KernelOf(norm), shape, queue, norm);
 }
 
 cudaError_t LoadLayerNormKernels() {
+  for (const Kernel kernel : kInRegisters) {
+    if (cudaError_t error = LoadKernel(kernel); error != cudaSuccess) return error;
+  }
   const cudaError_t error = LoadKernel(LayerNormKernel<8>);
   return error != cudaSuccess ? error : LoadKernel(LayerNormKernel<1>);
 }

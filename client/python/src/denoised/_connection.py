@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a client connects and what it sends with each call; the same for both kinds of client."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import grpc
+
+from denoised.health import health_pb2
+from denoised.v1 import image_generation_pb2 as pb
+from denoised.v1 import model_admin_pb2 as admin_pb
+
+from .errors import DETAILS_KEY, DenoisedError, InvalidArgument, NotFound, Unavailable, make_error
+from .retry import Attempts, RetryBudget, RetryPolicy
+
+Metadata = Mapping[str, str]
+
+_SERVICE = "denoised.v1.ImageGeneration"
+_ADMIN = "denoised.v1.ModelAdmin"
+
+METHODS: Dict[str, Tuple[str, Any]] = {
+    # name: (path, class of the reply)
+    "Generate": (f"/{_SERVICE}/Generate", pb.GenerateResponse),
+    "StreamGenerate": (f"/{_SERVICE}/StreamGenerate", pb.StreamGenerateResponse),
+    "GetJob": (f"/{_SERVICE}/GetJob", pb.GetJobResponse),
+    "ListJobs": (f"/{_SERVICE}/ListJobs", pb.ListJobsResponse),
+    "WatchJob": (f"/{_SERVICE}/WatchJob", pb.StreamGenerateResponse),
+    "CancelJob": (f"/{_SERVICE}/CancelJob", pb.CancelJobResponse),
+    "GetServerInfo": (f"/{_SERVICE}/GetServerInfo", pb.GetServerInfoResponse),
+    "ListModels": (f"/{_SERVICE}/ListModels", pb.ListModelsResponse),
+    "GetModel": (f"/{_SERVICE}/GetModel", pb.GetModelResponse),
+    "LoadModel": (f"/{_ADMIN}/LoadModel", admin_pb.LoadModelResponse),
+    "UnloadModel": (f"/{_ADMIN}/UnloadModel", admin_pb.UnloadModelResponse),
+    "SetAlias": (f"/{_ADMIN}/SetAlias", admin_pb.SetAliasResponse),
+    "DeleteAlias": (f"/{_ADMIN}/DeleteAlias", admin_pb.DeleteAliasResponse),
+    # Our copy of the contract has another name; the service has the usual one.
+    "Health": ("/grpc.health.v1.Health/Check", health_pb2.HealthCheckResponse),
+}
+STREAMS = ("StreamGenerate", "WatchJob")
+
+
+@dataclass(frozen=True)
+class TLS:
+    """Files in PEM. `TLS()` trusts the authorities of gRPC's own list."""
+
+    ca: Optional[str] = None
+    """Trusted authorities."""
+    cert: Optional[str] = None
+    """Certificate of this client, for mutual TLS; with `key`."""
+    key: Optional[str] = None
+    server_name: Optional[str] = None
+    """In the server's certificate; default: the host of the target, which a list does not have."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    uri: str
+    authority: str = ""
+    listed: bool = False
+    replicas: bool = False
+    direct: bool = False
+    """Never through a proxy of the environment."""
+
+
+def _parse_list(text: str) -> _Target:
+    for scheme in ("ipv4:", "ipv6:"):
+        if text.startswith(scheme):
+            text = text[len(scheme):]
+    addresses = text.split(",")
+    versions = set()
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            ip = ipaddress.ip_address(host.strip("[]"))
+            if (ip.version == 6) != host.startswith("[") or not 1 <= int(port) <= 65535:
+                raise ValueError(address)
+        except ValueError:
+            raise InvalidArgument(
+                f'"{address}" in the list of servers is not an IP address with a port; use '
+                "addresses, as in 10.0.0.1:50051,10.0.0.2:50051, or a name that stands for all of "
+                "them, as in dns:///replicas:50051") from None
+        versions.add(ip.version)
+    if len(versions) > 1:
+        raise InvalidArgument("the list of servers mixes IPv4 and IPv6; use one kind")
+    escaped = text.replace("[", "%5B").replace("]", "%5D")
+    return _Target(f"ipv{versions.pop()}:{escaped}", authority=addresses[0], listed=True,
+                   replicas=True, direct=True)
+
+
+def _parse_target(text: str) -> _Target:
+    if not text:
+        raise InvalidArgument("the server's address is empty; use host:port")
+    if text.startswith(("http://", "https://")):
+        raise InvalidArgument(f'the server\'s address "{text}" begins with http; use host:port, and '
+                              "TLS by its own options")
+    if "," in text:
+        return _parse_list(text)
+    if ":" not in text and "/" not in text:
+        raise InvalidArgument(f'the server\'s address "{text}" has no port; use host:port')
+    host = re.sub(r"^(dns:///|ipv4:|ipv6:)", "", text)
+    loopback = host.startswith(("127.", "localhost", "[::1]", "%5B::1%5D", "unix:"))
+    return _Target(text, replicas=text.startswith("dns:"), direct=loopback)
+
+
+def _read(option: str, path: Optional[str]) -> Optional[bytes]:
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        raise NotFound(f'{option}: "{path}" cannot be read: {error.strerror}') from None
+    if not content:
+        raise NotFound(f'{option}: "{path}" is empty')
+    return content
+
+
+def _read_token(path: str) -> str:
+    """The token alone: editors end a file with a newline."""
+    token = (_read("token_file", path) or b"").decode("latin-1").rstrip(" \t\r\n")
+    if not re.fullmatch(r"[!-~]+", token):
+        raise InvalidArgument(f'token_file: "{path}" does not hold one token and nothing else')
+    return token
+
+
+class Connection:
+    """What a client knows of its server, and the headers of each call."""
+
+    def __init__(self, target: str, *, tls: Optional[TLS], token: Optional[str],
+                 token_file: Optional[str], allow_plaintext_token: bool, retry: RetryPolicy,
+                 timeout: Optional[float], metadata: Optional[Metadata],
+                 max_message_bytes: int) -> None:
+        self.name = target
+        self.target = _parse_target(target)
+        self.retry = retry
+        self.timeout = timeout
+        self.budget = RetryBudget(retry.budget)
+        self._metadata = dict(metadata or {})
+        self._token = token
+        self._token_file = token_file
+        self._tls = tls
+        self._plaintext = tls is None and not allow_plaintext_token
+        if token is not None and token_file is not None:
+            raise InvalidArgument("token and token_file are both given; give one")
+        if token is not None and not re.fullmatch(r"[!-~]+", token):
+            raise InvalidArgument("token must be printable ASCII characters without spaces")
+        if self._plaintext and (token is not None or token_file is not None):
+            raise self._plaintext_token("token" if token is not None else "token_file")
+        if tls is not None and (tls.cert is None) != (tls.key is None):
+            raise InvalidArgument("tls.cert and tls.key belong together; give both or none")
+        if tls is not None and self.target.listed and not tls.server_name:
+            raise InvalidArgument("a list of servers has no name to look for in their certificates; "
+                                  "give tls.server_name")
+        self.options = self._options(max_message_bytes)
+        self.headers(None, None)  # so that what is wrong is said now
+
+    @staticmethod
+    def _plaintext_token(what: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"{what} needs tls: anyone on the network could read the token. If something else "
+            "encrypts the connection, such as a service mesh, set allow_plaintext_token=True")
+
+    def _options(self, max_message_bytes: int) -> List[Tuple[str, Any]]:
+        """The reasons are in client/denoised/connection.cc, which sets the same."""
+        options: List[Tuple[str, Any]] = [
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", 4 << 20),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 5_000),
+            ("grpc.max_reconnect_backoff_ms", 1_000),
+            ("grpc.primary_user_agent", "denoised-python"),
+        ]
+        if self._tls is not None and self._tls.server_name:
+            options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+        elif self.target.authority:
+            options.append(("grpc.default_authority", self.target.authority))
+        if self.target.replicas:
+            options += [
+                ("grpc.service_config", json.dumps(
+                    {"loadBalancingConfig": [{"round_robin": {}}],
+                     "healthCheckConfig": {"serviceName": _SERVICE}})),
+                ("grpc.client_idle_timeout_ms", 600_000),
+                ("grpc.dns_min_time_between_resolutions_ms", 5_000),
+            ]
+        if self.target.direct:
+            options.append(("grpc.enable_http_proxy", 0))
+        return options
+
+    def credentials(self) -> Any:
+        """None: plaintext."""
+        if self._tls is None:
+            return None
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read("tls.ca", self._tls.ca),
+            private_key=_read("tls.key", self._tls.key),
+            certificate_chain=_read("tls.cert", self._tls.cert))
+
+    def headers(self, metadata: Optional[Metadata],
+                traceparent: Optional[str]) -> List[Tuple[str, str]]:
+        """The metadata of a call. The token file is read for each, so the token can be replaced."""
+        merged = {key.lower(): value for key, value in {**self._metadata, **(metadata or {})}.items()}
+        for key, value in merged.items():
+            if not re.fullmatch(r"[a-z0-9._-]+", key) or key.startswith("grpc-"):
+                raise InvalidArgument(f'metadata key "{key}" is not legal or reserved; use letters, '
+                                      'digits, "-", "_" and ".", without the prefix grpc-')
+            if not key.endswith("-bin") and not re.fullmatch(r"[ -~]*", value):
+                raise InvalidArgument(f'metadata "{key}" has the value {value!r}; use printable ASCII '
+                                      "characters, or a key that ends in -bin, which takes bytes")
+        if "authorization" in merged:
+            if self._token is not None or self._token_file is not None:
+                raise InvalidArgument('metadata "authorization" and a token are both given; give one')
+            if self._plaintext:
+                raise self._plaintext_token('metadata "authorization"')
+        if traceparent is not None:
+            if "traceparent" in merged:
+                raise InvalidArgument("traceparent is given twice, also as metadata; give one")
+            merged["traceparent"] = traceparent
+        headers = list(merged.items())
+        token = self._token
+        if self._token_file is not None:
+            token = _read_token(self._token_file)
+        if token is not None:
+            headers.append(("authorization", f"Bearer {token}"))
+        return headers
+
+    def attempts(self, timeout: Optional[float], retry: Optional[RetryPolicy] = None) -> Attempts:
+        return Attempts(retry or self.retry, self.budget,
+                        self.timeout if timeout is None else timeout)
+
+    def error(self, error: Any, *, cancelled: bool = False) -> DenoisedError:
+        """`cancelled`: this side cancelled the call."""
+        code = error.code().name
+        trailing = error.trailing_metadata() or ()
+        details = next((value for key, value in trailing if key == DETAILS_KEY), b"")
+        result = make_error(code, error.details() or "", details)
+        if result.domain or cancelled:
+            return result
+        if code == "CANCELLED":  # gRPC ends the calls of a server that shuts down with it
+            return Unavailable("the server shut down")
+        if code == "UNAVAILABLE":  # the transport's
+            return Unavailable(f"no server could be reached at {self.name}: {result.message}")
+        return result
+
+    def check_single(self, what: str) -> None:
+        if self.target.replicas:
+            raise InvalidArgument(
+                f"{what} one server, but {self.name} stands for several; connect to that server by "
+                "its own address, host:port")
+
+
+JOBS = "a job is known to only"
+MODELS = "models are changed on only"
+ONCE = RetryPolicy(max_attempts=1)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, AsyncIterator, Callable, Dict, List, Optional, Sequence, Union
+
+import grpc
+import grpc.aio
+
+from denoised.health import health_pb2
+from denoised.v1 import image_generation_pb2 as pb
+from denoised.v1 import model_admin_pb2 as admin_pb
+
+from . import _convert
+from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Metadata
+from ._stream import StreamState
+from .errors import Cancelled, DenoisedError, InvalidArgument
+from .retry import RetryPolicy
+from .types import (Event, ImageFormat, Job, Model, NoiseSchedule, Previews, Priority, Result, Sampler,
+                    ServerInfo)
+from .client import InitImage, Labels, Size, Texts, Vectors, _serialize
+
+
+class AsyncStream(AsyncIterator[Event]):
+    """The events of a job as they happen: iterate over it with `async for`, which starts it. A stream
+    that breaks is retried with the same seed, and passes on only what is new. Leaving an `async with`
+    block cancels it."""
+
+    def __init__(self, client: AsyncClient, state: StreamState,
+                 fields: Optional[Dict[str, Any]] = None,
+                 previews: Union[bool, Previews] = False) -> None:
+        self._client = client
+        self._state = state
+        self._fields = fields  # of a request that was not made yet
+        self._previews = previews
+        self._call: Any = None
+        self._cancelled = False
+        self._waiting: Optional[asyncio.Event] = None
+        self._done = False
+        self._error: Optional[DenoisedError] = None
+
+    @property
+    def request_id(self) -> str:
+        """Empty until the first event if the server chose it."""
+        return self._state.request_id
+
+    def cancel(self) -> None:
+        """Ends the call. The job ends too, unless it survives."""
+        self._cancelled = True
+        if self._call is not None:
+            self._call.cancel()
+        if self._waiting is not None:
+            self._waiting.set()
+
+    async def result(self) -> Result:
+        """Reads the rest of the events and returns all images."""
+        async for _ in self:
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._state.result()
+
+    async def _start(self) -> Any:
+        if self._fields is not None:
+            fields = await self._client._resolve(self._state.attempts.remaining(), self._fields)
+            self._state.generate = pb.StreamGenerateRequest(
+                params=_convert.generation_params(fields),
+                preview=_convert.preview_options(self._previews))
+            self._fields = None
+        if self._cancelled:
+            raise Cancelled("cancelled by the caller")
+        method, request = self._state.call()
+        # The call works on a copy: the state moves on while it runs.
+        message = type(request).FromString(request.SerializeToString())
+        self._call = self._client._method(method)(
+            message, timeout=self._state.attempts.remaining(), metadata=self._state.headers)
+        return self._call
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._done:
+            raise StopAsyncIteration
+        try:
+            while True:
+                call = self._call or await self._start()
+                error: Optional[DenoisedError] = None
+                try:
+                    while True:
+                        message = await call.read()
+                        if message is grpc.aio.EOF:
+                            break
+                        event = self._state.received(message)
+                        if event is not None:
+                            return event
+                except grpc.RpcError as failure:
+                    error = self._client._connection.error(failure, cancelled=self._cancelled)
+                except asyncio.CancelledError:
+                    if not self._cancelled:  # the task was cancelled, not the stream
+                        raise
+                if self._cancelled:
+                    raise Cancelled("cancelled by the caller")
+                delay = self._state.ended(error)
+                if delay is None:
+                    self._done = True
+                    raise StopAsyncIteration
+                self._call = None
+                self._waiting = asyncio.Event()
+                try:
+                    await asyncio.wait_for(self._waiting.wait(), delay)
+                except asyncio.TimeoutError:
+                    pass
+                self._waiting = None
+        except DenoisedError as ended:
+            self._done, self._error = True, ended
+            raise
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class AsyncJobs:
+    """Jobs of the server; only the server that accepted a job knows it."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def get(self, request_id: str, *, timeout: Optional[float] = None) -> Job:
+        """One that runs, or one that ended and is kept."""
+        self._client._connection.check_single(JOBS)
+        request = pb.GetJobRequest(request_id=request_id)
+        return _convert.job((await self._client._call("GetJob", request, timeout)).job)
+
+    async def list(self, *, all_clients: bool = False, limit: int = 100,
+                   timeout: Optional[float] = None) -> List[Job]:
+        """Those that run and those that are kept, the latest first; of all clients for admins."""
+        self._client._connection.check_single(JOBS)
+        if limit < 1:
+            raise InvalidArgument(f"limit is {limit}; ask for at least one job")
+        jobs: List[Job] = []
+        request = pb.ListJobsRequest(all_clients=all_clients)
+        attempts = self._client._connection.attempts(timeout)  # for the deadline of all pages
+        while True:
+            request.page_size = min(limit - len(jobs), 1000)
+            page = await self._client._call("ListJobs", request, attempts.remaining())
+            jobs += [_convert.job(job) for job in page.jobs]
+            request.page_token = page.next_page_token
+            if not request.page_token or len(jobs) >= limit:
+                return jobs
+
+    def watch(self, request_id: str, *, after: int = 0, timeout: Optional[float] = None,
+              metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> AsyncStream:
+        """The events of a job after number `after` that the server keeps (every image, the latest
+        progress and previews), then as they happen."""
+        self._client._connection.check_single(JOBS)
+        watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
+        return AsyncStream(self._client, self._client._stream_state(None, watch, timeout, metadata,
+                                                               traceparent))
+
+    async def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> Job:
+        """Ends a job before its next evaluation; returns it as it was just before."""
+        self._client._connection.check_single(JOBS)
+        request = pb.CancelJobRequest(request_id=request_id)
+        return _convert.job((await self._client._call("CancelJob", request, timeout)).job)
+
+
+class AsyncModels:
+    """Models of the server. Changes are for admins and need one server, not replicas."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def list(self, *, timeout: Optional[float] = None) -> List[Model]:
+        """All of them, in the order the server loaded them."""
+        response = await self._client._call("ListModels", pb.ListModelsRequest(), timeout)
+        return [_convert.model(model) for model in response.models]
+
+    async def get(self, name: str = "", *, timeout: Optional[float] = None) -> Model:
+        """One: name, name@version or alias; empty for the only one of the server."""
+        request = pb.GetModelRequest(name=name)
+        return _convert.model((await self._client._call("GetModel", request, timeout)).model)
+
+    async def load(self, name: str, directory: str = "", *, version: str = "",
+                   keep_current: bool = False, unload_previous: bool = False,
+                   timeout: Optional[float] = None) -> Model:
+        """Loads a version of a model and waits until it is ready; not retried. directory: on the
+        server's disk; default: where the current version came from, read again. version: default:
+        the number after the highest. keep_current: `name` goes on to mean the version that it means
+        now. unload_previous: unload that one."""
+        self._client._connection.check_single(MODELS)
+        request = admin_pb.LoadModelRequest(name=name, directory=directory, version=version,
+                                            keep_current=keep_current,
+                                            unload_previous=unload_previous)
+        response = await self._client._call("LoadModel", request, timeout, ONCE)
+        return _convert.model(response.model)
+
+    async def unload(self, name: str, *, timeout: Optional[float] = None) -> None:
+        """Takes "name" or "name@version" away, and waits for the requests that it has."""
+        self._client._connection.check_single(MODELS)
+        await self._client._call("UnloadModel", admin_pb.UnloadModelRequest(name=name), timeout)
+
+    async def alias(self, alias: str, target: str, *, timeout: Optional[float] = None) -> Model:
+        """`alias` means `target`, "name" or "name@version", from now on. With a model's own name as
+        the alias, the version becomes its current one."""
+        self._client._connection.check_single(MODELS)
+        request = admin_pb.SetAliasRequest(alias=alias, target=target)
+        return _convert.model((await self._client._call("SetAlias", request, timeout)).model)
+
+    async def delete_alias(self, alias: str, *, timeout: Optional[float] = None) -> None:
+        """Removes another name of a model."""
+        self._client._connection.check_single(MODELS)
+        await self._client._call("DeleteAlias", admin_pb.DeleteAliasRequest(alias=alias), timeout)
+
+
+class AsyncClient:
+    """A client of a server, or of several that are the same, for one event loop. It connects with the
+    first call. The arguments are those of `Client`."""
+
+    def __init__(self, target: str = "127.0.0.1:50051", *, tls: Union[bool, TLS] = False,
+                 token: Optional[str] = None, token_file: Optional[str] = None,
+                 allow_plaintext_token: bool = False, retry: RetryPolicy = RetryPolicy(),
+                 timeout: Optional[float] = None, metadata: Optional[Metadata] = None,
+                 max_message_bytes: int = 256 << 20) -> None:
+        self._connection = Connection(
+            target, tls=(TLS() if tls else None) if isinstance(tls, bool) else tls,
+            token=token, token_file=token_file, allow_plaintext_token=allow_plaintext_token,
+            retry=retry, timeout=timeout, metadata=metadata,
+            max_message_bytes=max_message_bytes)
+        self._channel: Any = None
+        self._methods: Dict[str, Callable[..., Any]] = {}
+        self.jobs = AsyncJobs(self)
+        self.models = AsyncModels(self)
+
+    @property
+    def target(self) -> str:
+        """As given."""
+        return self._connection.name
+
+    async def close(self) -> None:
+        """Ends the connection and all calls."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+            self, prompt: Optional[Texts] = None, *, model: Optional[str] = None,
+            negative_prompt: Optional[Texts] = None, prompt_2: Optional[Texts] = None,
+            negative_prompt_2: Optional[Texts] = None, clip_skip: Optional[int] = None,
+            labels: Optional[Labels] = None,
+            class_vectors: Optional[Vectors] = None, count: Optional[int] = None,
+            seed: Union[int, Sequence[int], None] = None, size: Optional[Size] = None,
+            init_image: Optional[InitImage] = None, strength: Optional[float] = None,
+            initial_noise: Optional[Any] = None, steps: Optional[int] = None,
+            sampler: Optional[Sampler] = None, noise_schedule: Optional[NoiseSchedule] = None,
+            guidance_scale: Optional[float] = None, eta: Optional[float] = None,
+            s_churn: Optional[float] = None, s_tmin: Optional[float] = None,
+            s_tmax: Optional[float] = None, s_noise: Optional[float] = None,
+            solver_order: Optional[int] = None, format: Optional[ImageFormat] = None,
+            quality: Optional[int] = None, embed_metadata: Optional[bool] = None,
+            priority: Optional[Priority] = None, request_id: Optional[str] = None,
+            survives: bool = False, timings: bool = False, timeout: Optional[float] = None,
+            metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> Result:
+        """As `Client.generate`. Cancelling the task cancels the request."""
+        fields = await self._resolve(timeout, dict(
+            prompt=prompt, negative_prompt=negative_prompt, prompt_2=prompt_2,
+            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, model=model, labels=labels,
+            class_vectors=class_vectors, count=count, seed=seed, size=size,
+            init_image=init_image, strength=strength, initial_noise=initial_noise, steps=steps,
+            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale, eta=eta,
+            s_churn=s_churn, s_tmin=s_tmin, s_tmax=s_tmax, s_noise=s_noise,
+            solver_order=solver_order, format=format, quality=quality,
+            embed_metadata=embed_metadata, priority=priority, request_id=request_id,
+            survives=survives, timings=timings))
+        request = pb.GenerateRequest(params=_convert.generation_params(fields))
+        return _convert.result(
+            await self._call("Generate", request, timeout, None, metadata, traceparent))
+
+    def stream(
+            self, prompt: Optional[Texts] = None, *, previews: Union[bool, Previews] = False,
+            model: Optional[str] = None, negative_prompt: Optional[Texts] = None,
+            prompt_2: Optional[Texts] = None, negative_prompt_2: Optional[Texts] = None,
+            clip_skip: Optional[int] = None, labels: Optional[Labels] = None,
+            class_vectors: Optional[Vectors] = None, count: Optional[int] = None,
+            seed: Union[int, Sequence[int], None] = None, size: Optional[Size] = None,
+            init_image: Optional[InitImage] = None, strength: Optional[float] = None,
+            initial_noise: Optional[Any] = None, steps: Optional[int] = None,
+            sampler: Optional[Sampler] = None, noise_schedule: Optional[NoiseSchedule] = None,
+            guidance_scale: Optional[float] = None, eta: Optional[float] = None,
+            s_churn: Optional[float] = None, s_tmin: Optional[float] = None,
+            s_tmax: Optional[float] = None, s_noise: Optional[float] = None,
+            solver_order: Optional[int] = None, format: Optional[ImageFormat] = None,
+            quality: Optional[int] = None, embed_metadata: Optional[bool] = None,
+            priority: Optional[Priority] = None, request_id: Optional[str] = None,
+            survives: bool = False, timings: bool = False, timeout: Optional[float] = None,
+            metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> AsyncStream:
+        """As `Client.stream`; the request is sent when the first event is asked for."""
+        fields: Dict[str, Any] = dict(
+            prompt=prompt, negative_prompt=negative_prompt, prompt_2=prompt_2,
+            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, model=model, labels=labels,
+            class_vectors=class_vectors, count=count, seed=seed, size=size,
+            init_image=init_image, strength=strength, initial_noise=initial_noise, steps=steps,
+            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale, eta=eta,
+            s_churn=s_churn, s_tmin=s_tmin, s_tmax=s_tmax, s_noise=s_noise,
+            solver_order=solver_order, format=format, quality=quality,
+            embed_metadata=embed_metadata, priority=priority, request_id=request_id,
+            survives=survives, timings=timings)
+        state = self._stream_state(pb.StreamGenerateRequest(), None, timeout, metadata, traceparent)
+        return AsyncStream(self, state, fields, previews)
+
+    async def server_info(self, *, timeout: Optional[float] = None) -> ServerInfo:
+        """What the server is and allows; of replicas, any."""
+        return _convert.server_info(
+            await self._call("GetServerInfo", pb.GetServerInfoRequest(), timeout))
+
+    async def healthy(self, service: str = "", *, timeout: Optional[float] = None) -> bool:
+        """Whether a service is SERVING; empty: the server as a whole."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await self._call("Health", request, timeout)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _resolve(self, timeout: Optional[float], fields: Dict[str, Any]) -> Dict[str, Any]:
+        """`fields` with indices in place of the names of classes."""
+        if _convert.needs_names(fields["labels"]):
+            model = await self.models.get(fields["model"] or "", timeout=timeout)
+            fields["labels"] = _convert.label_indices(fields["labels"], model)
+        return fields
+
+    def _stream_state(self, generate: Optional[pb.StreamGenerateRequest],
+                      watch: Optional[pb.WatchJobRequest], timeout: Optional[float],
+                      metadata: Optional[Metadata], traceparent: Optional[str]) -> StreamState:
+        return StreamState(self._connection.attempts(timeout),
+                           self._connection.headers(metadata, traceparent), generate, watch)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        if self._channel is None:  # here, because a channel belongs to the loop it is made in
+            credentials = self._connection.credentials()
+            uri, options = self._connection.target.uri, self._connection.options
+            self._channel = (grpc.aio.insecure_channel(uri, options) if credentials is None
+                             else grpc.aio.secure_channel(uri, credentials, options))
+            for each, (path, reply) in METHODS.items():
+                make = self._channel.unary_stream if each in STREAMS else self._channel.unary_unary
+                self._methods[each] = make(path, request_serializer=_serialize,
+                                           response_deserializer=reply.FromString)
+        return self._methods[name]
+
+    async def _call(self, name: str, request: Any, timeout: Optional[float],
+                    retry: Optional[RetryPolicy] = None, metadata: Optional[Metadata] = None,
+                    traceparent: Optional[str] = None) -> Any:
+        attempts = self._connection.attempts(timeout, retry)
+        headers = self._connection.headers(metadata, traceparent)
+        while True:
+            try:
+                response = await self._method(name)(request, timeout=attempts.remaining(),
+                                                    metadata=headers)
+                attempts.succeeded()
+                return response
+            except grpc.RpcError as failure:
+                error = self._connection.error(failure)
+            delay = attempts.failed(error)
+            if delay is None:
+                raise error
+            await asyncio.sleep(delay)

@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the Python client that need no server."""
+
+import inspect
+import sys
+import typing
+import unittest
+
+import support  # noqa: F401: first
+from google.protobuf import descriptor_pb2, descriptor_pool
+
+import denoised
+from denoised import _convert, types
+from denoised._connection import _parse_target
+from denoised._stream import StreamState
+from denoised.errors import make_error
+from denoised.retry import Attempts, RetryBudget, RetryPolicy
+from denoised.rpc import error_details_pb2, status_pb2
+from denoised.v1 import image_generation_pb2 as pb
+
+
+def unavailable(**fields):
+    return denoised.Unavailable("gone", **fields)
+
+
+class ErrorsTest(unittest.TestCase):
+    def test_details(self):
+        status = status_pb2.Status()
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field="params.steps", description="is 0; use at least 1")
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.seconds, retry.retry_delay.nanos = 2, 500_000_000
+        info = error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="denoised")
+        for detail, name in ((bad, "BadRequest"), (retry, "RetryInfo"), (info, "ErrorInfo")):
+            status.details.add(type_url=f"type.googleapis.com/google.rpc.{name}",
+                               value=detail.SerializeToString())
+        error = make_error("RESOURCE_EXHAUSTED", "full", status.SerializeToString())
+        self.assertIsInstance(error, denoised.ResourceExhausted)
+        self.assertIsInstance(error, denoised.DenoisedError)
+        self.assertEqual((error.code, error.message, str(error)),
+                         ("RESOURCE_EXHAUSTED", "full", "full"))
+        self.assertEqual(error.violations,
+                         (denoised.FieldViolation("params.steps", "is 0; use at least 1"),))
+        self.assertEqual((error.retry_after, error.reason, error.domain),
+                         (2.5, "QUEUE_FULL", "denoised"))
+
+    def test_rubbish_in_details(self):
+        error = make_error("INTERNAL", "broken", b"\xff\xff\xff")
+        self.assertIsInstance(error, denoised.Internal)
+        self.assertEqual((error.violations, error.retry_after, error.domain), ((), None, ""))
+        self.assertIsInstance(make_error("SOMETHING_NEW", ""), denoised.Unknown)
+
+
+class RetryTest(unittest.TestCase):
+    def attempts(self, timeout=None, budget=100, **policy):
+        return Attempts(RetryPolicy(**policy), RetryBudget(budget), timeout)
+
+    def test_backoff_grows_within_its_upper_half(self):
+        attempts = self.attempts(max_attempts=6, initial_backoff=1, max_backoff=5, multiplier=2)
+        for most in (1, 2, 4, 5, 5):
+            delay = attempts.failed(unavailable())
+            self.assertGreaterEqual(delay, most / 2)
+            self.assertLessEqual(delay, most)
+        self.assertIsNone(attempts.failed(unavailable()))
+
+    def test_what_brings_something_new_renews_the_attempts(self):
+        attempts = self.attempts(max_attempts=2)
+        self.assertIsNotNone(attempts.failed(unavailable()))
+        attempts.renew()
+        self.assertIsNotNone(attempts.failed(unavailable()))
+        self.assertIsNone(attempts.failed(unavailable()))
+
+    def test_retry_info_is_the_least_wait(self):
+        full = denoised.ResourceExhausted("full", retry_after=3.0)
+        self.assertGreater(self.attempts().failed(full), 3)
+        self.assertIsNone(self.attempts().failed(denoised.ResourceExhausted("too large")))
+
+    def test_no_wait_outlasts_the_deadline(self):
+        full = denoised.ResourceExhausted("full", retry_after=3.0)
+        self.assertIsNone(self.attempts(timeout=2).failed(full))
+        self.assertIsNotNone(self.attempts(timeout=30).failed(full))
+
+    def test_other_codes_are_not_retried(self):
+        for cls in (denoised.InvalidArgument, denoised.Internal, denoised.DeadlineExceeded,
+                    denoised.FailedPrecondition, denoised.Cancelled):
+            self.assertIsNone(self.attempts().failed(cls("no")))
+
+    def test_the_budget_is_shared(self):
+        budget = RetryBudget(2)
+        for _ in range(2):
+            attempts = Attempts(RetryPolicy(), budget, None)
+            attempts.failed(unavailable())  # a first attempt costs nothing
+            attempts.failed(unavailable())
+        self.assertTrue(budget.empty)
+        self.assertIsNone(Attempts(RetryPolicy(), budget, None).failed(unavailable()))
+        for _ in range(10):
+            budget.succeeded()
+        self.assertIsNotNone(Attempts(RetryPolicy(), budget, None).failed(unavailable()))
+
+    def test_wrong_policies(self):
+        for field, value in (("max_attempts", 0), ("budget", 0), ("multiplier", 0.5),
+                             ("initial_backoff", -1)):
+            with self.assertRaises(denoised.InvalidArgument):
+                RetryPolicy(**{field: value})
+
+
+class StreamTest(unittest.TestCase):
+    def state(self, watch=None):
+        generate = None if watch else pb.StreamGenerateRequest()
+        return StreamState(Attempts(RetryPolicy(max_attempts=3), RetryBudget(10), None), [], generate,
+                           watch)
+
+    @staticmethod
+    def event(sequence, **kind):
+        return pb.StreamGenerateResponse(sequence=sequence, request_id="job", **kind)
+
+    def test_a_stream_that_begins_again_tells_only_what_is_new(self):
+        preview = pb.PreviewEvent(evaluation=2, image=pb.Image(index=1))
+        first = [self.event(1, queued={}), self.event(2, started={}),
+                 self.event(3, progress={"evaluations_done": 4}), self.event(4, preview=preview),
+                 self.event(5, image={"image": {"index": 0}})]
+        state = self.state()
+        self.assertEqual([type(state.received(e)).__name__ for e in first],
+                         ["Queued", "Started", "Progress", "Preview", "ImageReady"])
+        self.assertIsNotNone(state.ended(unavailable()))
+        self.assertEqual([state.received(e) for e in first], [None] * 5)
+        late = pb.PreviewEvent(evaluation=9, image=pb.Image(index=0))
+        self.assertIsNone(state.received(self.event(6, preview=late)), "image 0 is there")
+        self.assertIsNone(state.received(self.event(7, progress={"evaluations_done": 3})))
+        self.assertIsNotNone(state.received(self.event(8, progress={"evaluations_done": 5})))
+        self.assertIsNotNone(state.received(self.event(9, image={"image": {"index": 1}})))
+        self.assertIsNotNone(state.received(self.event(10, completed={})))
+        self.assertIsNone(state.ended(unavailable()), "lost after the last event")
+        self.assertEqual([i.index for i in state.result()], [0, 1])
+
+    def test_a_watch_goes_on_after_the_last_event(self):
+        state = self.state(pb.WatchJobRequest(request_id="job"))
+        self.assertEqual(state.call(), ("WatchJob", pb.WatchJobRequest(request_id="job")))
+        state.received(self.event(7, progress={"evaluations_done": 4}))
+        state.ended(unavailable())
+        method, request = state.call()
+        self.assertEqual((method, request.request_id, request.after_sequence),
+                         ("WatchJob", "job", 7))
+
+    def test_how_a_watched_job_ended_is_final(self):
+        state = self.state(pb.WatchJobRequest(request_id="job"))
+        state.received(self.event(1, queued={}))
+        with self.assertRaises(denoised.Unavailable):
+            state.ended(unavailable(domain="denoised"))
+
+    def test_an_end_without_the_last_event(self):
+        with self.assertRaises(denoised.DataLoss):
+            self.state().ended(None)
+
+
+class RequestTest(unittest.TestCase):
+    def params(self, **fields):
+        names = inspect.signature(denoised.Client.generate).parameters
+        return _convert.generation_params({**{name: None for name in names}, **fields})
+
+    def test_the_seed_is_fixed_before_the_first_attempt(self):
+        self.assertTrue(self.params().HasField("seed"))
+        self.assertNotEqual(self.params().seed, self.params().seed)
+        self.assertEqual(self.params(seed=0).seed, 0)
+        self.assertEqual(list(self.params(seed=[3, 4]).seeds), [3, 4])
+        self.assertFalse(self.params(seed=[3, 4]).HasField("seed"))
+
+    def test_the_seed_of_a_request_id_is_that_of_the_cpp_library(self):
+        # FNV-1a of "a", from the test vectors of draft-eastlake-fnv.
+        self.assertEqual(self.params(request_id="a").seed, 0xAF63DC4C8601EC8C)
+
+    def test_what_survives_has_an_id(self):
+        self.assertRegex(self.params(survives=True).request_id, "^[0-9a-f]{16}$")
+        self.assertEqual(self.params().request_id, "")
+
+    def test_wrong_values_are_refused_before_the_call(self):
+        for fields, word in (({"sampler": "best"}, "ddpm, ddim"), ({"format": "gif"}, "png, jpeg"),
+                             ({"steps": "many"}, "wrong type"), ({"seed": 2**64}, "too large"),
+                             ({"labels": [1], "class_vectors": [1.0]}, "more than one of")):
+            with self.subTest(fields=fields):
+                with self.assertRaisesRegex(denoised.InvalidArgument, word):
+                    self.params(**fields)
+
+    def test_every_field_of_the_contract_can_be_asked_for(self):
+        names = set(inspect.signature(denoised.Client.generate).parameters)
+        elsewhere = {"class_labels": "labels", "seeds": "seed", "width": "size", "height": "size",
+                     "output": "format", "disconnect_policy": "survives",
+                     "include_timings": "timings", "text": "prompt"}
+        for field in pb.GenerationParams.DESCRIPTOR.fields_by_name:
+            self.assertIn(elsewhere.get(field, field), names)
+
+    def test_prompts(self):
+        def prompts(**given):
+            fields = dict(request_id=None, **given)
+            return _convert.generation_params(fields).text
+        text = prompts(prompt=["a", "b"], negative_prompt="c", clip_skip=1)
+        self.assertEqual([(p.text, p.negative, p.HasField("text_2")) for p in text.prompts],
+                         [("a", "c", False), ("b", "c", False)])
+        self.assertEqual(text.clip_skip, 1)
+        self.assertFalse(prompts(prompt="").prompts[0].HasField("negative"))
+        for wrong in (dict(prompt="a", labels=[1]), dict(negative_prompt="a"),
+                      dict(prompt=["a", "b"], negative_prompt=["c", "d", "e"])):
+            with self.assertRaises(denoised.InvalidArgument):
+                prompts(**wrong)
+
+    def test_all_four_signatures_are_equal(self):
+        def parameters(method):
+            found = dict(inspect.signature(method).parameters)
+            found.pop("previews", None)
+            return found
+        expected = parameters(denoised.Client.generate)
+        for method in (denoised.Client.stream, denoised.AsyncClient.generate,
+                       denoised.AsyncClient.stream):
+            self.assertEqual(parameters(method), expected)
+        self.assertEqual(inspect.signature(denoised.Client), inspect.signature(denoised.AsyncClient))
+
+    def test_names_are_those_of_the_contract(self):
+        for literal, enum in ((types.Sampler, pb.Sampler), (types.NoiseSchedule, pb.NoiseSchedule),
+                              (types.ImageFormat, pb.ImageFormat), (types.Priority, pb.Priority),
+                              (types.PreviewKind, pb.PreviewKind)):
+            self.assertEqual(list(typing.get_args(literal)), _convert.names_of(enum))
+
+
+class TargetTest(unittest.TestCase):
+    def test_targets(self):
+        self.assertFalse(_parse_target("images:50051").replicas)
+        self.assertTrue(_parse_target("127.0.0.1:50051").direct)
+        self.assertTrue(_parse_target("dns:///images:50051").replicas)
+        several = _parse_target("10.0.0.1:1,10.0.0.2:2")
+        self.assertEqual((several.uri, several.authority), ("ipv4:10.0.0.1:1,10.0.0.2:2", "10.0.0.1:1"))
+        self.assertEqual(_parse_target("[::1]:1,[::2]:2").uri, "ipv6:%5B::1%5D:1,%5B::2%5D:2")
+
+    def test_wrong_targets(self):
+        for text in ("", "http://x:1", "images", "a:1,b:2", "10.0.0.1:1,[::1]:2", "10.0.0.1:1,10.0.0.2",
+                     "10.0.0.1:0,10.0.0.2:1"):
+            with self.subTest(text=text):
+                with self.assertRaises(denoised.InvalidArgument):
+                    denoised.Client(text)
+
+    def test_a_token_is_not_sent_in_plaintext(self):
+        for options in ({"token": "secret"}, {"token_file": __file__},
+                        {"metadata": {"Authorization": "Bearer secret"}}):
+            with self.assertRaisesRegex(denoised.InvalidArgument, "needs tls"):
+                denoised.Client("images:50051", **options)
+        denoised.Client("images:50051", token="secret", allow_plaintext_token=True).close()
+
+    def test_wrong_options(self):
+        for options, word in (({"tls": denoised.TLS(cert="x")}, "belong together"),
+                              ({"tls": True, "token": "a b"}, "printable"),
+                              ({"metadata": {"a b": "c"}}, "not legal"),
+                              ({"metadata": {"a": "ü"}}, "printable")):
+            with self.assertRaisesRegex(denoised.InvalidArgument, word):
+                denoised.Client("images:50051", **options)
+        with self.assertRaisesRegex(denoised.NotFound, "tls.ca"):
+            denoised.Client("images:50051", tls=denoised.TLS(ca="/no/such/file"))
+
+    def test_jobs_need_one_server(self):
+        with denoised.Client("dns:///images:50051") as client:
+            for call in (lambda: client.jobs.get("x"), lambda: client.jobs.watch("x"),
+                         lambda: client.models.unload("x")):
+                with self.assertRaisesRegex(denoised.InvalidArgument, "stands for several"):
+                    call()
+
+
+class ClashTest(unittest.TestCase):
+    def test_other_copies_of_the_same_contracts(self):
+        """protobuf refuses a second file or message of one name. Other packages bring these."""
+        pool = descriptor_pool.Default()
+        for name, package, message in (("google/rpc/status.proto", "google.rpc", "Status"),
+                                       ("google/rpc/error_details.proto", "google.rpc", "ErrorInfo"),
+                                       ("grpc/health/v1/health.proto", "grpc.health.v1",
+                                        "HealthCheckRequest"),
+                                       ("grpc_service.proto", "inference", "ModelInferRequest")):
+            file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax="proto3")
+            file.message_type.add(name=message)
+            pool.AddSerializedFile(file.SerializeToString())
+            pool.FindMessageTypeByName(f"{package}.{message}")
+
+
+if __name__ == "__main__":
+    sys.exit(unittest.main())
