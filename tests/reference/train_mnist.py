@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from diffusers import EDMDPMSolverMultistepScheduler, UNet2DModel
 
 import mnist
+from trainer import Trainer
 
 SIGMA_DATA = 0.5
 P_MEAN, P_STD = -1.2, 1.2  # ln(sigma) of the training noise is normal
@@ -67,61 +68,6 @@ def edm_loss(unet, images, labels):
     return F.mse_loss(output.float(), target)
 
 
-class Trainer:
-    """One optimiser step over data that lives on the device; on CUDA the step is one graph."""
-
-    def __init__(self, unet, images, labels, batch, ema_decay, compiled):
-        self.unet, self.images, self.labels = unet, images, labels
-        self.batch, self.ema_decay = batch, ema_decay
-        self.device = images.device
-        self.on_gpu = self.device.type == "cuda"
-        self.forward = torch.compile(unet) if compiled else unet
-        self.weights = list(unet.parameters())
-        self.averages = [w.detach().clone() for w in self.weights]
-        # A tensor, so that a captured graph reads its current value.
-        self.learning_rate = torch.zeros((), device=self.device)
-        self.loss_sum = torch.zeros((), device=self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.weights, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=1e-2,
-            capturable=self.on_gpu, fused=self.on_gpu or None,
-        )  # fmt: skip
-        self.step = self._capture() if self.on_gpu else self._step
-
-    def _step(self):
-        index = torch.randint(len(self.images), (self.batch,), device=self.device)
-        loss = edm_loss(self.forward, self.images[index], self.labels[index])
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.weights, 1.0, foreach=True)
-        self.optimizer.step()
-        torch._foreach_lerp_(self.averages, self.weights, 1 - self.ema_decay)
-        self.loss_sum += loss.detach()
-
-    def _capture(self):
-        # With a learning rate of 0 the steps that warm up the allocator change nothing but the
-        # moments. PyTorch asks for a side stream before a capture.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(5):
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        self.loss_sum.zero_()
-        return graph.replay
-
-    def mean_loss(self, steps):
-        mean = self.loss_sum.item() / steps
-        self.loss_sum.zero_()
-        return mean
-
-    @torch.no_grad()
-    def load_averages(self):
-        torch._foreach_copy_(self.weights, self.averages)
-
-
 def save(unet, folder: Path):
     folder.mkdir(parents=True, exist_ok=True)
     unet.half().to(memory_format=torch.contiguous_format).save_pretrained(folder / "unet")
@@ -161,7 +107,13 @@ def main():
     images, labels = (x.to(device) for x in mnist.load(args.data, "train"))
     unet = make_unet().to(device, memory_format=torch.channels_last).train()
     print(json.dumps({"parameters": sum(w.numel() for w in unet.parameters())}), flush=True)
-    trainer = Trainer(unet, images, labels, args.batch, args.ema_decay, args.compile)
+    forward = torch.compile(unet) if args.compile else unet
+
+    def loss():
+        index = torch.randint(len(images), (args.batch,), device=device)
+        return edm_loss(forward, images[index], labels[index])
+
+    trainer = Trainer(loss, unet.parameters(), args.ema_decay)
 
     start, step, progress = time.time(), 0, 0.0
     every = max(1, min(200, args.steps // 10))
@@ -174,12 +126,12 @@ def main():
                 args.learning_rate * min(1, progress / args.warmup) * cosine)  # fmt: skip
             trainer.step()
             step += 1
-        loss = trainer.mean_loss(every)
+        mean = trainer.mean_loss(every)
         seconds = time.time() - start
-        print(json.dumps({"step": step, "images": step * args.batch, "loss": round(loss, 5),
+        print(json.dumps({"step": step, "images": step * args.batch, "loss": round(mean, 5),
                           "seconds": round(seconds, 1)}), flush=True)  # fmt: skip
-        if not math.isfinite(loss):
-            raise SystemExit(f"the loss is {loss} at step {step}; lower --learning-rate")
+        if not math.isfinite(mean):
+            raise SystemExit(f"the loss is {mean} at step {step}; lower --learning-rate")
     trainer.load_averages()
     save(unet, args.output)
 
