@@ -153,9 +153,9 @@ absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int wi
   if (!model.text_encoders.models.empty()) {
     // For images in flight at the native size with a prompt and a negative each; the rest is cache.
     DENOISED_ASSIGN_OR_RETURN(
-        conditioners_[model.name],
-        Conditioner::Create(BackendOf(model), model.denoiser, model.text_encoders,
-                            2 * model.slots + kCachedPrompts));
+        auto conditioner, Conditioner::Create(BackendOf(model), model.denoiser, model.text_encoders,
+                                              2 * model.slots + kCachedPrompts));
+    conditioners_[model.name] = std::move(conditioner);
   }
   auto batch = MakeBatch(model, height, width);
   if (!batch.ok()) {
@@ -394,8 +394,8 @@ std::vector<int> StepBatcher::Victims(const Batch& batch, const Job& job, size_t
   const auto enough = [&] {
     return batch.active - static_cast<int>(parks) < static_cast<int>(batch.slots.size()) &&
            rows + job.rows() <= batch.model.max_rows &&
-           (!batch.conditioner ||
-            batch.conditioner->HasRoom(std::max(0, job.rows() - static_cast<int>(parks))));
+           // Parking may free no set: another image may have the same prompt.
+           (!batch.conditioner || batch.conditioner->HasRoom(job.rows()));
   };
   while (!enough() && parks < most) rows -= batch.slots[victims[parks++]]->job->rows();
   victims.resize(enough() ? parks : 0);

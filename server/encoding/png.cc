@@ -33,10 +33,10 @@ int Write(spng_ctx* context, const Pixels& pixels, const TextEntries& texts) {
     const auto& [keyword, text] = texts[i];
     if (keyword.size() >= sizeof(chunks[i].keyword)) return SPNG_ETEXT_KEYWORD;
     std::copy(keyword.begin(), keyword.end(), chunks[i].keyword);
-    // A plain text chunk is Latin-1; what is not ASCII is written as UTF-8.
-    const bool ascii =
-        std::all_of(text.begin(), text.end(), [](char c) { return (c & 0x80) == 0; });
-    chunks[i].type = ascii ? SPNG_TEXT : SPNG_ITXT;
+    // A plain text chunk is Latin-1 without control characters; other texts are written as UTF-8.
+    const bool plain = std::all_of(text.begin(), text.end(),
+                                   [](char c) { return c == '\n' || (c >= ' ' && c <= '~'); });
+    chunks[i].type = plain ? SPNG_TEXT : SPNG_ITXT;
     chunks[i].length = text.size();
     chunks[i].text = const_cast<char*>(text.data());
     chunks[i].language_tag = chunks[i].translated_keyword = const_cast<char*>("");

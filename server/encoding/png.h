@@ -15,7 +15,8 @@ namespace denoised {
 /// Keyword (1 to 79 printable Latin-1 characters) and text, UTF-8.
 using TextEntries = std::vector<std::pair<std::string, std::string>>;
 
-/// A PNG file, 8 bits a sample, with `texts` as tEXt chunks, or as iTXt where they are not ASCII.
+/// A PNG file, 8 bits a sample, with `texts` as tEXt chunks, or as iTXt where they are more than
+/// printable ASCII.
 absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts);
 
 /// Memory that DecodePng takes at most: samples as they are unpacked, up to RGBA, and as they are

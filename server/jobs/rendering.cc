@@ -57,6 +57,19 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
     texts.push_back({"solver_order", fmt::format("{}", *sampler.solver_order)});
   }
   if (image.label >= 0) texts.push_back({"class_label", fmt::format("{}", image.label)});
+  if (const auto& prompts = job.spec.prompts; !prompts.empty()) {
+    // Under the names of diffusers' arguments.
+    const TextPrompt& prompt = prompts[prompts.size() == 1 ? 0 : image.index];
+    texts.push_back({"prompt", prompt.text});
+    for (const auto& [name, text] :
+         {std::pair{"negative_prompt", &prompt.negative}, std::pair{"prompt_2", &prompt.text_2},
+          std::pair{"negative_prompt_2", &prompt.negative_2}}) {
+      if (*text) texts.push_back({name, **text});
+    }
+    if (job.spec.clip_skip > 0) {
+      texts.push_back({"clip_skip", fmt::format("{}", job.spec.clip_skip)});
+    }
+  }
   return texts;
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
+#include <thread>
 
 #include "engine/core/config_reader.h"
 #include "engine/engine.h"
@@ -198,19 +199,51 @@ TEST_F(TextToImage, BitsDoNotDependOnCompany) {
 
 /// More prompts than a model has condition sets: images wait until sets are free again.
 TEST_F(TextToImage, MorePromptsThanSets) {
-  Open("sd1", {.device = "cpu", .max_rows = 4, .max_slots = 2});
+  // 32 sets, and up to 48 prompts in flight: at each of three sizes 8 images with a negative each.
+  Open("sd1", {.device = "cpu", .max_rows = 16, .max_slots = 8, .keep_evaluations = 0});
   std::vector<std::shared_ptr<Collector>> jobs;
-  for (int i = 0; i < 60; ++i) {
+  for (int i = 0; i < 90; ++i) {
     JobSpec spec = Spec({fmt::format("thin {}", i)}, 7);
+    spec.prompts[0].negative = fmt::format("apple {}", i);
+    spec.sampler.steps = 8;
     spec.width = i % 3 == 0 ? 16 : i % 3 == 1 ? 32 : 24;
+    // These take the slots of others, whose prompts may be shared.
+    if (i >= 60) spec.priority = Priority::kInteractive;
+    if (i % 7 == 0) spec.prompts[0].negative = "apple";
     jobs.push_back(Submit(*engine_, spec));
   }
   for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
   // Another prompt is another image; the same prompt the same, though its set was made again.
   EXPECT_NE(jobs[0]->images().at(0), jobs[3]->images().at(0));
   JobSpec first = Spec({"thin 0"}, 7);
+  first.prompts[0].negative = "apple";
+  first.sampler.steps = 8;
   first.width = 16;
   EXPECT_EQ(Draw(first).at(0), jobs[0]->images().at(0));
+}
+
+/// An image may be parked and free no set, since others have its prompt: whoever needs two waits.
+TEST_F(TextToImage, ParkingFreesNoSharedSet) {
+  Open("sd1", {.device = "cpu", .max_rows = 16, .max_slots = 8, .keep_evaluations = 0});
+  std::vector<std::shared_ptr<Collector>> jobs;
+  const auto submit = [&](const std::string& prompt, int width, int count) {
+    JobSpec spec = Spec({prompt}, 7, count);
+    spec.prompts[0].negative = "not " + prompt;
+    spec.sampler.steps = 60;
+    spec.width = width;
+    jobs.push_back(Submit(*engine_, spec));
+  };
+  for (int i = 0; i < 8; ++i) submit(fmt::format("b {}", i), 32, 1);
+  for (int i = 0; i < 7; ++i) submit(fmt::format("c {}", i), 24, 1);
+  submit("a", 16, 8);  // with these, all 32 sets have users
+  for (const auto& job : jobs)
+    while (job->progress() < 1 && !job->done()) std::this_thread::yield();
+  JobSpec spec = Spec({"first"}, 8);
+  spec.prompts[0].negative = "not first";
+  spec.width = 16;
+  spec.priority = Priority::kInteractive;
+  jobs.push_back(Submit(*engine_, spec));
+  for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
 }
 
 TEST_F(TextToImage, APromptForEachImage) {

@@ -74,6 +74,8 @@ class ClientTest(unittest.TestCase):
             again = client.generate(["a red apple", "thin threads " * 40], model="words", seed=3,
                                     negative_prompt="blurry", steps=2, count=2)
             self.assertEqual(one.images[0].data, again.images[0].data)
+            self.assertIn(b"tEXtprompt\0a red apple", one.images[0].data)
+            self.assertIn(b"tEXtnegative_prompt\0blurry", one.images[0].data)
             self.assertEqual(again.params.prompts[0].negative, "blurry")
             self.assertEqual(again.params.prompts[0].cut_off, "")
             self.assertTrue(again.params.prompts[1].cut_off.endswith("thin threads"))

@@ -157,13 +157,14 @@ INSTANTIATE_TEST_SUITE_P(All, FormatTest,
 
 TEST(PngTest, CarriesTexts) {
   const TextEntries texts = {
-      {"seed", "18446744073709551615"}, {"model", "digits"}, {"prompt", "ein grüner 🍏"}};
+      {"seed", "18446744073709551615"}, {"model", "digits"}, {"prompt", "ein grüner 🍏"}, {"odd", "\t\x01"}};
   const auto file = EncodePng(ToPixels(Gradient(8, 8, 1)), texts);
   ASSERT_TRUE(file.ok());
   EXPECT_THAT(*file, HasSubstr(std::string("tEXtseed\0", 9) + "18446744073709551615"));
   EXPECT_THAT(*file, HasSubstr(std::string("tEXtmodel\0", 10) + "digits"));
   // UTF-8, not compressed, without a language: a plain chunk would be read as Latin-1.
   EXPECT_THAT(*file, HasSubstr(std::string("iTXtprompt\0\0\0\0\0", 15) + "ein grüner 🍏"));
+  EXPECT_THAT(*file, HasSubstr(std::string("iTXtodd\0\0\0\0\0", 12) + "\t\x01"));
 }
 
 /// A header that promises 2^31−1 pixels an edge, followed by next to nothing.
