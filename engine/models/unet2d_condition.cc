@@ -134,10 +134,10 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
     config.time_embedding_dim = 4 * channels[0];
   reader.Read("time_cond_proj_dim", &config.time_cond_proj_dim);
   CheckRange(reader, "time_cond_proj_dim", config.time_cond_proj_dim, 0, kMaxChannels);
-  std::string addition = "";
+  std::string addition;
   reader.Read("addition_embed_type", &addition);
   config.text_time = addition == "text_time";
-  if (addition != "" && addition != "text_time")
+  if (!addition.empty() && addition != "text_time")
     reader.Complain("addition_embed_type", "not supported; use text_time or null");
   reader.Read("addition_time_embed_dim", &config.addition_time_embed_dim);
   reader.Read("projection_class_embeddings_input_dim",
@@ -412,7 +412,7 @@ Tensor UNet2DCondition::Embed(Context& context, const DenoiserInput& input) cons
   const int64_t rows = input.x.dim(0);
   const auto of_set = [&](const Tensor& table) {
     if (!table) return Tensor();
-    const Tensor out = context.New({rows, table.dim(1)});
+    Tensor out = context.New({rows, table.dim(1)});
     context.backend.Embedding({.table = table, .index = input.label, .out = out});
     return out;
   };

@@ -187,7 +187,7 @@ absl::StatusOr<LayerNorm> LayerNorm::Load(Backend& backend, const Weights& weigh
 }
 
 Tensor LayerNorm::operator()(Context& context, const Tensor& x) const {
-  const Tensor out = context.New(x.shape());
+  Tensor out = context.New(x.shape());
   context.backend.LayerNorm({.x = x, .gamma = gamma_, .beta = beta_, .eps = eps_, .out = out});
   return out;
 }
