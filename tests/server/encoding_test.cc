@@ -156,8 +156,10 @@ INSTANTIATE_TEST_SUITE_P(All, FormatTest,
                                             ::testing::Values(1, 3)));
 
 TEST(PngTest, CarriesTexts) {
-  const TextEntries texts = {
-      {"seed", "18446744073709551615"}, {"model", "digits"}, {"prompt", "ein grüner 🍏"}, {"odd", "\t\x01"}};
+  const TextEntries texts = {{"seed", "18446744073709551615"},
+                             {"model", "digits"},
+                             {"prompt", "ein grüner 🍏"},
+                             {"odd", "\t\x01"}};
   const auto file = EncodePng(ToPixels(Gradient(8, 8, 1)), texts);
   ASSERT_TRUE(file.ok());
   EXPECT_THAT(*file, HasSubstr(std::string("tEXtseed\0", 9) + "18446744073709551615"));
