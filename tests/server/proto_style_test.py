@@ -1,17 +1,23 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the proto against the rules of `buf lint` (DEFAULT and COMMENTS) that apply to us.
+"""Holds the proto against the rules of `buf lint` (DEFAULT and COMMENTS) that apply to us, and of `buf
+breaking`: what proto_contract.txt lists must stay. With buf on the PATH (pip install buf-bin), `buf lint`
+is run as well.
 
-SERVICE_SUFFIX is not among them: the service is called ImageGeneration, without "Service". And
+SERVICE_SUFFIX is not among the rules: the service is called ImageGeneration, without "Service". And
 WatchJob streams the very events of StreamGenerate, so that one handler reads both.
 
-  proto_style_test.py --protoc /usr/bin/protoc --root proto
+  proto_style_test.py --protoc /usr/bin/protoc --root proto            compares
+  proto_style_test.py --protoc /usr/bin/protoc --root proto --write    writes proto_contract.txt anew
+
+Until the first release the list may be written anew after any change; from then on only after one that adds.
 """
 
 import argparse
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,6 +46,50 @@ def compile_protos(root, files):
                         f"--descriptor_set_out={output}", *files], check=True)
         data = pathlib.Path(output).read_bytes()
     return descriptor_pb2.FileDescriptorSet.FromString(data).file
+
+
+CONTRACT = pathlib.Path(__file__).with_name("proto_contract.txt")
+
+
+def contract(files):
+    """What clients depend on, a line each: fields by name, number and type, values, methods."""
+    lines = []
+
+    def enum(path, item):
+        lines.extend(f"{path}.{item.name}.{value.name} = {value.number}" for value in item.value)
+
+    def message(path, item):
+        path = f"{path}.{item.name}"
+        lines.append(f"message {path}")
+        for field in item.field:
+            kind = field.type_name or field.Type.Name(field.type)[len("TYPE_"):].lower()
+            label = {1: "", 2: "required ", 3: "repeated "}[field.label]
+            if field.proto3_optional:
+                label = "optional "
+            elif field.HasField("oneof_index"):
+                label = f"oneof {item.oneof_decl[field.oneof_index].name} "
+            lines.append(f"{path}.{field.name} = {field.number}: {label}{kind.lstrip('.')}")
+        for nested in item.nested_type:
+            message(path, nested)
+        for nested in item.enum_type:
+            enum(path, nested)
+
+    for file in files:
+        for item in file.message_type:
+            message(file.package, item)
+        for item in file.enum_type:
+            enum(file.package, item)
+        for service in file.service:
+            for method in service.method:
+                stream = ["stream " if streaming else ""
+                          for streaming in (method.client_streaming, method.server_streaming)]
+                lines.append(f"rpc {file.package}.{service.name}.{method.name}({stream[0]}"
+                             f"{method.input_type.lstrip('.')}) -> {stream[1]}{method.output_type.lstrip('.')}")
+    return sorted(lines)
+
+
+def all_protos():
+    return sorted(str(p.relative_to(ROOT)) for p in pathlib.Path(ROOT).rglob("*.proto"))
 
 
 def complaints(file):
@@ -117,6 +167,48 @@ class ProtoStyleTest(unittest.TestCase):
         for file in compile_protos(ROOT, files):
             self.assertEqual(complaints(file), [])
 
+    def test_what_clients_depend_on_stays(self):
+        now = contract(compile_protos(ROOT, all_protos()))
+        known = CONTRACT.read_text().splitlines()
+        hint = f"; if that is meant, run {pathlib.Path(__file__).name} --write"
+        self.assertEqual(sorted(set(known) - set(now)), [], "gone from the contract" + hint)
+        self.assertEqual(sorted(set(now) - set(known)), [], f"new, and not in {CONTRACT.name}" + hint)
+
+    def test_the_contract_tells_each_change(self):
+        first = """
+syntax = "proto3";
+package p;
+enum Color { COLOR_UNSPECIFIED = 0; COLOR_RED = 1; }
+message Thing {
+  int32 size = 1;
+  optional string name = 2;
+  repeated Color colors = 3;
+  oneof choice { bytes file = 4; }
+}
+service S { rpc Do(Thing) returns (stream Thing); }
+"""
+        def lines(text):
+            with tempfile.TemporaryDirectory() as directory:
+                pathlib.Path(directory, "p.proto").write_text(text)
+                return set(contract(compile_protos(directory, ["p.proto"])))
+        before = lines(first)
+        for old, new in (("COLOR_RED = 1", "COLOR_RED = 2"), ("COLOR_RED = 1", "COLOR_BLUE = 1"),
+                         ("int32 size = 1", "int32 size = 9"), ("int32 size", "int64 size"),
+                         ("int32 size", "int32 extent"), ("optional string", "string"),
+                         ("repeated Color", "Color"), ("oneof choice", "oneof other"),
+                         ("oneof choice { bytes file = 4; }", "bytes file = 4;"),
+                         ("rpc Do(Thing)", "rpc Do(stream Thing)"), ("(stream Thing)", "(Thing)"),
+                         ("rpc Do", "rpc Make")):
+            with self.subTest(old=old, new=new):
+                self.assertTrue(before - lines(first.replace(old, new)))
+        self.assertLess(before, lines(first + "message More { bool is = 1; }"))
+
+    @unittest.skipUnless(shutil.which("buf"), "there is no buf; pip install buf-bin")
+    def test_buf_lint(self):
+        root = pathlib.Path(ROOT).resolve().parent
+        run = subprocess.run(["buf", "lint", root], capture_output=True, text=True, check=False)
+        self.assertEqual((run.returncode, run.stdout, run.stderr), (0, "", ""))
+
     def test_every_rule_catches_its_breach(self):
         bad = """
 syntax = "proto3";
@@ -157,6 +249,10 @@ if __name__ == "__main__":
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--protoc", default="protoc")
     parser.add_argument("--root", required=True, help="the proto directory")
+    parser.add_argument("--write", action="store_true", help="write proto_contract.txt")
     options, rest = parser.parse_known_args()
     PROTOC, ROOT = options.protoc, options.root
+    if options.write:
+        CONTRACT.write_text("\n".join(contract(compile_protos(ROOT, all_protos()))) + "\n")
+        sys.exit(0)
     unittest.main(argv=[sys.argv[0]] + rest)
