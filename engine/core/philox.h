@@ -19,14 +19,17 @@ constexpr uint32_t kInitialDraw = 0xffffffffu;
 constexpr uint32_t kInitialChurnDraw = 0xfffffffeu;
 // 0xfffffffd draws classes (engine/resolve.cc).
 constexpr uint32_t kEncoderDraw = 0xfffffffcu;
+/// Of the encoder that makes what a mask keeps of it latents, for models that read them.
+constexpr uint32_t kMaskedEncoderDraw = 0xfffffffbu;
 
 struct Philox4 {
   uint32_t v[4];
 };
 
-DENOISED_HOST_DEVICE inline Philox4 Philox(uint64_t seed, uint32_t draw, uint64_t block) {
-  uint32_t c0 = static_cast<uint32_t>(block), c1 = static_cast<uint32_t>(block >> 32), c2 = draw,
-           c3 = 0;
+/// The generator itself: four words of a counter under a 64-bit key. Serving leaves c3 at 0;
+/// training (engine/training/random.h) sets it.
+DENOISED_HOST_DEVICE inline Philox4 PhiloxWords(uint64_t seed, uint32_t c0, uint32_t c1,
+                                                uint32_t c2, uint32_t c3) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = uint64_t{0xD2511F53u} * c0;
@@ -43,14 +46,17 @@ DENOISED_HOST_DEVICE inline Philox4 Philox(uint64_t seed, uint32_t draw, uint64_
   return {{c0, c1, c2, c3}};
 }
 
+DENOISED_HOST_DEVICE inline Philox4 Philox(uint64_t seed, uint32_t draw, uint64_t block) {
+  return PhiloxWords(seed, static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), draw,
+                     0);
+}
+
 struct Normal4 {
   float v[4];
 };
 
-/// Four independent standard normals for elements 4·block … 4·block+3 of an image (NHWC order), by
-/// Box-Muller on 24-bit uniforms in (0, 1].
-DENOISED_HOST_DEVICE inline Normal4 PhiloxNormal(uint64_t seed, uint32_t draw, uint64_t block) {
-  const Philox4 bits = Philox(seed, draw, block);
+/// Four independent standard normals, by Box-Muller on 24-bit uniforms in (0, 1].
+DENOISED_HOST_DEVICE inline Normal4 NormalOfBits(const Philox4& bits) {
   Normal4 normal;
   for (int pair = 0; pair < 2; ++pair) {
     const float u = (static_cast<float>(bits.v[2 * pair] >> 8) + 1.0f) * 0x1p-24f;
@@ -61,6 +67,11 @@ DENOISED_HOST_DEVICE inline Normal4 PhiloxNormal(uint64_t seed, uint32_t draw, u
     normal.v[2 * pair + 1] = radius * sinf(angle);
   }
   return normal;
+}
+
+/// Those of elements 4·block … 4·block+3 of an image (NHWC order).
+DENOISED_HOST_DEVICE inline Normal4 PhiloxNormal(uint64_t seed, uint32_t draw, uint64_t block) {
+  return NormalOfBits(Philox(seed, draw, block));
 }
 
 }  // namespace denoised

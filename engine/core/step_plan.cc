@@ -3,7 +3,7 @@
 
 namespace denoised {
 
-std::vector<DeviceEvaluation> ToDevice(const StepPlan& plan) {
+std::vector<DeviceEvaluation> ToDevice(const StepPlan& plan, bool masked) {
   std::vector<DeviceEvaluation> rows;
   rows.reserve(plan.evaluations.size());
   for (const Evaluation<double>& from : plan.evaluations) {
@@ -16,6 +16,10 @@ std::vector<DeviceEvaluation> ToDevice(const StepPlan& plan) {
     to.noise_scale = from.noise_scale;
     to.log_variance_min = static_cast<float>(from.log_variance_min);
     to.log_variance_max = static_cast<float>(from.log_variance_max);
+    if (masked) {
+      to.known_image = static_cast<float>(from.known_image);
+      to.known_noise = static_cast<float>(from.known_noise);
+    }
     for (int o = 0; o < kPlanOutputs; ++o)
       for (int i = 0; i < kPlanInputs; ++i)
         to.weights[o][i] = static_cast<float>(from.weights[o][i]);

@@ -46,6 +46,11 @@ enum class NoiseScale : int32_t {
 ///   input = input_scale · x,  conditioned on `condition` (a timestep, or EDM's c_noise = ln σ / 4)
 ///   x0    = x0_from_x · x + x0_from_model · F, then clipped to ±clip when clip > 0
 ///   {x, registers} ← weights · {x, F, x0, noise, registers}, all outputs from the old values
+///
+/// An image with a mask m, 1 where it is drawn anew, is put back where it is kept, at the noise
+/// level of the next evaluation:
+///
+///   x ← m · x + (1 − m) · (known_image · image + known_noise · initial noise)
 template <typename Real>
 struct Evaluation {
   Real input_scale = 1;
@@ -56,11 +61,12 @@ struct Evaluation {
   NoiseScale noise_scale = NoiseScale::kFixed;
   Real log_variance_min = 0;
   Real log_variance_max = 0;
+  Real known_image = 0, known_noise = 0;  // both 0: there is no mask
   Real weights[kPlanOutputs][kPlanInputs] = {};
 };
 
 using DeviceEvaluation = Evaluation<float>;
-static_assert(sizeof(DeviceEvaluation) == 4 * (8 + kPlanOutputs * kPlanInputs));
+static_assert(sizeof(DeviceEvaluation) == 4 * (10 + kPlanOutputs * kPlanInputs));
 
 // What the formulas above leave open at the edges. Host and device share these functions, so that
 // they agree there too; NaN stays NaN and is reported (SlotState::nonfinite).
@@ -79,6 +85,33 @@ DENOISED_HOST_DEVICE inline float NoiseFactor(const DeviceEvaluation& plan, floa
     }
   }
   return 1.0f;
+}
+
+/// Whether the evaluation puts back what a mask keeps.
+DENOISED_HOST_DEVICE inline bool HasMask(const DeviceEvaluation& plan) {
+  return plan.known_image != 0 || plan.known_noise != 0;
+}
+
+/// The next state where there is a mask.
+DENOISED_HOST_DEVICE inline float Masked(const DeviceEvaluation& plan, float mask, float x,
+                                         float image, float noise) {
+  return mask * x + (1.0f - mask) * (plan.known_image * image + plan.known_noise * noise);
+}
+
+/// How the outputs of an image's rows become one. With a second row, the output without the
+/// condition: u + scale · (c − u). With a third (InstructPix2Pix), u is without condition and
+/// image, and i without the condition alone: u + scale · (c − i) + image_scale · (i − u). Then the
+/// result may be scaled, see Backend::RescaleGuidance().
+struct Guidance {
+  float scale = 1;
+  float image_scale = 1;
+  float rescale = 0;  // in [0, 1]
+};
+DENOISED_HOST_DEVICE inline float Guided(const Guidance& guidance, float c, float u) {
+  return u + guidance.scale * (c - u);
+}
+DENOISED_HOST_DEVICE inline float Guided(const Guidance& guidance, float c, float i, float u) {
+  return u + guidance.scale * (c - i) + guidance.image_scale * (i - u);
 }
 
 /// The predicted x0, clipped to ±clip when clip > 0.
@@ -104,7 +137,7 @@ struct StepPlan {
   double initial_churn_scale = 0;
 };
 
-/// The plan's coefficients in the form devices read.
-std::vector<DeviceEvaluation> ToDevice(const StepPlan& plan);
+/// The plan's coefficients in the form devices read. `masked`: the image has a mask.
+std::vector<DeviceEvaluation> ToDevice(const StepPlan& plan, bool masked = false);
 
 }  // namespace denoised

@@ -100,8 +100,13 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
   const double guidance = default_guidance_scale.value_or(1);
   if (!std::isfinite(guidance) || guidance < 0)
     defaults.Complain("default_guidance_scale", "expected a finite number ≥ 0; 1 is no guidance");
-  if (null_class < 0 && guidance > 1 && components["unet"].class_name == "UNet2DModel")
-    defaults.Complain("default_guidance_scale", "guidance needs a null_class");
+  std::string name = "default";
+  defaults.Read("precision", &name);
+  if (const std::optional<Precision> known = PrecisionFromName(name)) {
+    precision = *known;
+  } else {
+    defaults.Complain("precision", fmt::format("expected {}", kPrecisions));
+  }
   DENOISED_RETURN_IF_ERROR(reader.Finish());
   DENOISED_RETURN_IF_ERROR(defaults.Finish());
   index = json_index;
@@ -123,10 +128,11 @@ absl::StatusOr<ModelDirectory> ModelDirectory::Read(const std::string& root) {
     model.components["unet"];
   } else {
     return NotFound(
-        "{}: neither model_index.json (a pipeline) nor config.json (a UNet2DModel) is there; give "
+        "{}: neither model_index.json (a pipeline) nor config.json (a model alone) is there; give "
         "a model directory as diffusers saves it",
         root);
   }
+  if (is_pipeline && IsFile(base / kTinyVae / "config.json")) model.components[kTinyVae];
   for (auto& [name, component] : model.components) {
     const fs::path directory = is_pipeline ? ComponentDirectory(base, name.c_str()) : base;
     component.directory = directory.string();

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "engine/core/precision.h"
 #include "engine/core/status.h"
 #include "engine/io/weights.h"
 
@@ -18,8 +19,14 @@ namespace denoised {
 ///             components may also lie beside model_index.json, as in early published models
 ///   model     config.json of a UNet2DModel, weights, and perhaps scheduler_config.json
 ///
+/// A pipeline may have one part that its index does not name: vae_tiny/, an AutoencoderTiny for
+/// previews.
+///
 /// A plain value; copy and share it freely.
 struct ModelDirectory {
+  /// The name of the part for previews.
+  static constexpr const char* kTinyVae = "vae_tiny";
+
   /// A part of the pipeline other than the scheduler.
   struct Component {
     std::string class_name;   // from the index, or else from the config: "UNet2DModel"
@@ -47,6 +54,7 @@ struct ModelDirectory {
   int null_class = -1;    // the class that stands for "no condition"; −1: none, so no guidance
   int default_steps = 0;  // 0: the sampler's own default
   std::optional<double> default_guidance_scale;  // unset: the pipeline class's own
+  Precision precision = Precision::kDefault;     // of the denoiser
 
   /// NotFound if a file is missing, InvalidArgument if a field is not supported. The message names
   /// file, field, value and remedy.

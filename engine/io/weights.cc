@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <utility>
@@ -18,6 +19,9 @@ struct Weights::State {
   std::set<std::string> used;
   std::optional<uint64_t> synthetic_seed;
   std::map<std::string, Shape> synthetic;  // what was asked for
+  bool may_have_scales = false;
+  std::optional<std::map<std::string, float>> scales;
+  std::set<std::string> used_scales;
 };
 
 namespace {
@@ -60,6 +64,28 @@ std::string ClosestNames(const Safetensors& tensors, const std::string& wanted) 
     text += fmt::format("{}'{}'", i == 0 ? "" : ", ", ranked[i].second);
   return text.empty() ? "none" : text;
 }
+
+/// FNV-1a over words of eight bytes in place of bytes. Each step maps different hashes to different
+/// ones, and different words too.
+class Hash {
+ public:
+  void Add(const void* data, size_t bytes) {
+    const auto* from = static_cast<const char*>(data);
+    for (; bytes >= sizeof(uint64_t); bytes -= sizeof(uint64_t), from += sizeof(uint64_t)) {
+      uint64_t word = 0;
+      std::memcpy(&word, from, sizeof(word));
+      Add(word);
+    }
+    uint64_t rest = 0;
+    std::memcpy(&rest, from, bytes);
+    Add(rest);
+  }
+  void Add(uint64_t word) { value_ = (value_ ^ word) * 0x100000001b3u; }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325u;
+};
 
 bool IsFloat(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
@@ -136,6 +162,10 @@ absl::Status Weights::CheckAllUsed() const {
   std::vector<std::string> unused;
   for (const auto& [name, tensor] : state_->tensors.tensors())
     if (!state_->used.count(name)) unused.push_back(name);
+  if (state_->scales) {
+    for (const auto& [layer, scale] : *state_->scales)
+      if (!state_->used_scales.count(layer)) unused.push_back("the scale of " + layer);
+  }
   if (unused.empty()) return absl::OkStatus();
   const size_t count = unused.size();
   if (count > kShown) {
@@ -143,9 +173,38 @@ absl::Status Weights::CheckAllUsed() const {
     unused.emplace_back("...");
   }
   return InvalidArgument(
-      "{}: {} tensors have no place in the model that the config describes ({}); config and "
+      "{}: {} tensors or scales have no place in the model that the config describes ({}); config "
+      "and "
       "weights do not belong together",
       file(), count, fmt::join(unused, ", "));
+}
+
+void Weights::SetInputScales(std::optional<std::map<std::string, float>> scales) const {
+  state_->may_have_scales = true;
+  state_->scales = std::move(scales);
+}
+
+bool Weights::MayHaveInputScales() const { return state_->may_have_scales; }
+
+absl::StatusOr<float> Weights::InputScale() const {
+  if (!state_->scales) return 0;
+  const auto found = state_->scales->find(prefix_);
+  if (found == state_->scales->end())
+    return NotFound("{}: the calibration has no scale for layer '{}'; calibrate the model again",
+                    file(), prefix_);
+  state_->used_scales.insert(prefix_);
+  return found->second;
+}
+
+std::string Weights::Fingerprint() const {
+  Hash hash;
+  for (const auto& [name, tensor] : state_->tensors.tensors()) {
+    hash.Add(name.data(), name.size());
+    hash.Add(static_cast<uint64_t>(tensor.dtype()));
+    for (int i = 0; i < tensor.shape().rank(); ++i) hash.Add(static_cast<uint64_t>(tensor.dim(i)));
+    hash.Add(tensor.data(), tensor.bytes());
+  }
+  return fmt::format("{:016x}", hash.value());
 }
 
 int64_t Weights::parameters() const {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -38,6 +40,19 @@ class Weights {
   /// A tensor that has no effect here: CheckAllUsed() does not name it. It may be absent.
   void Ignore(std::string_view name) const;
 
+  /// What layers in e4m3 need beside their tensors: scales of their inputs by prefix, 0 for a layer
+  /// that stays in the activation dtype; nullopt: all do. For the denoiser, whose layers may be in
+  /// e4m3; call on the root.
+  void SetInputScales(std::optional<std::map<std::string, float>> scales) const;
+  /// Whether SetInputScales() was called.
+  bool MayHaveInputScales() const;
+  /// Of the layer at this prefix; 0 without scales. NotFound if the scales have none for it.
+  absl::StatusOr<float> InputScale() const;
+
+  /// 16 hexadecimal digits that differ, as good as certainly, for other names, shapes or values of
+  /// tensors. Reads the whole file.
+  std::string Fingerprint() const;
+
   /// Elements of all float tensors in the file.
   int64_t parameters() const;
   /// "down_blocks.0.resnets.1.conv1"
@@ -48,8 +63,8 @@ class Weights {
   /// cannot be written.
   absl::Status WriteSynthetic(const std::string& path) const;
 
-  /// InvalidArgument naming tensors that nobody read: the config and the weights do not belong
-  /// together. Call once on the root after the model was built.
+  /// InvalidArgument naming tensors or scales that nobody read: the config and the weights do not
+  /// belong together. Call once on the root after the model was built.
   absl::Status CheckAllUsed() const;
 
  private:

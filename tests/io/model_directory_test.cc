@@ -58,6 +58,24 @@ TEST_F(ModelDirectoryTest, ReadsPipelines) {
   EXPECT_TRUE(weights->Has("w"));
 }
 
+TEST_F(ModelDirectoryTest, ReadsThePrecision) {
+  const auto read = [&](const std::string& value) {
+    directory_.Write(
+        "model_index.json",
+        R"({"unet":["diffusers","UNet2DModel"],"_denoised":{"precision":)" + value + "}}");
+    directory_.Write("unet/config.json", kUNet);
+    directory_.Write("unet/scheduler_config.json", kScheduler);
+    directory_.Write("scheduler/scheduler_config.json", kScheduler);
+    return Read();
+  };
+  EXPECT_EQ(read("\"fp8\"")->precision, Precision::kFp8);
+  EXPECT_EQ(read("\"default\"")->precision, Precision::kDefault);
+  EXPECT_EQ(read("null")->precision, Precision::kDefault);
+  EXPECT_EQ(read("\"int4\"").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(Error(), AllOf(HasSubstr("_denoised"), HasSubstr("'precision'"), HasSubstr("int4"),
+                             HasSubstr("\"default\" or \"fp8\"")));
+}
+
 TEST_F(ModelDirectoryTest, ReadsPipelinesWithoutSubfolders) {
   directory_.Write("model_index.json", kIndex);
   directory_.Write("config.json", kUNet);
@@ -157,8 +175,6 @@ const IndexCase kRefused[] = {
     {"StepsNegative", "{" UNET R"(,"_denoised":{"default_steps":-1}})", "default_steps"},
     {"GuidanceNegative", "{" UNET R"(,"_denoised":{"default_guidance_scale":-1}})",
      "default_guidance_scale"},
-    {"GuidanceWithoutNullClass", "{" UNET R"(,"_denoised":{"default_guidance_scale":2}})",
-     "needs a null_class"},
 };
 #undef UNET
 

@@ -43,6 +43,42 @@ TEST_F(WeightsTest, PrefixesMirrorCheckpointNames) {
   EXPECT_EQ(weight->ToFloats().size(), 6u);
 }
 
+TEST_F(WeightsTest, FingerprintsDifferByNameShapeAndValue) {
+  const auto of = [&](const std::string& name, const Shape& shape, float last) {
+    const float values[] = {1, 2, last};
+    const std::string path = directory_ / "one.safetensors";
+    EXPECT_TRUE(WriteSafetensors(path, {{name, Tensor::HostF32(shape, values)}}, {}).ok());
+    return Weights(*Safetensors::Open(path), path).Fingerprint();
+  };
+  const std::string known = of("a", {3}, 3);
+  EXPECT_EQ(known.size(), 16u);
+  EXPECT_EQ(of("a", {3}, 3), known);
+  EXPECT_NE(of("b", {3}, 3), known);
+  EXPECT_NE(of("a", {3, 1}, 3), known);
+  EXPECT_NE(of("a", {3}, 4), known);
+}
+
+TEST_F(WeightsTest, InputScales) {
+  const Weights root = Open();
+  const Weights conv = root / "down_blocks" / 0 / "resnets" / 1 / "conv1";
+  EXPECT_FALSE(conv.MayHaveInputScales());
+  root.SetInputScales(std::nullopt);
+  EXPECT_TRUE(conv.MayHaveInputScales());
+  EXPECT_EQ(conv.InputScale().value(), 0);
+  root.SetInputScales(std::map<std::string, float>{{conv.prefix(), 0.5f}, {"conv_out", 2.0f}});
+  EXPECT_EQ(conv.InputScale().value(), 0.5f);
+  const auto missing = (root / "conv_in").InputScale();
+  EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(missing.status().message()),
+              AllOf(HasSubstr("'conv_in'"), HasSubstr("calibrate")));
+  // A scale that no layer asked for.
+  for (const char* name : {"weight", "bias"}) conv.Ignore(name);
+  root.Ignore("position_ids");
+  EXPECT_THAT(std::string(root.CheckAllUsed().message()), HasSubstr("the scale of conv_out"));
+  ASSERT_TRUE((root / "conv_out").InputScale().ok());
+  EXPECT_TRUE(root.CheckAllUsed().ok()) << root.CheckAllUsed();
+}
+
 TEST_F(WeightsTest, MissingTensorNamesTheClosest) {
   const auto missing = (Open() / "down_blocks" / 1 / "resnets" / 1).Get("conv1.weight", {3, 2});
   EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);
