@@ -30,6 +30,20 @@ namespace denoised {
 constexpr int kMaxHeadDim = 512;
 constexpr int kMaxNormChannels = 6144;
 
+/// A convolution or linear layer that may multiply in e4m3 (engine/core/e4m3.h). With an input
+/// scale s, its input is RoundToE4m3(x / s), and its weights are rounded in the same way when they
+/// are packed, with the E4m3Scale() of each output's largest. Products are exact, sums F32. So the
+/// result is the layer's of the rounded numbers, and all else in its op is as without: bias, add,
+/// residual, scale, activation. Not for `upsample2x`, nor for linears of one vector a row (rank 2).
+struct E4m3Layer {
+  std::string name;       // in the checkpoint, for InputObserver; empty: it is not observed
+  float input_scale = 0;  // a power of two; 0: products are in the activation dtype
+};
+
+/// Called with the inputs of layers that have a name, each time that they have been computed, on
+/// any thread, several at a time. For calibration.
+using InputObserver = std::function<void(const std::string& layer, const Tensor& x)>;
+
 /// Weights in the layout of the backend's kernels, made once at load.
 class PackedConv2d {
  public:
@@ -37,11 +51,13 @@ class PackedConv2d {
   int in_channels = 0, out_channels = 0, kernel = 0;
   bool upsample2x = false;
   bool has_bias = false;
+  E4m3Layer e4m3;
 };
 class PackedLinear {
  public:
   virtual ~PackedLinear() = default;
   int in_features = 0, out_features = 0;
+  E4m3Layer e4m3;
 };
 
 /// A 1×1 convolution, stride 1, of concat(x, x2). Another convolution adds its result to its own.
@@ -84,6 +100,15 @@ struct LinearArgs {
   Tensor out;  // rows of Nout; activation dtype or F32
 };
 
+/// GEGLU (arXiv 2002.05202): a linear layer with twice as many outputs as `out` has features:
+/// values, then gates.
+struct GatedLinearArgs {
+  Tensor x;                              // [.., K], activation dtype
+  const PackedLinear* weight = nullptr;  // of PackGatedLinear(): [2·C, K] and optional bias
+  Tensor scratch;  // [.., 2·C], activation dtype; its content is undefined afterwards
+  Tensor out;      // [.., C], activation dtype: value · gelu(gate), both rounded to it before
+};
+
 struct GroupNormArgs {
   Tensor x;            // [N, H, W, C] or [N, tokens, C]
   Tensor x2;           // optional [N, H, W, C2]: normalises concat(x, x2)
@@ -107,7 +132,8 @@ struct AttentionArgs {
   Tensor k, v;  // [S, key tokens, heads·dim], likewise; S is N unless there is a key_set
   /// Optional I32 [N]: row n attends to set key_set[n], in [0, S), of keys and values.
   Tensor key_set;
-  /// Optional I32 [S]: only so many of a set's keys exist, from 1 to all.
+  /// Optional I32 [S]: only so many of a set's keys exist, from 1 to all. What k and v hold behind
+  /// them has no effect.
   Tensor key_counts;
   bool causal = false;  // query i attends to keys 0 to i
   int heads = 1;
@@ -141,12 +167,19 @@ struct FourierEmbeddingArgs {
 
 struct EmbeddingArgs {
   Tensor table;  // activation dtype or F32 [entries, dim]
-  Tensor index;  // I32 [N], each in [0, entries)
+  Tensor index;  // I32 [N], each in [0, entries); or F32, rounded to the nearest entry
   Tensor out;    // [N, dim]
 };
 
-/// Resampling by two, for blocks whose resampling has no convolution.
-enum class Resample : uint8_t { kNearestUp, kAveragePoolDown };
+/// Resampling by two, for blocks whose resampling has no convolution of its own.
+enum class Resample : uint8_t {
+  kNearestUp,  // to 2n, or to 2n − 1 without the last line
+  kAveragePoolDown,
+  // With the filter (1, 3, 3, 1) / 8 along each edge, zeros outside: diffusers' upfirdn2d with its
+  // gain. Rows and columns of `out`:
+  kFirUp,    // out[2i] = (x[i − 1] + 3·x[i]) / 4, out[2i + 1] = (3·x[i] + x[i + 1]) / 4
+  kFirDown,  // out[i] = (x[2i − 1] + 3·x[2i] + 3·x[2i + 1] + x[2i + 2]) / 8
+};
 
 /// The state of all images in flight: slot s is row s of each tensor.
 struct SlotState {
@@ -158,17 +191,26 @@ struct SlotState {
   Tensor nonfinite;  // I32 [S], the first evaluation (1-based) whose predicted x0, before clipping,
                      // or next state has NaN or infinity; 0: none had
   Tensor seed;       // I64 [S], the bits of a uint64
-  Tensor guidance;   // F32 [S]
+  Tensor guidance;   // F32 [S, kGuidanceNumbers]: step_plan.h's Guidance
   Tensor embedding;  // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
+  // Of images with a mask; read only where the slot's plan has one.
+  Tensor known;  // optional F32 [S, 2, H, W, C]: the init image, and the initial noise
+  Tensor mask;   // with `known`: F32 [S, H, W], 1 where the image is drawn anew
+  /// Optional F32 [S, H, W, E]: channels that the model reads after those of the state.
+  Tensor extra;
 };
+constexpr int kGuidanceNumbers = sizeof(Guidance) / sizeof(float);
 
-/// One row of an evaluation. Uploaded as I32 [rows, 4].
+/// One row of an evaluation. Uploaded as I32 [rows, kRowNumbers].
 struct EvaluationRow {
   int32_t slot;               // −1: padding, computes zeros and influences nobody
   int32_t label;              // class index, when the model has a table of classes
   int32_t unconditional_row;  // guidance: the row with the unconditional output; −1 without
   int32_t advances;  // 1: this row moves its slot on; 0: it only serves as an unconditional row
+  int32_t imageless_row = -1;  // guidance by an image: the unconditional row with no_extra set
+  int32_t no_extra = 0;        // 1: zeros in place of the slot's extra channels
 };
+constexpr int kRowNumbers = sizeof(EvaluationRow) / sizeof(int32_t);
 
 struct BeginSlotArgs {
   SlotState state;
@@ -176,25 +218,37 @@ struct BeginSlotArgs {
   Tensor source;  // optional F32 [H, W, C] (init image), device memory
   Tensor noise;   // optional F32 [H, W, C] instead of Philox draw kInitialDraw
   float source_scale = 0, noise_scale = 1, churn_scale = 0;
+  bool keeps_known = false;  // source and the initial noise go into state.known
   // x = source_scale·source + noise_scale·noise + churn_scale·noise'; registers and x0 zero,
   // evaluation and nonfinite 0. state.seed must hold the slot's seed already.
 };
 
 struct GatherArgs {
   SlotState state;
-  Tensor rows;       // I32 [R, 4]: EvaluationRow
-  Tensor x;          // activation dtype [R, H, W, C]: input_scale · state
+  Tensor rows;       // I32 [R, kRowNumbers]: EvaluationRow
+  Tensor x;          // activation dtype [R, H, W, C + E]: input_scale · state, then state.extra
   Tensor condition;  // F32 [R]
   Tensor label;      // optional I32 [R]
   Tensor embedding;  // optional F32 [R, D]; zeros for rows that only serve as unconditional
 };
 
+struct RescaleGuidanceArgs {
+  SlotState state;
+  Tensor rows;          // I32 [R, kRowNumbers]
+  Tensor model_output;  // F32 [R, H, W, C] or [R, H, W, 2C]
+  /// F32 [R]: of a row that advances and is guided with rescale φ > 0, φ · std(F_c) / std(F) + 1 −
+  /// φ, where F is the guided output and std the standard deviation of a whole image, unbiased
+  /// (arXiv 2305.08891). 1 for all others, and where std(F) is 0.
+  Tensor factor;
+};
+
 struct AdvanceArgs {
   SlotState state;
-  Tensor rows;          // I32 [R, 4]
-  Tensor model_output;  // F32 [R, H, W, C], or [R, H, W, 2C] with learned variance
-  // With guidance g: F = F_u + g·(F_c − F_u); a learned variance is the conditional row's. Then
-  // step_plan.h's formulas; evaluation += 1.
+  Tensor rows;             // I32 [R, kRowNumbers]
+  Tensor model_output;     // F32 [R, H, W, C], or [R, H, W, 2C] with learned variance
+  Tensor guidance_factor;  // optional F32 [R], of RescaleGuidance(): multiplies F
+  // F is Guided() of the row's output and its unconditional rows'; a learned variance is the
+  // conditional row's. Then step_plan.h's formulas; evaluation += 1.
 };
 
 /// A copy to the host under way. Destroying it early is allowed.
@@ -241,6 +295,8 @@ class Backend {
   virtual std::string description() const = 0;  // for people: chip, cores or SMs, memory
   virtual Device device() const = 0;
   virtual DType activation_dtype() const = 0;
+  /// Whether layers may have an E4m3Layer::input_scale.
+  virtual bool MultipliesE4m3() const { return false; }
 
   // Memory. Persistent allocations are made at load only.
   /// ResourceExhausted says how much `purpose` needed and how much is free.
@@ -266,15 +322,23 @@ class Backend {
   /// `upsample2x` must be that of every Conv2dArgs that uses the result.
   virtual absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
                                                                    const Tensor& bias,
-                                                                   bool upsample2x) = 0;
+                                                                   bool upsample2x,
+                                                                   const E4m3Layer& e4m3 = {}) = 0;
   virtual absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
-      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) = 0;
+      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases,
+      const E4m3Layer& e4m3 = {}) = 0;
+  /// For GatedLinear() alone.
+  virtual absl::StatusOr<std::unique_ptr<PackedLinear>> PackGatedLinear(
+      const Tensor& weight_oi, const Tensor& bias, const E4m3Layer& e4m3 = {}) {
+    return PackLinear({weight_oi}, {bias}, e4m3);
+  }
   /// A parameter of any other kind, on the device in fp32.
   virtual absl::StatusOr<Tensor> PackVector(const Tensor& values) = 0;
 
   // Ops.
   virtual void Conv2d(const Conv2dArgs& args) = 0;
   virtual void Linear(const LinearArgs& args) = 0;
+  virtual void GatedLinear(const GatedLinearArgs& args) = 0;
   virtual void GroupNorm(const GroupNormArgs& args) = 0;
   /// GroupNorm(norm), then Conv2d(conv) of norm.out, with the same bits. The content of norm.out is
   /// undefined afterwards: the convolution may normalise its input by itself.
@@ -287,8 +351,6 @@ class Backend {
   virtual bool MakesOutputNorm(const Conv2dArgs& /*args*/) { return false; }
   virtual void LayerNorm(const LayerNormArgs& args) = 0;
   virtual void Attention(const AttentionArgs& args) = 0;
-  /// GEGLU (arXiv 2002.05202): out[.., c] = x[.., c] · gelu(x[.., C + c]); x has 2·C features.
-  virtual void GegluGate(const Tensor& x, const Tensor& out) = 0;
   /// out[p] = the row of `codebook` F32 [K, C] that is closest to x[p], the first of equals. x is
   /// F32 [.., C], out [.., C]. Distances are sums of squared differences in F32.
   virtual void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) = 0;
@@ -304,6 +366,7 @@ class Backend {
   virtual void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) = 0;
   virtual void BeginSlot(const BeginSlotArgs& args) = 0;
   virtual void Gather(const GatherArgs& args) = 0;
+  virtual void RescaleGuidance(const RescaleGuidanceArgs& args) = 0;
   virtual void Advance(const AdvanceArgs& args) = 0;
 
   // Rows. A CPU is fastest when each thread takes rows of its own through all ops: the rows stay in
@@ -342,11 +405,15 @@ struct BackendOptions {
   bool fp32 = false;  // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: only the kernels for any GPU from compute capability 8.0 on, even if others are faster.
   bool generic_kernels = false;
+  /// CUDA: packed weights are written again between ops, so no op may read them before the ops
+  /// before it have ended.
+  bool weights_change = false;
   /// CUDA: for shapes that were not measured before, Capture() first measures which of the kernels
   /// that give the same bits is the fastest.
   bool autotune = false;
-  std::string autotune_cache;  // directory for measured results; empty: they are not kept
-  Notify notify;               // called on the thread that uses the backend; may be empty
+  std::string autotune_cache;   // directory for measured results; empty: they are not kept
+  Notify notify;                // called on the thread that uses the backend; may be empty
+  InputObserver observe_input;  // CPU; may be empty
 };
 
 /// InvalidArgument for an unknown name; FailedPrecondition, with the remedy, when the device is not

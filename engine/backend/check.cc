@@ -52,7 +52,16 @@ void CheckSlots(const SlotState& state, const TensorRules& rules) {
   CheckTensor("state.evaluation", state.evaluation, {x[0]}, DType::kI32, rules);
   CheckTensor("state.nonfinite", state.nonfinite, {x[0]}, DType::kI32, rules);
   CheckTensor("state.seed", state.seed, {x[0]}, DType::kI64, rules);
-  CheckTensor("state.guidance", state.guidance, {x[0]}, DType::kF32, rules);
+  CheckTensor("state.guidance", state.guidance, {x[0], kGuidanceNumbers}, DType::kF32, rules);
+  if (state.known) {
+    CheckTensor("state.known", state.known, {x[0], 2, x[1], x[2], x[3]}, DType::kF32, rules);
+    CheckTensor("state.mask", state.mask, {x[0], x[1], x[2]}, DType::kF32, rules);
+  }
+  if (state.extra) {
+    CheckRank("state.extra", state.extra, 4);
+    CheckTensor("state.extra", state.extra, {x[0], x[1], x[2], state.extra.dim(3)}, DType::kF32,
+                rules);
+  }
   if (state.embedding) {
     CheckRank("state.embedding", state.embedding, 2);
     CheckTensor("state.embedding", state.embedding, {x[0], state.embedding.dim(1)}, DType::kF32,
@@ -62,10 +71,23 @@ void CheckSlots(const SlotState& state, const TensorRules& rules) {
 
 /// Returns the number of rows.
 int64_t CheckEvaluationRows(const Tensor& rows, const TensorRules& rules) {
-  static_assert(sizeof(EvaluationRow) == 4 * sizeof(int32_t));
   CheckRank("rows", rows, 2);
-  CheckTensor("rows", rows, {rows.dim(0), 4}, DType::kI32, rules);
+  CheckTensor("rows", rows, {rows.dim(0), kRowNumbers}, DType::kI32, rules);
   return rows.dim(0);
+}
+
+/// Returns the number of rows.
+int64_t CheckOutputs(const SlotState& state, const Tensor& rows, const Tensor& model_output,
+                     const TensorRules& rules) {
+  CheckSlots(state, rules);
+  const int64_t count = CheckEvaluationRows(rows, rules);
+  CheckRank("model_output", model_output, 4);
+  const Shape& x = state.x.shape();
+  const int64_t channels = model_output.dim(3);
+  DENOISED_CHECK(channels == x[3] || channels == 2 * x[3], "model_output is {} for images {}",
+                 model_output.shape().ToString(), x.ToString());
+  CheckTensor("model_output", model_output, {count, x[1], x[2], channels}, DType::kF32, rules);
+  return count;
 }
 
 }  // namespace
@@ -154,7 +176,8 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
 
 void Check(const LinearArgs& args, const TensorRules& rules) {
   DENOISED_CHECK(args.weight != nullptr);
-  DENOISED_CHECK(args.x.shape().rank() >= 2, "x is {}", args.x.shape().ToString());
+  DENOISED_CHECK(args.x.shape().rank() >= (args.weight->e4m3.input_scale == 0 ? 2 : 3), "x is {}",
+                 args.x.shape().ToString());
   CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), args.weight->in_features), rules);
   const Shape out = WithLast(args.x.shape(), args.weight->out_features);
   CheckActivationOrF32("out", args.out, out, rules);
@@ -236,7 +259,8 @@ void Check(const EmbeddingArgs& args, const TensorRules& rules) {
   CheckRank("table", args.table, 2);
   CheckRank("index", args.index, 1);
   CheckActivationOrF32("table", args.table, args.table.shape(), rules);
-  CheckTensor("index", args.index, args.index.shape(), DType::kI32, rules);
+  CheckTensor("index", args.index, args.index.shape(),
+              args.index.dtype() == DType::kF32 ? DType::kF32 : DType::kI32, rules);
   CheckActivationOrF32("out", args.out, {args.index.dim(0), args.table.dim(1)}, rules);
 }
 
@@ -247,13 +271,16 @@ void Check(const BeginSlotArgs& args, const TensorRules& rules) {
   const Shape image = {x[1], x[2], x[3]};
   if (args.source) CheckTensor("source", args.source, image, DType::kF32, rules);
   if (args.noise) CheckTensor("noise", args.noise, image, DType::kF32, rules);
+  DENOISED_CHECK(!args.keeps_known || (args.source.defined() && args.state.known.defined()),
+                 "no image, or no place for it");
 }
 
 void Check(const GatherArgs& args, const TensorRules& rules) {
   CheckSlots(args.state, rules);
   const int64_t rows = CheckEvaluationRows(args.rows, rules);
   const Shape& x = args.state.x.shape();
-  CheckTensor("x", args.x, {rows, x[1], x[2], x[3]}, rules.activation, rules);
+  const int64_t extra = args.state.extra ? args.state.extra.dim(3) : 0;
+  CheckTensor("x", args.x, {rows, x[1], x[2], x[3] + extra}, rules.activation, rules);
   CheckTensor("condition", args.condition, {rows}, DType::kF32, rules);
   if (args.label) CheckTensor("label", args.label, {rows}, DType::kI32, rules);
   if (args.embedding) {
@@ -264,23 +291,26 @@ void Check(const GatherArgs& args, const TensorRules& rules) {
   }
 }
 
+void Check(const RescaleGuidanceArgs& args, const TensorRules& rules) {
+  const int64_t rows = CheckOutputs(args.state, args.rows, args.model_output, rules);
+  CheckTensor("factor", args.factor, {rows}, DType::kF32, rules);
+}
+
 void Check(const AdvanceArgs& args, const TensorRules& rules) {
-  CheckSlots(args.state, rules);
-  const int64_t rows = CheckEvaluationRows(args.rows, rules);
-  CheckRank("model_output", args.model_output, 4);
-  const Shape& x = args.state.x.shape();
-  const int64_t channels = args.model_output.dim(3);
-  DENOISED_CHECK(channels == x[3] || channels == 2 * x[3], "model_output is {} for images {}",
-                 args.model_output.shape().ToString(), x.ToString());
-  CheckTensor("model_output", args.model_output, {rows, x[1], x[2], channels}, DType::kF32, rules);
+  const int64_t rows = CheckOutputs(args.state, args.rows, args.model_output, rules);
+  if (args.guidance_factor)
+    CheckTensor("guidance_factor", args.guidance_factor, {rows}, DType::kF32, rules);
 }
 
 void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const TensorRules& rules) {
   CheckRank("x", x, 4);
   const Shape& from = x.shape();
   CheckTensor("x", x, from, rules.activation, rules);
-  const Shape to = kind == Resample::kNearestUp ? Shape{from[0], 2 * from[1], 2 * from[2], from[3]}
-                                                : Shape{from[0], from[1] / 2, from[2] / 2, from[3]};
+  const bool up = kind == Resample::kNearestUp || kind == Resample::kFirUp;
+  Shape to = up ? Shape{from[0], 2 * from[1], 2 * from[2], from[3]}
+                : Shape{from[0], from[1] / 2, from[2] / 2, from[3]};
+  if (kind == Resample::kNearestUp && out.shape().rank() == 4)
+    to = {to[0], to[1] - out.dim(1) % 2, to[2] - out.dim(2) % 2, to[3]};
   CheckTensor("out", out, to, rules.activation, rules);
 }
 
@@ -297,9 +327,13 @@ void CheckDivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out,
   CheckActivationOrF32("out", out, x.shape(), rules);
 }
 
-void CheckGegluGate(const Tensor& x, const Tensor& out, const TensorRules& rules) {
-  CheckTensor("x", x, WithLast(out.shape(), 2 * out.dim(-1)), rules.activation, rules);
-  CheckTensor("out", out, out.shape(), rules.activation, rules);
+void Check(const GatedLinearArgs& args, const TensorRules& rules) {
+  DENOISED_CHECK(args.weight != nullptr);
+  const int64_t outputs = args.weight->out_features;
+  CheckTensor("x", args.x, WithLast(args.x.shape(), args.weight->in_features), rules.activation,
+              rules);
+  CheckTensor("scratch", args.scratch, WithLast(args.x.shape(), outputs), rules.activation, rules);
+  CheckTensor("out", args.out, WithLast(args.x.shape(), outputs / 2), rules.activation, rules);
 }
 
 void CheckNearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out,

@@ -38,12 +38,13 @@ void Check(const FourierEmbeddingArgs& args, const TensorRules& rules);
 void Check(const EmbeddingArgs& args, const TensorRules& rules);
 void Check(const BeginSlotArgs& args, const TensorRules& rules);
 void Check(const GatherArgs& args, const TensorRules& rules);
+void Check(const RescaleGuidanceArgs& args, const TensorRules& rules);
 void Check(const AdvanceArgs& args, const TensorRules& rules);
 void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const TensorRules& rules);
 void CheckAdd(const Tensor& a, const Tensor& b, const Tensor& out, const TensorRules& rules);
 void CheckDivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out,
                      const TensorRules& rules);
-void CheckGegluGate(const Tensor& x, const Tensor& out, const TensorRules& rules);
+void Check(const GatedLinearArgs& args, const TensorRules& rules);
 void CheckNearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out,
                       const TensorRules& rules);
 void CheckCopy(const Tensor& from, const Tensor& to, const TensorRules& rules);

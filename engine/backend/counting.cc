@@ -79,7 +79,8 @@ void CountingBackend::Copy(const Tensor& from, const Tensor& to) {
 
 absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const Tensor& weight_oihw,
                                                                           const Tensor& bias,
-                                                                          bool upsample2x) {
+                                                                          bool upsample2x,
+                                                                          const E4m3Layer& e4m3) {
   DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
   auto packed = std::make_unique<PackedConv2d>();
   packed->out_channels = static_cast<int>(weight_oihw.dim(0));
@@ -87,27 +88,37 @@ absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const 
   packed->kernel = static_cast<int>(weight_oihw.dim(2));
   packed->upsample2x = upsample2x;
   packed->has_bias = bias.defined();
+  packed->e4m3 = e4m3;
   // CUDA keeps a 3×3 kernel over a doubled image as four 2×2 kernels, one for each phase.
   const bool in_phases = rules_.device == Device::kCuda && upsample2x && packed->kernel == 3;
-  weight_bytes_ += (in_phases ? weight_oihw.elements() / 9 * 16 : weight_oihw.elements()) *
-                   SizeOf(rules_.activation);
+  weight_bytes_ += WeightBytes(in_phases ? weight_oihw.elements() / 9 * 16 : weight_oihw.elements(),
+                               packed->out_channels, e4m3);
   if (bias) weight_bytes_ += bias.elements() * sizeof(float);
   return packed;
 }
 
 absl::StatusOr<std::unique_ptr<PackedLinear>> CountingBackend::PackLinear(
-    const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) {
+    const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases,
+    const E4m3Layer& e4m3) {
   DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
   auto packed = std::make_unique<PackedLinear>();
+  packed->e4m3 = e4m3;
   packed->in_features = static_cast<int>(weights_oi[0].dim(1));
   for (const Tensor& weight : weights_oi) {
     packed->out_features += static_cast<int>(weight.dim(0));
-    weight_bytes_ += weight.elements() * SizeOf(rules_.activation);
+    weight_bytes_ += WeightBytes(weight.elements(), static_cast<int>(weight.dim(0)), e4m3);
   }
   for (const Tensor& bias : biases) {
     if (bias) weight_bytes_ += bias.elements() * sizeof(float);
   }
   return packed;
+}
+
+size_t CountingBackend::WeightBytes(int64_t elements, int outputs, const E4m3Layer& e4m3) const {
+  // The CPU keeps the rounded numbers in its own dtype.
+  if (e4m3.input_scale == 0 || rules_.device == Device::kCpu)
+    return elements * SizeOf(rules_.activation);
+  return elements + outputs * sizeof(float);
 }
 
 absl::StatusOr<Tensor> CountingBackend::PackVector(const Tensor& values) {
@@ -149,9 +160,12 @@ void CountingBackend::LayerNorm(const LayerNormArgs& args) {
   Count(0, 0, {&args.x, &args.gamma, &args.beta, &args.out});
 }
 
-void CountingBackend::GegluGate(const Tensor& x, const Tensor& out) {
-  CheckGegluGate(x, out, rules_);
-  Count(0, 0, {&x, &out});
+void CountingBackend::GatedLinear(const GatedLinearArgs& args) {
+  Check(args, rules_);
+  const PackedLinear& weight = *args.weight;
+  Count(2.0 * args.scratch.elements() * weight.in_features,
+        static_cast<double>(weight.in_features) * weight.out_features * SizeOf(rules_.activation),
+        {&args.x, &args.out});
 }
 
 void CountingBackend::NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) {
@@ -212,6 +226,11 @@ void CountingBackend::BeginSlot(const BeginSlotArgs& args) {
 void CountingBackend::Gather(const GatherArgs& args) {
   Check(args, rules_);
   Count(0, 0, {&args.rows, &args.x, &args.x, &args.condition, &args.label, &args.embedding});
+}
+
+void CountingBackend::RescaleGuidance(const RescaleGuidanceArgs& args) {
+  Check(args, rules_);
+  Count(0, 0, {&args.rows, &args.factor});  // most rows are not rescaled
 }
 
 void CountingBackend::Advance(const AdvanceArgs& args) {

@@ -28,7 +28,8 @@ class CountingBackend : public Backend {
   const Work& work() const { return work_; }
   void ResetWork() { work_ = {}; }
   /// Persistent bytes that were allocated, and bytes of packed weights as the backend keeps them:
-  /// convolutions and linears in the activation dtype, biases and vectors in F32, without padding.
+  /// convolutions and linears in the activation dtype (those in e4m3, on CUDA, in one byte and a
+  /// scale for each output), biases and vectors in F32, without padding.
   size_t allocated_bytes() const { return allocated_bytes_; }
   size_t weight_bytes() const { return weight_bytes_; }
 
@@ -36,6 +37,7 @@ class CountingBackend : public Backend {
   std::string description() const override;
   Device device() const override { return rules_.device; }
   DType activation_dtype() const override { return rules_.activation; }
+  bool MultipliesE4m3() const override { return real_ == nullptr || real_->MultipliesE4m3(); }
 
   /// Addresses that must not be touched, aligned as Arena's.
   absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
@@ -47,10 +49,11 @@ class CountingBackend : public Backend {
   void Copy(const Tensor& from, const Tensor& to) override;
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias,
-                                                           bool upsample2x) override;
-  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
-      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override;
+                                                           const Tensor& bias, bool upsample2x,
+                                                           const E4m3Layer& e4m3 = {}) override;
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
+                                                           const std::vector<Tensor>& biases,
+                                                           const E4m3Layer& e4m3 = {}) override;
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override;
 
   void Conv2d(const Conv2dArgs& args) override;
@@ -59,7 +62,7 @@ class CountingBackend : public Backend {
   bool MakesOutputNorm(const Conv2dArgs& args) override;
   void LayerNorm(const LayerNormArgs& args) override;
   void Attention(const AttentionArgs& args) override;
-  void GegluGate(const Tensor& x, const Tensor& out) override;
+  void GatedLinear(const GatedLinearArgs& args) override;
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override;
   void Gaussian(const GaussianArgs& args) override;
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override;
@@ -71,6 +74,7 @@ class CountingBackend : public Backend {
   void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override;
   void BeginSlot(const BeginSlotArgs& args) override;
   void Gather(const GatherArgs& args) override;
+  void RescaleGuidance(const RescaleGuidanceArgs& args) override;
   void Advance(const AdvanceArgs& args) override;
 
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override;
@@ -82,6 +86,8 @@ class CountingBackend : public Backend {
 
  private:
   void Count(double flops, double weight_bytes, std::initializer_list<const Tensor*> operands);
+  /// Bytes of `elements` weights of so many outputs.
+  size_t WeightBytes(int64_t elements, int outputs, const E4m3Layer& e4m3) const;
   Tensor Nowhere(const Shape& shape, DType dtype) const;
 
   const TensorRules rules_;

@@ -173,6 +173,11 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
     EXPECT_TRUE(packed.ok()) << packed.status();
     return std::move(packed).value();
   }
+  std::unique_ptr<PackedLinear> PackGatedLinear(const Array& weight, const Array& bias) {
+    auto packed = backend_->PackGatedLinear(ToHost(weight, DType::kF32), HostOptional(bias));
+    EXPECT_TRUE(packed.ok()) << packed.status();
+    return std::move(packed).value();
+  }
   static Tensor HostOptional(const Array& array) {
     return array.defined() ? ToHost(array, DType::kF32) : Tensor();
   }

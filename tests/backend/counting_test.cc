@@ -86,7 +86,15 @@ TEST_F(CountingTest, OpsBoundByMemory) {
   EXPECT_EQ(
       bytes([&] { backend_.LayerNorm({.x = x, .gamma = channels, .beta = channels, .out = x}); }),
       2 * 160 * 2 + 2 * 16 * 4);
-  EXPECT_EQ(bytes([&] { backend_.GegluGate(x, New({2, 5, 8})); }), (160 + 80) * 2);
+  const auto gated = backend_.PackGatedLinear(Host({24, 16}), Tensor());
+  ASSERT_TRUE(gated.ok()) << gated.status();
+  EXPECT_EQ(
+      bytes([&] {
+        backend_.GatedLinear(
+            {.x = x, .weight = gated->get(), .scratch = New({2, 5, 24}), .out = New({2, 5, 12})});
+      }),
+      (160 + 24 * 16 + 120) * 2);
+  EXPECT_EQ(backend_.work().flops, 2.0 * 10 * 16 * 24);
   const Tensor pixels = New({2, 5, 16}, DType::kF32);
   EXPECT_EQ(bytes([&] {
               backend_.NearestCode(pixels, New({7, 16}, DType::kF32), x);
@@ -175,7 +183,12 @@ TEST_F(CountingDeathTest, ChecksWhatBackendsCheck) {
   EXPECT_DEATH(backend_.Resample2x(Resample::kNearestUp, x, New({2, 16, 8, 48})), "out is");
   EXPECT_DEATH(backend_.LayerNorm({.x = New({2, 16}), .gamma = New({8}, DType::kF32)}),
                "gamma is \\[8\\], must be \\[16\\]");
-  EXPECT_DEATH(backend_.GegluGate(New({2, 16}), New({2, 16})), "x is \\[2, 16\\], must be");
+  const auto gated = backend_.PackGatedLinear(Host({32, 8}), Tensor());
+  ASSERT_TRUE(gated.ok()) << gated.status();
+  EXPECT_DEATH(
+      backend_.GatedLinear(
+          {.x = New({2, 8}), .weight = gated->get(), .scratch = New({2, 32}), .out = New({2, 32})}),
+      "out is \\[2, 32\\], must be");
   EXPECT_DEATH(backend_.NearestCode(New({2, 3}), New({9, 3}, DType::kF32), New({2, 3})),
                "x is BF16, must be F32");
   EXPECT_DEATH(

@@ -706,6 +706,13 @@ TEST_P(EmbeddingTest, Table) {
       for (int64_t d = 0; d < 37; ++d) expected.at(n * 37 + d) = table.at(index[n] * 37 + d);
     }
     EXPECT_EQ(Error(Read(args.out), expected), 0);
+    // The same entries by numbers, two of them beyond the table.
+    Array numbers({5});
+    numbers.values = {-1, 11.5, 2.75, 3.25, 7};
+    args.index = Upload(numbers, DType::kF32);
+    args.out = Output({5, 37}, dtype);
+    backend().Embedding(args);
+    EXPECT_EQ(Error(Read(args.out), expected), 0);
   }
 }
 
@@ -718,10 +725,29 @@ TEST_P(ElementwiseTest, Resample2x) {
        {Shape{2, 8, 8, 64}, Shape{3, 6, 4, 5}, Shape{1, 2, 2, 1}, Shape{2, 5, 7, 3}}) {
     const Array x = Random(shape);
     const Tensor device = Upload(x);
-    for (Resample kind : {Resample::kNearestUp, Resample::kAveragePoolDown}) {
+    for (Resample kind :
+         {Resample::kNearestUp, Resample::kAveragePoolDown, Resample::kFirUp, Resample::kFirDown}) {
       const Array expected = reference::Resample2x(kind, x);
       const Tensor out = Output(expected.shape);
       backend().Resample2x(kind, device, out);
+      EXPECT_LT(Error(Read(out), expected), Tolerance(1e-6)) << shape.ToString();
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, DoublingWithoutTheLastLine) {
+  for (const Shape& shape : {Shape{2, 4, 3, 64}, Shape{3, 1, 4, 5}}) {
+    const Array x = Random(shape), doubled = reference::Resample2x(Resample::kNearestUp, x);
+    const Tensor device = Upload(x);
+    for (const auto& [less_high, less_wide] : {std::pair{1, 0}, {0, 1}, {1, 1}}) {
+      Array expected({shape[0], 2 * shape[1] - less_high, 2 * shape[2] - less_wide, shape[3]});
+      int64_t at = 0;
+      for (int64_t n = 0; n < shape[0]; ++n)
+        for (int64_t h = 0; h < expected.shape[1]; ++h)
+          for (int64_t w = 0; w < expected.shape[2]; ++w)
+            for (int64_t c = 0; c < shape[3]; ++c, ++at) expected.at(at) = doubled.at(n, h, w, c);
+      const Tensor out = Output(expected.shape);
+      backend().Resample2x(Resample::kNearestUp, device, out);
       EXPECT_LT(Error(Read(out), expected), Tolerance(1e-6)) << shape.ToString();
     }
   }
@@ -783,24 +809,41 @@ TEST_P(ElementwiseTest, ActivationsOverTheirWholeRange) {
   }
 }
 
-TEST_P(ElementwiseTest, GegluGate) {
-  for (const Shape& shape :
-       {Shape{2, 9, 1280}, Shape{1, 70, 40}, Shape{3, 5, 13}, Shape{2, 64}, Shape{1, 1, 1}}) {
-    int64_t dims[Shape::kMaxRank];
-    for (int i = 0; i < shape.rank(); ++i) dims[i] = shape[i];
-    dims[shape.rank() - 1] *= 2;
-    const Array x = Random(Shape(std::span<const int64_t>(dims, shape.rank())));
-    const Tensor out = Output(shape);
-    backend().GegluGate(Upload(x), out);
-    EXPECT_LT(Error(Read(out), reference::GegluGate(x, shape)), Tolerance(1e-6))
-        << shape.ToString();
-    Array swapped = x;
-    const int64_t features = shape[-1];
-    for (int64_t i = 0; i < shape.elements(); ++i) {
-      const int64_t value = i / features * 2 * features + i % features;
-      std::swap(swapped.at(value), swapped.at(value + features));
+TEST_P(LinearTest, Gated) {
+  struct {
+    Shape tokens;
+    int64_t in, features;
+  } shapes[] = {{{2, 9}, 320, 1280}, {{1, 300}, 64, 256}, {{3, 5}, 40, 13},
+                {{2, 70}, 24, 40},   {{4}, 48, 64},       {{1, 1}, 1, 1}};
+  for (const auto& s : shapes) {
+    const auto with = [&](int64_t last) {
+      std::vector<int64_t> dims;
+      for (int i = 0; i < s.tokens.rank(); ++i) dims.push_back(s.tokens[i]);
+      dims.push_back(last);
+      return Shape(dims);
+    };
+    const Array x = Random(with(s.in));
+    const Array weight =
+        Random({2 * s.features, s.in}, activation(), 1 / std::sqrt(static_cast<double>(s.in)));
+    const Array bias = Coin() ? Random({2 * s.features}, DType::kF32) : Array();
+    const auto packed = PackGatedLinear(weight, bias);
+    const Tensor out = Output(with(s.features));
+    backend().GatedLinear({.x = Upload(x),
+                           .weight = packed.get(),
+                           .scratch = Output(with(2 * s.features)),
+                           .out = out});
+    const Array linear = reference::Linear({}, x, weight, bias, {});
+    // Values and gates are rounded to bf16, then their product: thrice the error of one rounding.
+    EXPECT_LT(Error(Read(out), reference::GegluGate(linear, out.shape())),
+              3 * Tolerance(kTolerance))
+        << out.shape().ToString() << " of " << s.in;
+    Array swapped = linear;
+    for (int64_t i = 0; i < out.elements(); ++i) {
+      const int64_t value = i / s.features * 2 * s.features + i % s.features;
+      std::swap(swapped.at(value), swapped.at(value + s.features));
     }
-    EXPECT_GT(Error(Read(out), reference::GegluGate(swapped, shape)), 2 * Tolerance(1e-6))
+    EXPECT_GT(Error(Read(out), reference::GegluGate(swapped, out.shape())),
+              6 * Tolerance(kTolerance))
         << "the test must be able to fail";
   }
 }

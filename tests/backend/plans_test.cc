@@ -101,7 +101,7 @@ TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
       for (const HopperCandidate& candidate : candidates) {
         EXPECT_TRUE(names.insert(NameOf(candidate.plan)).second) << NameOf(candidate.plan);
         EXPECT_GE(candidate.microseconds, candidates.front().microseconds);
-        if (Is64x64(candidate.plan.tile)) {
+        if (!SpecOf(candidate.plan.tile).IsPersistent()) {
           EXPECT_EQ(candidate.plan.splits % candidate.plan.cluster, 0) << NameOf(candidate.plan);
         }
         splits.insert(candidate.plan.splits);
@@ -110,8 +110,13 @@ TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
     }
     EXPECT_EQ(splits.size(), 1u) << Describe(ShapeOf(c));
   }
-  // Besides, both 64×64 tiles in clusters of 2, 4 and 8, and eight tiles in clusters of 2.
-  EXPECT_EQ(seen.size(), kHopperTiles + 2 * 3u + 8) << "a tile is never among the candidates";
+  size_t all = 0;
+  for (const HopperTileSpec& spec : kTiles) {
+    const bool over_cluster = spec.split_k == SplitK::kCluster;
+    // In clusters of 2, 4 and 8, or of 2.
+    all += 1 + (spec.cost.Multicasts() ? 1 : 0) + (over_cluster ? spec.IsPersistent() ? 1 : 3 : 0);
+  }
+  EXPECT_EQ(seen.size(), all) << "a tile is never among the candidates";
 }
 
 // Launches of one description share a measurement.
@@ -347,7 +352,7 @@ TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
     SCOPED_TRACE(Describe(conv));
     const std::vector<std::byte> first = RunAll(conv);
     if (HopperCandidates(conv, queue_).front().plan.splits > 1) {
-      EXPECT_FALSE(Run(conv, {.tile = HopperTile::k64x64, .splits = 1}) == first)
+      EXPECT_FALSE(Run(conv, {.tile = kTile64x64, .splits = 1}) == first)
           << "the bits depend on the splits";
     }
   }
@@ -368,6 +373,38 @@ TEST_F(HopperPlansTest, AllWithAFusedNormGiveTheSameBits) {
     SCOPED_TRACE(Describe(conv));
     ASSERT_TRUE(SuitsHaloTile(conv));
     RunAll(conv);
+  }
+}
+
+TEST_F(HopperPlansTest, GatesOfOutputsHaveTheBitsOfGeglu) {
+  for (const Case& c : {Case{2, 1, 1024, 320, 0, 2560, 1}, Case{3, 1, 333, 64, 0, 5120, 1},
+                        Case{1, 1, 77, 640, 0, 208, 1}, Case{40, 1, 64, 128, 0, 1024, 1}}) {
+    kept_.clear();
+    Conv2dLaunch conv = Launch(c);
+    conv.add = conv.residual = {};
+    conv.activation = Activation::kNone;
+    conv.scale = 1;
+    const int64_t pixels = int64_t{c.images} * c.width;
+    SCOPED_TRACE(Describe(conv));
+    const Tensor gated = Zeros({pixels, c.outputs / 2}, DType::kBF16);
+    const HopperPlan plain = HopperCandidates(conv, queue_).front().plan;
+    const Rows values_and_gates = conv.out;
+    out_ = gated;
+    const std::vector<std::byte> expected = Run("linear, then gate", [&] {
+      const cudaError_t error = LaunchConv2dHopper(conv, plain, queue_);
+      return error == cudaSuccess
+                 ? LaunchGegluGate(values_and_gates, pixels, c.outputs / 2, View(gated), queue_)
+                 : error;
+    });
+    conv.gated = true;
+    conv.out = View(gated);
+    ASSERT_TRUE(SuitsGate(conv));
+    const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);
+    EXPECT_GE(candidates.size(), 3u);
+    for (const HopperCandidate& candidate : candidates)
+      EXPECT_TRUE(Run(conv, candidate.plan) == expected) << NameOf(candidate.plan);
+    constexpr HopperTile k192x192 = FindTile(Loader::kIm2col, Schedule::kCooperative, 192, 192);
+    EXPECT_NE(LaunchConv2dHopper(conv, {.tile = k192x192}, queue_), cudaSuccess);
   }
 }
 

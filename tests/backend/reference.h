@@ -290,7 +290,35 @@ inline Array FourierEmbedding(const FourierEmbeddingArgs& args, const Array& t,
   return out;
 }
 
+/// Upsample, pad, filter, downsample along dimension `axis`, as StyleGAN's upfirdn2d.
+inline Array UpFirDown(const Array& x, int axis, int up, int down, int pad_before, int pad_after,
+                       double gain) {
+  constexpr double kFilter[] = {1, 3, 3, 1};
+  const int64_t length = x.shape[axis], padded = length * up + pad_before + pad_after;
+  Shape shape = {x.shape[0], x.shape[1], x.shape[2], x.shape[3]};
+  const int64_t result = (padded - 4) / down + 1;
+  shape = axis == 1 ? Shape{shape[0], result, shape[2], shape[3]}
+                    : Shape{shape[0], shape[1], result, shape[3]};
+  Array out(shape);
+  int64_t to = 0;
+  for (int64_t n = 0; n < shape[0]; ++n)
+    for (int64_t h = 0; h < shape[1]; ++h)
+      for (int64_t w = 0; w < shape[2]; ++w)
+        for (int64_t c = 0; c < shape[3]; ++c, ++to)
+          for (int k = 0; k < 4; ++k) {
+            const int64_t stuffed = (axis == 1 ? h : w) * down + k - pad_before;
+            if (stuffed < 0 || stuffed % up != 0 || stuffed / up >= length) continue;
+            const int64_t at = stuffed / up;
+            out.at(to) +=
+                kFilter[k] / 8 * gain * x.at(n, axis == 1 ? at : h, axis == 2 ? at : w, c);
+          }
+  return out;
+}
+
 inline Array Resample2x(Resample kind, const Array& x) {
+  if (kind == Resample::kFirUp) return UpFirDown(UpFirDown(x, 1, 2, 1, 2, 1, 2), 2, 2, 1, 2, 1, 2);
+  if (kind == Resample::kFirDown)
+    return UpFirDown(UpFirDown(x, 1, 1, 2, 1, 1, 1), 2, 1, 2, 1, 1, 1);
   const bool up = kind == Resample::kNearestUp;
   const int64_t height = up ? x.shape[1] * 2 : x.shape[1] / 2;
   const int64_t width = up ? x.shape[2] * 2 : x.shape[2] / 2, channels = x.shape[3];

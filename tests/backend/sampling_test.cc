@@ -92,7 +92,7 @@ class SamplingTest : public OnBackend {
       evaluation_.push_back(static_cast<int32_t>(RandomInt(0, kEvaluations - 1)));
       seed_.push_back(static_cast<int64_t>(random_()));  // all 64 bits
     }
-    guidance_ = Random({kSlots}, DType::kF32, 1, 4);
+    guidance_ = Random({kSlots, kGuidanceNumbers}, DType::kF32, 1, 4);
     embedding_ = Random({kSlots, kFeatures}, DType::kF32);
     state_.x = Upload(x, DType::kF32);
     state_.x0 = Upload(x0, DType::kF32);
@@ -110,9 +110,9 @@ class SamplingTest : public OnBackend {
   }
 
   Tensor UploadRows(const std::vector<EvaluationRow>& rows) {
-    std::vector<int32_t> values(4 * rows.size());
+    std::vector<int32_t> values(kRowNumbers * rows.size());
     std::memcpy(values.data(), rows.data(), values.size() * sizeof(int32_t));
-    return UploadInts(values, {static_cast<int64_t>(rows.size()), 4});
+    return UploadInts(values, {static_cast<int64_t>(rows.size()), kRowNumbers});
   }
 
   /// One slot's part of a state tensor, as an image.
@@ -157,7 +157,8 @@ class SamplingTest : public OnBackend {
                                  const Array& unconditional) {
     const int32_t e = evaluation_[slot];
     return reference::Advance(
-        images_[slot], plans_[slot][e], conditional, unconditional, guidance_.at(slot),
+        images_[slot], plans_[slot][e], conditional, unconditional,
+        guidance_.at(slot * kGuidanceNumbers),
         PhiloxNoise(image_, static_cast<uint64_t>(seed_[slot]), static_cast<uint32_t>(e)));
   }
 
@@ -216,6 +217,116 @@ TEST_P(SamplingTest, AdvanceOfImagesOfOtherSizes) {
                        .model_output = Upload(fixed, DType::kF32)});
     ExpectSlot(4, Expected(4, Row(fixed, 0), Row(fixed, 1)), evaluation_[4] + 1);
     EXPECT_EQ(Error(ReadSlot(state_.x, 1), images_[1].x), 0);
+  }
+}
+
+TEST_P(SamplingTest, WhatAMaskKeepsIsPutBack) {
+  for (const Shape& image : {Shape{5, 3, 3}, Shape{4, 5, 3}, Shape{4, 4, 4}}) {
+    image_ = image;
+    MakeSlots(NoiseScale::kFixed);
+    const int64_t pixels = image[0] * image[1], channels = image[2];
+    const Array known = Random({kSlots, 2, image[0], image[1], image[2]}, DType::kF32);
+    Array mask({kSlots, image[0], image[1]});
+    for (double& value : mask.values) value = Coin() ? 1 : 0;
+    state_.known = Upload(known, DType::kF32);
+    state_.mask = Upload(mask, DType::kF32);
+    // Slot 3 has a mask, slot 1 has none.
+    StepPlan plan{.evaluations = plans_[3]};
+    for (Evaluation<double>& e : plan.evaluations) {
+      e.known_image = 0.75;
+      e.known_noise = 0.5;
+    }
+    const std::vector<DeviceEvaluation> masked = ToDevice(plan, /*masked=*/true);
+    backend().Upload(masked.data(), masked.size() * sizeof(DeviceEvaluation),
+                     state_.plans.Slice(3, 1));
+    const Array output = RandomOutput(2, false);
+    backend().Advance({.state = state_,
+                       .rows = UploadRows({{3, 0, -1, 1}, {1, 0, -1, 1}}),
+                       .model_output = Upload(output, DType::kF32)});
+    reference::SlotImages expected = Expected(3, Row(output, 0), {});
+    const Array drawn = expected.x;
+    for (int64_t i = 0; i < image.elements(); ++i) {
+      const double m = mask.at(3 * pixels + i / channels);
+      const double back = 0.75 * known.at(3 * 2 * image.elements() + i) +
+                          0.5 * known.at((3 * 2 + 1) * image.elements() + i);
+      expected.x.at(i) = m * drawn.at(i) + (1 - m) * back;
+    }
+    ExpectSlot(3, expected, evaluation_[3] + 1);
+    EXPECT_GT(Error(drawn, expected.x), 0.01) << "the mask does nothing";
+    ExpectSlot(1, Expected(1, Row(output, 1), {}), evaluation_[1] + 1);
+  }
+}
+
+TEST_P(SamplingTest, GuidanceOfThreeRows) {
+  for (const bool learned : {false, true}) {
+    MakeSlots(learned ? NoiseScale::kLearned : NoiseScale::kFixed);
+    const Array output = RandomOutput(4, learned);
+    // Beside an image of two rows, whose second is another's third.
+    backend().Advance({.state = state_,
+                       .rows = UploadRows(
+                           {{2, 0, 1, 1, 2, 0}, {2, 0, -1, 0}, {2, 0, -1, 0, -1, 1}, {0, 0, 2, 1}}),
+                       .model_output = Upload(output, DType::kF32)});
+    // u + g·(c − i) + h·(i − u) is what guiding `guided` by u with scale 1 gives.
+    const double g = guidance_.at(2 * kGuidanceNumbers), h = guidance_.at(2 * kGuidanceNumbers + 1);
+    Array guided = Row(output, 0);
+    const Array i = Row(output, 1), u = Row(output, 2);
+    const int64_t out_channels = guided.shape[2];
+    for (int64_t at = 0; at < guided.shape.elements(); ++at) {
+      if (at % out_channels >= image_[2]) continue;  // the variance is the first row's
+      guided.at(at) = u.at(at) + g * (guided.at(at) - i.at(at)) + h * (i.at(at) - u.at(at));
+    }
+    ExpectSlot(2, Expected(2, guided, {}), evaluation_[2] + 1);
+    ExpectSlot(0, Expected(0, Row(output, 3), u), evaluation_[0] + 1);
+  }
+}
+
+TEST_P(SamplingTest, RescaledGuidance) {
+  for (const Shape& image : {Shape{5, 3, 3}, Shape{4, 5, 3}, Shape{64, 64, 4}}) {
+    for (const bool learned : {false, true}) {
+      image_ = image;
+      MakeSlots(learned ? NoiseScale::kLearned : NoiseScale::kFixed);
+      const Array output = RandomOutput(5, learned);
+      constexpr double kRescale = 0.7;
+      guidance_.at(1 * kGuidanceNumbers + 2) = kRescale;
+      guidance_.at(3 * kGuidanceNumbers + 2) = kRescale;  // not guided
+      guidance_.at(0 * kGuidanceNumbers + 2) = 0;         // guided, not rescaled
+      state_.guidance = Upload(guidance_, DType::kF32);
+      const Tensor factor = Output({5}, DType::kF32);
+      const Tensor rows =
+          UploadRows({{1, 0, 2, 1}, {3, 0, -1, 1}, {1, 0, -1, 0}, {-1, 0, -1, 0}, {0, 0, 2, 1}});
+      const Tensor uploaded = Upload(output, DType::kF32);
+      backend().RescaleGuidance(
+          {.state = state_, .rows = rows, .model_output = uploaded, .factor = factor});
+      backend().Advance(
+          {.state = state_, .rows = rows, .model_output = uploaded, .guidance_factor = factor});
+      const Array c = Row(output, 0), u = Row(output, 2);
+      const double g = guidance_.at(kGuidanceNumbers);
+      const int64_t out_channels = c.shape[2];
+      Array guided = c;
+      std::vector<double> of_c, of_guided;
+      for (int64_t at = 0; at < c.shape.elements(); ++at) {
+        if (at % out_channels >= image_[2]) continue;
+        guided.at(at) = u.at(at) + g * (c.at(at) - u.at(at));
+        of_c.push_back(c.at(at));
+        of_guided.push_back(guided.at(at));
+      }
+      const auto deviation = [](const std::vector<double>& values) {
+        double mean = 0, squares = 0;
+        for (const double value : values) mean += value / static_cast<double>(values.size());
+        for (const double value : values) squares += (value - mean) * (value - mean);
+        return std::sqrt(squares / static_cast<double>(values.size() - 1));
+      };
+      const double expected = kRescale * deviation(of_c) / deviation(of_guided) + 1 - kRescale;
+      const Array factors = Read(factor);
+      EXPECT_NEAR(factors.at(0), expected, 1e-6 * expected);
+      EXPECT_GT(std::fabs(expected - 1), 0.01) << "the test can fail";
+      for (const int64_t r : {1, 2, 3, 4}) EXPECT_EQ(factors.at(r), 1) << r;
+      for (int64_t at = 0; at < c.shape.elements(); ++at)
+        if (at % out_channels < image_[2]) guided.at(at) *= expected;
+      ExpectSlot(1, Expected(1, guided, {}), evaluation_[1] + 1);
+      ExpectSlot(3, Expected(3, Row(output, 1), {}), evaluation_[3] + 1);
+      ExpectSlot(0, Expected(0, Row(output, 4), u), evaluation_[0] + 1);
+    }
   }
 }
 
@@ -446,6 +557,61 @@ TEST_P(SamplingTest, Gather) {
   const Tensor label = Download(args.label);
   EXPECT_EQ(std::vector<int32_t>(label.as<int32_t>(), label.as<int32_t>() + 5),
             (std::vector<int32_t>{2, 0, 7, 10, 0}));
+}
+
+TEST_P(SamplingTest, GatherWithExtraChannels) {
+  for (const int64_t extra : {5, 4}) {
+    MakeSlots(NoiseScale::kFixed);
+    const int64_t pixels = image_[0] * image_[1], channels = image_[2], all = channels + extra;
+    const Array beside = Random({kSlots, image_[0], image_[1], extra}, DType::kF32);
+    state_.extra = Upload(beside, DType::kF32);
+    const std::vector<EvaluationRow> rows = {{3, 0, 1, 1, 2, 0},
+                                             {3, 0, -1, 0, -1, 0},
+                                             {3, 0, -1, 0, -1, 1},
+                                             {-1, 0, -1, 0},
+                                             {0, 0, -1, 1}};
+    GatherArgs args{.state = state_, .rows = UploadRows(rows)};
+    args.x = Output({5, image_[0], image_[1], all});
+    args.condition = Output({5}, DType::kF32);
+    backend().Gather(args);
+    Array x(args.x.shape());
+    for (int64_t r = 0; r < 5; ++r) {
+      const int64_t slot = rows[r].slot;
+      if (slot < 0) continue;
+      for (int64_t i = 0; i < pixels * all; ++i) {
+        const int64_t p = i / all, c = i % all;
+        x.at(r * pixels * all + i) =
+            c < channels
+                ? plans_[slot][evaluation_[slot]].input_scale * images_[slot].x.at(p * channels + c)
+            : rows[r].no_extra ? 0
+                               : beside.at((slot * pixels + p) * extra + c - channels);
+      }
+    }
+    EXPECT_LT(Error(Read(args.x), x), Tolerance(kTolerance));
+  }
+}
+
+TEST_P(SamplingTest, BeginSlotKeepsWhatAMaskNeeds) {
+  MakeSlots(NoiseScale::kFixed);
+  state_.known =
+      Upload(Random({kSlots, 2, image_[0], image_[1], image_[2]}, DType::kF32), DType::kF32);
+  state_.mask = Upload(Array({kSlots, image_[0], image_[1]}), DType::kF32);
+  const Array before = Read(state_.known), source = Random(image_, DType::kF32);
+  const Array given = Random(image_, DType::kF32);
+  for (const bool drawn : {false, true}) {
+    backend().BeginSlot({.state = state_,
+                         .slot = 2,
+                         .source = Upload(source, DType::kF32),
+                         .noise = drawn ? Tensor() : Upload(given, DType::kF32),
+                         .keeps_known = true});
+    const Array noise =
+        drawn ? PhiloxNoise(image_, static_cast<uint64_t>(seed_[2]), kInitialDraw) : given;
+    Array expected = before;
+    const int64_t elements = image_.elements();
+    std::copy_n(source.values.begin(), elements, expected.values.begin() + 4 * elements);
+    std::copy_n(noise.values.begin(), elements, expected.values.begin() + 5 * elements);
+    EXPECT_LT(Error(Read(state_.known), expected), kTolerance);
+  }
 }
 
 TEST_P(SamplingTest, GatherWithoutLabelsAndEmbeddings) {

@@ -61,28 +61,32 @@ std::vector<Band> CutIntoBands(Convolution& convolution, const ConvolutionGeomet
   return bands;
 }
 
-void Store(const float* from, int64_t count, float* to) {
+void Store(const float* from, int64_t count, float e4m3_scale, float* to) {
+  if (e4m3_scale != 0) return ScaleAndRoundToE4m3(from, 1 / e4m3_scale, to, count);
   std::memcpy(to, from, count * sizeof(float));
 }
-void Store(const float* from, int64_t count, uint16_t* to) { RoundToBf16(from, to, count); }
+void Store(const float* from, int64_t count, float e4m3_scale, uint16_t* to) {
+  if (e4m3_scale != 0) return ScaleAndRoundToE4m3(from, 1 / e4m3_scale, to, count);
+  RoundToBf16(from, to, count);
+}
 
 /// Lines [begin, end) of a row's input as the convolution reads it: both sources side by side,
-/// doubled if asked for, and in its dtype.
+/// doubled if asked for, in its dtype, and rounded to e4m3 if it has a scale.
 template <typename T>
 void AssembleLines(const ConvolutionCall& call, int64_t row, int64_t begin, int64_t end, int64_t in,
-                   T* assembled) {
+                   float e4m3_scale, T* assembled) {
   const int64_t up = call.upsample2x ? 2 : 1, c1 = call.c1, c2 = in - c1;
   const int64_t width = call.geometry.width / up, height = call.geometry.height / up;
   const float* x = call.x + row * height * width * c1;
   const float* x2 = call.x2 != nullptr ? call.x2 + row * height * width * c2 : nullptr;
   T* to = assembled;
   if (x2 == nullptr && up == 1)
-    return Store(x + begin * width * in, (end - begin) * width * in, to);
+    return Store(x + begin * width * in, (end - begin) * width * in, e4m3_scale, to);
   for (int64_t h = begin; h < end; ++h) {
     for (int64_t w = 0; w < width * up; ++w, to += in) {
       const int64_t pixel = h / up * width + w / up;
-      Store(x + pixel * c1, c1, to);
-      if (x2 != nullptr) Store(x2 + pixel * c2, c2, to + c1);
+      Store(x + pixel * c1, c1, e4m3_scale, to);
+      if (x2 != nullptr) Store(x2 + pixel * c2, c2, e4m3_scale, to + c1);
     }
   }
 }
@@ -99,7 +103,8 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
   convolution.Trim(kGeometries);
   const std::vector<Band> bands = CutIntoBands(convolution, whole, out_height, out_width);
   const bool bf16 = convolution.dtype() == DType::kBF16;
-  const bool assemble = call.x2 != nullptr || call.upsample2x || bf16;
+  const float e4m3_scale = convolution.input_scale();
+  const bool assemble = call.x2 != nullptr || call.upsample2x || bf16 || e4m3_scale != 0;
 
   const bool in_place = call.residual == call.out;
 
@@ -130,9 +135,9 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
       const int64_t in_end = band.in_begin + band.in_lines;
       if (bf16) {
         auto* const rounded = reinterpret_cast<uint16_t*>(assembled);
-        AssembleLines(call, row, band.in_begin, in_end, in, rounded);
+        AssembleLines(call, row, band.in_begin, in_end, in, e4m3_scale, rounded);
       } else {
-        AssembleLines(call, row, band.in_begin, in_end, in, assembled);
+        AssembleLines(call, row, band.in_begin, in_end, in, e4m3_scale, assembled);
       }
       source = assembled;
     }

@@ -2,10 +2,12 @@
 #include "engine/backend/cpu/convolution.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 
 #include "engine/backend/check.h"
 #include "engine/backend/cpu/parallel.h"
+#include "engine/core/e4m3.h"
 
 namespace denoised::cpu {
 namespace {
@@ -20,16 +22,33 @@ void Reorder(dnnl::memory& from, dnnl::memory& to, const dnnl::engine& engine) {
   stream.wait();
 }
 
+/// `weight` holds `outputs` parts of the same size, each of which gets a scale of its own. They
+/// become what was rounded, times this scale and that of the input.
+std::vector<float> RoundedToE4m3(std::vector<float> weight, int outputs, float input_scale) {
+  const auto each = static_cast<int64_t>(weight.size()) / outputs;
+  for (int o = 0; o < outputs; ++o) {
+    float* const part = weight.data() + o * each;
+    float largest = 0;
+    for (int64_t i = 0; i < each; ++i) largest = std::max(largest, std::fabs(part[i]));
+    const float scale = E4m3Scale(largest);
+    for (int64_t i = 0; i < each; ++i)
+      part[i] = RoundToE4m3(part[i] / scale) * (scale * input_scale);
+  }
+  return weight;
+}
+
 }  // namespace
 
 Convolution::Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in,
-                         int kernel, DType dtype)
+                         int kernel, DType dtype, float input_scale)
     : engine_(std::move(engine)),
       out_(out),
       in_(in),
       kernel_(kernel),
       dtype_(dtype),
-      plain_weight_(std::move(weight_oihw)) {}
+      input_scale_(input_scale),
+      plain_weight_(input_scale == 0 ? std::move(weight_oihw)
+                                     : RoundedToE4m3(std::move(weight_oihw), out, input_scale)) {}
 
 dnnl::memory Convolution::WeightAs(const Desc& layout) {
   for (const dnnl::memory& memory : layouts_) {

@@ -27,9 +27,11 @@ struct ConvolutionGeometry {
 /// or BF16; sums, bias and destination are F32.
 class Convolution {
  public:
-  /// `weight_oihw` holds [out, in, kernel, kernel], which BF16 rounds.
+  /// `weight_oihw` holds [out, in, kernel, kernel], which BF16 rounds. With an `input_scale`, it is
+  /// one of backend.h's E4m3Layer: the source is to be RoundToE4m3(x / input_scale), and all scales
+  /// are in the weights, which are numbers of e4m3 times powers of two. Both are exact in BF16.
   Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in, int kernel,
-              DType dtype);
+              DType dtype, float input_scale = 0);
 
   /// oneDNN's objects for the arguments of a primitive. Making them takes longer than setting their
   /// addresses anew for each run.
@@ -63,6 +65,7 @@ class Convolution {
   int out() const { return out_; }
   int kernel() const { return kernel_; }
   DType dtype() const { return dtype_; }
+  float input_scale() const { return input_scale_; }
   size_t geometries() const;
   size_t layouts() const;
 
@@ -78,6 +81,7 @@ class Convolution {
   dnnl::engine engine_;
   const int out_, in_, kernel_;
   const DType dtype_;
+  const float input_scale_;
   mutable Mutex mutex_;
   std::vector<float> plain_weight_ ABSL_GUARDED_BY(mutex_);  // freed once a layout holds it
   std::vector<dnnl::memory> layouts_ ABSL_GUARDED_BY(mutex_);

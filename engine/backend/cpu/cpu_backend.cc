@@ -63,7 +63,8 @@ class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const BackendOptions& options)
       : name_(options.number == 0 ? "cpu" : fmt::format("cpu:{}", options.number)),
-        dtype_(options.cpu_dtype) {}
+        dtype_(options.cpu_dtype),
+        observe_(options.observe_input) {}
 
   std::string_view name() const override { return name_; }
   std::string description() const override {
@@ -73,6 +74,7 @@ class CpuBackend final : public Backend {
   }
   Device device() const override { return Device::kCpu; }
   DType activation_dtype() const override { return DType::kF32; }
+  bool MultipliesE4m3() const override { return true; }
   BackendMemory memory() const override { return cpu::ReadMemory(); }
 
   absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
@@ -116,9 +118,10 @@ class CpuBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias,
-                                                           bool upsample2x) override {
+                                                           const Tensor& bias, bool upsample2x,
+                                                           const E4m3Layer& e4m3) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
+    DENOISED_CHECK(!upsample2x || e4m3.input_scale == 0, "upsampling in e4m3");
     return Pack([&] {
       auto packed = std::make_unique<cpu::CpuConv2d>();
       packed->out_channels = static_cast<int>(weight_oihw.dim(0));
@@ -126,15 +129,17 @@ class CpuBackend final : public Backend {
       packed->kernel = static_cast<int>(weight_oihw.dim(2));
       packed->upsample2x = upsample2x;
       packed->has_bias = bias.defined();
+      packed->e4m3 = e4m3;
       packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
-                                  packed->in_channels, packed->kernel, dtype_);
+                                  packed->in_channels, packed->kernel, dtype_, e4m3.input_scale);
       packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);
       return packed;
     });
   }
 
-  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
-      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
+                                                           const std::vector<Tensor>& biases,
+                                                           const E4m3Layer& e4m3) override {
     DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
     return Pack([&] {
       std::vector<float> weight = Concatenated(weights_oi);
@@ -143,7 +148,7 @@ class CpuBackend final : public Backend {
       const bool has_bias = !biases.empty() && biases[0];
       std::vector<float> bias = has_bias ? Concatenated(biases) : std::vector<float>(out);
       return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in,
-                                              dtype_);
+                                              dtype_, e4m3);
     });
   }
 
@@ -155,11 +160,19 @@ class CpuBackend final : public Backend {
   void Conv2d(const Conv2dArgs& args) override {
     Check(args, kRules);
     DENOISED_CHECK(!args.output_norm.gamma, "what MakesOutputNorm() denies");
-    Enqueue([&] { cpu::Conv2d(args, scratch()); });
+    Enqueue([&] {
+      Observe(args.weight->e4m3, {args.x, args.x2});
+      if (args.shortcut.weight != nullptr)
+        Observe(args.shortcut.weight->e4m3, {args.shortcut.x, args.shortcut.x2});
+      cpu::Conv2d(args, scratch());
+    });
   }
   void Linear(const LinearArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::Linear(args, scratch()); });
+    Enqueue([&] {
+      Observe(args.weight->e4m3, {args.x});
+      cpu::Linear(args, scratch());
+    });
   }
   void GroupNorm(const GroupNormArgs& args) override {
     Check(args, kRules);
@@ -173,9 +186,13 @@ class CpuBackend final : public Backend {
     Check(args, kRules);
     Enqueue([&] { cpu::Attention(args, scratch()); });
   }
-  void GegluGate(const Tensor& x, const Tensor& out) override {
-    CheckGegluGate(x, out, kRules);
-    Enqueue([&] { cpu::GegluGate(x, out, scratch()); });
+  void GatedLinear(const GatedLinearArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] {
+      Observe(args.weight->e4m3, {args.x});
+      cpu::Linear({.x = args.x, .weight = args.weight, .out = args.scratch}, scratch());
+      cpu::GegluGate(args.scratch, args.out, scratch());
+    });
   }
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
     CheckNearestCode(x, codebook, out, kRules);
@@ -217,6 +234,10 @@ class CpuBackend final : public Backend {
   void Gather(const GatherArgs& args) override {
     Check(args, kRules);
     Enqueue([&] { cpu::Gather(args); });
+  }
+  void RescaleGuidance(const RescaleGuidanceArgs& args) override {
+    Check(args, kRules);
+    Enqueue([&] { cpu::RescaleGuidance(args); });
   }
   void Advance(const AdvanceArgs& args) override {
     Check(args, kRules);
@@ -289,6 +310,13 @@ class CpuBackend final : public Backend {
     }
   }
 
+  void Observe(const E4m3Layer& layer, std::initializer_list<Tensor> inputs) const {
+    if (!observe_ || layer.name.empty()) return;
+    for (const Tensor& x : inputs) {
+      if (x) observe_(layer.name, x);
+    }
+  }
+
   void Fail(absl::Status status) {
     MutexLock lock(&mutex_);
     if (failed_) return;
@@ -303,6 +331,7 @@ class CpuBackend final : public Backend {
 
   const std::string name_;
   const DType dtype_;
+  const InputObserver observe_;
   const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
   std::vector<cpu::Scratch> scratches_ = std::vector<cpu::Scratch>(cpu::Workers());  // by thread
   bool capturing_ = false;

@@ -49,7 +49,13 @@ void FourierEmbedding(const FourierEmbeddingArgs& args) {
 void Embedding(const EmbeddingArgs& args) {
   const int64_t dim = args.table.dim(1);
   for (int64_t n = 0; n < args.index.dim(0); ++n) {
-    const int32_t index = args.index.as<int32_t>()[n];
+    int64_t index = 0;
+    if (args.index.dtype() == DType::kF32) {
+      const float last = static_cast<float>(args.table.dim(0) - 1);
+      index = std::lrint(std::clamp(args.index.as<float>()[n], 0.0f, last));
+    } else {
+      index = args.index.as<int32_t>()[n];
+    }
     DENOISED_CHECK(index >= 0 && index < args.table.dim(0), "index {} of {} embeddings", index,
                    args.table.dim(0));
     std::memcpy(args.out.as<float>() + n * dim, args.table.as<float>() + index * dim,
@@ -57,9 +63,51 @@ void Embedding(const EmbeddingArgs& args) {
   }
 }
 
+namespace {
+
+/// The positions along an edge that one position of the result is made of, and their weights.
+struct FirTaps {
+  int64_t first = 0;
+  int count = 0;
+  float weights[4] = {};
+};
+FirTaps TapsOf(Resample kind, int64_t i) {
+  if (kind == Resample::kFirDown) return {2 * i - 1, 4, {0.125f, 0.375f, 0.375f, 0.125f}};
+  if (i % 2 == 0) return {i / 2 - 1, 2, {0.25f, 0.75f}};
+  return {i / 2, 2, {0.75f, 0.25f}};
+}
+
+void ResampleFir(Resample kind, const Tensor& x, const Tensor& out) {
+  const int64_t height = out.dim(1), width = out.dim(2), channels = out.dim(3);
+  const int64_t in_height = x.dim(1), in_width = x.dim(2);
+  ParallelFor(out.dim(0) * height, [&](int64_t line, int) {
+    const float* from = x.as<float>() + line / height * in_height * in_width * channels;
+    float* to = out.as<float>() + line * width * channels;
+    const FirTaps down = TapsOf(kind, line % height);
+    for (int64_t w = 0; w < width; ++w, to += channels) {
+      const FirTaps across = TapsOf(kind, w);
+      std::fill_n(to, channels, 0.0f);
+      for (int i = 0; i < down.count; ++i) {
+        const int64_t y = down.first + i;
+        if (y < 0 || y >= in_height) continue;
+        for (int j = 0; j < across.count; ++j) {
+          const int64_t at = across.first + j;
+          if (at < 0 || at >= in_width) continue;
+          const float weight = down.weights[i] * across.weights[j];
+          const float* pixel = from + (y * in_width + at) * channels;
+          for (int64_t c = 0; c < channels; ++c) to[c] += weight * pixel[c];
+        }
+      }
+    }
+  });
+}
+
+}  // namespace
+
 void Resample2x(Resample kind, const Tensor& x, const Tensor& out) {
   const int64_t height = out.dim(1), width = out.dim(2), channels = out.dim(3);
   const int64_t in_width = x.dim(2), in_row = x.dim(1) * in_width * channels;
+  if (kind == Resample::kFirUp || kind == Resample::kFirDown) return ResampleFir(kind, x, out);
   ParallelFor(out.dim(0) * height, [&](int64_t line, int) {
     const float* from = x.as<float>() + line / height * in_row;
     float* to = out.as<float>() + line * width * channels;

@@ -9,13 +9,14 @@
 namespace denoised::cpu {
 
 CpuLinear::CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias,
-                     int out, int in, DType dtype)
+                     int out, int in, DType dtype, const E4m3Layer& layer)
     : engine_(std::move(engine)),
       dtype_(dtype),
       bias_(std::move(bias)),
       plain_weight_(std::move(weight_oi)) {
   out_features = out;
   in_features = in;
+  e4m3 = layer;
 }
 
 const float* CpuLinear::PlainWeight() const {
@@ -30,7 +31,7 @@ Convolution& CpuLinear::OverTokens() const {
   if (!over_tokens_) {
     plain_in_use_ |= dtype_ != DType::kF32;  // PlainWeight() must not return rounded ones
     over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
-                         out_features, in_features, 1, dtype_);
+                         out_features, in_features, 1, dtype_, e4m3.input_scale);
   }
   return *over_tokens_;
 }

@@ -29,7 +29,7 @@ struct CpuConv2d final : PackedConv2d {
 class CpuLinear final : public PackedLinear {
  public:
   CpuLinear(dnnl::engine engine, std::vector<float> weight_oi, std::vector<float> bias, int out,
-            int in, DType dtype);
+            int in, DType dtype, const E4m3Layer& layer);
 
   const std::vector<float>& bias() const { return bias_; }
   const float* PlainWeight() const;
@@ -69,6 +69,7 @@ void Linear(const LinearArgs& args, Scratch& scratch);
 void GroupNorm(const GroupNormArgs& args, Scratch& scratch);
 void LayerNorm(const LayerNormArgs& args);
 void Attention(const AttentionArgs& args, Scratch& scratch);
+/// out[.., c] = x[.., c] · gelu(x[.., C + c]); x has 2·C features.
 void GegluGate(const Tensor& x, const Tensor& out, Scratch& scratch);
 void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out);
 void Gaussian(const GaussianArgs& args);
@@ -82,6 +83,7 @@ void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation 
 void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out);
 void BeginSlot(const BeginSlotArgs& args);
 void Gather(const GatherArgs& args);
+void RescaleGuidance(const RescaleGuidanceArgs& args);
 void Advance(const AdvanceArgs& args);
 
 }  // namespace denoised::cpu

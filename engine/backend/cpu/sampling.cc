@@ -45,29 +45,77 @@ bool UsesNoise(const DeviceEvaluation& plan) {
                      [](const auto& output) { return output[kInputNoise] != 0; });
 }
 
+/// A row's output after guidance, element by element of the image.
+class GuidedOutput {
+ public:
+  GuidedOutput(const SlotState& state, const Tensor& rows, const Tensor& model_output,
+               const EvaluationRow& row, int64_t r)
+      : channels_(state.x.dim(3)), out_channels_(model_output.dim(3)) {
+    const int64_t elements = ImageElements(state) / channels_ * out_channels_;
+    const auto of_row = [&](int64_t other) {
+      DENOISED_CHECK(other < rows.dim(0), "unconditional row {} of {}", other, rows.dim(0));
+      return other >= 0 ? model_output.as<float>() + other * elements : nullptr;
+    };
+    conditional_ = of_row(r);
+    unconditional_ = of_row(row.unconditional_row);
+    imageless_ = of_row(row.imageless_row);
+    const float* numbers = state.guidance.as<float>() + row.slot * kGuidanceNumbers;
+    guidance_ = {.scale = numbers[0], .image_scale = numbers[1], .rescale = numbers[2]};
+  }
+
+  const Guidance& guidance() const { return guidance_; }
+  bool guided() const { return unconditional_ != nullptr; }
+  float Conditional(int64_t element) const { return conditional_[At(element)]; }
+  float Variance(int64_t element) const { return conditional_[At(element) + channels_]; }
+  float operator()(int64_t element) const {
+    const int64_t at = At(element);
+    const float c = conditional_[at];
+    if (unconditional_ == nullptr) return c;
+    return imageless_ == nullptr ? Guided(guidance_, c, unconditional_[at])
+                                 : Guided(guidance_, c, unconditional_[at], imageless_[at]);
+  }
+
+ private:
+  int64_t At(int64_t element) const {
+    return element / channels_ * out_channels_ + element % channels_;
+  }
+
+  int64_t channels_, out_channels_;
+  const float *conditional_, *unconditional_, *imageless_;
+  Guidance guidance_;
+};
+
+/// The unbiased standard deviation of `value` of each element.
+template <typename Value>
+double StandardDeviation(int64_t elements, Value value) {
+  double sum = 0, squares = 0;
+  for (int64_t i = 0; i < elements; ++i) sum += value(i);
+  const double mean = sum / static_cast<double>(elements);
+  for (int64_t i = 0; i < elements; ++i) squares += (value(i) - mean) * (value(i) - mean);
+  return std::sqrt(squares / static_cast<double>(elements - 1));
+}
+
 /// Advances one slot by row `r` of the model's output.
 void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
   const SlotState& state = args.state;
   const int64_t elements = ImageElements(state), channels = state.x.dim(3);
   const int64_t out_channels = args.model_output.dim(3);
-  const int64_t out_elements = elements / channels * out_channels;
   const DeviceEvaluation& plan = EvaluationOf(state, row.slot);
   const bool learned = plan.noise_scale != NoiseScale::kFixed;
   DENOISED_CHECK(!learned || out_channels == 2 * channels,
                  "the plan wants a learned variance, the model has {} channels", out_channels);
-  DENOISED_CHECK(row.unconditional_row < args.rows.dim(0), "unconditional row {} of {}",
-                 row.unconditional_row, args.rows.dim(0));
   const bool uses_noise = UsesNoise(plan);
   const auto seed = static_cast<uint64_t>(state.seed.as<int64_t>()[row.slot]);
   int32_t& evaluation = state.evaluation.as<int32_t>()[row.slot];
-  const float guidance = state.guidance.as<float>()[row.slot];
-  const float* output = args.model_output.as<float>();
-  const float* conditional = output + r * out_elements;
-  const float* unconditional =
-      row.unconditional_row >= 0 ? output + row.unconditional_row * out_elements : nullptr;
+  const GuidedOutput output(state, args.rows, args.model_output, row, r);
+  const float factor = args.guidance_factor ? args.guidance_factor.as<float>()[r] : 1.0f;
   float* x = state.x.as<float>() + row.slot * elements;
   float* x0 = state.x0.as<float>() + row.slot * elements;
   float* registers = state.registers.as<float>() + row.slot * kRegisters * elements;
+  const bool masked = HasMask(plan);
+  DENOISED_CHECK(!masked || state.known.defined(), "slot {} has no place for a mask", row.slot);
+  const float* image = masked ? state.known.as<float>() + row.slot * 2 * elements : nullptr;
+  const float* mask = masked ? state.mask.as<float>() + row.slot * (elements / channels) : nullptr;
   bool finite = true;
 
   for (int64_t begin = 0; begin < elements; begin += kBlock) {
@@ -84,14 +132,12 @@ void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
     }
     for (int64_t i = 0; i < length; ++i) {
       const int64_t element = begin + i;
-      const int64_t at = element / channels * out_channels + element % channels;
-      float f = conditional[at];
-      if (unconditional != nullptr) f = unconditional[at] + guidance * (f - unconditional[at]);
+      const float f = factor * output(element);
       const float predicted = plan.x0_from_x * in[kInputX][i] + plan.x0_from_model * f;
       finite &= std::isfinite(predicted);
       in[kInputModel][i] = f;
       in[kInputX0][i] = x0[element] = ClippedX0(plan, predicted);
-      if (learned) in[kInputNoise][i] *= NoiseFactor(plan, conditional[at + channels]);
+      if (learned) in[kInputNoise][i] *= NoiseFactor(plan, output.Variance(element));
     }
     for (int o = 0; o < kPlanOutputs; ++o) {
       float next[kBlock] = {};
@@ -101,6 +147,11 @@ void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
         for (int64_t i = 0; i < length; ++i) next[i] += weight * in[k][i];
       }
       if (o == kOutputX) {
+        for (int64_t i = 0; i < length && masked; ++i) {
+          const int64_t element = begin + i;
+          next[i] = Masked(plan, mask[element / channels], next[i], image[element],
+                           image[elements + element]);
+        }
         for (int64_t i = 0; i < length; ++i) finite &= std::isfinite(next[i]);
       }
       float* to = o == kOutputX ? x : registers + (o - kOutputRegister) * elements;
@@ -132,6 +183,10 @@ void BeginSlot(const BeginSlotArgs& args) {
       const float source = args.source ? args.source.as<float>()[begin + i] : 0.0f;
       x[begin + i] =
           args.source_scale * source + args.noise_scale * noise[i] + args.churn_scale * churn[i];
+      if (!args.keeps_known) continue;
+      float* known = state.known.as<float>() + args.slot * 2 * elements + begin + i;
+      known[0] = source;
+      known[elements] = noise[i];
     }
   }
   std::fill_n(state.registers.as<float>() + args.slot * kRegisters * elements,
@@ -145,17 +200,27 @@ void Gather(const GatherArgs& args) {
   const SlotState& state = args.state;
   const int64_t elements = ImageElements(state);
   const int64_t features = args.embedding ? args.embedding.dim(1) : 0;
+  const int64_t channels = state.x.dim(3), extra = state.extra ? state.extra.dim(3) : 0;
+  const int64_t row_elements = elements / channels * (channels + extra);
   const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
   ParallelFor(args.rows.dim(0), [&](int64_t r, int) {
     const EvaluationRow& row = rows[r];
     const bool active = row.slot >= 0;
     const DeviceEvaluation* plan = active ? &EvaluationOf(state, row.slot) : nullptr;
-    float* to = args.x.as<float>() + r * elements;
-    if (active) {
+    float* to = args.x.as<float>() + r * row_elements;
+    if (!active) {
+      std::fill_n(to, row_elements, 0.0f);
+    } else if (extra == 0) {
       const float* x = state.x.as<float>() + row.slot * elements;
       for (int64_t i = 0; i < elements; ++i) to[i] = plan->input_scale * x[i];
     } else {
-      std::fill_n(to, elements, 0.0f);
+      const int64_t pixels = elements / channels;
+      const float* x = state.x.as<float>() + row.slot * elements;
+      const float* beside = state.extra.as<float>() + row.slot * pixels * extra;
+      for (int64_t p = 0; p < pixels; ++p) {
+        for (int64_t c = 0; c < channels; ++c) *to++ = plan->input_scale * *x++;
+        for (int64_t e = 0; e < extra; ++e, ++beside) *to++ = row.no_extra ? 0.0f : *beside;
+      }
     }
     args.condition.as<float>()[r] = active ? plan->condition : 0.0f;
     if (args.label) args.label.as<int32_t>()[r] = active ? row.label : 0;
@@ -166,6 +231,23 @@ void Gather(const GatherArgs& args) {
     } else {
       std::fill_n(embedding, features, 0.0f);
     }
+  });
+}
+
+void RescaleGuidance(const RescaleGuidanceArgs& args) {
+  const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
+  ParallelFor(args.rows.dim(0), [&](int64_t r, int) {
+    float& factor = args.factor.as<float>()[r];
+    factor = 1;
+    if (rows[r].slot < 0 || !rows[r].advances) return;
+    const GuidedOutput output(args.state, args.rows, args.model_output, rows[r], r);
+    const float rescale = output.guidance().rescale;
+    if (!output.guided() || rescale == 0) return;
+    const int64_t elements = ImageElements(args.state);
+    const double guided = StandardDeviation(elements, output);
+    const double conditional =
+        StandardDeviation(elements, [&](int64_t i) { return output.Conditional(i); });
+    if (guided != 0) factor = static_cast<float>(rescale * conditional / guided + (1.0 - rescale));
   });
 }
 

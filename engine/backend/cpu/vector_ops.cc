@@ -6,14 +6,8 @@
 #include <cmath>
 #include <cstring>
 
-// GCC compiles such a function once for each level of x86-64 and lets the loader choose. The
-// sanitizers' runtimes are not up yet when the loader asks.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(DENOISED_SANITIZED)
-#define DENOISED_EACH_ISA \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define DENOISED_EACH_ISA
-#endif
+#include "engine/backend/cpu/vector_math.h"
+#include "engine/core/e4m3.h"
 
 namespace denoised::cpu {
 namespace {
@@ -22,29 +16,6 @@ constexpr int kLanes = 16;
 /// Sixteen sums side by side; the compiler maps them to what registers there are.
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 
-/// e^x without a branch, so that loops vectorise. x = n·ln 2 + r with |r| ≤ ln 2 / 2, e^r by its
-/// Taylor series up to r⁷ (remainder below 6e-9), 2ⁿ by building the exponent. Clamped to the
-/// exponents of normal numbers.
-inline float Exp(float x) {
-  constexpr float kRound = 0x1.8p23f;  // adding it leaves an integer in the low bits
-  constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // their sum is ln 2
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
-  const float shifted = x * 1.44269504f + kRound;
-  const float n = shifted - kRound;
-  const float r = (x - n * kLn2High) - n * kLn2Low;
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const int32_t exponent = std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(kRound);
-  return p * std::bit_cast<float>((exponent + 127) << 23);
-}
-
 /// x·tanh(ln(1 + eˣ)) with one exponential: tanh(ln u) = (u² − 1) / (u² + 1), u = 1 + eˣ.
 inline float Mish(float x) {
   const float e = Exp(x > 20.0f ? 20.0f : x);  // beyond, the quotient is 1
@@ -52,21 +23,7 @@ inline float Mish(float x) {
   return x * (n / (n + 2.0f));
 }
 
-/// x·Φ(x) with the tail of the normal distribution Φ(−|x|) = e^(−x²/2)·P(1 / (1 + 0.45·|x| / √2)),
-/// which is the form of Abramowitz and Stegun 7.1.26. P was fitted to it by least squares, weighted
-/// until the largest error of the tail was smallest: 5e-10.
-inline float Gelu(float x) {
-  const float u = 1.0f / (1.0f + 0.318198052f * std::fabs(x));
-  float p = 0.04628492147f;
-  p = p * u - 0.24705263972f;
-  p = p * u + 0.42858481407f;
-  p = p * u - 0.18790237606f;
-  p = p * u + 0.23008587956f;
-  p = p * u + 0.10050452501f;
-  p = p * u + 0.12949486077f;
-  const float tail = p * u * Exp(-0.5f * x * x);
-  return x * (x < 0.0f ? tail : 1.0f - tail);
-}
+inline float Gelu(float x) { return x * NormalCdf(x); }
 
 }  // namespace
 
@@ -224,6 +181,21 @@ void RoundToBf16(const float* from, uint16_t* to, int64_t count) {
     const auto bits = std::bit_cast<uint32_t>(from[i]);
     const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     to[i] = static_cast<uint16_t>(from[i] != from[i] ? bits >> 16 | 0x40 : rounded);
+  }
+}
+
+DENOISED_EACH_ISA
+void ScaleAndRoundToE4m3(const float* from, float factor, float* to, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) to[i] = RoundToE4m3(from[i] * factor);
+}
+
+DENOISED_EACH_ISA
+void ScaleAndRoundToE4m3(const float* from, float factor, uint16_t* to, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const auto bits = std::bit_cast<uint32_t>(RoundToE4m3(from[i] * factor));
+    to[i] = static_cast<uint16_t>(bits >> 16);
   }
 }
 

@@ -43,6 +43,10 @@ float Exponentiate(float* x, int64_t count);
 /// to = from as bfloat16, with the bits of FloatToBFloat16().
 void RoundToBf16(const float* from, uint16_t* to, int64_t count);
 
+/// to = RoundToE4m3(from · factor), also as bfloat16, which holds it exactly.
+void ScaleAndRoundToE4m3(const float* from, float factor, float* to, int64_t count);
+void ScaleAndRoundToE4m3(const float* from, float factor, uint16_t* to, int64_t count);
+
 /// x = x · scale
 void Scale(float* x, float scale, int64_t count);
 

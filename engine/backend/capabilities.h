@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "engine/core/tensor.h"
+
+namespace denoised {
+
+/// What devices of a kind can do. Whoever schedules asks for these and never for the kind, so a new
+/// kind of device is one more line in CapabilitiesOf().
+struct Capabilities {
+  /// Launch() returns before the work is done, so the host may run ahead of the device.
+  bool runs_ahead = false;
+  /// Work on several streams overlaps, so models get streams of their own.
+  bool overlaps_streams = false;
+  /// Several images in one op are faster than one after the other.
+  bool gains_from_batches = false;
+  /// A graph belongs to its number of rows and takes time to capture, while a padding row is cheap:
+  /// few graphs are captured, and rows are padded to the next. Otherwise every number of rows has
+  /// its own, and a padding row costs as much as any other.
+  bool pads_rows = false;
+  /// Rows of an evaluation, unless the options say.
+  int default_rows = 16;
+};
+
+constexpr Capabilities CapabilitiesOf(Device device) {
+  switch (device) {
+    case Device::kCpu:
+      return {};
+    case Device::kCuda:
+      break;
+  }
+  return {.runs_ahead = true,
+          .overlaps_streams = true,
+          .gains_from_batches = true,
+          .pads_rows = true,
+          .default_rows = 64};
+}
+
+}  // namespace denoised
