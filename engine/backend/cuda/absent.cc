@@ -12,6 +12,8 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
       options.number);
 }
 
+CUstream_st* StreamOf(Backend&) { return nullptr; }
+
 int CudaDeviceCount() { return 0; }
 
 }  // namespace denoised

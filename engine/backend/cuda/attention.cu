@@ -256,7 +256,7 @@ cudaError_t LoadShapes() {
 }  // namespace
 
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue) {
-  if (queue.hopper && SuitsHopper(attention) && !SelectsKeys(attention)) {
+  if (queue.hopper && SuitsHopper(attention)) {
     return LaunchAttentionHopper(attention, queue);
   }
   const bool vector = attention.q.vector && attention.k.vector && attention.v.vector &&

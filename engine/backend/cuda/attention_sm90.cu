@@ -12,6 +12,10 @@
 // ping-pong: named barriers order their products, so that one's softmax runs under another's
 // products.
 //
+// Cross-attention: images share sets of keys, and a set may have fewer keys than there is room for
+// (kSelects). The producer looks up the set and tells the consumers how many keys it has; the tiles
+// are as wide as a prompt of 77 tokens needs.
+//
 // A row's bits depend on its own query and its image's keys alone; the size of the grid only
 // decides which query tiles share a CTA. Above 256 dimensions a query tile makes 256 columns of the
 // output, and scores are computed once for each of these parts. TMA fills columns beyond a head's
@@ -22,6 +26,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "engine/backend/cuda/attention.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
@@ -36,9 +41,11 @@ constexpr int kLine = 64;       // dimensions: 128 bytes of bf16, the widest swi
 constexpr int kMaxPart = 256;   // columns of the output that a warpgroup's registers hold
 constexpr int kMaxShared = 232448;
 
-/// Heads of up to kDim dimensions. kBlocks CTAs share an SM.
-template <int kDim_, int kKeys_, int kStages_, int kGroups_, int kBlocks_, int kMaxPart_ = kMaxPart>
+/// Heads of up to kDim dimensions. kBlocks CTAs share an SM. kSelects: by SelectsKeys().
+template <int kDim_, int kKeys_, int kStages_, int kGroups_, int kBlocks_, int kMaxPart_ = kMaxPart,
+          bool kSelects_ = false>
 struct Tile {
+  static constexpr bool kSelects = kSelects_;
   static constexpr int kDim = kDim_, kKeys = kKeys_, kStages = kStages_;
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kParts = (kDim + kMaxPart_ - 1) / kMaxPart_, kPart = kDim / kParts;
@@ -50,7 +57,8 @@ struct Tile {
   static constexpr int kAhead =
       (2 * kStepBytes + kStages * kStageBytes + 2048) * kBlocks <= kMaxShared ? 2 : 1;
   static constexpr int kBarriers = 2 * (kStages + kAhead);
-  static constexpr int kSharedBytes = kAhead * kStepBytes + kStages * kStageBytes + kBarriers * 8;
+  static constexpr int kSharedBytes =
+      kAhead * kStepBytes + kStages * kStageBytes + kBarriers * 8 + kAhead * 8;
   // With several consumers the producer is a whole warpgroup, so that its registers can go to them.
   static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
@@ -209,10 +217,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   uint64_t* const empty = full + T::kStages;
   uint64_t* const queries_full = empty + T::kStages;
   uint64_t* const queries_empty = queries_full + T::kAhead;
+  int* const key_counts = reinterpret_cast<int*>(queries_empty + T::kAhead);  // of a step, kSelects
 
   // Uniform for the compiler, so that descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
-  const int key_tiles = (attention.key_tokens + T::kKeys - 1) / T::kKeys;
+  const auto tiles_of = [](int keys) { return (keys + T::kKeys - 1) / T::kKeys; };
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < T::kStages; ++stage) {
@@ -240,22 +249,35 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       PrefetchTensorMap(&params.k);
       PrefetchTensorMap(&params.v);
       WaitForPredecessors();  // consumers wait for the loads
-      Step step;
-      for (int turn = 0; (step = StepAt<T>(attention, params, turn)).active > 0; ++turn) {
-        const int ahead = turn % T::kAhead;
+      struct Keys {
+        int set, count;
+      };
+      const auto keys_of = [&](const Step& step) -> Keys {
+        if constexpr (T::kSelects) {
+          const int64_t set = KeySet(attention, step.image);
+          return {static_cast<int>(set), KeyCount(attention, set)};
+        }
+        return {step.image, attention.key_tokens};
+      };
+      Step step = StepAt<T>(attention, params, 0), next;
+      Keys keys = keys_of(step), next_keys;
+      for (int turn = 0; step.active > 0; ++turn, step = next, keys = next_keys) {
+        next = StepAt<T>(attention, params, turn + 1);
+        next_keys = keys_of(next);  // read ahead, since it takes as long as several loads
+        const int ahead = turn % T::kAhead, key_tiles = tiles_of(keys.count);
         const auto copy = [&](unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
-                              int rows, int first_line, int token) {
+                              int rows, int first_line, int token, int image) {
 #pragma unroll
           for (int line = 0; line < T::kLines; ++line) {
             TmaLoad(to + line * rows * kLine * 2, map, barrier, (first_line + line) * kLine,
-                    step.head, token, step.image);
+                    step.head, token, image);
           }
         };
         const auto load = [&](const CUtensorMap* map, int key_tile, int part) {
           Wait(&empty[stage], (round & 1) ^ 1);
           ArriveExpectTx(&full[stage], T::kStageBytes);
           copy(ring + stage * T::kStageBytes, map, &full[stage], T::kKeys, part * T::kLines,
-               key_tile * T::kKeys);
+               key_tile * T::kKeys, keys.set);
           advance(1);
         };
         const auto load_keys = [&](int key_tile) {
@@ -263,13 +285,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         };
         load_keys(0);
         Wait(&queries_empty[ahead], (turn / T::kAhead & 1) ^ 1);
+        if (T::kSelects) key_counts[ahead] = keys.count;
         ArriveExpectTx(&queries_full[ahead], step.active * T::kUnitBytes);
         for (int i = 0; i < step.active; ++i) {
           for (int part = 0; part < T::kParts; ++part) {
             copy(queries + ahead * T::kStepBytes + i * T::kUnitBytes +
                      part * T::kUnitBytes / T::kParts,
                  &params.q, &queries_full[ahead], kQueryTile, part * T::kLines,
-                 step.query + i * kQueryTile);
+                 step.query + i * kQueryTile, step.image);
           }
         }
         for (int i = 1; i < key_tiles; ++i) {
@@ -318,6 +341,19 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     WgmmaCommit();
     advance(1);
   };
+  // Values behind a set's last key may be anything, and 0 · NaN is NaN: they become zero before the
+  // last tile is multiplied. All warpgroups write the same, so they need not wait for each other.
+  const auto clear_values_from = [&](int valid) {
+    Wait(&full[stage], round & 1);
+#pragma unroll 1
+    for (int line = 0; line < T::kLines; ++line) {
+      auto* const rows =
+          reinterpret_cast<uint4*>(ring + stage * T::kStageBytes + line * T::kKeys * kLine * 2);
+      for (int i = valid * 8 + threadIdx.x % 128; i < T::kKeys * 8; i += 128) rows[i] = uint4();
+    }
+    FenceProxyAsync();
+    NamedBarrierSync(1 + T::kGroups + group, 128);
+  };
   int released = 0;  // stages are released in the order of their loads
   const auto release = [&](int stages) {
     for (int i = 0; i < stages; ++i) {
@@ -325,7 +361,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       released = (released + 1) % T::kStages;
     }
   };
-  const int valid = attention.key_tokens - (key_tiles - 1) * T::kKeys;  // of the last tile
   const auto pack = [&] {
 #pragma unroll
     for (int i = 0; i < T::kKeys / 4; ++i) {
@@ -347,7 +382,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   for (int turn = 0; (step = StepAt<T>(attention, params, turn)).active > 0; ++turn) {
     const int ahead = turn % T::kAhead;
     Wait(&queries_full[ahead], turn / T::kAhead & 1);
-    if (group >= step.active) {  // idle: only releases stages
+    const int keys = T::kSelects ? key_counts[ahead] : attention.key_tokens;
+    const int key_tiles = tiles_of(keys);
+    const int valid = keys - (key_tiles - 1) * T::kKeys;  // of the last tile
+    if (group >= step.active) {                           // idle: only releases stages
       // An mbarrier distinguishes two phases only: do not fall behind.
       NamedBarrierSync(1 + T::kGroups + group, 128);
       const int stages = key_tiles * (T::kParts + 1);
@@ -403,6 +441,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll 1
     for (int i = 1; i < key_tiles - 1; ++i) add_tile(std::false_type());
     if (key_tiles > 1) add_tile(std::true_type());
+    if (T::kSelects && keys < attention.key_tokens) clear_values_from(valid);
     multiply_values();
     WgmmaWait<0>();
     HoldRegisters(output);
@@ -424,14 +463,21 @@ using Dim256 = Tile<256, 64, 4, 2, 1>;
 using Dim256Halves = Tile<256, 64, 8, 1, 1, 128>;
 using Dim256Quarters = Tile<256, 64, 16, 1, 1, 64>;
 using Dim512 = Tile<512, 64, 5, 1, 1>;
+template <int kDim, int kGroups>
+using Selecting = Tile<kDim, 80, 4, kGroups, 1, kMaxPart, /*kSelects=*/true>;
+using Dim40Selecting = Selecting<40, 3>;
+using Dim64Selecting = Selecting<64, 3>;
+using Dim80Selecting = Selecting<80, 2>;
+using Dim160Selecting = Selecting<160, 2>;
+constexpr int kMaxSelectingDim = 160;
 
-/// [images, tokens, heads, dim] in boxes of `tokens_at_once` × kLine of one head, with zeros beyond
-/// each extent.
+/// [images, tokens, heads, dim], or sets in place of images, in boxes of `tokens_at_once` × kLine
+/// of one head, with zeros beyond each extent.
 CUresult EncodeHeads(CUtensorMap* map, const Rows& rows, const AttentionLaunch& attention,
-                     int tokens, int tokens_at_once) {
-  const cuuint64_t dims[4] = {
-      static_cast<cuuint64_t>(attention.dim), static_cast<cuuint64_t>(attention.heads),
-      static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(attention.images)};
+                     int images, int tokens, int tokens_at_once) {
+  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(attention.dim),
+                              static_cast<cuuint64_t>(attention.heads),
+                              static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(images)};
   const cuuint64_t token_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
   const cuuint64_t strides[3] = {dims[0] * 2, token_bytes, token_bytes * dims[2]};
   const cuuint32_t box[4] = {kLine, 1, static_cast<cuuint32_t>(tokens_at_once), 1};
@@ -472,10 +518,12 @@ template <typename T>
 cudaError_t LaunchTile(const AttentionLaunch& attention, const Queue& queue) {
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   Params params;
-  for (CUresult result :
-       {EncodeHeads(&params.q, attention.q, attention, attention.tokens, kQueryTile),
-        EncodeHeads(&params.k, attention.k, attention, attention.key_tokens, T::kKeys),
-        EncodeHeads(&params.v, attention.v, attention, attention.key_tokens, T::kKeys)}) {
+  for (CUresult result : {EncodeHeads(&params.q, attention.q, attention, attention.images,
+                                      attention.tokens, kQueryTile),
+                          EncodeHeads(&params.k, attention.k, attention, attention.key_sets,
+                                      attention.key_tokens, T::kKeys),
+                          EncodeHeads(&params.v, attention.v, attention, attention.key_sets,
+                                      attention.key_tokens, T::kKeys)}) {
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
   params.query_tiles = (attention.tokens + kQueryTile - 1) / kQueryTile;
@@ -509,13 +557,20 @@ cudaError_t LoadTiles() {
 bool SuitsHopper(const AttentionLaunch& attention) {
   // With a scale that is not positive the greatest score would not have the greatest weight.
   const auto suits = [](const Rows& rows) { return rows.element == Element::kBf16 && rows.vector; };
-  return !attention.fp32 && attention.dim % 8 == 0 && attention.dim <= kMaxHeadDim &&
-         attention.scale > 0 && suits(attention.q) && suits(attention.k) && suits(attention.v) &&
-         suits(attention.out);
+  return !attention.fp32 && attention.dim % 8 == 0 && !attention.causal &&
+         (!SelectsKeys(attention) || attention.dim <= kMaxSelectingDim) &&
+         attention.dim <= kMaxHeadDim && attention.scale > 0 && suits(attention.q) &&
+         suits(attention.k) && suits(attention.v) && suits(attention.out);
 }
 
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue) {
   const int dim = attention.dim;
+  if (SelectsKeys(attention)) {
+    if (dim <= 40) return LaunchTile<Dim40Selecting>(attention, queue);
+    if (dim <= 64) return LaunchTile<Dim64Selecting>(attention, queue);
+    if (dim <= 80) return LaunchTile<Dim80Selecting>(attention, queue);
+    return LaunchTile<Dim160Selecting>(attention, queue);
+  }
   if (dim <= 40) return LaunchTile<Dim40>(attention, queue);
   // Many short heads are a matter of latency: several small blocks hide each other's, or a block
   // whose steps are whole heads, with room for keys and values of two. The bits depend on the tile
@@ -544,7 +599,8 @@ cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue&
 
 cudaError_t LoadAttentionHopperKernels() {
   return LoadTiles<Dim40, Dim64, Dim64Short, Dim64Whole, Dim80, Dim128, Dim160, Dim256,
-                   Dim256Halves, Dim256Quarters, Dim512>();
+                   Dim256Halves, Dim256Quarters, Dim512, Dim40Selecting, Dim64Selecting,
+                   Dim80Selecting, Dim160Selecting>();
 }
 
 }  // namespace denoised::cuda

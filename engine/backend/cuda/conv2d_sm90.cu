@@ -22,35 +22,36 @@
 namespace denoised::cuda {
 namespace {
 
-enum class Schedule {
-  kCooperative,  // consumers share a tile
-  kPingPong,     // each consumer has a tile of its own
-};
-
-/// Tiles of kM pixels and kN outputs, of kGroups consumer warpgroups.
-template <int kM_, int kN_, Schedule kSchedule_, int kStages_, bool kSplitK_, int kGroups_ = 2>
+/// A row of kTiles; its pixels and outputs are arguments so that profilers show them.
+template <int kRow, int kM_ = kTiles[kRow].m, int kN_ = kTiles[kRow].n>
 struct Tile {
-  static constexpr int kM = kM_, kN = kN_, kStages = kStages_;
-  static constexpr int kGroups = kGroups_;
-  static constexpr bool kPingPong = kSchedule_ == Schedule::kPingPong, kSplitK = kSplitK_;
+  static constexpr HopperTileSpec kSpec = kTiles[kRow];
+  static constexpr int kM = kM_, kN = kN_, kStages = kSpec.kernel.stages;
+  static constexpr int kGroups = kSpec.kernel.consumers;  // warpgroups
+  static constexpr bool kPingPong = kSpec.schedule == Schedule::kPingPong;
+  static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
   static constexpr int kTilesInFlight =
       kPingPong ? kGroups : 1;  // tiles that consumers work on at a time
   static constexpr int kRows = kM / 64 * kTilesInFlight / kGroups;  // 64 pixels each, per consumer
   static constexpr int kAccumulators = kN / 2;                      // per thread and 64 pixels
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
-  // Wide tiles are stored through shared memory, in boxes of 64 pixels.
-  static constexpr bool kStaged = kN > 64;
+  // Staged tiles are stored through shared memory, in boxes of 64 pixels.
+  static constexpr bool kStaged = !kSpec.StoresOneByOne();
   static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
   static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // of a consumer
+  // Gated layers have half as many boxes across.
+  static constexpr bool kGates = kSpec.FusesGate();
+  static_assert(!kGates || (kBox == 64 && kAcross % 2 == 0));
   static constexpr int kBoxBytes = 64 * kBox * 2;
   static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
-  static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kFewRegisters = kGroups == 2 ? 40 : 32;
-  static constexpr int kManyRegisters = kGroups == 2 ? 232 : 160;
+  static constexpr int kThreads = kSpec.kernel.threads;
+  static constexpr int kFewRegisters = kSpec.kernel.producer_registers;
+  static constexpr int kManyRegisters = kSpec.kernel.consumer_registers;
   static constexpr int kBarriers = 2 * kStages + kGroups * (2 + kBoxes);
   static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kBarriers * 8;
-  static_assert(kN % 32 == 0 && kSharedBytes <= 232448);
+  static_assert(kN % 32 == 0 && kThreads == 128 * (kGroups + 1) && kSharedBytes <= 232448);
+  static_assert(HasRegisters(kSpec));
 };
 
 /// What the kernel needs besides the epilogue's Conv2dLaunch.
@@ -63,7 +64,7 @@ struct Params {
   int shared = 1;                // CTAs of a cluster, neighbours along m, that multicast weights
   int part = 0;                  // outputs whose weights each of them loads for all
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
-  // Rasterisation, in units of clusters: along n first; or band by band, in a band along m first.
+  // Rasterisation, counted in clusters: along n first; or band by band, in a band along m first.
   FastDivmod band, last_band;  // clusters along m
   FastDivmod band_tiles;
   int bands = 0;        // whole bands of a phase
@@ -182,12 +183,15 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
                                      int stride, int rank, int pixels_on) {
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
     const TileAt tile = TileOf<T>(params, index, rank);
+    const int gated = T::kGates && conv.gated ? 2 : 1;
     const auto for_boxes = [&](const auto& what) {
 #pragma unroll 1
       for (int box = 0; box < T::kBoxes; ++box) {
+        const int across = box % T::kAcross;
+        if (across >= T::kAcross / gated) continue;
         const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
-        const int n = tile.n0 + box % T::kAcross * T::kBox;
-        what(box, n, m, m < params.grid.pixels && n < conv.outputs);
+        const int n = tile.n0 / gated + across * T::kBox;
+        what(box, n, m, m < params.grid.pixels && n < conv.outputs / gated);
       }
     };
     uint32_t bytes = 0;
@@ -446,6 +450,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const auto finish = [&](const float(&from)[T::kRows][T::kAccumulators]) {
         if constexpr (T::kStaged) {
           Wait(epilogue.ready, tiles_done & 1);
+          if constexpr (T::kGates) {
+            if (conv.gated) {
+#pragma unroll
+              for (int i = 0; i < T::kRows; ++i) {
+                StageGatedEpilogue<T::kBox>(
+                    from[i], [&](int box) { return epilogue.Box(i * T::kAcross + box); },
+                    [&](int box) { epilogue.Commit(i * T::kAcross + box); });
+              }
+              return;
+            }
+          }
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
             StageEpilogue<T::kBox>(
@@ -471,48 +486,16 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #endif
 }
 
-using Tile128x32 = Tile<128, 32, Schedule::kCooperative, 5, false>;
-using Tile128x128 = Tile<128, 128, Schedule::kCooperative, 6, true>;
-using Tile128x128PingPong = Tile<128, 128, Schedule::kPingPong, 5, false>;
-using Tile128x160 = Tile<128, 160, Schedule::kCooperative, 5, true>;
-using Tile128x160PingPong = Tile<128, 160, Schedule::kPingPong, 4, false>;
-using Tile128x192 = Tile<128, 192, Schedule::kCooperative, 4, true>;
-using Tile128x256 = Tile<128, 256, Schedule::kCooperative, 3, false>;
-using Tile192x192 = Tile<192, 192, Schedule::kCooperative, 3, false, 3>;
-
-template <typename Do>
-cudaError_t WithTile(HopperTile tile, const Do& what) {
-  switch (tile) {
-    case HopperTile::k128x32:
-      return what(Tile128x32());
-    case HopperTile::k128x128:
-      return what(Tile128x128());
-    case HopperTile::k128x128PingPong:
-      return what(Tile128x128PingPong());
-    case HopperTile::k128x160:
-      return what(Tile128x160());
-    case HopperTile::k128x160PingPong:
-      return what(Tile128x160PingPong());
-    case HopperTile::k128x192:
-      return what(Tile128x192());
-    case HopperTile::k128x256:
-      return what(Tile128x256());
-    case HopperTile::k192x192:
-      return what(Tile192x192());
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
-/// Along n first, every CTA passes over all weights. Where these exceed the L2, so many clusters
-/// along m use each weight at the same time. Each order is 2 to 3 % faster where it is used.
+/// Along n first, every CTA passes over all weights. Where these exceed the L2's share, kBand
+/// clusters along m use each weight at the same time. Each order is 2 to 3 % faster where it is
+/// used.
 constexpr int64_t kWeightsThatStay = int64_t{16} << 20;
 constexpr int kBand = 8;
 
 template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   if (((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
-      (T::kN > 64 && !HasVectorOutputs(conv))) {
+      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && !T::kGates)) {
     return cudaErrorInvalidValue;
   }
   Params params;
@@ -545,7 +528,8 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   CUresult result = EncodeDepth(&params, conv, params.part, encode);
   const bool in_boxes = T::kStaged && params.grid.phases == 1;
   if (result == CUDA_SUCCESS && in_boxes) {
-    result = EncodeRows(&params.out, conv.out, conv.outputs, params.grid.pixels, T::kBox, 64);
+    result = EncodeRows(&params.out, conv.out, conv.gated ? conv.outputs / 2 : conv.outputs,
+                        params.grid.pixels, T::kBox, 64);
   }
   if (result == CUDA_SUCCESS && in_boxes && conv.residual.data != nullptr) {
     result =
@@ -574,39 +558,35 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 bool SuitsHopper(const Conv2dLaunch& conv) {
   return conv.x.element == Element::kBf16 && HasVectorInputs(conv) &&
          conv.input_factors == nullptr && conv.pad_top < 128 && conv.pad_left < 128 &&
-         SuitsShortcut(conv);
+         SuitsShortcut(LayerOf(conv));
 }
 
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue) {
-  if (Is64x64(plan.tile)) return LaunchConv64x64(conv, plan, queue);
+  const HopperTileSpec& spec = SpecOf(plan.tile);
+  if (!spec.IsPersistent()) return LaunchConv64x64(conv, plan, queue);
   if (conv.output_norm.gamma != nullptr) return cudaErrorInvalidValue;
-  if (IsHaloTile(plan.tile)) return LaunchConv3x3Hopper(conv, plan, queue);
+  if (spec.loader == Loader::kHaloTile) return LaunchConv3x3Hopper(conv, plan, queue);
   if (conv.input_factors != nullptr) return cudaErrorInvalidValue;
-  return WithTile(plan.tile,
-                  [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
+  return WithRow<Loader::kIm2col>(
+      plan.tile, [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); });
 }
 
 cudaError_t LoadConv2dHopperKernels() {
-  for (int i = 0; i < kHopperTiles; ++i) {
-    const HopperTile tile = static_cast<HopperTile>(i);
-    if (Is64x64(tile) || IsHaloTile(tile)) continue;
-    const cudaError_t error = WithTile(tile, [](auto chosen) {
-      using T = decltype(chosen);
-      cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, false, false>, T::kSharedBytes);
-      if constexpr (T::kSplitK) {
-        if (loaded == cudaSuccess) {
-          loaded = LoadKernel(Conv2dHopperKernel<T, true, false>, T::kSharedBytes);
-        }
-        if (loaded == cudaSuccess) {
-          loaded = LoadKernel(Conv2dHopperKernel<T, true, true>, T::kSharedBytes);
-        }
+  const cudaError_t error = ForEachRow<Loader::kIm2col>([](auto row) {
+    using T = Tile<row>;
+    cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, false, false>, T::kSharedBytes);
+    if constexpr (T::kSplitK) {
+      if (loaded == cudaSuccess) {
+        loaded = LoadKernel(Conv2dHopperKernel<T, true, false>, T::kSharedBytes);
       }
-      return loaded;
-    });
-    if (error != cudaSuccess) return error;
-  }
-  return GetTensorMapEncoders().error;
+      if (loaded == cudaSuccess) {
+        loaded = LoadKernel(Conv2dHopperKernel<T, true, true>, T::kSharedBytes);
+      }
+    }
+    return loaded;
+  });
+  return error == cudaSuccess ? GetTensorMapEncoders().error : error;
 }
 
 }  // namespace denoised::cuda

@@ -20,10 +20,10 @@
 // The 64-channel chunks of a shortcut have one tap and are not normalised. Their halo tiles have no
 // halo, and slots of their own, since they come between those that stay for nine taps.
 //
-// Split-K: a consumer adds the accumulators of each later split to those of the first. That takes
-// more registers than two subtiles leave, so the consumers cooperate, a subtile of the CTA tile
-// each. The second starts some steps after the first, so that one adds or runs its epilogue while
-// the other multiplies. Without split-K they may ping-pong.
+// Split-K: a consumer adds the accumulators of each later split to those of the first. Two subtiles
+// would not leave enough registers for that, so each of the cooperating consumers has one subtile
+// of the CTA tile. The second starts some steps after the first, so that one adds or runs its
+// epilogue while the other multiplies. Without split-K they may ping-pong.
 //
 // Where there are few tiles and two splits, the two CTAs of a cluster can have one split each. Each
 // finishes one subtile and sends the accumulators of the other.
@@ -45,21 +45,23 @@ constexpr int kShortcutSlot = 2 * kSubtileEdge * kSubtileEdge * kStepBytes;
 template <bool kShortcut>
 using HaloTilesOf = HaloTiles<kShortcut, kHaloTileSlot, kShortcutSlot>;
 
-/// Tiles of 128 pixels and kN outputs for two consumer warpgroups.
-template <int kN_, bool kPingPong_, int kStages_, int kBuffers_, int kRegisters_, int kFree_,
-          int kThreads_>
+/// A row of kTiles, for two consumer warpgroups; its pixels and outputs are arguments so that
+/// profilers show them.
+template <int kRow, int kM = kTiles[kRow].m, int kN_ = kTiles[kRow].n>
 struct Tile {
-  static constexpr int kN = kN_, kStages = kStages_;
-  static constexpr int kBuffers = kBuffers_;  // of a consumer, for subtiles being stored
-  static constexpr bool kPingPong = kPingPong_, kSplitK = !kPingPong;
-  // The first run's products add to the total itself, but for two sets of 96 sums, into either of
-  // which products go, ptxas has no registers: there the total is a copy.
+  static constexpr HopperTileSpec kSpec = kTiles[kRow];
+  static constexpr int kN = kN_, kStages = kSpec.kernel.stages;
+  static constexpr int kBuffers = kSpec.kernel.epilogue_buffers;  // of a consumer
+  static constexpr bool kPingPong = kSpec.schedule == Schedule::kPingPong;
+  static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
+  // The MMAs of the first split accumulate in the total itself. With 192 outputs ptxas has no
+  // registers for two sets of 96 accumulators that MMAs write: there the total is a copy.
   static constexpr bool kFirstIsTotal = kPingPong || kN < 192;
-  // kSplitK: the second consumer starts so many steps late, as measured.
-  static constexpr int kLag = kN == 128 ? 2 : 3;
+  static constexpr int kLag = kSpec.kernel.lag;
   static constexpr int kCluster = 2;  // CTAs that multicast weights, or have one split of k each
-  static constexpr bool kSplitsOverCluster = kN == 80;  // may do the latter
-  static constexpr int kRows = kPingPong ? 2 : 1;       // subtiles per consumer
+  static constexpr bool kSplitsOverCluster =
+      kSpec.split_k == SplitK::kCluster;           // may do the latter
+  static constexpr int kRows = kPingPong ? 2 : 1;  // subtiles per consumer
   static constexpr int kAccumulators = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
   // Of 64 pixels × kBox outputs.
@@ -73,18 +75,18 @@ struct Tile {
       2 * kStages + 3 * HaloTilesOf<true>::kSlots + 2 + 2 * kBuffers + 1;
   static constexpr int kSharedBytes = HaloTilesOf<true>::kBytes + kStages * kStageBytes +
                                       kStagingBytes + kReceivedBytes + kBarriers * 8;
-  static constexpr int kConsumerRegisters = kRegisters_, kProducerRegisters = kFree_;
-  static constexpr bool kFusesInputNorm = kProducerRegisters >= 72;  // which normalising needs
+  static constexpr int kConsumerRegisters = kSpec.kernel.consumer_registers;
+  static constexpr int kProducerRegisters = kSpec.kernel.producer_registers;
+  static constexpr bool kFusesInputNorm = kSpec.FusesInputNorm();
   // conv.add is loaded before the products where there are registers for it.
   static constexpr bool kAddsEarly = kSplitK && kFirstIsTotal;
-  static constexpr int kThreads = kThreads_;
+  static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the producer warp
   static_assert(kN % kBox == 0 && kRows % kBuffers == 0 && kLag < kStages);
   static_assert(HaloTilesOf<false>::kBytes <= HaloTilesOf<true>::kBytes && kStages <= kTaps);
-  static_assert(kSharedBytes <= 232448);
-  // Not more registers than the CTA starts with: setmaxnreg would wait for ever.
-  static_assert(kConsumerRegisters * 256 + kProducerRegisters * (kThreads - 256) <=
-                65536 / kThreads / 8 * 8 * kThreads);
+  static_assert(kM == 2 * kSubtileEdge * kSubtileEdge && kSpec.kernel.consumers == 2);
+  static_assert(kPingPong != kSplitK, "the consumers that add splits share a tile");
+  static_assert(kSharedBytes <= 232448 && HasRegisters(kSpec));
 };
 
 struct Params {
@@ -547,39 +549,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #endif
 }
 
-using Tile64 = Tile<64, false, 8, 1, 184, 72, 512>;
-using Tile80 = Tile<80, false, 8, 1, 184, 72, 512>;
-using Tile128 = Tile<128, false, 7, 1, 184, 72, 512>;
-using Tile160 = Tile<160, false, 5, 1, 216, 72, 384>;
-using Tile192 = Tile<192, false, 4, 1, 216, 72, 384>;
-using Tile128PingPong = Tile<128, true, 5, 2, 184, 72, 512>;
-using Tile160PingPong = Tile<160, true, 5, 1, 216, 72, 384>;
-using Tile192PingPong = Tile<192, true, 4, 1, 232, 40, 384>;
-
-template <typename Do>
-cudaError_t WithTile(HopperTile tile, const Do& what) {
-  switch (tile) {
-    case HopperTile::kHaloTile128x64:
-      return what(Tile64());
-    case HopperTile::kHaloTile128x80:
-      return what(Tile80());
-    case HopperTile::kHaloTile128x128:
-      return what(Tile128());
-    case HopperTile::kHaloTile128x160:
-      return what(Tile160());
-    case HopperTile::kHaloTile128x192:
-      return what(Tile192());
-    case HopperTile::kHaloTile128x128PingPong:
-      return what(Tile128PingPong());
-    case HopperTile::kHaloTile128x160PingPong:
-      return what(Tile160PingPong());
-    case HopperTile::kHaloTile128x192PingPong:
-      return what(Tile192PingPong());
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
 template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   Params params;
@@ -599,8 +568,8 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const int m_tiles = tiles_x * tiles_y * groups;
   const bool split_over_cluster = T::kSplitsOverCluster && plan.cluster > 1;
   static_assert(!T::kSplitsOverCluster || kMinStepsSplitOverCluster >= 2 * T::kStages);
-  if (split_over_cluster &&
-      (plan.splits != 2 || plan.cluster != 2 || StepsOf(conv) < kMinStepsSplitOverCluster)) {
+  if (split_over_cluster && (plan.splits != 2 || plan.cluster != 2 ||
+                             StepsOf(LayerOf(conv)) < kMinStepsSplitOverCluster)) {
     return cudaErrorInvalidValue;
   }
   const int shared = split_over_cluster ? 1 : T::kCluster;
@@ -667,42 +636,35 @@ bool SuitsHaloTile(const Conv2dLaunch& conv) {
          (conv.width % (2 * kSubtileEdge) == 0 || conv.width == kSubtileEdge) &&
          conv.outputs % 64 == 0 && InVectors(conv.x) && InVectors(conv.x2) &&
          conv.channels % 8 == 0 && conv.channels2 % 8 == 0 && HasVectorOutputs(conv) &&
-         SuitsShortcut(conv);
+         SuitsShortcut(LayerOf(conv));
 }
 
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {
-  return WithTile(plan.tile,
-                  [&](auto tile) { return LaunchWithTile<decltype(tile)>(conv, plan, queue); });
+  return WithRow<Loader::kHaloTile>(
+      plan.tile, [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); });
 }
 
 cudaError_t LoadConv3x3HopperKernels() {
-  for (HopperTile tile :
-       {HopperTile::kHaloTile128x64, HopperTile::kHaloTile128x80, HopperTile::kHaloTile128x128,
-        HopperTile::kHaloTile128x160, HopperTile::kHaloTile128x192,
-        HopperTile::kHaloTile128x128PingPong, HopperTile::kHaloTile128x160PingPong,
-        HopperTile::kHaloTile128x192PingPong}) {
-    const cudaError_t error = WithTile(tile, [](auto chosen) {
-      using T = decltype(chosen);
-      cudaError_t loaded = LoadKernel(Conv3x3Kernel<T, false, false>, T::kSharedBytes);
-      if constexpr (T::kSplitK) {
-        if (loaded == cudaSuccess) {
-          loaded = LoadKernel(Conv3x3Kernel<T, true, false>, T::kSharedBytes);
-        }
+  const cudaError_t error = ForEachRow<Loader::kHaloTile>([](auto row) {
+    using T = Tile<row>;
+    cudaError_t loaded = LoadKernel(Conv3x3Kernel<T, false, false>, T::kSharedBytes);
+    if constexpr (T::kSplitK) {
+      if (loaded == cudaSuccess) {
+        loaded = LoadKernel(Conv3x3Kernel<T, true, false>, T::kSharedBytes);
       }
-      if constexpr (T::kSplitsOverCluster) {
-        if (loaded == cudaSuccess) {
-          loaded = LoadKernel(Conv3x3Kernel<T, false, true>, T::kSharedBytes);
-        }
-        if (loaded == cudaSuccess) {
-          loaded = LoadKernel(Conv3x3Kernel<T, true, true>, T::kSharedBytes);
-        }
+    }
+    if constexpr (T::kSplitsOverCluster) {
+      if (loaded == cudaSuccess) {
+        loaded = LoadKernel(Conv3x3Kernel<T, false, true>, T::kSharedBytes);
       }
-      return loaded;
-    });
-    if (error != cudaSuccess) return error;
-  }
-  return GetTensorMapEncoders().error;
+      if (loaded == cudaSuccess) {
+        loaded = LoadKernel(Conv3x3Kernel<T, true, true>, T::kSharedBytes);
+      }
+    }
+    return loaded;
+  });
+  return error == cudaSuccess ? GetTensorMapEncoders().error : error;
 }
 
 }  // namespace denoised::cuda

@@ -74,8 +74,8 @@ __device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, Pitch pitch, i
   return inside;
 }
 
-/// SiluOfHalf() of each, with the same instructions. Eight at a time and in this order, which the
-/// compiler would not keep: one after the other would wait for the special function unit.
+/// SiluOfHalf() of each, with the same instructions. All eight tanh come first, which the compiler
+/// would reorder: evaluated one value at a time, each would wait for the special function unit.
 __device__ inline void SiluOfHalf(float (&h)[8]) {
   float tanh[8];
 #pragma unroll

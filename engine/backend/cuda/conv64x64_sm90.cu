@@ -25,6 +25,8 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kPixels = 64, kOutputs = 64, kConsumers = 128;
+constexpr HopperTile kHaloTile64x64 =
+    FindTile(Loader::kHaloTile, Schedule::kClusterSplitK, kPixels, kOutputs);
 constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // a thread
 constexpr int kPitch = kSubtileEdge + 2, kHaloTilePixels = kPitch * kPitch;
 constexpr int kHaloTileSlot = 13 * 1024, kHaloTileBytes = kHaloTilePixels * kStepBytes;
@@ -34,6 +36,8 @@ constexpr int kShortcutSlot = kPixels * kStepBytes;  // of a halo tile without t
 /// How inputs come: in halo tiles, or in boxes of 64 pixels, one a step.
 template <bool kInHaloTiles, bool kShortcut>
 struct Tile64x64 {
+  static constexpr HopperTileSpec kSpec = SpecOf(kInHaloTiles ? kHaloTile64x64 : kTile64x64);
+  static_assert(kSpec.m == kPixels && kSpec.n == kOutputs);
   using P = HaloTiles<kShortcut, kHaloTileSlot, kShortcutSlot>;
   static constexpr int kWindowed = kInHaloTiles ? P::kWindowed : 0;
   static constexpr int kOfShortcut = kInHaloTiles ? P::kOfShortcut : 0;
@@ -41,9 +45,10 @@ struct Tile64x64 {
   static constexpr int kAllHaloTileBytes = kInHaloTiles ? P::kBytes : 0;
   static constexpr int kWeightBytes = kOutputs * kStepBytes;
   static constexpr int kStageBytes = kWeightBytes + (kInHaloTiles ? 0 : kPixels * kStepBytes);
-  static constexpr int kTransformers = kInHaloTiles ? 96 : 0;
-  static constexpr int kThreads = kConsumers + 32 + kTransformers;
-  static constexpr int kStages = 14;  // at most
+  static constexpr int kThreads = kSpec.kernel.threads;
+  static constexpr int kTransformers = kThreads - kConsumers - 32;  // all but the producer warp
+  static_assert(kTransformers == 0 || kInHaloTiles);
+  static constexpr int kStages = kSpec.kernel.stages;  // at most
   /// Steps whose weights are loaded early: more would delay the first pixels.
   static constexpr int kEarly = kInHaloTiles ? 7 : 6;
   static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
@@ -629,8 +634,8 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
   const int norm_run = NormRunOf(conv);
   const int norm_bytes = norm_run > 0 ? kOutputs * sizeof(float2) >> params.log_cluster : 0;
   const int64_t tiles = int64_t{params.grid.phases} * params.m_tiles.value * params.n_tiles.value;
-  const bool alone =
-      tiles * plan.cluster <= queue.multiprocessors && StepsOf(conv) > kManySteps * plan.cluster;
+  const bool alone = tiles * plan.cluster <= queue.multiprocessors &&
+                     StepsOf(LayerOf(conv)) > kManySteps * plan.cluster;
   const int others = U::kAllHaloTileBytes + U::kBarriers * 8 + norm_bytes +
                      SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(params.log_cluster);
   params.stages =
@@ -696,7 +701,8 @@ cudaError_t LaunchConv64x64(const Conv2dLaunch& conv, const HopperPlan& plan, co
       !HasVectorOutputs(conv) || (conv.output_norm.gamma != nullptr && !SuitsOutputNorm(conv))) {
     return cudaErrorInvalidValue;
   }
-  if (plan.tile != HopperTile::kHaloTile64x64) return Launch<false>(conv, plan, queue);
+  if (plan.tile == kTile64x64) return Launch<false>(conv, plan, queue);
+  if (plan.tile != kHaloTile64x64) return cudaErrorInvalidValue;
   return SuitsHaloTile(conv) ? Launch<true>(conv, plan, queue) : cudaErrorInvalidValue;
 }
 

@@ -6,12 +6,12 @@
 #include "engine/backend/cuda/implicit_gemm.cuh"
 #include "engine/backend/cuda/mma.cuh"
 
-/// What conv2d.cu and conv3x3.cu share: interleaving copies with products, initial accumulators,
-/// the epilogue, and the cost of a tile.
+/// What conv2d.cu and conv3x3.cu share: interleaving loads with MMAs, initial accumulators, the
+/// epilogue, and the cost of a tile.
 
 namespace denoised::cuda {
 
-/// Of kParts pieces of work, does those of slot `slot` of kSlots, spread evenly.
+/// Spreads kParts pieces of work evenly over kSlots slots and does those of `slot`.
 template <int kParts, int kSlots, typename Do>
 __device__ inline void Interleave(int slot, const Do& what) {
 #pragma unroll

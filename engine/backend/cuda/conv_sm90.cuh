@@ -16,14 +16,48 @@
 /// What Hopper's convolution kernels share: steps along k, accumulators, epilogue, and tensor maps.
 ///
 /// A step is 64 channels (a chunk) under one tap. k is walked chunk by chunk, those of x before
-/// those of x2, and for each chunk tap by tap. A shortcut's chunks are one step each, spread evenly
-/// among the window's, so that loads of pixels are spread evenly, too. All kernels add in this
-/// order and give the same bits.
+/// those of x2, and for each chunk tap by tap. A chunk of a shortcut is one step. These steps are
+/// spread evenly among the window's, so loads of pixels are spread evenly, too. All kernels add in
+/// this order and give the same bits.
 
 namespace denoised::cuda {
 
 static_assert(kStep == 64);  // 128 bytes of bf16, the widest swizzle
 constexpr int kStepBytes = kStep * 2;
+
+/// Whether a CTA starts with at least as many registers as its threads have after setmaxnreg, which
+/// would otherwise wait for ever.
+constexpr bool HasRegisters(const HopperTileSpec& spec) {
+  const HopperKernelSpec& kernel = spec.kernel;
+  const int multiplying = 128 * kernel.consumers;
+  return kernel.consumer_registers * multiplying +
+             kernel.producer_registers * (kernel.threads - multiplying) <=
+         65536 / kernel.threads / 8 * 8 * kernel.threads;
+}
+
+/// Returns what(row) for the persistent kernel of `tile` with this loader, where `row` is the row
+/// of kTiles as a std::integral_constant; cudaErrorInvalidValue for other tiles.
+template <Loader kLoader, int kRow = 0, typename Do>
+cudaError_t WithRow(HopperTile tile, const Do& what) {
+  if constexpr (kRow < kHopperTiles) {
+    if constexpr (kTiles[kRow].IsPersistent() && kTiles[kRow].loader == kLoader) {
+      if (tile == HopperTile(kRow)) return what(std::integral_constant<int, kRow>());
+    }
+    return WithRow<kLoader, kRow + 1>(tile, what);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+}
+/// what(row) for each of these tiles, until one fails.
+template <Loader kLoader, typename Do>
+cudaError_t ForEachRow(const Do& what) {
+  for (int row = 0; row < kHopperTiles; ++row) {
+    if (!kTiles[row].IsPersistent() || kTiles[row].loader != kLoader) continue;
+    const cudaError_t error = WithRow<kLoader>(HopperTile(row), what);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
 
 /// Tensor maps of a shortcut.
 struct ShortcutParams {
@@ -112,7 +146,7 @@ __device__ inline WeightAt WeightOf(const Params& params, const StepAt<kShortcut
   return {&params.weight, step.channel, step.tap};
 }
 
-/// Prefetches the tensor maps, which TMA would else fetch at their first use. For the producer,
+/// Prefetches the tensor maps; otherwise TMA would fetch them at their first use. For the producer,
 /// before its first wait.
 template <bool kShortcut, typename Params>
 __device__ inline void PrefetchTensorMaps(const Params& params) {
@@ -201,7 +235,7 @@ __device__ inline void AddPerImage(const uint32_t (&pairs)[kPairs], int h,
   for (int j = 0; j < kPairs; ++j)
     AddPair(pairs[j], accumulators[4 * j + 2 * h], accumulators[4 * j + 2 * h + 1]);
 }
-/// Both, one by one, for any dtype and alignment.
+/// Loads and adds, one by one, for any dtype and alignment.
 template <int kAccumulators>
 __device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
                                    int h, float (&accumulators)[kAccumulators]) {
@@ -213,7 +247,8 @@ __device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, in
 }
 
 /// Accumulators start with the bias, which the epilogue then need not add; those of a later split
-/// (bias null) start with zero. Branch-free: wgmma reads the registers later than it seems.
+/// (bias null) start with zero. Without branches, because wgmma is asynchronous and reads the
+/// registers later than its place in the code.
 __device__ const float kNoBias[kBiasPadding] = {};
 template <int kAccumulators>
 __device__ inline void InitAccumulators(const float* bias, int n0,
@@ -297,6 +332,35 @@ __device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
       StoreMatrices(at[i], packed);
       if (chunk % kChunks == kChunks - 2) end(chunk / kChunks);
     }
+  }
+}
+/// The same for a gated layer: accumulators are eight values, their eight gates, the next eight
+/// values, and so on, so there are half as many boxes. Values and gates are rounded before the
+/// product, as they are where the gate is a kernel of its own.
+template <int kBox, int kAccumulators, typename Begin, typename End>
+__device__ inline void StageGatedEpilogue(const float (&accumulators)[kAccumulators],
+                                          const Begin& begin, const End& end) {
+  constexpr int kLine = kBox * 2;  // bytes
+  constexpr int kChunks = kBox / 8;
+  static_assert(kAccumulators / 8 % kChunks == 0);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
+  const int swizzle = SwizzleOf<kBox>(row);
+  uint32_t line = 0;
+#pragma unroll
+  for (int chunk = 0; chunk < kAccumulators / 8; chunk += 2) {  // of eight outputs, two at a time
+    if (chunk % kChunks == 0) line = SharedAddress(begin(chunk / kChunks)) + row * kLine;
+    uint32_t packed[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int value = 8 * (chunk + c / 2) + c % 2 * 2, gate = value + 4;
+      float v[2] = {}, g[2] = {};
+      AddPair(PackBf16(accumulators[value], accumulators[value + 1]), v[0], v[1]);
+      AddPair(PackBf16(accumulators[gate], accumulators[gate + 1]), g[0], g[1]);
+      packed[c] = PackBf16(v[0] * Gelu(g[0]), v[1] * Gelu(g[1]));
+    }
+    StoreMatrices(line + ((chunk % kChunks + lane / 16) ^ swizzle) * 16, packed);
+    if (chunk % kChunks == kChunks - 2) end(chunk / kChunks);
   }
 }
 template <int kBox, int kAccumulators, typename Begin, typename End>
@@ -400,7 +464,7 @@ CUresult EncodeDepth(Params* params, const Conv2dLaunch& conv, int outputs_at_on
   params->depth.windowed = params->chunks + ChunksOf(conv.channels2);
   const int taps = EdgeTaps(conv) * EdgeTaps(conv);
   params->depth.taps = FastDivmod(taps);
-  params->depth.steps = FastDivmod(StepsOf(conv));
+  params->depth.steps = FastDivmod(StepsOf(LayerOf(conv)));
   CUresult result = encode(&params->x, conv.x, conv.channels, false);
   if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
     result = encode(&params->x2, conv.x2, conv.channels2, false);

@@ -80,15 +80,21 @@ SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
   slots.evaluation = state.evaluation.as<int32_t>();
   slots.nonfinite = state.nonfinite.as<int32_t>();
   slots.seed = state.seed.as<int64_t>();
-  slots.guidance = Floats(state.guidance);
+  slots.guidance = reinterpret_cast<const Guidance*>(state.guidance.data());
   if (state.embedding) {
     slots.embedding = Floats(state.embedding);
     slots.embedding_dim = Extent(state.embedding, 1);
   }
+  slots.known = Floats(state.known);
+  slots.mask = Floats(state.mask);
+  if (state.extra) {
+    slots.extra = Floats(state.extra);
+    slots.extra_channels = Extent(state.extra, 3);
+  }
   slots.elements = state.x.elements() / state.x.dim(0);
   slots.channels = Extent(state.x, 3);
   slots.vector = slots.elements % 4 == 0 && Aligned(state.x) && Aligned(state.registers) &&
-                 Aligned(state.x0) && Aligned(images);
+                 Aligned(state.x0) && (!state.known || Aligned(state.known)) && Aligned(images);
   return slots;
 }
 
@@ -135,7 +141,8 @@ class CudaBackend final : public Backend {
         uploads_(std::move(uploads)),
         downloads_(context_),
         norm_memory_(std::move(norm_memory)),
-        queue_{context_->compute(), properties.multiProcessorCount, hopper, properties.major >= 9},
+        queue_{context_->compute(), properties.multiProcessorCount, hopper,
+               properties.major >= 9 && !options.weights_change},
         fp32_(options.fp32),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
@@ -216,9 +223,10 @@ class CudaBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias,
-                                                           bool upsample2x) override {
+                                                           const Tensor& bias, bool upsample2x,
+                                                           const E4m3Layer& e4m3) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
+    DENOISED_CHECK(e4m3.input_scale == 0, "what MultipliesE4m3() denies");
     auto packed = std::make_unique<CudaConv2d>();
     packed->out_channels = Extent(weight_oihw, 0);
     packed->in_channels = Extent(weight_oihw, 1);
@@ -232,15 +240,32 @@ class CudaBackend final : public Backend {
     return packed;
   }
 
-  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
-      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
+                                                           const std::vector<Tensor>& biases,
+                                                           const E4m3Layer& e4m3) override {
     DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
+    DENOISED_CHECK(e4m3.input_scale == 0, "what MultipliesE4m3() denies");
     auto packed = std::make_unique<CudaLinear>();
     for (const Tensor& weight : weights_oi) packed->out_features += Extent(weight, 0);
     packed->in_features = Extent(weights_oi.front(), 1);
     DENOISED_ASSIGN_OR_RETURN(packed->weight,
                               PackWeights(weights_oi, /*in_phases=*/false, "a linear layer"));
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias(biases), "a linear layer's bias"));
+    return packed;
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackGatedLinear(const Tensor& weight_oi,
+                                                                const Tensor& bias,
+                                                                const E4m3Layer& e4m3) override {
+    DENOISED_RETURN_IF_ERROR(CheckLinearWeights({weight_oi}, {bias}));
+    DENOISED_CHECK(e4m3.input_scale == 0, "what MultipliesE4m3() denies");
+    auto packed = std::make_unique<CudaLinear>();
+    packed->out_features = Extent(weight_oi, 0);
+    packed->in_features = Extent(weight_oi, 1);
+    DENOISED_ASSIGN_OR_RETURN(packed->weight, PackWeights({weight_oi}, /*in_phases=*/false,
+                                                          "a gated linear layer", /*gated=*/true));
+    DENOISED_ASSIGN_OR_RETURN(packed->bias,
+                              ToDevice(PackGatedBias(bias), "a gated linear layer's bias"));
     return packed;
   }
 
@@ -314,30 +339,12 @@ class CudaBackend final : public Backend {
     norm.activation = Activation::kSilu;
     conv.output_norm = {};  // only if the fastest tile without it can fuse it
     return SuitsGroupNormCluster(norm, queue_) &&
-           Is64x64(HopperCandidates(conv, queue_).front().plan.tile);
+           SpecOf(HopperCandidates(conv, queue_).front().plan.tile).FusesOutputNorm();
   }
 
   void Linear(const LinearArgs& args) override {
-    Check(args, rules());
-    const auto& weight = static_cast<const CudaLinear&>(*args.weight);
-    Conv2dLaunch conv;  // a 1×1 convolution over images of as many pixels as a row has tokens
-    conv.x = View(args.x);
-    conv.channels = weight.in_features;
-    const RowShape shape = denoised::RowsOf(args.x.shape());
-    DENOISED_CHECK(shape.rows * shape.tokens <= INT32_MAX, "{} rows of {} tokens", shape.rows,
-                   shape.tokens);
-    conv.images = static_cast<int>(shape.rows);
-    conv.height = conv.out_height = 1;
-    conv.width = conv.out_width = static_cast<int>(shape.tokens);
-    conv.outputs = weight.out_features;
-    conv.residual = View(args.residual);
-    conv.scale = args.scale;
-    conv.activation = args.activation;
-    conv.out = View(args.out);
-    Writes(args.out);
-    AddWeight(&conv, weight.weight, weight.bias);
     context_->Use();
-    EnqueueConvolution(conv, "Linear");
+    EnqueueConvolution(LaunchOf(args), "Linear");
   }
 
   void GroupNorm(const GroupNormArgs& args) override {
@@ -379,12 +386,48 @@ class CudaBackend final : public Backend {
     context_->Record(LaunchAttention(attention, queue_), "Attention");
   }
 
-  void GegluGate(const Tensor& x, const Tensor& out) override {
-    CheckGegluGate(x, out, rules());
-    Writes(out);
+  void GatedLinear(const GatedLinearArgs& args) override {
+    Check(args, rules());
+    Writes(args.out);
     context_->Use();
-    context_->Record(LaunchGegluGate(View(x), RowCount(out), Extent(out, -1), View(out), queue_),
-                     "GegluGate");
+    const Conv2dLaunch plain =
+        LaunchOf(LinearArgs{.x = args.x, .weight = args.weight, .out = args.scratch});
+    // By views: candidates may outlive this call, and a tensor would keep its memory from the
+    // arena.
+    const Rows values_and_gates = View(args.scratch), to = View(args.out);
+    const int rows = RowCount(args.out), features = Extent(args.out, -1);
+    const auto gate = [=, this] {
+      return LaunchGegluGate(values_and_gates, rows, features, to, queue_);
+    };
+    Conv2dLaunch fused = plain;
+    fused.gated = true;
+    fused.out = to;
+    if (!HasHopperKernel(plain) || !SuitsGate(fused)) {
+      EnqueueConvolution(plain, "GatedLinear");
+      context_->Record(gate(), "GatedLinear");
+      return;
+    }
+    Candidates candidates;
+    for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
+      candidates.push_back({"gated, " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
+                              return LaunchConv2dHopper(fused, candidate.plan, queue_);
+                            }});
+    }
+    // The gate's pass reads two features and writes one, of two bytes.
+    constexpr double kPassLaunch = 2.5, kPassBytesPerMicrosecond = 3.6e6;
+    const double pass =
+        kPassLaunch + 6.0 * static_cast<double>(args.out.elements()) / kPassBytesPerMicrosecond;
+    for (const HopperCandidate& candidate : HopperCandidates(plain, queue_)) {
+      candidates.push_back({NameOf(candidate.plan), candidate.microseconds + pass, [=, this] {
+                              const cudaError_t error =
+                                  LaunchConv2dHopper(plain, candidate.plan, queue_);
+                              return error == cudaSuccess ? gate() : error;
+                            }});
+    }
+    std::stable_sort(
+        candidates.begin(), candidates.end(),
+        [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
+    EnqueueFastest(Describe(fused), candidates, OperandsOf(plain), "GatedLinear");
   }
 
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
@@ -442,20 +485,35 @@ class CudaBackend final : public Backend {
   void Embedding(const EmbeddingArgs& args) override {
     Check(args, rules());
     context_->Use();
-    context_->Record(
-        LaunchEmbedding(View(args.table), Extent(args.table, 0), Extent(args.table, 1),
-                        args.index.as<int32_t>(), Extent(args.index, 0), View(args.out), queue_),
-        "Embedding");
+    const bool number = args.index.dtype() == DType::kF32;
+    context_->Record(LaunchEmbedding(View(args.table), Extent(args.table, 0), Extent(args.table, 1),
+                                     number ? nullptr : args.index.as<int32_t>(),
+                                     number ? Floats(args.index) : nullptr, Extent(args.index, 0),
+                                     View(args.out), queue_),
+                     "Embedding");
   }
 
   void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
     CheckResample2x(kind, x, out, rules());
     Writes(out);
     context_->Use();
-    const auto launch = kind == Resample::kNearestUp ? LaunchUpsample2x : LaunchAveragePool2x;
-    context_->Record(
-        launch(View(x), Extent(x, 0), Extent(x, 1), Extent(x, 2), Extent(x, 3), View(out), queue_),
-        "Resample2x");
+    const int images = Extent(x, 0), height = Extent(x, 1), width = Extent(x, 2),
+              channels = Extent(x, 3);
+    const auto launch = [&] {
+      switch (kind) {
+        case Resample::kNearestUp:
+          return LaunchUpsample2x(View(x), images, Extent(out, 1), Extent(out, 2), channels,
+                                  View(out), queue_);
+        case Resample::kAveragePoolDown:
+          return LaunchAveragePool2x(View(x), images, height, width, channels, View(out), queue_);
+        case Resample::kFirUp:
+        case Resample::kFirDown:
+          return LaunchFir2x(View(x), images, height, width, channels, kind == Resample::kFirUp,
+                             View(out), queue_);
+      }
+      return cudaErrorInvalidValue;
+    };
+    context_->Record(launch(), "Resample2x");
   }
 
   void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
@@ -479,10 +537,10 @@ class CudaBackend final : public Backend {
   void BeginSlot(const BeginSlotArgs& args) override {
     Check(args, rules());
     context_->Use();
-    context_->Record(
-        LaunchBeginSlot(View(args.state), args.slot, Floats(args.source), Floats(args.noise),
-                        args.source_scale, args.noise_scale, args.churn_scale, queue_),
-        "BeginSlot");
+    context_->Record(LaunchBeginSlot(View(args.state), args.slot, Floats(args.source),
+                                     Floats(args.noise), args.source_scale, args.noise_scale,
+                                     args.churn_scale, args.keeps_known, queue_),
+                     "BeginSlot");
   }
 
   void Gather(const GatherArgs& args) override {
@@ -498,13 +556,24 @@ class CudaBackend final : public Backend {
         "Gather");
   }
 
+  void RescaleGuidance(const RescaleGuidanceArgs& args) override {
+    Check(args, rules());
+    context_->Use();
+    context_->Record(
+        LaunchRescaleGuidance(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0),
+                              Floats(args.model_output), Extent(args.model_output, 3),
+                              Floats(args.factor), queue_),
+        "RescaleGuidance");
+  }
+
   void Advance(const AdvanceArgs& args) override {
     Check(args, rules());
     context_->Use();
-    context_->Record(LaunchAdvance(View(args.state, args.model_output), args.rows.as<int32_t>(),
-                                   Extent(args.rows, 0), Floats(args.model_output),
-                                   Extent(args.model_output, 3), queue_),
-                     "Advance");
+    context_->Record(
+        LaunchAdvance(View(args.state, args.model_output), args.rows.as<int32_t>(),
+                      Extent(args.rows, 0), Floats(args.model_output), Extent(args.model_output, 3),
+                      Floats(args.guidance_factor), queue_),
+        "Advance");
   }
 
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
@@ -547,6 +616,7 @@ class CudaBackend final : public Backend {
   }
 
   absl::Status status() const override { return context_->status(); }
+  cudaStream_t stream() const { return queue_.stream; }
 
  private:
   TensorRules rules() const { return {Device::kCuda, activation_dtype()}; }
@@ -648,6 +718,29 @@ class CudaBackend final : public Backend {
     Writes(args.out);
     AddWeight(&conv, weight.weight, weight.bias);
     if (args.shortcut.weight != nullptr) AddShortcut(&conv, args);
+    return conv;
+  }
+
+  /// A 1×1 convolution over images of as many pixels as a row has tokens.
+  Conv2dLaunch LaunchOf(const LinearArgs& args) {
+    Check(args, rules());
+    const auto& weight = static_cast<const CudaLinear&>(*args.weight);
+    Conv2dLaunch conv;
+    conv.x = View(args.x);
+    conv.channels = weight.in_features;
+    const RowShape shape = denoised::RowsOf(args.x.shape());
+    DENOISED_CHECK(shape.rows * shape.tokens <= INT32_MAX, "{} rows of {} tokens", shape.rows,
+                   shape.tokens);
+    conv.images = static_cast<int>(shape.rows);
+    conv.height = conv.out_height = 1;
+    conv.width = conv.out_width = static_cast<int>(shape.tokens);
+    conv.outputs = weight.out_features;
+    conv.residual = View(args.residual);
+    conv.scale = args.scale;
+    conv.activation = args.activation;
+    conv.out = View(args.out);
+    Writes(args.out);
+    AddWeight(&conv, weight.weight, weight.bias);
     return conv;
   }
 
@@ -818,7 +911,7 @@ class CudaBackend final : public Backend {
   /// Weights [outputs, channels, kernel, kernel] or [outputs, inputs], as they lie in the file, one
   /// below the other in the form of weights.h; in phases one 3×3 convolution.
   absl::StatusOr<Tensor> PackWeights(const std::vector<Tensor>& weights, bool in_phases,
-                                     std::string_view purpose) {
+                                     std::string_view purpose, bool gated = false) {
     const Shape& shape = weights.front().shape();
     const int channels = static_cast<int>(shape[1]);
     const int taps = shape.rank() == 4 ? static_cast<int>(shape[2] * shape[3]) : 1;
@@ -843,6 +936,7 @@ class CudaBackend final : public Backend {
                                 pack.channels = channels;
                                 pack.taps = taps;
                                 pack.phase_outputs = in_phases ? outputs : 0;
+                                pack.gated_outputs = gated ? outputs : 0;
                                 pack.to =
                                     View(packed.Slice(first_output, packed.dim(0) - first_output));
                                 return LaunchPackWeight(pack, queue_);
@@ -945,6 +1039,10 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
                                              std::move(norm_memory), properties, driver, options,
                                              hopper);
+}
+
+CUstream_st* StreamOf(Backend& cuda_backend) {
+  return static_cast<cuda::CudaBackend&>(cuda_backend).stream();
 }
 
 int CudaDeviceCount() {

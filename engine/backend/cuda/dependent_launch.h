@@ -20,8 +20,8 @@
 ///
 /// In every kernel launched by LaunchDependent() each block has threads that wait, on every path:
 /// so none ends before its predecessors, which makes the order transitive. Kernels launched with
-/// <<<>>> mix with these; they start when all is over. Before sm_90 all of this is an ordinary
-/// launch.
+/// <<<>>> mix with these; they start when all of these have ended. Before sm_90 all of this is an
+/// ordinary launch.
 
 namespace denoised::cuda {
 
@@ -33,9 +33,8 @@ struct LaunchShape {
   bool cooperative = false;
 };
 
-/// Whether a kernel should start before its predecessor has ended. With many CTAs the SMs that are
-/// free first take more than their share of them and end last. Hopper's own kernels gain all the
-/// same.
+/// Whether a kernel should start before its predecessor has ended. With many CTAs, the SMs that are
+/// free first take more than their share and end last. Hopper's own kernels gain nevertheless.
 inline bool StartsEarly(const dim3& grid, const Queue& queue) {
   const int64_t blocks = int64_t{grid.x} * grid.y * grid.z;
   return queue.dependent_launch && (queue.hopper || 2 * blocks <= queue.multiprocessors);

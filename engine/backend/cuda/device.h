@@ -36,7 +36,7 @@ using DeviceMemory = std::unique_ptr<void, FreeDevice>;
 using PinnedMemory = std::unique_ptr<void, FreePinned>;
 
 /// OK, Internal ("what: cudaErrorX: CUDA's own description") or ResourceExhausted, which says how
-/// much is free. An error is told once: the thread's last one is OK afterwards.
+/// much is free. An error is reported once: afterwards the thread's last error is OK.
 absl::Status ToStatus(cudaError_t error, std::string_view what);
 
 absl::StatusOr<Stream> NewStream();

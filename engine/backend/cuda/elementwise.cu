@@ -76,9 +76,48 @@ __global__ void __launch_bounds__(kThreads)
   const Pixel at = size.At(row);
   float v[V];
   LoadChannels<V>(
-      x, (at.image * (size.height.value / 2) + at.y / 2) * (size.width.value / 2) + at.x / 2,
+      x,
+      (at.image * ((size.height.value + 1) / 2) + at.y / 2) * ((size.width.value + 1) / 2) +
+          at.x / 2,
       channel, v);
   StoreChannels<V>(out, row, channel, v);
+}
+
+/// backend.h's Resample::kFirUp and kFirDown. height and width are the input's.
+template <int V, bool kUp>
+__global__ void __launch_bounds__(kThreads)
+    FirKernel(Rows x, int64_t out_rows, const __grid_constant__ OutputSize size, int height,
+              int width, int channels, Rows out) {
+  WaitForPredecessors();
+  ReleaseDependents();
+  int64_t row;
+  int channel;
+  if (!Place<V>(out_rows, channels, &row, &channel)) return;
+  const Pixel at = size.At(row);
+  constexpr int kTaps = kUp ? 2 : 4;
+  const auto first = [](int i) { return kUp ? (i + 1) / 2 - 1 : 2 * i - 1; };
+  const auto weight = [](int i, int tap) {
+    if (kUp) return (i % 2 == 0) == (tap == 0) ? 0.25f : 0.75f;
+    return tap == 0 || tap == 3 ? 0.125f : 0.375f;
+  };
+  float sum[V] = {};
+#pragma unroll
+  for (int i = 0; i < kTaps; ++i) {
+    const int y = first(at.y) + i;
+    if (y < 0 || y >= height) continue;
+#pragma unroll
+    for (int j = 0; j < kTaps; ++j) {
+      const int column = first(at.x) + j;
+      if (column < 0 || column >= width) continue;
+      float v[V];
+      LoadChannels<V>(x, (static_cast<int64_t>(at.image) * height + y) * width + column, channel,
+                      v);
+      const float scale = weight(at.y, i) * weight(at.x, j);
+#pragma unroll
+      for (int c = 0; c < V; ++c) sum[c] = fmaf(scale, v[c], sum[c]);
+    }
+  }
+  StoreChannels<V>(out, row, channel, sum);
 }
 
 template <int V>
@@ -126,17 +165,18 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int V>
 __global__ void __launch_bounds__(kThreads)
-    GegluGateKernel(Rows x, int64_t rows, int features, Rows out) {
+    GegluGateKernel(Rows x, int64_t rows, int features, int block, Rows out) {
   WaitForPredecessors();
   ReleaseDependents();
   int64_t row;
   int column;
   if (!Place<V>(rows, features, &row, &column)) return;
   float v[V], gate[V];
-  LoadChannels<V>(x, row, column, v);
-  LoadChannels<V>(x, row, features + column, gate);
+  const int value = static_cast<int>(GatedOutput(column, features, block));
+  LoadChannels<V>(x, row, value, v);
+  LoadChannels<V>(x, row, value + block, gate);
 #pragma unroll
-  for (int j = 0; j < V; ++j) v[j] *= Activate(Activation::kGelu, gate[j]);
+  for (int j = 0; j < V; ++j) v[j] *= Gelu(gate[j]);
   StoreChannels<V>(out, row, column, v);
 }
 
@@ -172,9 +212,9 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, int channels,
                              const Rows& out, const Queue& queue) {
-  const int64_t rows = static_cast<int64_t>(images) * height * width * 4;
+  const int64_t rows = static_cast<int64_t>(images) * height * width;
   if (rows > INT32_MAX) return cudaErrorInvalidValue;
-  const OutputSize size = {FastDivmod(2 * height), FastDivmod(2 * width)};
+  const OutputSize size = {FastDivmod(height), FastDivmod(width)};
   if (x.vector && out.vector && channels % 8 == 0) {
     return LaunchDependent(Upsample2xKernel<8>, ShapeOf<8>(rows, channels), queue, x, rows, size,
                            channels, out);
@@ -196,6 +236,21 @@ cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width
                          height, width, channels, out);
 }
 
+cudaError_t LaunchFir2x(const Rows& x, int images, int height, int width, int channels, bool up,
+                        const Rows& out, const Queue& queue) {
+  const OutputSize size = {FastDivmod(up ? 2 * height : height / 2),
+                           FastDivmod(up ? 2 * width : width / 2)};
+  const int64_t rows = static_cast<int64_t>(images) * size.height.value * size.width.value;
+  if (rows > INT32_MAX) return cudaErrorInvalidValue;
+  if (x.vector && out.vector && channels % 8 == 0) {
+    return LaunchDependent(up ? FirKernel<8, true> : FirKernel<8, false>,
+                           ShapeOf<8>(rows, channels), queue, x, rows, size, height, width,
+                           channels, out);
+  }
+  return LaunchDependent(up ? FirKernel<1, true> : FirKernel<1, false>, ShapeOf<1>(rows, channels),
+                         queue, x, rows, size, height, width, channels, out);
+}
+
 cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
                       int64_t rows, int columns, const Rows& out, const Queue& queue) {
   if (a.vector && out.vector && (b.data == nullptr || b.vector) && columns % 8 == 0) {
@@ -210,10 +265,10 @@ cudaError_t LaunchGegluGate(const Rows& x, int64_t rows, int features, const Row
                             const Queue& queue) {
   if (x.vector && out.vector && features % 8 == 0) {
     return LaunchDependent(GegluGateKernel<8>, ShapeOf<8>(rows, features), queue, x, rows, features,
-                           out);
+                           GatedBlock(features), out);
   }
   return LaunchDependent(GegluGateKernel<1>, ShapeOf<1>(rows, features), queue, x, rows, features,
-                         out);
+                         GatedBlock(features), out);
 }
 
 cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, const Queue& queue) {
@@ -243,6 +298,8 @@ cudaError_t LoadElementwiseKernels() {
   for (cudaError_t error :
        {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
         LoadKernel(Upsample2xKernel<8>), LoadKernel(Upsample2xKernel<1>),
+        LoadKernel(FirKernel<8, true>), LoadKernel(FirKernel<1, true>),
+        LoadKernel(FirKernel<8, false>), LoadKernel(FirKernel<1, false>),
         LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>),
         LoadKernel(NoiseKernel<8>), LoadKernel(NoiseKernel<1>), LoadKernel(GegluGateKernel<8>),
         LoadKernel(GegluGateKernel<1>), LoadKernel(GaussianKernel)}) {

@@ -46,12 +46,14 @@ __global__ void FourierEmbeddingKernel(const __grid_constant__ FourierEmbeddingL
   StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, frequency * t);
 }
 
-__global__ void EmbeddingKernel(Rows table, int entries, int dim, const int32_t* index, Rows out) {
+__global__ void EmbeddingKernel(Rows table, int entries, int dim, const int32_t* index,
+                                const float* number, Rows out) {
   WaitForPredecessors();
   ReleaseDependents();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= dim) return;
-  const int entry = max(0, min(index[row], entries - 1));
+  const int wanted = number != nullptr ? __float2int_rn(number[row]) : index[row];
+  const int entry = max(0, min(wanted, entries - 1));
   Store(out, row, i, Load(table, entry, i));
 }
 
@@ -67,10 +69,10 @@ cudaError_t LaunchFourierEmbedding(const FourierEmbeddingLaunch& embedding, cons
                          queue, embedding);
 }
 
-cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index, int rows,
-                            const Rows& out, const Queue& queue) {
+cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index,
+                            const float* number, int rows, const Rows& out, const Queue& queue) {
   return LaunchDependent(EmbeddingKernel, {Grid(rows, dim), kThreads}, queue, table, entries, dim,
-                         index, out);
+                         index, number, out);
 }
 
 cudaError_t LoadEmbeddingKernels() {

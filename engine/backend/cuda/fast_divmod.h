@@ -5,8 +5,8 @@
 
 #include "engine/core/host_device.h"
 
-/// Division by a number that the host knows, for kernels: the device has no instruction for it, and
-/// a thread that is alone in its warp waits long for what the compiler makes of `/`.
+/// Division in kernels by a number that the host knows. The device has no instruction for division,
+/// and a thread that is alone in its warp waits long for the code that the compiler makes of `/`.
 
 namespace denoised::cuda {
 

@@ -6,20 +6,20 @@
 
 #include "engine/backend/cuda/element.cuh"
 
-/// What the one-pass group norms share, so that their bits are the same: how sums of an image are
-/// made and added. group_norm.cu uses the part that applies them, too.
+/// What the one-pass group norms share, so that they give the same bits: how the sums of an image
+/// are computed and added. group_norm.cu also uses the part that applies them.
 ///
 /// Sums. Tensor cores add: of the eight rows of X = {x₀ … x₁₅} of a warp, mma makes X·Xᵀ, whose
 /// diagonal are the sums of squares, and 1·Xᵀ. Products of bf16 are exact in fp32, and so are the
-/// sums of a leaf where the mean is large against the spread. The variance is a difference of two
-/// sums, which then costs digits: of 32 thousand elements whose mean is 10 deviations it is off by
-/// 1e-5, of 100 by 1e-3, of 256 by 4e-3 at most (simulated; bf16 itself rounds to 4e-3, and leaves
-/// no spread beyond). To subtract an element of the group first, in bf16, costs 1e-3 wherever
-/// elements differ by more than a factor of two, so everywhere but there.
+/// sums of a leaf if the mean is large relative to the deviation. The variance is a difference of
+/// two sums, which loses digits in that case: for 32 thousand elements its relative error is at
+/// most 1e-5 if the mean is 10 deviations, 1e-3 for 100, and 4e-3 for 256 (simulated; bf16 itself
+/// rounds to 4e-3, so larger ratios do not occur). Subtracting a pivot element in bf16 first would
+/// cost 1e-3 wherever elements differ by more than a factor of two, that is, in all other cases.
 ///
 /// Order. Eight pixels of a group are a leaf, and the sums of leaves are added as a binary tree
 /// over the image. A CTA has an aligned power of two of them. So the bits do not depend on how an
-/// image is cut, and that may follow the batch.
+/// image is cut, and the cut may follow the batch.
 
 namespace denoised::cuda {
 
@@ -31,8 +31,8 @@ constexpr int kLeafPixels = kLeafVectors * kQuad;
 constexpr int kMaxLeaves = 128;  // of a block: four for each lane of a warp
 constexpr int kMaxCluster = 16;
 
-/// Neighbouring channels that are of one group wherever in a vector they begin: 2, 4 or 8, or 1
-/// where there is no such kernel.
+/// How many neighbouring channels of a vector always belong to one group: 2, 4 or 8; or 1 if there
+/// is no such kernel.
 inline int RunOf(int group_channels) { return std::gcd(group_channels, kVector); }
 
 /// Sources and outputs in whole vectors, of whatever elements.
@@ -56,7 +56,7 @@ cudaError_t LoadClusterKernel(Kernel* kernel, int shared_bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-/// Over some elements of a group.
+/// The sums over some elements of a group.
 struct Sums {
   float x, squares;
 };
@@ -86,7 +86,7 @@ inline SumTree MakeSumTree(int leaves, int blocks) {
 __device__ inline float Low(uint32_t word) { return __uint_as_float(word << 16); }
 __device__ inline float High(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
 
-/// Where a channel of concat(x, x2) lies, of bf16 sources.
+/// The address of a channel of concat(x, x2), for bf16 sources.
 __device__ inline const __nv_bfloat16* ChannelAt(const GroupNormLaunch& norm, int image,
                                                  int64_t pixel, int channel) {
   const bool first = channel < norm.channels;
@@ -95,8 +95,8 @@ __device__ inline const __nv_bfloat16* ChannelAt(const GroupNormLaunch& norm, in
          (static_cast<int64_t>(image) * norm.pixels + pixel) * source.stride +
          (first ? channel : channel - norm.channels);
 }
-/// Adds to sums, as a lane holds them of a matrix of 16 × 8, x·xᵀ in the upper and 1·xᵀ in the
-/// lower eight rows: row r of x is what the four lanes from 4r on hold, four bf16 each.
+/// Adds x·xᵀ to the upper and 1·xᵀ to the lower eight rows of a 16 × 8 accumulator. Lanes 4r to
+/// 4r + 3 hold row r of x, four bf16 each.
 __device__ inline void AddProducts(float (&sums)[4], uint32_t x0, uint32_t x1) {
   constexpr uint32_t kOnes = 0x3f803f80;
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -105,11 +105,11 @@ __device__ inline void AddProducts(float (&sums)[4], uint32_t x0, uint32_t x1) {
       : "r"(x0), "r"(x1), "r"(kOnes));
 }
 
-/// Of a quad the lane in which SumLeaf's sums are.
+/// Whether this lane of its quad holds the sums of SumLeaf.
 __device__ inline bool HoldsSums(int lane) { return lane % kQuad == lane / kQuad / 2; }
 /// The sums of a leaf whose vectors the lanes of a quad hold, kLeafVectors each, as keep(r, sums)
-/// for each run r of a vector. By whole warps, lanes in the order of their quads; what is not of an
-/// image is zeros.
+/// for each run r of a vector. By whole warps, lanes in the order of their quads. Vectors outside
+/// the image are zeros.
 template <int kRun, typename Keep>
 __device__ inline void SumLeaf(const uint32_t (*vectors)[kWords], int lane, Keep keep) {
   static_assert(kLeafVectors == 2);
@@ -205,7 +205,7 @@ __device__ inline Affine Apply(const Affine& affine, __nv_bfloat16 scale, __nv_b
   return {affine.factor * factor, fmaf(affine.offset, factor, unit * __bfloat162float(shift))};
 }
 
-/// What becomes of channel `c` of a normalised image.
+/// The affine map of channel `c` of a normalised image.
 __device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, int c) {
   const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;
   Affine affine = {unit * norm.gamma[c], unit * norm.beta[c]};
@@ -217,7 +217,7 @@ __device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, in
   return affine;
 }
 
-/// The same of one that is not yet.
+/// The same for an image that is not normalised yet.
 __device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, int c,
                                     const Affine& affine, const Statistics& of_group) {
   const int channels = norm.channels + norm.channels2;

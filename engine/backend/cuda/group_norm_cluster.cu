@@ -328,12 +328,13 @@ Plan PlanOf(const GroupNormLaunch& norm, const Queue& queue) {
                           ((norm.channels + norm.channels2) / kVector) / queue.multiprocessors;
   const struct {
     int most, of_thread, least_channels;
-  } ways[] = {
+  } preferences[] = {
       {512, 2, 16}, {queue.hopper ? 512 : 2000, 2, 32}, {queue.hopper ? 1500 : 4000, 4, 64}};
-  for (const auto& way : ways) {
-    if (vectors > way.most) continue;
-    const Plan plan = queue.hopper ? FitCluster(norm, way.of_thread)
-                                   : FitBlock(norm, way.of_thread, way.least_channels);
+  for (const auto& preference : preferences) {
+    if (vectors > preference.most) continue;
+    const Plan plan = queue.hopper
+                          ? FitCluster(norm, preference.of_thread)
+                          : FitBlock(norm, preference.of_thread, preference.least_channels);
     if (plan.vectors > 0) return plan;
   }
   return of_many;

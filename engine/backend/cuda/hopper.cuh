@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-/// What only compute capability 9.0 has, one function per PTX instruction: TMA, mbarriers, wgmma,
-/// clusters and distributed shared memory. PTX ISA, 9.7.
+/// The instructions of compute capability 9.0, one function each: TMA, mbarriers, wgmma, clusters
+/// and distributed shared memory. See the PTX ISA, 9.7.
 
 namespace denoised::cuda {
 
@@ -14,8 +14,9 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// One thread of the calling warp, the same at every call. Use it as the condition itself: through
-/// a variable the compiler no longer knows that a single thread runs, and loops over all lanes.
+/// True in one thread of the calling warp, always the same one. Use it directly as a condition: if
+/// it goes through a variable, the compiler no longer knows that a single thread runs, and loops
+/// over all lanes.
 __device__ inline bool ElectOne() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
@@ -23,7 +24,7 @@ __device__ inline bool ElectOne() {
   return elected != 0;
 }
 
-// mbarriers: a phase ends when `arrivals` threads arrived and all expected bytes came.
+// mbarriers: a phase ends when `arrivals` threads and all expected bytes have arrived.
 
 __device__ inline void InitBarrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
@@ -51,7 +52,7 @@ __device__ inline void ArriveAt(uint64_t* barrier, uint32_t rank) {
       "r"(rank)
       : "memory");
 }
-/// Until the phase of this parity has ended.
+/// Waits until the phase of this parity has ended.
 __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -70,7 +71,7 @@ __device__ inline uint32_t ClusterRank() {
   return 0;  // compiled for other architectures, too, but never called there
 #endif
 }
-/// All threads of the cluster arrive. WaitForCluster() then sees what they wrote before.
+/// All threads of the cluster arrive. After WaitForCluster() their earlier writes are visible.
 __device__ inline void ArriveAtCluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -196,7 +197,7 @@ __device__ inline void TmaStore(const CUtensorMap* map, const void* from, int c0
 __device__ inline void TmaStoreCommit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/// Until this thread's stores have read shared memory, which may then be written again.
+/// Waits until this thread's stores have read shared memory, so that it can be overwritten.
 __device__ inline void TmaStoreWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -242,8 +243,8 @@ __device__ inline uint64_t MatrixDescriptor(const void* tile) {
 }
 /// Before the first product that reads registers or shared memory written by this thread.
 __device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-/// Keeps computations on accumulators on their side of this point: the compiler does not know that
-/// a wgmma reads and writes them later than its place in the code.
+/// Keeps the compiler from moving computations on accumulators across this point: it does not know
+/// that a wgmma reads and writes them later than its place in the code.
 template <int kCount>
 __device__ inline void PinAccumulators(float (&accumulators)[kCount]) {
 #pragma unroll
@@ -258,7 +259,7 @@ __device__ inline void AnyAccumulators(float (&accumulators)[kCount]) {
 __device__ inline void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// Until at most kPending groups are under way.
+/// Waits until at most kPending groups are pending.
 template <int kPending>
 __device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -307,6 +308,7 @@ __device__ inline void WgmmaWait() {
 DENOISED_WGMMA(32, 16, 16, 17)
 DENOISED_WGMMA(64, 32, 32, 33)
 DENOISED_WGMMA(80, 40, 40, 41)
+DENOISED_WGMMA(96, 48, 48, 49)
 DENOISED_WGMMA(128, 64, 64, 65)
 DENOISED_WGMMA(160, 80, 80, 81)
 DENOISED_WGMMA(192, 96, 96, 97)

@@ -8,9 +8,10 @@
 /// what happens to an output tile. Row m of the matrix is an output pixel, column k one input that
 /// it sees, in the order (kh, kw, channel), the channels of x before those of x2.
 ///
-/// Doubled by nearest neighbour first, a pixel is seen by several taps of a 3×3 window. So outputs
-/// are four phases, by the parities of their rows and columns, each a 2×2 convolution of the input
-/// as it is, whose taps are those of the 3×3 that see the same pixel, added up (pack_weight.cu).
+/// In an image that is doubled by nearest neighbour, several taps of a 3×3 window see the same
+/// input pixel. So outputs have four phases, by the parities of their rows and columns. Each phase
+/// is a 2×2 convolution of the input before doubling; its taps are sums of the 3×3 taps that see
+/// the same pixel (pack_weight.cu).
 
 namespace denoised::cuda {
 
@@ -82,7 +83,7 @@ __device__ inline int PixelAt(const Conv2dLaunch& conv, const Window& window, co
   return inside ? window.image_pixel + y * conv.width + x : -1;
 }
 
-/// Eight inputs from `tap` on, whose channels may be odd in number and straddle taps and sources.
+/// Eight inputs from `tap` on, for any number of channels: they may straddle taps and sources.
 __device__ inline void GatherInputs(const Conv2dLaunch& conv, const Window& window, Tap tap,
                                     float (&v)[8]) {
 #pragma unroll
@@ -145,8 +146,8 @@ __device__ inline void FinishOutputs(const Conv2dLaunch& conv, int64_t pixel, in
   }
 }
 
-/// Finishes an output tile that lies in shared memory as fp32 [kM, kN + 4], row 0 being pixel m0
-/// of a phase and column 0 output n0.
+/// The epilogue of an output tile in shared memory, fp32 [kM, kN + 4]. Row 0 is pixel m0 of a
+/// phase, column 0 is output n0.
 template <int kM, int kN, int kThreads>
 __device__ inline void FinishTile(const Conv2dLaunch& conv, const Plane& plane, const float* tile,
                                   int m0, int phase, int n0) {

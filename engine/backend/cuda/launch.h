@@ -9,14 +9,15 @@
 #include <vector>
 
 #include "engine/backend/activation.h"
+#include "engine/core/host_device.h"
 #include "engine/core/step_plan.h"
 
-/// The kernels, as plain functions: raw device pointers, sizes and a queue; no tensors. Each
-/// enqueues and returns what the launch reported. Arguments were validated by the caller
-/// (cuda_backend.cc).
+/// The kernels as plain functions of raw device pointers, sizes and a queue, without tensors. Each
+/// enqueues a launch and returns its error. The caller (cuda_backend.cc) has validated the
+/// arguments.
 ///
-/// A kernel computes each row of the batch in an order that the row's shape alone decides: no float
-/// atomics, no split of a reduction that depends on the batch. See docs/kernels.md.
+/// Kernels compute each row of the batch in an order that depends on the row's shape alone: no
+/// float atomics, and no split of a reduction depends on the batch. See docs/kernels.md.
 
 namespace denoised::cuda {
 
@@ -45,7 +46,7 @@ struct ShortcutLaunch {
   int weight_stride = 0;
 };
 
-/// Replaces a convolution's result by SiLU of its group norm; gamma null: there is none.
+/// Replaces a convolution's result by SiLU of its group norm. Null gamma: no output norm.
 struct OutputNorm {
   const float* gamma = nullptr;  // [outputs]
   const float* beta = nullptr;
@@ -77,6 +78,10 @@ struct Conv2dLaunch {
   ShortcutLaunch shortcut;  // for LaunchConv2dHopper alone
   float scale = 1;
   Activation activation = Activation::kNone;
+  /// GEGLU: the layer's outputs are values and gates (GatedOutput()), rounded to bf16 before the
+  /// product, so the bits are those of a separate LaunchGegluGate. `out` then has outputs / 2. For
+  /// LaunchConv2dHopper and what SuitsGate().
+  bool gated = false;
   /// The fused output norm. The result is rounded to bf16 before it, so the bits are those of a
   /// separate LaunchGroupNormCluster. For LaunchConv2dHopper and what SuitsOutputNorm().
   OutputNorm output_norm;
@@ -187,17 +192,16 @@ struct AttentionLaunch {
   Rows out;                             // [images · tokens, heads · dim]
 };
 constexpr int kMaxHeadDim = 512;
-/// Whether images see other keys than all of their own.
+/// Whether an image attends to other keys than all of its own.
 inline bool SelectsKeys(const AttentionLaunch& attention) {
   return attention.key_set != nullptr || attention.key_counts != nullptr || attention.causal;
 }
-/// An integer of key_set or key_counts that is out of range reads the nearest set, or counts as the
-/// nearest number of keys.
+/// Integers of key_set and key_counts that are out of range are clamped to it.
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue);
 /// fp32 arithmetic on any element, any dim up to kMaxHeadDim.
 cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue);
-/// LaunchAttention's kernel for Hopper, unless SelectsKeys(). SuitsHopper: whether it can read the
-/// operands.
+/// LaunchAttention's kernel for Hopper. SuitsHopper: whether it can read the operands; not for
+/// causal attention, nor for large heads where SelectsKeys().
 bool SuitsHopper(const AttentionLaunch& attention);
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue);
 
@@ -219,11 +223,22 @@ struct FourierEmbeddingLaunch {
 };
 cudaError_t LaunchFourierEmbedding(const FourierEmbeddingLaunch& embedding, const Queue& queue);
 
-/// out[i] = table[index[i]]; an index outside [0, entries) reads the nearest entry, never beyond.
-cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index, int rows,
-                            const Rows& out, const Queue& queue);
+/// out[i] = table[index[i]], or table[number[i]], rounded, where number is not null. Indices
+/// outside [0, entries) are clamped.
+cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index,
+                            const float* number, int rows, const Rows& out, const Queue& queue);
 
-/// out[.., c] = x[.., c] · gelu(x[.., features + c]) over rows of 2 · features.
+/// The outputs in a block, where blocks of values and of gates alternate: eight, so that one thread
+/// of a wgmma has both; or all values, then all gates.
+DENOISED_HOST_DEVICE inline int GatedBlock(int features) {
+  return features % 8 == 0 ? 8 : features;
+}
+/// Where output `i` of a gated layer lies: values, then gates, as they lie in the file.
+DENOISED_HOST_DEVICE inline int64_t GatedOutput(int64_t i, int64_t features, int64_t block) {
+  const int64_t is_gate = i >= features, c = i - is_gate * features;
+  return c / block * 2 * block + is_gate * block + c % block;
+}
+/// out[.., c] = value c · gelu(gate c) over rows of 2 · features, as GatedOutput() has them.
 cudaError_t LaunchGegluGate(const Rows& x, int64_t rows, int features, const Rows& out,
                             const Queue& queue);
 
@@ -242,11 +257,16 @@ struct GaussianLaunch {
 };
 cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, const Queue& queue);
 
-/// Nearest-neighbour doubling, or the mean of 2×2 pixels (an odd last line is dropped).
+/// Nearest-neighbour doubling to an output of this size, twice the input's, or one line less.
 cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, int channels,
                              const Rows& out, const Queue& queue);
+/// The mean of 2×2 pixels (an odd last line is dropped).
 cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width, int channels,
                                 const Rows& out, const Queue& queue);
+
+/// backend.h's Resample::kFirUp or kFirDown of an input of this size.
+cudaError_t LaunchFir2x(const Rows& x, int images, int height, int width, int channels, bool up,
+                        const Rows& out, const Queue& queue);
 
 /// out = act(a · scale + b + shift); b may be null. All [rows, columns].
 cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
@@ -270,6 +290,7 @@ struct PackWeightLaunch {
   int64_t pairs = 0;
   int channels = 0, taps = 0;
   int64_t phase_outputs = 0;  // in phases: the weight's outputs
+  int64_t gated_outputs = 0;  // values and gates alternate in blocks: the outputs of both
   Rows to;                    // rows of taps · channels; what pads the rows is left alone
 };
 cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue);
@@ -281,13 +302,17 @@ struct SlotsLaunch {
   float* x0 = nullptr;                      // [slots, elements]
   const DeviceEvaluation* plans = nullptr;  // [slots, max_evaluations]
   int max_evaluations = 0;
-  int64_t plan_bytes = 0;            // from one slot's plan to the next
-  int32_t* evaluation = nullptr;     // [slots]
-  int32_t* nonfinite = nullptr;      // [slots]
-  const int64_t* seed = nullptr;     // [slots]
-  const float* guidance = nullptr;   // [slots]
-  const float* embedding = nullptr;  // [slots, embedding_dim], or null
+  int64_t plan_bytes = 0;              // from one slot's plan to the next
+  int32_t* evaluation = nullptr;       // [slots]
+  int32_t* nonfinite = nullptr;        // [slots]
+  const int64_t* seed = nullptr;       // [slots]
+  const Guidance* guidance = nullptr;  // [slots]
+  const float* embedding = nullptr;    // [slots, embedding_dim], or null
   int embedding_dim = 0;
+  float* known = nullptr;        // [slots, 2, elements], or null
+  const float* mask = nullptr;   // [slots, pixels]
+  const float* extra = nullptr;  // [slots, pixels, extra_channels], or null
+  int extra_channels = 0;
   int64_t elements = 0;
   int channels = 0;
   bool vector = false;  // every image, also an evaluation's, begins at a multiple of 16 bytes
@@ -295,16 +320,23 @@ struct SlotsLaunch {
 /// source and noise: [elements], or null.
 cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,
                             const float* noise, float source_scale, float noise_scale,
-                            float churn_scale, const Queue& queue);
-/// rows: int32 [count, 4] (EvaluationRow). x: [count, elements]; label and embedding may be null.
+                            float churn_scale, bool keeps_known, const Queue& queue);
+/// rows: int32 [count, 6] (EvaluationRow). x: [count, pixels, channels + extra_channels]; label and
+/// embedding may be null.
 cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int count, const Rows& x,
                          float* condition, int32_t* label, float* embedding, const Queue& queue);
 /// model_output: [count, pixels, model_channels], model_channels = channels or 2 · channels.
+/// factor: [count].
+cudaError_t LaunchRescaleGuidance(const SlotsLaunch& slots, const int32_t* rows, int count,
+                                  const float* model_output, int model_channels, float* factor,
+                                  const Queue& queue);
+/// factor: [count], or null.
 cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int count,
-                          const float* model_output, int model_channels, const Queue& queue);
+                          const float* model_output, int model_channels, const float* factor,
+                          const Queue& queue);
 
-/// Loads every kernel and sets its shared-memory limit, so that none is loaded during a capture.
-/// cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.
+/// Loads every kernel and sets its shared-memory limit, because loading a kernel during a capture
+/// fails it. cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.
 cudaError_t LoadConv2dKernels();
 cudaError_t LoadConv3x3Kernels();
 cudaError_t LoadConv2dFp32Kernels();

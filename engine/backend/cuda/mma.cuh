@@ -17,8 +17,8 @@ __device__ inline void CopyAsync16(void* to, const void* from, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
-/// The same if `wanted`, without a branch, which would keep what is before it from what comes
-/// after.
+/// The same if `wanted`, without a branch, across which the compiler could not interleave
+/// instructions.
 __device__ inline void CopyAsync16If(bool wanted, void* to, const void* from, bool valid) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile(
@@ -28,7 +28,7 @@ __device__ inline void CopyAsync16If(bool wanted, void* to, const void* from, bo
       : "memory");
 }
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-/// Until at most `kPending` of this thread's latest groups are under way.
+/// Waits until at most `kPending` of this thread's latest groups are pending.
 template <int kPending>
 __device__ inline void WaitCopies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");

@@ -45,9 +45,14 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= pack.pairs) return;
   const int64_t pair = pack.first_pair + i;
-  const int64_t output = pair / pack.channels, channel = pair % pack.channels;
+  int64_t output = pair / pack.channels;
+  const int64_t channel = pair % pack.channels;
   const T* from = static_cast<const T*>(pack.from) + i * pack.taps;
   if (pack.phase_outputs > 0) return StorePhases(pack, output, channel, from);
+  if (pack.gated_outputs > 0) {
+    const int features = static_cast<int>(pack.gated_outputs / 2);
+    output = GatedOutput(output, features, GatedBlock(features));
+  }
   for (int tap = 0; tap < pack.taps; ++tap) {
     Store(pack.to, output, static_cast<int64_t>(tap) * pack.channels + channel, ToFloat(from[tap]));
   }

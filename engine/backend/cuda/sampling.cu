@@ -31,7 +31,7 @@ unsigned Blocks(int64_t elements) {
 
 /// backend.h's EvaluationRow.
 struct Row {
-  int32_t slot, label, unconditional_row, advances;
+  int32_t slot, label, unconditional_row, advances, imageless_row, no_extra;
 };
 
 /// The index of a slot's evaluation, without the bits that count.
@@ -77,7 +77,8 @@ __device__ void Store(float* image, const Owned& owned, const float (&v)[kOwned]
 
 __global__ void __launch_bounds__(kThreads)
     BeginSlotKernel(const __grid_constant__ SlotsLaunch slots, int slot, const float* source,
-                    const float* noise, float source_scale, float noise_scale, float churn_scale) {
+                    const float* noise, float source_scale, float noise_scale, float churn_scale,
+                    bool keeps_known) {
   WaitForPredecessors();
   ReleaseDependents();
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -96,6 +97,10 @@ __global__ void __launch_bounds__(kThreads)
     if (churn_scale != 0) x += churn_scale * churn.v[j];
     slots.x[base + i] = x;
     slots.x0[base + i] = 0;
+    if (keeps_known) {
+      slots.known[2 * base + i] = source[i];
+      slots.known[2 * base + slots.elements + i] = drawn;
+    }
     for (int r = 0; r < kRegisters; ++r) {
       slots.registers[(static_cast<int64_t>(slot) * kRegisters + r) * slots.elements + i] = 0;
     }
@@ -116,7 +121,23 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceEvaluation* plan =
       padding ? nullptr : PlanAt(slots, what.slot, IndexOf(slots, what.slot));
 
-  if (const Owned owned = OwnedAt(thread, slots); owned.count > 0) {
+  if (slots.extra_channels > 0) {
+    const int channels = slots.channels + slots.extra_channels;
+    const int64_t pixels = slots.elements / slots.channels;
+    for (int64_t i = thread; i < pixels * channels; i += threads) {
+      const int64_t pixel = i / channels;
+      const int channel = static_cast<int>(i % channels);
+      float value = 0;
+      if (!padding && channel < slots.channels) {
+        value = plan->input_scale *
+                slots.x[what.slot * slots.elements + pixel * slots.channels + channel];
+      } else if (!padding && what.no_extra == 0) {
+        value = slots.extra[(what.slot * pixels + pixel) * slots.extra_channels + channel -
+                            slots.channels];
+      }
+      Store(x, 0, row * pixels * channels + i, value);
+    }
+  } else if (const Owned owned = OwnedAt(thread, slots); owned.count > 0) {
     float v[kOwned] = {};
     if (!padding) {
       Load(slots.x + what.slot * slots.elements, owned, v);
@@ -168,6 +189,89 @@ __device__ Present PresentIn(const DeviceEvaluation& plan) {
   return high << 32 | low;
 }
 
+/// Where an image's outputs lie: its own row's, and those of the rows that guide it.
+struct Outputs {
+  const float* conditional = nullptr;
+  const float* unconditional = nullptr;  // or null
+  const float* imageless = nullptr;      // or null
+};
+__device__ Outputs OutputsOf(const Row& what, const float* model_output, int64_t elements) {
+  const auto of_row = [&](int64_t row) {
+    return row < 0 ? nullptr : model_output + row * elements;
+  };
+  return {of_row(blockIdx.y), of_row(what.unconditional_row), of_row(what.imageless_row)};
+}
+__device__ float GuidedAt(const Outputs& outputs, const Guidance& guidance, int64_t at) {
+  const float c = outputs.conditional[at];
+  if (outputs.unconditional == nullptr) return c;
+  const float u = outputs.unconditional[at];
+  return outputs.imageless == nullptr ? Guided(guidance, c, u)
+                                      : Guided(guidance, c, u, outputs.imageless[at]);
+}
+
+/// Threads of a block that rescales a row: one block a row, so that the order of its sums depends
+/// on the image's size alone.
+constexpr int kRescaleThreads = 512;
+
+/// The sums of two numbers over all threads of a block, in each of them. `shared`: two numbers a
+/// warp.
+__device__ float2 SumOfBlock(float2 v, float2* shared) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    v.x += __shfl_xor_sync(~0u, v.x, offset);
+    v.y += __shfl_xor_sync(~0u, v.y, offset);
+  }
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+  __syncthreads();
+  float2 sum = {};
+  for (int warp = 0; warp < kRescaleThreads / 32; ++warp) {
+    sum.x += shared[warp].x;
+    sum.y += shared[warp].y;
+  }
+  __syncthreads();
+  return sum;
+}
+
+/// grid (1, rows).
+__global__ void __launch_bounds__(kRescaleThreads)
+    RescaleGuidanceKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
+                          const float* model_output, int model_channels, float* factor) {
+  __shared__ float2 shared[kRescaleThreads / 32];
+  const Row what = rows[blockIdx.y];
+  WaitForPredecessors();
+  ReleaseDependents();
+  const bool guided = what.slot >= 0 && what.advances != 0 && what.unconditional_row >= 0;
+  const Guidance guidance = guided ? slots.guidance[what.slot] : Guidance{};
+  if (guidance.rescale == 0) {
+    if (threadIdx.x == 0) factor[blockIdx.y] = 1;
+    return;
+  }
+  const Outputs outputs =
+      OutputsOf(what, model_output, slots.elements / slots.channels * model_channels);
+  // Of the conditional and of the guided output.
+  const auto sum = [&](auto&& of) {
+    float2 total = {};
+    for (int64_t i = threadIdx.x; i < slots.elements; i += kRescaleThreads) {
+      const int64_t at = i / slots.channels * model_channels + i % slots.channels;
+      const float2 v = of(make_float2(outputs.conditional[at], GuidedAt(outputs, guidance, at)));
+      total.x += v.x;
+      total.y += v.y;
+    }
+    return SumOfBlock(total, shared);
+  };
+  const float count = static_cast<float>(slots.elements);
+  const float2 sums = sum([](float2 v) { return v; });
+  const float2 mean = make_float2(sums.x / count, sums.y / count);
+  const float2 squares = sum([&](float2 v) {
+    const float2 d = make_float2(v.x - mean.x, v.y - mean.y);
+    return make_float2(d.x * d.x, d.y * d.y);
+  });
+  if (threadIdx.x != 0) return;
+  factor[blockIdx.y] =
+      squares.y == 0 ? 1.0f
+                     : guidance.rescale * sqrtf(squares.x / squares.y) + (1.0f - guidance.rescale);
+}
+
 /// What an evaluation starts from, at a thread's elements.
 struct Inputs {
   float x[kOwned], model[kOwned], variance[kOwned];
@@ -176,7 +280,7 @@ struct Inputs {
 /// grid (blocks over an image, rows).
 __global__ void __launch_bounds__(kThreads, 3)
     AdvanceKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
-                  const float* model_output, int model_channels) {
+                  const float* model_output, int model_channels, const float* factor) {
   constexpr int kWords = sizeof(DeviceEvaluation) / sizeof(uint32_t);
   __shared__ uint32_t words[2 * kWords];  // of the evaluation before, and of this one
   const Row what = rows[blockIdx.y];      // uploaded, as all of a slot but its index and images
@@ -184,44 +288,46 @@ __global__ void __launch_bounds__(kThreads, 3)
     WaitForPredecessors();
     return;
   }
-  const float guidance = slots.guidance[what.slot];
+  const Guidance guidance = slots.guidance[what.slot];
   const uint64_t seed = static_cast<uint64_t>(slots.seed[what.slot]);
   const int64_t output_elements = slots.elements / slots.channels * model_channels;
-  const float* conditional = model_output + blockIdx.y * output_elements;
-  const float* unconditional = what.unconditional_row < 0
-                                   ? nullptr
-                                   : model_output + what.unconditional_row * output_elements;
+  const Outputs outputs = OutputsOf(what, model_output, output_elements);
   float* images = slots.x + what.slot * slots.elements;
   float* registers = slots.registers + what.slot * kRegisters * slots.elements;
   float* predicted = slots.x0 + what.slot * slots.elements;
   WaitForPredecessors();
   ReleaseDependents();
+  const float rescaled = factor == nullptr ? 1.0f : factor[blockIdx.y];
 
   const auto load = [&](const Owned& owned) {
     Inputs in = {};
-    float unguided[kOwned] = {};
+    float unguided[kOwned] = {}, imageless[kOwned] = {};
     Load(images, owned, in.x);
     if (model_channels == slots.channels) {
-      Load(conditional, owned, in.model);
-      if (unconditional != nullptr) Load(unconditional, owned, unguided);
+      Load(outputs.conditional, owned, in.model);
+      if (outputs.unconditional != nullptr) Load(outputs.unconditional, owned, unguided);
+      if (outputs.imageless != nullptr) Load(outputs.imageless, owned, imageless);
     } else {  // variances lie between the pixels
       int channel = static_cast<int>(owned.first % slots.channels);
       int64_t at = owned.first / slots.channels * model_channels + channel;
 #pragma unroll
       for (int j = 0; j < kOwned; ++j) {
         if (j >= owned.count) break;
-        in.model[j] = conditional[at];
+        in.model[j] = outputs.conditional[at];
         // The conditional row's own: guidance extrapolates the mean alone.
-        in.variance[j] = conditional[at + slots.channels];
-        if (unconditional != nullptr) unguided[j] = unconditional[at];
+        in.variance[j] = outputs.conditional[at + slots.channels];
+        if (outputs.unconditional != nullptr) unguided[j] = outputs.unconditional[at];
+        if (outputs.imageless != nullptr) imageless[j] = outputs.imageless[at];
         const bool next_pixel = ++channel == slots.channels;
         at += next_pixel ? model_channels - slots.channels + 1 : 1;
         if (next_pixel) channel = 0;
       }
     }
 #pragma unroll
-    for (int j = 0; j < kOwned && unconditional != nullptr; ++j) {
-      in.model[j] = unguided[j] + guidance * (in.model[j] - unguided[j]);
+    for (int j = 0; j < kOwned && outputs.unconditional != nullptr; ++j) {
+      in.model[j] = rescaled * (outputs.imageless == nullptr
+                                    ? Guided(guidance, in.model[j], unguided[j])
+                                    : Guided(guidance, in.model[j], unguided[j], imageless[j]));
     }
     return in;
   };
@@ -243,6 +349,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const auto& before = reinterpret_cast<const DeviceEvaluation&>(words[0]);
   const auto& plan = reinterpret_cast<const DeviceEvaluation&>(words[kWords]);
   const Present present = PresentIn(plan);
+  const bool masked = HasMask(plan);
   // The other registers hold zeros already, from BeginSlot() or an earlier evaluation.
   const Present written = present | PresentIn(before);
 
@@ -285,6 +392,17 @@ __global__ void __launch_bounds__(kThreads, 3)
       add(kInputRegister + r, held);
     }
 
+    if (masked) {
+      const float* known = slots.known + 2 * what.slot * slots.elements;
+      const float* mask = slots.mask + what.slot * (slots.elements / slots.channels);
+      float image[kOwned], noise[kOwned];
+      Load(known, owned, image);
+      Load(known + slots.elements, owned, noise);
+      for (int j = 0; j < kOwned && j < owned.count; ++j) {
+        const float drawn = mask[(owned.first + j) / slots.channels];
+        sums[kOutputX][j] = Masked(plan, drawn, sums[kOutputX][j], image[j], noise[j]);
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kOwned; ++j) {
       finite = finite && (j >= owned.count || isfinite(sums[kOutputX][j]));
@@ -308,9 +426,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,
                             const float* noise, float source_scale, float noise_scale,
-                            float churn_scale, const Queue& queue) {
+                            float churn_scale, bool keeps_known, const Queue& queue) {
   return LaunchDependent(BeginSlotKernel, {Blocks(slots.elements), kThreads}, queue, slots, slot,
-                         source, noise, source_scale, noise_scale, churn_scale);
+                         source, noise, source_scale, noise_scale, churn_scale, keeps_known);
 }
 
 cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int count, const Rows& x,
@@ -319,17 +437,25 @@ cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int coun
                          slots, reinterpret_cast<const Row*>(rows), x, condition, label, embedding);
 }
 
+cudaError_t LaunchRescaleGuidance(const SlotsLaunch& slots, const int32_t* rows, int count,
+                                  const float* model_output, int model_channels, float* factor,
+                                  const Queue& queue) {
+  return LaunchDependent(RescaleGuidanceKernel, {dim3(1, count), kRescaleThreads}, queue, slots,
+                         reinterpret_cast<const Row*>(rows), model_output, model_channels, factor);
+}
+
 cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int count,
-                          const float* model_output, int model_channels, const Queue& queue) {
+                          const float* model_output, int model_channels, const float* factor,
+                          const Queue& queue) {
   if (slots.max_evaluations > kMostEvaluations) return cudaErrorInvalidValue;
   const unsigned blocks = std::min<unsigned>(Blocks(slots.elements), kMostBlocks);
   return LaunchDependent(AdvanceKernel, {dim3(blocks, count), kThreads}, queue, slots,
-                         reinterpret_cast<const Row*>(rows), model_output, model_channels);
+                         reinterpret_cast<const Row*>(rows), model_output, model_channels, factor);
 }
 
 cudaError_t LoadSamplingKernels() {
-  for (cudaError_t error :
-       {LoadKernel(BeginSlotKernel), LoadKernel(GatherKernel), LoadKernel(AdvanceKernel)}) {
+  for (cudaError_t error : {LoadKernel(BeginSlotKernel), LoadKernel(GatherKernel),
+                            LoadKernel(RescaleGuidanceKernel), LoadKernel(AdvanceKernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

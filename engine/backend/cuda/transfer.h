@@ -9,21 +9,21 @@
 #include "engine/backend/backend.h"
 #include "engine/backend/cuda/device.h"
 
-/// Copies between host and device that do not make the caller wait for the device.
+/// Asynchronous copies between host and device.
 
 namespace denoised::cuda {
 
-/// Host memory to the device: the slow way in a stream of its own, to a ring on the device, and
-/// from there in the order of the compute stream. The host's side is a ring of page-locked memory:
-/// `from` is free again on return. Waits only when the rings are full of what the device has not
-/// reached.
+/// Uploads. A copy stream moves the data from a ring of page-locked host memory over the bus to a
+/// ring on the device; the compute stream copies it from there, in order. `from` can be reused on
+/// return. Waits only if the rings are full of data that the device has not reached.
 class UploadRing {
  public:
   static absl::StatusOr<std::unique_ptr<UploadRing>> Open(std::shared_ptr<Context> context);
 
   void Upload(const void* from, size_t bytes, void* to);
 
-  /// Enqueues what reads a piece of an upload, which lies in device memory until that is done.
+  /// Enqueues work that reads a piece of an upload, which stays in device memory until that is
+  /// done.
   using Consume = std::function<cudaError_t(const void* piece, size_t offset, size_t bytes)>;
   /// In pieces of whole `unit`s, each of at most some MiB.
   void UploadThrough(const void* from, size_t bytes, size_t unit, const Consume& consume);
@@ -35,7 +35,7 @@ class UploadRing {
   };
   UploadRing(std::shared_ptr<Context> context, PinnedMemory host, DeviceMemory device)
       : context_(std::move(context)), host_(std::move(host)), device_(std::move(device)) {}
-  /// `bytes` of the rings that nothing under way reads.
+  /// `bytes` of the rings that no pending work reads.
   size_t Take(size_t bytes);
   void UploadPiece(const void* from, size_t offset, size_t bytes, const Consume& consume);
 
@@ -46,19 +46,20 @@ class UploadRing {
   size_t head_ = 0;
 };
 
-/// Device memory to the host: a snapshot on the device in the compute stream, so that later ops may
-/// overwrite the source at once, then the slow way to the host in a stream of its own.
+/// Downloads. The compute stream makes a snapshot on the device, so that later ops may overwrite
+/// the source at once; a copy stream moves it over the bus to the host.
 class DownloadPool {
  public:
   explicit DownloadPool(std::shared_ptr<Context> context) : context_(std::move(context)) {}
 
-  /// Memory for `count` downloads of up to `bytes` at a time, until the result, which the pool must
-  /// outlive, goes. ResourceExhausted says what was needed and, of GPU memory, what is free.
+  /// Reserves memory for `count` concurrent downloads of up to `bytes` each, while the result
+  /// lives; the pool must outlive it. ResourceExhausted says how much was needed and how much GPU
+  /// memory is free.
   absl::StatusOr<std::shared_ptr<const void>> Reserve(size_t bytes, int count);
   std::unique_ptr<Download> Begin(const Tensor& from);
 
-  /// A snapshot's memory on both sides; used again when its download has been let go and the copy
-  /// is over.
+  /// A snapshot's memory on both sides, reused when its download was released and the copy has
+  /// ended.
   struct Staging {
     struct Memory {
       DeviceMemory device;

@@ -38,16 +38,16 @@ class Tuner {
   Tuner(const Queue& queue, std::optional<TuningFile> file, Notify notify)
       : queue_(queue), file_(std::move(file)), notify_(std::move(notify)) {}
 
-  /// The candidate that was the fastest when `what` was measured; the first one, which should be
-  /// the fastest by the cost model, when it was not: then Measure() will. The same `what` must
-  /// always come with the same candidates; only operands may differ.
+  /// The fastest candidate if `what` was measured. Otherwise the first one, which the cost model
+  /// expects to be the fastest, and the next Measure() measures `what`. The same `what` must always
+  /// come with the same candidates; only operands may differ.
   const Candidate& Choose(const std::string& what, const Candidates& candidates,
                           std::vector<Operand> operands);
 
   bool has_unknown() const { return !unknown_.empty(); }
-  /// Measures what Choose() did not know, in the queue's stream, on the operands of each place
-  /// where it was asked in turn. Operands are filled with normal noise of unit size first:
-  /// multiplying zeros takes less power, and so less time, than what a model multiplies. Operands
+  /// Measures the launches that Choose() did not know, in the queue's stream, alternating between
+  /// the operands of all calls that asked. Fills operands with normal noise of unit size first,
+  /// because multiplying zeros takes less power, and so less time, than a model's values. Operands
   /// and results are undefined afterwards.
   absl::Status Measure();
 

@@ -25,4 +25,15 @@ Tensor PackBias(const std::vector<Tensor>& biases) {
   return packed;
 }
 
+Tensor PackGatedBias(const Tensor& bias) {
+  if (!bias) return Tensor();
+  const Tensor packed = PackBias({bias});
+  const std::vector<float> values = bias.ToFloats();
+  const int features = static_cast<int>(values.size() / 2);
+  for (size_t i = 0; i < values.size(); ++i)
+    packed.as<float>()[GatedOutput(static_cast<int64_t>(i), features, GatedBlock(features))] =
+        values[i];
+  return packed;
+}
+
 }  // namespace denoised::cuda

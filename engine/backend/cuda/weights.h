@@ -26,5 +26,7 @@ int64_t RoundUp(int64_t count, int64_t multiple);
 
 /// In host memory; undefined when the biases are none. Arguments were checked.
 Tensor PackBias(const std::vector<Tensor>& biases);
+/// The same of a gated linear layer, as GatedOutput() has its outputs.
+Tensor PackGatedBias(const Tensor& bias);
 
 }  // namespace denoised::cuda

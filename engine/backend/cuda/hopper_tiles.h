@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+
+/// The CTA tiles of Hopper's convolutions. kTiles is the only place that knows a tile: kernels,
+/// shared memory, launches, candidates, their names and their expected times all follow from its
+/// rows. To add a tile, add a row.
+
+namespace denoised::cuda {
+
+/// How a tile's pixels come into shared memory.
+enum class Loader : uint8_t {
+  kIm2col,    // conv2d_sm90.cu: the pixels under one tap for each step; any layer
+  kHaloTile,  // conv3x3_sm90.cu: the pixels under all taps at once; what SuitsHaloTile()
+};
+
+enum class Schedule : uint8_t {
+  kCooperative,    // persistent; the consumer warpgroups share a tile
+  kPingPong,       // persistent; each consumer warpgroup has a tile of its own
+  kClusterSplitK,  // not persistent, for few pixels: conv64x64_sm90.cu, with either loader
+};
+
+/// Who adds up several splits of k, and with them the steps of a shortcut.
+enum class SplitK : uint8_t {
+  kNone,     // nobody: one split
+  kCta,      // a CTA has all splits
+  kCluster,  // a CTA, or the CTAs of a cluster; with kCooperative two CTAs, one split each
+};
+
+struct HopperKernelSpec {
+  int stages = 0;                  // of the pipeline; kClusterSplitK: at most
+  int consumers = 0, threads = 0;  // warpgroups that multiply; threads of a CTA
+  /// A thread's after setmaxnreg, where the kernel is persistent. producer_registers: of all
+  /// threads that do not multiply.
+  int consumer_registers = 0, producer_registers = 0;
+  // kHaloTile:
+  int epilogue_buffers = 0;  // of each consumer, for a subtile each
+  int lag = 0;               // kCooperative: steps by which the second consumer starts late
+};
+
+/// Microseconds, fitted to the layers of our models on an H200.
+struct HopperTileCost {
+  struct Launch {
+    double launch = 0, step = 0, finish = 0;  // a launch; a step along k and the epilogue of a tile
+    double busy = 1;  // factor of a step with more than kFewWaves waves: narrow tiles need more
+                      // bandwidth and power
+  };
+  Launch single;
+  Launch multicast;  // kIm2col: in clusters of two that multicast weights; empty: not a candidate
+  double fold = 0;   // adding one more split
+  double alone = 1;  // kClusterSplitK: factor of a step of a CTA that has an SM to itself
+
+  constexpr bool Multicasts() const { return multicast.launch > 0; }
+};
+
+struct HopperTileSpec {
+  Loader loader;
+  Schedule schedule;
+  SplitK split_k;
+  int m, n;  // pixels × outputs
+  HopperKernelSpec kernel;
+  HopperTileCost cost;
+
+  constexpr bool IsPersistent() const { return schedule != Schedule::kClusterSplitK; }
+  /// Whether the tile can normalise its input (Conv2dLaunch::input_factors).
+  constexpr bool FusesInputNorm() const {
+    constexpr int kRegisters = 72;  // which normalising needs
+    return loader == Loader::kHaloTile &&
+           (!IsPersistent() || kernel.producer_registers >= kRegisters);
+  }
+  /// Whether the tile can compute the norm after it (Conv2dLaunch::output_norm).
+  constexpr bool FusesOutputNorm() const { return !IsPersistent(); }
+  /// Whether the tile has an epilogue for Conv2dLaunch::gated: pairs of boxes of 64 outputs.
+  constexpr bool FusesGate() const {
+    return loader == Loader::kIm2col && IsPersistent() && n % 128 == 0 && kernel.consumers == 2;
+  }
+  /// Whether the epilogue stores outputs one by one, of any dtype, alignment, number and
+  /// activation. All other tiles need HasVectorOutputs().
+  constexpr bool StoresOneByOne() const {
+    return loader == Loader::kIm2col && IsPersistent() && n <= 64;
+  }
+};
+
+// clang-format off
+constexpr HopperTileSpec kTiles[] = {
+    {Loader::kIm2col,   Schedule::kClusterSplitK, SplitK::kCluster, 64, 64,
+     {14, 1, 160}, {{0.02, 0.3, 2.3}, {}, 0.23, 0.89}},
+    {Loader::kHaloTile, Schedule::kClusterSplitK, SplitK::kCluster, 64, 64,
+     {14, 1, 256}, {{0.01, 0.298, 2.5}, {}, 0.29, 0.67}},
+    {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kNone,    128, 32,
+     {5, 2, 384, 232, 40}, {{0.68, 0.358, 0.78}}},
+    {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kCta,     128, 128,
+     {6, 2, 384, 232, 40}, {{1.4, 0.364, 0.9, 1.12}, {1.8, 0.386, 0.8, 1.07}, 0.28}},
+    {Loader::kIm2col,   Schedule::kPingPong,      SplitK::kNone,    128, 128,
+     {5, 2, 384, 232, 40}, {{1.7, 0.363, 0.6, 1.15}, {2.1, 0.371, 0.53, 1.19}}},
+    {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kCta,     128, 160,
+     {5, 2, 384, 232, 40}, {{1.1, 0.465, 1.0, 1.08}, {1.7, 0.478, 0.8, 1.10}, 0.43}},
+    {Loader::kIm2col,   Schedule::kPingPong,      SplitK::kNone,    128, 160,
+     {4, 2, 384, 232, 40}, {{1.3, 0.465, 0.7, 1.06}, {1.8, 0.475, 0.6, 1.06}}},
+    {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kCta,     128, 192,
+     {4, 2, 384, 232, 40}, {{1.1, 0.56, 1.1, 1.06}, {1.6, 0.56, 1.1, 1.04}, 0.44}},
+    {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kNone,    128, 256,
+     {3, 2, 384, 232, 40}, {{0.8, 0.73, 1.6, 1.05}, {1.5, 0.75, 1.4, 1.02}}},
+    {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kNone,    192, 192,
+     {3, 3, 512, 160, 32}, {{1.0, 0.82, 1.5, 1.04}, {1.8, 0.86, 1.2, 1.03}}},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kCta,     128, 64,
+     {8, 2, 512, 184, 72, 1, 3}, {{1.1, 0.235, 1.45}, {}, 0.1}},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kCluster, 128, 80,
+     {8, 2, 512, 184, 72, 1, 3}, {{1.5, 0.256, 1.8}, {}, 0.1}},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kCta,     128, 128,
+     {7, 2, 512, 184, 72, 1, 2}, {{2.5, 0.301, 1.7}, {}, 0.07}},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kCta,     128, 160,
+     {5, 2, 384, 216, 72, 1, 3}, {{2.5, 0.375, 2.0}, {}, 0.08}},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kCta,     128, 192,
+     {4, 2, 384, 216, 72, 1, 3}, {{2.5, 0.456, 2.4}}},
+    {Loader::kHaloTile, Schedule::kPingPong,      SplitK::kNone,    128, 128,
+     {5, 2, 512, 184, 72, 2}, {{3.0, 0.301, 1.1}}},
+    {Loader::kHaloTile, Schedule::kPingPong,      SplitK::kNone,    128, 160,
+     {5, 2, 384, 216, 72, 1}, {{2.8, 0.375, 1.3}}},
+    {Loader::kHaloTile, Schedule::kPingPong,      SplitK::kNone,    128, 192,
+     {4, 2, 384, 232, 40, 1}, {{2.5, 0.456, 1.4}}},
+};
+// clang-format on
+constexpr int kHopperTiles = std::size(kTiles);
+
+/// The index of a row of kTiles.
+enum class HopperTile : uint8_t {};
+constexpr const HopperTileSpec& SpecOf(HopperTile tile) { return kTiles[static_cast<int>(tile)]; }
+/// The row with these values, which must exist.
+constexpr HopperTile FindTile(Loader loader, Schedule schedule, int m, int n) {
+  int row = 0;
+  while (kTiles[row].loader != loader || kTiles[row].schedule != schedule || kTiles[row].m != m ||
+         kTiles[row].n != n) {
+    ++row;
+  }
+  return HopperTile(row);
+}
+constexpr HopperTile kTile64x64 = FindTile(Loader::kIm2col, Schedule::kClusterSplitK, 64, 64);
+
+}  // namespace denoised::cuda
