@@ -49,8 +49,10 @@ class AutoencoderKL : public Codec {
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
+  Tensor EncodeUnscaled(Context& context, const Tensor& pixels) const override;
 
  private:
+  Tensor Moments(Context& context, const Tensor& pixels) const;
   absl::Status LoadLatentConv(Backend& backend, const Weights& weights);
   absl::Status LoadScales(Backend& backend);
 
@@ -62,6 +64,7 @@ class AutoencoderKL : public Codec {
   /// post_quant_conv of latents · latents_std + latents_mean.
   std::optional<Conv2d> latent_conv_;
   Tensor scale_, shift_;  // F32 [latent_channels]: latents = z · scale + shift
+  Tensor ones_, zeros_;   // F32 [latent_channels]
 };
 
 absl::Status AutoencoderKL::Load(Backend& backend, const Weights& weights) {
@@ -124,6 +127,9 @@ absl::Status AutoencoderKL::LoadScales(Backend& backend) {
   }
   DENOISED_ASSIGN_OR_RETURN(scale_, backend.PackVector(Tensor::HostF32({channels}, scale)));
   DENOISED_ASSIGN_OR_RETURN(shift_, backend.PackVector(Tensor::HostF32({channels}, shift)));
+  const std::vector<float> one(channels, 1.0f), zero(channels, 0.0f);
+  DENOISED_ASSIGN_OR_RETURN(ones_, backend.PackVector(Tensor::HostF32({channels}, one)));
+  DENOISED_ASSIGN_OR_RETURN(zeros_, backend.PackVector(Tensor::HostF32({channels}, zero)));
   return absl::OkStatus();
 }
 
@@ -135,7 +141,7 @@ Tensor AutoencoderKL::Decode(Context& context, const Tensor& latents) const {
   return decoder_(context, x);
 }
 
-Tensor AutoencoderKL::Encode(Context& context, const Tensor& pixels, const Tensor& noise) const {
+Tensor AutoencoderKL::Moments(Context& context, const Tensor& pixels) const {
   const int64_t rows = pixels.dim(0), height = pixels.dim(1) / traits_.factor,
                 width = pixels.dim(2) / traits_.factor, channels = traits_.latent_channels;
   const Tensor x = context.New(pixels.shape());
@@ -148,9 +154,23 @@ Tensor AutoencoderKL::Encode(Context& context, const Tensor& pixels, const Tenso
     encoder_(context, x, moments);
   }
   context.Trace("moments", moments);
-  Tensor latents = context.NewF32({rows, height, width, channels});
+  return moments;
+}
+
+Tensor AutoencoderKL::Encode(Context& context, const Tensor& pixels, const Tensor& noise) const {
+  const Tensor moments = Moments(context, pixels);
+  Tensor latents =
+      context.NewF32({moments.dim(0), moments.dim(1), moments.dim(2), traits_.latent_channels});
   context.backend.Gaussian(
       {.moments = moments, .noise = noise, .scale = scale_, .shift = shift_, .out = latents});
+  return latents;
+}
+
+Tensor AutoencoderKL::EncodeUnscaled(Context& context, const Tensor& pixels) const {
+  const Tensor moments = Moments(context, pixels);
+  Tensor latents =
+      context.NewF32({moments.dim(0), moments.dim(1), moments.dim(2), traits_.latent_channels});
+  context.backend.Gaussian({.moments = moments, .scale = ones_, .shift = zeros_, .out = latents});
   return latents;
 }
 

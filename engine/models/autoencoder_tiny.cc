@@ -113,6 +113,7 @@ class AutoencoderTiny : public Codec {
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
+  Tensor EncodeUnscaled(Context& context, const Tensor& pixels) const override;
 
  private:
   absl::Status LoadEncoder(Backend& backend, const Weights& layers);
@@ -213,6 +214,14 @@ Tensor AutoencoderTiny::Decode(Context& context, const Tensor& latents) const {
 
 Tensor AutoencoderTiny::Encode(Context& context, const Tensor& pixels,
                                const Tensor& /*noise*/) const {
+  Tensor latents = EncodeUnscaled(context, pixels);
+  const auto scale = static_cast<float>(config_.scaling_factor);
+  const auto shift = static_cast<float>(-config_.shift_factor * config_.scaling_factor);
+  context.backend.Add(latents, scale, Tensor(), shift, Activation::kNone, latents);
+  return latents;
+}
+
+Tensor AutoencoderTiny::EncodeUnscaled(Context& context, const Tensor& pixels) const {
   Tensor x = context.New(pixels.shape());
   context.backend.Add(pixels, 0.5f, Tensor(), 0.5f, Activation::kNone, x);
   x = encoder_in_(context, {.x = x});
@@ -222,9 +231,6 @@ Tensor AutoencoderTiny::Encode(Context& context, const Tensor& pixels,
   }
   Tensor latents = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.latent_channels});
   encoder_out_(context, {.x = x, .out = latents});
-  const auto scale = static_cast<float>(config_.scaling_factor);
-  const auto shift = static_cast<float>(-config_.shift_factor * config_.scaling_factor);
-  context.backend.Add(latents, scale, Tensor(), shift, Activation::kNone, latents);
   return latents;
 }
 

@@ -27,6 +27,8 @@ class Codec {
   /// Where the encoder predicts a distribution, the latents are its mean plus its standard
   /// deviation times `noise`, F32 of the latents' shape; undefined: the mean. Only if it encodes.
   virtual Tensor Encode(nn::Context& context, const Tensor& pixels, const Tensor& noise) const = 0;
+  /// The mean alone, in the scale of the network, as InstructPix2Pix reads it.
+  virtual Tensor EncodeUnscaled(nn::Context& context, const Tensor& pixels) const = 0;
 };
 
 }  // namespace denoised

@@ -15,9 +15,16 @@ struct ConditionSets {
   Tensor times;        // [S, time inputs], added to the projected timestep; undefined: none
 };
 
-/// The input of Denoiser::Condition(), a row per condition set.
+/// What a denoiser reads of the init image, in channels after those of the state.
+enum class ImageInput : uint8_t {
+  kNone,
+  kMasked,  // inpainting: the mask, then the latents of the image where the mask keeps it
+  kWhole,   // InstructPix2Pix: its latents, in the autoencoder's own scale
+};
+
+/// The input of Denoiser::Condition(): chunks of prompts, and prompts; a prompt has one or more.
 struct Prompts {
-  Tensor states;    // [N, tokens, text_features]
+  Tensor states;    // [chunks, tokens, text_features]
   Tensor pooled;    // [N, pooled_features]; undefined unless the model reads it
   Tensor sizes;     // F32 [N·size_numbers]: SDXL's original size, crop and target size
   Tensor guidance;  // F32 [N]: guidance scale, for models with guidance_embedding
@@ -25,7 +32,7 @@ struct Prompts {
 
 /// One evaluation's input, a row per sample.
 struct DenoiserInput {
-  Tensor x;            // activation dtype [N, H, W, C]
+  Tensor x;            // activation dtype [N, H, W, C + E], E extra channels
   Tensor condition;    // F32 [N]: timestep or c_noise
   Tensor label;        // I32 [N], for models with a table of classes: the class; with text: the set
   Tensor embedding;    // F32 [N, D], for models that take the class as numbers
@@ -36,7 +43,8 @@ struct DenoiserInput {
 struct DenoiserTraits {
   int height = 0, width = 0;  // native size; 0 when the config names none
   int size_multiple = 1;      // sizes must be multiples of it
-  int channels = 0;           // of the image
+  int channels = 0;           // of the state
+  int extra_channels = 0;     // that it reads after those of the state
   int output_channels = 0;    // channels, or twice as many with a learned variance
   ClassCondition condition = ClassCondition::kNone;
   int class_embeddings = 0;   // kLabel: entries of the table, the null class included
@@ -58,8 +66,9 @@ class Denoiser {
   virtual const DenoiserTraits& traits() const = 0;
   /// Enqueues one evaluation; F32 [N, H, W, output_channels].
   virtual Tensor Forward(nn::Context& context, const DenoiserInput& input) const = 0;
-  /// Enqueues what makes condition sets of prompts. `sets` has the traits' shapes, with as many
-  /// sets as there are prompts; its key_counts are not written. Only for models that read text.
+  /// Enqueues what makes condition sets of prompts, for models that read text. `sets` has the
+  /// traits' shapes: keys and values for each chunk, all else for each prompt. Its key_counts are
+  /// not written, and where `prompts` has no states, neither are keys and values.
   virtual void Condition(nn::Context& /*context*/, const Prompts& /*prompts*/,
                          const ConditionSets& /*sets*/) const {
     DENOISED_CHECK(false, "this model reads no text");

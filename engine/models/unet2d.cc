@@ -2,6 +2,8 @@
 #include "engine/models/unet2d.h"
 
 #include <algorithm>
+#include <cmath>
+#include <string_view>
 
 #include "engine/core/config_reader.h"
 #include "engine/nn/attention.h"
@@ -16,6 +18,7 @@ using nn::Context;
 using nn::Conv2d;
 using nn::ResnetBlock;
 using nn::ResnetOptions;
+using Time = UNet2DConfig::Time;
 
 constexpr int kMaxChannels = 1 << 16;
 
@@ -24,17 +27,24 @@ std::string WithoutPrefix(const std::string& type) {
   return type.rfind("UNetRes", 0) == 0 ? type.substr(7) : type;
 }
 
-struct BlockKind {
-  const char* name;
-  bool attention;
-  bool resnet_resampling;
-};
-constexpr BlockKind kDownBlocks[] = {{"DownBlock2D", false, false},
-                                     {"AttnDownBlock2D", true, false},
-                                     {"ResnetDownsampleBlock2D", false, true}};
-constexpr BlockKind kUpBlocks[] = {{"UpBlock2D", false, false},
-                                   {"AttnUpBlock2D", true, false},
-                                   {"ResnetUpsampleBlock2D", false, true}};
+using BlockKind = UNet2DBlock;
+constexpr BlockKind kDownBlocks[] = {
+    {.name = "DownBlock2D"},
+    {.name = "AttnDownBlock2D", .attention = true},
+    {.name = "ResnetDownsampleBlock2D", .resnet_resampling = true},
+    {.name = "SkipDownBlock2D", .skip = true},
+    {.name = "AttnSkipDownBlock2D", .attention = true, .skip = true}};
+constexpr BlockKind kUpBlocks[] = {{.name = "UpBlock2D"},
+                                   {.name = "AttnUpBlock2D", .attention = true},
+                                   {.name = "ResnetUpsampleBlock2D", .resnet_resampling = true},
+                                   {.name = "SkipUpBlock2D", .skip = true},
+                                   {.name = "AttnSkipUpBlock2D", .attention = true, .skip = true}};
+
+/// The image that runs beside Skip blocks is RGB, whatever the model's channels.
+constexpr int kSkipChannels = 3;
+/// Skip blocks have group norms and scales of their own.
+constexpr int kSkipGroups = 32;
+int SkipGroups(int channels) { return std::clamp(channels / 4, 1, kSkipGroups); }
 
 template <size_t N>
 const BlockKind* FindKind(const BlockKind (&kinds)[N], const std::string& type) {
@@ -46,19 +56,63 @@ const BlockKind* FindKind(const BlockKind (&kinds)[N], const std::string& type) 
 template <size_t N>
 void CheckBlockTypes(ConfigReader& reader, const char* field, const BlockKind (&kinds)[N],
                      const std::vector<std::string>& types, size_t levels) {
+  std::string names;
+  for (const BlockKind& kind : kinds) names += fmt::format(" {}", kind.name);
   for (const std::string& type : types)
     if (!FindKind(kinds, type))
-      reader.Complain(field, fmt::format("block '{}' is not supported; use {}, {} or {}", type,
-                                         kinds[0].name, kinds[1].name, kinds[2].name));
+      reader.Complain(field, fmt::format("block '{}' is not supported; use one of{}", type, names));
   if (types.size() != levels)
     reader.Complain(field,
                     fmt::format("needs one block for each of the {} block_out_channels", levels));
+}
+
+/// The image beside Skip blocks must have their size: on the way down it is halved by them alone,
+/// from the first block on; on the way up from the first of them to the end.
+template <size_t N>
+void CheckSkipBlocks(ConfigReader& reader, const char* field, const BlockKind (&kinds)[N],
+                     std::vector<std::string> types, int channels, const std::vector<int>& widths) {
+  const auto skips = [&](const std::string& type) {
+    const BlockKind* kind = FindKind(kinds, type);
+    return kind && kind->skip;
+  };
+  if (std::none_of(types.begin(), types.end(), skips)) return;
+  if (channels != kSkipChannels)
+    reader.Complain(field, fmt::format("has Skip blocks, which are for images of {} channels, but "
+                                       "the model has {}",
+                                       kSkipChannels, channels));
+  if (std::any_of(widths.begin(), widths.end(), [](int width) { return width < 4; }))
+    reader.Complain(field, "has Skip blocks, which need block_out_channels of at least 4");
+  const bool down = std::string_view(field) == "down_block_types";
+  // The last block of the way down does not halve; whatever is before the first Skip block of the
+  // way up has no such image yet.
+  if (down) types.pop_back();
+  const auto plain = [&](const std::string& type) { return !skips(type); };
+  const auto first = down ? types.begin() : std::find_if(types.begin(), types.end(), skips);
+  const auto wrong = std::find_if(first, types.end(), plain);
+  const bool matters =
+      down ? std::find_if(wrong, types.end(), skips) != types.end() : wrong != types.end();
+  if (matters)
+    reader.Complain(field, fmt::format("mixes {} with Skip blocks, which then have images of "
+                                       "different sizes; put them {} others",
+                                       *wrong, down ? "before" : "after"));
 }
 
 /// Every level but the last halves the image, and the way up must meet the same sizes again.
 int SizeMultiple(size_t levels) { return 1 << (levels - 1); }
 
 }  // namespace
+
+const UNet2DBlock& DownBlockOf(const std::string& type) {
+  const BlockKind* kind = FindKind(kDownBlocks, type);
+  DENOISED_CHECK(kind != nullptr, "{}", type);
+  return *kind;
+}
+
+const UNet2DBlock& UpBlockOf(const std::string& type) {
+  const BlockKind* kind = FindKind(kUpBlocks, type);
+  DENOISED_CHECK(kind != nullptr, "{}", type);
+  return *kind;
+}
 
 absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
                                                  const std::string& file) {
@@ -89,9 +143,13 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
 
   std::string time_type = "positional";
   reader.Read("time_embedding_type", &time_type);
-  config.fourier_time_embedding = time_type == "fourier";
-  if (time_type != "fourier" && time_type != "positional")
-    reader.Complain("time_embedding_type", "not supported; use positional or fourier");
+  if (time_type == "fourier") config.time_embedding_type = Time::kFourier;
+  if (time_type == "learned") config.time_embedding_type = Time::kLearned;
+  if (time_type != "fourier" && time_type != "positional" && time_type != "learned")
+    reader.Complain("time_embedding_type", "not supported; use positional, fourier or learned");
+  reader.Read("num_train_timesteps", &config.num_train_timesteps);
+  if (config.time_embedding_type == Time::kLearned)
+    reader.CheckRange("num_train_timesteps", config.num_train_timesteps, 1, 1 << 20);
   reader.Read("freq_shift", &config.freq_shift);
   reader.Read("flip_sin_to_cos", &config.flip_sin_to_cos);
 
@@ -110,6 +168,10 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   CheckBlockTypes(reader, "down_block_types", kDownBlocks, config.down_block_types,
                   channels.size());
   CheckBlockTypes(reader, "up_block_types", kUpBlocks, config.up_block_types, channels.size());
+  CheckSkipBlocks(reader, "down_block_types", kDownBlocks, config.down_block_types,
+                  config.in_channels, channels);
+  CheckSkipBlocks(reader, "up_block_types", kUpBlocks, config.up_block_types, config.out_channels,
+                  channels);
 
   std::string mid_type = "UNetMidBlock2D";
   if (json.contains("mid_block_type") && json["mid_block_type"].is_null()) config.mid_block = false;
@@ -139,7 +201,15 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   if (json.contains("attention_head_dim") && json["attention_head_dim"].is_null())
     config.attention_head_dim.reset();
   reader.Read("attention_head_dim", &config.attention_head_dim);
+  if (json.contains("norm_num_groups") && json["norm_num_groups"].is_null())
+    config.norm_num_groups.reset();
   reader.Read("norm_num_groups", &config.norm_num_groups);
+  const auto has_own_groups = [](const std::string& type) {
+    return type.find("Skip") != std::string::npos;
+  };
+  for (const auto* types : {&config.down_block_types, &config.up_block_types})
+    if (!config.norm_num_groups && !std::all_of(types->begin(), types->end(), has_own_groups))
+      reader.Complain("norm_num_groups", "is null, which only Skip blocks can do without");
   reader.Read("attn_norm_num_groups", &config.attn_norm_num_groups);
   reader.Read("norm_eps", &config.norm_eps);
   std::string scale_shift = "default";
@@ -163,8 +233,8 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
     config.num_class_embeds = *num_class_embeds;
     reader.CheckRange("num_class_embeds", *num_class_embeds, 1, 1 << 24);
   }
-  // num_train_timesteps sizes a "learned" time embedding only; dropout is for training.
-  reader.Ignore({"dropout", "num_train_timesteps"});
+  // Dropout is for training.
+  reader.Ignore({"dropout"});
 
   reader.CheckRange("sample_size", std::min(config.sample_height, config.sample_width), 0, 65536);
   reader.CheckRange("sample_size", std::max(config.sample_height, config.sample_width), 0, 65536);
@@ -172,7 +242,8 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   reader.CheckRange("out_channels", config.out_channels, 1, kMaxChannels);
   reader.CheckRange("layers_per_block", config.layers_per_block, 1, 64);
   reader.CheckRange("downsample_padding", config.downsample_padding, 0, 1);
-  reader.CheckRange("norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
+  if (config.norm_num_groups)
+    reader.CheckRange("norm_num_groups", *config.norm_num_groups, 1, kMaxChannels);
   if (config.attn_norm_num_groups)
     reader.CheckRange("attn_norm_num_groups", *config.attn_norm_num_groups, 1, kMaxChannels);
   if (config.attention_head_dim)
@@ -183,13 +254,13 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   if (config.time_embedding_dim == 0 && !channels.empty())
     config.time_embedding_dim = 4 * channels[0];  // diffusers: `time_embedding_dim or 4 · …`
   reader.CheckRange("time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
-  if (!config.fourier_time_embedding && !channels.empty() && channels[0] < 2)
+  const bool positional = config.time_embedding_type == Time::kPositional;
+  if (positional && !channels.empty() && channels[0] < 2)
     reader.Complain(
         "block_out_channels",
         "must begin with at least 2: a positional time embedding is a sine and a "
         "cosine of that many channels in all; use more, or time_embedding_type fourier");
-  else if (!config.fourier_time_embedding && !channels.empty() &&
-           channels[0] / 2 - config.freq_shift == 0)
+  else if (positional && !channels.empty() && channels[0] / 2 - config.freq_shift == 0)
     reader.Complain("freq_shift", "must differ from half of block_out_channels[0]");
   DENOISED_RETURN_IF_ERROR(reader.Finish());
   return config;
@@ -204,6 +275,10 @@ struct Level {
   std::vector<Attention> attentions;
   std::optional<Conv2d> resample_conv;
   std::optional<ResnetBlock> resample_resnet;
+  // Of Skip blocks that resample: from the image beside them, or to it after a norm.
+  std::optional<Conv2d> skip_conv;
+  std::optional<nn::GroupNorm> skip_norm;
+  bool skip = false;
 };
 
 class UNet2D : public Denoiser {
@@ -215,11 +290,14 @@ class UNet2D : public Denoiser {
   Tensor Forward(Context& context, const DenoiserInput& input) const override;
 
  private:
+  int GroupsOf(int channels) const {
+    return config_.norm_num_groups.value_or(SkipGroups(channels));
+  }
   ResnetOptions Resnet(int in_channels, int out_channels) const {
     return {.in_channels = in_channels,
             .out_channels = out_channels,
             .time_channels = config_.time_embedding_dim,
-            .groups = config_.norm_num_groups,
+            .groups = GroupsOf(out_channels),
             .eps = config_.norm_eps,
             .activation = config_.activation,
             .scale_shift = config_.scale_shift};
@@ -227,21 +305,27 @@ class UNet2D : public Denoiser {
   nn::AttentionOptions SelfAttention(int channels) const {
     return {.channels = channels,
             .head_dim = config_.attention_head_dim.value_or(channels),
-            .groups = config_.norm_num_groups,
+            .groups = GroupsOf(channels),
             .eps = config_.norm_eps};
   }
   absl::Status LoadLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
                          const std::vector<int>& in_channels, int out_channels,
                          ResnetOptions::Resample resample, Level* level);
+  absl::Status LoadSkipLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
+                             const std::vector<int>& in_channels, int out_channels, bool down,
+                             bool resamples, Level* level);
   absl::Status LoadMidBlock(Backend& backend, const Weights& weights);
 
   Tensor Embed(Context& context, const DenoiserInput& input) const;
-  Tensor Up(Context& context, const Level& level, Tensor x, std::vector<Tensor>& skips,
-            const Tensor& time) const;
+  Tensor Down(Context& context, const Level& level, Tensor x, Tensor* image,
+              std::vector<Tensor>& skips, const Tensor& time) const;
+  Tensor Up(Context& context, const Level& level, Tensor x, Tensor* image,
+            std::vector<Tensor>& skips, const Tensor& time) const;
 
   UNet2DConfig config_;
   DenoiserTraits traits_;
   nn::TimestepProjection time_projection_;
+  Tensor time_table_;  // kLearned
   nn::TimestepEmbedding time_embedding_;
   Tensor class_table_;                                    // kLabel
   std::optional<nn::TimestepEmbedding> class_embedding_;  // kValue
@@ -265,14 +349,21 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
   traits_.condition = config_.condition;
   traits_.class_embeddings = config_.num_class_embeds;
 
-  if (config_.fourier_time_embedding) {
+  int projected = channels[0];
+  if (config_.time_embedding_type == Time::kLearned) {
+    DENOISED_ASSIGN_OR_RETURN(
+        const Tensor table,
+        (weights / "time_proj").Get("weight", {config_.num_train_timesteps, projected}));
+    DENOISED_ASSIGN_OR_RETURN(time_table_, backend.PackVector(table));
+  } else if (config_.time_embedding_type == Time::kFourier) {
     DENOISED_ASSIGN_OR_RETURN(time_projection_, nn::TimestepProjection::Fourier(
                                                     backend, weights / "time_proj", channels[0]));
   } else {
     time_projection_ = nn::TimestepProjection::Positional(channels[0], config_.flip_sin_to_cos,
                                                           config_.freq_shift);
   }
-  const int projected = time_projection_.out_features(), embedded = config_.time_embedding_dim;
+  if (!time_table_) projected = time_projection_.out_features();
+  const int embedded = config_.time_embedding_dim;
   DENOISED_ASSIGN_OR_RETURN(
       time_embedding_,
       nn::TimestepEmbedding::Load(backend, weights / "time_embedding", projected, embedded));
@@ -309,8 +400,8 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
     inputs[0] = in;
     const bool last = i == levels - 1;
     DENOISED_RETURN_IF_ERROR(LoadLevel(
-        backend, weights / "down_blocks" / i, *FindKind(kDownBlocks, config_.down_block_types[i]),
-        inputs, channels[i], last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kDown,
+        backend, weights / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]), inputs,
+        channels[i], last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kDown,
         &down_[i]));
     skip_channels.insert(skip_channels.end(), config_.layers_per_block + !last, channels[i]);
   }
@@ -325,14 +416,14 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
     }
     const bool last = i == levels - 1;
     DENOISED_RETURN_IF_ERROR(LoadLevel(
-        backend, weights / "up_blocks" / i, *FindKind(kUpBlocks, config_.up_block_types[i]), inputs,
-        out, last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kUp, &up_[i]));
+        backend, weights / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), inputs, out,
+        last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kUp, &up_[i]));
     in = out;
   }
 
   DENOISED_ASSIGN_OR_RETURN(conv_norm_out_,
                             nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels[0],
-                                                config_.norm_num_groups, config_.norm_eps));
+                                                GroupsOf(channels[0]), config_.norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
       conv_out_, Conv2d::Load(backend, weights / "conv_out", channels[0], config_.out_channels, 3));
   DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(backend));
@@ -343,6 +434,10 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
 absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
                                const std::vector<int>& in_channels, int out_channels,
                                ResnetOptions::Resample resample, Level* level) {
+  if (kind.skip)
+    return LoadSkipLevel(backend, weights, kind, in_channels, out_channels,
+                         std::string_view(kind.name).find("Down") != std::string_view::npos,
+                         resample != ResnetOptions::Resample::kNone, level);
   for (size_t i = 0; i < in_channels.size(); ++i) {
     DENOISED_ASSIGN_OR_RETURN(
         ResnetBlock resnet,
@@ -367,10 +462,65 @@ absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const B
     DENOISED_ASSIGN_OR_RETURN(level->resample_resnet,
                               ResnetBlock::Load(backend, resampler, options, resnet_projections_));
   } else {
-    DENOISED_ASSIGN_OR_RETURN(level->resample_conv, Conv2d::Load(backend, resampler / "conv",
-                                                                 out_channels, out_channels, 3,
-                                                                 /*upsample2x=*/!down));
+    DENOISED_ASSIGN_OR_RETURN(
+        level->resample_conv,
+        Conv2d::Load(backend, resampler / "conv", out_channels, out_channels, 3,
+                     /*upsample2x=*/!down, nn::Products::kOfModel));
   }
+  return absl::OkStatus();
+}
+
+/// Skip blocks of diffusers: groups follow from the channels, and every sum is divided by √2.
+absl::Status UNet2D::LoadSkipLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
+                                   const std::vector<int>& in_channels, int out_channels, bool down,
+                                   bool resamples, Level* level) {
+  level->skip = true;
+  const auto resnet_of = [&](int in) {
+    ResnetOptions options = Resnet(in, out_channels);
+    options.groups = SkipGroups(in);
+    options.groups_out = SkipGroups(out_channels);
+    options.output_scale_factor = std::sqrt(2.0);
+    return options;
+  };
+  for (size_t i = 0; i < in_channels.size(); ++i) {
+    ResnetOptions options = resnet_of(in_channels[i]);
+    // diffusers: min(resnet_in_channels + res_skip_channels // 4, 32), as written.
+    if (kind.attention && !down) {
+      const int before = i == 0 ? in_channels[0] - out_channels : out_channels;
+      options.groups = std::min(before + out_channels / 4, kSkipGroups);
+    }
+    DENOISED_ASSIGN_OR_RETURN(ResnetBlock resnet,
+                              ResnetBlock::Load(backend, weights / "resnets" / static_cast<int>(i),
+                                                options, resnet_projections_));
+    level->resnets.push_back(std::move(resnet));
+    // The way up has one, after all resnets.
+    if (!kind.attention || (!down && i > 0)) continue;
+    nn::AttentionOptions attention = SelfAttention(out_channels);
+    attention.groups = kSkipGroups;
+    attention.output_scale_factor = std::sqrt(2.0);
+    DENOISED_ASSIGN_OR_RETURN(
+        Attention loaded,
+        Attention::Load(backend, weights / "attentions" / static_cast<int>(i), attention));
+    level->attentions.push_back(std::move(loaded));
+  }
+  if (!resamples) return absl::OkStatus();
+  ResnetOptions options = resnet_of(out_channels);
+  options.resample = down ? ResnetOptions::Resample::kDown : ResnetOptions::Resample::kUp;
+  options.fir = options.shortcut = true;
+  DENOISED_ASSIGN_OR_RETURN(
+      level->resample_resnet,
+      ResnetBlock::Load(backend, weights / (down ? "resnet_down" : "resnet_up"), options,
+                        resnet_projections_));
+  if (down) {
+    DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(backend, weights / "skip_conv",
+                                                             kSkipChannels, out_channels, 1));
+    return absl::OkStatus();
+  }
+  DENOISED_ASSIGN_OR_RETURN(level->skip_norm,
+                            nn::GroupNorm::Load(backend, weights / "skip_norm", out_channels,
+                                                SkipGroups(out_channels), config_.norm_eps));
+  DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(backend, weights / "skip_conv",
+                                                           out_channels, kSkipChannels, 3));
   return absl::OkStatus();
 }
 
@@ -389,7 +539,7 @@ absl::Status UNet2D::LoadMidBlock(Backend& backend, const Weights& weights) {
   attention.output_scale_factor = config_.mid_block_scale_factor;
   // Unlike elsewhere, the mid block's attention has no norm with scale_shift, unless asked for.
   attention.groups = config_.attn_norm_num_groups;
-  if (!attention.groups && !config_.scale_shift) attention.groups = config_.norm_num_groups;
+  if (!attention.groups && !config_.scale_shift) attention.groups = GroupsOf(channels);
   DENOISED_ASSIGN_OR_RETURN(mid_attention_,
                             Attention::Load(backend, weights / "attentions" / 0, attention));
   return absl::OkStatus();
@@ -397,6 +547,12 @@ absl::Status UNet2D::LoadMidBlock(Backend& backend, const Weights& weights) {
 
 Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
   const int64_t rows = input.x.dim(0);
+  const auto projected = [&](const Tensor& number) {
+    if (!time_table_) return time_projection_(context, number);
+    Tensor out = context.New({rows, time_table_.dim(1)});
+    context.backend.Embedding({.table = time_table_, .index = number, .out = out});
+    return out;
+  };
   Tensor class_embedding;
   switch (config_.condition) {
     case ClassCondition::kNone:
@@ -407,9 +563,8 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
           {.table = class_table_, .index = input.label, .out = class_embedding});
       break;
     case ClassCondition::kValue:
-      class_embedding =
-          (*class_embedding_)(context, time_projection_(context, input.embedding.Reshape({rows})),
-                              Tensor(), Activation::kNone);
+      class_embedding = (*class_embedding_)(context, projected(input.embedding.Reshape({rows})),
+                                            Tensor(), Activation::kNone);
       break;
     case ClassCondition::kVector:
       class_embedding = context.New({rows, config_.time_embedding_dim});
@@ -418,8 +573,7 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
       break;
   }
   // Only resnets read it, and all of them activate it first.
-  return time_embedding_(context, time_projection_(context, input.condition), class_embedding,
-                         config_.activation);
+  return time_embedding_(context, projected(input.condition), class_embedding, config_.activation);
 }
 
 Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
@@ -433,24 +587,13 @@ Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
     context.backend.Add(x, 2.0f, Tensor(), -1.0f, Activation::kNone, centered);
     x = centered;
   }
+  Tensor image = x;  // beside Skip blocks
   x = conv_in_(context, {.x = x});
   context.Trace("conv_in", x);
 
   std::vector<Tensor> skips = {x};
   for (size_t i = 0; i < down_.size(); ++i) {
-    const Level& level = down_[i];
-    for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
-      x = level.resnets[layer](context, x, Tensor(), time);
-      if (!level.attentions.empty()) x = level.attentions[layer](context, x);
-      skips.push_back(x);
-    }
-    if (level.resample_conv) {
-      x = level.resample_conv->Downsample(context, x, config_.downsample_padding);
-      skips.push_back(x);
-    } else if (level.resample_resnet) {
-      x = (*level.resample_resnet)(context, x, Tensor(), time);
-      skips.push_back(x);
-    }
+    x = Down(context, down_[i], std::move(x), &image, skips, time);
     context.Trace(fmt::format("down_blocks.{}", i), x);
   }
 
@@ -461,15 +604,21 @@ Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
     context.Trace("mid_block", x);
   }
 
+  image = Tensor();
   for (size_t i = 0; i < up_.size(); ++i) {
-    x = Up(context, up_[i], std::move(x), skips, time);
+    x = Up(context, up_[i], std::move(x), &image, skips, time);
     context.Trace(fmt::format("up_blocks.{}", i), x);
   }
 
   Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
   conv_out_(context, conv_norm_out_.Complete(context, {.x = x, .activation = Activation::kSilu}),
             {.out = out});
-  if (config_.fourier_time_embedding) {  // diffusers divides by the noise level
+  if (image) {
+    const Tensor sum = context.NewF32(out.shape());
+    context.backend.Add(out, 1.0f, image, 0.0f, Activation::kNone, sum);
+    out = sum;
+  }
+  if (config_.time_embedding_type == Time::kFourier) {  // diffusers divides by the noise level
     const Tensor scaled = context.NewF32(out.shape());
     context.backend.DivideRows(out, input.condition, scaled);
     out = scaled;
@@ -477,13 +626,44 @@ Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
   return out;
 }
 
-Tensor UNet2D::Up(Context& context, const Level& level, Tensor x, std::vector<Tensor>& skips,
-                  const Tensor& time) const {
+Tensor UNet2D::Down(Context& context, const Level& level, Tensor x, Tensor* image,
+                    std::vector<Tensor>& skips, const Tensor& time) const {
+  for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
+    x = level.resnets[layer](context, x, Tensor(), time);
+    if (!level.attentions.empty()) x = level.attentions[layer](context, x);
+    skips.push_back(x);
+  }
+  if (level.resample_conv) {
+    x = level.resample_conv->Downsample(context, x, config_.downsample_padding);
+  } else if (level.resample_resnet) {
+    x = (*level.resample_resnet)(context, x, Tensor(), time);
+  } else {
+    return x;
+  }
+  if (level.skip) {
+    *image = nn::Resampled(context, Resample::kFirDown, *image);
+    x = (*level.skip_conv)(context, {.x = *image, .residual = x});
+  }
+  skips.push_back(x);
+  return x;
+}
+
+Tensor UNet2D::Up(Context& context, const Level& level, Tensor x, Tensor* image,
+                  std::vector<Tensor>& skips, const Tensor& time) const {
   for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
     const Tensor skip = std::move(skips.back());
     skips.pop_back();
     x = level.resnets[layer](context, x, skip, time);
-    if (!level.attentions.empty()) x = level.attentions[layer](context, x);
+    if (!level.attentions.empty() && !level.skip) x = level.attentions[layer](context, x);
+  }
+  if (level.skip) {
+    if (!level.attentions.empty()) x = level.attentions[0](context, x);
+    if (*image) *image = nn::Resampled(context, Resample::kFirUp, *image);
+    if (level.skip_conv) {
+      const GroupNormArgs norm =
+          level.skip_norm->Complete(context, {.x = x, .activation = Activation::kSilu});
+      *image = (*level.skip_conv)(context, norm, {.residual = *image});
+    }
   }
   if (level.resample_conv) return (*level.resample_conv)(context, {.x = x});
   if (level.resample_resnet) return (*level.resample_resnet)(context, x, Tensor(), time);

@@ -17,8 +17,10 @@ struct UNet2DConfig {
   int sample_height = 0, sample_width = 0;  // sample_size
   int in_channels = 3, out_channels = 3;
   bool center_input_sample = false;
-  bool fourier_time_embedding = false;  // time_embedding_type: "fourier" or "positional"
-  int time_embedding_dim = 0;           // 4 · block_out_channels[0] when the file has none
+  enum class Time { kPositional, kFourier, kLearned };
+  Time time_embedding_type = Time::kPositional;
+  int num_train_timesteps = 0;  // of the learned embedding
+  int time_embedding_dim = 0;   // 4 · block_out_channels[0] when the file has none
   double freq_shift = 0;
   bool flip_sin_to_cos = true;
   std::vector<std::string> down_block_types = {"DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D",
@@ -33,8 +35,8 @@ struct UNet2DConfig {
   std::string downsample_type = "conv", upsample_type = "conv";  // of the Attn blocks; or "resnet"
   Activation activation = Activation::kSilu;                     // act_fn
   std::optional<int> attention_head_dim = 8;  // null: one head as wide as the block
-  int norm_num_groups = 32;
-  std::optional<int> attn_norm_num_groups;  // of the mid block's attention
+  std::optional<int> norm_num_groups = 32;    // null: a fourth of the channels, at most 32
+  std::optional<int> attn_norm_num_groups;    // of the mid block's attention
   double norm_eps = 1e-5;
   bool scale_shift = false;  // resnet_time_scale_shift: "scale_shift" or "default"
   bool add_attention = true;
@@ -45,7 +47,17 @@ struct UNet2DConfig {
   static absl::StatusOr<UNet2DConfig> Parse(const nlohmann::json& config, const std::string& file);
 };
 
-/// diffusers' UNet2DModel: DDPM, ADM, NCSN++ without FIR blocks, EDM-preconditioned networks.
+/// What a block type of the config stands for, as Parse() accepted it.
+struct UNet2DBlock {
+  const char* name;
+  bool attention = false;          // after every resnet
+  bool resnet_resampling = false;  // resamples by a resnet, whatever downsample_type says
+  bool skip = false;  // NCSN++: beside it runs a path of the image itself, filtered and resampled
+};
+const UNet2DBlock& DownBlockOf(const std::string& type);
+const UNet2DBlock& UpBlockOf(const std::string& type);
+
+/// diffusers' UNet2DModel: DDPM, ADM, NCSN++, EDM-preconditioned networks.
 /// InvalidArgument or NotFound name the tensor and both shapes when the weights do not fit.
 absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2D(Backend& backend, const UNet2DConfig& config,
                                                      const Weights& weights);

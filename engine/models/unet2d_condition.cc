@@ -23,9 +23,6 @@ constexpr int kMaxChannels = 1 << 16;
 /// LCM's pipelines embed 1000 · (guidance scale − 1).
 constexpr float kGuidanceFactor = 1000;
 
-/// Every level but the last halves the image, and the way up must meet the same sizes again.
-int SizeMultiple(size_t levels) { return 1 << (levels - 1); }
-
 void CheckRange(ConfigReader& reader, const char* field, double value, double low, double high) {
   if (!(value >= low && value <= high))
     reader.Complain(field, fmt::format("must be between {} and {}", low, high));
@@ -90,10 +87,6 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
     reader.Complain("block_out_channels", "needs 1 to 16 entries");
   const size_t levels = std::clamp<size_t>(channels.size(), 1, 16);
   for (const int c : channels) CheckRange(reader, "block_out_channels", c, 1, kMaxChannels);
-  if (const int multiple = SizeMultiple(levels);
-      config.sample_height % multiple != 0 || config.sample_width % multiple != 0)
-    reader.Complain("sample_size", fmt::format("must be a multiple of {}, since {} blocks halve it",
-                                               multiple, levels - 1));
   reader.Read("down_block_types", &config.down_block_types);
   reader.Read("up_block_types", &config.up_block_types);
   CheckBlockTypes(reader, "down_block_types", config.down_block_types, "DownBlock2D",
@@ -292,8 +285,10 @@ absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const 
   const int levels = static_cast<int>(channels.size());
   traits_.height = config_.sample_height;
   traits_.width = config_.sample_width;
-  traits_.size_multiple = SizeMultiple(channels.size());
-  traits_.channels = config_.in_channels;
+  traits_.size_multiple = 1;
+  // What is read beyond what is predicted is not noise, but a mask or an image.
+  traits_.channels = std::min(config_.in_channels, config_.out_channels);
+  traits_.extra_channels = config_.in_channels - traits_.channels;
   traits_.output_channels = config_.out_channels;
   traits_.text_features = config_.cross_attention_dim;
   DENOISED_RETURN_IF_ERROR(LoadEmbeddings(backend, pooled_features, weights));
@@ -314,7 +309,8 @@ absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const 
     if (i == levels - 1) continue;
     DENOISED_ASSIGN_OR_RETURN(
         down_[i].resample,
-        Conv2d::Load(backend, block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3));
+        Conv2d::Load(backend, block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3,
+                     /*upsample2x=*/false, nn::Products::kOfModel));
     skip_channels.push_back(channels[i]);
   }
   DENOISED_RETURN_IF_ERROR(LoadMidBlock(backend, weights / "mid_block"));
@@ -331,8 +327,7 @@ absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const 
         backend, block, level, config_.up_block_types[i] == "CrossAttnUpBlock2D", inputs, &up_[i]));
     if (level > 0) {
       DENOISED_ASSIGN_OR_RETURN(
-          up_[i].resample, Conv2d::Load(backend, block / "upsamplers" / 0 / "conv", out, out, 3,
-                                        /*upsample2x=*/true));
+          up_[i].resample, Conv2d::LoadUpsample(backend, block / "upsamplers" / 0 / "conv", out));
     }
     in = out;
   }
@@ -388,15 +383,15 @@ absl::Status UNet2DCondition::LoadMidBlock(Backend& backend, const Weights& weig
 
 void UNet2DCondition::Condition(Context& context, const Prompts& prompts,
                                 const ConditionSets& sets) const {
-  key_values_(context, prompts.states, sets.keys_values);
-  const int64_t rows = prompts.states.dim(0);
+  if (prompts.states) key_values_(context, prompts.states, sets.keys_values);
   if (guidance_linear_) {
-    const Tensor scaled = context.NewF32({rows});
+    const Tensor scaled = context.NewF32(prompts.guidance.shape());
     context.backend.Add(prompts.guidance, kGuidanceFactor, Tensor(), -kGuidanceFactor,
                         Activation::kNone, scaled);
     (*guidance_linear_)(context, {.x = guidance_projection_(context, scaled), .out = sets.times});
   }
   if (add_embedding_) {
+    const int64_t rows = prompts.pooled.dim(0);
     const int pooled = traits_.pooled_features,
               sizes = config_.projection_class_embeddings_input_dim - pooled;
     const Tensor embedded = size_projection_(context, prompts.sizes).Reshape({rows, sizes});
@@ -469,7 +464,9 @@ Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) co
       skips.pop_back();
       x = layer(up_[i], j, x, skip);
     }
-    if (up_[i].resample) x = (*up_[i].resample)(context, {.x = x});
+    // To the size that the way down left off with: an odd one was halved upwards.
+    if (up_[i].resample)
+      x = up_[i].resample->Upsample(context, x, skips.back().dim(1), skips.back().dim(2));
     context.Trace(fmt::format("up_blocks.{}", i), x);
   }
 

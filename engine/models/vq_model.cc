@@ -37,8 +37,13 @@ class VQModel : public Codec {
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
+  Tensor EncodeUnscaled(Context& context, const Tensor& pixels) const override {
+    return Encode(context, pixels, /*scale=*/1);
+  }
 
  private:
+  Tensor Encode(Context& context, const Tensor& pixels, float scale) const;
+
   VQModelConfig config_;
   CodecTraits traits_;
   VaeEncoder encoder_;
@@ -79,14 +84,16 @@ Tensor VQModel::Decode(Context& context, const Tensor& latents) const {
 }
 
 Tensor VQModel::Encode(Context& context, const Tensor& pixels, const Tensor& /*noise*/) const {
+  return Encode(context, pixels, static_cast<float>(config_.vae.scaling_factor));
+}
+
+Tensor VQModel::Encode(Context& context, const Tensor& pixels, float scale) const {
   const Tensor x = context.New(pixels.shape());
   context.backend.Add(pixels, 1.0f, Tensor(), 0.0f, Activation::kNone, x);
   const Tensor encoded = encoder_(context, x, Tensor());
   Tensor latents =
       context.NewF32({encoded.dim(0), encoded.dim(1), encoded.dim(2), traits_.latent_channels});
-  return quant_conv_(context, {.x = encoded,
-                               .scale = static_cast<float>(config_.vae.scaling_factor),
-                               .out = std::move(latents)});
+  return quant_conv_(context, {.x = encoded, .scale = scale, .out = std::move(latents)});
 }
 
 }  // namespace

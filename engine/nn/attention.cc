@@ -30,10 +30,10 @@ absl::StatusOr<Attention> Attention::Load(Backend& backend, const Weights& weigh
                                               {weights / (old_names ? "query" : "to_q"),
                                                weights / (old_names ? "key" : "to_k"),
                                                weights / (old_names ? "value" : "to_v")},
-                                              channels, {inner, inner, inner}));
+                                              channels, {inner, inner, inner}, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(
-      attention.out_,
-      Linear::Load(backend, weights / (old_names ? "proj_attn" : "to_out.0"), inner, channels));
+      attention.out_, Linear::Load(backend, weights / (old_names ? "proj_attn" : "to_out.0"), inner,
+                                   channels, Products::kOfModel));
   return attention;
 }
 

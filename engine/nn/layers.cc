@@ -2,14 +2,34 @@
 #include "engine/nn/layers.h"
 
 namespace denoised::nn {
+namespace {
+
+/// A new tensor in activation dtype with the rows of `shape`, of so many features.
+Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
+  int64_t dims[Shape::kMaxRank];
+  for (int i = 0; i < shape.rank(); ++i) dims[i] = shape[i];
+  dims[shape.rank() - 1] = features;
+  return context.New(Shape(std::span<const int64_t>(dims, shape.rank())));
+}
+
+absl::StatusOr<E4m3Layer> LayerOf(const Weights& weights, Products products) {
+  if (products == Products::kWide || !weights.MayHaveInputScales()) return E4m3Layer();
+  DENOISED_ASSIGN_OR_RETURN(const float scale, weights.InputScale());
+  return E4m3Layer{.name = weights.prefix(), .input_scale = scale};
+}
+
+}  // namespace
 
 absl::StatusOr<Conv2d> Conv2d::Load(Backend& backend, const Weights& weights, int in_channels,
-                                    int out_channels, int kernel, bool upsample2x) {
+                                    int out_channels, int kernel, bool upsample2x,
+                                    Products products) {
   DENOISED_ASSIGN_OR_RETURN(Tensor weight,
                             weights.Get("weight", {out_channels, in_channels, kernel, kernel}));
   DENOISED_ASSIGN_OR_RETURN(Tensor bias, weights.GetOptional("bias", {out_channels}));
+  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3,
+                            LayerOf(weights, upsample2x ? Products::kWide : products));
   Conv2d conv;
-  DENOISED_ASSIGN_OR_RETURN(conv.weight_, backend.PackConv2d(weight, bias, upsample2x));
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_, backend.PackConv2d(weight, bias, upsample2x, e4m3));
   return conv;
 }
 
@@ -37,10 +57,15 @@ absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(Backend& backend, const Weights&
     const std::vector<float> values = bias.ToFloats();
     for (int i = 0; i < out_channels; ++i) sum.as<float>()[i] += values[i];
   }
+  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, Products::kOfModel));
+  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer shortcut_e4m3,
+                            LayerOf(shortcut_weights, Products::kOfModel));
   Conv2d conv;
-  DENOISED_ASSIGN_OR_RETURN(conv.weight_, backend.PackConv2d(weight, sum, /*upsample2x=*/false));
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_,
+                            backend.PackConv2d(weight, sum, /*upsample2x=*/false, e4m3));
   DENOISED_ASSIGN_OR_RETURN(conv.shortcut_,
-                            backend.PackConv2d(shortcut, Tensor(), /*upsample2x=*/false));
+                            backend.PackConv2d(shortcut, Tensor(),
+                                               /*upsample2x=*/false, shortcut_e4m3));
   return conv;
 }
 
@@ -55,6 +80,24 @@ Tensor Conv2d::operator()(Context& context, const GroupNormArgs& norm, Conv2dArg
   args = Complete(context, std::move(args));
   context.backend.NormConv2d(norm, args);
   return args.out;
+}
+
+absl::StatusOr<Conv2d> Conv2d::LoadUpsample(Backend& backend, const Weights& weights,
+                                            int channels) {
+  DENOISED_ASSIGN_OR_RETURN(Conv2d conv,
+                            Load(backend, weights, channels, channels, 3, /*upsample2x=*/true));
+  DENOISED_ASSIGN_OR_RETURN(const Conv2d plain, Load(backend, weights, channels, channels, 3));
+  conv.plain_ = plain.weight_;
+  return conv;
+}
+
+Tensor Conv2d::Upsample(Context& context, const Tensor& x, int64_t height, int64_t width) const {
+  if (height == 2 * x.dim(1) && width == 2 * x.dim(2)) return (*this)(context, {.x = x});
+  const Tensor doubled = context.New({x.dim(0), height, width, x.dim(3)});
+  context.backend.Resample2x(Resample::kNearestUp, x, doubled);
+  Conv2d plain;
+  plain.weight_ = plain_;
+  return plain(context, {.x = doubled});
 }
 
 Tensor Conv2d::Downsample(Context& context, const Tensor& x, int padding) const {
@@ -86,24 +129,35 @@ Conv2dArgs Conv2d::Padded(Context& context, Conv2dArgs args) const {
   return args;
 }
 
+Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
+  const bool up = kind == Resample::kNearestUp || kind == Resample::kFirUp;
+  Tensor out = context.New(
+      {x.dim(0), up ? x.dim(1) * 2 : x.dim(1) / 2, up ? x.dim(2) * 2 : x.dim(2) / 2, x.dim(3)});
+  context.backend.Resample2x(kind, x, out);
+  return out;
+}
+
 absl::StatusOr<Linear> Linear::Load(Backend& backend, const Weights& weights, int in_features,
-                                    int out_features) {
-  return LoadFused(backend, {weights}, in_features, {out_features});
+                                    int out_features, Products products) {
+  return LoadFused(backend, {weights}, in_features, {out_features}, products);
 }
 
 absl::StatusOr<Linear> Linear::LoadConv1x1(Backend& backend, const Weights& weights,
-                                           int in_features, int out_features) {
+                                           int in_features, int out_features, Products products) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor weight,
                             weights.Get("weight", {out_features, in_features, 1, 1}));
   DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.GetOptional("bias", {out_features}));
+  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, products));
   Linear linear;
   DENOISED_ASSIGN_OR_RETURN(
-      linear.weight_, backend.PackLinear({weight.Reshape({out_features, in_features})}, {bias}));
+      linear.weight_,
+      backend.PackLinear({weight.Reshape({out_features, in_features})}, {bias}, e4m3));
   return linear;
 }
 
 absl::StatusOr<Linear> Linear::LoadFused(Backend& backend, const std::vector<Weights>& layers,
-                                         int in_features, const std::vector<int>& out_features) {
+                                         int in_features, const std::vector<int>& out_features,
+                                         Products products) {
   std::vector<Tensor> weights, biases;
   for (size_t i = 0; i < layers.size(); ++i) {
     DENOISED_ASSIGN_OR_RETURN(Tensor weight,
@@ -116,22 +170,38 @@ absl::StatusOr<Linear> Linear::LoadFused(Backend& backend, const std::vector<Wei
     return InvalidArgument(
         "{}: '{}' has layers with and without bias; fused layers need all or none",
         layers[0].file(), layers[0].prefix());
+  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(layers[0], products));
   Linear linear;
-  DENOISED_ASSIGN_OR_RETURN(linear.weight_, backend.PackLinear(weights, biases));
+  DENOISED_ASSIGN_OR_RETURN(linear.weight_, backend.PackLinear(weights, biases, e4m3));
   return linear;
 }
 
 Tensor Linear::operator()(Context& context, LinearArgs args) const {
   args.weight = weight_.get();
-  if (!args.out) {
-    int64_t dims[Shape::kMaxRank];
-    const int rank = args.x.shape().rank();
-    for (int i = 0; i < rank; ++i) dims[i] = args.x.dim(i);
-    dims[rank - 1] = weight_->out_features;
-    args.out = context.New(Shape(std::span<const int64_t>(dims, rank)));
-  }
+  if (!args.out) args.out = NewRows(context, args.x.shape(), weight_->out_features);
   context.backend.Linear(args);
   return args.out;
+}
+
+absl::StatusOr<GatedLinear> GatedLinear::Load(Backend& backend, const Weights& weights,
+                                              int in_features, int out_features) {
+  DENOISED_ASSIGN_OR_RETURN(const Tensor weight,
+                            weights.Get("weight", {2 * out_features, in_features}));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.GetOptional("bias", {2 * out_features}));
+  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, Products::kOfModel));
+  GatedLinear linear;
+  DENOISED_ASSIGN_OR_RETURN(linear.weight_, backend.PackGatedLinear(weight, bias, e4m3));
+  return linear;
+}
+
+Tensor GatedLinear::operator()(Context& context, const Tensor& x) const {
+  const int outputs = weight_->out_features;
+  Tensor out = NewRows(context, x.shape(), outputs / 2);
+  context.backend.GatedLinear({.x = x,
+                               .weight = weight_.get(),
+                               .scratch = NewRows(context, x.shape(), outputs),
+                               .out = out});
+  return out;
 }
 
 absl::StatusOr<GroupNorm> GroupNorm::Load(Backend& backend, const Weights& weights, int channels,

@@ -29,16 +29,23 @@ struct Context {
   }
 };
 
+/// In what a layer multiplies: always in the activation dtype, or in e4m3 if the model is in fp8
+/// and its weights have a scale for the layer (Weights::InputScale()).
+enum class Products { kWide, kOfModel };
+
 /// torch.nn.Conv2d with a square kernel and, by default, "same" padding.
 class Conv2d {
  public:
-  /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call.
+  /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call; such a layer
+  /// multiplies wide.
   static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
-                                     int out_channels, int kernel, bool upsample2x = false);
+                                     int out_channels, int kernel, bool upsample2x = false,
+                                     Products products = Products::kWide);
   /// Of weights that are made here: [out, in, k, k] and [out], F32 in host memory.
   static absl::StatusOr<Conv2d> Pack(Backend& backend, const Tensor& weight_oihw,
                                      const Tensor& bias);
-  /// Together with a 1×1 convolution whose input is args.shortcut.x and x2 at every call.
+  /// Together with a 1×1 convolution whose input is args.shortcut.x and x2 at every call. Both have
+  /// Products::kOfModel.
   static absl::StatusOr<Conv2d> LoadWithShortcut(Backend& backend, const Weights& weights,
                                                  int in_channels, int out_channels, int kernel,
                                                  const Weights& shortcut_weights,
@@ -52,6 +59,12 @@ class Conv2d {
   Tensor operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const;
   /// The arguments that operator() would pass to the backend.
   Conv2dArgs Complete(Context& context, Conv2dArgs args) const;
+  /// Of a convolution that may also double to one line less (see Upsample()).
+  static absl::StatusOr<Conv2d> LoadUpsample(Backend& backend, const Weights& weights,
+                                             int channels);
+  /// Doubles `x` and drops what is beyond [height, width], then convolves, as diffusers' Upsample2D
+  /// to a size. Height and width are twice those of x, or one less.
+  Tensor Upsample(Context& context, const Tensor& x, int64_t height, int64_t width) const;
   /// Stride 2 as diffusers' Downsample2D: `padding` 1 all around, or 0 with one row and column of
   /// zeros at the bottom and right.
   Tensor Downsample(Context& context, const Tensor& x, int padding) const;
@@ -60,21 +73,40 @@ class Conv2d {
   /// The same with args' own padding.
   Conv2dArgs Padded(Context& context, Conv2dArgs args) const;
   std::shared_ptr<const PackedConv2d> weight_, shortcut_;
+  std::shared_ptr<const PackedConv2d> plain_;  // of LoadUpsample(): the same without doubling
 };
+
+/// A new tensor of Backend::Resample2x().
+Tensor Resampled(Context& context, Resample kind, const Tensor& x);
 
 /// torch.nn.Linear over the last dimension.
 class Linear {
  public:
   static absl::StatusOr<Linear> Load(Backend& backend, const Weights& weights, int in_features,
-                                     int out_features);
+                                     int out_features, Products products = Products::kWide);
   /// A 1×1 convolution as the linear layer over pixels that it is.
   static absl::StatusOr<Linear> LoadConv1x1(Backend& backend, const Weights& weights,
-                                            int in_features, int out_features);
-  /// Several layers with the same input as one, outputs side by side.
+                                            int in_features, int out_features,
+                                            Products products = Products::kWide);
+  /// Several layers with the same input as one, outputs side by side. Their scale is the first's.
   static absl::StatusOr<Linear> LoadFused(Backend& backend, const std::vector<Weights>& layers,
-                                          int in_features, const std::vector<int>& out_features);
+                                          int in_features, const std::vector<int>& out_features,
+                                          Products products = Products::kWide);
 
   Tensor operator()(Context& context, LinearArgs args) const;
+
+ private:
+  std::shared_ptr<const PackedLinear> weight_;
+};
+
+/// diffusers' GEGLU: a linear layer to values and gates; value · gelu(gate).
+class GatedLinear {
+ public:
+  /// Products::kOfModel.
+  static absl::StatusOr<GatedLinear> Load(Backend& backend, const Weights& weights, int in_features,
+                                          int out_features);
+  /// [.., in_features] → [.., out_features], a new tensor.
+  Tensor operator()(Context& context, const Tensor& x) const;
 
  private:
   std::shared_ptr<const PackedLinear> weight_;

@@ -2,18 +2,6 @@
 #include "engine/nn/resnet.h"
 
 namespace denoised::nn {
-namespace {
-
-Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
-  const bool up = kind == Resample::kNearestUp;
-  Tensor out = context.New(
-      {x.dim(0), up ? x.dim(1) * 2 : x.dim(1) / 2, up ? x.dim(2) * 2 : x.dim(2) / 2, x.dim(3)});
-  context.backend.Resample2x(kind, x, out);
-  return out;
-}
-
-}  // namespace
-
 absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& weights,
                                               const ResnetOptions& options,
                                               TimeProjections& projections) {
@@ -40,13 +28,17 @@ absl::Status ResnetBlock::LoadLayers(Backend& backend, const Weights& weights) {
   const int in = options_.in_channels, out = options_.out_channels;
   DENOISED_ASSIGN_OR_RETURN(
       norm1_, GroupNorm::Load(backend, weights / "norm1", in, options_.groups, options_.eps));
-  DENOISED_ASSIGN_OR_RETURN(conv1_,
-                            Conv2d::Load(backend, weights / "conv1", in, out, 3,
-                                         options_.resample == ResnetOptions::Resample::kUp));
   DENOISED_ASSIGN_OR_RETURN(
-      norm2_, GroupNorm::Load(backend, weights / "norm2", out, options_.groups, options_.eps));
-  if (in == out) {
-    DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3));
+      conv1_, Conv2d::Load(backend, weights / "conv1", in, out, 3,
+                           options_.resample == ResnetOptions::Resample::kUp && !options_.fir,
+                           Products::kOfModel));
+  DENOISED_ASSIGN_OR_RETURN(
+      norm2_,
+      GroupNorm::Load(backend, weights / "norm2", out,
+                      options_.groups_out ? options_.groups_out : options_.groups, options_.eps));
+  if (!options_.has_shortcut()) {
+    DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3,
+                                                   /*upsample2x=*/false, Products::kOfModel));
   } else {
     DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::LoadWithShortcut(backend, weights / "conv2", out, out,
                                                                3, weights / "conv_shortcut", in));
@@ -56,7 +48,7 @@ absl::Status ResnetBlock::LoadLayers(Backend& backend, const Weights& weights) {
 
 Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& skip,
                                const Tensor& time) const {
-  const bool has_shortcut = options_.in_channels != options_.out_channels;
+  const bool has_shortcut = options_.has_shortcut();
   DENOISED_CHECK(!skip || has_shortcut);
   const bool up = options_.resample == ResnetOptions::Resample::kUp;
   const bool down = options_.resample == ResnetOptions::Resample::kDown;
@@ -79,9 +71,12 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
     return conv;
   };
   Conv2dArgs conv1;
-  if (down) {
-    input = Resampled(context, Resample::kAveragePoolDown, input);
-    conv1 = conv1_of(Resampled(context, Resample::kAveragePoolDown, norm1_(context, first)));
+  if (down || (up && options_.fir)) {
+    const Resample kind = !options_.fir ? Resample::kAveragePoolDown
+                          : up          ? Resample::kFirUp
+                                        : Resample::kFirDown;
+    input = Resampled(context, kind, input);
+    conv1 = conv1_of(Resampled(context, kind, norm1_(context, first)));
     context.backend.Conv2d(conv1);
   } else {
     if (up) input = Resampled(context, Resample::kNearestUp, input);

@@ -11,11 +11,15 @@ struct ResnetOptions {
   int out_channels = 0;
   int time_channels = 0;  // of the activated time embedding; 0: the block reads no time
   int groups = 32;
+  int groups_out = 0;  // of the second norm; 0: `groups`
   double eps = 1e-6;
   Activation activation = Activation::kSilu;
   bool scale_shift = false;  // resnet_time_scale_shift: "scale_shift" instead of "default"
   double output_scale_factor = 1.0;
   enum class Resample { kNone, kUp, kDown } resample = Resample::kNone;
+  bool fir = false;       // resampling is filtered: backend.h's kFirUp and kFirDown
+  bool shortcut = false;  // conv_shortcut also where channels do not change
+  bool has_shortcut() const { return shortcut || in_channels != out_channels; }
 };
 
 /// diffusers' ResnetBlock2D: norm, act, conv, time embedding, norm, act, conv, plus the input.

@@ -55,8 +55,9 @@ absl::StatusOr<Transformer2D> Transformer2D::Load(Backend& backend, const Weight
                                                                options.groups, kGroupNormEps));
   const auto projection = [&](const char* name) {
     return options.linear_projection
-               ? Linear::Load(backend, weights / name, channels, channels)
-               : Linear::LoadConv1x1(backend, weights / name, channels, channels);
+               ? Linear::Load(backend, weights / name, channels, channels, Products::kOfModel)
+               : Linear::LoadConv1x1(backend, weights / name, channels, channels,
+                                     Products::kOfModel);
   };
   DENOISED_ASSIGN_OR_RETURN(transformer.proj_in_, projection("proj_in"));
   for (int i = 0; i < options.depth; ++i) {
@@ -81,19 +82,21 @@ absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(
                               LayerNorm::Load(backend, weights / name, channels, kLayerNormEps));
   }
   DENOISED_ASSIGN_OR_RETURN(
-      block.self_qkv, Linear::LoadFused(backend, {self / "to_q", self / "to_k", self / "to_v"},
-                                        channels, {channels, channels, channels}));
-  DENOISED_ASSIGN_OR_RETURN(block.self_out,
-                            Linear::Load(backend, self / "to_out" / 0, channels, channels));
-  DENOISED_ASSIGN_OR_RETURN(block.cross_q,
-                            Linear::Load(backend, cross / "to_q", channels, channels));
+      block.self_qkv,
+      Linear::LoadFused(backend, {self / "to_q", self / "to_k", self / "to_v"}, channels,
+                        {channels, channels, channels}, Products::kOfModel));
+  DENOISED_ASSIGN_OR_RETURN(block.self_out, Linear::Load(backend, self / "to_out" / 0, channels,
+                                                         channels, Products::kOfModel));
+  DENOISED_ASSIGN_OR_RETURN(
+      block.cross_q, Linear::Load(backend, cross / "to_q", channels, channels, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(block.key_column, projections.Add(cross / "to_k", cross / "to_v",
                                                               options_.text_features, channels));
-  DENOISED_ASSIGN_OR_RETURN(block.cross_out,
-                            Linear::Load(backend, cross / "to_out" / 0, channels, channels));
+  DENOISED_ASSIGN_OR_RETURN(block.cross_out, Linear::Load(backend, cross / "to_out" / 0, channels,
+                                                          channels, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(block.feed_in,
-                            Linear::Load(backend, feed / 0 / "proj", channels, 2 * hidden));
-  DENOISED_ASSIGN_OR_RETURN(block.feed_out, Linear::Load(backend, feed / 2, hidden, channels));
+                            GatedLinear::Load(backend, feed / 0 / "proj", channels, hidden));
+  DENOISED_ASSIGN_OR_RETURN(block.feed_out,
+                            Linear::Load(backend, feed / 2, hidden, channels, Products::kOfModel));
   return block;
 }
 
@@ -129,12 +132,7 @@ Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
     context.backend.Attention(cross);
     x = block.cross_out(context, {.x = attended, .residual = x});
   }
-  Tensor hidden;
-  {
-    const Tensor gated = block.feed_in(context, {.x = block.norm3(context, x)});
-    hidden = context.New({x.dim(0), x.dim(1), gated.dim(2) / 2});
-    context.backend.GegluGate(gated, hidden);
-  }
+  const Tensor hidden = block.feed_in(context, block.norm3(context, x));
   return block.feed_out(context, {.x = hidden, .residual = x});
 }
 

@@ -55,8 +55,12 @@ class Parity : public ::testing::TestWithParam<std::tuple<std::string, Target>> 
     const Shape shape{rows, sample.dim(2), sample.dim(3), sample.dim(1)};
     DenoiserInput input;
     input.x = ToDevice(*backend_, ToNhwc(sample).ToFloats(), shape, backend_->activation_dtype());
-    input.condition =
-        ToDevice(*backend_, golden_.io.at("timestep").ToFloats(), {rows}, DType::kF32);
+    const Tensor& timestep = golden_.io.at("timestep");
+    std::vector<float> times(rows);
+    for (int64_t n = 0; n < rows; ++n)
+      times[n] = timestep.dtype() == DType::kI64 ? static_cast<float>(timestep.as<int64_t>()[n])
+                                                 : timestep.as<float>()[n];
+    input.condition = ToDevice(*backend_, times, {rows}, DType::kF32);
     if (const auto labels = golden_.io.find("class_labels"); labels != golden_.io.end()) {
       if ((*model)->traits().condition == ClassCondition::kLabel) {
         std::vector<float> values;

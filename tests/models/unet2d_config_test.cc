@@ -84,7 +84,7 @@ TEST(UNet2DConfig, RefusesByNameWhatItCannotHonour) {
   using json = nlohmann::json;
   const std::pair<const char*, json> bad[] = {
       {"_class_name", "UNet2DConditionModel"},
-      {"down_block_types", {"DownBlock2D", "AttnSkipDownBlock2D"}},
+      {"down_block_types", {"DownBlock2D", "CrossAttnDownBlock2D"}},
       {"down_block_types", {"DownBlock2D"}},
       {"up_block_types", {"SkipUpBlock2D", "UpBlock2D"}},
       {"up_block_types", "UpBlock2D"},
@@ -93,7 +93,8 @@ TEST(UNet2DConfig, RefusesByNameWhatItCannotHonour) {
       {"block_out_channels", {32, 1 << 30}},
       {"block_out_channels", {1, 64}},  // no room for a sine and a cosine
       {"mid_block_type", "UNetMidBlock2DCrossAttn"},
-      {"time_embedding_type", "learned"},
+      {"time_embedding_type", "sinusoidal"},
+      {"norm_num_groups", nullptr},
       {"class_embed_type", "projection"},
       {"num_class_embeds", 0},
       {"act_fn", "tanh"},
@@ -118,6 +119,52 @@ TEST(UNet2DConfig, RefusesByNameWhatItCannotHonour) {
     EXPECT_THAT(message, HasSubstr(field));
     EXPECT_THAT(message, HasSubstr("unet/config.json"));
   }
+}
+
+TEST(UNet2DConfig, ALearnedTimeEmbeddingHasASize) {
+  nlohmann::json json = Tiny();
+  json["time_embedding_type"] = "learned";
+  for (const nlohmann::json& wrong : {nlohmann::json(nullptr), nlohmann::json(0)}) {
+    json["num_train_timesteps"] = wrong;
+    EXPECT_THAT(std::string(UNet2DConfig::Parse(json, "config.json").status().message()),
+                HasSubstr("num_train_timesteps"));
+  }
+  json["num_train_timesteps"] = 1000;
+  EXPECT_TRUE(UNet2DConfig::Parse(json, "config.json").ok());
+}
+
+/// The image beside Skip blocks must have their size and three channels.
+TEST(UNet2DConfig, SkipBlocksWhereTheirImageFits) {
+  const std::string plain = "DownBlock2D", skip = "SkipDownBlock2D", plain_up = "UpBlock2D",
+                    skip_up = "AttnSkipUpBlock2D";
+  nlohmann::json json = Tiny();
+  json["sample_size"] = 16;
+  json["block_out_channels"] = {32, 32, 32};
+  const auto complaint = [&](const std::vector<std::string>& down,
+                             const std::vector<std::string>& up) {
+    json["down_block_types"] = down;
+    json["up_block_types"] = up;
+    const auto config = UNet2DConfig::Parse(json, "config.json");
+    return std::string(config.status().message());
+  };
+  const std::vector<std::string> plains(3, plain), plain_ups(3, plain_up);
+  EXPECT_EQ(complaint({skip, skip, skip}, {skip_up, skip_up, skip_up}), "");
+  EXPECT_EQ(complaint({skip, plain, plain}, {plain_up, skip_up, skip_up}), "");
+  EXPECT_EQ(complaint({plain, plain, skip}, {plain_up, plain_up, skip_up}), "");
+  EXPECT_THAT(complaint({plain, skip, plain}, plain_ups), HasSubstr("down_block_types"));
+  EXPECT_THAT(complaint(plains, {skip_up, plain_up, skip_up}), HasSubstr("up_block_types"));
+  EXPECT_THAT(complaint(plains, {skip_up, skip_up, plain_up}), HasSubstr("up_block_types"));
+  json["norm_num_groups"] = nullptr;
+  EXPECT_EQ(complaint({skip, skip, skip}, {skip_up, skip_up, skip_up}), "");
+  EXPECT_THAT(complaint({skip, skip, skip}, {skip_up, skip_up, plain_up}),
+              HasSubstr("norm_num_groups"));
+  json["norm_num_groups"] = 1;
+  json["block_out_channels"] = {32, 32, 3};
+  EXPECT_THAT(complaint({skip, skip, skip}, plain_ups), HasSubstr("down_block_types"));
+  json["block_out_channels"] = {32, 32, 32};
+  json["in_channels"] = json["out_channels"] = 1;
+  EXPECT_THAT(complaint({skip, skip, skip}, plain_ups), HasSubstr("down_block_types"));
+  EXPECT_THAT(complaint(plains, {skip_up, skip_up, skip_up}), HasSubstr("up_block_types"));
 }
 
 TEST(UNet2DConfig, OneChannelIsEnoughForAFourierEmbedding) {
