@@ -7,9 +7,9 @@
 #include <cstdlib>
 #include <limits>
 
-#include "server/encoding/formats.h"
-#include "server/encoding/jpeg.h"
-#include "server/encoding/webp.h"
+#include "engine/images/formats.h"
+#include "engine/images/jpeg.h"
+#include "engine/images/webp.h"
 #include "tests/server/peak_memory.h"
 
 namespace denoised {
@@ -159,7 +159,8 @@ TEST(PngTest, CarriesTexts) {
   const TextEntries texts = {{"seed", "18446744073709551615"},
                              {"model", "digits"},
                              {"prompt", "ein grüner 🍏"},
-                             {"odd", "\t\x01"}};
+                             {"odd", "\t\x01"},
+                             {"negative", ""}};
   const auto file = EncodePng(ToPixels(Gradient(8, 8, 1)), texts);
   ASSERT_TRUE(file.ok());
   EXPECT_THAT(*file, HasSubstr(std::string("tEXtseed\0", 9) + "18446744073709551615"));
@@ -167,6 +168,7 @@ TEST(PngTest, CarriesTexts) {
   // UTF-8, not compressed, without a language: a plain chunk would be read as Latin-1.
   EXPECT_THAT(*file, HasSubstr(std::string("iTXtprompt\0\0\0\0\0", 15) + "ein grüner 🍏"));
   EXPECT_THAT(*file, HasSubstr(std::string("iTXtodd\0\0\0\0\0", 12) + "\t\x01"));
+  EXPECT_THAT(*file, Not(HasSubstr("negative")));  // the library has no empty texts
 }
 
 /// A header that promises 2^31−1 pixels an edge, followed by next to nothing.
@@ -243,6 +245,32 @@ TEST(PngTest, ShowsTransparencyOverWhite) {
   key.gray = 10;
   EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_GRAYSCALE, 8, {10, 20}, nullptr, &key), 1),
             (Samples{255, 20}));
+}
+
+TEST(PngTest, ReadsTransparencyAlone) {
+  const auto transparency = [](const std::string& file) {
+    const auto pixels = DecodePngTransparency(file, kPlenty);
+    EXPECT_TRUE(pixels.ok()) << pixels.status().message();
+    return pixels.ok() ? pixels->samples : Samples();
+  };
+  EXPECT_EQ(transparency(WritePng(SPNG_COLOR_TYPE_TRUECOLOR_ALPHA, 8,
+                                  {10, 20, 30, 0, 10, 20, 30, 255, 0, 0, 0, 128})),
+            (Samples{255, 0, 127}));
+  EXPECT_EQ(transparency(WritePng(SPNG_COLOR_TYPE_GRAYSCALE_ALPHA, 8, {10, 0, 10, 255})),
+            (Samples{255, 0}));
+  spng_trns key{};
+  key.gray = 10;
+  EXPECT_EQ(transparency(WritePng(SPNG_COLOR_TYPE_GRAYSCALE, 8, {10, 20}, nullptr, &key)),
+            (Samples{255, 0}));
+  const auto message = [](const std::string& file) {
+    return std::string(DecodePngTransparency(file, kPlenty).status().message());
+  };
+  EXPECT_THAT(message(WritePng(SPNG_COLOR_TYPE_TRUECOLOR, 8, {1, 2, 3})),
+              HasSubstr("no alpha channel"));
+  EXPECT_THAT(message("\xff\xd8\xff JPEG, which has none"), HasSubstr("no PNG"));
+  EXPECT_THAT(message(""), HasSubstr("no PNG"));
+  EXPECT_THAT(message(WritePng(SPNG_COLOR_TYPE_GRAYSCALE_ALPHA, 8, {10, 0}).substr(0, 50)),
+              HasSubstr("cannot be read"));
 }
 
 TEST(PngTest, ReadsPalettesAndOtherDepths) {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/core/status.h"
-#include "server/encoding/pixels.h"
+#include "engine/images/pixels.h"
 
 namespace denoised {
 
@@ -19,13 +19,17 @@ using TextEntries = std::vector<std::pair<std::string, std::string>>;
 /// printable ASCII.
 absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts);
 
-/// Memory that DecodePng takes at most: samples as they are unpacked, up to RGBA, and as they are
-/// returned.
+/// The peak memory of the decoders: unpacked samples, up to RGBA, and the samples that it returns.
 inline constexpr int64_t kPngDecodingBytesPerPixel = 4 + 3;
 
-/// Any PNG as 8-bit grey or RGB; transparency is shown over white. InvalidArgument when it is
-/// damaged or has more than `max_pixels` pixels, which is known before anything is unpacked.
+/// Any PNG as 8-bit grey or RGB; transparency is blended over white. InvalidArgument if it is
+/// damaged, or has more than `max_pixels` pixels, which is checked before it is unpacked.
 absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
                                  const ReserveMemory& reserve = nullptr);
+
+/// How transparent a PNG is, as a grey picture: 255 where it is fully transparent, 0 where it is
+/// opaque. InvalidArgument as DecodePng's, and if it has neither an alpha channel nor a tRNS chunk.
+absl::StatusOr<Pixels> DecodePngTransparency(std::string_view file, int64_t max_pixels,
+                                             const ReserveMemory& reserve = nullptr);
 
 }  // namespace denoised

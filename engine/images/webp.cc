@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/encoding/webp.h"
+#include "engine/images/webp.h"
 
 #include <webp/decode.h>
 #include <webp/encode.h>

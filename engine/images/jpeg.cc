@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/encoding/jpeg.h"
+#include "engine/images/jpeg.h"
 
 #include <turbojpeg.h>
 

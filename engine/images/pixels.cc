@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/encoding/pixels.h"
+#include "engine/images/pixels.h"
 
 #include <algorithm>
 #include <array>
@@ -76,7 +76,8 @@ std::vector<uint8_t> ToBytes(const Tensor& image) {
   const float* values = image.as<float>();
   for (size_t i = 0; i < bytes.size(); ++i) {
     const float value = (values[i] + 1.0f) * 127.5f;
-    // Written so that NaN fails the first comparison.
+    // Written so that NaN fails the first comparison. lround() would give halves in fp32 other
+    // bits. NOLINTNEXTLINE(bugprone-incorrect-roundings)
     bytes[i] = value > 0.0f ? static_cast<uint8_t>(std::min(value, 255.0f) + 0.5f) : 0;
   }
   return bytes;

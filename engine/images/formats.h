@@ -7,7 +7,7 @@
 
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
-#include "server/encoding/png.h"
+#include "engine/images/png.h"
 
 namespace denoised {
 
@@ -21,8 +21,8 @@ const char* MimeType(FileFormat format);
 absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, int quality,
                                        const TextEntries& texts);
 
-/// A PNG, JPEG or WebP file, told apart by its first bytes. InvalidArgument when it is none of
-/// them, damaged, or larger than `max_pixels`; else what `reserve` returned.
+/// Decodes a PNG, JPEG or WebP file, recognised by its first bytes. InvalidArgument if it is none
+/// of them, damaged, or larger than `max_pixels`; or the error of `reserve`.
 absl::StatusOr<Pixels> DecodeFile(std::string_view file, int64_t max_pixels,
                                   const ReserveMemory& reserve = nullptr);
 

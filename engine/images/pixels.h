@@ -8,7 +8,7 @@
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 
-/// Images between the engine's floats and the bytes of files.
+/// Converts images between the engine's floats and the bytes of files.
 
 namespace denoised {
 
@@ -18,12 +18,12 @@ struct Pixels {
   std::vector<uint8_t> samples;
 };
 
-/// Called with the peak memory that unpacking a file takes, after its header was read and before
-/// anything is unpacked. The decoder returns the error that it returns.
+/// Decoders call it after reading a file's header, before unpacking, with the peak memory that they
+/// need. If it returns an error, the decoder returns that.
 using ReserveMemory = std::function<absl::Status(int64_t bytes)>;
 
-/// The check that every decoder makes once it knows the size: InvalidArgument when there are more
-/// than `max_pixels`, else what `reserve` (may be null) returns for `bytes_per_pixel`. `format` is
+/// The check of every decoder once it knows the size: InvalidArgument if there are more than
+/// `max_pixels`, else the result of `reserve` (may be null) for `bytes_per_pixel`. `format` is
 /// "PNG", "JPEG" or "WebP".
 absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_t max_pixels,
                        int64_t bytes_per_pixel, const ReserveMemory& reserve);
@@ -41,11 +41,11 @@ Tensor FromPixels(const Pixels& pixels, int channels);
 /// RGBA samples shown over white, as grey (the red samples) or RGB; `channels` is 1 or 3.
 std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels);
 
-/// F32 [H, W, C] scaled to [height, width, C] with a triangle filter, widened when scaling down so
-/// that every source pixel counts.
+/// Scales F32 [H, W, C] to [height, width, C] with a triangle filter, which is widened when scaling
+/// down so that every source pixel counts.
 Tensor Resize(const Tensor& image, int height, int width);
 
-/// `image` itself when neither edge exceeds `max_edge`, otherwise scaled down, aspect kept.
+/// `image` itself if no edge exceeds `max_edge`; otherwise scaled down with its aspect kept.
 Tensor FitWithin(const Tensor& image, int max_edge);
 
 }  // namespace denoised

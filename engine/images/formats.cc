@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/encoding/formats.h"
+#include "engine/images/formats.h"
 
-#include "server/encoding/jpeg.h"
-#include "server/encoding/webp.h"
+#include "engine/images/jpeg.h"
+#include "engine/images/webp.h"
 
 namespace denoised {
 
