@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <oneapi/dnnl/dnnl.h>
+
+#include <algorithm>
+
+#include "engine/backend/cpu/parallel.h"
+#include "engine/training/cpu/loops.h"
+#include "engine/training/cpu/ops.h"
+
+namespace denoised::training::cpu {
+namespace {
+
+void Check(dnnl_status_t status) {
+  if (status != dnnl_success) throw dnnl::error(status, "a matrix product failed");
+}
+
+}  // namespace
+
+void Linear(const LinearArgs& args) {
+  const denoised::cpu::OneThread one_thread;
+  const auto& weight = static_cast<const CpuLinear&>(*args.weight);
+  const int64_t in = weight.in_features, out = weight.out_features, m = args.x.elements() / in;
+  float* y = args.out.as<float>();
+  int64_t column = 0;
+  for (size_t i = 0; i < weight.parts.size(); column += weight.parts[i++]) {
+    const int64_t part = weight.parts[i];
+    if (!weight.biases.empty())
+      for (int64_t p = 0; p < m; ++p) std::copy_n(weight.biases[i], part, y + p * out + column);
+    Check(dnnl_sgemm('N', 'T', m, part, in, 1.0f, args.x.as<float>(), in, weight.weights[i], in,
+                     weight.biases.empty() ? 0.0f : 1.0f, y + column, out));
+  }
+  Finish(y, nullptr, args.residual ? args.residual.as<float>() : nullptr, args.scale, m, out);
+}
+
+void LinearBackward(const LinearBackwardArgs& args, int64_t chunk_rows) {
+  const denoised::cpu::OneThread one_thread;
+  const auto& weight = static_cast<const CpuLinear&>(*args.weight);
+  const int64_t in = weight.in_features, out = weight.out_features;
+  const int64_t rows = args.dout.dim(0), m = args.dout.elements() / out, tokens = m / rows;
+  const float* dy = args.dout.as<float>();
+  int64_t column = 0;
+  for (size_t i = 0; i < weight.parts.size(); column += weight.parts[i++]) {
+    const int64_t part = weight.parts[i];
+    if (!args.dweights.empty())
+      SumChunks(rows, chunk_rows, part * in, args.dweights[i].as<float>(),
+                [&](int64_t begin, int64_t count, float* to) {
+                  Check(dnnl_sgemm('T', 'N', part, in, count * tokens, 1.0f,
+                                   dy + begin * tokens * out + column, out,
+                                   args.x.as<float>() + begin * tokens * in, in, 0.0f, to, in));
+                });
+    if (!args.dbiases.empty())
+      SumChunks(rows, chunk_rows, part, args.dbiases[i].as<float>(),
+                [&](int64_t begin, int64_t count, float* to) {
+                  std::vector<double> sums(part);
+                  SumColumns(dy + begin * tokens * out + column, count * tokens, part, out,
+                             sums.data());
+                  for (int64_t c = 0; c < part; ++c) to[c] = static_cast<float>(sums[c]);
+                });
+    if (!args.dx) continue;
+    if (i == 0 && args.add && args.add.data() != args.dx.data())
+      std::copy_n(args.add.as<float>(), m * in, args.dx.as<float>());
+    Check(dnnl_sgemm('N', 'N', m, in, part, 1.0f, dy + column, out, weight.weights[i], in,
+                     i == 0 && !args.add ? 0.0f : 1.0f, args.dx.as<float>(), in));
+  }
+}
+
+}  // namespace denoised::training::cpu

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "engine/backend/activation.h"
+
+/// The innermost loops of training on the CPU that serving (engine/backend/cpu/vector_ops.h) does
+/// not have. Plain, without threads; no loop lets the compiler reorder a sum.
+
+namespace denoised::training::cpu {
+
+/// d[i] = d[i] · act′(z[i])
+void MultiplyByDerivative(Activation activation, const float* z, float* d, int64_t count);
+
+/// product[c] += Σ d·(x − mean[c]), sum[c] += Σ d over `pixels` rows of `channels`.
+void CenteredMoments(const float* d, const float* x, const float* mean, int64_t pixels,
+                     int64_t channels, double* product, double* sum);
+
+/// dx = d·a[c] + (x − mean[c])·b[c] + k[c] (+ add) over `pixels` rows of `channels`; dx may be d or
+/// add.
+void NormGradient(const float* d, const float* x, const float* mean, const float* a, const float* b,
+                  const float* k, const float* add, int64_t pixels, int64_t channels, float* dx);
+
+/// out[c] += Σ x over `pixels` rows of `channels`, `stride` apart.
+void SumColumns(const float* x, int64_t pixels, int64_t channels, int64_t stride, double* out);
+
+/// y[p, c] = (y[p, c] + add[c] + residual[p, c]) · scale; add and residual may be null.
+void Finish(float* y, const float* add, const float* residual, float scale, int64_t pixels,
+            int64_t channels);
+
+/// a += b
+void AddTo(float* a, const float* b, int64_t count);
+
+/// Σ x², in an order that depends on `count` alone.
+double SquareSum(const float* x, int64_t count);
+
+struct AdamW {
+  float gradient_scale, keep /* 1 − rate·decay */, beta1, beta2, step_size, root_correction2, eps;
+};
+/// One update of `count` weights; see UpdateArgs.
+void UpdateWeights(const AdamW& adamw, const float* gradient, float* master, float* m, float* v,
+                   int64_t count);
+
+/// average = decay·average + (1 − decay)·w
+void MoveAverage(float decay, const float* w, float* average, int64_t count);
+
+}  // namespace denoised::training::cpu

@@ -1,0 +1,854 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/backend/cuda/cuda_backend.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "engine/backend/check.h"
+#include "engine/backend/cuda/device.h"
+#include "engine/backend/cuda/weights.h"
+#include "engine/training/backend.h"
+#include "engine/training/cuda/launch.h"
+
+/// training/backend.h on CUDA. Convolutions and linears, forwards and for the gradient of their
+/// input, are ops of serving's backend, whose packed weights LaunchPack() writes anew after every
+/// update; so are other ops that serving has. The rest are kernels of launch.h on the same stream.
+///
+/// A pass has all chunks of a micro-batch. Its activations belong to the trainer; what an op needs
+/// for itself is scratch here, which all ops share, since they run one after another.
+
+namespace denoised::training {
+namespace cuda {
+namespace {
+
+using denoised::cuda::AllocateDevice;
+using denoised::cuda::CudaConv2d;
+using denoised::cuda::CudaLinear;
+using denoised::cuda::DeviceMemory;
+using denoised::cuda::kBiasPadding;
+using denoised::cuda::kDepthPadding;
+using denoised::cuda::RoundUp;
+using denoised::cuda::ToStatus;
+
+/// Scores of attention that are made at a time, so that they stay in the L2 cache.
+constexpr int64_t kScores = int64_t{4} << 20;
+
+/// The gradient of the input is a convolution of dout with `backward`: [in, taps turned, out].
+struct TrainingConv2d final : PackedConv2d {
+  CudaConv2d forward, backward;
+};
+struct TrainingLinear final : PackedLinear {
+  CudaLinear forward, backward;
+};
+
+struct CudaRecording final : Recording {
+  int runs = 0;
+  std::unique_ptr<denoised::Graph> graph;
+};
+
+Element ElementOf(DType dtype) { return dtype == DType::kBF16 ? Element::kBf16 : Element::kF32; }
+int64_t BytesOf(Element element) { return element == Element::kBf16 ? 2 : 4; }
+
+/// Lines of the last dimension.
+Rows View(const Tensor& tensor) {
+  if (!tensor) return {};
+  DENOISED_CHECK(tensor.device() == denoised::Device::kCuda, "a tensor of the host");
+  DENOISED_CHECK(tensor.dtype() == DType::kF32 || tensor.dtype() == DType::kBF16, "a tensor of {}",
+                 Name(tensor.dtype()));
+  const int64_t line_bytes = tensor.row_stride() * static_cast<int64_t>(SizeOf(tensor.dtype()));
+  return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()),
+          reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0 && line_bytes % 16 == 0};
+}
+/// The elements of a contiguous tensor as one line.
+Rows Flat(const Tensor& tensor) {
+  Rows rows = View(tensor);
+  if (!tensor) return rows;
+  DENOISED_CHECK(tensor.contiguous());
+  rows.vector = reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
+  return rows;
+}
+float* Floats(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullptr; }
+const SampleRow* SamplesOf(const Tensor& rows) {
+  return reinterpret_cast<const SampleRow*>(rows.as<int32_t>());
+}
+int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(std::unique_ptr<denoised::Backend> ops, DType dtype)
+      : ops_(std::move(ops)), dtype_(dtype), stream_(StreamOf(*ops_)) {}
+  ~CudaBackend() override { static_cast<void>(ops_->Synchronize()); }  // before memory goes
+
+  std::string_view name() const override { return ops_->name(); }
+  std::string description() const override { return ops_->description(); }
+  denoised::Device device() const override { return denoised::Device::kCuda; }
+  DType activation_dtype() const override { return dtype_; }
+
+  // Passes.
+  void SetChunkRows(int64_t rows) override { chunk_rows_ = rows; }
+  int64_t chunk_rows() const override { return chunk_rows_; }
+  int64_t PassChunks(int64_t chunks) const override { return chunks; }
+  int workers() const override { return 1; }
+  void ForEachPass(int64_t count, const std::function<void(int64_t, int)>& body) override {
+    for (int64_t pass = 0; pass < count; ++pass) body(pass, 0);
+  }
+
+  std::unique_ptr<Recording> NewRecording() override { return std::make_unique<CudaRecording>(); }
+  /// The first run is made as it is, since it takes memory and loads kernels.
+  void Run(Recording* recording, const std::function<void()>& body) override {
+    auto& recorded = static_cast<CudaRecording&>(*recording);
+    if (recorded.runs++ == 0) return body();
+    if (!ok()) return;
+    if (recorded.graph == nullptr) {
+      recording_ = true;
+      absl::StatusOr<std::unique_ptr<denoised::Graph>> graph = ops_->Capture(body);
+      recording_ = false;
+      if (!graph.ok()) return Keep(graph.status());
+      recorded.graph = *std::move(graph);
+    }
+    ops_->Launch(*recorded.graph);
+  }
+
+  // Memory.
+  absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
+                                  std::string_view purpose) override {
+    DENOISED_CHECK(!recording_, "memory for {} inside a recording", purpose);
+    DENOISED_RETURN_IF_ERROR(status_);
+    DENOISED_ASSIGN_OR_RETURN(Tensor tensor, ops_->Allocate(shape, dtype, purpose));
+    DENOISED_RETURN_IF_ERROR(
+        ToStatus(cudaMemsetAsync(tensor.data(), 0, tensor.bytes(), stream_), "clearing memory"));
+    return tensor;
+  }
+  void Upload(const void* from, size_t bytes, const Tensor& to) override {
+    if (ok()) ops_->Upload(from, bytes, to);
+  }
+  absl::StatusOr<Tensor> Download(const Tensor& from) override {
+    DENOISED_RETURN_IF_ERROR(status());
+    DENOISED_CHECK(from.contiguous());
+    Tensor to = Tensor::Host(from.shape(), from.dtype());
+    DENOISED_RETURN_IF_ERROR(ToStatus(
+        cudaMemcpy(to.data(), from.data(), from.bytes(), cudaMemcpyDeviceToHost), "a download"));
+    return to;
+  }
+  absl::Status status() override {
+    Keep(ops_->Synchronize());
+    return status_;
+  }
+  size_t MemoryInUse() const override {
+    const BackendMemory memory = ops_->memory();
+    return memory.total - memory.free;
+  }
+
+  // Weights.
+  std::unique_ptr<PackedConv2d> NewConv2d(int in, int out, int kernel, bool upsample2x) override {
+    auto conv = std::make_unique<TrainingConv2d>();
+    conv->in_channels = in;
+    conv->out_channels = out;
+    conv->kernel = kernel;
+    conv->upsample2x = upsample2x;
+    const auto prepare = [&](CudaConv2d* to, int inputs, int outputs, bool doubled) {
+      to->in_channels = inputs;
+      to->out_channels = outputs;
+      to->kernel = kernel;
+      to->upsample2x = doubled;
+      const int64_t phases = doubled ? 4 : 1, taps = doubled ? 4 : kernel * kernel;
+      to->weight = Take({phases * outputs, RoundUp(taps * inputs, kDepthPadding)}, dtype_);
+    };
+    prepare(&conv->forward, in, out, upsample2x);
+    prepare(&conv->backward, out, in, false);
+    return conv;
+  }
+  std::unique_ptr<PackedLinear> NewLinear(int in, const std::vector<int>& parts) override {
+    auto linear = std::make_unique<TrainingLinear>();
+    linear->in_features = in;
+    linear->parts = parts;
+    for (const int part : parts) linear->out_features += part;
+    const auto prepare = [&](CudaLinear* to, int inputs, int outputs) {
+      to->in_features = inputs;
+      to->out_features = outputs;
+      to->weight = Take({outputs, RoundUp(inputs, kDepthPadding)}, dtype_);
+    };
+    prepare(&linear->forward, in, linear->out_features);
+    prepare(&linear->backward, linear->out_features, in);
+    return linear;
+  }
+  void PackConv2d(const Tensor& weight, const Tensor& bias, PackedConv2d* packed) override {
+    auto& conv = static_cast<TrainingConv2d&>(*packed);
+    PackBias(bias.defined(), conv.out_channels, &conv.forward.bias);
+    conv.forward.has_bias = bias.defined();
+    Pack({.weight = Floats(weight),
+          .bias = Floats(bias),
+          .outputs = conv.out_channels,
+          .channels = conv.in_channels,
+          .taps = conv.kernel * conv.kernel,
+          .all_outputs = conv.out_channels,
+          .phases = conv.upsample2x},
+         conv.forward.weight, conv.forward.bias, conv.backward.weight);
+  }
+  void PackLinear(const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                  PackedLinear* packed) override {
+    auto& linear = static_cast<TrainingLinear&>(*packed);
+    PackBias(!biases.empty(), linear.out_features, &linear.forward.bias);
+    int first = 0;
+    for (size_t i = 0; i < weights.size(); first += linear.parts[i++])
+      Pack({.weight = Floats(weights[i]),
+            .bias = biases.empty() ? nullptr : Floats(biases[i]),
+            .outputs = linear.parts[i],
+            .channels = linear.in_features,
+            .first_output = first,
+            .all_outputs = linear.out_features},
+           linear.forward.weight, linear.forward.bias, linear.backward.weight);
+  }
+
+  // Convolutions and linears.
+  void Conv2d(const Conv2dArgs& args) override {
+    if (!ok()) return;
+    const auto& conv = static_cast<const TrainingConv2d&>(*args.weight);
+    const Conv2dGeometry& g = args.geometry;
+    ops_->Conv2d({.x = args.x,
+                  .weight = &conv.forward,
+                  .upsample2x = conv.upsample2x,
+                  .stride = g.stride,
+                  .pad_top = g.pad_top,
+                  .pad_left = g.pad_left,
+                  .pad_bottom = g.pad_bottom,
+                  .pad_right = g.pad_right,
+                  .add = args.add,
+                  .residual = args.residual,
+                  .scale = args.scale,
+                  .out = args.out});
+  }
+
+  void Conv2dBackward(const Conv2dBackwardArgs& args) override {
+    if (!ok()) return;
+    const auto& conv = static_cast<const TrainingConv2d&>(*args.weight);
+    Scratch scratch(this);
+    const Tensor dout = InActivationType(args.dout, &scratch);
+    if (args.dweight) {
+      const Patches patches = {.height = Extent(args.x, 1),
+                               .width = Extent(args.x, 2),
+                               .out_height = Extent(dout, 1),
+                               .out_width = Extent(dout, 2),
+                               .kernel = conv.kernel,
+                               .stride = args.geometry.stride,
+                               .pad_top = args.geometry.pad_top,
+                               .pad_left = args.geometry.pad_left,
+                               .upsample2x = conv.upsample2x};
+      WeightGradient(dout, 0, args.x, &patches, args.dweight);
+    }
+    if (args.dbias) BiasGradients(dout, {args.dbias});
+    if (args.dx) InputGradient(conv, args.geometry, dout, args.dx);
+  }
+
+  void Linear(const LinearArgs& args) override {
+    if (!ok()) return;
+    ops_->Linear({.x = args.x,
+                  .weight = &static_cast<const TrainingLinear&>(*args.weight).forward,
+                  .residual = args.residual,
+                  .scale = args.scale,
+                  .out = args.out});
+  }
+
+  void LinearBackward(const LinearBackwardArgs& args) override {
+    if (!ok()) return;
+    const auto& linear = static_cast<const TrainingLinear&>(*args.weight);
+    Scratch scratch(this);
+    const Tensor dout = InActivationType(args.dout, &scratch);
+    int first = 0;
+    for (size_t i = 0; i < args.dweights.size(); first += linear.parts[i++])
+      WeightGradient(dout, first, args.x, nullptr, args.dweights[i]);
+    if (!args.dbiases.empty()) BiasGradients(dout, args.dbiases);
+    if (args.dx)
+      ops_->Linear({.x = dout, .weight = &linear.backward, .residual = args.add, .out = args.dx});
+  }
+
+  // Norms and attention.
+  void GroupNorm(const GroupNormArgs& args) override {
+    if (!ok()) return;
+    Scratch scratch(this);
+    NormLaunch norm = LaunchOf(args, &scratch);
+    norm.out = View(args.out);
+    if (ok()) Record(LaunchNorm(norm, stream_), "GroupNorm");
+  }
+
+  void GroupNormBackward(const GroupNormBackwardArgs& args) override {
+    if (!ok()) return;
+    Scratch scratch(this);
+    NormBackwardLaunch norm;
+    norm.forward = LaunchOf(args.forward, &scratch);
+    norm.dout = View(args.dout);
+    norm.add = View(args.add);
+    norm.dx = View(args.dx);
+    norm.dscale_shift = View(args.dscale_shift);
+    const int64_t rows = norm.forward.rows, channels = norm.forward.channels;
+    norm.coefficients = scratch.Floats(rows * channels * 2);
+    norm.parameters = scratch.Floats(rows * channels * 2);
+    if (!ok()) return;
+    Record(LaunchNormBackward(norm, stream_), "GroupNormBackward");
+    const int64_t chunk = ChunkOf(rows);
+    for (int i = 0; i < 2; ++i)
+      Record(LaunchTreeSum({.in = norm.parameters + i * channels,
+                            .in_stride = 2 * channels,
+                            .chunks = rows / chunk,
+                            .splits = chunk,
+                            .count = channels,
+                            .out = Floats(i == 0 ? args.dgamma : args.dbeta)},
+                           stream_),
+             "GroupNormBackward");
+  }
+
+  void Attention(const AttentionArgs& args) override {
+    if (!ok()) return;
+    const Heads heads = HeadsOf(args);
+    Scratch scratch(this);
+    float* const scores = scratch.Floats(heads.scores());
+    void* const p = scratch.Elements(heads.scores(), dtype_);
+    if (!ok()) return;
+    for (int64_t first = 0; first < heads.images; first += heads.at_once) {
+      const int64_t count = std::min(heads.at_once, heads.images - first);
+      const auto of = [&](const Tensor& tensor, bool lines_of_k) {
+        return heads.Of(tensor, first, lines_of_k);
+      };
+      const int64_t lines = count * heads.heads * heads.tokens;
+      Scores(heads, count, of(args.q, true), of(args.k, true), args.scale, scores);
+      Record(LaunchSoftmax(scores, lines, heads.tokens, p, ElementOf(dtype_),
+                           Floats(args.log_sum_exp) + first * heads.heads * heads.tokens, stream_),
+             "Attention");
+      Product(heads, count, heads.Lines(p, true), of(args.v, false), args.out, first);
+    }
+  }
+
+  void AttentionBackward(const AttentionBackwardArgs& args) override {
+    if (!ok()) return;
+    const AttentionArgs& forward = args.forward;
+    const Heads heads = HeadsOf(forward);
+    Scratch scratch(this);
+    float* const scores = scratch.Floats(heads.scores());
+    float* const dp = scratch.Floats(heads.scores());
+    void* const p = scratch.Elements(heads.scores(), dtype_);
+    void* const ds = scratch.Elements(heads.scores(), dtype_);
+    float* const delta = scratch.Floats(heads.images * heads.heads * heads.tokens);
+    if (!ok()) return;
+    Record(LaunchDelta(View(args.dout), View(forward.out), static_cast<int>(heads.images),
+                       heads.tokens, heads.heads, heads.dim, delta, stream_),
+           "AttentionBackward");
+    for (int64_t first = 0; first < heads.images; first += heads.at_once) {
+      const int64_t count = std::min(heads.at_once, heads.images - first);
+      const auto of = [&](const Tensor& tensor, bool lines_of_k) {
+        return heads.Of(tensor, first, lines_of_k);
+      };
+      const int64_t before = first * heads.heads * heads.tokens;
+      Scores(heads, count, of(forward.q, true), of(forward.k, true), forward.scale, scores);
+      Scores(heads, count, of(args.dout, true), of(forward.v, true), 1, dp);
+      Record(LaunchSoftmaxBackward(scores, dp, Floats(forward.log_sum_exp) + before, delta + before,
+                                   forward.scale, count * heads.heads * heads.tokens, heads.tokens,
+                                   p, ds, ElementOf(dtype_), stream_),
+             "AttentionBackward");
+      Product(heads, count, heads.Lines(p, false), of(args.dout, false), args.dv, first);
+      Product(heads, count, heads.Lines(ds, true), of(forward.k, false), args.dq, first);
+      Product(heads, count, heads.Lines(ds, false), of(forward.q, false), args.dk, first);
+    }
+  }
+
+  // Pointwise, resampling, embeddings.
+  void Activate(Activation activation, const Tensor& x, const Tensor& out) override {
+    if (ok()) ops_->Add(x, 1, Tensor(), 0, activation, out);
+  }
+  void ActivateBackward(Activation activation, const Tensor& x, const Tensor& dout,
+                        const Tensor& dx) override {
+    if (!ok()) return;
+    Record(
+        LaunchActivateBackward(activation, Flat(x), Flat(dout), dx.elements(), Flat(dx), stream_),
+        "ActivateBackward");
+  }
+  void Upsample2x(const Tensor& x, const Tensor& out) override { Spread(x, 1, out); }
+  void Upsample2xBackward(const Tensor& dout, const Tensor& dx) override { Pool(dout, 1, dx); }
+  void AveragePool2x(const Tensor& x, const Tensor& out) override { Pool(x, 0.25f, out); }
+  void AveragePool2xBackward(const Tensor& dout, const Tensor& dx) override {
+    Spread(dout, 0.25f, dx);
+  }
+  void Concat(const Tensor& a, const Tensor& b, const Tensor& out) override {
+    const int64_t columns = a.dim(-1);
+    CopyColumns(a, out.Columns(0, columns));
+    CopyColumns(b, out.Columns(columns, b.dim(-1)));
+  }
+  void Split(const Tensor& dout, const Tensor& da, const Tensor& db) override {
+    const int64_t columns = da.dim(-1);
+    CopyColumns(dout.Columns(0, columns), da);
+    CopyColumns(dout.Columns(columns, db.dim(-1)), db);
+  }
+  void Add(const Tensor& a, float scale_a, const Tensor& b, float scale_b, float shift,
+           const Tensor& out) override {
+    if (!ok()) return;
+    Record(LaunchScaledSum(Flat(a), scale_a, Flat(b), scale_b, shift, out.elements(), Flat(out),
+                           stream_),
+           "Add");
+  }
+  void SumPixels(const Tensor& x, const Tensor& out) override {
+    if (!ok()) return;
+    const int64_t rows = x.dim(0), channels = x.dim(-1), pixels = x.elements() / rows / channels;
+    Scratch scratch(this);
+    float* const partial = scratch.Floats(rows * PartsOf(pixels) * channels);
+    if (!ok()) return;
+    Record(LaunchColumnSums(View(x), rows, pixels, static_cast<int>(channels), partial, stream_),
+           "SumPixels");
+    Record(LaunchTreeSum({.in = partial,
+                          .in_stride = channels,
+                          .groups = rows,
+                          .splits = PartsOf(pixels),
+                          .count = channels,
+                          .out = out.data(),
+                          .out_element = ElementOf(out.dtype()),
+                          .out_stride = channels},
+                         stream_),
+           "SumPixels");
+  }
+  void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override {
+    if (ok()) ops_->DivideRows(x, divisor, out);
+  }
+  void TimestepEmbedding(const Tensor& t, bool flip_sin_to_cos, double freq_shift,
+                         const Tensor& out) override {
+    if (!ok()) return;
+    ops_->TimestepEmbedding(
+        {.t = t, .flip_sin_to_cos = flip_sin_to_cos, .freq_shift = freq_shift, .out = out});
+  }
+  void FourierEmbedding(const Tensor& t, const Tensor& weight, const Tensor& out) override {
+    if (ok()) ops_->FourierEmbedding({.t = t, .weight = weight, .out = out});
+  }
+  void Embedding(const Tensor& table, const Tensor& index, const Tensor& out) override {
+    if (ok()) ops_->Embedding({.table = table, .index = index, .out = out});
+  }
+  void EmbeddingBackward(const Tensor& index, const Tensor& dout, const Tensor& dtable) override {
+    if (!ok()) return;
+    Record(LaunchEmbeddingBackward(index.as<int32_t>(), View(dout), index.dim(0),
+                                   ChunkOf(index.dim(0)), Extent(dtable, 0), Extent(dtable, 1),
+                                   Floats(dtable), stream_),
+           "EmbeddingBackward");
+  }
+  void Dropout(const DropoutArgs& args) override {
+    if (!ok()) return;
+    const int64_t rows = args.x.dim(0);
+    Record(LaunchDropout(Flat(args.x), rows, args.x.elements() / rows, args.probability, args.seed,
+                         args.step.as<int32_t>(), SamplesOf(args.rows), args.layer, Flat(args.out),
+                         stream_),
+           "Dropout");
+  }
+
+  // Objective and optimizer.
+  void MakeSamples(const SamplesArgs& args) override {
+    if (!ok()) return;
+    SamplesLaunch samples;
+    samples.images = args.images.as<uint8_t>();
+    samples.rows = SamplesOf(args.rows);
+    samples.count = args.x.dim(0);
+    samples.height = Extent(args.x, 1);
+    samples.width = Extent(args.x, 2);
+    samples.channels = Extent(args.x, 3);
+    samples.from_height = Extent(args.images, 1);
+    samples.from_width = Extent(args.images, 2);
+    samples.seed = args.seed;
+    samples.step = args.step.as<int32_t>();
+    samples.x = Flat(args.x);
+    samples.target = Floats(args.target);
+    samples.condition = Floats(args.condition);
+    if (args.label) samples.label = args.label.as<int32_t>();
+    Record(LaunchMakeSamples(samples, stream_), "MakeSamples");
+  }
+  void Loss(const LossArgs& args) override {
+    if (!ok()) return;
+    const int64_t rows = args.output.dim(0);
+    Record(LaunchLoss(Floats(args.output), Floats(args.target), SamplesOf(args.rows), rows,
+                      args.output.elements() / rows, args.scale, Floats(args.loss),
+                      Floats(args.doutput), stream_),
+           "Loss");
+    if (!args.sum) return;
+    Record(LaunchTreeSum({.in = Floats(args.loss),
+                          .in_stride = 1,
+                          .chunks = rows / ChunkOf(rows),
+                          .splits = ChunkOf(rows),
+                          .count = 1,
+                          .scale = args.scale,
+                          .out = Floats(args.sum)},
+                         stream_),
+           "Loss");
+  }
+  void SquaredNorm(const Tensor& x, const Tensor& out) override {
+    if (!ok()) return;
+    Scratch scratch(this);
+    float* const partial = scratch.Floats(SquaredNormParts(x.elements()));
+    if (!ok()) return;
+    Record(LaunchSquaredNorm(Floats(x), x.elements(), partial, Floats(out), stream_),
+           "SquaredNorm");
+  }
+  void Accumulate(const Tensor& a, const Tensor& b) override {
+    if (ok()) Record(LaunchAccumulate(Floats(a), Floats(b), a.elements(), stream_), "Accumulate");
+  }
+  void Update(const UpdateArgs& args) override {
+    if (!ok()) return;
+    UpdateLaunch update = {.master = Floats(args.master),
+                           .m = Floats(args.m),
+                           .v = Floats(args.v),
+                           .gradient = Floats(args.gradient),
+                           .count = args.master.elements(),
+                           .squared_norm = Floats(args.squared_norm),
+                           .scalars = reinterpret_cast<const UpdateScalars*>(Floats(args.scalars)),
+                           .beta1 = args.beta1,
+                           .beta2 = args.beta2,
+                           .eps = args.eps,
+                           .weight_decay = args.weight_decay,
+                           .clip = args.clip};
+    DENOISED_CHECK(args.averages.size() <= std::size(update.averages));
+    for (const Tensor& average : args.averages)
+      update.averages[update.average_count++] = Floats(average);
+    Record(LaunchUpdate(update, stream_), "Update");
+  }
+
+ private:
+  /// Memory of one op. It begins where the scratch of the op around it ends.
+  class Scratch {
+   public:
+    explicit Scratch(CudaBackend* backend) : backend_(backend), begin_(backend->scratch_used_) {}
+    ~Scratch() { backend_->scratch_used_ = begin_; }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+
+    void* Elements(int64_t count, DType dtype) {
+      return backend_->TakeScratch(count * static_cast<int64_t>(SizeOf(dtype)));
+    }
+    float* Floats(int64_t count) { return static_cast<float*>(Elements(count, DType::kF32)); }
+    Tensor New(const Shape& shape, DType dtype) {
+      void* data = Elements(shape.elements(), dtype);
+      return data == nullptr ? Tensor()
+                             : Tensor(data, shape, dtype, denoised::Device::kCuda, nullptr);
+    }
+
+   private:
+    CudaBackend* const backend_;
+    const int64_t begin_;
+  };
+
+  /// Null after an error. Blocks stay until the end, so that addresses in graphs remain good: a
+  /// recording needs no more than the run before it.
+  void* TakeScratch(int64_t bytes) {
+    bytes = RoundUp(std::max<int64_t>(bytes, 1), 256);
+    int64_t begin = 0;
+    for (const ScratchBlock& block : scratch_) {
+      const int64_t at = std::max(begin, scratch_used_);
+      if (at + bytes <= begin + block.bytes) {
+        scratch_used_ = at + bytes;
+        return static_cast<char*>(block.memory.get()) + (at - begin);
+      }
+      begin += block.bytes;
+    }
+    DENOISED_CHECK(!recording_, "scratch memory inside a recording");
+    const int64_t size = RoundUp(bytes, int64_t{4} << 20);
+    absl::StatusOr<DeviceMemory> memory =
+        AllocateDevice(static_cast<size_t>(size), "scratch memory of an op");
+    if (!memory.ok()) {
+      Keep(memory.status());
+      return nullptr;
+    }
+    scratch_.push_back({*std::move(memory), size});
+    scratch_used_ = begin + bytes;
+    return scratch_.back().memory.get();
+  }
+
+  bool ok() const { return status_.ok(); }
+  void Keep(const absl::Status& status) {
+    if (status_.ok()) status_ = status;
+  }
+  void Record(cudaError_t error, const char* op) {
+    if (error != cudaSuccess) Keep(ToStatus(error, op));
+  }
+  /// Rows of a chunk, of an op on `rows` of them.
+  int64_t ChunkOf(int64_t rows) const {
+    const int64_t chunk = chunk_rows_ == 0 ? rows : chunk_rows_;
+    DENOISED_CHECK(rows % chunk == 0, "{} rows in chunks of {}", rows, chunk);
+    return chunk;
+  }
+  Tensor Take(const Shape& shape, DType dtype) {
+    absl::StatusOr<Tensor> tensor = Allocate(shape, dtype, "weights for the kernels");
+    if (tensor.ok()) return *std::move(tensor);
+    Keep(tensor.status());
+    return Tensor();
+  }
+  void PackBias(bool wanted, int outputs, Tensor* packed) {
+    if (wanted && !*packed) *packed = Take({outputs + kBiasPadding}, DType::kF32);
+  }
+  void Pack(PackLaunch pack, const Tensor& forward, const Tensor& bias, const Tensor& backward) {
+    if (!ok()) return;
+    pack.forward = View(forward);
+    pack.backward = View(backward);
+    pack.packed_bias = Floats(bias);
+    Record(LaunchPack(pack, stream_), "packing weights");
+  }
+  /// dout of the last convolution is F32; products want the activations' type.
+  Tensor InActivationType(const Tensor& tensor, Scratch* scratch) {
+    if (tensor.dtype() == dtype_) return tensor;
+    const Tensor rounded = scratch->New(tensor.shape(), dtype_);
+    if (rounded) Add(tensor, 1, Tensor(), 0, 0, rounded);
+    return rounded;
+  }
+
+  /// Columns [first_output, …) of dout against x, or patches of it: dweight [outputs, channels,
+  /// taps].
+  void WeightGradient(const Tensor& dout, int first_output, const Tensor& x, const Patches* patches,
+                      const Tensor& dweight) {
+    if (!ok()) return;
+    const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), chunks = rows / chunk;
+    const int64_t all_outputs = dout.dim(-1), outputs = dweight.dim(0), channels = x.dim(-1);
+    const int64_t lines = dout.elements() / all_outputs / rows * chunk;  // of a chunk
+    const int taps = patches == nullptr ? 1 : patches->kernel * patches->kernel;
+    const int64_t columns = taps * channels;
+    const int splits = SplitsOfK(outputs, columns, lines);
+    DENOISED_CHECK(dout.contiguous() && x.contiguous() && lines * chunks <= INT32_MAX);
+    Scratch scratch(this);
+    GemmLaunch gemm;
+    gemm.element = ElementOf(dtype_);
+    gemm.m = outputs;
+    gemm.n = channels;
+    gemm.k = lines;
+    gemm.k_part = RoundUp((lines + splits - 1) / splits, 32);
+    gemm.outer = static_cast<int>(chunks);
+    gemm.inner = splits;
+    gemm.a = {static_cast<char*>(dout.data()) + first_output * BytesOf(gemm.element), all_outputs,
+              lines * all_outputs, 0, /*lines_of_k=*/false};
+    gemm.b = {x.data(), channels, patches != nullptr ? lines : lines * channels, 0,
+              /*lines_of_k=*/false};
+    gemm.patches = patches;
+    gemm.out_stride = columns;
+    gemm.out_inner = outputs * columns;
+    gemm.out_outer = splits * gemm.out_inner;
+    float* const partial = scratch.Floats(chunks * gemm.out_outer);
+    if (!ok()) return;
+    gemm.out = partial;
+    Record(LaunchGemm(gemm, stream_), "the gradient of a weight");
+    Record(LaunchTreeSum({.in = partial,
+                          .in_stride = gemm.out_inner,
+                          .chunks = chunks,
+                          .splits = splits,
+                          .count = gemm.out_inner,
+                          .taps = taps,
+                          .channels = static_cast<int>(channels),
+                          .out = Floats(dweight)},
+                         stream_),
+           "the gradient of a weight");
+  }
+
+  /// Column sums of dout, part by part.
+  void BiasGradients(const Tensor& dout, const std::vector<Tensor>& dbiases) {
+    if (!ok()) return;
+    const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), outputs = dout.dim(-1);
+    const int64_t lines = dout.elements() / outputs / rows * chunk;
+    Scratch scratch(this);
+    float* const partial = scratch.Floats(rows / chunk * PartsOf(lines) * outputs);
+    if (!ok()) return;
+    Record(LaunchColumnSums(View(dout), rows / chunk, lines, static_cast<int>(outputs), partial,
+                            stream_),
+           "the gradient of a bias");
+    int64_t first = 0;
+    for (const Tensor& dbias : dbiases) {
+      Record(LaunchTreeSum({.in = partial + first,
+                            .in_stride = outputs,
+                            .chunks = rows / chunk,
+                            .splits = PartsOf(lines),
+                            .count = dbias.elements(),
+                            .out = Floats(dbias)},
+                           stream_),
+             "the gradient of a bias");
+      first += dbias.elements();
+    }
+  }
+
+  /// dx = dout convolved with the turned weights. With a stride, dout is spread with zeros between
+  /// its pixels first, to the size of the input, so that the convolution's edges are alike. Of a
+  /// doubled input, the sums of each four.
+  void InputGradient(const TrainingConv2d& conv, const Conv2dGeometry& g, Tensor dout,
+                     const Tensor& dx) {
+    if (!ok()) return;
+    const int edge = (conv.kernel - 1) / 2, up = conv.upsample2x ? 2 : 1;
+    const int64_t height = up * dx.dim(1), width = up * dx.dim(2);
+    DENOISED_CHECK(conv.kernel % 2 == 1 && g.pad_top <= edge && g.pad_left <= edge &&
+                       g.pad_bottom <= edge && g.pad_right <= edge,
+                   "the gradient of a convolution with kernel {} and padding {}", conv.kernel,
+                   g.pad_top);
+    Scratch scratch(this);
+    if (dout.dim(1) != height || dout.dim(2) != width) {
+      const Tensor spread = scratch.New({dout.dim(0), height, width, dout.dim(3)}, dout.dtype());
+      if (!spread) return;
+      Record(LaunchDilate({.x = Flat(dout),
+                           .images = dout.dim(0),
+                           .in_height = Extent(dout, 1),
+                           .in_width = Extent(dout, 2),
+                           .height = static_cast<int>(height),
+                           .width = static_cast<int>(width),
+                           .channels = Extent(dout, 3),
+                           .stride = g.stride,
+                           .offset_top = edge - g.pad_top,
+                           .offset_left = edge - g.pad_left,
+                           .out = Flat(spread)},
+                          stream_),
+             "Conv2dBackward");
+      dout = spread;
+    }
+    Tensor to = dx;
+    if (conv.upsample2x) to = scratch.New({dx.dim(0), height, width, dx.dim(3)}, dtype_);
+    if (!to) return;
+    ops_->Conv2d({.x = dout,
+                  .weight = &conv.backward,
+                  .pad_top = edge,
+                  .pad_left = edge,
+                  .pad_bottom = edge,
+                  .pad_right = edge,
+                  .out = to});
+    if (conv.upsample2x) Pool(to, 1, dx);
+  }
+
+  NormLaunch LaunchOf(const GroupNormArgs& args, Scratch* scratch) {
+    NormLaunch norm;
+    norm.x = View(args.x);
+    norm.rows = args.x.dim(0);
+    norm.channels = Extent(args.x, -1);
+    norm.pixels = args.x.elements() / norm.rows / norm.channels;
+    DENOISED_CHECK(norm.rows <= 65535 && norm.channels % args.groups == 0, "{} rows, {} groups",
+                   norm.rows, args.groups);
+    norm.groups = args.groups;
+    norm.gamma = Floats(args.gamma);
+    norm.beta = Floats(args.beta);
+    norm.eps = args.eps;
+    norm.scale_shift = View(args.scale_shift);
+    norm.activation = args.activation;
+    norm.statistics = Floats(args.statistics);
+    norm.partial = scratch->Floats(norm.rows * PartsOf(norm.pixels) * norm.channels * 2);
+    return norm;
+  }
+
+  /// The products of attention, of images × heads at a time.
+  struct Heads {
+    int64_t images = 0, at_once = 0;
+    int tokens = 0, heads = 0, dim = 0;
+    Element element = Element::kF32;
+
+    int64_t scores() const { return at_once * heads * tokens * tokens; }
+    /// Heads of q, k, v and their like, from an image on.
+    Operand Of(const Tensor& tensor, int64_t first, bool lines_of_k) const {
+      const int64_t stride = tensor.row_stride();
+      return {static_cast<char*>(tensor.data()) + first * tokens * stride * BytesOf(element),
+              stride, tokens * stride, dim, lines_of_k};
+    }
+    /// Scores of the images of this round; false: by keys instead of by queries.
+    Operand Lines(const void* data, bool by_query) const {
+      const int64_t head = int64_t{tokens} * tokens;
+      return {data, tokens, heads * head, head, by_query};
+    }
+  };
+  Heads HeadsOf(const AttentionArgs& args) const {
+    DENOISED_CHECK(args.k.dim(1) == args.q.dim(1), "{} queries of {} keys", args.q.dim(1),
+                   args.k.dim(1));
+    Heads heads = {.images = args.q.dim(0),
+                   .tokens = Extent(args.q, 1),
+                   .heads = args.heads,
+                   .dim = Extent(args.q, 2) / args.heads,
+                   .element = ElementOf(dtype_)};
+    const int64_t image = int64_t{heads.heads} * heads.tokens * heads.tokens;
+    heads.at_once = std::clamp<int64_t>(kScores / image, 1,
+                                        std::min<int64_t>(heads.images, 65535 / heads.heads));
+    return heads;
+  }
+  /// scores = scale · a bᵀ: of tokens against tokens.
+  void Scores(const Heads& heads, int64_t count, const Operand& a, const Operand& b, float scale,
+              float* scores) {
+    const Operand to = heads.Lines(scores, true);
+    Record(LaunchGemm({.a = a,
+                       .b = b,
+                       .element = heads.element,
+                       .m = heads.tokens,
+                       .n = heads.tokens,
+                       .k = heads.dim,
+                       .outer = static_cast<int>(count),
+                       .inner = heads.heads,
+                       .alpha = scale,
+                       .out = scores,
+                       .out_stride = to.stride,
+                       .out_outer = to.outer,
+                       .out_inner = to.inner},
+                      stream_),
+           "Attention");
+  }
+  /// out = lines · b: of tokens against the columns of a head.
+  void Product(const Heads& heads, int64_t count, const Operand& lines, const Operand& b,
+               const Tensor& out, int64_t first) {
+    const Operand to = heads.Of(out, first, true);
+    Record(LaunchGemm({.a = lines,
+                       .b = b,
+                       .element = heads.element,
+                       .m = heads.tokens,
+                       .n = heads.dim,
+                       .k = heads.tokens,
+                       .outer = static_cast<int>(count),
+                       .inner = heads.heads,
+                       .out = const_cast<void*>(to.data),
+                       .out_element = heads.element,
+                       .out_stride = to.stride,
+                       .out_outer = to.outer,
+                       .out_inner = to.inner},
+                      stream_),
+           "Attention");
+  }
+
+  void Pool(const Tensor& large, float scale, const Tensor& small) {
+    if (!ok()) return;
+    Record(LaunchPool(Flat(large), small.dim(0), Extent(small, 1), Extent(small, 2),
+                      Extent(small, 3), scale, Flat(small), stream_),
+           "pooling");
+  }
+  void Spread(const Tensor& small, float scale, const Tensor& large) {
+    if (!ok()) return;
+    Record(LaunchSpread(Flat(small), small.dim(0), Extent(small, 1), Extent(small, 2),
+                        Extent(small, 3), scale, Flat(large), stream_),
+           "doubling");
+  }
+  void CopyColumns(const Tensor& from, const Tensor& to) {
+    if (!ok()) return;
+    const size_t element = SizeOf(from.dtype()), line = from.dim(-1) * element;
+    Record(cudaMemcpy2DAsync(to.data(), to.row_stride() * element, from.data(),
+                             from.row_stride() * element, line, from.elements() / from.dim(-1),
+                             cudaMemcpyDeviceToDevice, stream_),
+           "copying columns");
+  }
+
+  struct ScratchBlock {
+    DeviceMemory memory;
+    int64_t bytes;
+  };
+
+  const std::unique_ptr<denoised::Backend> ops_;
+  const DType dtype_;
+  const cudaStream_t stream_;
+  absl::Status status_;  // the first error of a kernel of ours
+  int64_t chunk_rows_ = 0;
+  bool recording_ = false;
+  std::vector<ScratchBlock> scratch_;
+  int64_t scratch_used_ = 0;  // of all blocks, one after another
+};
+
+}  // namespace
+}  // namespace cuda
+
+absl::Status CheckCuda(const CudaOptions& options) {
+  return denoised::cuda::Context::Open(options.number).status();
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const CudaOptions& options) {
+  DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<denoised::Backend> ops,
+                            denoised::OpenCudaBackend({.number = options.number,
+                                                       .fp32 = options.fp32,
+                                                       .weights_change = true,
+                                                       .autotune = !options.fp32,
+                                                       .autotune_cache = options.autotune_cache}));
+  const DType dtype = ops->activation_dtype();
+  return std::make_unique<cuda::CudaBackend>(std::move(ops), dtype);
+}
+
+}  // namespace denoised::training

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ops without sums over pixels or channels, and those of few: a thread owns an element of the
+// result, or four where Philox draws four. All tensors but table gradients are contiguous.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/element.cuh"
+#include "engine/training/cuda/derivative.cuh"
+#include "engine/training/cuda/launch.h"
+#include "engine/training/random.h"
+
+namespace denoised::training::cuda {
+namespace {
+
+using namespace denoised::cuda;
+
+constexpr int kThreads = 256;
+
+unsigned BlocksFor(int64_t count) {
+  return static_cast<unsigned>((count + kThreads - 1) / kThreads);
+}
+
+/// to[i .. i + V) = each(j) of what is loaded there.
+template <int V, typename Each>
+__device__ void ForEach(int64_t count, const Each& each) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
+  if (i < count) each(i);
+}
+
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    ActivateBackwardKernel(Activation activation, Rows x, Rows dout, int64_t count, Rows dx) {
+  ForEach<V>(count, [&](int64_t i) {
+    float z[V], d[V];
+    LoadChannels<V>(x, 0, i, z);
+    LoadChannels<V>(dout, 0, i, d);
+#pragma unroll
+    for (int j = 0; j < V; ++j) d[j] *= Derivative(activation, z[j]);
+    StoreChannels<V>(dx, 0, i, d);
+  });
+}
+
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    ScaledSumKernel(Rows a, float scale_a, Rows b, float scale_b, float shift, int64_t count,
+                    Rows out) {
+  ForEach<V>(count, [&](int64_t i) {
+    float x[V], y[V] = {};
+    LoadChannels<V>(a, 0, i, x);
+    if (b.data != nullptr) LoadChannels<V>(b, 0, i, y);
+#pragma unroll
+    for (int j = 0; j < V; ++j) x[j] = fmaf(x[j], scale_a, fmaf(y[j], scale_b, shift));
+    StoreChannels<V>(out, 0, i, x);
+  });
+}
+
+/// The place of element i of [.., height, width, channels].
+struct Pixel {
+  int64_t image;
+  int h, w, c;
+};
+__device__ Pixel PixelOf(int64_t i, int height, int width, int channels) {
+  const int64_t pixel = i / channels;
+  return {pixel / width / height, static_cast<int>(pixel / width % height),
+          static_cast<int>(pixel % width), static_cast<int>(i % channels)};
+}
+
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    PoolKernel(Rows large, int64_t count, int height, int width, int channels, float scale,
+               Rows small) {
+  ForEach<V>(count, [&](int64_t i) {
+    const Pixel p = PixelOf(i, height, width, channels);
+    const int64_t line = 2 * static_cast<int64_t>(width) * channels;
+    const int64_t top = (p.image * height + p.h) * 2 * line + 2 * p.w * channels + p.c;
+    float a[V], b[V], c[V], d[V];
+    LoadChannels<V>(large, 0, top, a);
+    LoadChannels<V>(large, 0, top + channels, b);
+    LoadChannels<V>(large, 0, top + line, c);
+    LoadChannels<V>(large, 0, top + line + channels, d);
+#pragma unroll
+    for (int j = 0; j < V; ++j) a[j] = ((a[j] + b[j]) + (c[j] + d[j])) * scale;
+    StoreChannels<V>(small, 0, i, a);
+  });
+}
+
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    SpreadKernel(Rows small, int64_t count, int height, int width, int channels, float scale,
+                 Rows large) {
+  ForEach<V>(count, [&](int64_t i) {
+    const Pixel p = PixelOf(i, 2 * height, 2 * width, channels);
+    float v[V];
+    LoadChannels<V>(small, 0, ((p.image * height + p.h / 2) * width + p.w / 2) * channels + p.c, v);
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] *= scale;
+    StoreChannels<V>(large, 0, i, v);
+  });
+}
+
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    DilateKernel(const __grid_constant__ DilateLaunch dilate, int64_t count) {
+  ForEach<V>(count, [&](int64_t i) {
+    const Pixel p = PixelOf(i, dilate.height, dilate.width, dilate.channels);
+    const int h = p.h - dilate.offset_top, w = p.w - dilate.offset_left;
+    float v[V] = {};
+    if (h >= 0 && w >= 0 && h % dilate.stride == 0 && w % dilate.stride == 0 &&
+        h / dilate.stride < dilate.in_height && w / dilate.stride < dilate.in_width) {
+      const int64_t line = p.image * dilate.in_height + h / dilate.stride;
+      LoadChannels<V>(dilate.x, 0,
+                      (line * dilate.in_width + w / dilate.stride) * dilate.channels + p.c, v);
+    }
+    StoreChannels<V>(dilate.out, 0, i, v);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    DropoutKernel(Rows x, int64_t elements, float probability, uint64_t seed, const int32_t* step,
+                  const SampleRow* samples, uint32_t layer, Rows out) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  const int64_t row = blockIdx.y;
+  if (i >= elements) return;
+  const float keep = 1.0f / (1.0f - probability);
+  const Philox4 bits = Draw(seed, Purpose::kDropout, static_cast<uint32_t>(*step),
+                            samples[row].sample, static_cast<uint32_t>(i / 4), layer);
+  for (int j = 0; j < 4 && i + j < elements; ++j) {
+    const int64_t at = row * elements + i + j;
+    Store(out, 0, at, UniformOf(bits.v[j]) >= probability ? Load(x, 0, at) * keep : 0.0f);
+  }
+}
+
+/// A block of threads owns columns of an entry and walks the batch in order.
+__global__ void __launch_bounds__(kThreads)
+    EmbeddingBackwardKernel(const int32_t* index, Rows dout, int64_t rows, int64_t chunk_rows,
+                            int entries, int dim, float* dtable) {
+  const int d = blockIdx.x * kThreads + threadIdx.x;
+  if (d >= dim) return;
+  for (int entry = blockIdx.y; entry < entries; entry += gridDim.y) {
+    float waiting[32];  // as TreeSumKernel
+    int levels = 0;
+    for (int64_t chunk = 0; chunk * chunk_rows < rows; ++chunk) {
+      float value = 0;
+      for (int64_t row = chunk * chunk_rows; row < (chunk + 1) * chunk_rows; ++row) {
+        if (index[row] == entry) value += Load(dout, row, d);
+      }
+      for (int64_t bits = chunk; bits & 1; bits >>= 1) value = waiting[--levels] + value;
+      waiting[levels++] = value;
+    }
+    dtable[static_cast<int64_t>(entry) * dim + d] = waiting[0];
+  }
+}
+
+template <typename... Operands>
+bool AllVectors(int64_t line, const Operands&... operands) {
+  return line % 8 == 0 && ((operands.data == nullptr || operands.vector) && ...);
+}
+
+}  // namespace
+
+cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
+                                   int64_t count, const Rows& dx, cudaStream_t stream) {
+  if (AllVectors(count, x, dout, dx)) {
+    ActivateBackwardKernel<8>
+        <<<BlocksFor(count / 8), kThreads, 0, stream>>>(activation, x, dout, count, dx);
+  } else {
+    ActivateBackwardKernel<1>
+        <<<BlocksFor(count), kThreads, 0, stream>>>(activation, x, dout, count, dx);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchScaledSum(const Rows& a, float scale_a, const Rows& b, float scale_b, float shift,
+                            int64_t count, const Rows& out, cudaStream_t stream) {
+  if (AllVectors(count, a, b, out)) {
+    ScaledSumKernel<8>
+        <<<BlocksFor(count / 8), kThreads, 0, stream>>>(a, scale_a, b, scale_b, shift, count, out);
+  } else {
+    ScaledSumKernel<1>
+        <<<BlocksFor(count), kThreads, 0, stream>>>(a, scale_a, b, scale_b, shift, count, out);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchPool(const Rows& large, int64_t images, int height, int width, int channels,
+                       float scale, const Rows& small, cudaStream_t stream) {
+  const int64_t count = images * height * width * channels;
+  if (AllVectors(channels, large, small)) {
+    PoolKernel<8><<<BlocksFor(count / 8), kThreads, 0, stream>>>(large, count, height, width,
+                                                                 channels, scale, small);
+  } else {
+    PoolKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(large, count, height, width, channels,
+                                                             scale, small);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchSpread(const Rows& small, int64_t images, int height, int width, int channels,
+                         float scale, const Rows& large, cudaStream_t stream) {
+  const int64_t count = images * 4 * height * width * channels;
+  if (AllVectors(channels, large, small)) {
+    SpreadKernel<8><<<BlocksFor(count / 8), kThreads, 0, stream>>>(small, count, height, width,
+                                                                   channels, scale, large);
+  } else {
+    SpreadKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(small, count, height, width,
+                                                               channels, scale, large);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchDilate(const DilateLaunch& dilate, cudaStream_t stream) {
+  const int64_t count = dilate.images * dilate.height * dilate.width * dilate.channels;
+  if (AllVectors(dilate.channels, dilate.x, dilate.out)) {
+    DilateKernel<8><<<BlocksFor(count / 8), kThreads, 0, stream>>>(dilate, count);
+  } else {
+    DilateKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(dilate, count);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchDropout(const Rows& x, int64_t rows, int64_t elements, float probability,
+                          uint64_t seed, const int32_t* step, const SampleRow* samples,
+                          uint32_t layer, const Rows& out, cudaStream_t stream) {
+  const dim3 grid(BlocksFor((elements + 3) / 4), static_cast<unsigned>(rows));
+  DropoutKernel<<<grid, kThreads, 0, stream>>>(x, elements, probability, seed, step, samples, layer,
+                                               out);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchEmbeddingBackward(const int32_t* index, const Rows& dout, int64_t rows,
+                                    int64_t chunk_rows, int entries, int dim, float* dtable,
+                                    cudaStream_t stream) {
+  const dim3 grid(BlocksFor(dim), static_cast<unsigned>(std::min(entries, 65535)));
+  EmbeddingBackwardKernel<<<grid, kThreads, 0, stream>>>(index, dout, rows, chunk_rows, entries,
+                                                         dim, dtable);
+  return cudaGetLastError();
+}
+
+}  // namespace denoised::training::cuda

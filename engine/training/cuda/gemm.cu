@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+// Batched matrix products: attention, and the gradients of weights. A convolution's weight gradient
+// is the product of dout and the patches of its input, which are read where they lie: no im2col
+// matrix is written.
+//
+// Policy. Tensor cores: a block of 256 threads owns a tile of out and walks k in steps of 32
+// through a ring of cp.async stages; eight warps share the tile 2 × 4 and read fragments by
+// ldmatrix, which transposes operands whose lines are not along k. A tile of patches lies in one
+// tap, so a line of it is a piece of one pixel. Otherwise: the same tile loop, plain, in fp32 and
+// for any shape. Every element of out is a sum over ascending k in one thread or one fragment,
+// whatever the tile and whatever else is in the batch.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/fast_divmod.h"
+#include "engine/backend/cuda/mma.cuh"
+#include "engine/training/cuda/launch.h"
+
+namespace denoised::training::cuda {
+namespace {
+
+using namespace denoised::cuda;
+
+constexpr int kThreads = 256;
+
+/// GemmLaunch as kernels read it.
+struct Gemm {
+  Operand a, b;
+  Element element, out_element;
+  int64_t m, n, k, k_part;
+  int inner, taps, tiles_n;  // tiles of n in one tap
+  float alpha;
+  void* out;
+  int64_t out_stride, out_outer, out_inner;
+  Patches patches;
+  FastDivmod out_height, out_width;
+};
+
+/// The batch, the tile and the range of k of this block.
+struct Place {
+  int64_t outer, inner, m, n, k_begin, k_end;
+  int tap;
+};
+template <int kM, int kN>
+__device__ Place PlaceOf(const Gemm& gemm) {
+  Place place;
+  place.outer = blockIdx.z / gemm.inner;
+  place.inner = blockIdx.z % gemm.inner;
+  place.tap = blockIdx.x / gemm.tiles_n;
+  place.n = static_cast<int64_t>(blockIdx.x % gemm.tiles_n) * kN;
+  place.m = static_cast<int64_t>(blockIdx.y) * kM;
+  place.k_begin = gemm.k_part > 0 ? place.inner * gemm.k_part : 0;
+  place.k_end = gemm.k_part > 0 ? min(gemm.k, place.k_begin + gemm.k_part) : gemm.k;
+  if (gemm.k_part > 0) place.inner = 0;  // parts of one operand
+  return place;
+}
+
+/// Elements from the beginning of the convolution's input to the pixel that `tap` of output pixel
+/// `p` reads, or −1 beyond the edge.
+__device__ int64_t PixelUnder(const Gemm& gemm, int64_t p, int tap) {
+  const Patches& patches = gemm.patches;
+  const int line = static_cast<int>(p) / gemm.out_width;
+  const int image = line / gemm.out_height;
+  int h = line % gemm.out_height * patches.stride - patches.pad_top + tap / patches.kernel;
+  int w = static_cast<int>(p) % gemm.out_width * patches.stride - patches.pad_left +
+          tap % patches.kernel;
+  const int up = patches.upsample2x ? 1 : 0;
+  if (h < 0 || w < 0 || h >= patches.height << up || w >= patches.width << up) return -1;
+  return ((static_cast<int64_t>(image) * patches.height + (h >> up)) * patches.width + (w >> up)) *
+         gemm.b.stride;
+}
+
+__device__ void StoreOut(const Gemm& gemm, int64_t i, float value) {
+  if (gemm.out_element == Element::kBf16) {
+    static_cast<__nv_bfloat16*>(gemm.out)[i] = __float2bfloat16_rn(value);
+  } else {
+    static_cast<float*>(gemm.out)[i] = value;
+  }
+}
+/// Of element (m, 0) of the block's batch and tap.
+__device__ int64_t OutOf(const Gemm& gemm, const Place& place, int64_t m) {
+  return place.outer * gemm.out_outer + blockIdx.z % gemm.inner * gemm.out_inner +
+         m * gemm.out_stride + place.tap * gemm.n;
+}
+
+// Tensor cores.
+
+constexpr int kStages = 4, kStep = 32;
+constexpr int kVector = 8, kPadding = 8;  // elements; the padding keeps ldmatrix free of conflicts
+
+/// A stage's tile of an operand of `kSize` rows of out.
+template <int kSize, bool kLinesOfK>
+struct Tile {
+  static constexpr int kLine = (kLinesOfK ? kStep : kSize) + kPadding;
+  static constexpr int kLines = kLinesOfK ? kSize : kStep;
+  static constexpr int kElements = kLine * kLines;
+  static constexpr int kVectorsOfLine = (kLinesOfK ? kStep : kSize) / kVector;
+  static constexpr int kLoads = kLines * kVectorsOfLine / kThreads;  // of a thread
+};
+
+/// `base` is the operand's first element of this batch; `first` its first row of out in this tile.
+template <int kSize, bool kLinesOfK, bool kPatches>
+__device__ void LoadTile(const Gemm& gemm, const Operand& operand, const __nv_bfloat16* base,
+                         const Place& place, int64_t first, int64_t size, int64_t k,
+                         __nv_bfloat16* tile) {
+  using T = Tile<kSize, kLinesOfK>;
+#pragma unroll
+  for (int i = 0; i < T::kLoads; ++i) {
+    const int v = i * kThreads + threadIdx.x;
+    const int line = v / T::kVectorsOfLine, column = v % T::kVectorsOfLine * kVector;
+    const int64_t row = first + (kLinesOfK ? line : column);
+    const int64_t at_k = k + (kLinesOfK ? column : line);
+    bool valid = row < size && at_k < place.k_end;
+    int64_t offset = 0;
+    if constexpr (kPatches) {
+      const int64_t pixel =
+          valid ? PixelUnder(gemm, place.outer * operand.outer + at_k, place.tap) : -1;
+      valid = pixel >= 0;
+      offset = pixel + row;
+    } else {
+      offset = kLinesOfK ? row * operand.stride + at_k : at_k * operand.stride + row;
+    }
+    CopyAsync16(tile + line * T::kLine + column, valid ? base + offset : base, valid);
+  }
+}
+
+template <int kM, int kN, bool kAOfK, bool kBOfK>
+constexpr int SharedBytes() {
+  return kStages * (Tile<kM, kAOfK>::kElements + Tile<kN, kBOfK>::kElements) * 2;
+}
+
+template <int kM, int kN, bool kAOfK, bool kBOfK, bool kPatches>
+__global__ void __launch_bounds__(kThreads) TensorCoreKernel(const __grid_constant__ Gemm gemm) {
+  using A = Tile<kM, kAOfK>;
+  using B = Tile<kN, kBOfK>;
+  constexpr int kTilesM = kM / 32, kTilesN = kN / 32;  // of 16 and of 8 in a warp
+  extern __shared__ __align__(16) __nv_bfloat16 stages[];
+  const Place place = PlaceOf<kM, kN>(gemm);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_m = warp / 4 * (kM / 2), warp_n = warp % 4 * (kN / 4);
+  const auto* a = static_cast<const __nv_bfloat16*>(gemm.a.data) + place.outer * gemm.a.outer +
+                  place.inner * gemm.a.inner;
+  const auto* b = static_cast<const __nv_bfloat16*>(gemm.b.data) +
+                  (kPatches ? 0 : place.outer * gemm.b.outer + place.inner * gemm.b.inner);
+  const auto stage_of = [&](int step) {
+    return stages + step % kStages * (A::kElements + B::kElements);
+  };
+  const int steps = static_cast<int>((place.k_end - place.k_begin + kStep - 1) / kStep);
+  const auto load = [&](int step) {
+    if (step < steps) {
+      const int64_t k = place.k_begin + static_cast<int64_t>(step) * kStep;
+      LoadTile<kM, kAOfK, false>(gemm, gemm.a, a, place, place.m, gemm.m, k, stage_of(step));
+      LoadTile<kN, kBOfK, kPatches>(gemm, gemm.b, b, place, place.n, gemm.n, k,
+                                    stage_of(step) + A::kElements);
+    }
+    CommitCopies();
+  };
+
+  float sums[kTilesM][kTilesN][4] = {};
+  for (int step = 0; step < kStages - 1; ++step) load(step);
+  for (int step = 0; step < steps; ++step) {
+    WaitCopies<kStages - 2>();
+    __syncthreads();  // this step has arrived, and nobody reads the stage that is filled next
+    load(step + kStages - 1);
+    const __nv_bfloat16* tile_a = stage_of(step);
+    const __nv_bfloat16* tile_b = tile_a + A::kElements;
+#pragma unroll
+    for (int k = 0; k < kStep; k += 16) {
+      // Lane 8i + j names line j of the i-th 8×8 matrix; mma.cuh says which element goes where.
+      const int j = lane % 8, i = lane / 8;
+      uint32_t fragments_a[kTilesM][4], fragments_b[kTilesN / 2][4];
+#pragma unroll
+      for (int t = 0; t < kTilesM; ++t) {
+        const int m = warp_m + t * 16 + i % 2 * 8, at_k = k + i / 2 * 8;
+        if constexpr (kAOfK) {
+          LoadMatrices(fragments_a[t], tile_a + (m + j) * A::kLine + at_k);
+        } else {
+          LoadMatricesTransposed(fragments_a[t], tile_a + (at_k + j) * A::kLine + m);
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kTilesN / 2; ++t) {
+        const int n = warp_n + t * 16 + i / 2 * 8, at_k = k + i % 2 * 8;
+        if constexpr (kBOfK) {
+          LoadMatrices(fragments_b[t], tile_b + (n + j) * B::kLine + at_k);
+        } else {
+          LoadMatricesTransposed(fragments_b[t], tile_b + (at_k + j) * B::kLine + n);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+          Multiply(sums[m][n], fragments_a[m], fragments_b[n / 2][n % 2 * 2],
+                   fragments_b[n / 2][n % 2 * 2 + 1]);
+        }
+      }
+    }
+  }
+  WaitCopies<0>();
+
+#pragma unroll
+  for (int t = 0; t < kTilesM; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t m = place.m + warp_m + t * 16 + half * 8 + lane / 4;
+      if (m >= gemm.m) continue;
+      const int64_t line = OutOf(gemm, place, m);
+#pragma unroll
+      for (int u = 0; u < kTilesN; ++u) {
+        const int64_t n = place.n + warp_n + u * 8 + lane % 4 * 2;
+        if (n < gemm.n) StoreOut(gemm, line + n, sums[t][u][half * 2] * gemm.alpha);
+        if (n + 1 < gemm.n) StoreOut(gemm, line + n + 1, sums[t][u][half * 2 + 1] * gemm.alpha);
+      }
+    }
+  }
+}
+
+// Plain.
+
+constexpr int kPlainTile = 64, kPlainStep = 16;
+
+__device__ float LoadElement(const void* data, Element element, int64_t i) {
+  return element == Element::kBf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i])
+                                   : static_cast<const float*>(data)[i];
+}
+
+template <bool kPatches>
+__global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ Gemm gemm) {
+  __shared__ float tile_a[kPlainStep][kPlainTile + 1], tile_b[kPlainStep][kPlainTile + 1];
+  const Place place = PlaceOf<kPlainTile, kPlainTile>(gemm);
+  const int64_t a = place.outer * gemm.a.outer + place.inner * gemm.a.inner;
+  const int64_t b = place.outer * gemm.b.outer + place.inner * gemm.b.inner;
+  const int row = threadIdx.x / 16, column = threadIdx.x % 16;  // of a 16 × 16 grid of 4 × 4
+  // Neighbouring threads read neighbours of a line.
+  const auto fill = [&](const Operand& operand, int64_t base, int64_t first, int64_t size,
+                        int64_t k, bool patches, float(*tile)[kPlainTile + 1]) {
+    for (int i = threadIdx.x; i < kPlainStep * kPlainTile; i += kThreads) {
+      const int at_k = operand.lines_of_k ? i % kPlainStep : i / kPlainTile;
+      const int at = operand.lines_of_k ? i / kPlainStep : i % kPlainTile;
+      float value = 0;
+      if (first + at < size && k + at_k < place.k_end) {
+        const int64_t r = first + at, c = k + at_k;
+        int64_t offset =
+            base + (operand.lines_of_k ? r * operand.stride + c : c * operand.stride + r);
+        if (patches) {
+          const int64_t pixel = PixelUnder(gemm, place.outer * operand.outer + c, place.tap);
+          offset = pixel < 0 ? -1 : pixel + r;
+        }
+        if (offset >= 0) value = LoadElement(operand.data, gemm.element, offset);
+      }
+      tile[at_k][at] = value;
+    }
+  };
+  float sums[4][4] = {};
+  for (int64_t k = place.k_begin; k < place.k_end; k += kPlainStep) {
+    __syncthreads();
+    fill(gemm.a, a, place.m, gemm.m, k, false, tile_a);
+    fill(gemm.b, b, place.n, gemm.n, k, kPatches, tile_b);
+    __syncthreads();
+#pragma unroll
+    for (int at_k = 0; at_k < kPlainStep; ++at_k) {
+      float x[4], y[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[i] = tile_a[at_k][row + 16 * i];
+        y[i] = tile_b[at_k][column + 16 * i];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(x[i], y[j], sums[i][j]);
+      }
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    const int64_t m = place.m + row + 16 * i;
+    if (m >= gemm.m) continue;
+    for (int j = 0; j < 4; ++j) {
+      const int64_t n = place.n + column + 16 * j;
+      if (n < gemm.n) StoreOut(gemm, OutOf(gemm, place, m) + n, sums[i][j] * gemm.alpha);
+    }
+  }
+}
+
+// Launches.
+
+dim3 GridOf(Gemm* gemm, const GemmLaunch& launch, int tile_m, int tile_n) {
+  gemm->tiles_n = static_cast<int>((launch.n + tile_n - 1) / tile_n);
+  return dim3(static_cast<unsigned>(gemm->tiles_n * gemm->taps),
+              static_cast<unsigned>((launch.m + tile_m - 1) / tile_m),
+              static_cast<unsigned>(launch.outer * launch.inner));
+}
+
+template <int kM, int kN, bool kAOfK, bool kBOfK, bool kPatches>
+cudaError_t LaunchTile(Gemm gemm, const GemmLaunch& launch, cudaStream_t stream) {
+  constexpr int kBytes = SharedBytes<kM, kN, kAOfK, kBOfK>();
+  const auto kernel = TensorCoreKernel<kM, kN, kAOfK, kBOfK, kPatches>;
+  if (cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  const dim3 grid = GridOf(&gemm, launch, kM, kN);
+  kernel<<<grid, kThreads, kBytes, stream>>>(gemm);
+  return cudaGetLastError();
+}
+
+template <bool kAOfK, bool kBOfK, bool kPatches>
+cudaError_t LaunchTensorCores(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t stream) {
+  const auto tile = launch.m <= 64
+                        ? (launch.n <= 64 ? LaunchTile<64, 64, kAOfK, kBOfK, kPatches>
+                                          : LaunchTile<64, 128, kAOfK, kBOfK, kPatches>)
+                        : (launch.n <= 64 ? LaunchTile<128, 64, kAOfK, kBOfK, kPatches>
+                                          : LaunchTile<128, 128, kAOfK, kBOfK, kPatches>);
+  return tile(gemm, launch, stream);
+}
+
+bool InVectors(const Operand& operand, int64_t size, int64_t k) {
+  return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.stride % kVector == 0 &&
+         operand.inner % kVector == 0 && (operand.lines_of_k ? k : size) % kVector == 0;
+}
+
+}  // namespace
+
+bool SuitsTensorCores(const GemmLaunch& gemm) {
+  return gemm.element == Element::kBf16 && InVectors(gemm.a, gemm.m, gemm.k) &&
+         gemm.a.outer % kVector == 0 && InVectors(gemm.b, gemm.n, gemm.k) &&
+         (gemm.patches != nullptr || gemm.b.outer % kVector == 0);
+}
+
+cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
+  Gemm gemm = {launch.a,
+               launch.b,
+               launch.element,
+               launch.out_element,
+               launch.m,
+               launch.n,
+               launch.k,
+               launch.k_part,
+               launch.inner,
+               1,
+               1,
+               launch.alpha,
+               launch.out,
+               launch.out_stride,
+               launch.out_outer,
+               launch.out_inner};
+  if (launch.outer * launch.inner > 65535) return cudaErrorInvalidValue;
+  if (launch.patches != nullptr) {
+    gemm.patches = *launch.patches;
+    gemm.taps = launch.patches->kernel * launch.patches->kernel;
+    gemm.out_height = FastDivmod(launch.patches->out_height);
+    gemm.out_width = FastDivmod(launch.patches->out_width);
+  }
+  if (!SuitsTensorCores(launch)) {
+    const dim3 grid = GridOf(&gemm, launch, kPlainTile, kPlainTile);
+    if (launch.patches != nullptr) {
+      PlainKernel<true><<<grid, kThreads, 0, stream>>>(gemm);
+    } else {
+      PlainKernel<false><<<grid, kThreads, 0, stream>>>(gemm);
+    }
+    return cudaGetLastError();
+  }
+  if (launch.a.lines_of_k) {
+    return launch.b.lines_of_k ? LaunchTensorCores<true, true, false>(gemm, launch, stream)
+                               : LaunchTensorCores<true, false, false>(gemm, launch, stream);
+  }
+  if (launch.b.lines_of_k) return cudaErrorInvalidValue;  // nothing needs it
+  return launch.patches != nullptr ? LaunchTensorCores<false, false, true>(gemm, launch, stream)
+                                   : LaunchTensorCores<false, false, false>(gemm, launch, stream);
+}
+
+int SplitsOfK(int64_t m, int64_t columns, int64_t k) {
+  // About two tiles for each of 132 multiprocessors when a batch has eight chunks; a part is at
+  // least 512 deep.
+  const int64_t tiles = ((m + 127) / 128) * ((columns + 127) / 128);
+  int splits = 1;
+  while (splits < 32 && tiles * 8 * splits < 264 && k / (2 * splits) >= 512) splits *= 2;
+  return splits;
+}
+
+}  // namespace denoised::training::cuda

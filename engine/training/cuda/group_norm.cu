@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// Group norm with an activation, and its gradients, each in two passes over memory.
+//
+// Policy. Blocks own strips of channels (strips.cuh). The first pass leaves two sums for every row,
+// part and channel; a warp for each row and group then makes what the second pass needs. Forward:
+// the sums are of x minus the channel's first pixel, so a large mean costs no digits. Backward,
+// with x̂ = (x − μ)·rstd, z = (γx̂ + β)(1 + s) + t, dz = dout·act′(z), A = Σ dz·(x − μ) and B = Σ dz
+// over a row's pixels:
+//
+//   dγ = Σ rows rstd·A·(1 + s)     dβ = Σ rows B·(1 + s)     ds = γ·rstd·A + β·B     dt = B
+//   dx = rstd·(dz·γ′ − c2 − x̂·c1),   γ′ = γ(1 + s),   c1 = mean of dz·γ′·x̂,   c2 = mean of dz·γ′
+//
+// where the means are over the group's channels and pixels.
+
+#include <algorithm>
+
+#include "engine/training/cuda/derivative.cuh"
+#include "engine/training/cuda/launch.h"
+#include "engine/training/cuda/strips.cuh"
+
+namespace denoised::training::cuda {
+namespace {
+
+using namespace denoised::cuda;
+
+constexpr int kWarps = 4;
+
+/// z = (x − mean)·slope + offset, of V channels of a row.
+template <int V>
+struct Line {
+  float mean[V], slope[V], offset[V];
+};
+template <int V>
+__device__ Line<V> LineOf(const NormLaunch& norm, int64_t row, int column) {
+  Line<V> line;
+  const int group_size = norm.channels / norm.groups;
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const int c = column + i;
+    const float* statistics = norm.statistics + (row * norm.groups + c / group_size) * 2;
+    float gain = 1.0f, shift = 0.0f;
+    if (norm.scale_shift.data != nullptr) {
+      gain += Load(norm.scale_shift, row, c);
+      shift = Load(norm.scale_shift, row, norm.channels + c);
+    }
+    line.mean[i] = statistics[0];
+    line.slope[i] = statistics[1] * norm.gamma[c] * gain;
+    line.offset[i] = norm.beta[c] * gain + shift;
+  }
+  return line;
+}
+
+template <int V, bool kBackward>
+__global__ void __launch_bounds__(kStripThreads)
+    MomentsKernel(const __grid_constant__ NormLaunch norm, Rows dout) {
+  using S = Strip<V>;
+  __shared__ float shared[2][S::kLines][S::kChannels];
+  const int column = S::Column();
+  const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
+  const int64_t row = blockIdx.z, first = row * norm.pixels;
+  float sums[2][V] = {};
+  if (column < norm.channels) {
+    Line<V> line = {};
+    if constexpr (kBackward) {
+      line = LineOf<V>(norm, row, column);
+    } else {
+      LoadChannels<V>(norm.x, first, column, line.mean);
+    }
+    for (int64_t pixel = range.begin + S::Line(); pixel < range.end; pixel += S::kLines) {
+      float x[V], d[V];
+      LoadChannels<V>(norm.x, first + pixel, column, x);
+      if constexpr (kBackward) LoadChannels<V>(dout, first + pixel, column, d);
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float centered = x[i] - line.mean[i];
+        if constexpr (kBackward) {
+          const float z = fmaf(centered, line.slope[i], line.offset[i]);
+          const float dz = d[i] * Derivative(norm.activation, z);
+          sums[0][i] = fmaf(dz, centered, sums[0][i]);
+          sums[1][i] += dz;
+        } else {
+          sums[0][i] += centered;
+          sums[1][i] = fmaf(centered, centered, sums[1][i]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) shared[s][S::Line()][S::Place() + i] = sums[s][i];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * S::kChannels; i += kStripThreads) {
+    const int s = i % 2, channel = blockIdx.x * S::kChannels + i / 2;
+    if (channel >= norm.channels) continue;
+    norm.partial[((row * gridDim.y + blockIdx.y) * norm.channels + channel) * 2 + s] =
+        SumOf<S::kLines>([&](int line) { return shared[s][line][i / 2]; });
+  }
+}
+
+/// Sum `s` of MomentsKernel over the parts of a row.
+__device__ double SumOfParts(const NormLaunch& norm, int parts, int64_t row, int channel, int s) {
+  double sum = 0;
+  for (int part = 0; part < parts; ++part)
+    sum += norm.partial[((row * parts + part) * norm.channels + channel) * 2 + s];
+  return sum;
+}
+
+__global__ void __launch_bounds__(32 * kWarps)
+    StatisticsKernel(const __grid_constant__ NormLaunch norm, int parts) {
+  const int64_t row = blockIdx.y;
+  const int group = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (group >= norm.groups) return;
+  const int size = norm.channels / norm.groups, first = group * size;
+  const double pixels = static_cast<double>(norm.pixels);
+  const auto mean_of = [&](int c) {
+    return Load(norm.x, row * norm.pixels, c) + SumOfParts(norm, parts, row, c, 0) / pixels;
+  };
+  double sum = 0;
+  for (int c = first + lane; c < first + size; c += 32) sum += mean_of(c);
+  const double mean = WarpSum(sum) / size;
+  double squares = 0;  // of the distances from the group's mean
+  for (int c = first + lane; c < first + size; c += 32) {
+    const double s = SumOfParts(norm, parts, row, c, 0), distance = mean_of(c) - mean;
+    squares += SumOfParts(norm, parts, row, c, 1) - s * s / pixels + pixels * distance * distance;
+  }
+  squares = WarpSum(squares);
+  if (lane != 0) return;
+  float* statistics = norm.statistics + (row * norm.groups + group) * 2;
+  statistics[0] = static_cast<float>(mean);
+  statistics[1] = static_cast<float>(1.0 / sqrt(fmax(squares, 0.0) / (pixels * size) + norm.eps));
+}
+
+template <int V>
+__global__ void __launch_bounds__(kStripThreads)
+    NormalizeKernel(const __grid_constant__ NormLaunch norm) {
+  using S = Strip<V>;
+  const int column = S::Column();
+  if (column >= norm.channels) return;
+  const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
+  const int64_t row = blockIdx.z, first = row * norm.pixels;
+  const Line<V> line = LineOf<V>(norm, row, column);
+  for (int64_t pixel = range.begin + S::Line(); pixel < range.end; pixel += S::kLines) {
+    float x[V];
+    LoadChannels<V>(norm.x, first + pixel, column, x);
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      x[i] = Activate(norm.activation, fmaf(x[i] - line.mean[i], line.slope[i], line.offset[i]));
+    StoreChannels<V>(norm.out, first + pixel, column, x);
+  }
+}
+
+/// coefficients = {b, k} of dx = dz·slope + (x − mean)·b + k; a row's share of dγ, dβ; and
+/// dscale_shift.
+__global__ void __launch_bounds__(32 * kWarps)
+    CoefficientsKernel(const __grid_constant__ NormBackwardLaunch backward, int parts) {
+  const NormLaunch& norm = backward.forward;
+  const int64_t row = blockIdx.y;
+  const int group = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (group >= norm.groups) return;
+  const int size = norm.channels / norm.groups, first = group * size;
+  const double count = static_cast<double>(norm.pixels) * size;
+  const double rstd = norm.statistics[(row * norm.groups + group) * 2 + 1];
+  double c1 = 0, c2 = 0;
+  for (int c = first + lane; c < first + size; c += 32) {
+    const double product = SumOfParts(norm, parts, row, c, 0);
+    const double sum = SumOfParts(norm, parts, row, c, 1);
+    const bool scaled = norm.scale_shift.data != nullptr;
+    const double gain = scaled ? 1.0 + Load(norm.scale_shift, row, c) : 1.0;
+    const double gamma = norm.gamma[c];
+    backward.parameters[(row * 2) * norm.channels + c] = static_cast<float>(rstd * product * gain);
+    backward.parameters[(row * 2 + 1) * norm.channels + c] = static_cast<float>(sum * gain);
+    c1 += gamma * gain * rstd * product;
+    c2 += gamma * gain * sum;
+    if (scaled && backward.dscale_shift.data != nullptr) {
+      Store(backward.dscale_shift, row, c,
+            static_cast<float>(gamma * rstd * product + norm.beta[c] * sum));
+      Store(backward.dscale_shift, row, norm.channels + c, static_cast<float>(sum));
+    }
+  }
+  c1 = WarpSum(c1) / count;
+  c2 = WarpSum(c2) / count;
+  for (int c = first + lane; c < first + size; c += 32) {
+    float* coefficients = backward.coefficients + (row * norm.channels + c) * 2;
+    coefficients[0] = static_cast<float>(-rstd * rstd * c1);
+    coefficients[1] = static_cast<float>(-rstd * c2);
+  }
+}
+
+template <int V>
+__global__ void __launch_bounds__(kStripThreads)
+    NormGradientKernel(const __grid_constant__ NormBackwardLaunch backward) {
+  using S = Strip<V>;
+  const NormLaunch& norm = backward.forward;
+  const int column = S::Column();
+  if (column >= norm.channels) return;
+  const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
+  const int64_t row = blockIdx.z, first = row * norm.pixels;
+  const Line<V> line = LineOf<V>(norm, row, column);
+  float b[V], k[V];
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const float* coefficients = backward.coefficients + (row * norm.channels + column + i) * 2;
+    b[i] = coefficients[0];
+    k[i] = coefficients[1];
+  }
+  for (int64_t pixel = range.begin + S::Line(); pixel < range.end; pixel += S::kLines) {
+    float x[V], d[V], add[V] = {};
+    LoadChannels<V>(norm.x, first + pixel, column, x);
+    LoadChannels<V>(backward.dout, first + pixel, column, d);
+    if (backward.add.data != nullptr) LoadChannels<V>(backward.add, first + pixel, column, add);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const float centered = x[i] - line.mean[i];
+      const float z = fmaf(centered, line.slope[i], line.offset[i]);
+      const float dz = d[i] * Derivative(norm.activation, z);
+      d[i] = fmaf(dz, line.slope[i], fmaf(centered, b[i], k[i])) + add[i];
+    }
+    StoreChannels<V>(backward.dx, first + pixel, column, d);
+  }
+}
+
+bool IsAligned(const Rows& rows) { return rows.data == nullptr || rows.vector; }
+
+dim3 GroupGrid(const NormLaunch& norm) {
+  return dim3(static_cast<unsigned>((norm.groups + kWarps - 1) / kWarps),
+              static_cast<unsigned>(norm.rows));
+}
+
+template <int V>
+cudaError_t Forward(const NormLaunch& norm, cudaStream_t stream) {
+  const int parts = PartsOf(norm.pixels);
+  const dim3 grid = Strip<V>::Grid(norm.channels, parts, static_cast<unsigned>(norm.rows));
+  MomentsKernel<V, false><<<grid, kStripThreads, 0, stream>>>(norm, Rows{});
+  StatisticsKernel<<<GroupGrid(norm), 32 * kWarps, 0, stream>>>(norm, parts);
+  NormalizeKernel<V><<<grid, kStripThreads, 0, stream>>>(norm);
+  return cudaGetLastError();
+}
+
+template <int V>
+cudaError_t Backward(const NormBackwardLaunch& norm, cudaStream_t stream) {
+  const int parts = PartsOf(norm.forward.pixels);
+  const dim3 grid =
+      Strip<V>::Grid(norm.forward.channels, parts, static_cast<unsigned>(norm.forward.rows));
+  MomentsKernel<V, true><<<grid, kStripThreads, 0, stream>>>(norm.forward, norm.dout);
+  CoefficientsKernel<<<GroupGrid(norm.forward), 32 * kWarps, 0, stream>>>(norm, parts);
+  NormGradientKernel<V><<<grid, kStripThreads, 0, stream>>>(norm);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t LaunchNorm(const NormLaunch& norm, cudaStream_t stream) {
+  const bool vectors = norm.channels % 8 == 0 && IsAligned(norm.x) && IsAligned(norm.out);
+  return vectors ? Forward<8>(norm, stream) : Forward<1>(norm, stream);
+}
+
+cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream) {
+  const bool vectors = norm.forward.channels % 8 == 0 && IsAligned(norm.forward.x) &&
+                       IsAligned(norm.dout) && IsAligned(norm.add) && IsAligned(norm.dx);
+  return vectors ? Backward<8>(norm, stream) : Backward<1>(norm, stream);
+}
+
+}  // namespace denoised::training::cuda

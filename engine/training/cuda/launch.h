@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "engine/backend/activation.h"
+#include "engine/backend/cuda/launch.h"
+#include "engine/training/device_data.h"
+
+/// The kernels of training as plain functions of device pointers, sizes and a stream, as
+/// engine/backend/cuda/launch.h has those of serving. cuda_backend.cc has validated the arguments.
+///
+/// No atomics. What is computed of one sample depends on that sample alone; a sum over samples is
+/// made chunk by chunk, each in an order that follows from shapes, and LaunchTreeSum adds the
+/// chunks as backend.h says. How a sum is split into parts never depends on the number of chunks.
+
+namespace denoised::training::cuda {
+
+using denoised::cuda::Element;
+using denoised::cuda::Rows;
+
+/// The input of a convolution as a matrix that is not made: row p is output pixel p, and the
+/// columns of tap t are the input's channels under it, or zeros beyond the edge.
+struct Patches {
+  int height = 0, width = 0;  // of the input, before doubling
+  int out_height = 0, out_width = 0;
+  int kernel = 1, stride = 1, pad_top = 0, pad_left = 0;
+  bool upsample2x = false;
+};
+
+/// A matrix for each (outer, inner) of a batch. Its lines are contiguous, `stride` elements apart.
+struct Operand {
+  const void* data = nullptr;
+  int64_t stride = 0;            // elements from line to line
+  int64_t outer = 0, inner = 0;  // elements from batch to batch
+  bool lines_of_k = true;  // a line holds k neighbours; false: a line is one k, and holds m or n
+};
+
+/// out(m, n) = alpha · Σ_k a(m, k) · b(n, k), in fp32 sums over ascending k.
+struct GemmLaunch {
+  Operand a, b;
+  Element element = Element::kF32;  // of a and b; kBf16: tensor cores where SuitsTensorCores()
+  int64_t m = 0, n = 0, k = 0;
+  int outer = 1, inner = 1;
+  /// Not 0: the inner batches are parts of one k, each of so many but the last; k is of all.
+  int64_t k_part = 0;
+  /// Not null: b is this convolution's input, whose line p is a line of k; n is its channels, and
+  /// the result has kernel² · n columns, tap by tap. b.outer and k_part count lines.
+  const Patches* patches = nullptr;
+  float alpha = 1;
+  void* out = nullptr;
+  Element out_element = Element::kF32;
+  int64_t out_stride = 0, out_outer = 0, out_inner = 0;
+};
+/// bf16 lines in vectors of eight, aligned.
+bool SuitsTensorCores(const GemmLaunch& gemm);
+cudaError_t LaunchGemm(const GemmLaunch& gemm, cudaStream_t stream);
+/// Into how many parts k should be split for `chunks` batches of such a product to fill a GPU: by
+/// shapes alone.
+int SplitsOfK(int64_t m, int64_t columns, int64_t k);
+
+/// out[g, i] = the tree over the chunks of Σ splits, in order, of in[g, chunk, split, j]; j is i,
+/// or with taps the place of (output, channel, tap) in [output, tap, channel].
+struct TreeSumLaunch {
+  const float* in = nullptr;
+  int64_t in_stride = 0;  // elements from one split to the next
+  int64_t groups = 1;
+  int64_t chunks = 1, splits = 1;
+  int64_t count = 0;
+  int taps = 1, channels = 1;
+  float scale = 1;  // of the result
+  void* out = nullptr;
+  Element out_element = Element::kF32;
+  int64_t out_stride = 0;  // elements from one group to the next
+};
+cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream);
+
+/// Parts into which the lines of a segment are cut, by their number alone.
+int PartsOf(int64_t lines);
+/// partial[segment, part, c] = Σ over the part's lines of x[segment, line, c].
+cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int channels,
+                             float* partial, cudaStream_t stream);
+
+struct NormLaunch {
+  Rows x;
+  int64_t rows = 0, pixels = 0;
+  int channels = 0, groups = 1;
+  const float* gamma = nullptr;
+  const float* beta = nullptr;
+  float eps = 0;
+  Rows scale_shift;  // [rows, 2 · channels], or null
+  Activation activation = Activation::kNone;
+  float* statistics = nullptr;  // [rows, groups, 2]
+  Rows out;
+  /// Scratch: [rows, PartsOf(pixels), channels, 2].
+  float* partial = nullptr;
+};
+cudaError_t LaunchNorm(const NormLaunch& norm, cudaStream_t stream);
+
+struct NormBackwardLaunch {
+  NormLaunch forward;  // without out
+  Rows dout, add, dx;
+  Rows dscale_shift;
+  float* coefficients = nullptr;  // scratch [rows, channels, 2]
+  float* parameters = nullptr;    // out [rows, 2, channels]: a row's share of dγ and dβ
+};
+cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream);
+
+/// Lines of scores [images, heads, tokens] of `tokens` each. p = softmax(scores).
+cudaError_t LaunchSoftmax(const float* scores, int64_t lines, int tokens, void* p, Element element,
+                          float* log_sum_exp, cudaStream_t stream);
+/// delta[image, head, token] = Σ dout · out over the head's columns.
+cudaError_t LaunchDelta(const Rows& dout, const Rows& out, int images, int tokens, int heads,
+                        int dim, float* delta, cudaStream_t stream);
+/// p = exp(scores − log_sum_exp); ds = p · (dp − delta) · scale.
+cudaError_t LaunchSoftmaxBackward(const float* scores, const float* dp, const float* log_sum_exp,
+                                  const float* delta, float scale, int64_t lines, int tokens,
+                                  void* p, void* ds, Element element, cudaStream_t stream);
+
+/// A master weight [outputs, channels, taps] and its bias, rounded to both layouts that serving's
+/// convolutions read (engine/backend/cuda/weights.h): forward [outputs, taps, channels], from row
+/// first_output on, or in four phases; backward, for the gradient of the input, [channels, taps,
+/// outputs] with the taps turned by 180°, from column first_output on.
+struct PackLaunch {
+  const float* weight = nullptr;
+  const float* bias = nullptr;  // or null
+  int outputs = 0, channels = 0, taps = 1, first_output = 0;
+  int all_outputs = 0;  // of all parts
+  bool phases = false;
+  Rows forward, backward;
+  float* packed_bias = nullptr;  // all parts
+};
+cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream);
+
+cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
+                                   int64_t count, const Rows& dx, cudaStream_t stream);
+/// small[n, h, w] = scale · the sum of the four of large; and large = scale · small of its four.
+cudaError_t LaunchPool(const Rows& large, int64_t images, int height, int width, int channels,
+                       float scale, const Rows& small, cudaStream_t stream);
+cudaError_t LaunchSpread(const Rows& small, int64_t images, int height, int width, int channels,
+                         float scale, const Rows& large, cudaStream_t stream);
+/// out[n, stride·h + offset, stride·w + offset_w] = x[n, h, w] where that exists, else 0.
+struct DilateLaunch {
+  Rows x;
+  int64_t images = 0;
+  int in_height = 0, in_width = 0, height = 0, width = 0, channels = 0;
+  int stride = 1, offset_top = 0, offset_left = 0;
+  Rows out;
+};
+cudaError_t LaunchDilate(const DilateLaunch& dilate, cudaStream_t stream);
+/// out = a·scale_a + b·scale_b + shift; b may be null.
+cudaError_t LaunchScaledSum(const Rows& a, float scale_a, const Rows& b, float scale_b, float shift,
+                            int64_t count, const Rows& out, cudaStream_t stream);
+cudaError_t LaunchDropout(const Rows& x, int64_t rows, int64_t elements, float probability,
+                          uint64_t seed, const int32_t* step, const SampleRow* samples,
+                          uint32_t layer, const Rows& out, cudaStream_t stream);
+/// dtable [entries, dim]; the rows come in chunks.
+cudaError_t LaunchEmbeddingBackward(const int32_t* index, const Rows& dout, int64_t rows,
+                                    int64_t chunk_rows, int entries, int dim, float* dtable,
+                                    cudaStream_t stream);
+
+struct SamplesLaunch {
+  const uint8_t* images = nullptr;  // [.., from_height, from_width, channels]
+  const SampleRow* rows = nullptr;
+  int64_t count = 0;
+  int height = 0, width = 0, channels = 0, from_height = 0, from_width = 0;
+  uint64_t seed = 0;
+  const int32_t* step = nullptr;
+  Rows x;
+  float* target = nullptr;
+  float* condition = nullptr;
+  int32_t* label = nullptr;
+};
+cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, cudaStream_t stream);
+/// loss [rows], doutput; see LossArgs.
+cudaError_t LaunchLoss(const float* output, const float* target, const SampleRow* samples,
+                       int64_t rows, int64_t elements, float scale, float* loss, float* doutput,
+                       cudaStream_t stream);
+
+/// Partial sums of the squared norm: SquaredNormParts(count) floats of scratch.
+int64_t SquaredNormParts(int64_t count);
+cudaError_t LaunchSquaredNorm(const float* x, int64_t count, float* partial, float* out,
+                              cudaStream_t stream);
+cudaError_t LaunchAccumulate(float* a, const float* b, int64_t count, cudaStream_t stream);
+struct UpdateLaunch {
+  float *master = nullptr, *m = nullptr, *v = nullptr;
+  const float* gradient = nullptr;
+  float* averages[8] = {};
+  int average_count = 0;
+  int64_t count = 0;
+  const float* squared_norm = nullptr;
+  const UpdateScalars* scalars = nullptr;
+  float beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0, clip = 0;
+};
+cudaError_t LaunchUpdate(const UpdateLaunch& update, cudaStream_t stream);
+
+}  // namespace denoised::training::cuda

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is done to all weights at once: the gradient's norm, sums of gradients, AdamW and averages.
+//
+// Policy. Flat buffers, a thread for each element; rate, step and clipping are read on the device,
+// so that a step can be one graph. The norm is made of blocks of 8192 elements, whatever the GPU.
+
+#include "engine/backend/cuda/element.cuh"
+#include "engine/training/cuda/launch.h"
+
+namespace denoised::training::cuda {
+namespace {
+
+using namespace denoised::cuda;
+
+constexpr int kThreads = 256, kNormBlock = 8192;
+
+unsigned BlocksFor(int64_t count) {
+  return static_cast<unsigned>((count + kThreads - 1) / kThreads);
+}
+
+/// Σ over the block's threads, for thread 0.
+__device__ double BlockSum(double value) {
+  __shared__ double sums[kThreads / 32];
+  value = WarpSum(value);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  double sum = 0;
+  if (threadIdx.x == 0) {
+    for (const double part : sums) sum += part;
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    SquareSumsKernel(const float* x, int64_t count, float* partial) {
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kNormBlock;
+  const int64_t end = begin + kNormBlock < count ? begin + kNormBlock : count;
+  float sum = 0;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) sum = fmaf(x[i], x[i], sum);
+  const double total = BlockSum(sum);
+  if (threadIdx.x == 0) partial[blockIdx.x] = static_cast<float>(total);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    SquareSumKernel(const float* partial, int64_t parts, float* out) {
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < parts; i += kThreads) sum += partial[i];
+  const double total = BlockSum(sum);
+  if (threadIdx.x == 0) *out = static_cast<float>(total);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    AccumulateKernel(float* a, const float* b, int64_t count) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < count) a[i] += b[i];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    UpdateKernel(const __grid_constant__ UpdateLaunch update) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const float squared = *update.squared_norm;
+  if (i >= update.count || !isfinite(squared)) return;
+  const UpdateScalars& scalars = *update.scalars;
+  const float factor =
+      update.clip > 0.0f ? fminf(1.0f, update.clip / (sqrtf(squared) + 1e-6f)) : 1.0f;
+  const float g = update.gradient[i] * factor;
+  const float m = update.beta1 * update.m[i] + (1.0f - update.beta1) * g;
+  const float v = update.beta2 * update.v[i] + (1.0f - update.beta2) * g * g;
+  const float step =
+      scalars.rate / scalars.correction1 * m / (sqrtf(v) / sqrtf(scalars.correction2) + update.eps);
+  const float w = update.master[i] * (1.0f - scalars.rate * update.weight_decay) - step;
+  update.m[i] = m;
+  update.v[i] = v;
+  update.master[i] = w;
+  for (int average = 0; average < update.average_count; ++average) {
+    const float decay = scalars.ema_decay[average];
+    float& value = update.averages[average][i];
+    value = decay * value + (1.0f - decay) * w;
+  }
+}
+
+}  // namespace
+
+int64_t SquaredNormParts(int64_t count) { return (count + kNormBlock - 1) / kNormBlock; }
+
+cudaError_t LaunchSquaredNorm(const float* x, int64_t count, float* partial, float* out,
+                              cudaStream_t stream) {
+  const int64_t parts = SquaredNormParts(count);
+  SquareSumsKernel<<<static_cast<unsigned>(parts), kThreads, 0, stream>>>(x, count, partial);
+  SquareSumKernel<<<1, kThreads, 0, stream>>>(partial, parts, out);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchAccumulate(float* a, const float* b, int64_t count, cudaStream_t stream) {
+  AccumulateKernel<<<BlocksFor(count), kThreads, 0, stream>>>(a, b, count);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchUpdate(const UpdateLaunch& update, cudaStream_t stream) {
+  UpdateKernel<<<BlocksFor(update.count), kThreads, 0, stream>>>(update);
+  return cudaGetLastError();
+}
+
+}  // namespace denoised::training::cuda

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Master weights, rounded and laid out for the forward pass and for the gradient of the input.
+//
+// Policy. A block takes 32 outputs × 32 channels with all taps through shared memory, so that it
+// reads lines of the master and writes lines of both layouts.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/element.cuh"
+#include "engine/training/cuda/launch.h"
+
+namespace denoised::training::cuda {
+namespace {
+
+using namespace denoised::cuda;
+
+constexpr int kThreads = 256, kEdge = 32;
+
+/// The taps of a 3×3 window that fall on the same pixel before its doubling, summed in the order of
+/// the taps (engine/backend/cuda/pack_weight.cu).
+__device__ float PhaseTap(const float* taps, int phase, int tap) {
+  constexpr int kTapUnder[2][3] = {{0, 1, 1}, {0, 0, 1}};
+  float sum = 0;
+  for (int i = 0; i < 9; ++i) {
+    if (kTapUnder[phase / 2][i / 3] * 2 + kTapUnder[phase % 2][i % 3] == tap) sum += taps[i];
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ PackLaunch pack) {
+  extern __shared__ __align__(16) float tile[];  // [kEdge][line]: outputs, then channel and tap
+  const int first_channel = blockIdx.x * kEdge, first = blockIdx.y * kEdge;
+  const int channels = min(kEdge, pack.channels - first_channel);
+  const int outputs = min(kEdge, pack.outputs - first);
+  const int taps = pack.taps, width = channels * taps, line = kEdge * taps + 1;
+  for (int i = threadIdx.x; i < outputs * width; i += kThreads) {
+    const int64_t output = first + i / width;
+    tile[i / width * line + i % width] =
+        pack.weight[(output * pack.channels + first_channel) * taps + i % width];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < outputs * width; i += kThreads) {
+    const int c = i % channels, tap = i / channels % taps, o = i / width;
+    if (!pack.phases) {
+      Store(pack.forward, pack.first_output + first + o,
+            static_cast<int64_t>(tap) * pack.channels + first_channel + c,
+            tile[o * line + c * taps + tap]);
+    }
+    const int o2 = i % outputs, tap2 = i / outputs % taps, c2 = i / (outputs * taps);
+    Store(pack.backward, first_channel + c2,
+          static_cast<int64_t>(taps - 1 - tap2) * pack.all_outputs + pack.first_output + first + o2,
+          tile[o2 * line + c2 * taps + tap2]);
+  }
+  if (pack.phases) {
+    for (int i = threadIdx.x; i < outputs * channels * 16; i += kThreads) {
+      const int c = i % channels, tap = i / channels % 4, phase = i / channels / 4 % 4;
+      const int o = i / channels / 16;
+      Store(pack.forward, static_cast<int64_t>(phase) * pack.all_outputs + first + o,
+            static_cast<int64_t>(tap) * pack.channels + first_channel + c,
+            PhaseTap(tile + o * line + c * taps, phase, tap));
+    }
+  }
+  if (pack.bias != nullptr && blockIdx.x == 0) {
+    for (int o = threadIdx.x; o < outputs; o += kThreads)
+      pack.packed_bias[pack.first_output + first + o] = pack.bias[first + o];
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream) {
+  const int bytes = kEdge * (kEdge * pack.taps + 1) * static_cast<int>(sizeof(float));
+  if (bytes > 96 << 10) return cudaErrorInvalidValue;  // a kernel of more than 4 × 4
+  if (bytes > 48 << 10) {
+    if (cudaError_t error =
+            cudaFuncSetAttribute(PackKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        error != cudaSuccess) {
+      return error;
+    }
+  }
+  const dim3 grid(static_cast<unsigned>((pack.channels + kEdge - 1) / kEdge),
+                  static_cast<unsigned>((pack.outputs + kEdge - 1) / kEdge));
+  PackKernel<<<grid, kThreads, bytes, stream>>>(pack);
+  return cudaGetLastError();
+}
+
+}  // namespace denoised::training::cuda

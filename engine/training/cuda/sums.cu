@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums in a fixed order: columns of a gradient (biases, time embeddings), and the tree over chunks
+// of everything that is summed over samples.
+//
+// Policy. Column sums: a block owns a strip of channels of one part of a segment; its threads take
+// lines in turn, and their sums are added in order. Tree: a thread owns an element.
+
+#include <algorithm>
+
+#include "engine/backend/cuda/element.cuh"
+#include "engine/training/cuda/launch.h"
+#include "engine/training/cuda/strips.cuh"
+
+namespace denoised::training::cuda {
+namespace {
+
+using namespace denoised::cuda;
+
+template <int V>
+__global__ void __launch_bounds__(kStripThreads)
+    ColumnSumsKernel(Rows x, int64_t lines, int channels, float* partial) {
+  using S = Strip<V>;
+  __shared__ float shared[S::kLines][S::kChannels];
+  const int column = S::Column();
+  const Range range = RangeOf(lines, gridDim.y, blockIdx.y);
+  const int64_t segment = blockIdx.z;
+  float sums[V] = {};
+  if (column < channels) {
+    for (int64_t line = range.begin + S::Line(); line < range.end; line += S::kLines) {
+      float v[V];
+      LoadChannels<V>(x, segment * lines + line, column, v);
+#pragma unroll
+      for (int i = 0; i < V; ++i) sums[i] += v[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < V; ++i) shared[S::Line()][S::Place() + i] = sums[i];
+  __syncthreads();
+  for (int c = threadIdx.x; c < S::kChannels; c += kStripThreads) {
+    const int channel = blockIdx.x * S::kChannels + c;
+    if (channel >= channels) continue;
+    partial[(segment * gridDim.y + blockIdx.y) * channels + channel] =
+        SumOf<S::kLines>([&](int line) { return shared[line][c]; });
+  }
+}
+
+constexpr int kThreads = 256, kMostLevels = 32;
+
+__global__ void __launch_bounds__(kThreads)
+    TreeSumKernel(const __grid_constant__ TreeSumLaunch sum) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= sum.count) return;
+  int64_t j = i;
+  if (sum.taps > 1) {
+    const int64_t pair = i / sum.taps;
+    j = (pair / sum.channels * sum.taps + i % sum.taps) * sum.channels + pair % sum.channels;
+  }
+  for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
+    const float* from = sum.in + group * sum.chunks * sum.splits * sum.in_stride + j;
+    // Completed subtrees, the largest first: as a binary counter of chunks.
+    float waiting[kMostLevels];
+    int levels = 0;
+    for (int64_t chunk = 0; chunk < sum.chunks; ++chunk) {
+      float value = 0;
+      for (int64_t split = 0; split < sum.splits; ++split, from += sum.in_stride) value += *from;
+      for (int64_t bits = chunk; bits & 1; bits >>= 1) value = waiting[--levels] + value;
+      waiting[levels++] = value;
+    }
+    const float value = waiting[0] * sum.scale;
+    const int64_t to = group * sum.out_stride + i;
+    if (sum.out_element == Element::kBf16) {
+      static_cast<__nv_bfloat16*>(sum.out)[to] = __float2bfloat16_rn(value);
+    } else {
+      static_cast<float*>(sum.out)[to] = value;
+    }
+  }
+}
+
+}  // namespace
+
+int PartsOf(int64_t lines) {
+  return static_cast<int>(std::clamp<int64_t>((lines + 255) / 256, 1, 64));
+}
+
+cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int channels,
+                             float* partial, cudaStream_t stream) {
+  for (int64_t first = 0; first < segments; first += kMostSegments) {
+    const Rows from = LinesFrom(x, first * lines);
+    const auto count = static_cast<unsigned>(std::min<int64_t>(kMostSegments, segments - first));
+    float* to = partial + first * PartsOf(lines) * channels;
+    if (x.vector && channels % 8 == 0) {
+      ColumnSumsKernel<8>
+          <<<Strip<8>::Grid(channels, PartsOf(lines), count), kStripThreads, 0, stream>>>(
+              from, lines, channels, to);
+    } else {
+      ColumnSumsKernel<1>
+          <<<Strip<1>::Grid(channels, PartsOf(lines), count), kStripThreads, 0, stream>>>(
+              from, lines, channels, to);
+    }
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((sum.count + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(std::min<int64_t>(sum.groups, kMostSegments)));
+  TreeSumKernel<<<grid, kThreads, 0, stream>>>(sum);
+  return cudaGetLastError();
+}
+
+}  // namespace denoised::training::cuda

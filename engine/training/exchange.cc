@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/training/exchange.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace denoised::training {
+namespace {
+
+class SoleExchange final : public Exchange {
+ public:
+  int rank() const override { return 0; }
+  int ranks() const override { return 1; }
+  absl::Status Swap(const Tensor&, const Tensor&, int partner) override {
+    return Internal("there is no rank {} to exchange with", partner);
+  }
+};
+
+/// Where two threads meet: each leaves its tensor and takes the other's.
+class LoopbackMeeting {
+ public:
+  void Swap(int side, const Tensor& mine, const Tensor& theirs) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !left_[side].defined(); });
+    left_[side] = mine;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return left_[1 - side].defined(); });
+    std::memcpy(theirs.data(), left_[1 - side].data(), theirs.bytes());
+    // `mine` may be overwritten when Swap returns, so wait until the other has read it too.
+    ++taken_;
+    changed_.notify_all();
+    const uint64_t both = (taken_ + 1) / 2 * 2;
+    changed_.wait(lock, [&] { return taken_ >= both; });
+    left_[1 - side] = {};
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Tensor left_[2];
+  uint64_t taken_ = 0;
+};
+
+class LoopbackExchange final : public Exchange {
+ public:
+  using Meetings = std::vector<std::unique_ptr<LoopbackMeeting>>;  // [low · ranks + high]
+  LoopbackExchange(int rank, int ranks, std::shared_ptr<Meetings> meetings)
+      : rank_(rank), ranks_(ranks), meetings_(std::move(meetings)) {}
+  int rank() const override { return rank_; }
+  int ranks() const override { return ranks_; }
+  absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) override {
+    const int low = std::min(rank_, partner), high = std::max(rank_, partner);
+    (*meetings_)[low * ranks_ + high]->Swap(rank_ == low ? 0 : 1, mine, theirs);
+    return absl::OkStatus();
+  }
+
+ private:
+  const int rank_, ranks_;
+  std::shared_ptr<Meetings> meetings_;
+};
+
+using Clock = std::chrono::steady_clock;
+
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int fd() const { return fd_; }
+  bool open() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+std::string LastError() { return std::generic_category().message(errno); }
+
+int MillisecondsUntil(Clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+  return static_cast<int>(std::max<int64_t>(0, left.count()));
+}
+
+class TcpExchange final : public Exchange {
+ public:
+  TcpExchange(int rank, int ranks, double timeout)
+      : rank_(rank), ranks_(ranks), timeout_(timeout), peers_(ranks) {}
+  int rank() const override { return rank_; }
+  int ranks() const override { return ranks_; }
+
+  absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) override {
+    const auto* out = static_cast<const char*>(mine.data());
+    auto* in = static_cast<char*>(theirs.data());
+    size_t to_send = mine.bytes(), to_receive = theirs.bytes();
+    const int fd = peers_[partner].fd();
+    while (to_send > 0 || to_receive > 0) {
+      pollfd poll_for{
+          fd, static_cast<short>((to_send > 0 ? POLLOUT : 0) | (to_receive > 0 ? POLLIN : 0)), 0};
+      const int ready = poll(&poll_for, 1, static_cast<int>(timeout_ * 1000));
+      if (ready < 0 && errno == EINTR) continue;
+      if (ready == 0) return Unavailable("rank {} has sent nothing for {} s", partner, timeout_);
+      if (poll_for.revents & POLLOUT) {
+        const ssize_t sent = send(fd, out, to_send, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent > 0) out += sent, to_send -= static_cast<size_t>(sent);
+        if (sent < 0 && errno != EAGAIN && errno != EINTR)
+          return Unavailable("rank {} is lost: {}", partner, LastError());
+      }
+      if (poll_for.revents & (POLLIN | POLLHUP | POLLERR)) {
+        const ssize_t got = recv(fd, in, to_receive, MSG_DONTWAIT);
+        if (got == 0) return Unavailable("rank {} has ended", partner);
+        if (got > 0) in += got, to_receive -= static_cast<size_t>(got);
+        if (got < 0 && errno != EAGAIN && errno != EINTR)
+          return Unavailable("rank {} is lost: {}", partner, LastError());
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Connect(const std::string& host, const std::string& port);
+
+ private:
+  /// Who opens a connection, and where it listens itself (in network order; 0 for rank 0).
+  struct Hello {
+    uint32_t magic = 0x64656e31, rank = 0, ranks = 0, port = 0, address = 0;
+  };
+  absl::Status Send(const Socket& socket, const void* data, size_t size) const;
+  absl::Status Receive(const Socket& socket, void* data, size_t size) const;
+  absl::StatusOr<Socket> Listen(const sockaddr_in& address, sockaddr_in* bound) const;
+  absl::StatusOr<Socket> Dial(const sockaddr_in& address, const std::string& whom) const;
+  absl::StatusOr<Socket> Accept(const Socket& listener, Hello* hello, sockaddr_in* from) const;
+
+  const int rank_, ranks_;
+  const double timeout_;
+  Clock::time_point deadline_;
+  std::vector<Socket> peers_;
+};
+
+absl::Status TcpExchange::Send(const Socket& socket, const void* data, size_t size) const {
+  const auto* at = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t sent = send(socket.fd(), at, size, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent <= 0) return Unavailable("a rank is lost while connecting: {}", LastError());
+    at += sent, size -= static_cast<size_t>(sent);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TcpExchange::Receive(const Socket& socket, void* data, size_t size) const {
+  auto* at = static_cast<char*>(data);
+  while (size > 0) {
+    pollfd poll_for{socket.fd(), POLLIN, 0};
+    if (poll(&poll_for, 1, MillisecondsUntil(deadline_)) <= 0)
+      return Unavailable("not all {} ranks were there within {} s", ranks_, timeout_);
+    const ssize_t got = recv(socket.fd(), at, size, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return Unavailable("a rank is lost while connecting");
+    at += got, size -= static_cast<size_t>(got);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Socket> TcpExchange::Listen(const sockaddr_in& address, sockaddr_in* bound) const {
+  Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  setsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  socklen_t size = sizeof *bound;
+  if (bind(socket.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
+      listen(socket.fd(), ranks_) != 0 ||
+      getsockname(socket.fd(), reinterpret_cast<sockaddr*>(bound), &size) != 0)
+    return Unavailable("rank {} cannot listen on port {}: {}", rank_, ntohs(address.sin_port),
+                       LastError());
+  return socket;
+}
+
+absl::StatusOr<Socket> TcpExchange::Dial(const sockaddr_in& address,
+                                         const std::string& whom) const {
+  while (true) {
+    Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
+      const int on = 1;
+      setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+      return socket;
+    }
+    if (Clock::now() >= deadline_)
+      return Unavailable("{} does not answer within {} s: {}", whom, timeout_, LastError());
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+}
+
+absl::StatusOr<Socket> TcpExchange::Accept(const Socket& listener, Hello* hello,
+                                           sockaddr_in* from) const {
+  while (true) {
+    pollfd poll_for{listener.fd(), POLLIN, 0};
+    if (poll(&poll_for, 1, MillisecondsUntil(deadline_)) <= 0)
+      return Unavailable("not all {} ranks were there within {} s", ranks_, timeout_);
+    socklen_t size = sizeof *from;
+    Socket socket(accept4(listener.fd(), reinterpret_cast<sockaddr*>(from), &size, SOCK_CLOEXEC));
+    if (!socket.open()) continue;
+    const int on = 1;
+    setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    if (!Receive(socket, hello, sizeof *hello).ok() || hello->magic != Hello().magic)
+      continue;  // not one of us
+    if (hello->ranks != static_cast<uint32_t>(ranks_) ||
+        hello->rank >= static_cast<uint32_t>(ranks_) || peers_[hello->rank].open())
+      return InvalidArgument(
+          "rank {} of {} connected, but this run has {} ranks, each once; check RANK and "
+          "WORLD_SIZE",
+          hello->rank, hello->ranks, ranks_);
+    return socket;
+  }
+}
+
+absl::Status TcpExchange::Connect(const std::string& host, const std::string& port) {
+  deadline_ = Clock::now() + std::chrono::milliseconds(static_cast<int64_t>(timeout_ * 1000));
+  addrinfo hints{};
+  hints.ai_family = AF_INET;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0)
+    return InvalidArgument("{}:{} is no address: {}", host, port, gai_strerror(error));
+  sockaddr_in first = *reinterpret_cast<sockaddr_in*>(found->ai_addr);
+  freeaddrinfo(found);
+
+  sockaddr_in bound{}, from{};
+  Hello hello{.rank = static_cast<uint32_t>(rank_), .ranks = static_cast<uint32_t>(ranks_)};
+  std::vector<Hello> all(ranks_);
+  if (rank_ == 0) {
+    DENOISED_ASSIGN_OR_RETURN(const Socket listener, Listen(first, &bound));
+    for (int i = 1; i < ranks_; ++i) {
+      Hello theirs;
+      DENOISED_ASSIGN_OR_RETURN(Socket socket, Accept(listener, &theirs, &from));
+      theirs.address = from.sin_addr.s_addr;
+      all[theirs.rank] = theirs;
+      peers_[theirs.rank] = std::move(socket);
+    }
+    for (int i = 1; i < ranks_; ++i)
+      DENOISED_RETURN_IF_ERROR(Send(peers_[i], all.data(), all.size() * sizeof(Hello)));
+    return absl::OkStatus();
+  }
+  sockaddr_in any{};
+  any.sin_family = AF_INET;
+  // On one machine the others come from it alone.
+  any.sin_addr.s_addr =
+      first.sin_addr.s_addr == htonl(INADDR_LOOPBACK) ? htonl(INADDR_LOOPBACK) : htonl(INADDR_ANY);
+  DENOISED_ASSIGN_OR_RETURN(const Socket listener, Listen(any, &bound));
+  hello.port = bound.sin_port;
+  DENOISED_ASSIGN_OR_RETURN(peers_[0], Dial(first, fmt::format("rank 0 at {}:{}", host, port)));
+  DENOISED_RETURN_IF_ERROR(Send(peers_[0], &hello, sizeof hello));
+  DENOISED_RETURN_IF_ERROR(Receive(peers_[0], all.data(), all.size() * sizeof(Hello)));
+  for (int other = 1; other < rank_; ++other) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = all[other].address;
+    address.sin_port = static_cast<in_port_t>(all[other].port);
+    DENOISED_ASSIGN_OR_RETURN(peers_[other], Dial(address, fmt::format("rank {}", other)));
+    DENOISED_RETURN_IF_ERROR(Send(peers_[other], &hello, sizeof hello));
+  }
+  for (int other = rank_ + 1; other < ranks_; ++other) {
+    Hello theirs;
+    DENOISED_ASSIGN_OR_RETURN(Socket socket, Accept(listener, &theirs, &from));
+    peers_[theirs.rank] = std::move(socket);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::unique_ptr<Exchange> NewSoleExchange() { return std::make_unique<SoleExchange>(); }
+
+std::vector<std::unique_ptr<Exchange>> NewLoopbackExchanges(int ranks) {
+  auto meetings = std::make_shared<LoopbackExchange::Meetings>();
+  for (int i = 0; i < ranks * ranks; ++i) meetings->push_back(std::make_unique<LoopbackMeeting>());
+  std::vector<std::unique_ptr<Exchange>> exchanges;
+  exchanges.reserve(ranks);
+  for (int rank = 0; rank < ranks; ++rank)
+    exchanges.push_back(std::make_unique<LoopbackExchange>(rank, ranks, meetings));
+  return exchanges;
+}
+
+absl::StatusOr<std::unique_ptr<Exchange>> ConnectExchange(int rank, int ranks,
+                                                          const std::string& address,
+                                                          double timeout_seconds) {
+  if (ranks < 1 || rank < 0 || rank >= ranks)
+    return InvalidArgument("rank {} of {}: ranks count from 0", rank, ranks);
+  if (ranks == 1) return NewSoleExchange();
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos)
+    return InvalidArgument("the address of rank 0 is \"{}\"; use host:port", address);
+  auto exchange = std::make_unique<TcpExchange>(rank, ranks, timeout_seconds);
+  DENOISED_RETURN_IF_ERROR(exchange->Connect(address.substr(0, colon), address.substr(colon + 1)));
+  return exchange;
+}
+
+}  // namespace denoised::training

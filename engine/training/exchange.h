@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+#include "engine/core/tensor.h"
+
+namespace denoised::training {
+
+/// How ranks exchange gradients. Each rank owns a subtree of a step's chunks; at level i it swaps
+/// its sum with rank ^ 2ⁱ and both add the two, which is the rest of the tree: an addition of two
+/// numbers does not depend on their order, so all ranks have the same bits, and the same as one
+/// rank alone.
+class Exchange {
+ public:
+  virtual ~Exchange() = default;
+  virtual int rank() const = 0;
+  virtual int ranks() const = 0;
+  /// Sends `mine` to `partner` and receives as much from it into `theirs`; both call it. F32 on the
+  /// device of the backend. Unavailable names the rank that is lost.
+  virtual absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) = 0;
+};
+
+/// One rank.
+std::unique_ptr<Exchange> NewSoleExchange();
+
+/// Several ranks on threads of this process.
+std::vector<std::unique_ptr<Exchange>> NewLoopbackExchanges(int ranks);
+
+/// Several processes, over TCP. Rank 0 listens on `address` ("host:port"); the others connect to
+/// it, learn each other's addresses, and connect among themselves. Waits `timeout_seconds` for all
+/// of them, and as long for a partner in Swap(). The connections are neither encrypted nor
+/// authenticated: use a private network. InvalidArgument, Unavailable.
+absl::StatusOr<std::unique_ptr<Exchange>> ConnectExchange(int rank, int ranks,
+                                                          const std::string& address,
+                                                          double timeout_seconds);
+
+}  // namespace denoised::training

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/training/latents.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <vector>
+
+#include "engine/core/mutex.h"
+#include "engine/training/task.h"
+
+namespace denoised::training {
+namespace {
+
+/// Pictures of a pass: fixed, so that the bits do not depend on threads.
+constexpr int64_t kRows = 8;
+
+/// Moments [M, h, w, 2C] of pictures: mean, then the logarithm of the variance.
+absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& config,
+                               const AutoencoderWeights& weights, const Tensor& pictures,
+                               bool mirrored) {
+  const int64_t count = pictures.dim(0), height = pictures.dim(1), width = pictures.dim(2),
+                channels = pictures.dim(3), factor = config.vae.factor();
+  if (height % factor != 0 || width % factor != 0)
+    return InvalidArgument(
+        "the pictures are {} × {}, but the autoencoder needs multiples of {}; set sample_size",
+        width, height, factor);
+  Parameters parameters;
+  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<AutoencoderKL> model,
+                            AutoencoderKL::Make(Declare(backend, parameters).Frozen(), config));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor fixed, backend.Allocate({parameters.fixed_elements()},
+                                                                 DType::kF32, "the autoencoder"));
+  for (size_t i = 0; i < parameters.all().size(); ++i) {
+    const Parameter& parameter = parameters[static_cast<int>(i)];
+    const Tensor& from = weights.at(parameter.name);
+    DENOISED_CHECK(from.shape() == parameter.shape, "{}", parameter.name);
+    backend.Upload(from.data(), from.bytes(), parameters.Part(fixed, static_cast<int>(i)));
+  }
+  model->Pack({backend, parameters, {}, fixed});
+
+  const auto encode = [&](Backend& on, const AutoencoderKL& with, const Parameters& its,
+                          const Tensor& its_weights, Arena& arena, const Tensor& x) {
+    Pass pass{.backend = on,
+              .arena = arena,
+              .parameters = its,
+              .trained = {},
+              .fixed = its_weights,
+              .recompute_norms = true};  // nothing is kept for longer than needed
+    AutoencoderKL::Kept kept;
+    return with.Encode(pass, pass.ToActivation(x), &kept);
+  };
+  // What a pass needs, counted.
+  Cost cost;
+  Parameters counted;
+  const std::unique_ptr<Backend> counting = NewCountingBackend(backend.activation_dtype(), &cost);
+  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<AutoencoderKL> counted_model,
+                            AutoencoderKL::Make(Declare(*counting, counted).Frozen(), config));
+  Arena measuring = Arena::Measuring(backend.device());
+  const Shape shape{kRows, height, width, channels};
+  DENOISED_ASSIGN_OR_RETURN(const Tensor nothing, counting->Allocate(shape, DType::kF32, ""));
+  encode(*counting, *counted_model, counted, fixed, measuring, nothing);
+
+  struct Worker {
+    Arena arena;
+    Tensor x;
+  };
+  std::vector<std::optional<Worker>> workers(backend.workers());
+  const int64_t total = mirrored ? 2 * count : count, passes = (total + kRows - 1) / kRows;
+  const int64_t latent = height / factor * (width / factor) * 2 * config.vae.latent_channels;
+  Tensor moments = Tensor::Host(
+      {total, height / factor, width / factor, 2 * int64_t{config.vae.latent_channels}},
+      DType::kF32);
+  Mutex mutex;
+  absl::Status failure;
+  const auto pass = [&](int64_t index, int worker) -> absl::Status {
+    std::optional<Worker>& at = workers[worker];
+    if (!at) {
+      DENOISED_ASSIGN_OR_RETURN(
+          Tensor block, backend.Allocate({static_cast<int64_t>(measuring.peak())}, DType::kU8,
+                                         "activations of the autoencoder"));
+      DENOISED_ASSIGN_OR_RETURN(Tensor x, backend.Allocate(shape, DType::kF32, "pictures"));
+      at.emplace(Worker{Arena(std::move(block)), std::move(x)});
+    }
+    std::vector<float> pixels(shape.elements());
+    const int64_t each = height * width * channels;
+    for (int64_t n = 0; n < kRows; ++n) {
+      const int64_t row = std::min(index * kRows + n, total - 1);
+      const uint8_t* from = pictures.as<uint8_t>() + row % count * each;
+      for (int64_t i = 0; i < each; ++i) {
+        const int64_t c = i % channels, w = i / channels % width, line = i / channels / width;
+        const int64_t column = row < count ? w : width - 1 - w;
+        pixels[n * each + i] =
+            static_cast<float>(from[(line * width + column) * channels + c]) / 127.5f - 1.0f;
+      }
+    }
+    backend.Upload(pixels.data(), at->x.bytes(), at->x);
+    DENOISED_ASSIGN_OR_RETURN(
+        const Tensor done,
+        backend.Download(encode(backend, *model, parameters, fixed, at->arena, at->x)));
+    std::copy_n(done.as<float>(), std::min(kRows, total - index * kRows) * latent,
+                moments.as<float>() + index * kRows * latent);
+    return absl::OkStatus();
+  };
+  const int64_t chunk_rows = backend.chunk_rows();  // of a run that goes on afterwards
+  backend.SetChunkRows(kRows);
+  backend.ForEachPass(passes, [&](int64_t index, int worker) {
+    const absl::Status status = pass(index, worker);
+    MutexLock lock(&mutex);
+    failure.Update(status);
+  });
+  backend.SetChunkRows(chunk_rows);
+  DENOISED_RETURN_IF_ERROR(failure);
+  DENOISED_RETURN_IF_ERROR(backend.status());
+  return moments;
+}
+
+/// diffusers clamps the logarithm so.
+double DeviationOf(float log_variance) {
+  return std::exp(0.5 * std::clamp(static_cast<double>(log_variance), -30.0, 20.0));
+}
+
+}  // namespace
+
+absl::StatusOr<AutoencoderWeights> ReadAutoencoder(const AutoencoderKLConfig& config,
+                                                   const Weights& weights) {
+  Cost cost;
+  Parameters parameters;
+  const std::unique_ptr<Backend> counting = NewCountingBackend(DType::kF32, &cost);
+  DENOISED_RETURN_IF_ERROR(
+      AutoencoderKL::Make(Declare(*counting, parameters).Frozen(), config).status());
+  const Tensor fixed = Tensor::Host({parameters.fixed_elements()}, DType::kF32);
+  DENOISED_RETURN_IF_ERROR(parameters.Load(weights, {}, fixed));
+  AutoencoderWeights named;
+  for (const auto& [name, part] : parameters.Named({}, fixed))
+    named[name] = Tensor::HostF32(part.shape(), part.ToFloats());
+  return named;
+}
+
+absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLConfig& config,
+                                        const AutoencoderWeights& weights, const Tensor& pictures,
+                                        bool mirrored) {
+  DENOISED_RETURN_IF_ERROR(CheckTrainsTextToImage(backend));
+  DENOISED_ASSIGN_OR_RETURN(Tensor moments, Moments(backend, config, weights, pictures, mirrored));
+  const int64_t channels = config.vae.latent_channels;
+  for (int64_t i = 0; i < moments.elements(); i += 2 * channels) {
+    for (int64_t c = 0; c < channels; ++c) {
+      float* mean = moments.as<float>() + i + c;
+      const double shift =
+          config.latents_mean.empty() ? config.shift_factor : config.latents_mean[c];
+      const double scale =
+          config.vae.scaling_factor / (config.latents_std.empty() ? 1 : config.latents_std[c]);
+      mean[0] = static_cast<float>((mean[0] - shift) * scale);
+      mean[channels] = static_cast<float>(DeviationOf(mean[channels]) * scale);
+    }
+  }
+  return moments;
+}
+
+absl::Status StandardizeLatents(Backend& backend, const AutoencoderKLConfig& config,
+                                const Tensor& pictures, AutoencoderWeights* weights) {
+  if (!config.use_quant_conv || !config.use_post_quant_conv)
+    return InvalidArgument(
+        "use_quant_conv and use_post_quant_conv must be true: what latents are scaled by is put "
+        "into these convolutions");
+  DENOISED_ASSIGN_OR_RETURN(const Tensor moments,
+                            Moments(backend, config, *weights, pictures, /*mirrored=*/false));
+  const int64_t n = config.vae.latent_channels, pixels = moments.elements() / (2 * n);
+  std::vector<double> center(n), scale(n);
+  for (int64_t c = 0; c < n; ++c) {
+    double sum = 0, square = 0, variance = 0;
+    for (int64_t p = 0; p < pixels; ++p) {
+      const float* at = moments.as<float>() + p * 2 * n + c;
+      sum += at[0];
+      square += static_cast<double>(at[0]) * at[0];
+      variance += std::pow(DeviationOf(at[n]), 2);
+    }
+    const auto count = static_cast<double>(pixels);
+    center[c] = sum / count;
+    scale[c] = std::sqrt(std::max(0.0, square / count - center[c] * center[c]) + variance / count);
+    if (!(scale[c] > 0) || !std::isfinite(scale[c]))
+      return FailedPrecondition("latent channel {} has a deviation of {}; train longer", c,
+                                scale[c]);
+  }
+  float* outward = weights->at("quant_conv.weight").as<float>();
+  float* outward_bias = weights->at("quant_conv.bias").as<float>();
+  float* inward = weights->at("post_quant_conv.weight").as<float>();
+  float* inward_bias = weights->at("post_quant_conv.bias").as<float>();
+  for (int64_t c = 0; c < n; ++c) {
+    for (int64_t i = 0; i < 2 * n; ++i)
+      outward[c * 2 * n + i] = static_cast<float>(outward[c * 2 * n + i] / scale[c]);
+    outward_bias[c] = static_cast<float>((outward_bias[c] - center[c]) / scale[c]);
+    outward_bias[n + c] -= static_cast<float>(2 * std::log(scale[c]));
+  }
+  for (int64_t o = 0; o < n; ++o) {
+    double bias = inward_bias[o];
+    for (int64_t c = 0; c < n; ++c) {
+      bias += inward[o * n + c] * center[c];
+      inward[o * n + c] = static_cast<float>(inward[o * n + c] * scale[c]);
+    }
+    inward_bias[o] = static_cast<float>(bias);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace denoised::training

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/core/arena.h"
+#include "engine/training/backend.h"
+#include "engine/training/parameters.h"
+
+/// The modules of a network, each with an explicit backward pass. A module declares its parameters
+/// when it is made, and packs their values after every update. Forward() leaves what its twin needs
+/// in a struct of its own, Kept; Backward() takes that, writes the gradients of the module's
+/// parameters into Pass::gradient and returns the gradient of its input. Modules are immutable
+/// during passes, so several passes may use one at a time.
+
+namespace denoised::training {
+
+/// One pass: forward and backward of a few rows.
+struct Pass {
+  Backend& backend;
+  Arena& arena;
+  const Parameters& parameters;
+  Tensor trained, fixed;  // flat: the weights
+  Tensor gradient;        // flat: of this pass
+  Tensor rows;            // I32 [N, 16]: SampleRow; for dropout
+  Tensor step;            // I32 [1]
+  uint64_t seed = 0;
+  float dropout = 0;
+  /// Outputs of group norms are computed again in the backward pass instead of kept.
+  bool recompute_norms = false;
+
+  Tensor New(const Shape& shape) { return arena.New(shape, backend.activation_dtype()); }
+  Tensor NewF32(const Shape& shape) { return arena.New(shape, DType::kF32); }
+  Tensor Weight(int index) const {
+    return parameters.Part(parameters[index].trained ? trained : fixed, index);
+  }
+  Tensor Gradient(int index) const {
+    DENOISED_CHECK(parameters[index].trained, "{} is fixed", parameters[index].name);
+    return parameters.Part(gradient, index);
+  }
+  /// `a` in F32, or as an activation; `a` itself when it is already.
+  Tensor ToF32(const Tensor& a) { return Converted(a, DType::kF32); }
+  Tensor ToActivation(const Tensor& a) { return Converted(a, backend.activation_dtype()); }
+  /// out = a·scale; a itself when the scale is 1.
+  Tensor Scaled(const Tensor& a, float scale);
+
+ private:
+  Tensor Converted(const Tensor& a, DType dtype);
+};
+
+/// Where a module declares its parameters: a prefix of their names.
+class Declare {
+ public:
+  Declare(Backend& backend, Parameters& parameters) : Declare(backend, parameters, "") {}
+  Declare operator/(std::string_view name) const;
+  Declare operator/(int index) const { return *this / std::to_string(index); }
+  /// The same, where nothing is trained: such a module has a forward pass only.
+  Declare Frozen() const {
+    Declare frozen = *this;
+    frozen.trained_ = false;
+    return frozen;
+  }
+  int Add(const std::string& name, const Shape& shape, Initial initial, bool trained = true,
+          bool served = true) const {
+    return parameters_->Add(prefix_ + name, shape, initial, trained && trained_, served);
+  }
+  Backend& backend() const { return *backend_; }
+
+ private:
+  Declare(Backend& backend, Parameters& parameters, std::string prefix)
+      : backend_(&backend), parameters_(&parameters), prefix_(std::move(prefix)) {}
+  Backend* backend_;
+  Parameters* parameters_;
+  std::string prefix_;  // ends with a dot, or is empty
+  bool trained_ = true;
+};
+
+/// The values to pack from.
+struct Masters {
+  Backend& backend;
+  const Parameters& parameters;
+  Tensor trained, fixed;
+  Tensor operator()(int index) const {
+    return parameters.Part(parameters[index].trained ? trained : fixed, index);
+  }
+};
+
+class Conv2d {
+ public:
+  Conv2d() = default;
+  Conv2d(const Declare& declare, int in_channels, int out_channels, int kernel,
+         bool upsample2x = false);
+  void Pack(const Masters& masters) const;
+  /// "Same" padding and stride 1.
+  Conv2dGeometry Same() const { return {1, pad_, pad_, pad_, pad_}; }
+  /// Sets weight, and out if undefined.
+  Tensor Forward(Pass& pass, Conv2dArgs args) const;
+  /// Returns dx, of the shape of x; undefined if not `wants_dx`.
+  Tensor Backward(Pass& pass, const Tensor& x, const Conv2dGeometry& geometry, const Tensor& dout,
+                  bool wants_dx = true) const;
+
+ private:
+  int weight_ = 0, bias_ = 0, pad_ = 0;
+  std::shared_ptr<PackedConv2d> packed_;
+};
+
+struct LinearOptions {
+  bool bias = true;
+  /// Of normally distributed weights beside biases of 0, as transformers begins; else as PyTorch.
+  std::optional<double> deviation;
+};
+
+/// One linear layer, or several with the same input; or a 1×1 convolution.
+class Linear {
+ public:
+  Linear() = default;
+  Linear(const std::vector<Declare>& parts, int in_features, const std::vector<int>& out_features,
+         const LinearOptions& options = {});
+  static Linear Conv1x1(const Declare& declare, int in_channels, int out_channels);
+  /// Without bias, and not part of the served network.
+  static Linear OfTrainingAlone(const Declare& declare, int in_features, int out_features);
+  void Pack(const Masters& masters) const;
+  Tensor Forward(Pass& pass, const Tensor& x, const Tensor& residual = {}, float scale = 1) const;
+  /// `add` is added to dx, in place if `in_place`.
+  Tensor Backward(Pass& pass, const Tensor& x, const Tensor& dout, bool wants_dx = true,
+                  const Tensor& add = {}) const;
+
+ private:
+  std::vector<int> weights_, biases_;
+  std::shared_ptr<PackedLinear> packed_;
+};
+
+class GroupNorm {
+ public:
+  struct Kept {
+    Tensor x, statistics, scale_shift;
+  };
+  GroupNorm() = default;
+  GroupNorm(const Declare& declare, int channels, int groups, double eps, Activation activation);
+  Tensor Forward(Pass& pass, const Tensor& x, const Tensor& scale_shift, Kept* kept) const;
+  /// Forward's output once more.
+  Tensor Again(Pass& pass, const Kept& kept) const;
+  /// Returns dx (plus `add`); dscale_shift when there was a scale_shift.
+  Tensor Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& add,
+                  Tensor* dscale_shift) const;
+
+ private:
+  GroupNormArgs Args(Pass& pass, const Kept& kept) const;
+  int gamma_ = 0, beta_ = 0, groups_ = 0;
+  float eps_ = 0;
+  Activation activation_ = Activation::kNone;
+};
+
+class LayerNorm {
+ public:
+  struct Kept {
+    Tensor x, statistics;
+  };
+  LayerNorm() = default;
+  LayerNorm(const Declare& declare, int channels, double eps);
+  Tensor Forward(Pass& pass, const Tensor& x, Kept* kept) const;
+  /// Forward's output once more.
+  Tensor Again(Pass& pass, const Kept& kept) const;
+  /// Returns dx (plus `add`), in place of dout.
+  Tensor Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& add) const;
+
+ private:
+  LayerNormArgs Args(Pass& pass, const Kept& kept) const;
+  int gamma_ = 0, beta_ = 0;
+  float eps_ = 0;
+};
+
+/// diffusers' TimestepEmbedding: linear, SiLU, linear.
+class TimestepEmbedding {
+ public:
+  struct Kept {
+    Tensor x, hidden, activated;
+  };
+  TimestepEmbedding() = default;
+  TimestepEmbedding(const Declare& declare, int in_features, int out_features);
+  void Pack(const Masters& masters) const;
+  Tensor Forward(Pass& pass, const Tensor& x, const Tensor& residual, Kept* kept) const;
+  /// Returns dx, undefined if not `wants_dx`: most inputs have no gradient.
+  Tensor Backward(Pass& pass, const Kept& kept, const Tensor& dout, bool wants_dx = false) const;
+
+ private:
+  Linear linear_1_, linear_2_;
+};
+
+/// diffusers' Attention of UNet2DModel: group norm, self-attention, residual, division.
+class SelfAttention {
+ public:
+  struct Options {
+    int channels = 0, head_dim = 0;
+    std::optional<int> groups;
+    double eps = 1e-5, output_scale_factor = 1;
+  };
+  struct Kept {
+    GroupNorm::Kept norm;
+    Tensor normed, qkv, attended, log_sum_exp;
+  };
+  SelfAttention(const Declare& declare, const Options& options);
+  void Pack(const Masters& masters) const;
+  Tensor Forward(Pass& pass, const Tensor& x, Kept* kept) const;
+  Tensor Backward(Pass& pass, const Kept& kept, const Tensor& dout) const;
+
+ private:
+  AttentionArgs Args(const Kept& kept) const;
+  Options options_;
+  int heads_ = 0;
+  std::optional<GroupNorm> norm_;
+  Linear qkv_, out_;
+};
+
+/// diffusers' ResnetBlock2D, with the concatenation that comes before it in the up path.
+class ResnetBlock {
+ public:
+  enum class Resample { kNone, kUp, kDown };
+  struct Options {
+    int in_channels = 0;  // of the concatenation
+    int out_channels = 0;
+    int time_channels = 0;  // 0: no time embedding
+    int groups = 32;
+    double eps = 1e-6;
+    Activation activation = Activation::kSilu;
+    bool scale_shift = false;
+    double output_scale_factor = 1;
+    Resample resample = Resample::kNone;
+    uint32_t dropout_layer = 0;
+  };
+  struct Kept {
+    GroupNorm::Kept norm1, norm2;
+    Tensor input, normed1, normed2;  // the last two only if they are not recomputed
+    int64_t skip_channels = 0;
+  };
+  ResnetBlock(const Declare& declare, const Options& options);
+  void Pack(const Masters& masters) const;
+  /// x [N, H, W, C], skip optional [N, H, W, C2], `time` the activated embedding [N,
+  /// time_channels], undefined without time_channels.
+  Tensor Forward(Pass& pass, const Tensor& x, const Tensor& skip, const Tensor& time,
+                 Kept* kept) const;
+  /// Returns dx; dskip when there was a skip; adds to `dtime` (whose first user sets it),
+  /// which may be null without time_channels.
+  Tensor Backward(Pass& pass, const Kept& kept, const Tensor& time, const Tensor& dout,
+                  Tensor* dskip, Tensor* dtime) const;
+
+ private:
+  Tensor Normed1(Pass& pass, const Kept& kept) const;
+  Tensor Normed2(Pass& pass, const Kept& kept) const;
+  void Drop(Pass& pass, const Tensor& x) const;
+  bool has_shortcut() const { return options_.in_channels != options_.out_channels; }
+  bool has_time() const { return options_.time_channels > 0; }
+  Options options_;
+  GroupNorm norm1_, norm2_;
+  Conv2d conv1_, conv2_;
+  Linear time_, shortcut_;
+};
+
+}  // namespace denoised::training

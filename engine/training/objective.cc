@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/training/objective.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "engine/training/random.h"
+
+namespace denoised::training {
+namespace {
+
+using Kind = ObjectiveOptions::Kind;
+
+constexpr std::pair<Kind, const char*> kNames[] = {{Kind::kEdm, "edm"},
+                                                   {Kind::kEpsilon, "epsilon"},
+                                                   {Kind::kV, "v"},
+                                                   {Kind::kX0, "x0"},
+                                                   {Kind::kFlow, "flow"}};
+
+/// diffusers' DDPMScheduler.
+absl::StatusOr<std::vector<double>> Betas(const ObjectiveOptions& o) {
+  std::vector<double> betas(o.timesteps);
+  for (int i = 0; i < o.timesteps; ++i) {
+    const double at = o.timesteps == 1 ? 0 : static_cast<double>(i) / (o.timesteps - 1);
+    if (o.beta_schedule == "linear") {
+      betas[i] = o.beta_start + (o.beta_end - o.beta_start) * at;
+    } else if (o.beta_schedule == "scaled_linear") {
+      const double low = std::sqrt(o.beta_start), high = std::sqrt(o.beta_end);
+      betas[i] = std::pow(low + (high - low) * at, 2);
+    } else if (o.beta_schedule == "squaredcos_cap_v2") {
+      const auto bar = [&](double t) {
+        return std::pow(std::cos((t + 0.008) / 1.008 * std::numbers::pi / 2), 2);
+      };
+      betas[i] = std::min(1 - bar((i + 1.0) / o.timesteps) / bar(1.0 * i / o.timesteps), 0.999);
+    } else {
+      return InvalidArgument(
+          "beta_schedule is \"{}\"; use linear, scaled_linear or squaredcos_cap_v2",
+          o.beta_schedule);
+    }
+  }
+  return betas;
+}
+
+}  // namespace
+
+std::optional<Kind> ObjectiveFromName(const std::string& name) {
+  for (const auto& [kind, its_name] : kNames)
+    if (name == its_name) return kind;
+  return std::nullopt;
+}
+
+const char* Name(Kind kind) {
+  for (const auto& [each, name] : kNames)
+    if (each == kind) return name;
+  return "";
+}
+
+absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
+  Objective objective(options);
+  const auto positive = [](const char* field, double value) {
+    if (value > 0) return absl::OkStatus();
+    return InvalidArgument("{} is {}; it must be greater than 0", field, value);
+  };
+  DENOISED_RETURN_IF_ERROR(positive("sigma_data", options.sigma_data));
+  DENOISED_RETURN_IF_ERROR(positive("log_sigma_deviation", options.log_sigma_deviation));
+  if (options.min_snr) DENOISED_RETURN_IF_ERROR(positive("min_snr", *options.min_snr));
+  if (options.cap_snr) DENOISED_RETURN_IF_ERROR(positive("cap_snr", *options.cap_snr));
+  if (options.cap_snr && (options.kind != Kind::kV || options.min_snr))
+    return InvalidArgument("cap_snr is of the objective v, without min_snr");
+  const bool ddpm = options.kind != Kind::kEdm && options.kind != Kind::kFlow;
+  if (options.min_snr && !ddpm)
+    return InvalidArgument("min_snr weights the DDPM objectives; \"{}\" has weights of its own",
+                           Name(options.kind));
+  if (options.learned_variance) {
+    if (!ddpm)
+      return InvalidArgument(
+          "the network's out_channels is twice its in_channels, a learned variance, which \"{}\" "
+          "does not have; use the objective epsilon, v or x0, or make out_channels in_channels",
+          Name(options.kind));
+    DENOISED_RETURN_IF_ERROR(positive("variance_weight", options.variance_weight));
+    if (options.timesteps < 2)
+      return InvalidArgument("timesteps is {}; a learned variance needs at least 2",
+                             options.timesteps);
+  }
+  if (!ddpm) return objective;
+  if (options.timesteps < 1 || options.timesteps > 1'000'000)
+    return InvalidArgument("timesteps is {}; use 1 to 1000000", options.timesteps);
+  if (!(options.beta_start > 0 && options.beta_start <= options.beta_end && options.beta_end < 1))
+    return InvalidArgument("beta_start is {} and beta_end {}; use 0 < beta_start ≤ beta_end < 1",
+                           options.beta_start, options.beta_end);
+  DENOISED_ASSIGN_OR_RETURN(objective.betas_, Betas(options));
+  double product = 1;
+  for (const double beta : objective.betas_)
+    objective.alphas_cumprod_.push_back(product *= 1 - beta);
+  return objective;
+}
+
+void Objective::Plan(uint64_t seed, uint32_t step, uint32_t sample, SampleRow* row) const {
+  const Philox4 bits = Draw(seed, Purpose::kLevel, step, sample, 0);
+  const double normal = NormalOfBits(bits).v[0];
+  if (options_.kind == Kind::kEdm) {
+    // Table 1: D = c_skip·x + c_out·F(c_in·x), and λ(σ)·c_out² = 1, so F's target has weight 1.
+    const double sigma = std::exp(options_.log_sigma_mean + options_.log_sigma_deviation * normal);
+    const double data = options_.sigma_data, root = std::hypot(sigma, data);
+    const double skip = data * data / (root * root), out = sigma * data / root;
+    row->signal = static_cast<float>(1 / root);
+    row->noise = static_cast<float>(sigma / root);
+    row->target_signal = static_cast<float>((1 - skip) / out);
+    row->target_noise = static_cast<float>(-skip * sigma / out);
+    row->condition = static_cast<float>(std::log(sigma) / 4);
+    row->weight = 1;
+  } else if (options_.kind == Kind::kFlow) {
+    const double uniform = (static_cast<double>(bits.v[2]) + 0.5) * 0x1p-32;
+    const double sigma = options_.logit_normal ? 1 / (1 + std::exp(-normal)) : uniform;
+    row->signal = static_cast<float>(1 - sigma);
+    row->noise = static_cast<float>(sigma);
+    row->target_signal = -1;
+    row->target_noise = 1;
+    row->condition = static_cast<float>(sigma * options_.timesteps);
+    row->weight = 1;
+  } else {
+    PlanDdpm(static_cast<int>(uint64_t{bits.v[2]} * alphas_cumprod_.size() >> 32), row);
+  }
+}
+
+void Objective::PlanDdpm(int timestep, SampleRow* row) const {
+  const double bar = alphas_cumprod_[timestep], signal = std::sqrt(bar), noise = std::sqrt(1 - bar);
+  const double snr = bar / (1 - bar);
+  const double capped = options_.min_snr ? std::min(snr, *options_.min_snr) : snr;
+  double target_signal = 0, target_noise = 0, weight = 1;
+  switch (options_.kind) {
+    case Kind::kEpsilon:
+      target_noise = 1;
+      weight = capped / snr;
+      break;
+    case Kind::kV:
+      target_signal = -noise;
+      target_noise = signal;
+      weight = options_.min_snr   ? capped / (snr + 1)
+               : options_.cap_snr ? (std::min(snr, *options_.cap_snr) + 1) / (snr + 1)
+                                  : 1;
+      break;
+    default:  // kX0
+      target_signal = 1;
+      weight = capped;
+      break;
+  }
+  row->signal = static_cast<float>(signal);
+  row->noise = static_cast<float>(noise);
+  row->target_signal = static_cast<float>(target_signal);
+  row->target_noise = static_cast<float>(target_noise);
+  row->condition = static_cast<float>(timestep);
+  row->weight = static_cast<float>(weight);
+  if (!options_.learned_variance) return;
+  // 2102.09672: the posterior's mean is √ᾱ_{t−1}·β/(1 − ᾱ)·x0 + …, its variance (1 − ᾱ_{t−1})/(1 −
+  // ᾱ)·β; at t = 0 that is 0, and the next one stands for it.
+  const double beta = betas_[timestep], before = timestep == 0 ? 1 : alphas_cumprod_[timestep - 1];
+  const double of_image = std::sqrt(before) * beta / (1 - bar);
+  row->mean_factor = static_cast<float>(of_image * (options_.kind == Kind::kEpsilon ? noise / signal
+                                                    : options_.kind == Kind::kV     ? noise
+                                                                                    : -1));
+  const int posterior = std::max(timestep, 1);
+  const double variance =
+      (1 - alphas_cumprod_[posterior - 1]) / (1 - alphas_cumprod_[posterior]) * betas_[posterior];
+  row->log_variance_min = static_cast<float>(std::log(variance));
+  row->log_variance_max = static_cast<float>(std::log(beta));
+}
+
+double Objective::VarianceWeight() const {
+  return options_.variance_weight * options_.timesteps / std::numbers::ln2;
+}
+
+nlohmann::json Objective::SchedulerConfig() const {
+  if (options_.kind == Kind::kEdm)
+    return {{"_class_name", "EDMDPMSolverMultistepScheduler"},
+            {"algorithm_type", "dpmsolver++"},
+            {"final_sigmas_type", "zero"},
+            {"num_train_timesteps", 1000},
+            {"prediction_type", "epsilon"},
+            {"rho", 7.0},
+            {"sigma_data", options_.sigma_data},
+            {"sigma_max", options_.sigma_max},
+            {"sigma_min", options_.sigma_min},
+            {"sigma_schedule", "karras"},
+            {"solver_order", 2},
+            {"solver_type", "midpoint"}};
+  if (options_.kind == Kind::kFlow)
+    return {{"_class_name", "FlowMatchEulerDiscreteScheduler"},
+            {"num_train_timesteps", options_.timesteps},
+            {"shift", 1.0}};
+  const char* const prediction = options_.kind == Kind::kEpsilon ? "epsilon"
+                                 : options_.kind == Kind::kV     ? "v_prediction"
+                                                                 : "sample";
+  if (options_.learned_variance)  // of diffusers' schedulers, DDPM draws from such a variance
+    return {{"_class_name", "DDPMScheduler"},
+            {"beta_start", options_.beta_start},
+            {"beta_end", options_.beta_end},
+            {"beta_schedule", options_.beta_schedule},
+            {"clip_sample", true},
+            {"num_train_timesteps", options_.timesteps},
+            {"prediction_type", prediction},
+            {"steps_offset", 0},
+            {"timestep_spacing", "leading"},
+            {"variance_type", "learned_range"}};
+  return {{"_class_name", "DDIMScheduler"},
+          {"beta_start", options_.beta_start},
+          {"beta_end", options_.beta_end},
+          {"beta_schedule", options_.beta_schedule},
+          {"clip_sample", true},
+          {"num_train_timesteps", options_.timesteps},
+          {"prediction_type", prediction},
+          {"set_alpha_to_one", true},
+          {"steps_offset", 0},
+          {"timestep_spacing", "leading"}};
+}
+
+}  // namespace denoised::training

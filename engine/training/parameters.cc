@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/training/parameters.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/training/random.h"
+
+namespace denoised::training {
+namespace {
+
+constexpr int64_t kAlignment = 16;  // elements
+
+/// FNV-1a: which random numbers are a parameter's own.
+uint64_t HashOf(const std::string& name) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  return hash;
+}
+
+}  // namespace
+
+Initial Initial::Uniform(int64_t fan_in) {
+  return {Kind::kUniform, 1 / std::sqrt(static_cast<double>(fan_in))};
+}
+
+int Parameters::Add(std::string name, const Shape& shape, Initial initial, bool trained,
+                    bool served) {
+  int64_t& end = trained ? trained_ : fixed_;
+  all_.push_back({std::move(name), shape, initial, trained, served, end});
+  end += (shape.elements() + kAlignment - 1) / kAlignment * kAlignment;
+  return static_cast<int>(all_.size()) - 1;
+}
+
+int Parameters::first_trained() const {
+  int index = 0;
+  while (!all_[index].trained) ++index;
+  return index;
+}
+
+int64_t Parameters::count() const {
+  int64_t count = 0;
+  for (const Parameter& parameter : all_) count += parameter.shape.elements();
+  return count;
+}
+
+Tensor Parameters::Part(const Tensor& flat, int index) const {
+  const Parameter& parameter = all_[index];
+  DENOISED_CHECK(parameter.offset + parameter.shape.elements() <= flat.elements());
+  return Tensor(flat.as<float>() + parameter.offset, parameter.shape, DType::kF32, flat.device(),
+                nullptr);
+}
+
+void Parameters::Initialize(uint64_t seed, const Tensor& trained, const Tensor& fixed) const {
+  for (size_t index = 0; index < all_.size(); ++index) {
+    const Parameter& parameter = all_[index];
+    const Tensor to = Part(parameter.trained ? trained : fixed, static_cast<int>(index));
+    const uint64_t hash = HashOf(parameter.name);
+    const auto value = static_cast<float>(parameter.initial.value);
+    for (int64_t i = 0; i < to.elements(); i += 4) {
+      const Philox4 bits = Draw(seed, Purpose::kInitial, static_cast<uint32_t>(hash),
+                                static_cast<uint32_t>(hash >> 32), static_cast<uint32_t>(i / 4));
+      const Normal4 normal = NormalOfBits(bits);
+      for (int64_t j = i; j < std::min(i + 4, to.elements()); ++j) {
+        float& element = to.as<float>()[j];
+        switch (parameter.initial.kind) {
+          case Initial::Kind::kUniform:
+            element = value * (2 * UniformOf(bits.v[j - i]) - 1);
+            break;
+          case Initial::Kind::kNormal:
+            element = value * normal.v[j - i];
+            break;
+          case Initial::Kind::kConstant:
+            element = value;
+            break;
+        }
+      }
+    }
+  }
+}
+
+absl::Status Parameters::Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,
+                              const std::string& prefix) const {
+  for (size_t index = 0; index < all_.size(); ++index) {
+    const Parameter& parameter = all_[index];
+    if (!parameter.served || parameter.name.compare(0, prefix.size(), prefix) != 0) continue;
+    DENOISED_ASSIGN_OR_RETURN(const Tensor from,
+                              weights.Get(parameter.name.substr(prefix.size()), parameter.shape));
+    const std::vector<float> values = from.ToFloats();
+    std::copy(values.begin(), values.end(),
+              Part(parameter.trained ? trained : fixed, static_cast<int>(index)).as<float>());
+  }
+  return weights.CheckAllUsed();
+}
+
+std::map<std::string, Tensor> Parameters::Named(const Tensor& trained, const Tensor& fixed) const {
+  std::map<std::string, Tensor> named;
+  for (size_t index = 0; index < all_.size(); ++index) {
+    if (!all_[index].served) continue;
+    named[all_[index].name] = Part(all_[index].trained ? trained : fixed, static_cast<int>(index));
+  }
+  return named;
+}
+
+}  // namespace denoised::training

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "engine/core/tensor.h"
+#include "engine/io/weights.h"
+
+namespace denoised::training {
+
+/// How a parameter begins: as PyTorch's modules make it.
+struct Initial {
+  enum class Kind { kUniform, kNormal, kConstant } kind = Kind::kConstant;
+  double value = 0;  // half the width (1/√fan-in), the standard deviation, or the constant
+
+  static Initial Uniform(int64_t fan_in);
+  static Initial Normal(double deviation) { return {Kind::kNormal, deviation}; }
+  static Initial Constant(double value) { return {Kind::kConstant, value}; }
+};
+
+struct Parameter {
+  std::string name;  // in the checkpoint: "conv_in.weight"
+  Shape shape;       // as there
+  Initial initial;
+  bool trained = true;  // false: fixed from the start (Fourier frequencies)
+  bool served = true;   // false: not part of the network that is sampled, nor of its files
+  int64_t offset = 0;   // first element in the flat tensor of all trained, or of all fixed ones
+};
+
+/// The parameters of a network in the order in which its modules declared them. Master weights,
+/// gradient, moments and averages are one flat F32 tensor each; a parameter is a part of it, in the
+/// checkpoint's own shape, that begins at a multiple of 64 bytes. What lies between parts is 0 and
+/// stays 0.
+class Parameters {
+ public:
+  /// Returns its index.
+  int Add(std::string name, const Shape& shape, Initial initial, bool trained = true,
+          bool served = true);
+
+  const std::vector<Parameter>& all() const { return all_; }
+  const Parameter& operator[](int index) const { return all_[index]; }
+  /// Elements of the flat tensor of trained, or of fixed parameters.
+  int64_t trained_elements() const { return trained_; }
+  int64_t fixed_elements() const { return fixed_; }
+  /// The first one that is not fixed.
+  int first_trained() const;
+  /// Without the gaps.
+  int64_t count() const;
+
+  /// The part of `flat` that is parameter `index`, in its shape.
+  Tensor Part(const Tensor& flat, int index) const;
+
+  /// Fills host tensors with initial values, which depend on (seed, name, element) alone.
+  void Initialize(uint64_t seed, const Tensor& trained, const Tensor& fixed) const;
+  /// Fills those that are served from a checkpoint instead: those whose names begin with `prefix`,
+  /// which the checkpoint does not have. NotFound or InvalidArgument as Weights::Get().
+  absl::Status Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,
+                    const std::string& prefix = "") const;
+  /// Views of host tensors by checkpoint name, of those that are served.
+  std::map<std::string, Tensor> Named(const Tensor& trained, const Tensor& fixed) const;
+
+ private:
+  std::vector<Parameter> all_;
+  int64_t trained_ = 0, fixed_ = 0;
+};
+
+}  // namespace denoised::training

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "engine/core/philox.h"
+
+/// The random numbers of training. Each is a function of (seed, purpose, step, sample, element) and
+/// of nothing else, so a run that is repeated or resumed, with any accumulation and any number of
+/// ranks, draws the same numbers. `sample` counts within the global batch of a step.
+
+namespace denoised::training {
+
+/// The low byte of Philox's last word, which is 0 in serving. A dropout layer has its number above.
+enum class Purpose : uint32_t {
+  kNoise = 1,    // ε of a sample's pixels
+  kLevel = 2,    // its noise level or timestep
+  kAugment = 3,  // flip and crop
+  kClass = 4,    // whether its class is dropped
+  kDropout = 5,
+  kOrder = 6,      // the permutation of an epoch
+  kInitial = 7,    // weights
+  kPosterior = 8,  // a latent of what an autoencoder makes of a picture
+  kCaption = 9,    // which of a picture's captions
+};
+
+/// Four random words: `block` counts elements in fours.
+DENOISED_HOST_DEVICE inline Philox4 Draw(uint64_t seed, Purpose purpose, uint32_t step,
+                                         uint32_t sample, uint32_t block, uint32_t layer = 0) {
+  return PhiloxWords(seed, block, sample, step, static_cast<uint32_t>(purpose) | layer << 8);
+}
+
+/// Uniform in [0, 1), in steps of 2⁻²⁴.
+DENOISED_HOST_DEVICE inline float UniformOf(uint32_t bits) {
+  return static_cast<float>(bits >> 8) * 0x1p-24f;
+}
+
+/// A permutation of [0, count) that depends on (seed, epoch) alone: nothing of it is stored. A
+/// Feistel network of six rounds over the next power of four, walked until it is below `count`.
+inline int64_t Permute(uint64_t seed, uint32_t epoch, int64_t count, int64_t index) {
+  int bits = 1;
+  while ((int64_t{1} << (2 * bits)) < count) ++bits;
+  const uint64_t mask = (uint64_t{1} << bits) - 1;
+  auto value = static_cast<uint64_t>(index);
+  do {
+    uint64_t left = value >> bits, right = value & mask;
+    for (uint32_t round = 0; round < 6; ++round) {
+      const Philox4 f = Draw(seed, Purpose::kOrder, epoch, round, static_cast<uint32_t>(right));
+      const uint64_t next = left ^ (f.v[0] & mask);
+      left = right;
+      right = next;
+    }
+    value = left << bits | right;
+  } while (value >= static_cast<uint64_t>(count));
+  return static_cast<int64_t>(value);
+}
+
+}  // namespace denoised::training

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+
+namespace denoised::training {
+
+/// The learning rate by step: a linear warm-up, and then constant, a half cosine to 0 at the last
+/// step, or rate / √max(step / reference, 1) (EDM2, arXiv 2312.02696).
+struct RateSchedule {
+  enum class Kind { kConstant, kCosine, kInverseSqrt } kind = Kind::kConstant;
+  double rate = 1e-4;
+  int64_t warmup_steps = 0;
+  int64_t reference_steps = 10000;  // kInverseSqrt
+
+  /// Of step `step` (from 0) of `steps`.
+  double At(int64_t step, int64_t steps) const;
+};
+
+/// An exponential moving average of the weights.
+struct AverageOptions {
+  enum class Kind {
+    kDecay,   // w̄ ← d·w̄ + (1 − d)·w
+    kWarmup,  // the same with d = min(value, 1 − (1 + n)^−0.75), diffusers' EMAModel
+    kPower    // d = (1 − 1/t)^(γ + 1) of relative width `value` (EDM2)
+  } kind = Kind::kDecay;
+  double value = 0.999;
+
+  /// "decay_0.999", "power_0.05": the name of its folder.
+  std::string Name() const;
+  absl::Status Check() const;
+  /// d at the update that makes step `step` (from 1).
+  double DecayAt(int64_t step) const;
+};
+
+/// γ of a power-function average whose width, relative to the training time, is `width`:
+/// width² = (γ + 1) / ((γ + 2)²(γ + 3)). `width` is in (0, 0.28).
+double PowerOfWidth(double width);
+
+}  // namespace denoised::training

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/training/backend.h"
+#include "engine/training/exchange.h"
+#include "engine/training/objective.h"
+#include "engine/training/prefetcher.h"
+#include "engine/training/schedule.h"
+#include "engine/training/task.h"
+
+namespace denoised::training {
+
+struct TrainerOptions {
+  int64_t steps = 10000;
+  int64_t batch = 64;  // samples of a step, over all ranks
+  int64_t chunks = 8;  // a power of two that divides the batch; part of what the bits depend on
+  int64_t accumulation = 1;  // micro-batches of a step; the bits do not depend on it
+  uint64_t seed = 0;
+  ObjectiveOptions objective;
+  RateSchedule rate;
+  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.01;
+  double clip = 1;  // of the gradient's norm; 0: none
+  std::vector<AverageOptions> averages = {{}};
+  double dropout = 0;        // in the resnets
+  double class_dropout = 0;  // the share of samples that are shown null_class, or no caption
+  int null_class = -1;
+  bool flip = false;   // half of the samples are mirrored
+  double augment = 0;  // probability of each of EDM's augmentations (augment.h); 0: none
+  /// 0: the pictures lie in the device's memory. Otherwise this many threads copy those of the next
+  /// step while one is made. The bits do not depend on it.
+  int prefetch_threads = 0;
+  bool recompute_norms = false;  // less memory, a little slower
+
+  /// InvalidArgument names the field, its value and the remedy.
+  absl::Status Check(int ranks) const;
+};
+
+/// Pictures of one size. The trainer keeps what it needs.
+struct Dataset {
+  Tensor images;                // U8 [M, H, W, C] on the host; may be a mapped file
+  std::vector<int32_t> labels;  // one each, or empty
+  Tensor vectors;               // F32 [M, D] on the host: a class vector each; or undefined
+
+  // Of text to image, instead:
+  /// F32 [M, h, w, 2C] on the host: what the autoencoder makes of each picture, as the network
+  /// reads it; mean, then deviation. With flip [2M, …]: the mirrored pictures follow.
+  Tensor posteriors;
+  Tensor tokens;  // I32 [captions + 1, tokens] on the host; the last is the empty caption
+  std::vector<int32_t> first_caption;  // [M + 1]: picture i has those from [i] to [i + 1]
+
+  int64_t size() const {
+    return first_caption.empty() ? images.dim(0) : static_cast<int64_t>(first_caption.size()) - 1;
+  }
+};
+
+struct StepReport {
+  int64_t step = 0;  // how many steps have been made
+  double loss = 0;   // mean over the batch
+  double gradient_norm = 0;
+  double rate = 0;
+  bool skipped = false;  // the gradient was not finite, and nothing was changed
+  bool stop = false;     // some rank wants to stop: all learn it at the same step
+};
+
+/// What a run is at one moment, apart from its configuration. Host tensors; averages by
+/// TrainerOptions::averages.
+struct TrainerState {
+  int64_t step = 0;
+  int64_t skipped = 0;          // steps whose gradient was not finite
+  int64_t skipped_in_row = 0;   // up to now
+  Tensor trained, fixed, m, v;  // flat, F32
+  std::vector<Tensor> averages;
+};
+
+/// How much a run takes, from a pass that is only counted.
+struct TrainerPlan {
+  int64_t parameters = 0;
+  int64_t pass_rows = 0;        // samples of a pass
+  size_t weight_bytes = 0;      // masters, gradients, moments, averages
+  size_t activation_bytes = 0;  // of all passes at one time, without scratch memory of ops
+  size_t dataset_bytes = 0;     // what of the pictures is in memory
+  double step_flops = 0;        // of a whole step
+};
+
+/// Makes steps: plans samples, runs passes, adds gradients up as a tree, over ranks too, and
+/// updates the weights. Everything that a step does depends on (options, dataset, state) alone. Not
+/// thread-safe.
+class Trainer {
+ public:
+  /// `backend` and `exchange` must outlive it. InvalidArgument where options, network and dataset
+  /// do not belong together; ResourceExhausted.
+  static absl::StatusOr<std::unique_ptr<Trainer>> Make(Backend& backend, Exchange& exchange,
+                                                       const NetworkConfig& config,
+                                                       const TrainerOptions& options,
+                                                       const Dataset& dataset);
+  /// Without memory: what a run on `backend` takes.
+  static absl::StatusOr<TrainerPlan> Plan(const Backend& backend, const NetworkConfig& config,
+                                          const TrainerOptions& options, const Dataset& dataset,
+                                          int ranks);
+  ~Trainer();
+
+  /// `wants_stop`: this rank wants to stop after the step. Unavailable when a rank or the device is
+  /// lost.
+  absl::StatusOr<StepReport> Step(bool wants_stop = false);
+
+  const Parameters& parameters() const { return parameters_; }
+  /// Copies everything to the host.
+  absl::StatusOr<TrainerState> State() const;
+  /// Continues from a state of a run with the same network and averages.
+  absl::Status Restore(const TrainerState& state);
+  /// Starts from a checkpoint's weights instead of random ones; averages too.
+  absl::Status LoadWeights(const Weights& weights) { return LoadWeights("", weights); }
+  /// Those parameters alone whose names begin with `prefix`, which the checkpoint does not have.
+  absl::Status LoadWeights(const std::string& prefix, const Weights& weights);
+
+  /// For tests: multiplies the first parameter's gradient in the next step.
+  void ScaleNextGradient(float factor) { gradient_factor_ = factor; }
+
+ private:
+  class Tree;
+
+  Trainer(Backend& backend, Exchange& exchange, const NetworkConfig& config,
+          const TrainerOptions& options, Objective objective, const Dataset& dataset);
+  absl::Status Allocate();
+  static absl::Status CheckDataset(const NetworkConfig& config, const TrainerOptions& options,
+                                   const Dataset& dataset);
+  absl::Status AllocatePictures();
+  int64_t PictureOf(int64_t step, int64_t local_sample) const;
+  void PreparePicture(int64_t step, int64_t local_sample, uint8_t* to) const;
+  void PlanSample(int64_t local_sample);
+  void UploadSamples();
+  void RunPass(int64_t pass, Arena& arena, const Tensor& gradient) const;
+  /// Enqueues the rank's passes; their sum is sum_ then.
+  absl::Status RunPasses();
+  void Update();
+  absl::Status AddOtherRanks();
+  absl::Status UploadFlat(const Tensor& from, const Tensor& to) const;
+  int64_t local_samples() const { return options_.batch / exchange_.ranks(); }
+  int64_t pass_rows() const { return pass_chunks_ * options_.batch / options_.chunks; }
+
+  Backend& backend_;
+  Exchange& exchange_;
+  const NetworkConfig config_;
+  const TrainerOptions options_;
+  const Objective objective_;
+  const Dataset dataset_;
+  Parameters parameters_;
+  std::unique_ptr<Task> task_;
+  int64_t pass_chunks_ = 1;
+  int64_t step_ = 0, skipped_ = 0, skipped_in_row_ = 0;
+  float gradient_factor_ = 1;
+
+  Tensor images_;              // all pictures, or with a prefetcher those of a step
+  Samples samples_, planned_;  // on the device, and on the host
+  std::optional<Prefetcher> prefetcher_;
+  Tensor step_tensor_, squared_norm_, scalars_, received_, sum_;
+  Tensor trained_, fixed_, m_, v_;
+  std::vector<Tensor> averages_;
+  std::vector<Arena> free_arenas_;  // one for each pass that may run at one time
+  std::unique_ptr<Tree> tree_;
+  std::unique_ptr<Recording> passes_recording_, update_recording_;
+};
+
+}  // namespace denoised::training

@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/training/unet2d.h"
+
+#include <algorithm>
+
+namespace denoised::training {
+
+struct UNet2D::KeptLevel {
+  std::vector<ResnetBlock::Kept> resnets;
+  std::vector<SelfAttention::Kept> attentions;
+  Tensor resample_input;
+  ResnetBlock::Kept resample_resnet;
+};
+
+struct UNet2D::Kept {
+  TimestepEmbedding::Kept time, label;
+  Tensor embedding, activated;  // before and after the activation that all resnets apply
+  Tensor centered;              // what conv_in reads
+  std::vector<KeptLevel> down, up;
+  ResnetBlock::Kept mid_resnets[2];
+  SelfAttention::Kept mid_attention;
+  GroupNorm::Kept norm_out;
+  Tensor normed_out;  // unless norms are recomputed
+};
+
+void UNet2D::KeptDeleter::operator()(Kept* kept) const { delete kept; }
+
+absl::StatusOr<std::unique_ptr<UNet2D>> UNet2D::Make(Backend& backend, Parameters& parameters,
+                                                     const UNet2DConfig& config,
+                                                     int augment_labels) {
+  std::unique_ptr<UNet2D> model(new UNet2D(config, augment_labels));
+  DENOISED_RETURN_IF_ERROR(model->Check());
+  model->Build(Declare(backend, parameters));
+  return model;
+}
+
+absl::Status UNet2D::Check() const {
+  const auto divides = [&](int channels, int groups, const char* field) {
+    if (channels % groups == 0) return absl::OkStatus();
+    return InvalidArgument(
+        "the network has a norm of {} channels, which {} = {} does not divide; change it or "
+        "block_out_channels",
+        channels, field, groups);
+  };
+  const std::vector<int>& channels = config_.block_out_channels;
+  if (config_.time_embedding_type == UNet2DConfig::Time::kLearned &&
+      config_.condition == ClassCondition::kValue)
+    return InvalidArgument(
+        "time_embedding_type is \"learned\" and class_embed_type \"timestep\": classes would share "
+        "the table of timesteps, which cannot be trained; use \"positional\" or \"fourier\"");
+  for (size_t i = 0; i < channels.size(); ++i) {
+    for (const auto& [type, block] :
+         {std::pair{&config_.down_block_types[i], &DownBlockOf(config_.down_block_types[i])},
+          std::pair{&config_.up_block_types[i], &UpBlockOf(config_.up_block_types[i])}}) {
+      if (block->skip)
+        return InvalidArgument(
+            "a block is a {}, which cannot be trained; use a block without Skip in its name",
+            *type);
+    }
+    DENOISED_RETURN_IF_ERROR(divides(channels[i], *config_.norm_num_groups, "norm_num_groups"));
+    const bool last = i + 1 == channels.size();
+    if (!DownBlockOf(config_.down_block_types[i]).attention &&
+        !UpBlockOf(config_.up_block_types[channels.size() - 1 - i]).attention &&
+        !(last && config_.mid_block && config_.add_attention))
+      continue;
+    const int head_dim = config_.attention_head_dim.value_or(channels[i]);
+    if (channels[i] % head_dim != 0)
+      return InvalidArgument(
+          "attention_head_dim is {}, which does not divide the {} channels of a block", head_dim,
+          channels[i]);
+    if (head_dim > kMaxHeadDim)
+      return InvalidArgument("an attention head is {} wide; at most {} can be served", head_dim,
+                             kMaxHeadDim);
+  }
+  if (config_.attn_norm_num_groups)
+    DENOISED_RETURN_IF_ERROR(
+        divides(channels.back(), *config_.attn_norm_num_groups, "attn_norm_num_groups"));
+  return absl::OkStatus();
+}
+
+ResnetBlock::Options UNet2D::Resnet(int in_channels, int out_channels) {
+  return {.in_channels = in_channels,
+          .out_channels = out_channels,
+          .time_channels = config_.time_embedding_dim,
+          .groups = *config_.norm_num_groups,
+          .eps = config_.norm_eps,
+          .activation = config_.activation,
+          .scale_shift = config_.scale_shift,
+          .dropout_layer = dropout_layers_++};
+}
+
+SelfAttention::Options UNet2D::AttentionOf(int channels) const {
+  return {.channels = channels,
+          .head_dim = config_.attention_head_dim.value_or(channels),
+          .groups = *config_.norm_num_groups,
+          .eps = config_.norm_eps};
+}
+
+Conv2dGeometry UNet2D::Down() const {
+  const int pad = config_.downsample_padding, after = pad == 0 ? 1 : pad;
+  return {2, pad, pad, after, after};
+}
+
+void UNet2D::Build(const Declare& declare) {
+  const std::vector<int>& channels = config_.block_out_channels;
+  const int levels = static_cast<int>(channels.size()), layers = config_.layers_per_block;
+  const int embedded = config_.time_embedding_dim;
+  int projected = channels[0];
+  if (config_.time_embedding_type == UNet2DConfig::Time::kFourier) {
+    fourier_weight_ = (declare / "time_proj")
+                          .Add("weight", {channels[0]}, Initial::Normal(16), /*trained=*/false);
+    projected = 2 * channels[0];
+  } else if (config_.time_embedding_type == UNet2DConfig::Time::kLearned) {
+    time_table_ =
+        (declare / "time_proj")
+            .Add("weight", {config_.num_train_timesteps, channels[0]}, Initial::Normal(1));
+  }
+  time_embedding_ = TimestepEmbedding(declare / "time_embedding", projected, embedded);
+  if (augment_labels_ > 0)
+    augment_ = Linear::OfTrainingAlone(declare / "map_augment", augment_labels_, projected);
+  if (config_.condition == ClassCondition::kLabel)
+    class_table_ = (declare / "class_embedding")
+                       .Add("weight", {config_.num_class_embeds, embedded}, Initial::Normal(1));
+  if (config_.condition == ClassCondition::kValue)
+    class_embedding_.emplace(declare / "class_embedding", projected, embedded);
+  conv_in_ = Conv2d(declare / "conv_in", config_.in_channels, channels[0], 3);
+
+  std::vector<int> skips = {channels[0]};
+  down_.resize(levels);
+  for (int i = 0, in = channels[0]; i < levels; in = channels[i++]) {
+    std::vector<int> inputs(layers, channels[i]);
+    inputs[0] = in;
+    const bool last = i == levels - 1;
+    BuildLevel(declare / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]), inputs,
+               channels[i], last ? ResnetBlock::Resample::kNone : ResnetBlock::Resample::kDown,
+               &down_[i]);
+    skips.insert(skips.end(), layers + !last, channels[i]);
+  }
+  if (config_.mid_block) {
+    const Declare mid = declare / "mid_block";
+    ResnetBlock::Options options = Resnet(channels.back(), channels.back());
+    options.output_scale_factor = config_.mid_block_scale_factor;
+    mid_resnets_.emplace_back(mid / "resnets" / 0, options);
+    options.dropout_layer = dropout_layers_++;
+    mid_resnets_.emplace_back(mid / "resnets" / 1, options);
+    if (config_.add_attention) {
+      SelfAttention::Options attention = AttentionOf(channels.back());
+      attention.output_scale_factor = config_.mid_block_scale_factor;
+      // Unlike elsewhere, the mid block's attention has no norm with scale_shift, unless asked for.
+      attention.groups = config_.attn_norm_num_groups;
+      if (!attention.groups && !config_.scale_shift) attention.groups = *config_.norm_num_groups;
+      mid_attention_.emplace(mid / "attentions" / 0, attention);
+    }
+  }
+  up_.resize(levels);
+  for (int i = 0, in = channels.back(); i < levels; ++i) {
+    const int out = channels[levels - 1 - i];
+    std::vector<int> inputs;
+    for (int layer = 0; layer <= layers; ++layer) {
+      inputs.push_back((layer == 0 ? in : out) + skips.back());
+      skips.pop_back();
+    }
+    BuildLevel(declare / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), inputs, out,
+               i == levels - 1 ? ResnetBlock::Resample::kNone : ResnetBlock::Resample::kUp,
+               &up_[i]);
+    in = out;
+  }
+  norm_out_ = GroupNorm(declare / "conv_norm_out", channels[0], *config_.norm_num_groups,
+                        config_.norm_eps, Activation::kSilu);
+  conv_out_ = Conv2d(declare / "conv_out", channels[0], config_.out_channels, 3);
+}
+
+void UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
+                        const std::vector<int>& inputs, int out_channels,
+                        ResnetBlock::Resample resample, Level* level) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const int index = static_cast<int>(i);
+    level->resnets.emplace_back(declare / "resnets" / index, Resnet(inputs[i], out_channels));
+    if (kind.attention)
+      level->attentions.emplace_back(declare / "attentions" / index, AttentionOf(out_channels));
+  }
+  if (resample == ResnetBlock::Resample::kNone) return;
+  const bool down = resample == ResnetBlock::Resample::kDown;
+  const Declare resampler = declare / (down ? "downsamplers" : "upsamplers") / 0;
+  const std::string& type = down ? config_.downsample_type : config_.upsample_type;
+  if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
+    ResnetBlock::Options options = Resnet(out_channels, out_channels);
+    options.resample = resample;
+    level->resample_resnet.emplace(resampler, options);
+  } else {
+    level->resample_conv.emplace(resampler / "conv", out_channels, out_channels, 3,
+                                 /*upsample2x=*/!down);
+  }
+}
+
+void UNet2D::Pack(const Masters& masters) const {
+  time_embedding_.Pack(masters);
+  if (class_embedding_) class_embedding_->Pack(masters);
+  if (augment_) augment_->Pack(masters);
+  conv_in_.Pack(masters);
+  conv_out_.Pack(masters);
+  for (const std::vector<Level>* path : {&down_, &up_}) {
+    for (const Level& level : *path) {
+      for (const ResnetBlock& resnet : level.resnets) resnet.Pack(masters);
+      for (const SelfAttention& attention : level.attentions) attention.Pack(masters);
+      if (level.resample_conv) level.resample_conv->Pack(masters);
+      if (level.resample_resnet) level.resample_resnet->Pack(masters);
+    }
+  }
+  for (const ResnetBlock& resnet : mid_resnets_) resnet.Pack(masters);
+  if (mid_attention_) mid_attention_->Pack(masters);
+}
+
+Tensor UNet2D::Project(Pass& pass, const Tensor& t) const {
+  if (fourier_weight_ >= 0) {
+    const Tensor weight = pass.Weight(fourier_weight_);
+    Tensor out = pass.New({t.dim(0), 2 * weight.dim(0)});
+    pass.backend.FourierEmbedding(t, weight, out);
+    return out;
+  }
+  Tensor out = pass.New({t.dim(0), config_.block_out_channels[0]});
+  pass.backend.TimestepEmbedding(t, config_.flip_sin_to_cos, config_.freq_shift, out);
+  return out;
+}
+
+Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_pointer) const {
+  kept_pointer->reset(new Kept);
+  Kept& kept = **kept_pointer;
+  const int64_t rows = input.x.dim(0);
+  Tensor of_class;
+  switch (config_.condition) {
+    case ClassCondition::kNone:
+      break;
+    case ClassCondition::kLabel:
+      of_class = pass.New({rows, config_.time_embedding_dim});
+      pass.backend.Embedding(pass.Weight(class_table_), input.label, of_class);
+      break;
+    case ClassCondition::kValue:
+      of_class = class_embedding_->Forward(pass, Project(pass, input.embedding.Reshape({rows})), {},
+                                           &kept.label);
+      break;
+    case ClassCondition::kVector:
+      of_class = input.embedding;
+      break;
+  }
+  Tensor of_time;
+  if (time_table_ >= 0) {
+    of_time = pass.New({rows, config_.block_out_channels[0]});
+    pass.backend.Embedding(pass.Weight(time_table_), input.timestep, of_time);
+  } else {
+    of_time = Project(pass, input.condition);
+  }
+  if (augment_) of_time = augment_->Forward(pass, input.augment, of_time);
+  kept.embedding = time_embedding_.Forward(pass, of_time, of_class, &kept.time);
+  kept.activated = pass.New(kept.embedding.shape());
+  pass.backend.Activate(config_.activation, kept.embedding, kept.activated);
+  const Tensor& time = kept.activated;
+
+  kept.centered = input.x;
+  if (config_.center_input_sample) {
+    kept.centered = pass.New(input.x.shape());
+    pass.backend.Add(input.x, 2, Tensor(), 0, -1, kept.centered);
+  }
+  Tensor x = conv_in_.Forward(pass, {.x = kept.centered, .geometry = conv_in_.Same()});
+  std::vector<Tensor> skips = {x};
+  kept.down.resize(down_.size());
+  for (size_t i = 0; i < down_.size(); ++i) {
+    const Level& level = down_[i];
+    KeptLevel& to = kept.down[i];
+    to.resnets.resize(level.resnets.size());
+    to.attentions.resize(level.attentions.size());
+    for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
+      x = level.resnets[layer].Forward(pass, x, {}, time, &to.resnets[layer]);
+      if (!level.attentions.empty())
+        x = level.attentions[layer].Forward(pass, x, &to.attentions[layer]);
+      skips.push_back(x);
+    }
+    if (level.resample_conv) {
+      to.resample_input = x;
+      x = level.resample_conv->Forward(pass, {.x = x, .geometry = Down()});
+      skips.push_back(x);
+    } else if (level.resample_resnet) {
+      x = level.resample_resnet->Forward(pass, x, {}, time, &to.resample_resnet);
+      skips.push_back(x);
+    }
+  }
+  if (!mid_resnets_.empty()) {
+    x = mid_resnets_[0].Forward(pass, x, {}, time, &kept.mid_resnets[0]);
+    if (mid_attention_) x = mid_attention_->Forward(pass, x, &kept.mid_attention);
+    x = mid_resnets_[1].Forward(pass, x, {}, time, &kept.mid_resnets[1]);
+  }
+  kept.up.resize(up_.size());
+  for (size_t i = 0; i < up_.size(); ++i) {
+    const Level& level = up_[i];
+    KeptLevel& to = kept.up[i];
+    to.resnets.resize(level.resnets.size());
+    to.attentions.resize(level.attentions.size());
+    for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
+      const Tensor skip = std::move(skips.back());
+      skips.pop_back();
+      x = level.resnets[layer].Forward(pass, x, skip, time, &to.resnets[layer]);
+      if (!level.attentions.empty())
+        x = level.attentions[layer].Forward(pass, x, &to.attentions[layer]);
+    }
+    if (level.resample_conv) {
+      to.resample_input = x;
+      x = level.resample_conv->Forward(pass, {.x = x, .geometry = level.resample_conv->Same()});
+    } else if (level.resample_resnet) {
+      x = level.resample_resnet->Forward(pass, x, {}, time, &to.resample_resnet);
+    }
+  }
+
+  const Tensor normed = norm_out_.Forward(pass, x, {}, &kept.norm_out);
+  if (!pass.recompute_norms) kept.normed_out = normed;
+  Tensor out = pass.NewF32({rows, x.dim(1), x.dim(2), config_.out_channels});
+  conv_out_.Forward(pass, {.x = normed, .geometry = conv_out_.Same(), .out = out});
+  if (fourier_weight_ >= 0) pass.backend.DivideRows(out, input.condition, out);
+  return out;
+}
+
+void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_pointer,
+                      const Tensor& doutput) const {
+  Kept& kept = *kept_pointer;
+  const Tensor& time = kept.activated;
+  if (fourier_weight_ >= 0) pass.backend.DivideRows(doutput, input.condition, doutput);
+  Tensor d;
+  {
+    const Tensor normed = kept.normed_out ? kept.normed_out : norm_out_.Again(pass, kept.norm_out);
+    d = conv_out_.Backward(pass, normed, conv_out_.Same(), doutput);
+    kept.normed_out = {};
+  }
+  d = norm_out_.Backward(pass, kept.norm_out, d, {}, nullptr);
+  kept.norm_out = {};
+
+  // The gradients of the skips come off the up path in the order in which the down path, walked
+  // backwards, takes them.
+  std::vector<Tensor> dskips;
+  Tensor dtime;
+  for (size_t i = up_.size(); i-- > 0;) {
+    const Level& level = up_[i];
+    KeptLevel from = std::move(kept.up[i]);
+    if (level.resample_conv) {
+      d = level.resample_conv->Backward(pass, from.resample_input, level.resample_conv->Same(), d);
+      from.resample_input = {};
+    } else if (level.resample_resnet) {
+      d = level.resample_resnet->Backward(pass, from.resample_resnet, time, d, nullptr, &dtime);
+      from.resample_resnet = {};
+    }
+    for (size_t layer = level.resnets.size(); layer-- > 0;) {
+      if (!level.attentions.empty()) {
+        d = level.attentions[layer].Backward(pass, from.attentions[layer], d);
+        from.attentions[layer] = {};
+      }
+      Tensor dskip;
+      d = level.resnets[layer].Backward(pass, from.resnets[layer], time, d, &dskip, &dtime);
+      from.resnets[layer] = {};
+      dskips.push_back(std::move(dskip));
+    }
+  }
+  // The up path took the last skip first, so its gradient is the last that came off.
+  if (!mid_resnets_.empty()) {
+    d = mid_resnets_[1].Backward(pass, kept.mid_resnets[1], time, d, nullptr, &dtime);
+    kept.mid_resnets[1] = {};
+    if (mid_attention_) {
+      d = mid_attention_->Backward(pass, kept.mid_attention, d);
+      kept.mid_attention = {};
+    }
+    d = mid_resnets_[0].Backward(pass, kept.mid_resnets[0], time, d, nullptr, &dtime);
+    kept.mid_resnets[0] = {};
+  }
+  // d flows back along the path; what a skip received is added where the skip left it. Never in
+  // place: d may be the gradient that its own maker still reads.
+  const auto join = [&] {
+    const Tensor skip = std::move(dskips.back());
+    dskips.pop_back();
+    Tensor sum = pass.New(d.shape());
+    pass.backend.Add(d, 1, skip, 1, 0, sum);
+    d = sum;
+  };
+  for (size_t i = down_.size(); i-- > 0;) {
+    const Level& level = down_[i];
+    KeptLevel from = std::move(kept.down[i]);
+    if (level.resample_conv) {
+      join();
+      d = level.resample_conv->Backward(pass, from.resample_input, Down(), d);
+      from.resample_input = {};
+    } else if (level.resample_resnet) {
+      join();
+      d = level.resample_resnet->Backward(pass, from.resample_resnet, time, d, nullptr, &dtime);
+      from.resample_resnet = {};
+    }
+    for (size_t layer = level.resnets.size(); layer-- > 0;) {
+      join();
+      if (!level.attentions.empty()) {
+        d = level.attentions[layer].Backward(pass, from.attentions[layer], d);
+        from.attentions[layer] = {};
+      }
+      d = level.resnets[layer].Backward(pass, from.resnets[layer], time, d, nullptr, &dtime);
+      from.resnets[layer] = {};
+    }
+  }
+  join();
+  conv_in_.Backward(pass, kept.centered, conv_in_.Same(), d, /*wants_dx=*/false);
+
+  pass.backend.ActivateBackward(config_.activation, kept.embedding, dtime, dtime);
+  const Tensor dof_time =
+      time_embedding_.Backward(pass, kept.time, dtime, /*wants_dx=*/time_table_ >= 0 || augment_);
+  if (augment_) augment_->Backward(pass, input.augment, dof_time, /*wants_dx=*/false);
+  if (time_table_ >= 0)
+    pass.backend.EmbeddingBackward(input.timestep, dof_time, pass.Gradient(time_table_));
+  if (class_table_ >= 0)
+    pass.backend.EmbeddingBackward(input.label, dtime, pass.Gradient(class_table_));
+  if (class_embedding_) class_embedding_->Backward(pass, kept.label, dtime);
+}
+
+}  // namespace denoised::training

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/models/unet2d.h"
+#include "engine/training/layers.h"
+
+namespace denoised::training {
+
+/// What a network reads, a row per sample.
+struct NetworkInput {
+  Tensor x;          // [N, H, W, C]
+  Tensor condition;  // F32 [N]: timestep or c_noise
+  Tensor timestep;   // I32 [N]: condition as a whole number, for a learned time embedding
+  Tensor label;      // I32 [N], for ClassCondition::kLabel
+  Tensor embedding;  // [N, D] for kVector, F32 [N, 1] for kValue
+  Tensor augment;    // [N, augment_labels], see UNet2D::Make()
+};
+
+/// diffusers' UNet2DModel in everything that serving supports (engine/models/unet2d.h), with its
+/// backward pass. Declares its parameters by their checkpoint names when it is made. Immutable
+/// during passes.
+class UNet2D {
+ public:
+  /// With `augment_labels`, the network reads so many numbers of each sample: EDM's conditional
+  /// augmentation. A linear map without bias, "map_augment.weight", adds them to the projected
+  /// timestep. They are 0 when sampling, so the served network has no such map and is a plain
+  /// UNet2DModel. InvalidArgument if group norms do not divide the channels, or heads do not.
+  static absl::StatusOr<std::unique_ptr<UNet2D>> Make(Backend& backend, Parameters& parameters,
+                                                      const UNet2DConfig& config,
+                                                      int augment_labels = 0);
+
+  /// Lays out the weights for the kernels; call after every change of the master weights.
+  void Pack(const Masters& masters) const;
+
+  /// What Forward() leaves for Backward().
+  struct Kept;
+  struct KeptDeleter {
+    void operator()(Kept* kept) const;
+  };
+  using KeptPointer = std::unique_ptr<Kept, KeptDeleter>;
+
+  /// F32 [N, H, W, out_channels]. `kept` receives what Backward() needs.
+  Tensor Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept) const;
+  /// Writes the gradients of all parameters into pass.gradient; doutput is F32 and may be
+  /// overwritten. `kept` is freed bit by bit.
+  void Backward(Pass& pass, const NetworkInput& input, KeptPointer kept,
+                const Tensor& doutput) const;
+
+  const UNet2DConfig& config() const { return config_; }
+
+ private:
+  struct Level {
+    std::vector<ResnetBlock> resnets;
+    std::vector<SelfAttention> attentions;
+    std::optional<Conv2d> resample_conv;
+    std::optional<ResnetBlock> resample_resnet;
+  };
+  struct KeptLevel;
+
+  UNet2D(const UNet2DConfig& config, int augment_labels)
+      : config_(config), augment_labels_(augment_labels) {}
+  absl::Status Check() const;
+  void Build(const Declare& declare);
+  void BuildLevel(const Declare& declare, const UNet2DBlock& kind, const std::vector<int>& inputs,
+                  int out_channels, ResnetBlock::Resample resample, Level* level);
+  ResnetBlock::Options Resnet(int in_channels, int out_channels);
+  SelfAttention::Options AttentionOf(int channels) const;
+  Tensor Project(Pass& pass, const Tensor& t) const;
+  Conv2dGeometry Down() const;
+
+  UNet2DConfig config_;
+  int augment_labels_ = 0;
+  uint32_t dropout_layers_ = 0;
+  int fourier_weight_ = -1, time_table_ = -1, class_table_ = -1;
+  TimestepEmbedding time_embedding_;
+  std::optional<TimestepEmbedding> class_embedding_;
+  std::optional<Linear> augment_;
+  Conv2d conv_in_, conv_out_;
+  GroupNorm norm_out_;
+  std::vector<Level> down_, up_;
+  std::vector<ResnetBlock> mid_resnets_;
+  std::optional<SelfAttention> mid_attention_;
+};
+
+}  // namespace denoised::training

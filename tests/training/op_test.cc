@@ -1,0 +1,685 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+
+#include "engine/io/safetensors.h"
+#include "engine/nn/layers.h"
+#include "engine/training/backend.h"
+#include "engine/training/random.h"
+#include "tests/models/golden.h"
+#include "tests/training/backends.h"
+#include "tests/training/op_fixture.h"
+
+namespace denoised::training {
+namespace {
+
+class OpTest : public OpFixture {
+ protected:
+  OpTest() : OpFixture("ops") {}
+};
+INSTANTIATE_TEST_SUITE_P(Backends, OpTest, testing::ValuesIn(kBackends),
+                         [](const auto& instance) { return instance.param; });
+
+TEST_P(OpTest, Conv2d) {
+  Run(
+      "conv2d",
+      [&](const nlohmann::json& golden) {
+        const Tensor weight = Parameter("weight"), bias = Parameter("bias");
+        const auto packed = backend_->NewConv2d(weight.dim(1), weight.dim(0), weight.dim(2),
+                                                golden["upsample"].get<bool>());
+        backend_->PackConv2d(weight, bias, packed.get());
+        const auto pads = golden["pads"].get<std::vector<int>>();
+        const Conv2dGeometry geometry{golden["stride"], pads[0], pads[1], pads[2], pads[3]};
+        const float scale = golden["scale"];
+        backend_->Conv2d({.x = In("x"),
+                          .weight = packed.get(),
+                          .geometry = geometry,
+                          .add = In("add"),
+                          .residual = In("residual"),
+                          .scale = scale,
+                          .out = Out("out")});
+        const Tensor dout = Scaled(In("dout"), scale);
+        backend_->Conv2dBackward({.x = In("x"),
+                                  .weight = packed.get(),
+                                  .geometry = geometry,
+                                  .dout = dout,
+                                  .dx = Out("dx"),
+                                  .dweight = OutF32("dweight"),
+                                  .dbias = OutF32("dbias")});
+        if (Golden("dadd")) backend_->SumPixels(dout, Out("dadd"));
+        if (Golden("dresidual")) outputs_["dresidual"] = dout;
+      },
+      [](nlohmann::json& golden) { golden["scale"] = golden["scale"].get<float>() * 1.0001f; }, 8);
+}
+
+TEST_P(OpTest, Conv2dFollowsNewWeights) {
+  const Tensor x = Activations({1, 2, 2, 1}, {1, 2, 3, 4});
+  const auto packed = backend_->NewConv2d(1, 1, 1, false);
+  const Tensor weight = NewF32({1, 1, 1, 1});
+  Tensor out = New({1, 2, 2, 1}), dx = New({1, 2, 2, 1});
+  for (const float value : {2.0f, -3.0f}) {
+    backend_->Upload(&value, sizeof value, weight);
+    backend_->PackConv2d(weight, Tensor(), packed.get());
+    backend_->Conv2d({.x = x, .weight = packed.get(), .out = out});
+    backend_->Conv2dBackward({.weight = packed.get(), .dout = x, .dx = dx});
+    EXPECT_THAT(Values(out), testing::ElementsAre(value, 2 * value, 3 * value, 4 * value));
+    EXPECT_THAT(Values(dx), testing::ElementsAre(value, 2 * value, 3 * value, 4 * value));
+  }
+}
+
+TEST_P(OpTest, Linear) {
+  Run(
+      "linear",
+      [&](const nlohmann::json& golden) {
+        const auto parts = golden["parts"].get<std::vector<int>>();
+        std::vector<Tensor> weights, biases, dweights, dbiases;
+        for (size_t i = 0; i < parts.size(); ++i) {
+          weights.push_back(Parameter(fmt::format("weight{}", i)));
+          dweights.push_back(OutF32(fmt::format("dweight{}", i)));
+          if (!golden["bias"].get<bool>()) continue;
+          biases.push_back(Parameter(fmt::format("bias{}", i)));
+          dbiases.push_back(OutF32(fmt::format("dbias{}", i)));
+        }
+        const auto packed = backend_->NewLinear(Golden("x").dim(-1), parts);
+        backend_->PackLinear(weights, biases, packed.get());
+        const float scale = golden["scale"];
+        backend_->Linear({.x = In("x"),
+                          .weight = packed.get(),
+                          .residual = In("residual"),
+                          .scale = scale,
+                          .out = Out("out")});
+        const Tensor dout = Scaled(In("dout"), scale);
+        backend_->LinearBackward({.x = In("x"),
+                                  .weight = packed.get(),
+                                  .dout = dout,
+                                  .dx = Out("dx"),
+                                  .dweights = dweights,
+                                  .dbiases = dbiases});
+        // The same with something to add, in place.
+        const Tensor sum = New(Golden("x").shape(), 1);
+        backend_->LinearBackward(
+            {.x = In("x"), .weight = packed.get(), .dout = dout, .add = sum, .dx = sum});
+        backend_->Add(sum, 1, Tensor(), 0, -1, sum);
+        EXPECT_LE(RelativeError(Values(sum), Values(outputs_["dx"])), 3 * tolerance());
+      },
+      [](nlohmann::json& golden) { golden["scale"] = golden["scale"].get<float>() * 1.0001f; }, 4);
+}
+
+TEST_P(OpTest, GroupNorm) {
+  Run(
+      "group_norm",
+      [&](const nlohmann::json& golden) {
+        Tensor x = In("x"), dout = In("dout"), dx = Out("dx"), out = Out("out");
+        if (golden["tokens"].get<bool>()) {
+          const auto tokens = [](Tensor& t) { t = t.Reshape({t.dim(0), t.dim(1), t.dim(3)}); };
+          tokens(x), tokens(dout), tokens(dx), tokens(out);
+        }
+        const int groups = golden["groups"];
+        const GroupNormArgs forward{.x = x,
+                                    .gamma = Parameter("gamma"),
+                                    .beta = Parameter("beta"),
+                                    .groups = groups,
+                                    .eps = golden["eps"],
+                                    .scale_shift = In("scale_shift"),
+                                    .activation = ActivationOf(golden),
+                                    .statistics = NewF32({x.dim(0), groups, 2}),
+                                    .out = out};
+        backend_->GroupNorm(forward);
+        GroupNormBackwardArgs backward{.forward = forward,
+                                       .dout = dout,
+                                       .dx = dx,
+                                       .dgamma = OutF32("dgamma"),
+                                       .dbeta = OutF32("dbeta")};
+        if (forward.scale_shift) backward.dscale_shift = Out("dscale_shift");
+        backend_->GroupNormBackward(backward);
+        // In place of dout, and with a residual's gradient in place of dx.
+        Tensor in_place = Scaled(dout, 1);
+        backward.dout = backward.dx = in_place;
+        backend_->GroupNormBackward(backward);
+        EXPECT_EQ(Values(in_place), Values(dx));
+        Tensor sum = Scaled(x, 1);
+        backward.dout = dout;
+        backward.dx = backward.add = sum;
+        backend_->GroupNormBackward(backward);
+        Tensor expected = New(x.shape());
+        backend_->Add(x, 1, dx, 1, 0, expected);
+        EXPECT_LE(RelativeError(Values(sum), Values(expected)), bf16() ? kBf16Tolerance : 1e-6);
+      },
+      [](nlohmann::json& golden) { golden["eps"] = golden["eps"].get<double>() + 1e-3; }, 8);
+}
+
+TEST_P(OpTest, Attention) {
+  Run(
+      "attention",
+      [&](const nlohmann::json& golden) {
+        // As columns of one tensor, as the fused linear makes them.
+        const int64_t width = Golden("q").dim(2), n = Golden("q").dim(0), t = Golden("q").dim(1);
+        const Tensor qk = New({n, t, 2 * width}), qkv = New({n, t, 3 * width});
+        backend_->Concat(In("q"), In("k"), qk);
+        backend_->Concat(qk, In("v"), qkv);
+        const Tensor dqkv = New(qkv.shape()), dqk = New(qk.shape());
+        const int heads = golden["heads"];
+        const AttentionArgs forward{.q = qkv.Columns(0, width),
+                                    .k = qkv.Columns(width, width),
+                                    .v = qkv.Columns(2 * width, width),
+                                    .heads = heads,
+                                    .scale = golden["scale"],
+                                    .log_sum_exp = NewF32({n, heads, t}),
+                                    .out = Out("out")};
+        backend_->Attention(forward);
+        backend_->AttentionBackward({.forward = forward,
+                                     .dout = In("dout"),
+                                     .dq = dqkv.Columns(0, width),
+                                     .dk = dqkv.Columns(width, width),
+                                     .dv = dqkv.Columns(2 * width, width)});
+        backend_->Split(dqkv, dqk, Out("dv"));
+        backend_->Split(dqk, Out("dq"), Out("dk"));
+        // Σ exp(scaled scores − log_sum_exp) is 1.
+        const int64_t dim = width / heads;
+        double sum = 0;
+        for (int64_t j = 0; j < t; ++j) {
+          double score = 0;
+          for (int64_t c = 0; c < dim; ++c)
+            score += Golden("q").as<float>()[c] * Golden("k").as<float>()[j * width + c];
+          sum += std::exp(score * forward.scale - Values(forward.log_sum_exp)[0]);
+        }
+        EXPECT_NEAR(sum, 1, bf16() ? 2e-2 : 1e-5);
+      },
+      [](nlohmann::json& golden) { golden["scale"] = golden["scale"].get<float>() * 1.001f; }, 4);
+}
+
+TEST_P(OpTest, Activate) {
+  Run(
+      "activate",
+      [&](const nlohmann::json& golden) {
+        backend_->Activate(ActivationOf(golden), In("x"), Out("out"));
+        backend_->ActivateBackward(ActivationOf(golden), In("x"), In("dout"), Out("dx"));
+      },
+      [](nlohmann::json& golden) {
+        golden["activation"] = golden["activation"] == "silu" ? "mish" : "silu";
+      },
+      4);
+}
+
+TEST_P(OpTest, Resampling) {
+  Run(
+      "upsample2x",
+      [&](const nlohmann::json&) {
+        backend_->Upsample2x(In("x"), Out("out"));
+        backend_->Upsample2xBackward(In("dout"), Out("dx"));
+      },
+      nullptr, 1);
+  Run(
+      "average_pool2x",
+      [&](const nlohmann::json&) {
+        backend_->AveragePool2x(In("x"), Out("out"));
+        backend_->AveragePool2xBackward(In("dout"), Out("dx"));
+      },
+      nullptr, 1);
+}
+
+TEST_P(OpTest, Concat) {
+  Run(
+      "concat",
+      [&](const nlohmann::json&) {
+        backend_->Concat(In("a"), In("b"), Out("out"));
+        backend_->Split(In("dout"), Out("da"), Out("db"));
+      },
+      nullptr, 1);
+}
+
+TEST_P(OpTest, DivideRows) {
+  Run(
+      "divide_rows",
+      [&](const nlohmann::json&) {
+        backend_->DivideRows(Parameter("x"), Parameter("divisor"), OutF32("out"));
+        backend_->DivideRows(Parameter("dout"), Parameter("divisor"), OutF32("dx"));
+      },
+      nullptr, 1);
+}
+
+TEST_P(OpTest, Embedding) {
+  Run(
+      "embedding",
+      [&](const nlohmann::json&) {
+        backend_->Embedding(Parameter("table"), Parameter("index"), Out("out"));
+        backend_->EmbeddingBackward(Parameter("index"), In("dout"), OutF32("dtable"));
+      },
+      nullptr, 1);
+}
+
+TEST_P(OpTest, SamplesCropFlipAndMix) {
+  // Two pictures of 3×4, one channel: 10·row + column, and the same plus 100.
+  Tensor images = Tensor::Host({2, 3, 4, 1}, DType::kU8);
+  for (int i = 0; i < 24; ++i)
+    images.as<uint8_t>()[i] = static_cast<uint8_t>(i / 12 * 100 + i % 12 / 4 * 10 + i % 4);
+  Tensor x = New({2, 2, 2, 1}), target = NewF32({2, 2, 2, 1}), condition = NewF32({2});
+  Tensor label = OnDevice(*backend_, Tensor::Host({2}, DType::kI32));
+  SampleRow plain{.image = 1,
+                  .sample = 5,
+                  .label = 3,
+                  .top = 1,
+                  .left = 2,
+                  .signal = 127.5f,
+                  .target_signal = 255.0f,
+                  .target_noise = 0,
+                  .condition = 0.25f};
+  SampleRow flipped = plain;
+  flipped.flip = 1;
+  flipped.image = 0;
+  backend_->MakeSamples({.images = OnDevice(*backend_, images),
+                         .rows = Rows({plain, flipped}),
+                         .seed = 1,
+                         .step = Step(0),
+                         .x = x,
+                         .target = target,
+                         .condition = condition,
+                         .label = label});
+  const auto near = [](float value) { return testing::FloatNear(value, 1e-3f); };
+  EXPECT_THAT(Values(x),
+              testing::ElementsAre(near(112 - 127.5f), near(113 - 127.5f), near(122 - 127.5f),
+                                   near(123 - 127.5f), near(13 - 127.5f), near(12 - 127.5f),
+                                   near(23 - 127.5f), near(22 - 127.5f)));
+  EXPECT_NEAR(Values(target)[0], 2 * (112 - 127.5f), 1e-3);
+  EXPECT_EQ(Values(condition)[1], 0.25f);
+  EXPECT_EQ(backend_->Download(label)->as<int32_t>()[0], 3);
+}
+
+TEST_P(OpTest, NoiseBelongsToSampleAndStepAlone) {
+  Tensor images = Tensor::Host({1, 8, 8, 2}, DType::kU8);
+  std::fill_n(images.as<uint8_t>(), images.elements(), uint8_t{0});
+  const auto noise = [&](std::vector<uint32_t> samples, int step, uint64_t seed) {
+    std::vector<SampleRow> rows(samples.size());
+    for (size_t i = 0; i < rows.size(); ++i)
+      rows[i] = {.sample = samples[i], .signal = 0, .noise = 1};
+    const auto count = static_cast<int64_t>(rows.size());
+    Tensor x = New({count, 8, 8, 2}), target = NewF32({count, 8, 8, 2}),
+           condition = NewF32({count});
+    backend_->MakeSamples({.images = OnDevice(*backend_, images),
+                           .rows = Rows(rows),
+                           .seed = seed,
+                           .step = Step(step),
+                           .x = x,
+                           .target = target,
+                           .condition = condition});
+    EXPECT_LE(RelativeError(Values(x), Values(target)), bf16() ? kBf16Tolerance : 0);
+    return Values(target);
+  };
+  const std::vector<float> both = noise({3, 4}, 7, 1);
+  const std::vector<float> one = noise({4}, 7, 1);
+  EXPECT_TRUE(std::equal(one.begin(), one.end(), both.begin() + 128));
+  EXPECT_NE(noise({4}, 8, 1), one);
+  EXPECT_NE(noise({5}, 7, 1), one);
+  EXPECT_NE(noise({4}, 7, 2), one);
+  double sum = 0, square = 0;
+  std::vector<uint32_t> many(64);
+  for (uint32_t i = 0; i < 64; ++i) many[i] = i;
+  for (const float v : noise(many, 0, 9)) sum += v, square += v * v;
+  EXPECT_NEAR(sum / 8192, 0, 0.05);
+  EXPECT_NEAR(square / 8192, 1, 0.05);
+}
+
+TEST_P(OpTest, LossIsTheGradientOfItsValue) {
+  const Tensor output =
+      OnDevice(*backend_, {2, 1, 1, 2}, std::vector<float>{1, 2, 3, 5}, DType::kF32);
+  const Tensor target =
+      OnDevice(*backend_, {2, 1, 1, 2}, std::vector<float>{0, 4, 3, 1}, DType::kF32);
+  Tensor loss = NewF32({2}), sum = NewF32({1}), gradient = NewF32(output.shape());
+  backend_->SetChunkRows(1);
+  backend_->Loss({.output = output,
+                  .target = target,
+                  .rows = Rows({{.weight = 2}, {.weight = 0.5f}}),
+                  .scale = 0.25f,
+                  .loss = loss,
+                  .sum = sum,
+                  .doutput = gradient});
+  EXPECT_THAT(Values(loss), testing::ElementsAre(5.0f, 4.0f));
+  EXPECT_EQ(Values(sum)[0], 2.25f);
+  EXPECT_THAT(Values(gradient), testing::ElementsAre(0.5f, -1.0f, 0.0f, 0.5f));
+}
+
+TEST_P(OpTest, VarianceLoss) {
+  if (GetParam() != "cpu") GTEST_SKIP() << "CUDA has no VarianceLoss yet";
+  Run(
+      "variance_loss",
+      [&](const nlohmann::json& golden) {
+        std::vector<SampleRow> rows(Golden("target").dim(0));
+        for (size_t i = 0; i < rows.size(); ++i)
+          rows[i] = {.condition = golden["condition"][i],
+                     .weight = golden["weight"],
+                     .mean_factor = golden["mean_factor"][i],
+                     .log_variance_min = golden["log_variance_min"][i],
+                     .log_variance_max = golden["log_variance_max"][i]};
+        const float scale = golden["scale"];
+        const Tensor sum = NewF32({1});
+        backend_->VarianceLoss({.output = In("output"),
+                                .target = In("target"),
+                                .image = In("image"),
+                                .rows = Rows(rows),
+                                .scale = scale,
+                                .weight = golden["variance_weight"],
+                                .loss = OutF32("out"),
+                                .sum = sum,
+                                .doutput = OutF32("doutput")});
+        double expected = 0;
+        for (const float loss : Values(outputs_["out"])) expected += scale * loss;
+        EXPECT_NEAR(Values(sum)[0], expected, std::abs(expected) * 1e-6);
+      },
+      [](nlohmann::json& golden) {
+        golden["variance_weight"] = golden["variance_weight"].get<float>() * 1.001f;
+      },
+      3);
+}
+
+TEST_P(OpTest, DropoutKeepsItsShareAndItsBits) {
+  const Tensor x = New({4, 25, 9, 3}, 1);
+  std::vector<SampleRow> rows(4);
+  for (uint32_t i = 0; i < 4; ++i) rows[i].sample = i;
+  DropoutArgs args{.x = x,
+                   .probability = 0.3f,
+                   .seed = 3,
+                   .step = Step(2),
+                   .rows = Rows(rows),
+                   .layer = 1,
+                   .out = New(x.shape())};
+  backend_->Dropout(args);
+  const std::vector<float> first = Values(args.out);
+  int dropped = 0;
+  for (const float v : first) {
+    EXPECT_TRUE(v == 0 || std::abs(v - 1 / 0.7f) < (bf16() ? 5e-3 : 1e-6)) << v;
+    dropped += v == 0;
+  }
+  EXPECT_NEAR(dropped / 2700.0, 0.3, 0.03);
+  backend_->Dropout(args);
+  EXPECT_EQ(Values(args.out), first);
+  args.layer = 2;
+  backend_->Dropout(args);
+  EXPECT_NE(Values(args.out), first);
+}
+
+TEST_P(OpTest, UpdateSkipsWhatIsNotFinite) {
+  UpdateArgs args{.master = NewF32({1}, 1),
+                  .gradient = NewF32({1}, 1),
+                  .m = NewF32({1}, 0),
+                  .v = NewF32({1}, 0),
+                  .averages = {NewF32({1}, 1)},
+                  .squared_norm = NewF32({1}, INFINITY),
+                  .scalars = NewF32({16})};
+  const UpdateScalars scalars{
+      .rate = 0.1f, .correction1 = 0.1f, .correction2 = 0.001f, .ema_decay = {0.5f}};
+  backend_->Upload(&scalars, sizeof scalars, args.scalars);
+  backend_->Update(args);
+  args.squared_norm = NewF32({1}, NAN);
+  backend_->Update(args);
+  EXPECT_EQ(Values(args.master)[0], 1);
+  EXPECT_EQ(Values(args.m)[0], 0);
+  args.squared_norm = NewF32({1}, 1);
+  backend_->Update(args);
+  const float master = Values(args.master)[0];
+  EXPECT_NEAR(master, 1 - 0.1f * 0.01f - 0.1f, 1e-6);
+  EXPECT_NEAR(Values(args.averages[0])[0], 0.5f + 0.5f * master, 1e-6);
+}
+
+TEST_P(OpTest, SumsOfManyElements) {
+  // More than a block of any backend.
+  constexpr int64_t kCount = 200'003;
+  std::vector<float> a(kCount), b(kCount);
+  double squares = 0;
+  for (int64_t i = 0; i < kCount; ++i) {
+    a[i] = static_cast<float>(i % 7) - 3;
+    b[i] = static_cast<float>(i % 5);
+    squares += (a[i] + b[i]) * (a[i] + b[i]);
+  }
+  const Tensor sum = OnDevice(*backend_, {kCount}, a, DType::kF32);
+  const Tensor other = OnDevice(*backend_, {kCount}, b, DType::kF32), out = NewF32({1});
+  backend_->Accumulate(sum, other);
+  backend_->SquaredNorm(sum, out);
+  EXPECT_NEAR(Values(out)[0] / squares, 1, 1e-6);
+}
+
+/// Shapes that fill vectors and tiles, which the goldens' odd ones do not, against the CPU.
+class LargeOpTest : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    DENOISED_NEEDS_GPU();
+    cpu_ = OpenForTest("cpu");
+    cuda_ = OpenForTest(GetParam());
+    for (Backend* backend : {cpu_.get(), cuda_.get()}) backend->SetChunkRows(kChunk);
+  }
+  /// Normal numbers, rounded to the activations' type in any case.
+  std::vector<float> Normal(const Shape& shape) {
+    std::vector<float> values(shape.elements());
+    const bool bf16 = cuda_->activation_dtype() == DType::kBF16;
+    for (size_t i = 0; i < values.size(); ++i) {
+      const float value = PhiloxNormal(seed_, 0, i / 4).v[i % 4];
+      values[i] = bf16 ? BFloat16ToFloat(FloatToBFloat16(value)) : value;
+    }
+    ++seed_;
+    return values;
+  }
+  /// Runs `op` on both backends; what it returns must agree.
+  void Compare(const std::function<std::vector<Tensor>(Backend&)>& op) {
+    const std::vector<Tensor> expected = op(*cpu_), out = op(*cuda_);
+    EXPECT_TRUE(cuda_->status().ok()) << cuda_->status();
+    const bool bf16 = cuda_->activation_dtype() == DType::kBF16;
+    for (size_t i = 0; i < expected.size(); ++i)
+      EXPECT_LE(RelativeError(OnHost(*cuda_, out[i]), OnHost(*cpu_, expected[i])),
+                bf16 ? kBf16Tolerance : kTolerance)
+          << "result " << i;
+  }
+  static Tensor Activations(Backend& backend, const Shape& shape,
+                            const std::vector<float>& values = {}) {
+    return OnDevice(backend, shape,
+                    values.empty() ? std::vector<float>(shape.elements(), NAN) : values,
+                    backend.activation_dtype());
+  }
+  static Tensor Floats(Backend& backend, const Shape& shape,
+                       const std::vector<float>& values = {}) {
+    return OnDevice(backend, shape,
+                    values.empty() ? std::vector<float>(shape.elements(), NAN) : values,
+                    DType::kF32);
+  }
+
+  static constexpr int64_t kRows = 4, kChunk = 2;
+  std::unique_ptr<Backend> cpu_, cuda_;
+  uint64_t seed_ = 1;
+};
+INSTANTIATE_TEST_SUITE_P(Backends, LargeOpTest, testing::Values("cuda_fp32", "cuda_bf16"),
+                         [](const auto& instance) { return instance.param; });
+
+TEST_P(LargeOpTest, Conv2d) {
+  struct Case {
+    int in, out, height, width, stride, kernel;
+    bool upsample;
+  };
+  for (const Case& c : {Case{72, 136, 17, 16, 1, 3, false}, Case{40, 64, 16, 20, 2, 3, false},
+                        Case{24, 72, 8, 8, 1, 3, true}, Case{3, 64, 16, 16, 1, 3, false},
+                        Case{64, 3, 16, 16, 1, 3, false}, Case{80, 64, 24, 24, 1, 1, false}}) {
+    SCOPED_TRACE(testing::Message() << c.in << " to " << c.out);
+    const int pad = c.kernel / 2, up = c.upsample ? 2 : 1;
+    const int64_t out_height = (up * c.height - 1) / c.stride + 1,
+                  out_width = (up * c.width - 1) / c.stride + 1;
+    const Shape x_shape{kRows, c.height, c.width, c.in};
+    const Shape out_shape{kRows, out_height, out_width, c.out};
+    const Shape weight_shape{c.out, c.in, c.kernel, c.kernel};
+    const auto x = Normal(x_shape), weight = Normal(weight_shape), bias = Normal({c.out});
+    const auto add = Normal({kRows, c.out}), residual = Normal(out_shape), d = Normal(out_shape);
+    Compare([&](Backend& backend) {
+      const auto packed = backend.NewConv2d(c.in, c.out, c.kernel, c.upsample);
+      const Tensor master = Floats(backend, weight_shape, weight),
+                   master_bias = Floats(backend, {c.out}, bias);
+      backend.PackConv2d(master, master_bias, packed.get());
+      const Conv2dGeometry geometry{c.stride, pad, pad, pad, pad};
+      const Tensor in = Activations(backend, x_shape, x), out = Activations(backend, out_shape),
+                   dx = Activations(backend, x_shape), dweight = Floats(backend, weight_shape),
+                   dbias = Floats(backend, {c.out});
+      backend.Conv2d({.x = in,
+                      .weight = packed.get(),
+                      .geometry = geometry,
+                      .add = Activations(backend, {kRows, c.out}, add),
+                      .residual = Activations(backend, out_shape, residual),
+                      .scale = 0.5f,
+                      .out = out});
+      backend.Conv2dBackward({.x = in,
+                              .weight = packed.get(),
+                              .geometry = geometry,
+                              .dout = Activations(backend, out_shape, d),
+                              .dx = dx,
+                              .dweight = dweight,
+                              .dbias = dbias});
+      return std::vector<Tensor>{out, dx, dweight, dbias};
+    });
+  }
+}
+
+TEST_P(LargeOpTest, Linear) {
+  const Shape x_shape{kRows, 300, 72}, out_shape{kRows, 300, 144};
+  const auto x = Normal(x_shape), d = Normal(out_shape);
+  const auto q = Normal({136, 72}), k = Normal({8, 72});
+  Compare([&](Backend& backend) {
+    const auto packed = backend.NewLinear(72, {136, 8});
+    const std::vector<Tensor> masters{Floats(backend, {136, 72}, q), Floats(backend, {8, 72}, k)};
+    backend.PackLinear(masters, {}, packed.get());
+    const Tensor in = Activations(backend, x_shape, x), out = Activations(backend, out_shape),
+                 dx = Activations(backend, x_shape), dq = Floats(backend, {136, 72}),
+                 dk = Floats(backend, {8, 72});
+    backend.Linear({.x = in, .weight = packed.get(), .out = out});
+    backend.LinearBackward({.x = in,
+                            .weight = packed.get(),
+                            .dout = Activations(backend, out_shape, d),
+                            .dx = dx,
+                            .dweights = {dq, dk}});
+    return std::vector<Tensor>{out, dx, dq, dk};
+  });
+}
+
+TEST_P(LargeOpTest, GroupNorm) {
+  const Shape shape{kRows, 20, 20, 72}, columns{kRows, 144};
+  auto x = Normal(shape);
+  const bool bf16 = cuda_->activation_dtype() == DType::kBF16;
+  for (float& value : x)  // a mean that is large beside the deviation
+    value = bf16 ? BFloat16ToFloat(FloatToBFloat16(value + 30)) : value + 30;
+  const auto d = Normal(shape), gamma = Normal({72}), beta = Normal({72}), scale = Normal(columns);
+  for (const bool scaled : {false, true}) {
+    Compare([&](Backend& backend) {
+      GroupNormArgs forward{.x = Activations(backend, shape, x),
+                            .gamma = Floats(backend, {72}, gamma),
+                            .beta = Floats(backend, {72}, beta),
+                            .groups = 9,
+                            .activation = Activation::kSilu,
+                            .statistics = Floats(backend, {kRows, 9, 2}),
+                            .out = Activations(backend, shape)};
+      if (scaled) forward.scale_shift = Activations(backend, columns, scale);
+      backend.GroupNorm(forward);
+      GroupNormBackwardArgs backward{.forward = forward,
+                                     .dout = Activations(backend, shape, d),
+                                     .dx = Activations(backend, shape),
+                                     .dgamma = Floats(backend, {72}),
+                                     .dbeta = Floats(backend, {72})};
+      if (scaled) backward.dscale_shift = Activations(backend, columns);
+      backend.GroupNormBackward(backward);
+      std::vector<Tensor> results{forward.out, backward.dx, backward.dgamma, backward.dbeta};
+      if (scaled) results.push_back(backward.dscale_shift);
+      return results;
+    });
+  }
+}
+
+TEST_P(LargeOpTest, Attention) {
+  const Shape shape{kRows, 136, 48}, fused{kRows, 136, 144};
+  const auto qkv = Normal(fused), d = Normal(shape);
+  for (const int heads : {1, 3}) {
+    Compare([&](Backend& backend) {
+      const Tensor in = Activations(backend, fused, qkv), dqkv = Activations(backend, fused);
+      const AttentionArgs forward{.q = in.Columns(0, 48),
+                                  .k = in.Columns(48, 48),
+                                  .v = in.Columns(96, 48),
+                                  .heads = heads,
+                                  .scale = 0.2f,
+                                  .log_sum_exp = Floats(backend, {kRows, heads, 136}),
+                                  .out = Activations(backend, shape)};
+      backend.Attention(forward);
+      backend.AttentionBackward({.forward = forward,
+                                 .dout = Activations(backend, shape, d),
+                                 .dq = dqkv.Columns(0, 48),
+                                 .dk = dqkv.Columns(48, 48),
+                                 .dv = dqkv.Columns(96, 48)});
+      return std::vector<Tensor>{forward.out, forward.log_sum_exp, dqkv};
+    });
+  }
+}
+
+TEST_P(LargeOpTest, Pointwise) {
+  const Shape shape{kRows, 6, 10, 72}, half{kRows, 3, 5, 72}, columns{kRows, 72};
+  const auto x = Normal(shape), d = Normal(shape);
+  Compare([&](Backend& backend) {
+    const Tensor a = Activations(backend, shape, x), b = Activations(backend, shape, d);
+    std::vector<Tensor> results;
+    const auto out = [&](const Shape& of) {
+      results.push_back(Activations(backend, of));
+      return results.back();
+    };
+    backend.Activate(Activation::kSilu, a, out(shape));
+    backend.ActivateBackward(Activation::kSilu, a, b, out(shape));
+    backend.AveragePool2x(a, out(half));
+    const Tensor pooled = results.back();
+    backend.Upsample2x(pooled, out(shape));
+    backend.Upsample2xBackward(b, out(half));
+    backend.AveragePool2xBackward(pooled, out(shape));
+    backend.SumPixels(a, out(columns));
+    backend.Add(a, 2, b, -0.5f, 1, out(shape));
+    return results;
+  });
+}
+
+TEST_P(LargeOpTest, SamplesAndDropoutAreTheCpus) {
+  Tensor images = Tensor::Host({2, 20, 20, 3}, DType::kU8);
+  for (int i = 0; i < images.elements(); ++i) images.as<uint8_t>()[i] = static_cast<uint8_t>(i * 7);
+  std::vector<SampleRow> rows(kRows);
+  for (uint32_t i = 0; i < kRows; ++i)
+    rows[i] = {.image = i % 2, .sample = i, .top = 1, .left = 2, .signal = 0.6f, .noise = 0.8f};
+  Tensor plan = Tensor::Host({kRows, 16}, DType::kI32), at = Tensor::Host({1}, DType::kI32);
+  std::memcpy(plan.data(), rows.data(), plan.bytes());
+  at.as<int32_t>()[0] = 3;
+  const Shape shape{kRows, 17, 15, 3};
+  Compare([&](Backend& backend) {
+    const Tensor x = Activations(backend, shape), target = Floats(backend, shape),
+                 dropped = Activations(backend, shape), step = OnDevice(backend, at),
+                 planned = OnDevice(backend, plan);
+    backend.MakeSamples({.images = OnDevice(backend, images),
+                         .rows = planned,
+                         .seed = 7,
+                         .step = step,
+                         .x = x,
+                         .target = target,
+                         .condition = Floats(backend, {kRows})});
+    backend.Dropout({.x = x,
+                     .probability = 0.25f,
+                     .seed = 7,
+                     .step = step,
+                     .rows = planned,
+                     .layer = 2,
+                     .out = dropped});
+    return std::vector<Tensor>{x, target, dropped};
+  });
+}
+
+TEST(Random, PermutationsVisitEverythingOnce) {
+  for (const int64_t count : {1, 2, 5, 64, 1000}) {
+    std::vector<bool> seen(count);
+    int64_t fixed = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t to = Permute(3, 1, count, i);
+      ASSERT_TRUE(to >= 0 && to < count && !seen[to]) << count << " " << i;
+      seen[to] = true;
+      fixed += to == Permute(3, 2, count, i);
+    }
+    EXPECT_TRUE(count < 1000 || fixed < 20) << fixed;
+  }
+}
+
+}  // namespace
+}  // namespace denoised::training

@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs of a text-to-image network and of its autoencoder: the same bits whatever the passes, ranks
+// and interruptions; what they learn; latents of an autoencoder.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <thread>
+
+#include "engine/core/config_reader.h"
+#include "engine/io/safetensors.h"
+#include "engine/training/latents.h"
+#include "engine/training/trainer.h"
+#include "tests/models/golden.h"
+#include "tests/training/backends.h"
+#include "tests/training/trained.h"
+
+namespace denoised::training {
+namespace {
+
+constexpr int kPictures = 11;
+
+std::string Part(const std::string& name) {
+  return DENOISED_SOURCE_DIR "/tests/models/latent/sd2/" + name;
+}
+
+nlohmann::json Config(const std::string& name) {
+  auto json = ReadJsonFile(Part(name) + "/config.json");
+  EXPECT_TRUE(json.ok()) << json.status();
+  return *json;
+}
+
+TextToImageConfig TextToImage(bool train_text = true) {
+  const auto unet = UNet2DConditionConfig::Parse(Config("unet"), "unet");
+  const auto text = ClipTextConfig::Parse(Config("text_encoder"), "text", "CLIPTextModel");
+  EXPECT_TRUE(unet.ok() && text.ok());
+  return {*unet, *text, train_text};
+}
+
+AutoencoderConfig Autoencoder() {
+  const auto vae = AutoencoderKLConfig::Parse(Config("vae"), "vae");
+  EXPECT_TRUE(vae.ok()) << vae.status();
+  return {.vae = *vae, .sample_height = 16, .sample_width = 16};
+}
+
+/// Latents that their caption tells apart; picture i has one or two captions.
+Dataset Captioned() {
+  Dataset dataset;
+  dataset.posteriors = Tensor::HostF32({2 * kPictures, 8, 8, 8}, std::vector<float>(22 * 512));
+  for (int i = 0; i < 2 * kPictures; ++i) {
+    for (int p = 0; p < 64; ++p) {
+      float* pixel = dataset.posteriors.as<float>() + (i * 64 + p) * 8;
+      for (int c = 0; c < 4; ++c) {
+        pixel[c] = (i + c) % 2 == 0 ? 1.5f : -1.5f;
+        pixel[4 + c] = 0.1f;
+      }
+    }
+  }
+  std::vector<int32_t> tokens;
+  const auto add = [&](int32_t word) {
+    for (int t = 0; t < 12; ++t) tokens.push_back(t == 0 ? 638 : t == 1 ? word : 639);
+  };
+  for (int i = 0; i < kPictures; ++i) {
+    dataset.first_caption.push_back(static_cast<int32_t>(tokens.size() / 12));
+    add(100 + i % 2);
+    if (i % 3 == 0) add(200 + i % 2);
+  }
+  dataset.first_caption.push_back(static_cast<int32_t>(tokens.size() / 12));
+  add(639);
+  dataset.tokens = Tensor::Host({static_cast<int64_t>(tokens.size()) / 12, 12}, DType::kI32);
+  std::memcpy(dataset.tokens.data(), tokens.data(), dataset.tokens.bytes());
+  return dataset;
+}
+
+Dataset Pictures() {
+  Dataset dataset;
+  dataset.images = Tensor::Host({kPictures, 20, 20, 3}, DType::kU8);
+  for (int64_t i = 0; i < dataset.images.elements(); ++i) {
+    const int64_t c = i % 3, x = i / 3 % 20, y = i / 60 % 20, n = i / 1200;
+    dataset.images.as<uint8_t>()[i] =
+        static_cast<uint8_t>((c == n % 3 ? x : y) * 11 + (n * 37 + c * 20) % 40);
+  }
+  return dataset;
+}
+
+TrainerOptions Options() {
+  TrainerOptions options;
+  options.steps = 100;
+  options.batch = 16;
+  options.seed = 5;
+  options.rate.rate = 2e-3;
+  options.objective.kind = ObjectiveOptions::Kind::kV;
+  options.objective.cap_snr = 5;
+  options.class_dropout = 0.2;
+  options.flip = true;
+  return options;
+}
+
+TrainerOptions PictureOptions() {
+  TrainerOptions options = Options();
+  options.class_dropout = 0;
+  return options;
+}
+
+Trained Train(const NetworkConfig& config, const TrainerOptions& options, const Dataset& dataset,
+              int steps, Exchange& exchange, const TrainerState* from = nullptr) {
+  return Train(*OpenForTest("cpu"), exchange, config, options, dataset, steps, from);
+}
+
+struct Case {
+  const char* name;
+  NetworkConfig config;
+  TrainerOptions options;
+  Dataset dataset;
+};
+std::vector<Case> Cases() {
+  return {{"text to image", TextToImage(), Options(), Captioned()},
+          {"frozen text", TextToImage(false), Options(), Captioned()},
+          {"autoencoder", Autoencoder(), PictureOptions(), Pictures()}};
+}
+
+TEST(TextToImageTrainer, BitsDependOnTheRunAlone) {
+  for (const Case& of : Cases()) {
+    SCOPED_TRACE(of.name);
+    const auto sole = NewSoleExchange();
+    const auto train = [&](const TrainerOptions& options, int steps,
+                           const TrainerState* from = nullptr) {
+      return Train(of.config, options, of.dataset, steps, *sole, from);
+    };
+    const Trained whole = train(of.options, 3);
+    TrainerOptions options = of.options;
+    options.accumulation = 4;
+    options.recompute_norms = true;
+    ExpectSameBits(whole, train(options, 3));
+    const Trained first = train(of.options, 1);
+    ExpectSameBits(whole, train(of.options, 2, &first.state));
+    options = of.options;
+    options.seed = 6;
+    EXPECT_NE(train(options, 3).reports.back().loss, whole.reports.back().loss);
+    for (const int ranks : {2, 8}) {
+      auto exchanges = NewLoopbackExchanges(ranks);
+      std::vector<Trained> runs(ranks);
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < ranks; ++rank)
+        threads.emplace_back([&, rank] {
+          runs[rank] = Train(of.config, of.options, of.dataset, 3, *exchanges[rank]);
+        });
+      for (std::thread& thread : threads) thread.join();
+      for (const Trained& run : runs) ExpectSameBits(whole, run);
+    }
+  }
+}
+
+/// Of a whole task: the loss along its gradient rises as the gradient says. What is not written
+/// would stay NaN.
+TEST(TaskGradients, AgreeWithFiniteDifferences) {
+  for (const Case& of : Cases()) {
+    SCOPED_TRACE(of.name);
+    auto backend = OpenCpuBackend();
+    ASSERT_TRUE(backend.ok());
+    Parameters parameters;
+    const auto task = Task::Make(**backend, parameters, of.config, /*augment_labels=*/0);
+    ASSERT_TRUE(task.ok()) << task.status();
+    const int64_t count = parameters.trained_elements();
+    const auto zeros = [](int64_t elements) {
+      return Tensor::HostF32({elements}, std::vector<float>(elements));
+    };
+    const Tensor trained = zeros(count), fixed = zeros(parameters.fixed_elements() + 16),
+                 gradient = zeros(count), loss = zeros(1);
+    parameters.Initialize(3, trained, fixed);
+    constexpr int64_t kRows = 4;
+    std::vector<SampleRow> plan(kRows);
+    for (uint32_t i = 0; i < kRows; ++i)
+      plan[i] = {.image = i,
+                 .sample = i,
+                 .signal = 0.8f,
+                 .noise = 0.6f,
+                 .target_signal = -0.6f,
+                 .target_noise = 0.8f,
+                 .condition = 300.0f + 50 * static_cast<float>(i)};
+    if (of.dataset.images)
+      for (SampleRow& row : plan)
+        row.noise = row.target_noise = 0, row.signal = row.target_signal = 1;
+    const Tensor rows = Tensor::Host({kRows, 16}, DType::kI32),
+                 step = Tensor::Host({1}, DType::kI32);
+    std::memcpy(rows.data(), plan.data(), rows.bytes());
+    step.as<int32_t>()[0] = 0;
+    TaskInput input{.images = of.dataset.images ? of.dataset.images : of.dataset.posteriors,
+                    .samples = {.rows = rows},
+                    .scale = 1.0f / kRows,
+                    .loss = loss};
+    if (of.dataset.tokens) {
+      input.samples.tokens = of.dataset.tokens.Slice(0, kRows);
+      const Tensor positions = input.samples.positions =
+          Tensor::Host(input.samples.tokens.shape(), DType::kI32);
+      for (int64_t i = 0; i < positions.elements(); ++i)
+        positions.as<int32_t>()[i] = static_cast<int32_t>(i % 12);
+    }
+    (*backend)->SetChunkRows(kRows);
+    const auto run = [&]() -> double {
+      for (size_t i = 0; i < parameters.all().size(); ++i) {
+        if (!parameters[static_cast<int>(i)].trained) continue;
+        const Tensor part = parameters.Part(gradient, static_cast<int>(i));
+        std::fill_n(part.as<float>(), part.elements(), std::nanf(""));
+      }
+      (*task)->Pack({**backend, parameters, trained, fixed});
+      Arena arena(Tensor::Host({32 << 20}, DType::kU8));
+      Pass pass{.backend = **backend,
+                .arena = arena,
+                .parameters = parameters,
+                .trained = trained,
+                .fixed = fixed,
+                .gradient = gradient,
+                .rows = rows,
+                .step = step,
+                .seed = 1};
+      (*task)->Run(pass, input);
+      return loss.as<float>()[0];
+    };
+    run();
+    const std::vector<float> start = trained.ToFloats(), direction = gradient.ToFloats();
+    // Along the whole gradient, and along that of each part alone.
+    std::vector<std::string> prefixes = {""};
+    if (of.dataset.tokens) prefixes.push_back("unet.");
+    if (of.dataset.tokens && parameters.fixed_elements() == 0) prefixes.push_back("text_encoder.");
+    for (const std::string& prefix : prefixes) {
+      std::vector<bool> moves(count);
+      double squares = 0;
+      for (const Parameter& parameter : parameters.all()) {
+        if (!parameter.trained || parameter.name.rfind(prefix, 0) != 0) continue;
+        for (int64_t i = 0; i < parameter.shape.elements(); ++i) {
+          moves[parameter.offset + i] = true;
+          squares += std::pow(static_cast<double>(direction[parameter.offset + i]), 2);
+        }
+      }
+      const double norm = std::sqrt(squares), distance = 3e-3;
+      const auto at = [&](double along) {
+        for (int64_t i = 0; i < count; ++i)
+          trained.as<float>()[i] =
+              start[i] + (moves[i] ? static_cast<float>(along * direction[i] / norm) : 0.0f);
+        return run();
+      };
+      const double slope = (at(distance) - at(-distance)) / (2 * distance);
+      EXPECT_NEAR(slope / norm, 1, 0.02) << prefix;
+    }
+  }
+}
+
+TEST(TextToImageTrainer, LossFalls) {
+  for (Case& of : Cases()) {
+    const auto sole = NewSoleExchange();
+    of.options.class_dropout = 0;
+    of.options.rate.rate = 4e-3;
+    const Trained run = Train(of.config, of.options, of.dataset, 40, *sole);
+    double first = 0, last = 0;
+    for (int i = 0; i < 8; ++i) {
+      first += run.reports[i].loss / 8;
+      last += run.reports[32 + i].loss / 8;
+    }
+    EXPECT_LT(last, 0.8 * first) << of.name << " " << first;
+  }
+}
+
+TEST(TextToImageTrainer, AFrozenTextEncoderStaysAsItIs) {
+  const auto sole = NewSoleExchange();
+  const Trained one = Train(TextToImage(false), Options(), Captioned(), 1, *sole),
+                two = Train(TextToImage(false), Options(), Captioned(), 2, *sole),
+                both = Train(TextToImage(true), Options(), Captioned(), 1, *sole);
+  EXPECT_EQ(one.state.fixed.ToFloats(), two.state.fixed.ToFloats());
+  EXPECT_GT(one.state.fixed.elements(), 16);
+  EXPECT_EQ(one.state.trained.elements() + one.state.fixed.elements(),
+            both.state.trained.elements());
+}
+
+TEST(TextToImageTrainer, EmptyCaptionsAreSharedByAll) {
+  // With every caption empty, other captions change nothing.
+  const auto sole = NewSoleExchange();
+  TrainerOptions options = Options();
+  options.class_dropout = 1;
+  Dataset dataset = Captioned();
+  const Trained before = Train(TextToImage(), options, dataset, 1, *sole);
+  dataset.tokens = Tensor::Host(dataset.tokens.shape(), DType::kI32);
+  std::memcpy(dataset.tokens.data(), Captioned().tokens.data(), dataset.tokens.bytes());
+  dataset.tokens.as<int32_t>()[1] = 50;
+  ExpectSameBits(before, Train(TextToImage(), options, dataset, 1, *sole));
+  options.class_dropout = 0;
+  const Trained with = Train(TextToImage(), options, dataset, 1, *sole);
+  EXPECT_NE(with.reports[0].loss, before.reports[0].loss);
+}
+
+TEST(TextToImageTrainer, RefusesWhatDoesNotBelongTogether) {
+  auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  const auto exchange = NewSoleExchange();
+  const auto refused = [&](const NetworkConfig& config, const TrainerOptions& options,
+                           const Dataset& dataset, const std::string& message) {
+    const auto trainer = Trainer::Make(**backend, *exchange, config, options, dataset);
+    ASSERT_FALSE(trainer.ok()) << message;
+    EXPECT_NE(trainer.status().message().find(message), std::string::npos) << trainer.status();
+  };
+  TextToImageConfig config = TextToImage();
+  config.unet.cross_attention_dim = 24;
+  refused(config, Options(), Captioned(), "cross_attention_dim is 24");
+  config = TextToImage();
+  config.unet.sample_height = 16;
+  refused(config, Options(), Captioned(), "sample_size");
+  config = TextToImage();
+  config.text.vocab_size = 600;
+  refused(config, Options(), Captioned(), "vocab_size is 600");
+  config.text.max_position_embeddings = 8;
+  refused(config, Options(), Captioned(), "max_position_embeddings is 8");
+  TrainerOptions options = Options();
+  options.dropout = 0.1;
+  refused(TextToImage(), options, Captioned(), "dropout");
+  refused(Autoencoder(), Options(), Pictures(), "no classes");
+  AutoencoderConfig vae = Autoencoder();
+  vae.sample_height = 20;
+  refused(vae, PictureOptions(), Pictures(), "edge of 20");
+}
+
+absl::StatusOr<AutoencoderWeights> VaeWeights() {
+  DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
+                            Safetensors::OpenDirectory(Part("vae"), "diffusion_pytorch_model"));
+  return ReadAutoencoder(Autoencoder().vae, Weights(std::move(tensors), "vae"));
+}
+
+/// The golden's picture has other values than 256 levels; these are the nearest.
+TEST(Latents, AreThoseOfDiffusers) {
+  const auto io =
+      Safetensors::Open(DENOISED_SOURCE_DIR "/tests/models/latent/sd2/goldens.safetensors");
+  ASSERT_TRUE(io.ok()) << io.status();
+  const Tensor image = ToNhwc(io->tensors().at("vae.image")),
+               moments = ToNhwc(io->tensors().at("vae.moments"));
+  const Tensor pictures = Tensor::Host(image.shape(), DType::kU8);
+  for (int64_t i = 0; i < image.elements(); ++i)
+    pictures.as<uint8_t>()[i] = static_cast<uint8_t>(
+        std::lround(std::clamp((image.as<float>()[i] + 1) * 127.5f, 0.0f, 255.0f)));
+  auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  const auto weights = VaeWeights();
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  const auto posteriors =
+      EncodePosteriors(**backend, Autoencoder().vae, *weights, pictures, /*mirrored=*/true);
+  ASSERT_TRUE(posteriors.ok()) << posteriors.status();
+  ASSERT_EQ(posteriors->shape(), Shape({2 * image.dim(0), 8, 8, 8}));
+  std::vector<float> mean, deviation, expected_mean, expected_deviation;
+  for (int64_t i = 0; i < moments.elements(); ++i) {
+    const bool is_mean = i % 8 < 4;
+    (is_mean ? mean : deviation).push_back(posteriors->as<float>()[i]);
+    const float value = moments.as<float>()[i];
+    if (is_mean) {
+      expected_mean.push_back(value * 0.18215f);
+    } else {
+      expected_deviation.push_back(std::exp(0.5f * value) * 0.18215f);
+    }
+  }
+  EXPECT_LE(RelativeError(mean, expected_mean), 0.02);
+  EXPECT_LE(RelativeError(deviation, expected_deviation), 0.02);
+  // Mirrored pictures have other latents.
+  const Tensor other = posteriors->Slice(image.dim(0), image.dim(0));
+  EXPECT_GT(RelativeError(other.span<float>(), posteriors->Slice(0, image.dim(0)).ToFloats()), 0.1);
+}
+
+TEST(Latents, AreStandardisedInTheConvolutionsBeside) {
+  auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  (*backend)->SetChunkRows(3);
+  auto weights = VaeWeights();
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  AutoencoderKLConfig config = Autoencoder().vae;
+  const Tensor pictures = Tensor::Host({9, 16, 16, 3}, DType::kU8);
+  for (int64_t i = 0; i < pictures.elements(); ++i)
+    pictures.as<uint8_t>()[i] = static_cast<uint8_t>(i * i % 251);
+  ASSERT_TRUE(StandardizeLatents(**backend, config, pictures, &*weights).ok());
+  EXPECT_EQ((*backend)->chunk_rows(), 3);
+  config.vae.scaling_factor = 1;
+  const auto posteriors =
+      EncodePosteriors(**backend, config, *weights, pictures, /*mirrored=*/false);
+  ASSERT_TRUE(posteriors.ok()) << posteriors.status();
+  for (int c = 0; c < 4; ++c) {
+    double sum = 0, square = 0;
+    const int64_t pixels = posteriors->elements() / 8;
+    for (int64_t p = 0; p < pixels; ++p) {
+      const float* at = posteriors->as<float>() + p * 8 + c;
+      sum += at[0];
+      square += at[0] * at[0] + at[4] * at[4];
+    }
+    EXPECT_NEAR(sum / static_cast<double>(pixels), 0, 1e-4);
+    EXPECT_NEAR(square / static_cast<double>(pixels), 1, 1e-3);
+  }
+}
+
+}  // namespace
+}  // namespace denoised::training

@@ -1,0 +1,674 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/training/trainer.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <thread>
+
+#include "engine/core/config_reader.h"
+#include "engine/sampling/sampler.h"
+#include "engine/training/augment.h"
+#include "engine/training/prefetcher.h"
+#include "engine/training/random.h"
+#include "engine/training/unet2d.h"
+#include "tests/training/backends.h"
+#include "tests/training/trained.h"
+
+namespace denoised::training {
+namespace {
+
+UNet2DConfig TinyConfig() {
+  const nlohmann::json json = {{"sample_size", 8},
+                               {"in_channels", 1},
+                               {"out_channels", 1},
+                               {"block_out_channels", {8, 16}},
+                               {"layers_per_block", 1},
+                               {"norm_num_groups", 4},
+                               {"attention_head_dim", 8},
+                               {"down_block_types", {"DownBlock2D", "AttnDownBlock2D"}},
+                               {"up_block_types", {"AttnUpBlock2D", "UpBlock2D"}},
+                               {"num_class_embeds", 4}};
+  auto config = UNet2DConfig::Parse(json, "config.json");
+  EXPECT_TRUE(config.ok()) << config.status();
+  return *config;
+}
+
+/// Pictures of 10×10: three classes of stripes.
+Dataset Stripes() {
+  Dataset dataset;
+  dataset.images = Tensor::Host({21, 10, 10, 1}, DType::kU8);
+  for (int i = 0; i < 21; ++i) {
+    dataset.labels.push_back(i % 3);
+    for (int p = 0; p < 100; ++p) {
+      const int h = p / 10, w = p % 10, at = i % 3 == 0 ? h : i % 3 == 1 ? w : h + w;
+      dataset.images.as<uint8_t>()[i * 100 + p] = (at + i / 3) % 4 < 2 ? 230 : 20;
+    }
+  }
+  return dataset;
+}
+
+TrainerOptions Options() {
+  TrainerOptions options;
+  options.steps = 100;
+  options.batch = 16;
+  options.seed = 5;
+  options.rate.rate = 2e-3;
+  options.averages = {{}, {AverageOptions::Kind::kPower, 0.1}};
+  options.dropout = 0.1;
+  options.class_dropout = 0.2;
+  options.null_class = 3;
+  options.flip = true;
+  return options;
+}
+
+/// The name of a backend.
+struct On {
+  std::string name = "cpu";
+};
+
+Trained Train(const On& on, const TrainerOptions& options, int steps, Exchange& exchange,
+              const TrainerState* from = nullptr, const UNet2DConfig& config = TinyConfig(),
+              const Dataset& dataset = Stripes()) {
+  return Train(*OpenForTest(on.name), exchange, config, options, dataset, steps, from);
+}
+
+Trained Train(const On& on, const TrainerOptions& options, int steps,
+              const TrainerState* from = nullptr) {
+  return Train(on, options, steps, *NewSoleExchange(), from);
+}
+Trained Train(const TrainerOptions& options, int steps) { return Train(On{}, options, steps); }
+
+class TrainerBits : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    if (GetParam() != "cpu") DENOISED_NEEDS_GPU();
+  }
+  On on() const { return {GetParam()}; }
+};
+INSTANTIATE_TEST_SUITE_P(Backends, TrainerBits, testing::ValuesIn(kBackends),
+                         [](const auto& instance) { return instance.param; });
+
+TEST_P(TrainerBits, RepeatsItsBits) {
+  const Trained first = Train(on(), Options(), 6);
+  ExpectSameBits(first, Train(on(), Options(), 6));
+  TrainerOptions other = Options();
+  other.seed = 6;
+  EXPECT_NE(Train(on(), other, 6).reports.back().loss, first.reports.back().loss);
+}
+
+TEST_P(TrainerBits, AccumulationAndRecomputationDoNotChangeBits) {
+  const Trained first = Train(on(), Options(), 4);
+  for (const int accumulation : {2, 4, 8}) {
+    TrainerOptions options = Options();
+    options.accumulation = accumulation;
+    ExpectSameBits(first, Train(on(), options, 4));
+  }
+  TrainerOptions options = Options();
+  options.recompute_norms = true;
+  ExpectSameBits(first, Train(on(), options, 4));
+}
+
+TEST_P(TrainerBits, RanksDoNotChangeBits) {
+  const Trained alone = Train(on(), Options(), 4);
+  for (const int ranks : {2, 4, 8}) {
+    auto exchanges = NewLoopbackExchanges(ranks);
+    std::vector<Trained> runs(ranks);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < ranks; ++rank)
+      threads.emplace_back([&, rank] { runs[rank] = Train(on(), Options(), 4, *exchanges[rank]); });
+    for (std::thread& thread : threads) thread.join();
+    for (const Trained& run : runs) ExpectSameBits(alone, run);
+  }
+}
+
+TEST_P(TrainerBits, ContinuesFromAStateWithTheSameBits) {
+  const Trained whole = Train(on(), Options(), 7);
+  const Trained first = Train(on(), Options(), 3);
+  ExpectSameBits(whole, Train(on(), Options(), 4, &first.state));
+}
+
+TEST(Trainer, RanksOverTcpDoNotChangeBits) {
+  const Trained alone = Train(Options(), 3);
+  constexpr int kRanks = 4;
+  const std::string address = fmt::format("127.0.0.1:{}", 20000 + getpid() % 20000);
+  std::vector<Trained> runs(kRanks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank)
+    threads.emplace_back([&, rank] {
+      auto exchange = ConnectExchange(rank, kRanks, address, 30);
+      ASSERT_TRUE(exchange.ok()) << exchange.status();
+      runs[rank] = Train(On{}, Options(), 3, **exchange);
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (const Trained& run : runs) ExpectSameBits(alone, run);
+}
+
+TEST(Trainer, ALostRankIsAnError) {
+  const std::string address = fmt::format("127.0.0.1:{}", 20000 + (getpid() + 1) % 20000);
+  std::thread other([&] { ASSERT_TRUE(ConnectExchange(1, 2, address, 30).ok()); });
+  auto exchange = ConnectExchange(0, 2, address, 30);
+  other.join();
+  ASSERT_TRUE(exchange.ok()) << exchange.status();
+  const Tensor tensor = Tensor::HostF32({4}, std::vector<float>(4));
+  const absl::Status status = (*exchange)->Swap(tensor, tensor, 1);
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  const auto alone = ConnectExchange(0, 2, address, 0.2);
+  EXPECT_TRUE(absl::IsUnavailable(alone.status())) << alone.status();
+}
+
+TEST_P(TrainerBits, LossFalls) {
+  TrainerOptions options = Options();
+  options.dropout = 0;
+  const Trained run = Train(on(), options, 100);
+  double first = 0, last = 0;
+  for (int i = 0; i < 20; ++i) {
+    first += run.reports[i].loss / 20;
+    last += run.reports[80 + i].loss / 20;
+  }
+  EXPECT_LT(last, 0.75 * first) << first;
+}
+
+TEST(Trainer, EveryObjectiveLearns) {
+  using Kind = ObjectiveOptions::Kind;
+  for (const Kind kind : {Kind::kEpsilon, Kind::kV, Kind::kX0, Kind::kFlow}) {
+    TrainerOptions options = Options();
+    options.objective.kind = kind;
+    if (kind != Kind::kFlow) options.objective.min_snr = 5;
+    const Trained run = Train(options, 60);
+    double first = 0, last = 0;
+    for (int i = 0; i < 15; ++i) {
+      first += run.reports[i].loss / 15;
+      last += run.reports[45 + i].loss / 15;
+    }
+    EXPECT_LT(last, 0.95 * first) << Name(kind);
+  }
+}
+
+/// Means over the first and the last fifteen steps.
+std::pair<double, double> FirstAndLastLoss(const Trained& run) {
+  double first = 0, last = 0;
+  for (size_t i = 0; i < 15; ++i) {
+    first += run.reports[i].loss / 15;
+    last += run.reports[run.reports.size() - 15 + i].loss / 15;
+  }
+  return {first, last};
+}
+
+TEST(Trainer, ALearnedVarianceLearns) {
+  UNet2DConfig config = TinyConfig();
+  config.out_channels = 2;
+  TrainerOptions options = Options();
+  options.objective.kind = ObjectiveOptions::Kind::kEpsilon;
+  options.objective.learned_variance = true;
+  const Trained run = Train(On{}, options, 60, *NewSoleExchange(), nullptr, config);
+  const auto [first, last] = FirstAndLastLoss(run);
+  EXPECT_LT(last, 0.95 * first);
+  options.accumulation = 4;
+  ExpectSameBits(run, Train(On{}, options, 60, *NewSoleExchange(), nullptr, config));
+  // Of the bound alone, too: what the variance's half of conv_out learns.
+  options.objective.variance_weight = 1;
+  const auto [with_bound, less] =
+      FirstAndLastLoss(Train(On{}, options, 60, *NewSoleExchange(), nullptr, config));
+  EXPECT_GT(with_bound, first);
+  EXPECT_LT(less, 0.95 * with_bound);
+}
+
+TEST(Trainer, PrefetchedPicturesHaveTheBitsOfResidentOnes) {
+  const Trained resident = Train(Options(), 5);
+  for (const int threads : {1, 3}) {
+    TrainerOptions options = Options();
+    options.prefetch_threads = threads;
+    ExpectSameBits(resident, Train(options, 5));
+    // From the middle, and with ranks that each read their own.
+    const Trained first = Train(options, 2);
+    ExpectSameBits(resident, Train(On{}, options, 3, &first.state));
+    auto exchanges = NewLoopbackExchanges(2);
+    std::vector<Trained> runs(2);
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < 2; ++rank)
+      ranks.emplace_back([&, rank] { runs[rank] = Train(On{}, options, 5, *exchanges[rank]); });
+    for (std::thread& rank : ranks) rank.join();
+    for (const Trained& run : runs) ExpectSameBits(resident, run);
+  }
+}
+
+TEST(Prefetcher, GivesEveryStepItsOwnBatch) {
+  std::atomic<int> prepared = 0;
+  Prefetcher prefetcher(3, 21, 2, [&](int64_t step, int64_t sample, uint8_t* to) {
+    ++prepared;
+    if (sample % 5 == 0) std::this_thread::yield();
+    to[0] = static_cast<uint8_t>(step);
+    to[1] = static_cast<uint8_t>(sample);
+  });
+  // Onwards, back, and far ahead: as after a restored state.
+  for (const int64_t step : {0, 1, 2, 3, 2, 3, 100, 101, 102}) {
+    const uint8_t* batch = prefetcher.Take(step);
+    for (int sample = 0; sample < 21; ++sample) {
+      ASSERT_EQ(batch[2 * sample], step);
+      ASSERT_EQ(batch[2 * sample + 1], sample);
+    }
+  }
+  // The batch in use and the next one: no more is prepared.
+  EXPECT_LE(prepared, 21 * (9 + 3));
+}
+
+TEST(Trainer, ClassVectorsAreLearned) {
+  for (const bool identity : {true, false}) {
+    UNet2DConfig config = TinyConfig();
+    config.condition = identity ? ClassCondition::kVector : ClassCondition::kValue;
+    TrainerOptions options = Options();
+    options.class_dropout = 0;
+    options.rate.rate = 3e-3;
+    Dataset dataset = Stripes();
+    const int64_t size = identity ? config.time_embedding_dim : 1;
+    std::vector<float> vectors(21 * size);
+    for (int64_t i = 0; i < 21; ++i)
+      for (int64_t j = 0; j < size; ++j)
+        vectors[i * size + j] = static_cast<float>(identity ? j % 3 == i % 3 : i % 3);
+    dataset.vectors = Tensor::HostF32({21, size}, vectors);
+    const Trained run = Train(On{}, options, 60, *NewSoleExchange(), nullptr, config, dataset);
+    const auto [first, last] = FirstAndLastLoss(run);
+    EXPECT_LT(last, 0.9 * first) << identity;
+    // What the vectors say matters, and prefetching and accumulation do not.
+    options.prefetch_threads = 2;
+    options.accumulation = 2;
+    ExpectSameBits(run, Train(On{}, options, 60, *NewSoleExchange(), nullptr, config, dataset));
+    const auto reports = [&] {
+      return Train(On{}, options, 3, *NewSoleExchange(), nullptr, config, dataset).reports;
+    };
+    const double loss = reports().back().loss;
+    if (!identity) {  // a label is the number
+      Dataset labels = Stripes();
+      EXPECT_EQ(
+          Train(On{}, options, 3, *NewSoleExchange(), nullptr, config, labels).reports.back().loss,
+          loss);
+    }
+    dataset.vectors.as<float>()[0] += 1;
+    for (int i = 0; i < 21; ++i) dataset.vectors.as<float>()[i * size] *= -2;
+    EXPECT_NE(reports().back().loss, loss);
+  }
+}
+
+TEST(Trainer, ALearnedTimeEmbeddingIsLearned) {
+  UNet2DConfig config = TinyConfig();
+  config.time_embedding_type = UNet2DConfig::Time::kLearned;
+  config.num_train_timesteps = 50;
+  TrainerOptions options = Options();
+  options.objective.kind = ObjectiveOptions::Kind::kV;
+  options.objective.timesteps = 50;
+  const Trained run = Train(On{}, options, 60, *NewSoleExchange(), nullptr, config);
+  const auto [first, last] = FirstAndLastLoss(run);
+  EXPECT_LT(last, 0.95 * first);
+}
+
+TEST(Trainer, AugmentationRepeatsItsBitsAndIsNotServed) {
+  TrainerOptions options = Options();
+  options.flip = false;
+  options.augment = 0.5;
+  const Trained run = Train(options, 40);
+  const auto [first, last] = FirstAndLastLoss(run);
+  EXPECT_LT(last, first);
+  options.prefetch_threads = 3;
+  options.accumulation = 2;
+  ExpectSameBits(run, Train(options, 40));
+  options.augment = 0;
+  EXPECT_NE(Train(options, 1).reports[0].loss, run.reports[0].loss);
+
+  auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  Parameters parameters;
+  ASSERT_TRUE(UNet2D::Make(**backend, parameters, TinyConfig(), kAugmentLabels).ok());
+  const auto named = parameters.Named(run.state.trained, run.state.fixed);
+  EXPECT_EQ(named.size() + 1, parameters.all().size());
+  EXPECT_EQ(named.count("map_augment.weight"), 0u);
+}
+
+TEST(Augment, FlipsCopyPixelsAndLabelsSayWhatWasDone) {
+  const std::vector<uint8_t> from = {1, 2, 3, 4, 5, 6};  // 2 × 3
+  std::vector<uint8_t> to(6);
+  int flipped = 0, turned = 0, changed = 0;
+  for (uint32_t sample = 0; sample < 400; ++sample) {
+    const Augmentation plan = PlanAugmentation(3, 5, sample, 0.3, 2, 3);
+    const auto& m = plan.inverse;
+    flipped += plan.labels[0] == 1;
+    turned += plan.labels[4] != 0;
+    const bool geometric = std::any_of(plan.labels + 2, plan.labels + kAugmentLabels,
+                                       [](float label) { return label != 0; });
+    changed += geometric;
+    // Areas change by the scale alone: what its label says.
+    const double area = m[0][0] * m[1][1] - m[0][1] * m[1][0];
+    EXPECT_NEAR(std::abs(area), std::exp2(-0.4 * plan.labels[2]), 1e-5);
+    EXPECT_EQ(area < 0, plan.labels[0] != plan.labels[1]);
+    if (geometric) continue;
+    Augment(plan, from.data(), 2, 3, 1, to.data());
+    for (int y = 0; y < 2; ++y)
+      for (int x = 0; x < 3; ++x)
+        EXPECT_EQ(to[y * 3 + x],
+                  from[(plan.labels[1] == 1 ? 1 - y : y) * 3 + (plan.labels[0] == 1 ? 2 - x : x)]);
+  }
+  EXPECT_NEAR(flipped, 200, 40);
+  EXPECT_NEAR(turned, 120, 30);
+  EXPECT_NEAR(changed, 400 * (1 - std::pow(0.7, 4)), 40);
+  const Augmentation none = PlanAugmentation(3, 5, 1, 0, 2, 3);
+  EXPECT_TRUE(std::all_of(none.labels + 1, none.labels + kAugmentLabels,
+                          [](float label) { return label == 0; }));
+}
+
+TEST(Augment, MapsPicturesSmoothly) {
+  // A quarter turn of a square picture moves every pixel to another one: what is supersampled is
+  // smooth there, so a slope stays a slope.
+  constexpr int kEdge = 9;
+  std::vector<uint8_t> from(kEdge * kEdge), to(kEdge * kEdge);
+  for (int y = 0; y < kEdge; ++y)
+    for (int x = 0; x < kEdge; ++x) from[y * kEdge + x] = static_cast<uint8_t>(20 * x + 3 * y);
+  Augmentation turn;
+  turn.labels[3] = -1, turn.labels[4] = 1;
+  const double quarter[2][3] = {{0, -1, 0}, {1, 0, 0}};
+  std::copy(&quarter[0][0], &quarter[0][0] + 6, &turn.inverse[0][0]);
+  Augment(turn, from.data(), kEdge, kEdge, 1, to.data());
+  for (int y = 1; y < kEdge - 1; ++y)
+    for (int x = 1; x < kEdge - 1; ++x)
+      EXPECT_NEAR(to[y * kEdge + x], from[x * kEdge + (kEdge - 1 - y)], 1) << y << " " << x;
+  // Half a pixel to the right, and twice the size.
+  Augmentation shift;
+  shift.labels[7] = 1;
+  shift.inverse[0][2] = -0.5;
+  Augment(shift, from.data(), kEdge, kEdge, 1, to.data());
+  EXPECT_NEAR(to[4 * kEdge + 4], (from[4 * kEdge + 3] + from[4 * kEdge + 4]) / 2, 1);
+  Augmentation larger;
+  larger.labels[2] = 5;
+  larger.inverse[0][0] = larger.inverse[1][1] = 0.5;
+  Augment(larger, from.data(), kEdge, kEdge, 1, to.data());
+  EXPECT_EQ(to[4 * kEdge + 4], from[4 * kEdge + 4]);
+  EXPECT_NEAR(to[4 * kEdge + 6], from[4 * kEdge + 5], 1);
+}
+
+TEST_P(TrainerBits, SkipsAndCountsWhatIsNotFinite) {
+  const auto backend = OpenForTest(GetParam());
+  const auto exchange = NewSoleExchange();
+  auto trainer = Trainer::Make(*backend, *exchange, TinyConfig(), Options(), Stripes());
+  ASSERT_TRUE(trainer.ok()) << trainer.status();
+  ASSERT_TRUE((*trainer)->Step().ok());
+  const auto before = (*trainer)->State();
+  (*trainer)->ScaleNextGradient(NAN);
+  const auto report = (*trainer)->Step();
+  ASSERT_TRUE(report.ok());
+  EXPECT_TRUE(report->skipped);
+  const auto after = (*trainer)->State();
+  ExpectSameBits(before->trained, after->trained, "weights");
+  ExpectSameBits(before->m, after->m, "m");
+  EXPECT_EQ(after->skipped, 1);
+  EXPECT_EQ(after->skipped_in_row, 1);
+  EXPECT_FALSE((*trainer)->Step()->skipped);
+  EXPECT_EQ((*trainer)->State()->skipped_in_row, 0);
+}
+
+TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
+  auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  const auto exchange = NewSoleExchange();
+  const auto refused = [&](const UNet2DConfig& config, const TrainerOptions& options,
+                           const Dataset& dataset, const std::string& message) {
+    const auto trainer = Trainer::Make(**backend, *exchange, config, options, dataset);
+    ASSERT_FALSE(trainer.ok()) << message;
+    EXPECT_NE(trainer.status().message().find(message), std::string::npos) << trainer.status();
+  };
+  TrainerOptions options = Options();
+  options.chunks = 3;
+  refused(TinyConfig(), options, Stripes(), "chunks is 3");
+  options = Options();
+  options.accumulation = 3;
+  refused(TinyConfig(), options, Stripes(), "accumulation is 3");
+  options = Options();
+  options.null_class = 4;
+  refused(TinyConfig(), options, Stripes(), "null_class");
+  options = Options();
+  options.rate.rate = NAN;
+  refused(TinyConfig(), options, Stripes(), "rate is nan");
+  Dataset dataset = Stripes();
+  dataset.labels[3] = 9;
+  refused(TinyConfig(), Options(), dataset, "label 9");
+  dataset.labels.clear();
+  refused(TinyConfig(), Options(), dataset, "no labels");
+  UNet2DConfig config = TinyConfig();
+  config.sample_height = 16;
+  refused(config, Options(), Stripes(), "smaller than sample_size");
+  config = TinyConfig();
+  config.in_channels = config.out_channels = 3;
+  refused(config, Options(), Stripes(), "in_channels is 3");
+  config = TinyConfig();
+  config.out_channels = 2;
+  refused(config, Options(), Stripes(), "learned variance");
+  options = Options();
+  options.objective.learned_variance = true;
+  refused(config, options, Stripes(), "objective epsilon, v or x0");
+  options.objective.kind = ObjectiveOptions::Kind::kEpsilon;
+  refused(TinyConfig(), options, Stripes(), "out_channels is 1");
+  options.objective.variance_weight = 0;
+  refused(config, options, Stripes(), "variance_weight is 0");
+  config = TinyConfig();
+  config.time_embedding_type = UNet2DConfig::Time::kLearned;
+  config.num_train_timesteps = 10;
+  refused(config, Options(), Stripes(), "a table of whole timesteps");
+  options = Options();
+  options.objective.kind = ObjectiveOptions::Kind::kEpsilon;
+  refused(config, options, Stripes(), "num_train_timesteps 10");
+  config = TinyConfig();
+  config.condition = ClassCondition::kVector;
+  refused(config, Options(), Stripes(), "no null class");
+  options = Options();
+  options.class_dropout = 0;
+  refused(config, options, Stripes(), "no class vectors");
+  dataset = Stripes();
+  dataset.vectors = Tensor::HostF32({21, 2}, std::vector<float>(42));
+  refused(config, options, dataset, "vectors of 2 numbers, but the network reads 32");
+  options = Options();
+  options.augment = 1.5;
+  refused(TinyConfig(), options, Stripes(), "augment is 1.5");
+}
+
+TEST(Trainer, PlanCountsTheWork) {
+  const auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  const auto plan = Trainer::Plan(**backend, TinyConfig(), Options(), Stripes(), 1);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  TrainerOptions twice = Options();
+  twice.batch *= 2;
+  const auto larger = Trainer::Plan(**backend, TinyConfig(), twice, Stripes(), 1);
+  ASSERT_TRUE(larger.ok());
+  EXPECT_NEAR(larger->step_flops / plan->step_flops, 2, 1e-6);
+  EXPECT_GT(larger->activation_bytes, plan->activation_bytes);
+  twice.recompute_norms = true;
+  EXPECT_LT(Trainer::Plan(**backend, TinyConfig(), twice, Stripes(), 1)->activation_bytes,
+            larger->activation_bytes);
+}
+
+TEST(Schedule, Rates) {
+  RateSchedule schedule{.kind = RateSchedule::Kind::kCosine, .rate = 2, .warmup_steps = 4};
+  EXPECT_DOUBLE_EQ(schedule.At(0, 104), 0.5);
+  EXPECT_DOUBLE_EQ(schedule.At(4, 104), 2);
+  EXPECT_NEAR(schedule.At(54, 104), 1, 1e-12);
+  EXPECT_NEAR(schedule.At(104, 104), 0, 1e-12);
+  schedule = {.kind = RateSchedule::Kind::kInverseSqrt, .rate = 2, .reference_steps = 100};
+  EXPECT_DOUBLE_EQ(schedule.At(50, 1000), 2);
+  EXPECT_DOUBLE_EQ(schedule.At(400, 1000), 1);
+}
+
+TEST(Schedule, PowerAveragesHaveTheirWidth) {
+  // EDM2, section 3.1: γ = 16.97 for 0.05 and 6.94 for 0.10.
+  EXPECT_NEAR(PowerOfWidth(0.05), 16.97, 0.01);
+  EXPECT_NEAR(PowerOfWidth(0.10), 6.94, 0.01);
+  EXPECT_EQ((AverageOptions{AverageOptions::Kind::kPower, 0.1}).DecayAt(1), 0);
+  // The relative width is the deviation of the profile t^γ over [0, 1].
+  for (const double width : {0.02, 0.05, 0.1, 0.2}) {
+    const double gamma = PowerOfWidth(width);
+    double sums[3] = {};
+    for (int i = 0; i < 200000; ++i) {
+      const double t = (i + 0.5) / 200000, profile = std::pow(t, gamma);
+      for (int power = 0; power < 3; ++power) sums[power] += profile * std::pow(t, power);
+    }
+    const double mean = sums[1] / sums[0];
+    EXPECT_NEAR(std::sqrt(sums[2] / sums[0] - mean * mean), width, 1e-5);
+  }
+  EXPECT_EQ((AverageOptions{AverageOptions::Kind::kWarmup, 0.9999}).DecayAt(1), 0);
+}
+
+/// EDM2's average of a run up to step T is Σ θ_t·((t/T)^(γ+1) − ((t−1)/T)^(γ+1)): the integral of
+/// its power function (arXiv 2312.02696, equation 14) over weights that stand still between steps.
+TEST(Trainer, AveragesAreWhatTheirFormulasSay) {
+  TrainerOptions options = Options();
+  options.rate.rate = 2e-2;
+  using Kind = AverageOptions::Kind;
+  options.averages = {{Kind::kPower, 0.05},
+                      {Kind::kPower, 0.1},
+                      {Kind::kPower, 0.2},
+                      {Kind::kDecay, 0.9},
+                      {Kind::kWarmup, 0.9999}};
+  auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  const auto exchange = NewSoleExchange();
+  auto trainer = Trainer::Make(**backend, *exchange, TinyConfig(), options, Stripes());
+  ASSERT_TRUE(trainer.ok()) << trainer.status();
+  constexpr int kSteps = 12;
+  std::vector<std::vector<float>> weights = {(*trainer)->State()->trained.ToFloats()};
+  for (int step = 0; step < kSteps; ++step) {
+    ASSERT_TRUE((*trainer)->Step().ok());
+    weights.push_back((*trainer)->State()->trained.ToFloats());
+  }
+  const TrainerState state = *(*trainer)->State();
+  for (size_t average = 0; average < options.averages.size(); ++average) {
+    const auto [kind, value] = options.averages[average];
+    // How much of each step's weights the average holds; what is left is that of the first.
+    double shares[kSteps + 1] = {}, left = 1;
+    for (int t = kSteps; t > 0; --t) {
+      if (kind == Kind::kPower) {
+        const double power = PowerOfWidth(value) + 1;
+        shares[t] = std::pow(t / double{kSteps}, power) - std::pow((t - 1) / double{kSteps}, power);
+      } else {
+        const double decay = kind == Kind::kDecay ? value : std::min(value, 1 - std::pow(t, -0.75));
+        shares[t] = left * (1 - decay);
+        left *= decay;
+      }
+    }
+    shares[0] = kind == Kind::kPower ? 0 : left;
+    const std::vector<float> actual = state.averages[average].ToFloats();
+    double error = 0, moved = 0;
+    for (size_t i = 0; i < actual.size(); ++i) {
+      double expected = 0;
+      for (int t = 0; t <= kSteps; ++t) expected += shares[t] * weights[t][i];
+      error += std::pow(actual[i] - expected, 2);
+      moved += std::pow(weights[kSteps][i] - expected, 2);
+    }
+    EXPECT_GT(moved, 1e-4) << average;
+    EXPECT_LT(std::sqrt(error / moved), 1e-4) << average;
+  }
+}
+
+/// The network output that `row`'s target stands for, turned back into an image.
+TEST(Objective, TargetsMeanTheImage) {
+  using Kind = ObjectiveOptions::Kind;
+  for (const Kind kind : {Kind::kEdm, Kind::kEpsilon, Kind::kV, Kind::kX0, Kind::kFlow}) {
+    ObjectiveOptions options;
+    options.kind = kind;
+    const auto objective = Objective::Make(options);
+    ASSERT_TRUE(objective.ok());
+    for (uint32_t sample = 0; sample < 50; ++sample) {
+      SampleRow row;
+      objective->Plan(1, 0, sample, &row);
+      const double y = 0.3, e = -1.1;
+      const double x = row.signal * y + row.noise * e;
+      const double f = row.target_signal * y + row.target_noise * e;
+      double image = f;  // kX0
+      if (kind == Kind::kEdm) {
+        // D = c_skip·x/c_in + c_out·F with σ from c_noise.
+        const double sigma = std::exp(4.0 * row.condition), data = 0.5;
+        const double root = std::hypot(sigma, data);
+        image = data * data / (root * root) * (x * root) + sigma * data / root * f;
+      } else if (kind == Kind::kEpsilon) {
+        image = (x - row.noise * f) / row.signal;
+      } else if (kind == Kind::kV) {
+        image = row.signal * x - row.noise * f;
+      } else if (kind == Kind::kFlow) {
+        image = x - row.condition / 1000 * f;
+      }
+      EXPECT_NEAR(image, y, 2e-4 / row.signal) << Name(kind);
+    }
+  }
+}
+
+/// With all steps, the server's DDPM sampler reads v as the loss does.
+TEST(Objective, ALearnedVarianceIsWhatServingDrawsFrom) {
+  using Kind = ObjectiveOptions::Kind;
+  for (const Kind kind : {Kind::kEpsilon, Kind::kV, Kind::kX0}) {
+    ObjectiveOptions options;
+    options.kind = kind;
+    options.timesteps = 40;
+    options.beta_schedule = "squaredcos_cap_v2";
+    options.learned_variance = true;
+    const auto objective = Objective::Make(options);
+    ASSERT_TRUE(objective.ok()) << objective.status();
+    const auto scheduler = SchedulerConfig::Parse(objective->SchedulerConfig(), "scheduler");
+    ASSERT_TRUE(scheduler.ok()) << scheduler.status();
+    EXPECT_TRUE(scheduler->learns_variance());
+    const auto plan = scheduler->Compile({.steps = 40});
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    std::vector<bool> seen(40);
+    for (uint32_t sample = 0; sample < 400; ++sample) {
+      SampleRow row;
+      objective->Plan(1, 0, sample, &row);
+      const auto t = static_cast<size_t>(row.condition);
+      seen[t] = true;
+      const Evaluation<double>& now = plan->evaluations[39 - t];
+      ASSERT_EQ(now.condition, row.condition);
+      // x0 has the weight that the posterior's mean gives it, so the error of the mean follows.
+      const double of_x0 = now.weights[kOutputX][kInputX0];
+      EXPECT_NEAR(row.mean_factor, -of_x0 * now.x0_from_model, 1e-6) << t;
+      if (t == 0) continue;  // no noise
+      EXPECT_EQ(now.noise_scale, NoiseScale::kLearnedRange);
+      EXPECT_NEAR(row.log_variance_min, now.log_variance_min, 1e-5) << t;
+      EXPECT_NEAR(row.log_variance_max, now.log_variance_max, 1e-5) << t;
+    }
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), false), 0);
+  }
+}
+
+TEST(Objective, MinSnrCapsTheWeight) {
+  using Kind = ObjectiveOptions::Kind;
+  for (const Kind kind : {Kind::kEpsilon, Kind::kV, Kind::kX0}) {
+    ObjectiveOptions options;
+    options.kind = kind;
+    options.min_snr = 5;
+    const auto objective = Objective::Make(options);
+    for (uint32_t sample = 0; sample < 50; ++sample) {
+      SampleRow row;
+      objective->Plan(1, 0, sample, &row);
+      const double snr = std::pow(row.signal / row.noise, 2), capped = std::min(snr, 5.0);
+      const double weight = kind == Kind::kEpsilon ? capped / snr
+                            : kind == Kind::kV     ? capped / (snr + 1)
+                                                   : capped;
+      EXPECT_NEAR(row.weight / weight, 1, 1e-4);
+    }
+  }
+}
+
+TEST(Objective, CapSnrLimitsTheWeightOfV) {
+  ObjectiveOptions options;
+  options.kind = ObjectiveOptions::Kind::kV;
+  options.cap_snr = 5;
+  const auto objective = Objective::Make(options);
+  ASSERT_TRUE(objective.ok()) << objective.status();
+  for (uint32_t sample = 0; sample < 50; ++sample) {
+    SampleRow row;
+    objective->Plan(1, 0, sample, &row);
+    const double snr = std::pow(row.signal / row.noise, 2);
+    EXPECT_NEAR(row.weight, (std::min(snr, 5.0) + 1) / (snr + 1), 1e-4);
+  }
+  options.kind = ObjectiveOptions::Kind::kEpsilon;
+  EXPECT_FALSE(Objective::Make(options).ok());
+}
+
+}  // namespace
+}  // namespace denoised::training
