@@ -18,9 +18,9 @@
 
 namespace denoised {
 
-/// One device and the thread that owns it: its backend, its models and its step batcher. The thread
-/// runs commands of other threads between evaluations, so that none of these is ever shared.
-/// Methods may be called from any thread.
+/// One device and the thread that owns it, its backend, its models and its step batcher. Between
+/// evaluations the thread runs commands of other threads, so none of these is ever shared. Any
+/// thread may call the methods.
 class DeviceWorker {
  public:
   using Clock = std::chrono::steady_clock;
@@ -32,23 +32,23 @@ class DeviceWorker {
                EngineObserver* observer, std::function<void()> lost);
   ~DeviceWorker() { Stop(); }
 
-  /// Opens the device and starts to work.
+  /// Opens the device and starts its thread.
   absl::Status Start();
-  /// Waits for the thread; for ever, if the device hangs.
+  /// Waits for the thread. Never returns if the device hangs.
   void Stop();
 
-  /// The queue may have work.
+  /// Wakes the thread, because the queue may have work.
   void Wake();
   /// Runs `command` with the batcher on the device's thread, between two evaluations, and returns
-  /// its Status or StatusOr. Unavailable if the device is lost before or while it runs. It may then
-  /// go on running after the return, so it must own all that it refers to.
+  /// its Status or StatusOr. Unavailable if the device is lost before or while it runs. The command
+  /// may then still be running after the return, so it must own everything that it refers to.
   template <typename Command>
   auto Run(Command command) -> decltype(command(std::declval<StepBatcher&>()));
-  /// A backend of its own on the same device, for another thread. What it packs outlives it.
+  /// Another backend on the same device, for another thread. What it packs outlives it.
   absl::StatusOr<std::unique_ptr<Backend>> OpenAnother() const { return open_(backend_options_); }
 
-  /// Gives up the device if its thread has spent more than `limit` on one evaluation, one command
-  /// (part of a load, removal of a model) or one part of opening a size: it hangs.
+  /// Gives up the device as hanging if its thread has spent more than `limit` on one evaluation,
+  /// one command (a step of a load, removal of a model) or one step of opening a size.
   void LoseIfHanging(std::chrono::duration<double> limit);
 
   const std::string& name() const { return name_; }

@@ -6,6 +6,7 @@
 #include <thread>
 #include <tuple>
 
+#include "engine/backend/capabilities.h"
 #include "engine/backend/counting.h"
 #include "engine/batching/job_queue.h"
 #include "engine/core/condition_variable.h"
@@ -22,6 +23,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxEdgeOverNative = 4;
+// Images that are decoded side by side. More are hardly faster for each.
+constexpr int kMaxDecodes = 8;
 
 /// The engine over one or more devices of one kind, each with every model. All share one queue.
 class DeviceEngine final : public Engine {
@@ -39,7 +42,8 @@ class DeviceEngine final : public Engine {
 
   absl::Status Start();
 
-  absl::Status Open(const std::string& name, const std::string& directory) override;
+  absl::Status Open(const std::string& name, const std::string& directory,
+                    std::optional<Precision> precision) override;
   absl::Status Close(const std::string& name) override;
   std::shared_ptr<const ModelInfo> Find(const std::string& name) const override;
   std::vector<std::shared_ptr<const ModelInfo>> Models() const override;
@@ -65,6 +69,16 @@ class DeviceEngine final : public Engine {
       if (EngineObserver* observer = engine_->observer_.load())
         observer->OnEvaluation(model, device, rows, bucket, seconds);
     }
+    void OnStage(const std::string& model, const std::string& device, Stage stage, int count,
+                 double seconds) override {
+      if (EngineObserver* observer = engine_->observer_.load())
+        observer->OnStage(model, device, stage, count, seconds);
+    }
+    void OnPrompts(const std::string& model, const std::string& device, int known,
+                   int made) override {
+      if (EngineObserver* observer = engine_->observer_.load())
+        observer->OnPrompts(model, device, known, made);
+    }
     void OnNonfiniteImage(const std::string& model, const std::string& device) override {
       if (EngineObserver* observer = engine_->observer_.load())
         observer->OnNonfiniteImage(model, device);
@@ -76,7 +90,7 @@ class DeviceEngine final : public Engine {
 
   void OnLost(int device);
   void Watch();
-  absl::Status Load(const std::string& path, ModelInfo* info);
+  absl::Status Load(const std::string& path, std::optional<Precision> precision, ModelInfo* info);
   absl::Status LoadOn(DeviceWorker& worker, const PipelineFiles& files, ModelInfo* info) const;
   absl::StatusOr<BatchedModel> Pack(const DeviceWorker& worker, const PipelineFiles& files,
                                     ModelInfo* info) const;
@@ -187,7 +201,8 @@ std::vector<DeviceState> DeviceEngine::Devices() const {
   return devices;
 }
 
-absl::Status DeviceEngine::Open(const std::string& name, const std::string& directory) {
+absl::Status DeviceEngine::Open(const std::string& name, const std::string& directory,
+                                std::optional<Precision> precision) {
   ModelInfo info{.name = name, .directory = directory};
   {
     MutexLock lock(&mutex_);
@@ -203,7 +218,7 @@ absl::Status DeviceEngine::Open(const std::string& name, const std::string& dire
       models_.push_back(std::move(loading));
   }
   const Clock::time_point begin = Clock::now();
-  info.error = Load(directory, &info);
+  info.error = Load(directory, precision ? precision : options_.precision, &info);
   info.load_seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   info.state = info.error.ok() ? ModelState::kReady : ModelState::kFailed;
   Publish(info);
@@ -245,9 +260,12 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
       directory.root, wrong, steps);
 }
 
-absl::Status DeviceEngine::Load(const std::string& path, ModelInfo* info) {
+absl::Status DeviceEngine::Load(const std::string& path, std::optional<Precision> precision,
+                                ModelInfo* info) {
   DENOISED_RETURN_IF_ERROR(Health());
-  DENOISED_ASSIGN_OR_RETURN(const PipelineFiles files, PipelineFiles::Read(path));
+  DENOISED_ASSIGN_OR_RETURN(PipelineFiles files, PipelineFiles::Read(path));
+  files.precision = precision.value_or(files.precision);
+  files.calibrations = options_.calibrations;
   // On all devices at the same time. Each thread writes to its own element.
   struct Loaded {
     ModelInfo info;
@@ -290,12 +308,15 @@ absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const PipelineFiles& fil
       return batcher.WarmUp(name);
     }));
   }
-  using Bytes = std::pair<size_t, size_t>;
-  DENOISED_ASSIGN_OR_RETURN(
-      std::tie(info->activation_bytes, info->slot_bytes),
-      worker.Run([name = model.name](StepBatcher& batcher) -> absl::StatusOr<Bytes> {
-        return Bytes(batcher.ActivationBytes(name), batcher.SlotBytes(name));
-      }));
+  using Bytes = std::array<size_t, 3>;
+  DENOISED_ASSIGN_OR_RETURN(const Bytes bytes, worker.Run([name = model.name](StepBatcher& batcher)
+                                                              -> absl::StatusOr<Bytes> {
+    return Bytes{batcher.ActivationBytes(name), batcher.SlotBytes(name), batcher.PromptBytes(name)};
+  }));
+  info->activation_bytes = bytes[0];
+  info->slot_bytes = bytes[1];
+  info->prompt_bytes = bytes[2];
+  info->stage_seconds = admission_.StageSeconds(model.name);
   return absl::OkStatus();
 }
 
@@ -358,7 +379,11 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   BatchedModel model{.name = info->name,
                      .denoiser = pipeline.denoiser,
                      .codec = pipeline.codec,
-                     .text_encoders = {pipeline.text_encoders, pipeline.final_norm}};
+                     .image_input = pipeline.image_input,
+                     .text_encoders = {.models = pipeline.text_encoders,
+                                       .final_norm = pipeline.final_norm,
+                                       .max_chunks = options_.max_prompt_chunks},
+                     .preview_codec = pipeline.preview_codec};
   const DenoiserTraits& traits = model.denoiser->traits();
   if (model.codec) {
     DENOISED_ASSIGN_OR_RETURN(model.preview, LatentPreview::Fit(*backend, *model.codec));
@@ -376,19 +401,25 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
         .skip_layers = pipeline.skip_layers,
         .layers = std::numeric_limits<int>::max(),
         .size_numbers = traits.size_numbers,
-        .guidance = traits.guidance_embedding};
-    for (const auto& encoder : pipeline.text_encoders)
+        .guidance = traits.guidance_embedding,
+        .max_chunks = options_.max_prompt_chunks};
+    for (const auto& encoder : pipeline.text_encoders) {
       rules.layers = std::min(rules.layers, encoder->traits().layers);
+      rules.encoders.push_back(encoder->traits());
+    }
     DENOISED_ASSIGN_OR_RETURN(PromptReader prompts, PromptReader::Load(directory, rules));
     info->text = prompts.traits();
     info->prompts = std::make_shared<const PromptReader>(std::move(prompts));
   }
   const SchedulerConfig& scheduler = files.scheduler;
-  const bool cpu = backend->device() == Device::kCpu;
-  if (!cpu) model.backend = backend;  // on a CPU, evaluations overlap nothing: one takes all cores
-  model.max_rows = options_.max_rows ? options_.max_rows : cpu ? 16 : 64;
+  const Capabilities device = CapabilitiesOf(backend->device());
+  if (device.overlaps_streams) model.backend = backend;
+  model.max_rows = options_.max_rows ? options_.max_rows : device.default_rows;
+  // Guidance by an image takes three rows.
+  if (pipeline.image_input == ImageInput::kWhole) model.max_rows = std::max(model.max_rows, 3);
   model.slots = options_.max_slots ? options_.max_slots : model.max_rows;
   model.max_evaluations = options_.max_evaluations;
+  if (device.gains_from_batches) model.max_decodes = kMaxDecodes;
 
   const CodecTraits codec =
       model.codec ? model.codec->traits()
@@ -396,6 +427,12 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->architecture = directory.unet().class_name;
   info->pipeline = directory.pipeline_class;
   info->parameters = pipeline.parameters;
+  // A CPU's activations are fp32 whatever it multiplies in.
+  const DType wide =
+      backend->device() == Device::kCpu ? options_.cpu_dtype : backend->activation_dtype();
+  info->precision = files.precision == Precision::kFp8 ? "fp8"
+                    : wide == DType::kBF16             ? "bf16"
+                                                       : "fp32";
   info->height = traits.height * codec.factor;
   info->width = traits.width * codec.factor;
   info->size_multiple = traits.size_multiple * codec.factor;
@@ -403,10 +440,28 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->channels = codec.image_channels;
   info->latent_factor = codec.factor;
   info->latent_channels = traits.channels;
+  if (info->prompts) info->stages.push_back(Stage::kCondition);
+  if (model.codec && codec.encodes) info->stages.push_back(Stage::kEncode);
+  info->stages.push_back(Stage::kDenoise);
+  if (model.codec) info->stages.push_back(Stage::kDecode);
+  if (model.preview_codec) info->preview_decoders.push_back(PreviewDecoder::kTiny);
+  if (model.codec) info->preview_decoders.push_back(PreviewDecoder::kLinear);
   info->condition = traits.condition;
   info->class_vector_size = traits.class_vector_size;
   info->guidance_input = traits.guidance_embedding;
   info->guidance = model.null_label >= 0 || (info->prompts && !info->guidance_input);
+  info->guidance_rescale = info->guidance && info->prompts;
+  const bool reads_mask = model.image_input == ImageInput::kMasked,
+             reads_image = model.image_input == ImageInput::kWhole;
+  info->images = {.init = codec.encodes,
+                  .required = reads_mask || reads_image,
+                  .strength = codec.encodes && !reads_image,
+                  .mask = codec.encodes && !reads_image,
+                  .mask_required = reads_mask,
+                  .guidance = reads_image && info->guidance,
+                  .default_strength = files.default_strength,
+                  .default_masked_strength = files.default_masked_strength,
+                  .default_guidance_scale = files.default_image_guidance_scale};
   // By convention, and in ADM and DiT, the null class is the last. Requests cannot name it.
   info->num_classes = traits.class_embeddings;
   if (model.null_label >= 0 && model.null_label == traits.class_embeddings - 1 &&
@@ -554,6 +609,7 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
   if (options.max_slots != 0)
     DENOISED_RETURN_IF_ERROR(within("max_slots", options.max_slots, 1, 4096));
   DENOISED_RETURN_IF_ERROR(within("max_evaluations", options.max_evaluations, 1, 100000));
+  DENOISED_RETURN_IF_ERROR(within("max_prompt_chunks", options.max_prompt_chunks, 1, 16));
   DENOISED_RETURN_IF_ERROR(within("max_count", options.max_count, 1, 65536));
   DENOISED_RETURN_IF_ERROR(within("max_queued_requests", options.max_queued_requests, 1, 1 << 24));
   DENOISED_RETURN_IF_ERROR(within("max_queued_images", options.max_queued_images, 1, 1 << 24));

@@ -12,6 +12,7 @@
 
 #include "engine/core/class_condition.h"
 #include "engine/core/notify.h"
+#include "engine/core/precision.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 #include "engine/job.h"
@@ -36,6 +37,10 @@ struct EngineOptions {
   std::vector<int> devices = {0};
   DType cpu_dtype = DType::kF32;  // as BackendOptions::cpu_dtype
   bool fp32 = false;
+  /// Of models whose Open() gives none; unset: what a model's directory says.
+  std::optional<Precision> precision;
+  /// Directory of calibrations for Precision::kFp8, beside the models' own; may be empty.
+  std::string calibrations;
   bool generic_kernels = false;  // as BackendOptions::generic_kernels
   bool autotune = true;          // as BackendOptions::autotune, and the next two
   std::string autotune_cache;
@@ -43,7 +48,10 @@ struct EngineOptions {
   int max_rows = 0;            // rows of the largest evaluation; 0: 64 on CUDA, 16 on the CPU
   int max_slots = 0;           // images in flight per model and device; 0: max_rows
   int max_evaluations = 2000;  // longest plan, per image
-  int max_count = 256;         // images of one request
+  /// Chunks of a prompt (CLIP: 75 tokens each) that models read, at most. Their memory is planned
+  /// for every prompt in flight.
+  int max_prompt_chunks = 3;
+  int max_count = 256;  // images of one request
   // Limits of the queue. Beyond any of them Submit returns ResourceExhausted.
   int max_queued_requests = 4096;
   int max_queued_images = 4096;
@@ -76,6 +84,7 @@ struct ModelInfo {
   std::string architecture;  // of the denoiser: "UNet2DModel"
   std::string pipeline;      // "StableDiffusionPipeline"; empty for a model without a pipeline
   int64_t parameters = 0;
+  std::string precision;      // in which the denoiser multiplies: "fp32", "bf16" or "fp8"
   int height = 0, width = 0;  // native size, pixels
   int size_multiple = 1;      // height and width must be multiples of it
   int max_edge = 0;           // and at most this
@@ -83,14 +92,18 @@ struct ModelInfo {
   /// The denoiser's state: latents, or the image itself (factor 1).
   int latent_factor = 1;  // pixels that a latent pixel stands for, along each edge
   int latent_channels = 0;
-  std::optional<TextTraits> text;               // of a model that reads text
-  std::shared_ptr<const PromptReader> prompts;  // makes tokens of its prompts
+  std::vector<Stage> stages;                     // that it has, in their order
+  std::vector<PreviewDecoder> preview_decoders;  // of latents; the first is the default
+  std::optional<TextTraits> text;                // of a model that reads text
+  std::shared_ptr<const PromptReader> prompts;   // makes tokens of its prompts
+  ImageTraits images;
   ClassCondition condition = ClassCondition::kNone;
   int num_classes = 0;  // labels a request may name: [0, num_classes)
   int class_vector_size = 0;
   std::vector<std::string> labels;  // human-readable, by index; empty when the model ships none
   bool guidance = false;            // rows without the condition can guide those with it
   bool guidance_input = false;      // the guidance scale is an input of the model instead
+  bool guidance_rescale = false;    // guidance may be rescaled
   Sampler default_sampler = Sampler::kEdmEuler;
   NoiseSchedule default_schedule = NoiseSchedule::kNative;
   std::vector<Sampler> samplers;
@@ -101,8 +114,12 @@ struct ModelInfo {
   int max_count = 0;        // images of one request
   int slots = 0;            // images in flight at one time, on each device
   std::shared_ptr<const SchedulerConfig> scheduler;
-  // Bytes on each device, by purpose.
-  size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0;
+  // Bytes on each device, by purpose: at the native size, and for prompts.
+  size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0, prompt_bytes = 0;
+  size_t bytes() const { return weight_bytes + activation_bytes + slot_bytes + prompt_bytes; }
+  /// Seconds of each stage as measured at load, at the native size: of one prompt, of an evaluation
+  /// of one row, of one image that is decoded. 0: not measured.
+  std::array<double, kStages> stage_seconds{};
   double load_seconds = 0;
 };
 
@@ -137,7 +154,10 @@ class Engine {
   /// at fault; ResourceExhausted says how much memory was needed and how much is free. Other models
   /// continue to draw: weights are read and packed on threads of the call, and the devices' threads
   /// do the rest in parts. A name may be used again after its model failed or was closed.
-  virtual absl::Status Open(const std::string& name, const std::string& directory) = 0;
+  /// `precision` wins over EngineOptions and the directory. FailedPrecondition if the device cannot
+  /// multiply in it.
+  virtual absl::Status Open(const std::string& name, const std::string& directory,
+                            std::optional<Precision> precision = std::nullopt) = 0;
   /// Unloads a model. It takes no new jobs; blocks until its jobs are done and its memory is free.
   /// NotFound; FailedPrecondition while it is loading or being closed.
   virtual absl::Status Close(const std::string& name) = 0;
@@ -181,5 +201,12 @@ class Engine {
   /// In the order of EngineOptions::devices.
   virtual std::vector<DeviceState> Devices() const = 0;
 };
+
+/// Measures the scales that a model needs for Precision::kFp8: draws images of several seeds and
+/// conditions on the CPU, and takes the largest input of each layer at all noise levels. Writes
+/// them to `fp8.json` in the model's directory, or to <fingerprint of the weights>.json in
+/// options.calibrations, and returns the path. The errors of Open(); InvalidArgument on a device
+/// other than the CPU; FailedPrecondition if the file cannot be written.
+absl::StatusOr<std::string> Calibrate(const std::string& directory, const EngineOptions& options);
 
 }  // namespace denoised

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/core/status.h"
@@ -16,6 +19,15 @@
 namespace denoised {
 
 enum class PreviewKind { kPredictedX0, kNoisyState };
+
+/// What a pipeline does for an image, in this order: text encoders make condition sets of its
+/// prompts, the codec makes latents of its init image, the denoiser is evaluated, the codec
+/// decodes.
+enum class Stage { kCondition, kEncode, kDenoise, kDecode };
+constexpr size_t kStages = 4;
+
+/// What makes previews of latents: a linear function, or a small autoencoder.
+enum class PreviewDecoder { kDefault, kLinear, kTiny };
 
 /// Which jobs go first. Each priority has a share of the device, so none starves.
 enum class Priority { kInteractive, kNormal, kBatch };
@@ -55,18 +67,46 @@ struct SizeConditions {
 /// What the requests of a model that reads text may have.
 struct TextTraits {
   int max_clip_skip = 0;
+  int max_chunks = 1;         // of a text
+  int chunk_tokens = 0;       // of the text, in a chunk
   bool two_encoders = false;  // TextPrompt::text_2 and negative_2
   bool sizes = false;         // SizeConditions
 };
 
+/// What a model does with an init image.
+struct ImageTraits {
+  bool init = false;                   // takes one
+  bool required = false;               // and cannot draw without
+  bool strength = false;               // can start from it
+  bool mask = false;                   // takes a mask
+  bool mask_required = false;          // and cannot draw without
+  bool guidance = false;               // JobSpec::image_guidance_scale
+  double default_strength = 0;         // without a mask; unless the model was made for masks
+  double default_masked_strength = 0;  // with one
+  double default_guidance_scale = 0;
+};
+
 /// A prompt as text encoders read it, and all else that a condition set depends on.
 struct TokenizedPrompt {
-  std::vector<std::vector<int32_t>> ids;  // by encoder, padded; empty: zeros instead of states
-  std::vector<int> ends;                  // by encoder: the token that is pooled
-  int skip_layers = 0;                    // clip_skip
-  std::vector<float> sizes;               // SDXL: original size, crop, target size
-  float guidance = 0;                     // for models that take the guidance scale as an input
+  /// By encoder: `chunks` chunks, each padded. Empty: a chunk of zeros instead of states.
+  std::vector<std::vector<int32_t>> ids;
+  int chunks = 1;
+  std::vector<int> ends;     // by encoder: the token that is pooled, in the first chunk
+  int skip_layers = 0;       // clip_skip
+  std::vector<float> sizes;  // SDXL: original size, crop, target size
+  float guidance = 0;        // for models that take the guidance scale as an input
   auto operator<=>(const TokenizedPrompt&) const = default;
+};
+
+/// How much of one text a model reads.
+struct TextRead {
+  int tokens = 0;       // that it reads
+  std::string cut_off;  // the end of the text that it does not read
+};
+
+/// The same of all texts of a TextPrompt. Those that the prompt or the job does not have are empty.
+struct PromptRead {
+  TextRead text, negative, text_2, negative_2;
 };
 
 /// A request. Unset fields take the model's defaults.
@@ -81,14 +121,22 @@ struct JobSpec {
   std::vector<TextPrompt> prompts;       // one for all images, or one each
   SizeConditions sizes;                  // for models that read them
   int clip_skip = 0;                     // of the prompts: text encoder layers left out at the end
+  int max_chunks = 0;                    // of each text; 0: as many as the model allows
   std::optional<double> guidance_scale;  // ≤ 1: no unconditional row
-  SamplerParams sampler;                 // steps 0: the model's default
-  int height = 0, width = 0;             // pixels; 0: native
+  /// Towards the init image, for models that ImageTraits::guidance; ≥ 1, where 1 is none.
+  std::optional<double> image_guidance_scale;
+  std::optional<double> guidance_rescale;  // in [0, 1]; see Backend::RescaleGuidance()
+  /// Parts of the steps, in [0, 1]: those from ⌊start · steps⌋ to before ⌊stop · steps⌋ are guided.
+  std::optional<double> guidance_start, guidance_stop;
+  SamplerParams sampler;      // steps 0: the model's default
+  int height = 0, width = 0;  // pixels; 0: native
   bool previews = false;
   PreviewKind preview_kind = PreviewKind::kPredictedX0;
-  int preview_every = 1;  // evaluations
-  Tensor initial_noise;   // optional F32 [count, H, W, C] of the state, standard normal scale
-  Tensor init_image;      // optional F32 [H, W, C] in [−1, 1]; needs strength < 1
+  PreviewDecoder preview_decoder = PreviewDecoder::kDefault;  // of models that draw latents
+  int preview_every = 1;                                      // evaluations
+  Tensor initial_noise;  // optional F32 [count, H, W, C] of the state, standard normal scale
+  Tensor init_image;     // optional F32 [H, W, C] in [−1, 1]
+  Tensor mask;           // optional F32 [H, W], with an init image: drawn anew where at least ½
   std::optional<std::chrono::steady_clock::time_point> deadline;
   Priority priority = Priority::kNormal;
   std::string client;        // clients share the device; callers without a name are one client, ""
@@ -106,11 +154,29 @@ struct EffectiveJob {
   int steps = 0;
   int evaluations = 0;  // model evaluations per image
   std::shared_ptr<const StepPlan> plan;
-  bool guided = false;  // an image takes two rows: with its condition, and without
+  bool guided = false;        // an image takes two rows: with its condition, and without
+  bool image_guided = false;  // and a third, without the condition and its init image
+  bool puts_back = false;     // each evaluation puts back what the mask keeps
+  std::string precision;      // ModelInfo::precision
+  /// Evaluations that are guided: [first, second).
+  std::pair<int, int> guided_evaluations = {0, std::numeric_limits<int>::max()};
   /// Models that read text: one for all images, or one each; `negatives` only if guided.
   std::vector<TokenizedPrompt> prompts, negatives;
-  /// By prompt: the end of its text that the model does not read.
-  std::vector<std::string> prompts_cut_off;
+  std::vector<PromptRead> prompts_read;  // by prompt
+
+  bool GuidedAt(int evaluation) const {
+    return guided && evaluation >= guided_evaluations.first &&
+           evaluation < guided_evaluations.second;
+  }
+  /// Rows of an image at its largest evaluation.
+  int MostRows() const { return guided ? image_guided ? 3 : 2 : 1; }
+  int RowsAt(int evaluation) const { return GuidedAt(evaluation) ? MostRows() : 1; }
+  /// Rows of an image's first `done` evaluations.
+  int64_t RowsUntil(int done) const {
+    const int first = std::min(guided_evaluations.first, done),
+              last = std::min(guided_evaluations.second, done);
+    return done + (guided ? int64_t{1} * (MostRows() - 1) * (last - first) : 0);
+  }
 
   const TokenizedPrompt& PromptOf(int image) const {
     return prompts[prompts.size() == 1 ? 0 : image];
@@ -153,6 +219,10 @@ class JobListener {
   /// `done` of `total` model evaluations, over all images of the job; both are at most what an int
   /// holds.
   virtual void OnProgress([[maybe_unused]] int done, [[maybe_unused]] int total) {}
+  /// A stage of an image is done. `seconds` of the device, which images whose stages ran side by
+  /// side share; 0 for prompts that were known; negative for kDenoise, which is many evaluations.
+  virtual void OnStage([[maybe_unused]] int image, [[maybe_unused]] Stage stage,
+                       [[maybe_unused]] double seconds) {}
   /// After `evaluation` (1-based) of image.index.
   virtual void OnPreview([[maybe_unused]] const ImageResult& image,
                          [[maybe_unused]] int evaluation) {}
@@ -173,6 +243,14 @@ class EngineObserver {
   /// which another model was evaluated too counts by half. < 0: not measured.
   virtual void OnEvaluation(const std::string& model, const std::string& device, int rows,
                             int bucket, double seconds) = 0;
+  /// A run of a stage that is not an evaluation, of `count` prompts or images side by side.
+  virtual void OnStage([[maybe_unused]] const std::string& model,
+                       [[maybe_unused]] const std::string& device, [[maybe_unused]] Stage stage,
+                       [[maybe_unused]] int count, [[maybe_unused]] double seconds) {}
+  /// Images took so many condition sets that were there already, and so many that had to be made.
+  virtual void OnPrompts([[maybe_unused]] const std::string& model,
+                         [[maybe_unused]] const std::string& device, [[maybe_unused]] int known,
+                         [[maybe_unused]] int made) {}
   /// An image of `model` that was drawn on `device` has NaN or infinity: its job ends, or the image
   /// is delivered with EngineOptions::allow_nonfinite.
   virtual void OnNonfiniteImage([[maybe_unused]] const std::string& model,

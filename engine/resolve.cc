@@ -36,6 +36,7 @@ class Resolver {
     Previews();
     Images();
     job_.plan = Plan();
+    if (job_.plan) GuidedEvaluations();
     job_.spec = std::move(spec_);
     return std::move(job_);
   }
@@ -95,6 +96,9 @@ class Resolver {
     if (spec_.clip_skip != 0)
       Violate("clip_skip", "is {}, but model '{}' reads no text; leave it out", spec_.clip_skip,
               model_.name);
+    if (spec_.max_chunks != 0)
+      Violate("max_chunks", "is {}, but model '{}' reads no text; leave it out", spec_.max_chunks,
+              model_.name);
     switch (model_.condition) {
       case ClassCondition::kNone:
         refuse("class_labels", labels, "is unconditional; leave them out");
@@ -120,16 +124,24 @@ class Resolver {
               "is missing: model '{}' draws what a text says; give one for all images, "
               "or one for each",
               model_.name);
-    if (spec_.prompts.size() > 1 && spec_.prompts.size() != static_cast<size_t>(spec_.count))
+    if (spec_.prompts.size() > 1 && spec_.prompts.size() != static_cast<size_t>(spec_.count)) {
       Violate("prompts", "has {} entries for count {}; give one for all, or one for each",
               spec_.prompts.size(), spec_.count);
+      spec_.prompts.resize(1);  // so that no more are read
+    }
     if (spec_.clip_skip < 0 || spec_.clip_skip > traits.max_clip_skip) {
       Violate("clip_skip", "is {}; use 0 to {}", spec_.clip_skip, traits.max_clip_skip);
       spec_.clip_skip = 0;
     }
+    if (spec_.max_chunks == 0) spec_.max_chunks = traits.max_chunks;
+    if (spec_.max_chunks < 1 || spec_.max_chunks > traits.max_chunks) {
+      Violate("max_chunks", "is {}; use 1 to {}", spec_.max_chunks, traits.max_chunks);
+      spec_.max_chunks = traits.max_chunks;
+    }
     Sizes(traits.sizes);
     const PromptReader::Request request{
         .clip_skip = spec_.clip_skip,
+        .max_chunks = spec_.max_chunks,
         .height = spec_.height,
         .width = spec_.width,
         .sizes = spec_.sizes,
@@ -140,10 +152,18 @@ class Resolver {
       if (!traits.two_encoders && (prompt.text_2 || prompt.negative_2))
         Violate(field + (prompt.text_2 ? ".text_2" : ".negative_2"),
                 "is set, but model '{}' has one text encoder; leave it out", model_.name);
-      job_.prompts.push_back(reader.Condition(prompt, request, field, violations_,
-                                              &job_.prompts_cut_off.emplace_back()));
+      for (const auto& [name, text] :
+           {std::pair{".negative", &prompt.negative}, std::pair{".text_2", &prompt.text_2},
+            std::pair{".negative_2", &prompt.negative_2}}) {
+        // Also where it is not read, since a job that waits holds it.
+        if (*text && (*text)->size() > ClipTokenizer::kMaxTextBytes)
+          return Violate(field + name, "has {} bytes; send at most {}", (*text)->size(),
+                         ClipTokenizer::kMaxTextBytes);
+      }
+      PromptRead& read = job_.prompts_read.emplace_back();
+      job_.prompts.push_back(reader.Condition(prompt, request, field, violations_, &read));
       if (job_.guided)
-        job_.negatives.push_back(reader.Negative(prompt, request, field, violations_));
+        job_.negatives.push_back(reader.Negative(prompt, request, field, violations_, &read));
     }
   }
 
@@ -210,24 +230,96 @@ class Resolver {
     }
     if (!(scale > 1)) scale = 1;
     job_.guided = scale > 1 && model_.guidance;
+    ImageGuidance();
+    if (spec_.guidance_rescale) {
+      Within("guidance_rescale", &*spec_.guidance_rescale, 0, 1);
+      if (!model_.guidance_rescale)
+        Violate("guidance_rescale", "is set, but model '{}' does not take it; leave it out",
+                model_.name);
+    }
+    if (spec_.guidance_start) Within("guidance_start", &*spec_.guidance_start, 0, 1);
+    if (spec_.guidance_stop) Within("guidance_stop", &*spec_.guidance_stop, 0, 1);
+    if (spec_.guidance_start.value_or(0) >= spec_.guidance_stop.value_or(1))
+      Violate("guidance_start", "is {}, not below guidance_stop, {}; swap them, or leave them out",
+              spec_.guidance_start.value_or(0), spec_.guidance_stop.value_or(1));
+    if (job_.guided) return;
+    // As diffusers' pipelines: without guidance nothing else of it applies.
+    spec_.guidance_rescale.reset();
+    spec_.guidance_start.reset();
+    spec_.guidance_stop.reset();
+  }
+
+  void ImageGuidance() {
+    std::optional<double>& scale = spec_.image_guidance_scale;
+    if (!model_.images.guidance) {
+      if (scale)
+        Violate("image_guidance_scale", "is {}, but model '{}' does not take it; leave it out",
+                *scale, model_.name);
+      return;
+    }
+    if (!scale) scale = model_.images.default_guidance_scale;
+    Within("image_guidance_scale", &*scale, 1, kMaxGuidanceScale);
+    if (!job_.guided) scale.reset();
+    job_.image_guided = scale.value_or(1) > 1;
+  }
+
+  void Within(const char* field, double* value, double low, double high) {
+    if (*value >= low && *value <= high) return;
+    Violate(field, "is {}; use {} to {}", *value, low, high);
+    *value = *value > high ? high : low;  // low for NaN
+  }
+
+  /// Steps are counted; a step may take several evaluations.
+  void GuidedEvaluations() {
+    const auto first_of = [&](double part) {
+      const int step = static_cast<int>(part * job_.plan->steps);
+      return static_cast<int>(
+          std::lower_bound(job_.plan->step.begin(), job_.plan->step.end(), step) -
+          job_.plan->step.begin());
+    };
+    job_.guided_evaluations = {first_of(spec_.guidance_start.value_or(0)),
+                               first_of(spec_.guidance_stop.value_or(1))};
   }
 
   void Previews() {
     if (spec_.previews && spec_.preview_every < 1)
       Violate("preview_every", "is {}; use 1 or more evaluations", spec_.preview_every);
+    const std::vector<PreviewDecoder>& decoders = model_.preview_decoders;
+    PreviewDecoder& decoder = spec_.preview_decoder;
+    if (decoder == PreviewDecoder::kDefault) {
+      if (!decoders.empty()) decoder = decoders.front();
+    } else if (decoders.empty()) {
+      Violate("preview_decoder", "is set, but model '{}' draws pixels; leave it out", model_.name);
+    } else if (std::find(decoders.begin(), decoders.end(), decoder) == decoders.end()) {
+      Violate("preview_decoder",
+              "is tiny, but model '{}' has no small autoencoder; put an AutoencoderTiny into its "
+              "folder {}, or use linear",
+              model_.name, "vae_tiny");
+    }
   }
 
   void Images() {
     const Shape image{spec_.height, spec_.width, model_.channels};
+    const ImageTraits& traits = model_.images;
     if (spec_.init_image) {
       Finite("init_image", spec_.init_image);
       if (!(spec_.init_image.shape() == image))
         Violate("init_image", "has shape {}; expected {}", spec_.init_image.shape().ToString(),
                 image.ToString());
+      if (!traits.init)
+        Violate("init_image",
+                "is set, but the autoencoder of model '{}' has no encoder; leave it out",
+                model_.name);
+      else if (!traits.strength && spec_.sampler.strength != 1)
+        Violate("strength", "is {}, but model '{}' starts from noise; leave it out",
+                spec_.sampler.strength, model_.name);
+    } else if (traits.required) {
+      Violate("init_image", "is missing: model '{}' draws a picture from another", model_.name);
     } else if (spec_.sampler.strength != 1) {
       Violate("strength", "is {}, but there is no init_image; leave it out",
               spec_.sampler.strength);
     }
+    Mask();
     if (spec_.initial_noise) {
       const int factor = model_.latent_factor;
       const Shape state{spec_.height / factor, spec_.width / factor, model_.latent_channels};
@@ -241,6 +333,27 @@ class Resolver {
                 spec_.initial_noise.shape().ToString(), noise.ToString());
       }
     }
+  }
+
+  void Mask() {
+    const ImageTraits& traits = model_.images;
+    if (!spec_.mask) {
+      if (traits.mask_required)
+        Violate("mask", "is missing: model '{}' draws the part that a mask names", model_.name);
+      return;
+    }
+    if (!traits.mask) {
+      Violate("mask", "is set, but model '{}' takes none; leave it out", model_.name);
+      return;
+    }
+    if (!spec_.init_image)
+      Violate("mask", "is set, but there is no init_image that it could keep a part of");
+    // A model that reads the mask draws all anew, as diffusers' pipelines do.
+    job_.puts_back = !traits.mask_required;
+    Finite("mask", spec_.mask);
+    const Shape shape{spec_.height, spec_.width};
+    if (!(spec_.mask.shape() == shape))
+      Violate("mask", "has shape {}; expected {}", spec_.mask.shape().ToString(), shape.ToString());
   }
 
   /// F32 numbers in host memory, all finite.
@@ -292,6 +405,7 @@ void ResolveJob(const ModelInfo& model, const JobSpec& spec, EffectiveJob* job,
                 std::vector<FieldViolation>* violations) {
   violations->clear();
   *job = Resolver(model, spec, violations).Run();
+  job->precision = model.precision;
   job->spec.model = model.name;
 }
 

@@ -20,12 +20,23 @@ double Seconds(Admission::TimePoint::duration duration) {
   return std::chrono::duration<double>(duration).count();
 }
 
+size_t TextBytes(const JobSpec& spec) {
+  size_t bytes = 0;
+  for (const TextPrompt& prompt : spec.prompts) {
+    bytes += sizeof(TextPrompt) + prompt.text.size();
+    for (const auto* text : {&prompt.negative, &prompt.text_2, &prompt.negative_2})
+      if (*text) bytes += (*text)->size();
+  }
+  return 2 * bytes;  // and what of them was cut off, at most as much
+}
+
 size_t HostBytes(const EffectiveJob& job) {
   const JobSpec& spec = job.spec;
-  return sizeof(EffectiveJob) + job.plan->evaluations.size() * sizeof(Evaluation<double>) +
+  return sizeof(EffectiveJob) + TextBytes(spec) +
+         job.plan->evaluations.size() * sizeof(Evaluation<double>) +
          spec.class_labels.size() * sizeof(int) + spec.class_values.size() * sizeof(float) +
          (spec.initial_noise ? spec.initial_noise.bytes() : 0) +
-         (spec.init_image ? spec.init_image.bytes() : 0);
+         (spec.init_image ? spec.init_image.bytes() : 0) + (spec.mask ? spec.mask.bytes() : 0);
 }
 
 }  // namespace
@@ -38,7 +49,7 @@ struct Admission::Client {
 };
 
 struct Admission::Model {
-  Room room;
+  Lane* own_size = nullptr;
   int devices = 1;
   std::map<std::pair<int, int>, std::unique_ptr<Lane>> lanes;  // by height, width
   std::map<JobId, TimePoint> unstarted;                        // jobs that never had a slot
@@ -47,7 +58,9 @@ struct Admission::Model {
 
 class Admission::Lane {
  public:
-  explicit Lane(Model* model_in) : model(model_in) {}
+  Lane(Model* model_in, int64_t pixels_in) : model(model_in), pixels(pixels_in) {
+    if (model->own_size) room = model->own_size->room;
+  }
 
   /// Expected seconds of an evaluation; 0 before the first measurement. The cost of a bucket that
   /// was not measured is interpolated between its measured neighbours, because an evaluation takes
@@ -56,8 +69,12 @@ class Admission::Lane {
   /// cost as much as the most that were: the estimate is then too low, so that no deadline that can
   /// be met is refused.
   double Cost(int rows) const {
+    if (seconds.empty()) return OfOwnSize() * model->own_size->MeasuredCost(rows);
+    return MeasuredCost(rows);
+  }
+  double MeasuredCost(int rows) const {
     if (seconds.empty()) return 0;
-    const std::vector<int>& buckets = model->room.buckets;
+    const std::vector<int>& buckets = room.buckets;
     const auto padded = std::lower_bound(buckets.begin(), buckets.end(), rows);
     const int bucket = padded == buckets.end() ? rows : *padded;
     const auto above = seconds.lower_bound(bucket);
@@ -74,20 +91,33 @@ class Admission::Lane {
   int images() const { return active_images + waiting_images; }
   /// Whether `images` images with `rows` rows in total need more room than `devices` devices have.
   bool Exceeds(int rows, int images, int devices) const {
-    return rows > devices * model->room.rows || images > devices * model->room.slots;
+    return rows > devices * room.rows || images > devices * room.slots;
   }
   /// How many of these rows one device carries at a time: all that it has room for, or, when slots
   /// run out first, the rows of as many average images as it has slots.
   double Carried(int rows, int images) const {
-    const Room& room = model->room;
     if (images <= room.slots) return room.rows;
     return std::min<double>(room.rows, double{1} * room.slots * rows / images);
   }
   double CostOf(double rows) const { return Cost(static_cast<int>(std::ceil(rows))); }
+  /// False before anything was measured.
+  bool HasCosts() const { return !seconds.empty() || !model->own_size->seconds.empty(); }
+  double StageCost(Stage stage) const {
+    // Prompts do not depend on the size.
+    const Lane& own = *model->own_size;
+    if (stage == Stage::kCondition) return own.stage_seconds[static_cast<size_t>(stage)];
+    const double measured = stage_seconds[static_cast<size_t>(stage)];
+    return measured > 0 ? measured : OfOwnSize() * own.stage_seconds[static_cast<size_t>(stage)];
+  }
+  double OfOwnSize() const {
+    return static_cast<double>(pixels) / static_cast<double>(model->own_size->pixels);
+  }
 
   Model* const model;
-  std::map<int, double> seconds;  // of an evaluation, by bucket
-  double decode_seconds = 0;      // of an image; 0: its state is the image
+  const int64_t pixels;
+  Room room;
+  std::map<int, double> seconds;                // of an evaluation, by bucket
+  std::array<double, kStages> stage_seconds{};  // of an image, by stage; 0: not measured
   std::map<std::pair<Priority, std::string>, Client> clients;
   size_t sweep_at = kClientsBeforeSweep;
   int jobs = 0;              // unfinished
@@ -96,6 +126,7 @@ class Admission::Lane {
   double turn = 0;           // seconds had, each divided by the weight at its time
   int waiting_rows = 0;      // of images without a slot
   int waiting_images = 0;    // these images
+  int waiting_encodes = 0;   // those of them that have an init image
   int64_t waiting_work = 0;  // their row evaluations
   int active_rows = 0;       // of images with one
   int active_images = 0;     // these
@@ -112,12 +143,18 @@ class Admission::Ticket {
   double weight = 1;
   double entered = 0, key = 0;  // virtual times
   size_t bytes = 0, parked_bytes = 0;
-  int rows = 0, evaluations = 0, count = 0;  // rows and evaluations of one image
+  int rows = 0, evaluations = 0, count = 0;  // rows at a time and evaluations of one image
+  int64_t row_evaluations = 0;               // of one image
   int waiting = 0, active = 0;               // images
   int64_t waiting_work = 0;                  // row evaluations of those that wait
   bool withdrawn = false, over = false;
+  bool encodes = false;  // images have an init image
 
-  int64_t work() const { return int64_t{1} * rows * evaluations * count; }
+  int64_t work() const { return row_evaluations * count; }
+  /// Of an image that has so many evaluations left, if they are like the others.
+  int64_t WorkOf(int evaluations_left) const {
+    return row_evaluations * evaluations_left / evaluations;
+  }
 };
 
 Admission::Admission(const Limits& limits) : limits_(limits) {}
@@ -127,13 +164,15 @@ Admission::Lane* Admission::Open(const std::string& name, int height, int width,
   MutexLock lock(&mutex_);
   std::unique_ptr<Model>& model = models_[name];
   if (!model) model = std::make_unique<Model>();
-  model->room = room;
-  return &LaneOf(*model, height, width);
+  Lane& lane = LaneOf(*model, height, width);
+  lane.room = room;
+  return &lane;
 }
 
 Admission::Lane& Admission::LaneOf(Model& model, int height, int width) {
   std::unique_ptr<Lane>& lane = model.lanes[{height, width}];
-  if (!lane) lane = std::make_unique<Lane>(&model);
+  if (!lane) lane = std::make_unique<Lane>(&model, int64_t{height} * width);
+  if (!model.own_size) model.own_size = lane.get();
   return *lane;
 }
 
@@ -178,9 +217,11 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   ticket->priority = spec.priority;
   ticket->submitted = now;
   ticket->bytes = HostBytes(job);
-  ticket->rows = job.guided ? 2 : 1;
+  ticket->rows = job.MostRows();
   ticket->evaluations = job.evaluations;
+  ticket->row_evaluations = job.RowsUntil(job.evaluations);
   ticket->count = ticket->waiting = spec.count;
+  ticket->encodes = spec.init_image.defined();
   ticket->waiting_work = ticket->work();
   ticket->weight = limits_.weights[static_cast<size_t>(spec.priority)] * spec.client_weight;
   ticket->entered = lane.virtual_time;
@@ -245,6 +286,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   client.weight = ticket->weight;
   lane.waiting_rows += ticket->rows * ticket->count;
   lane.waiting_images += ticket->count;
+  if (ticket->encodes) lane.waiting_encodes += ticket->count;
   lane.waiting_work += ticket->waiting_work;
   model.unstarted.emplace(id, now);
   ++model.totals.queued_requests[static_cast<size_t>(spec.priority)];
@@ -265,7 +307,7 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
     estimate.jobs_ahead += lane.model->totals.queued_requests[level];
     estimate.images_ahead += lane.model->totals.queued_images[level];
   }
-  if (lane.seconds.empty()) return estimate;
+  if (!lane.HasCosts()) return estimate;
   const Client& client = *ticket.client;
   const double lane_weight =
       client.jobs == 0 ? lane.weight + ticket.weight : lane.weight - client.weight + ticket.weight;
@@ -282,7 +324,7 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   const int rows_of_each = (demand + devices - 1) / devices;
   const double carried = lane.Carried(demand, images);
   const double evaluation = lane.CostOf(std::min<double>(carried, rows_of_each)) * slowdown;
-  const Room& room = lane.model->room;
+  const Room& room = lane.room;
   const int images_at_once = devices * std::min(room.slots, room.rows / ticket.rows);
   const int rounds = (ticket.count + images_at_once - 1) / images_at_once;
   double ahead = 0;  // row evaluations
@@ -290,12 +332,22 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
     ahead = std::clamp((ticket.key - lane.virtual_time) * lane_weight - ticket.work(), 0.0,
                        static_cast<double>(lane.waiting_work));
   const double images_ahead = ahead * ticket.count / static_cast<double>(ticket.work());
-  const double decode = lane.decode_seconds * slowdown / devices;
-  estimate.start_seconds = ahead / (devices * carried) * evaluation + images_ahead * decode;
+  double stages_ahead = StagesOfImage(lane, false);
+  if (lane.waiting_encodes > 0)
+    stages_ahead +=
+        lane.StageCost(Stage::kEncode) * lane.waiting_encodes / std::max(1, lane.waiting_images);
+  estimate.start_seconds =
+      ahead / (devices * carried) * evaluation + images_ahead * stages_ahead * slowdown / devices;
   estimate.total_seconds = *estimate.start_seconds +
                            double{1} * rounds * ticket.evaluations * evaluation +
-                           std::max<double>(ticket.count, devices) * decode;
+                           std::max<double>(ticket.count, devices) *
+                               StagesOfImage(lane, ticket.encodes) * slowdown / devices;
   return estimate;
+}
+
+double Admission::StagesOfImage(const Lane& lane, bool encodes) {
+  return lane.StageCost(Stage::kCondition) + (encodes ? lane.StageCost(Stage::kEncode) : 0) +
+         lane.StageCost(Stage::kDecode);
 }
 
 /// Seconds until all that waits now would be drawn.
@@ -305,7 +357,9 @@ double Admission::DrainSeconds() const {
     const double carried = lane->Carried(lane->demand(), lane->images());
     seconds += static_cast<double>(lane->waiting_work) / (lane->model->devices * carried) *
                    lane->CostOf(carried) +
-               lane->waiting_images * lane->decode_seconds / lane->model->devices;
+               (lane->waiting_images * StagesOfImage(*lane, false) +
+                lane->waiting_encodes * lane->StageCost(Stage::kEncode)) /
+                   lane->model->devices;
   }
   return seconds;
 }
@@ -318,6 +372,7 @@ void Admission::Unqueue(Ticket& ticket, int images, int64_t work) {
   ticket.waiting_work -= work;
   ticket.lane->waiting_rows -= images * ticket.rows;
   ticket.lane->waiting_images -= images;
+  if (ticket.encodes) ticket.lane->waiting_encodes -= images;
   ticket.lane->waiting_work -= work;
   totals.queued_images[static_cast<size_t>(ticket.priority)] -= images;
   queued_images_ -= images;
@@ -338,7 +393,7 @@ void Admission::Began(Ticket& ticket, int evaluations_left, size_t parked_bytes)
   ++ticket.lane->model->totals.active_images;
   ticket.lane->active_rows += ticket.rows;
   ++ticket.lane->active_images;
-  if (!ticket.withdrawn) Unqueue(ticket, 1, int64_t{1} * ticket.rows * evaluations_left);
+  if (!ticket.withdrawn) Unqueue(ticket, 1, ticket.WorkOf(evaluations_left));
 }
 
 void Admission::Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes) {
@@ -370,7 +425,7 @@ void Admission::Lost(Ticket& ticket, bool in_slot, int64_t rows) {
 void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   if (ticket.withdrawn) return;
   Totals& totals = ticket.lane->model->totals;
-  const int64_t work = int64_t{1} * ticket.rows * evaluations_left;
+  const int64_t work = ticket.WorkOf(evaluations_left);
   if (ticket.waiting++ == 0) {
     ++totals.queued_requests[static_cast<size_t>(ticket.priority)];
     ++queued_requests_;
@@ -380,6 +435,7 @@ void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   ticket.waiting_work += work;
   ticket.lane->waiting_rows += ticket.rows;
   ++ticket.lane->waiting_images;
+  if (ticket.encodes) ++ticket.lane->waiting_encodes;
   ticket.lane->waiting_work += work;
   ++totals.queued_images[static_cast<size_t>(ticket.priority)];
   ++queued_images_;
@@ -452,14 +508,24 @@ void Admission::Measured(Lane& lane, int bucket, double seconds, const Charge* c
   if (!first) known->second += kNewest * (seconds - known->second);
 }
 
-void Admission::MeasuredDecode(Lane& lane, double seconds) {
+void Admission::MeasuredStage(Lane& lane, Stage stage, int images, double seconds, bool charged) {
   MutexLock lock(&mutex_);
-  if (seconds >= 0) lane.decode_seconds = seconds;
+  if (seconds < 0 || images == 0) return;
+  if (charged && lane.weight > 0) lane.turn += seconds / lane.weight;
+  Lane& of = stage == Stage::kCondition ? *lane.model->own_size : lane;
+  double& known = of.stage_seconds[static_cast<size_t>(stage)];
+  const double each = seconds / images;
+  known = known > 0 ? known + kNewest * (each - known) : each;
 }
 
-void Admission::LaunchedDecode(Lane& lane) {
+std::array<double, kStages> Admission::StageSeconds(const std::string& name) const {
   MutexLock lock(&mutex_);
-  if (lane.weight > 0) lane.turn += lane.decode_seconds / lane.weight;
+  const auto model = models_.find(name);
+  if (model == models_.end()) return {};
+  const Lane& own = *model->second->own_size;
+  std::array<double, kStages> seconds = own.stage_seconds;
+  seconds[static_cast<size_t>(Stage::kDenoise)] = own.MeasuredCost(1);
+  return seconds;
 }
 
 double Admission::Turn(const Lane& lane) const {

@@ -51,7 +51,7 @@ class Admission {
   class Lane;
   class Ticket;
 
-  /// What one device has room for, at each size of a model.
+  /// What one device has room for, at one size of a model.
   struct Room {
     int rows = 0;              // of one evaluation
     int slots = 0;             // images in flight
@@ -61,7 +61,9 @@ class Admission {
   explicit Admission(const Limits& limits);
   ~Admission();
 
-  /// The lane of this model and size, made at the first call. Lives as long as the model.
+  /// The lane of this model and size, made at the first call. Lives as long as the model. The first
+  /// size of a model is its own: other sizes have its room, and costs in proportion to their
+  /// pixels, until they are opened and measured.
   Lane* Open(const std::string& model, int height, int width, const Room& room);
   /// How many devices draw the model from now on; 1 before the first call.
   void SetDevices(const std::string& model, int devices);
@@ -104,10 +106,13 @@ class Admission {
   /// An evaluation of `bucket` rows took `seconds`; negative: not measured. Warm-up passes no
   /// charge, because no lane was charged for it.
   void Measured(Lane& lane, int bucket, double seconds, const Charge* charge = nullptr);
-  /// To decode an image of the lane takes `seconds`.
-  void MeasuredDecode(Lane& lane, double seconds);
-  /// An image of the lane was launched to be decoded: the lane is charged for it.
-  void LaunchedDecode(Lane& lane);
+  /// A stage of `images` images, other than their evaluations, took `seconds` together; negative:
+  /// not measured. Counts towards estimates, and the lane is `charged`: warm-up charges nobody.
+  /// Condition sets that images find count as made in no time, so that estimates know of them.
+  void MeasuredStage(Lane& lane, Stage stage, int images, double seconds, bool charged);
+  /// Measured seconds of each stage at the model's own size: of one image, or of an evaluation of
+  /// one row; 0: not measured.
+  std::array<double, kStages> StageSeconds(const std::string& model) const;
   /// The lane's place among the lanes: the smallest goes first.
   double Turn(const Lane& lane) const;
   /// An equal share of the lane's rows for each of `devices` devices. A device that has as many
@@ -130,6 +135,8 @@ class Admission {
   struct Model;
 
   Lane& LaneOf(Model& model, int height, int width) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Of one image of the ticket, but for its evaluations.
+  static double StagesOfImage(const Lane& lane, bool encodes);
   void WaitAgain(Ticket& ticket, int evaluations_left) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Estimate Predict(const Lane& lane, const Ticket& ticket) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -2,20 +2,36 @@
 #include "engine/batching/conditioner.h"
 
 #include <algorithm>
+#include <bit>
 
+#include "engine/backend/capabilities.h"
 #include "engine/backend/counting.h"
 
 namespace denoised {
 namespace {
 
-// Prompts that are encoded side by side.
+// Chunks that are encoded side by side, unless one prompt has more.
 constexpr int kTogether = 8;
+// The kind of prompts that are zeros; others have the number of layers that are left out.
+constexpr int kZeros = -1;
+// The kind of prompts whose texts another set has: only what depends on their numbers is made.
+constexpr int kKnownTexts = -2;
+
+/// The prompt without its numbers: what text encoders read of it.
+TokenizedPrompt TextsOf(TokenizedPrompt prompt) {
+  prompt.sizes.clear();
+  prompt.guidance = 0;
+  return prompt;
+}
 
 }  // namespace
 
 Conditioner::Conditioner(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
                          const Encoders& encoders)
-    : backend_(backend), denoiser_(std::move(denoiser)), encoders_(encoders) {}
+    : backend_(backend),
+      denoiser_(std::move(denoiser)),
+      encoders_(encoders),
+      together_(std::max(kTogether, encoders.max_chunks)) {}
 
 absl::StatusOr<std::unique_ptr<Conditioner>> Conditioner::Create(
     Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Encoders& encoders,
@@ -29,15 +45,17 @@ absl::Status Conditioner::Allocate(int sets) {
   const DenoiserTraits& traits = denoiser_->traits();
   const DType dtype = backend_.activation_dtype();
   const auto take = [&](Tensor* tensor, const Shape& shape, DType type,
-                        const char* purpose) -> absl::Status {
+                        const std::string& purpose) -> absl::Status {
     DENOISED_ASSIGN_OR_RETURN(*tensor, backend_.Allocate(shape, type, purpose));
     bytes_ += tensor->bytes();
     return absl::OkStatus();
   };
   for (const auto& encoder : encoders_.models)
     tokens_ = std::max(tokens_, encoder->traits().max_tokens);
-  DENOISED_RETURN_IF_ERROR(take(&sets_.keys_values, {sets, tokens_, traits.key_value_columns},
-                                dtype, "keys and values of prompts"));
+  DENOISED_RETURN_IF_ERROR(take(
+      &sets_.keys_values, {sets, encoders_.max_chunks * tokens_, traits.key_value_columns}, dtype,
+      fmt::format("keys and values of {} prompts of {} tokens", sets,
+                  encoders_.max_chunks * tokens_)));
   DENOISED_RETURN_IF_ERROR(take(&sets_.key_counts, {sets}, DType::kI32, "token counts"));
   const std::vector<int32_t> counts(sets, tokens_);
   backend_.Upload(counts.data(), counts.size() * sizeof(int32_t), sets_.key_counts);
@@ -52,11 +70,11 @@ absl::Status Conditioner::Allocate(int sets) {
   for (auto it = idle_.begin(); it != idle_.end(); ++it) entries_[*it].idle = it;
 
   for (const auto& encoder : encoders_.models) {
-    const int64_t tokens = int64_t{kTogether} * encoder->traits().max_tokens;
+    const int64_t tokens = int64_t{together_} * encoder->traits().max_tokens;
     TextInput& input = inputs_.emplace_back();
     DENOISED_RETURN_IF_ERROR(take(&input.ids, {tokens}, DType::kI32, "tokens"));
     DENOISED_RETURN_IF_ERROR(take(&input.positions, {tokens}, DType::kI32, "tokens"));
-    DENOISED_RETURN_IF_ERROR(take(&input.ends, {kTogether}, DType::kI32, "tokens"));
+    DENOISED_RETURN_IF_ERROR(take(&input.ends, {together_}, DType::kI32, "tokens"));
     std::vector<int32_t> positions(tokens);
     for (int64_t i = 0; i < tokens; ++i)
       positions[i] = static_cast<int32_t>(i % encoder->traits().max_tokens);
@@ -64,32 +82,35 @@ absl::Status Conditioner::Allocate(int sets) {
   }
   if (traits.size_numbers > 0)
     DENOISED_RETURN_IF_ERROR(
-        take(&sizes_, {kTogether * traits.size_numbers}, DType::kF32, "sizes of prompts"));
-  DENOISED_RETURN_IF_ERROR(take(&guidance_, {kTogether}, DType::kF32, "guidance of prompts"));
+        take(&sizes_, {together_ * traits.size_numbers}, DType::kF32, "sizes of prompts"));
+  DENOISED_RETURN_IF_ERROR(take(&guidance_, {together_}, DType::kF32, "guidance of prompts"));
   const std::vector<float> zeros(std::max<size_t>(
       static_cast<size_t>(tokens_) * traits.text_features, traits.pooled_features));
   DENOISED_RETURN_IF_ERROR(
       take(&no_states_, {tokens_, traits.text_features}, dtype, "states of no prompt"));
   backend_.Upload(zeros.data(), no_states_.bytes(), no_states_);
   if (traits.pooled_features > 0) {
+    DENOISED_RETURN_IF_ERROR(take(&firsts_, {together_}, DType::kI32, "tokens"));
     DENOISED_RETURN_IF_ERROR(
         take(&no_pooled_, {traits.pooled_features}, dtype, "states of no prompt"));
     backend_.Upload(zeros.data(), no_pooled_.bytes(), no_pooled_);
+    DENOISED_RETURN_IF_ERROR(
+        take(&pooled_, {sets, traits.pooled_features}, dtype, "pooled states of prompts"));
+    DENOISED_RETURN_IF_ERROR(take(&known_pooled_, {together_, traits.pooled_features}, dtype,
+                                  "pooled states of prompts"));
   }
 
   size_t activations = 0;
-  for (int count = 1; count <= kTogether; ++count) {
-    CountingBackend counting(backend_);
-    Arena measuring = Arena::Measuring(backend_.device());
-    zeros_.assign(count, true);
-    MakeSets(counting, measuring, Read(counting, measuring, count, 0), std::vector<int>(count));
-    activations = std::max(activations, measuring.peak());
+  for (const int kind : {0, kZeros, kKnownTexts}) {
+    for (int chunks = 1; chunks <= together_; ++chunks) {
+      CountingBackend counting(backend_);
+      Arena measuring = Arena::Measuring(backend_.device());
+      Tensor pooled;
+      MakeSets(counting, measuring, chunks, kind, &pooled);
+      activations = std::max(activations, measuring.peak());
+    }
   }
-  Tensor block;
-  DENOISED_RETURN_IF_ERROR(
-      take(&block, {static_cast<int64_t>(activations)}, DType::kU8, "activations of prompts"));
-  arena_.emplace(std::move(block));
-  return backend_.status();
+  return take(&block_, {static_cast<int64_t>(activations)}, DType::kU8, "activations of prompts");
 }
 
 bool Conditioner::HasRoom(int count) const { return static_cast<int>(idle_.size()) >= count; }
@@ -118,75 +139,232 @@ void Conditioner::Release(int set) {
   if (--entry.users == 0) entry.idle = idle_.insert(idle_.end(), set);
 }
 
-absl::Status Conditioner::Encode() {
-  const auto skip = [&](int set) { return entries_[set].prompt->skip_layers; };
-  std::stable_sort(pending_.begin(), pending_.end(),
-                   [&](int a, int b) { return skip(a) < skip(b); });
-  for (auto begin = pending_.begin(); begin != pending_.end();) {
-    auto end = begin;
-    while (end != pending_.end() && end - begin < kTogether && skip(*end) == skip(*begin)) ++end;
-    EncodeTogether(std::vector<int>(begin, end));
-    begin = end;
-  }
-  pending_.clear();
-  return backend_.status();
+int Conditioner::KindOf(int set) const {
+  const TokenizedPrompt& prompt = *entries_[set].prompt;
+  return prompt.ids.empty() ? kZeros : prompt.skip_layers;
 }
 
-void Conditioner::EncodeTogether(const std::vector<int>& sets) {
-  const DenoiserTraits& traits = denoiser_->traits();
-  const int count = static_cast<int>(sets.size());
-  zeros_.clear();
-  for (const int set : sets) zeros_.push_back(entries_[set].prompt->ids.empty());
-  for (size_t e = 0; e < encoders_.models.size(); ++e) {
+absl::StatusOr<int> Conditioner::Encode() {
+  std::map<TokenizedPrompt, int> texts;  // and a set that has them, or will have when others copy
+  for (int set = 0; set < static_cast<int>(entries_.size()) && !pending_.empty(); ++set)
+    if (entries_[set].prompt && !Pending(set)) texts.emplace(TextsOf(*entries_[set].prompt), set);
+  std::vector<int> read;
+  std::vector<std::pair<int, int>> copied;
+  for (const int set : pending_) {
+    const auto [known, is_new] = texts.emplace(TextsOf(*entries_[set].prompt), set);
+    if (is_new) {
+      read.push_back(set);
+    } else {
+      copied.emplace_back(set, known->second);
+    }
+  }
+  std::stable_sort(read.begin(), read.end(), [&](int a, int b) { return KindOf(a) < KindOf(b); });
+  for (auto begin = read.begin(); begin != read.end();) {
+    auto end = begin;
+    for (int chunks = 0; end != read.end() && KindOf(*end) == KindOf(*begin); ++end)
+      if ((chunks += entries_[*end].prompt->chunks) > together_) break;
+    DENOISED_RETURN_IF_ERROR(EncodeTogether(std::vector<int>(begin, end)));
+    encoded_ += end - begin;
+    begin = end;
+  }
+  for (auto begin = copied.begin(); begin != copied.end();) {
+    const auto end = begin + std::min<ptrdiff_t>(together_, copied.end() - begin);
+    DENOISED_RETURN_IF_ERROR(CopyTogether({begin, end}));
+    begin = end;
+  }
+  const int made = static_cast<int>(pending_.size());
+  pending_.clear();
+  DENOISED_RETURN_IF_ERROR(backend_.status());
+  return made;
+}
+
+absl::StatusOr<bool> Conditioner::WarmUp() {
+  const int run = warm_ups_++, count = run < 2 ? 1 : std::min(1 << (run - 1), together_);
+  std::vector<TokenizedPrompt> prompts;
+  std::vector<int> sets;
+  for (int i = 0; i < count; ++i) {
+    TokenizedPrompt& prompt = prompts.emplace_back();
+    for (const auto& encoder : encoders_.models) {
+      prompt.ids.emplace_back(encoder->traits().max_tokens);
+      prompt.ids.back()[0] = std::min(i, encoder->traits().vocabulary - 1);  // none is another
+      prompt.ends.push_back(0);
+    }
+    prompt.sizes.resize(denoiser_->traits().size_numbers);
+    sets.push_back(Acquire(prompt));
+  }
+  DENOISED_RETURN_IF_ERROR(Encode().status());
+  for (int i = 0; i < count; ++i) {
+    Release(sets[i]);
+    known_.erase(prompts[i]);
+    entries_[sets[i]].prompt.reset();
+  }
+  warm_ = run > 0 && (!CapabilitiesOf(backend_.device()).pads_rows || count == together_);
+  return run == 1;
+}
+
+bool Conditioner::Pending(int set) const {
+  return std::find(pending_.begin(), pending_.end(), set) != pending_.end();
+}
+
+absl::Status Conditioner::EncodeTogether(const std::vector<int>& sets) {
+  const int count = static_cast<int>(sets.size()), kind = KindOf(sets.front());
+  std::vector<int32_t> firsts;  // the first chunk of each prompt
+  std::vector<int> places;      // of chunks in the pool
+  for (const int set : sets) {
+    const TokenizedPrompt& prompt = *entries_[set].prompt;
+    DENOISED_CHECK(prompt.chunks >= 1 && prompt.chunks <= encoders_.max_chunks, "{} chunks of {}",
+                   prompt.chunks, encoders_.max_chunks);
+    firsts.push_back(static_cast<int32_t>(places.size()));
+    for (int chunk = 0; chunk < prompt.chunks; ++chunk)
+      places.push_back(set * encoders_.max_chunks + chunk);
+    const int32_t tokens = prompt.chunks * tokens_;
+    backend_.Upload(&tokens, sizeof(tokens), sets_.key_counts.Slice(set, 1));
+  }
+  int chunks = static_cast<int>(places.size());
+  if (CapabilitiesOf(backend_.device()).pads_rows)
+    chunks = std::min(static_cast<int>(std::bit_ceil(places.size())), together_);
+  for (size_t e = 0; e < encoders_.models.size() && kind != kZeros; ++e) {
     const int tokens = encoders_.models[e]->traits().max_tokens;
     std::vector<int32_t> ids, ends;
     for (int i = 0; i < count; ++i) {
       const TokenizedPrompt& prompt = *entries_[sets[i]].prompt;
-      if (zeros_[i]) {
-        ids.resize(ids.size() + tokens);
-        ends.push_back(i * tokens);
-        continue;
-      }
       ids.insert(ids.end(), prompt.ids[e].begin(), prompt.ids[e].end());
-      ends.push_back(i * tokens + prompt.ends[e]);
+      ends.push_back(firsts[i] * tokens + prompt.ends[e]);
+      // Chunks after the first are not pooled, but an encoder pools every row.
+      for (int chunk = 1; chunk < prompt.chunks; ++chunk)
+        ends.push_back((firsts[i] + chunk) * tokens);
     }
-    DENOISED_CHECK(ids.size() == static_cast<size_t>(count) * tokens, "{} tokens of {} prompts",
-                   ids.size(), count);
+    DENOISED_CHECK(ids.size() == places.size() * tokens, "{} tokens of {} chunks", ids.size(),
+                   places.size());
+    ids.resize(int64_t{chunks} * tokens);
+    ends.resize(chunks);
     backend_.Upload(ids.data(), ids.size() * sizeof(int32_t), inputs_[e].ids);
     backend_.Upload(ends.data(), ends.size() * sizeof(int32_t), inputs_[e].ends);
   }
+  if (firsts_) {
+    firsts.resize(chunks);
+    backend_.Upload(firsts.data(), firsts.size() * sizeof(int32_t), firsts_);
+  }
+  UploadNumbers(sets, chunks);
+  DENOISED_ASSIGN_OR_RETURN(const Encoding* encoding, Run(chunks, kind));
+  const auto copy = [&](const Tensor& from, const Tensor& to, const std::vector<int>& to_rows) {
+    for (size_t i = 0; from && i < to_rows.size(); ++i)
+      backend_.Copy(from.Slice(static_cast<int64_t>(i), 1), to.Slice(to_rows[i], 1));
+  };
+  const Tensor& pool = sets_.keys_values;
+  copy(encoding->made.keys_values,
+       pool.Reshape({pool.dim(0) * encoders_.max_chunks, tokens_, pool.dim(2)}), places);
+  copy(encoding->made.vectors, sets_.vectors, sets);
+  copy(encoding->made.times, sets_.times, sets);
+  copy(encoding->pooled, pooled_, sets);
+  return backend_.status();
+}
+
+absl::Status Conditioner::CopyTogether(const std::vector<std::pair<int, int>>& sets) {
+  std::vector<int> copies;
+  for (const auto& [set, other] : sets) {
+    const int32_t tokens = entries_[set].prompt->chunks * tokens_;
+    backend_.Upload(&tokens, sizeof(tokens), sets_.key_counts.Slice(set, 1));
+    const auto states = [&](int of) {
+      return sets_.keys_values.Slice(of, 1)
+          .Reshape({sets_.keys_values.dim(1), sets_.keys_values.dim(2)})
+          .Slice(0, tokens);
+    };
+    backend_.Copy(states(other), states(set));
+    if (pooled_) {
+      backend_.Copy(pooled_.Slice(other, 1), pooled_.Slice(set, 1));
+      backend_.Copy(pooled_.Slice(other, 1),
+                    known_pooled_.Slice(static_cast<int64_t>(copies.size()), 1));
+    }
+    copies.push_back(set);
+  }
+  const int count = static_cast<int>(copies.size());
+  const int rows = CapabilitiesOf(backend_.device()).pads_rows
+                       ? std::min(static_cast<int>(std::bit_ceil(copies.size())), together_)
+                       : count;
+  UploadNumbers(copies, rows);
+  DENOISED_ASSIGN_OR_RETURN(const Encoding* encoding, Run(rows, kKnownTexts));
+  for (int i = 0; i < count; ++i) {
+    const auto copy = [&](const Tensor& from, const Tensor& to) {
+      if (from) backend_.Copy(from.Slice(i, 1), to.Slice(copies[i], 1));
+    };
+    copy(encoding->made.vectors, sets_.vectors);
+    copy(encoding->made.times, sets_.times);
+  }
+  return backend_.status();
+}
+
+void Conditioner::UploadNumbers(const std::vector<int>& sets, int count) {
   std::vector<float> sizes, guidance;
   for (const int set : sets) {
     const TokenizedPrompt& prompt = *entries_[set].prompt;
     sizes.insert(sizes.end(), prompt.sizes.begin(), prompt.sizes.end());
     guidance.push_back(prompt.guidance);
   }
-  if (traits.size_numbers > 0) backend_.Upload(sizes.data(), sizes.size() * sizeof(float), sizes_);
+  guidance.resize(count);
+  sizes.resize(int64_t{count} * denoiser_->traits().size_numbers);
+  if (sizes_) backend_.Upload(sizes.data(), sizes.size() * sizeof(float), sizes_);
   backend_.Upload(guidance.data(), guidance.size() * sizeof(float), guidance_);
-  const int skip = entries_[sets.front()].prompt->skip_layers;
-  MakeSets(backend_, *arena_, Read(backend_, *arena_, count, skip), sets);
 }
 
-Prompts Conditioner::Read(Backend& backend, Arena& arena, int count, int skip_layers) const {
+absl::StatusOr<const Conditioner::Encoding*> Conditioner::Run(int chunks, int kind) {
+  Encoding& encoding = encodings_[{chunks, kind}];
+  if (!encoding.arena) encoding.arena.emplace(block_);
+  const auto make = [this, &encoding, chunks, kind] {
+    // Nothing else is in this arena, so the sets have the same addresses each time.
+    encoding.made = {};
+    encoding.pooled = {};
+    encoding.made = MakeSets(backend_, *encoding.arena, chunks, kind, &encoding.pooled);
+  };
+  if (!encoding.graph) {
+    absl::StatusOr<std::unique_ptr<Graph>> graph = backend_.Capture(make);
+    if (!graph.ok() && !absl::IsResourceExhausted(graph.status())) return graph.status();
+    if (graph.ok()) encoding.graph = *std::move(graph);
+  }
+  if (encoding.graph) {
+    backend_.Launch(*encoding.graph);
+  } else {
+    make();  // without a graph: slower, with the same bits
+  }
+  return &encoding;
+}
+
+Prompts Conditioner::Read(Backend& backend, Arena& arena, int chunks, int kind) const {
   const DenoiserTraits& traits = denoiser_->traits();
   nn::Context context{backend, arena};
   const bool alone = encoders_.models.size() == 1;
   Prompts prompts;
-  if (!alone) prompts.states = context.New({count, tokens_, traits.text_features});
+  if (sizes_) prompts.sizes = sizes_.Slice(0, int64_t{chunks} * traits.size_numbers);
+  prompts.guidance = guidance_.Slice(0, chunks);
+  if (kind == kKnownTexts) {
+    if (known_pooled_) prompts.pooled = known_pooled_.Slice(0, chunks);
+    return prompts;
+  }
+  if (!alone || kind == kZeros)
+    prompts.states = context.New({chunks, tokens_, traits.text_features});
+  if (traits.pooled_features > 0) prompts.pooled = context.New({chunks, traits.pooled_features});
+  if (kind == kZeros) {
+    for (int i = 0; i < chunks; ++i) {
+      backend.Copy(no_states_, prompts.states.Slice(i, 1));
+      if (prompts.pooled) backend.Copy(no_pooled_, prompts.pooled.Slice(i, 1));
+    }
+    return prompts;
+  }
   int column = 0;
   for (size_t e = 0; e < encoders_.models.size(); ++e) {
     const TextEncoder& encoder = *encoders_.models[e];
     const int features = encoder.traits().features;
-    const int64_t tokens = int64_t{count} * encoder.traits().max_tokens;
+    const int64_t tokens = int64_t{chunks} * encoder.traits().max_tokens;
     const TextInput input{.ids = inputs_[e].ids.Slice(0, tokens),
                           .positions = inputs_[e].positions.Slice(0, tokens),
-                          .ends = inputs_[e].ends.Slice(0, count)};
+                          .ends = inputs_[e].ends.Slice(0, chunks)};
     // SDXL pools its second encoder, whose states come last.
-    const bool pool = traits.pooled_features > 0 && e + 1 == encoders_.models.size();
+    const bool pool = prompts.pooled && e + 1 == encoders_.models.size();
     const TextOutput output = encoder.Forward(
-        context, input,
-        {.skip_layers = skip_layers, .final_norm = encoders_.final_norm, .pool = pool});
-    if (pool) prompts.pooled = output.pooled;
+        context, input, {.skip_layers = kind, .final_norm = encoders_.final_norm, .pool = pool});
+    if (pool)
+      backend.Embedding(
+          {.table = output.pooled, .index = firsts_.Slice(0, chunks), .out = prompts.pooled});
     if (alone) {
       prompts.states = output.states;
     } else {
@@ -194,34 +372,24 @@ Prompts Conditioner::Read(Backend& backend, Arena& arena, int count, int skip_la
       column += features;
     }
   }
-  for (int i = 0; i < count; ++i) {
-    if (!zeros_[i]) continue;
-    backend.Copy(no_states_, prompts.states.Slice(i, 1));
-    if (prompts.pooled) backend.Copy(no_pooled_, prompts.pooled.Slice(i, 1));
-  }
-  if (sizes_) prompts.sizes = sizes_.Slice(0, int64_t{count} * traits.size_numbers);
-  prompts.guidance = guidance_.Slice(0, count);
   return prompts;
 }
 
-void Conditioner::MakeSets(Backend& backend, Arena& arena, const Prompts& prompts,
-                           const std::vector<int>& sets) const {
+ConditionSets Conditioner::MakeSets(Backend& backend, Arena& arena, int chunks, int kind,
+                                    Tensor* pooled) const {
   nn::Context context{backend, arena};
   const auto rows_of = [&](const Tensor& pool) {
-    if (!pool) return Tensor();
-    return pool.shape().rank() == 3 ? context.New({prompts.states.dim(0), pool.dim(1), pool.dim(2)})
-                                    : context.New({prompts.states.dim(0), pool.dim(1)});
+    return pool ? context.New({chunks, pool.dim(1)}) : Tensor();
   };
-  const ConditionSets made{.keys_values = rows_of(sets_.keys_values),
-                           .vectors = rows_of(sets_.vectors),
-                           .times = rows_of(sets_.times)};
+  ConditionSets made;
+  if (kind != kKnownTexts)
+    made.keys_values = context.New({chunks, tokens_, sets_.keys_values.dim(2)});
+  made.vectors = rows_of(sets_.vectors);
+  made.times = rows_of(sets_.times);
+  const Prompts prompts = Read(backend, arena, chunks, kind);
   denoiser_->Condition(context, prompts, made);
-  for (size_t i = 0; i < sets.size(); ++i) {
-    for (const auto& [from, to] :
-         {std::pair{&made.keys_values, &sets_.keys_values},
-          std::pair{&made.vectors, &sets_.vectors}, std::pair{&made.times, &sets_.times}})
-      if (*from) backend.Copy(from->Slice(static_cast<int64_t>(i), 1), to->Slice(sets[i], 1));
-  }
+  *pooled = prompts.pooled;
+  return made;
 }
 
 }  // namespace denoised

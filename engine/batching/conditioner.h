@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/backend/backend.h"
@@ -17,13 +18,16 @@ namespace denoised {
 
 /// The first stage of a pipeline that reads text, on one device: makes condition sets of prompts
 /// and keeps them in a pool. Images of equal prompts share a set, and a set that nobody uses stays
-/// until its place is needed. Used by the thread that owns the device; calls enqueue work and do
-/// not wait for it. A set has the same bits whichever prompts it was made beside.
+/// until its place is needed. Prompts that differ in their sizes or their guidance alone are
+/// encoded once: of the second, the states are copied. Used by the thread that owns the device;
+/// calls enqueue work and do not wait for it. A set has the same bits whichever prompts it was made
+/// beside.
 class Conditioner {
  public:
   struct Encoders {
     std::vector<std::shared_ptr<const TextEncoder>> models;
     bool final_norm = true;  // of their states; SDXL reads a hidden layer as it is
+    int max_chunks = 1;      // of a prompt: a set has room for so many
   };
 
   /// Takes memory for `sets` sets. ResourceExhausted says how much was needed and how much is free.
@@ -37,10 +41,19 @@ class Conditioner {
   /// next Encode().
   int Acquire(const TokenizedPrompt& prompt);
   void Release(int set);
-  /// Enqueues what makes all sets that were acquired and not made yet.
-  absl::Status Encode();
+  /// Enqueues what makes all sets that were acquired and not made yet. Returns how many.
+  absl::StatusOr<int> Encode();
+  /// Encodes prompts that nobody uses, so that no request pays for the first: one to capture its
+  /// graph and one more to be measured; then, where graphs are captured, each other number of
+  /// chunks that has one. True if this run is the one to be measured. Every set must be free.
+  absl::StatusOr<bool> WarmUp();
+  bool warm() const { return warm_; }
 
   const ConditionSets& sets() const { return sets_; }
+  /// Whether the set is made by the next Encode().
+  bool Pending(int set) const;
+  /// Prompts that text encoders read, since the start.
+  int64_t encoded() const { return encoded_; }
   /// Bytes of device memory.
   size_t bytes() const { return bytes_; }
 
@@ -53,28 +66,53 @@ class Conditioner {
 
   Conditioner(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Encoders& encoders);
   absl::Status Allocate(int sets);
-  /// All with the same skip_layers.
-  void EncodeTogether(const std::vector<int>& sets);
-  /// The prompts' states as the denoiser reads them.
-  Prompts Read(Backend& backend, Arena& arena, int count, int skip_layers) const;
-  void MakeSets(Backend& backend, Arena& arena, const Prompts& prompts,
-                const std::vector<int>& sets) const;
+  /// A graph that makes sets of as many prompts as chunks; those beyond the ones that are wanted
+  /// are not read.
+  struct Encoding {
+    std::optional<Arena> arena;  // in the memory of all
+    ConditionSets made;
+    Tensor pooled;  // of the prompts
+    std::unique_ptr<Graph> graph;
+  };
+
+  /// What must be alike for prompts to be encoded together: the layers that are left out, or that
+  /// the prompts are zeros.
+  int KindOf(int set) const;
+  /// Together at most together_ chunks.
+  absl::Status EncodeTogether(const std::vector<int>& sets);
+  /// At most together_ sets, each with the texts of another set that is made: {set, other}.
+  absl::Status CopyTogether(const std::vector<std::pair<int, int>>& sets);
+  /// Uploads the sizes and the guidance of sets, for `count` prompts.
+  void UploadNumbers(const std::vector<int>& sets, int count);
+  /// The graph of `chunks` and `kind`, launched.
+  absl::StatusOr<const Encoding*> Run(int chunks, int kind);
+  /// The states of as many prompts as chunks, as the denoiser reads them.
+  Prompts Read(Backend& backend, Arena& arena, int chunks, int kind) const;
+  ConditionSets MakeSets(Backend& backend, Arena& arena, int chunks, int kind,
+                         Tensor* pooled) const;
 
   Backend& backend_;
   const std::shared_ptr<const Denoiser> denoiser_;
   const Encoders encoders_;
-  int tokens_ = 0;
+  const int together_;  // chunks that are encoded side by side
+  int tokens_ = 0;      // of a chunk
   ConditionSets sets_;
   std::vector<Entry> entries_;
   std::list<int> idle_;  // sets without users, least recently used first
   std::map<TokenizedPrompt, int> known_;
   std::vector<int> pending_;
 
-  std::vector<TextInput> inputs_;  // by encoder, for kTogether prompts
+  std::vector<TextInput> inputs_;  // by encoder, for together_ chunks
+  Tensor firsts_;                  // I32 [together_]: the first chunk of each prompt
+  Tensor pooled_;                  // [sets, pooled_features]: of each set
+  Tensor known_pooled_;            // [together_, pooled_features]: the same of sets to be copied
   Tensor sizes_, guidance_;
-  Tensor no_states_, no_pooled_;  // of a prompt that is zeros
-  std::vector<bool> zeros_;       // of the prompts that are encoded now: which are zeros
-  std::optional<Arena> arena_;
+  Tensor no_states_, no_pooled_;                       // of a prompt that is zeros
+  Tensor block_;                                       // for activations
+  std::map<std::pair<int, int>, Encoding> encodings_;  // by chunks and kind
+  int64_t encoded_ = 0;
+  int warm_ups_ = 0;
+  bool warm_ = false;
   size_t bytes_ = 0;
 };
 

@@ -5,23 +5,31 @@
 #include <cstring>
 #include <set>
 
+#include "engine/backend/capabilities.h"
 #include "engine/backend/counting.h"
 #include "engine/core/philox.h"
 
 namespace denoised {
 namespace {
 
-constexpr int kRowFields = sizeof(EvaluationRow) / sizeof(int32_t);
+// Decoding twice as many images side by side must save so much of the time of each.
+constexpr double kDecodeGain = 0.05;
+// More images that take this much longer than one image do count as one image's time.
+constexpr double kOneImage = 1.1;
 constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
 
-// On a GPU padding rows are cheap and captures are not: powers of two. On the CPU a graph costs
-// nothing and a padding row as much as any other, so every count is a bucket of its own.
+// Powers of two where rows are padded; otherwise every count is a bucket of its own.
 std::vector<int> Buckets(Device device, int max_rows) {
   std::vector<int> buckets;
-  for (int rows = 1; rows < max_rows; rows = device == Device::kCpu ? rows + 1 : rows * 2)
-    buckets.push_back(rows);
+  const bool pads = CapabilitiesOf(device).pads_rows;
+  for (int rows = 1; rows < max_rows; rows = pads ? rows * 2 : rows + 1) buckets.push_back(rows);
   buckets.push_back(max_rows);
   return buckets;
+}
+
+/// An image as a batch of one.
+Tensor AsRow(const Tensor& image) {
+  return image.Reshape({1, image.dim(0), image.dim(1), image.dim(2)});
 }
 
 }  // namespace
@@ -61,24 +69,63 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(take(&state_.evaluation, {slots}, DType::kI32, "slots"));
   DENOISED_RETURN_IF_ERROR(take(&state_.nonfinite, {slots}, DType::kI32, "slots"));
   DENOISED_RETURN_IF_ERROR(take(&state_.seed, {slots}, DType::kI64, "slots"));
-  DENOISED_RETURN_IF_ERROR(take(&state_.guidance, {slots}, DType::kF32, "slots"));
+  DENOISED_RETURN_IF_ERROR(take(&state_.guidance, {slots, kGuidanceNumbers}, DType::kF32, "slots"));
   if (traits.class_vector_size > 0)
     DENOISED_RETURN_IF_ERROR(
         take(&state_.embedding, {slots, traits.class_vector_size}, DType::kF32, "class vectors"));
+  if (traits.extra_channels > 0) {
+    DENOISED_RETURN_IF_ERROR(take(&state_.extra, {slots, height, width, traits.extra_channels},
+                                  DType::kF32, "what the model reads of init images"));
+  } else if (!options_.codec || options_.codec->traits().encodes) {
+    DENOISED_RETURN_IF_ERROR(
+        take(&state_.known, {slots, 2, height, width, channels}, DType::kF32, "images with masks"));
+    DENOISED_RETURN_IF_ERROR(take(&state_.mask, {slots, height, width}, DType::kF32, "masks"));
+  }
+  if (traits.text_features > 0)
+    DENOISED_RETURN_IF_ERROR(
+        take(&guidance_factor_, {options_.max_rows}, DType::kF32, "rescaled guidance"));
   const Shape image{height, width, channels};
   DENOISED_RETURN_IF_ERROR(take(&source_, image, DType::kF32, "init image"));
   DENOISED_RETURN_IF_ERROR(take(&noise_, image, DType::kF32, "initial noise"));
   DENOISED_RETURN_IF_ERROR(
-      take(&rows_, {options_.max_rows, kRowFields}, DType::kI32, "rows of an evaluation"));
+      take(&rows_, {options_.max_rows, kRowNumbers}, DType::kI32, "rows of an evaluation"));
+
+  DENOISED_ASSIGN_OR_RETURN(const size_t needed, PlanActivations());
+  if (options_.activations && needed <= options_.activations.bytes()) {
+    activations_ = options_.activations;
+  } else {
+    activation_bytes_ = needed;
+    DENOISED_ASSIGN_OR_RETURN(
+        activations_, backend_.Allocate({static_cast<int64_t>(needed)}, DType::kU8,
+                                        fmt::format("activations of {} rows of {}×{}", max_rows(),
+                                                    options_.width, options_.height)));
+  }
+  if (workers_ > 0)
+    DENOISED_RETURN_IF_ERROR(take(&outputs_, {max_rows(), height, width, traits.output_channels},
+                                  DType::kF32, "predictions"));
+  for (int worker = 0; worker < workers_; ++worker)
+    part_arenas_.emplace_back(activations_.Slice(static_cast<int64_t>(worker * part_bytes_),
+                                                 static_cast<int64_t>(part_bytes_)));
+  encode_arena_.emplace(activations_);
+  arena_.emplace(activations_);
 
   Shape pixels = image;
+  int decodes = 1;  // side by side
   if (options_.codec) {
     const CodecTraits& codec = options_.codec->traits();
     pixels = {height * codec.factor, width * codec.factor, codec.image_channels};
     DENOISED_RETURN_IF_ERROR(take(&pixels_, pixels, DType::kF32, "init image"));
+    // Memory that evaluations need anyway may hold more images at a time.
+    while (2 * decodes <= options_.max_decodes &&
+           DecodeBytes(*options_.codec, 2 * decodes) <= activations_.bytes())
+      decodes *= 2;
+    for (int count = 1; count <= decodes; count *= 2) decodings_[count];
     DENOISED_RETURN_IF_ERROR(
-        take(&latents_, {1, height, width, channels}, DType::kF32, "latents to decode"));
+        take(&latents_, {decodes, height, width, channels}, DType::kF32, "latents to decode"));
   }
+  if (options_.preview_codec)
+    DENOISED_RETURN_IF_ERROR(
+        take(&preview_latents_, {1, height, width, channels}, DType::kF32, "latents of previews"));
 
   const auto reserve = [&](int64_t bytes, int count) -> absl::Status {
     DENOISED_ASSIGN_OR_RETURN(auto reserved, backend_.ReserveDownloads(bytes, count));
@@ -86,71 +133,82 @@ absl::Status Evaluator::Allocate() {
     downloads_.push_back(std::move(reserved));
     return absl::OkStatus();
   };
-  const int64_t image_bytes = image.elements() * int64_t{sizeof(float)};
+  const int64_t image_bytes = image.elements() * int64_t{sizeof(float)},
+                pixel_bytes = pixels.elements() * int64_t{sizeof(float)};
   DENOISED_RETURN_IF_ERROR(reserve(image_bytes, options_.downloads + options_.parks));
   DENOISED_RETURN_IF_ERROR(
       reserve(slots * int64_t{sizeof(int32_t)}, options_.flag_downloads + options_.parks));
   DENOISED_RETURN_IF_ERROR(reserve(kRegisters * image_bytes, options_.parks));
-  if (options_.codec)
-    DENOISED_RETURN_IF_ERROR(reserve(pixels.elements() * int64_t{sizeof(float)}, options_.decodes));
+  if (options_.codec) DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, decodes * options_.decodes));
+  if (options_.preview_codec) DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.previews));
+  return backend_.status();
+}
 
+/// The bytes of activations that are needed: for all buckets, or, where they are to lie in given
+/// memory, for those buckets that find room there.
+absl::StatusOr<size_t> Evaluator::PlanActivations() {
+  std::map<int, size_t> measured;
   const auto measure = [&](int rows) {
+    if (const auto known = measured.find(rows); known != measured.end()) return known->second;
     CountingBackend counting(backend_);
     Arena measuring = Arena::Measuring(backend_.device());
     const Tensor output = Predict(counting, measuring, 0, rows);
     counting.Advance({.state = state_, .rows = rows_.Slice(0, rows), .model_output = output});
     flops_per_row_ = counting.work().flops / rows;
-    return measuring.peak();
+    return measured[rows] = measuring.peak();
   };
-  int workers = 0, part = 0;
-  std::set<int> together;
-  for (const int bucket : buckets_) {
-    const RowSplit split = backend_.SplitRows(bucket);
-    if (split.apart > 0) workers = split.workers;
-    part = std::max(part, split.part);
-    if (split.apart < bucket) together.insert(bucket - split.apart);
-  }
   // Fewer rows may fragment the arena more than more rows do, so every number of rows is measured.
-  size_t part_bytes = 0;
-  for (int rows = 1; rows <= part; ++rows) part_bytes = std::max(part_bytes, measure(rows));
-  activation_bytes_ = part_bytes * workers;
-  for (const int rows : together) activation_bytes_ = std::max(activation_bytes_, measure(rows));
+  const auto plan = [&] {
+    int part = 0;
+    std::set<int> together;
+    workers_ = 0;
+    for (const int bucket : buckets_) {
+      const RowSplit split = backend_.SplitRows(bucket);
+      if (split.apart > 0) workers_ = split.workers;
+      part = std::max(part, split.part);
+      if (split.apart < bucket) together.insert(bucket - split.apart);
+    }
+    part_bytes_ = 0;
+    for (int rows = 1; rows <= part; ++rows) part_bytes_ = std::max(part_bytes_, measure(rows));
+    size_t bytes = part_bytes_ * workers_;
+    for (const int rows : together) bytes = std::max(bytes, measure(rows));
+    return bytes;
+  };
+  size_t codecs = 0;
   if (options_.codec) {
-    for (const bool encodes : {false, true}) {
-      if (encodes && !options_.codec->traits().encodes) continue;
+    codecs = DecodeBytes(*options_.codec, 1);
+    if (const CodecTraits& codec = options_.codec->traits(); codec.encodes) {
       CountingBackend counting(backend_);
       Arena measuring = Arena::Measuring(backend_.device());
       nn::Context context{counting, measuring};
-      if (encodes) {
-        options_.codec->Encode(context, pixels_.Reshape({1, pixels[0], pixels[1], pixels[2]}),
-                               noise_.Reshape({1, height, width, channels}));
-      } else {
-        Decode(counting, measuring, latents_);
-      }
-      activation_bytes_ = std::max(activation_bytes_, measuring.peak());
+      const int64_t height = options_.height, width = options_.width;
+      options_.codec->Encode(
+          context,
+          measuring.New({1, height * codec.factor, width * codec.factor, codec.image_channels},
+                        DType::kF32),
+          noise_.Reshape({1, height, width, noise_.dim(2)}));
+      codecs = std::max(codecs, measuring.peak());
     }
   }
-  if (workers > 0)
-    DENOISED_RETURN_IF_ERROR(take(&outputs_,
-                                  {options_.max_rows, height, width, traits.output_channels},
-                                  DType::kF32, "predictions"));
-  DENOISED_ASSIGN_OR_RETURN(
-      Tensor block,
-      backend_.Allocate({static_cast<int64_t>(activation_bytes_)}, DType::kU8,
-                        fmt::format("activations of {} rows of {}×{}", options_.max_rows,
-                                    options_.width, options_.height)));
-  for (int worker = 0; worker < workers; ++worker)
-    part_arenas_.emplace_back(
-        block.Slice(static_cast<int64_t>(worker * part_bytes), static_cast<int64_t>(part_bytes)));
-  decode_arena_.emplace(block);
-  encode_arena_.emplace(block);
-  arena_.emplace(std::move(block));
-  return backend_.status();
+  if (options_.preview_codec) codecs = std::max(codecs, DecodeBytes(*options_.preview_codec, 1));
+  size_t rows = plan();
+  if (options_.activations)
+    while (rows > options_.activations.bytes() && buckets_.back() > options_.least_rows) {
+      buckets_.pop_back();
+      rows = plan();
+    }
+  return std::max(rows, codecs);
 }
 
-Tensor Evaluator::Decode(Backend& backend, Arena& arena, const Tensor& latents) {
-  nn::Context context{backend, arena};
-  return options_.codec->Decode(context, latents);
+/// Of activations, to decode `images` images side by side.
+size_t Evaluator::DecodeBytes(const Codec& codec, int images) {
+  CountingBackend counting(backend_);
+  Arena measuring = Arena::Measuring(backend_.device());
+  nn::Context context{counting, measuring};
+  codec.Decode(context, measuring.New({images, options_.height, options_.width,
+                                       codec.traits().latent_channels},
+                                      DType::kF32));
+  return measuring.peak();
 }
 
 void Evaluator::Enqueue(int bucket) {
@@ -170,7 +228,15 @@ void Evaluator::Enqueue(int bucket) {
                     output.Slice(split.apart, together));
   }
   // A row may read another row's output, so rows advance when all outputs are there.
-  backend_.Advance({.state = state_, .rows = rows_.Slice(0, bucket), .model_output = output});
+  const Tensor rows = rows_.Slice(0, bucket);
+  Tensor factor;
+  if (guidance_factor_) {
+    factor = guidance_factor_.Slice(0, bucket);
+    backend_.RescaleGuidance(
+        {.state = state_, .rows = rows, .model_output = output, .factor = factor});
+  }
+  backend_.Advance(
+      {.state = state_, .rows = rows, .model_output = output, .guidance_factor = factor});
 }
 
 Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) {
@@ -178,7 +244,8 @@ Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) 
   nn::Context context{backend, arena};
   const Tensor rows = rows_.Slice(begin, count);
   DenoiserInput input;
-  input.x = context.New({count, options_.height, options_.width, traits.channels});
+  input.x = context.New(
+      {count, options_.height, options_.width, traits.channels + traits.extra_channels});
   input.condition = context.NewF32({count});
   if (traits.condition == ClassCondition::kLabel || traits.text_features > 0)
     input.label = arena.New({count}, DType::kI32);
@@ -203,24 +270,47 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
 }
 
 absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
-  const bool decodes = options_.codec && !decode_warm_;
-  const int bucket = decodes ? 0 : buckets_[warm_buckets_];
+  const bool decodes = options_.codec && warming_decodes_ > 0;
+  const bool preview = !decodes && options_.preview_codec && !preview_warm_;
+  const int bucket = buckets_[warm_buckets_];
   const std::vector<EvaluationRow> padding(bucket, kPadding);
   const auto begin = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(decodes ? LaunchDecode() : Evaluate(padding).status());
+  DENOISED_RETURN_IF_ERROR(decodes   ? DecodeImages(warming_decodes_)
+                           : preview ? Decode(preview_, *options_.preview_codec, preview_latents_)
+                                     : Evaluate(padding).status());
   const auto end = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(end->Wait());
+  Warmed warmed{.stage = decodes ? Stage::kDecode : Stage::kDenoise,
+                .count = decodes ? warming_decodes_ : bucket,
+                .seconds = -1,
+                .more = true};
+  if (preview) {
+    preview_warm_ = true;
+    return warmed;
+  }
   captured_next_ = !captured_next_;
   // The first is not measured, because caches are cold.
-  if (captured_next_) return Warmed{.bucket = bucket, .seconds = -1, .more = true};
+  if (captured_next_) return warmed;
+  warmed.seconds = end->SecondsSince(*begin);
   if (decodes) {
-    decode_warm_ = true;
-    return Warmed{.bucket = 0, .seconds = end->SecondsSince(*begin), .more = true};
+    const auto decoding = decodings_.find(warming_decodes_);
+    decoding->second.seconds = warmed.seconds;
+    // Half as many images, twice.
+    const bool gains =
+        warming_decodes_ == 1 ||
+        warmed.seconds <= (1 - kDecodeGain) * 2 * std::prev(decoding)->second.seconds;
+    if (!gains) {
+      decodings_.erase(decoding, decodings_.end());
+      warmed.seconds = -1;
+    }
+    warming_decodes_ =
+        gains && decodings_.contains(2 * warming_decodes_) ? 2 * warming_decodes_ : 0;
+    return warmed;
   }
   ++warm_buckets_;
-  // On the CPU all buckets run the same primitives row by row, so warming up one is enough.
-  const bool more = backend_.device() != Device::kCpu && warm_buckets_ < buckets_.size();
-  return Warmed{.bucket = bucket, .seconds = end->SecondsSince(*begin), .more = more};
+  // Without padding all buckets run the same primitives row by row: warming up one is enough.
+  warmed.more = CapabilitiesOf(backend_.device()).pads_rows && warm_buckets_ < buckets_.size();
+  return warmed;
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {
@@ -236,7 +326,7 @@ void Evaluator::UploadStart(int slot, const Start& start) {
   backend_.Upload(plan.data(), plan_bytes, SlotOf(state_.plans, slot));
   const int64_t seed = static_cast<int64_t>(start.seed);
   backend_.Upload(&seed, sizeof(seed), SlotOf(state_.seed, slot));
-  backend_.Upload(&start.guidance_scale, sizeof(float), SlotOf(state_.guidance, slot));
+  backend_.Upload(&start.guidance, sizeof(Guidance), SlotOf(state_.guidance, slot));
   if (!start.embedding.empty())
     backend_.Upload(start.embedding.data(), start.embedding.size_bytes(),
                     SlotOf(state_.embedding, slot));
@@ -244,35 +334,75 @@ void Evaluator::UploadStart(int slot, const Start& start) {
 
 void Evaluator::Begin(int slot, const Start& start) {
   UploadStart(slot, start);
-  if (start.source && options_.codec) {
-    EncodeSource(start);
-  } else if (start.source) {
-    backend_.Upload(start.source, source_.bytes(), source_);
-  }
+  if (start.source) ReadSource(slot, start);
   if (start.noise) backend_.Upload(start.noise, noise_.bytes(), noise_);
+  const bool keeps_known = start.mask && state_.known;
   backend_.BeginSlot({.state = state_,
                       .slot = slot,
-                      .source = start.source ? source_ : Tensor(),
+                      .source = start.source_scale != 0 || keeps_known ? source_ : Tensor(),
                       .noise = start.noise ? noise_ : Tensor(),
                       .source_scale = start.source_scale,
                       .noise_scale = start.noise_scale,
-                      .churn_scale = start.churn_scale});
+                      .churn_scale = start.churn_scale,
+                      .keeps_known = keeps_known});
 }
 
-/// Pixels become latents in source_. The encoder's noise is a draw of the image's own.
-void Evaluator::EncodeSource(const Start& start) {
-  backend_.Upload(start.source, pixels_.bytes(), pixels_);
+/// Makes all that the slot needs of its init image, and source_ if it starts from it or keeps a
+/// part of it.
+void Evaluator::ReadSource(int slot, const Start& start) {
+  std::vector<float> mask;
+  if (start.mask) MaskOf(start, &mask);
+  if (options_.image_input == ImageInput::kWhole) {
+    backend_.Upload(start.source, pixels_.bytes(), pixels_);
+    nn::Context context{backend_, *encode_arena_};
+    backend_.Copy(options_.codec->EncodeUnscaled(context, AsRow(pixels_)),
+                  state_.extra.Slice(slot, 1));
+  } else if (options_.image_input == ImageInput::kMasked) {
+    DENOISED_CHECK(start.mask != nullptr);
+    const Tensor pixels = Tensor::Host(pixels_.shape(), DType::kF32);
+    const int64_t channels = pixels.dim(2);
+    for (int64_t i = 0; i < pixels.elements(); ++i)
+      pixels.as<float>()[i] = start.mask[i / channels] < 0.5f ? start.source[i] : 0.0f;
+    // Read as columns: mask, latents. Both arrive in memory of their own.
+    const Tensor extra =
+        state_.extra.Slice(slot, 1).Reshape({noise_.dim(0) * noise_.dim(1), state_.extra.dim(3)});
+    EncodeSource(start, pixels.as<float>(), kMaskedEncoderDraw, source_);
+    backend_.Copy(source_.Reshape({extra.dim(0), noise_.dim(2)}), extra.Columns(1, noise_.dim(2)));
+    const Tensor uploaded = noise_.Reshape({noise_.elements()}).Slice(0, extra.dim(0));
+    backend_.Upload(mask.data(), uploaded.bytes(), uploaded);
+    backend_.Copy(uploaded.Reshape({extra.dim(0), 1}), extra.Columns(0, 1));
+  } else if (start.mask) {
+    backend_.Upload(mask.data(), mask.size() * sizeof(float), state_.mask.Slice(slot, 1));
+  }
+  if (start.source_scale == 0 && !(start.mask && state_.known)) return;
+  if (options_.codec) {
+    EncodeSource(start, start.source, kEncoderDraw, source_);
+  } else {
+    backend_.Upload(start.source, source_.bytes(), source_);
+  }
+}
+
+/// Pixels become latents. The encoder's noise is a draw of the image's own.
+void Evaluator::EncodeSource(const Start& start, const float* pixels, uint32_t draw,
+                             const Tensor& latents) {
+  backend_.Upload(pixels, pixels_.bytes(), pixels_);
   std::vector<float> noise(noise_.elements());
   for (size_t i = 0; i < noise.size(); i += 4) {
-    const Normal4 normal = PhiloxNormal(start.seed, kEncoderDraw, i / 4);
+    const Normal4 normal = PhiloxNormal(start.seed, draw, i / 4);
     for (size_t j = 0; j < 4 && i + j < noise.size(); ++j) noise[i + j] = normal.v[j];
   }
   backend_.Upload(noise.data(), noise_.bytes(), noise_);
   nn::Context context{backend_, *encode_arena_};
-  const auto as_row = [](const Tensor& image) {
-    return image.Reshape({1, image.dim(0), image.dim(1), image.dim(2)});
-  };
-  backend_.Copy(options_.codec->Encode(context, as_row(pixels_), as_row(noise_)), source_);
+  backend_.Copy(options_.codec->Encode(context, AsRow(pixels_), AsRow(noise_)), latents);
+}
+
+/// The mask at the size of the state: the nearest pixel decides, as torch's "nearest" takes it.
+void Evaluator::MaskOf(const Start& start, std::vector<float>* mask) const {
+  const int factor = options_.codec ? options_.codec->traits().factor : 1;
+  const int64_t width = int64_t{options_.width} * factor;
+  for (int y = 0; y < options_.height; ++y)
+    for (int x = 0; x < options_.width; ++x)
+      mask->push_back(start.mask[y * factor * width + x * factor] < 0.5f ? 0.0f : 1.0f);
 }
 
 std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
@@ -294,7 +424,12 @@ absl::Status Evaluator::Parked::Arrive() {
 }
 
 void Evaluator::Resume(int slot, const Start& start, int evaluations_done, const Parked& parked) {
-  UploadStart(slot, start);
+  // What a slot holds of an init image has the same bits each time that it is made.
+  if (start.source && (state_.extra || start.mask)) {
+    Begin(slot, start);
+  } else {
+    UploadStart(slot, start);
+  }
   backend_.Upload(parked.x.data(), parked.x.bytes(), SlotOf(state_.x, slot));
   backend_.Upload(parked.registers.data(), parked.registers.bytes(),
                   state_.registers.Slice(slot, 1));
@@ -319,8 +454,14 @@ absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
     backend_.Upload(padded.data(), padded.size() * sizeof(EvaluationRow), rows_);
     uploaded_rows_ = padded;
   }
-  DENOISED_ASSIGN_OR_RETURN(Graph * graph, GraphFor(bucket));
-  backend_.Launch(*graph);
+  const absl::StatusOr<Graph*> graph = GraphFor(bucket);
+  if (graph.ok()) {
+    backend_.Launch(**graph);
+  } else if (absl::IsResourceExhausted(graph.status())) {
+    Enqueue(bucket);  // without a graph: slower, with the same bits
+  } else {
+    return graph.status();
+  }
   DENOISED_RETURN_IF_ERROR(backend_.status());
   return bucket;
 }
@@ -329,24 +470,70 @@ std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
   return backend_.BeginDownload(SlotOf(state_.x, slot));
 }
 
-absl::StatusOr<std::unique_ptr<Download>> Evaluator::DownloadImage(int slot) {
-  if (!options_.codec) return DownloadState(slot);
-  backend_.Copy(SlotOf(state_.x, slot), latents_);
-  DENOISED_RETURN_IF_ERROR(LaunchDecode());
-  return backend_.BeginDownload(
-      decoded_.Reshape({decoded_.dim(1), decoded_.dim(2), decoded_.dim(3)}));
+int Evaluator::DecodesAtATime(int drawn, bool evaluations_wait) const {
+  if (!options_.codec) return drawn;
+  int most = std::min(drawn, 1);
+  const double one = decodings_.at(1).seconds;
+  for (const auto& [count, decoding] : decodings_) {
+    if (count > drawn || decoding.seconds < 0) break;
+    if (!evaluations_wait || decoding.seconds <= kOneImage * one) most = count;
+  }
+  return most;
 }
 
-absl::Status Evaluator::LaunchDecode() {
-  if (!decode_) {
-    DENOISED_ASSIGN_OR_RETURN(decode_, backend_.Capture([this] {
-      // Nothing else is in this arena, so the result has the same address each time.
-      decoded_ = Tensor();
-      decoded_ = Decode(backend_, *decode_arena_, latents_);
-    }));
+absl::StatusOr<std::vector<std::unique_ptr<Download>>> Evaluator::DownloadImages(
+    std::span<const int> slots) {
+  std::vector<std::unique_ptr<Download>> downloads;
+  if (!options_.codec) {
+    for (const int slot : slots) downloads.push_back(DownloadState(slot));
+    return downloads;
   }
-  backend_.Launch(*decode_);
+  for (size_t i = 0; i < slots.size(); ++i)
+    backend_.Copy(state_.x.Slice(slots[i], 1), latents_.Slice(static_cast<int64_t>(i), 1));
+  const int count = static_cast<int>(slots.size());
+  DENOISED_RETURN_IF_ERROR(DecodeImages(count));
+  const Tensor& pixels = decodings_.at(count).pixels;
+  for (int i = 0; i < count; ++i) downloads.push_back(backend_.BeginDownload(SlotOf(pixels, i)));
+  return downloads;
+}
+
+absl::Status Evaluator::DecodeImages(int count) {
+  const auto decoding = decodings_.find(count);
+  DENOISED_CHECK(decoding != decodings_.end(), "{} images side by side", count);
+  return Decode(decoding->second, *options_.codec, latents_.Slice(0, count));
+}
+
+absl::Status Evaluator::Decode(Decoding& decoding, const Codec& codec, const Tensor& latents) {
+  const auto decode = [this, &decoding, &codec, latents] {
+    // Nothing else is in this arena, so the result has the same address each time.
+    decoding.pixels = Tensor();
+    nn::Context context{backend_, *decoding.arena};
+    decoding.pixels = codec.Decode(context, latents);
+  };
+  if (!decoding.graph) {
+    decoding.arena.emplace(activations_);
+    absl::StatusOr<std::unique_ptr<Graph>> graph = backend_.Capture(decode);
+    if (absl::IsResourceExhausted(graph.status())) {
+      decode();  // without a graph: slower, with the same bits
+      return backend_.status();
+    }
+    DENOISED_RETURN_IF_ERROR(graph.status());
+    decoding.graph = *std::move(graph);
+  }
+  backend_.Launch(*decoding.graph);
   return backend_.status();
+}
+
+absl::StatusOr<std::unique_ptr<Download>> Evaluator::DownloadPreview(int slot, bool predicted,
+                                                                     float scale) {
+  if (predicted) {
+    backend_.Copy(state_.x0.Slice(slot, 1), preview_latents_);
+  } else {
+    backend_.Add(state_.x.Slice(slot, 1), scale, Tensor(), 0.0f, Activation::kNone,
+                 preview_latents_);
+  }
+  DENOISED_RETURN_IF_ERROR(Decode(preview_, *options_.preview_codec, preview_latents_));
+  return backend_.BeginDownload(SlotOf(preview_.pixels, 0));
 }
 
 std::unique_ptr<Download> Evaluator::DownloadX0(int slot) {

@@ -10,6 +10,7 @@
 
 #include "engine/backend/backend.h"
 #include "engine/core/arena.h"
+#include "engine/job.h"
 #include "engine/models/codec.h"
 #include "engine/models/denoiser.h"
 
@@ -17,8 +18,8 @@ namespace denoised {
 
 /// One model at one image size, with the state of its images in flight and one captured graph per
 /// row bucket: gather → model → guidance and sampler step → scatter. With a codec the state is
-/// latents, which DownloadImage() turns into pixels. Used by the thread that owns the device. Calls
-/// enqueue work and do not wait for it, unless they say so.
+/// latents, which DownloadImages() turns into pixels, and Begin() makes of init images. Used by the
+/// thread that owns the device. Calls enqueue work and do not wait for it, unless they say so.
 class Evaluator {
  public:
   struct Options {
@@ -29,8 +30,17 @@ class Evaluator {
     int downloads = 0;        // of states and predictions: the most under way at a time
     int flag_downloads = 0;   // of DownloadNonfinite(): likewise
     int parks = 0;            // Parked images: the most on their way to the host at a time
-    int decodes = 0;          // downloads of decoded images: likewise
-    std::shared_ptr<const Codec> codec;  // null: the state is the image
+    int decodes = 0;          // calls of DownloadImages() with a codec: likewise
+    int previews = 0;         // DownloadPreview()s: likewise
+    std::shared_ptr<const Codec> codec;          // null: the state is the image
+    int max_decodes = 1;                         // images that the codec decodes side by side
+    std::shared_ptr<const Codec> preview_codec;  // a small one, for DownloadPreview(); may be null
+    /// activations() of another evaluator of the backend: one after the other, they use the same
+    /// memory. An evaluation then has as many rows as find room there. If there is no room for
+    /// `least_rows` rows, or for one image in the codec, memory for these is taken.
+    Tensor activations;
+    int least_rows = 4;
+    ImageInput image_input = ImageInput::kNone;
     /// What rows name as their label, for denoisers that read text. Must outlive the evaluator.
     ConditionSets sets;
   };
@@ -42,22 +52,26 @@ class Evaluator {
                                                            const Options& options);
 
   struct Warmed {
-    int bucket = 0;      // 0: the codec decoded an image
+    Stage stage = Stage::kDenoise;
+    int count = 0;       // rows of the evaluation, or images that were decoded
     double seconds = 0;  // of one evaluation; negative: not measured
     bool more = false;   // call again
   };
   /// Runs one evaluation of the next bucket, so that no request pays for its first: first one that
-  /// captures the graph, then one that is measured. Decoding comes before the buckets. Waits for
-  /// the device. One evaluation a call, so that evaluations of other models can run in between.
+  /// captures the graph, then one that is measured. Decoding comes before the buckets: one image,
+  /// and twice as many for as long as that is faster for each. Waits for the device. One evaluation
+  /// a call, so that evaluations of other models can run in between. Without WarmUp(), graphs are
+  /// captured when they are first needed.
   absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
     const std::vector<DeviceEvaluation>* plan = nullptr;
     uint64_t seed = 0;
-    float guidance_scale = 1;
+    Guidance guidance;
     std::span<const float> embedding;  // class value or vector; empty otherwise
     const float* source = nullptr;     // optional pixels [H, W, C] in host memory
-    const float* noise = nullptr;      // optional, host memory, of the state's shape
+    const float* mask = nullptr;   // optional pixels [H, W] with a source: drawn anew from ½ on
+    const float* noise = nullptr;  // optional, host memory, of the state's shape
     float source_scale = 0, noise_scale = 1, churn_scale = 0;
   };
   /// Puts a new image in `slot`, whatever was there before.
@@ -85,8 +99,15 @@ class Evaluator {
 
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
-  /// The pixels of the slot's state: decoded first where there is a codec.
-  absl::StatusOr<std::unique_ptr<Download>> DownloadImage(int slot);
+  /// How many of `drawn` images DownloadImages() should decode at a time: the number that is
+  /// fastest for each; if evaluations wait for it, only if it takes no longer than one image.
+  int DecodesAtATime(int drawn, bool evaluations_wait) const;
+  /// The pixels of the slots' states: decoded first where there is a codec, and then only as many
+  /// as DecodesAtATime() says.
+  absl::StatusOr<std::vector<std::unique_ptr<Download>>> DownloadImages(std::span<const int> slots);
+  /// With a preview_codec: what it decodes the slot's predicted x0 into, or its state times
+  /// `scale`.
+  absl::StatusOr<std::unique_ptr<Download>> DownloadPreview(int slot, bool predicted, float scale);
   std::unique_ptr<Download> DownloadX0(int slot);
   /// For each slot the first evaluation (1-based) that was not finite, or 0: I32 [slots].
   std::unique_ptr<Download> DownloadNonfinite();
@@ -94,7 +115,12 @@ class Evaluator {
   const Options& options() const { return options_; }
   /// The row counts that rows are padded to, ascending.
   const std::vector<int>& buckets() const { return buckets_; }
-  /// Bytes of device memory: activations at their peak, and the images in flight.
+  /// Rows of an evaluation, at most.
+  int max_rows() const { return buckets_.back(); }
+  /// The memory of activations, which nothing uses between two calls.
+  const Tensor& activations() const { return activations_; }
+  /// Bytes of device memory: activations at their peak, unless they are another evaluator's, and
+  /// the images in flight.
   size_t activation_bytes() const { return activation_bytes_; }
   size_t slot_bytes() const { return slot_bytes_; }
   /// Floating-point operations of one row, as counted by the dry run.
@@ -109,9 +135,21 @@ class Evaluator {
   /// The network's output for rows [begin, begin + count) of rows_.
   Tensor Predict(Backend& backend, Arena& arena, int begin, int count);
   Tensor SlotOf(const Tensor& per_slot, int slot) const;
-  Tensor Decode(Backend& backend, Arena& arena, const Tensor& latents);
-  void EncodeSource(const Start& start);
-  absl::Status LaunchDecode();
+  void ReadSource(int slot, const Start& start);
+  void EncodeSource(const Start& start, const float* pixels, uint32_t draw, const Tensor& latents);
+  void MaskOf(const Start& start, std::vector<float>* mask) const;
+
+  /// A codec's graph for some images side by side.
+  struct Decoding {
+    std::optional<Arena> arena;  // in the memory of activations
+    Tensor pixels;               // what it makes
+    std::unique_ptr<Graph> graph;
+    double seconds = -1;  // not measured
+  };
+  absl::StatusOr<size_t> PlanActivations();
+  size_t DecodeBytes(const Codec& codec, int images);
+  absl::Status Decode(Decoding& decoding, const Codec& codec, const Tensor& latents);
+  absl::Status DecodeImages(int count);
 
   Backend& backend_;
   std::shared_ptr<const Denoiser> denoiser_;
@@ -122,16 +160,22 @@ class Evaluator {
   std::vector<std::shared_ptr<const void>> downloads_;  // their memory
   Tensor source_, noise_;                               // F32 [H, W, C]: what Begin uploads
   Tensor pixels_;                                       // F32 image: a source that is to be encoded
-  Tensor latents_, decoded_;                            // of the image that is being decoded
+  Tensor latents_, preview_latents_;                    // that are being decoded
+  Tensor guidance_factor_;      // F32 [max_rows], of models whose guidance may be rescaled
   Tensor outputs_;              // F32 [max_rows, H, W, output channels], where rows are split
   std::optional<Arena> arena_;  // for rows computed together
-  std::optional<Arena> decode_arena_, encode_arena_;  // in the same memory
-  std::unique_ptr<Graph> decode_;
+  std::optional<Arena> encode_arena_;  // in the same memory
+  std::map<int, Decoding> decodings_;  // by images side by side
+  Decoding preview_;
   std::vector<Arena> part_arenas_;  // by worker, for rows computed in parts; in the same memory
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
+  Tensor activations_;
+  size_t part_bytes_ = 0;  // of one worker, for rows computed in parts
+  int workers_ = 0;
   size_t warm_buckets_ = 0;
-  bool decode_warm_ = false;
+  int warming_decodes_ = 1;  // images side by side; 0: all are warm
+  bool preview_warm_ = false;
   bool captured_next_ = false;  // WarmUp() has captured the graph that it measures next
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
   double flops_per_row_ = 0;

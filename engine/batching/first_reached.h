@@ -7,10 +7,10 @@
 
 namespace denoised {
 
-/// Waits until one of the markers, which may belong to different queues of a device, is reached,
-/// and returns its index; the lowest if there are several. A marker of a queue that failed counts
-/// as reached. The thread sleeps between two looks, so that it leaves its core to others: CUDA can
-/// wait for one event, or for all of several, but not for the first of them.
+/// Waits until one of the markers is reached and returns its index; the lowest one if there are
+/// several. They may belong to different queues of a device. A marker of a failed queue counts as
+/// reached. CUDA cannot wait for the first of several events, so this polls, and sleeps in between
+/// to free its core.
 size_t FirstReached(std::span<Marker* const> markers);
 
 }  // namespace denoised

@@ -29,7 +29,8 @@ JobQueue::Job::Job(JobId id_in, EffectiveJob effective_in, Clock::time_point sub
       listener(std::move(listener_in)) {}
 
 const std::vector<DeviceEvaluation>& JobQueue::Job::plan() {
-  std::call_once(plan_made, [this] { device_plan = ToDevice(*effective.plan); });
+  std::call_once(plan_made,
+                 [this] { device_plan = ToDevice(*effective.plan, effective.puts_back); });
   return device_plan;
 }
 
@@ -174,8 +175,8 @@ void JobQueue::Lose(int device) {
     const std::shared_ptr<Job>& job = image->job;
     MutexLock listening(&job->listener_mutex);
     image->lost = true;
-    if (image->reported == job->effective.evaluations) continue;
-    const int64_t rows = int64_t{1} * image->reported * job->rows();
+    if (image->delivered) continue;  // and not just evaluated: it may wait to be decoded
+    const int64_t rows = job->effective.RowsUntil(image->reported);
     MutexLock lock(&mutex_);
     if (job->over) continue;
     job->rows_launched -= rows;
@@ -378,8 +379,15 @@ void JobQueue::Report(std::vector<Outcome> outcomes) {
     for (auto outcome = news; outcome != end; ++outcome) {
       if (outcome->evaluation <= outcome->image->reported) continue;
       outcome->image->reported = outcome->evaluation;
+      if (outcome->evaluation == job->effective.evaluations)
+        outcome->stages.emplace_back(Stage::kDenoise, -1);
       ++job->evaluations_done;
       progress = true;
+    }
+    for (auto outcome = news; outcome != end; ++outcome) {
+      std::sort(outcome->stages.begin(), outcome->stages.end());
+      for (const auto& [stage, seconds] : outcome->stages)
+        job->listener->OnStage(outcome->image->index, stage, seconds);
     }
     if (progress)
       job->listener->OnProgress(Saturated(job->evaluations_done), Saturated(job->evaluations()));
@@ -398,6 +406,7 @@ void JobQueue::Report(std::vector<Outcome> outcomes) {
         MutexLock lock(&mutex_);
         job->devices.erase(outcome->image);
       }
+      outcome->image->delivered = true;
       job->listener->OnImage(*std::move(outcome->result));
       if (++job->images_done == job->count()) FinishLocked(*job, absl::OkStatus(), std::nullopt);
     }

@@ -44,7 +44,8 @@ class JobQueue {
     int count() const { return effective.spec.count; }
     int64_t evaluations() const { return int64_t{1} * count() * effective.evaluations; }
     bool guided() const { return effective.guided; }
-    int rows() const { return guided() ? 2 : 1; }
+    int rows() const { return effective.MostRows(); }
+    int prompts() const { return guided() ? 2 : 1; }  // of an image
     std::pair<double, JobId> key() const { return Admission::Key(*ticket); }
     /// Computed at the first call, when the first image gets a slot.
     const std::vector<DeviceEvaluation>& plan();
@@ -89,7 +90,8 @@ class JobQueue {
 
     bool in_slot = false;  // guarded by the queue's mutex_
     // Guarded by job->listener_mutex.
-    int reported;       // evaluations that the listener knows of
+    int reported;  // evaluations that the listener knows of
+    bool delivered = false;
     bool lost = false;  // with its device: another Image has replaced it
   };
 
@@ -119,6 +121,8 @@ class JobQueue {
   /// The device takes no more images, and the images it has wait for other devices. Called from any
   /// thread, since the device's own may hang.
   void Lose(int device);
+
+  Clock::time_point Now() const { return now_(); }
 
   // Called by the devices' threads.
   /// Ends the jobs of End() and the jobs whose deadlines have passed.
@@ -156,7 +160,8 @@ class JobQueue {
   /// What one evaluation did for one image.
   struct Outcome {
     std::shared_ptr<Image> image;
-    int evaluation = 0;  // 1-based
+    int evaluation = 0;                            // 1-based
+    std::vector<std::pair<Stage, double>> stages;  // that were done, and their seconds
     std::optional<ImageResult> preview, result;
     absl::Status error;  // not OK: the image's job ends with it
   };

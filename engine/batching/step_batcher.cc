@@ -6,6 +6,7 @@
 #include <set>
 #include <string_view>
 
+#include "engine/backend/capabilities.h"
 #include "engine/batching/first_reached.h"
 
 namespace denoised {
@@ -21,14 +22,18 @@ constexpr int kUnderWay = static_cast<int>(kRunAhead) + 1;
 // Images that may lose their slot before one evaluation: their copies delay it.
 constexpr int kParksPerEvaluation = 4;
 
-// Condition sets of a model beyond those that its slots may use at one size.
+// Condition sets of a model beyond those that the rows of one evaluation use.
 constexpr int kCachedPrompts = 16;
 
-// Images that are decoded after one evaluation: other jobs wait for it.
-constexpr size_t kDecodesPerEvaluation = 1;
+// Previews that a small autoencoder decodes after one evaluation. Where more images want one, they
+// take turns.
+constexpr int kPreviewsPerEvaluation = 8;
 
-// Sizes, beside a model's own, that are kept for later requests.
-constexpr int kExtraSizes = 2;
+// Memory of slots for sizes beside a model's own, as a multiple of that of its own, and the part of
+// what is left of it that a new size takes. So the first size has as many slots as the model's own,
+// and forty sizes have four or more each.
+constexpr double kSizesMemory = 12, kSizeShare = 1.0 / 12;
+constexpr int kLeastSlots = 4;
 
 /// DataLoss and not Internal: gRPC makes Internal by itself for faults on the way, which a client
 /// may retry, and DataLoss never. The same request has the same bits, so a retry draws the same
@@ -52,10 +57,23 @@ bool AllFinite(const Tensor& pixels) {
 
 }  // namespace
 
+/// A run of a stage on the device that is not an evaluation.
+struct StepBatcher::StageRun {
+  Stage stage;
+  int count = 0;                               // prompts, or images
+  std::unique_ptr<Marker> begin, end;          // null: it took no time
+  std::vector<std::shared_ptr<Image>> images;  // that it was for
+  std::vector<std::shared_ptr<Image>> others;  // whose prompts were known
+};
+
 /// The images of one lane that are in flight on this device, with the memory for them.
 struct StepBatcher::Batch {
   BatchedModel model;
-  bool first_size = false;  // the model's own size, never evicted
+  int height = 0, width = 0;         // pixels
+  JobQueue::Clock::time_point used;  // when it had an image last
+  std::vector<StageRun> runs;        // of stages, since the last launch
+  int previewed = 0;                 // the slot whose preview was decoded last
+  bool first_size = false;           // the model's own size, never evicted
   std::unique_ptr<Evaluator> evaluator;
   Admission::Lane* lane = nullptr;
   std::vector<std::shared_ptr<Image>> slots;  // null: free
@@ -66,10 +84,11 @@ struct StepBatcher::Batch {
   std::vector<Sets> sets;    // by slot: the condition sets of its image
   std::deque<int> drawn;     // slots of images that only wait to be decoded
   int active = 0, rows = 0;  // images in slots, and the rows of those that are not drawn
+  int prompts = 0;           // that images took since the last launch
 
   bool HasRoom(const Job& job) const {
-    return active < static_cast<int>(slots.size()) && rows + job.rows() <= model.max_rows &&
-           (!conditioner || conditioner->HasRoom(job.rows()));
+    return active < static_cast<int>(slots.size()) && rows + job.rows() <= evaluator->max_rows() &&
+           (!conditioner || conditioner->HasRoom(job.prompts()));
   }
   void Take(int slot, std::shared_ptr<Image> image) {
     ++active;
@@ -82,10 +101,11 @@ struct StepBatcher::Batch {
     slots[slot] = std::move(image);
   }
   bool Drawn(int slot) const { return std::find(drawn.begin(), drawn.end(), slot) != drawn.end(); }
-  /// Its image takes no more rows.
+  /// Its image takes no more rows, and reads its prompts no more.
   void Finish(int slot) {
     rows -= slots[slot]->job->rows();
     drawn.push_back(slot);
+    ReleaseSets(slot);
   }
   void Free(int slot) {
     --active;
@@ -94,9 +114,12 @@ struct StepBatcher::Batch {
     } else {
       rows -= slots[slot]->job->rows();
     }
+    ReleaseSets(slot);
+    slots[slot].reset();
+  }
+  void ReleaseSets(int slot) {
     for (int* const set : {&sets[slot].condition, &sets[slot].negative})
       if (*set >= 0) conditioner->Release(std::exchange(*set, -1));
-    slots[slot].reset();
   }
 };
 
@@ -108,6 +131,7 @@ struct StepBatcher::Evaluated {
     int evaluation = 0;  // 1-based
     float preview_scale = 1;
     std::unique_ptr<Download> preview, result;
+    bool tiny_preview = false;  // its preview is decoded already
   };
 
   std::string model;
@@ -116,16 +140,12 @@ struct StepBatcher::Evaluated {
   int rows = 0, bucket = 0;
   std::unique_ptr<Marker> begin, end;  // of the evaluation
   std::unique_ptr<Marker> done;        // of images that were decoded after it
+  std::vector<StageRun> runs;          // before and after it
+  int known_prompts = 0, made_prompts = 0;
   double seconds = 0;  // its part of the device's time until the evaluation reported last
   std::vector<Row> images;
   std::unique_ptr<Download> nonfinite;         // by slot
   std::vector<std::shared_ptr<Image>> parked;  // before this evaluation
-};
-
-/// A size that is being opened.
-struct StepBatcher::Opening {
-  JobQueue::Size size;
-  std::unique_ptr<Batch> batch;  // null: no memory was taken yet
 };
 
 StepBatcher::StepBatcher(Backend& backend, Admission& admission, JobQueue& queue,
@@ -151,13 +171,13 @@ absl::Status StepBatcher::status() const {
 
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
   if (!model.text_encoders.models.empty()) {
-    // For images in flight at the native size with a prompt and a negative each; the rest is cache.
+    // A row has one set, so these suffice for all images in flight at one size; the rest is cache.
     DENOISED_ASSIGN_OR_RETURN(
         auto conditioner, Conditioner::Create(BackendOf(model), model.denoiser, model.text_encoders,
-                                              2 * model.slots + kCachedPrompts));
+                                              model.max_rows + kCachedPrompts));
     conditioners_[model.name] = std::move(conditioner);
   }
-  auto batch = MakeBatch(model, height, width);
+  auto batch = MakeBatch(model, height, width, model.slots);
   if (!batch.ok()) {
     conditioners_.erase(model.name);
     return batch.status();
@@ -171,23 +191,34 @@ absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int wi
 }
 
 absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
+  Batch& batch = OwnSizeOf(model);
+  // Nothing may run beside an evaluation that is measured.
+  for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
+  if (batch.conditioner && !batch.conditioner->warm()) {
+    Backend& backend = BackendOf(batch.model);
+    const auto begin = backend.Mark();
+    DENOISED_ASSIGN_OR_RETURN(const bool measured, batch.conditioner->WarmUp());
+    const auto end = backend.Mark();
+    DENOISED_RETURN_IF_ERROR(end->Wait());
+    if (measured)
+      admission_.MeasuredStage(*batch.lane, Stage::kCondition, 1, end->SecondsSince(*begin), false);
+    return true;
+  }
+  DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, batch.evaluator->WarmUp());
+  if (warmed.stage == Stage::kDenoise) {
+    admission_.Measured(*batch.lane, warmed.count, warmed.seconds);
+  } else {
+    admission_.MeasuredStage(*batch.lane, warmed.stage, warmed.count, warmed.seconds, false);
+  }
+  return warmed.more;
+}
+
+StepBatcher::Batch& StepBatcher::OwnSizeOf(const std::string& model) {
   const auto batch = std::find_if(batches_.begin(), batches_.end(), [&](const auto& each) {
     return each->model.name == model && each->first_size;
   });
   DENOISED_CHECK(batch != batches_.end(), "model {}", model);
-  return WarmUp(**batch);
-}
-
-absl::StatusOr<bool> StepBatcher::WarmUp(Batch& batch) {
-  // Nothing may run beside an evaluation that is measured.
-  for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
-  DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, batch.evaluator->WarmUp());
-  if (warmed.bucket == 0) {
-    admission_.MeasuredDecode(*batch.lane, warmed.seconds);
-  } else {
-    admission_.Measured(*batch.lane, warmed.bucket, warmed.seconds);
-  }
-  return warmed.more;
+  return **batch;
 }
 
 absl::Status StepBatcher::RemoveModel(const std::string& model) {
@@ -197,77 +228,87 @@ absl::Status StepBatcher::RemoveModel(const std::string& model) {
     status = BackendOf(known->second).Synchronize();
   std::erase_if(evaluated_, [&](const auto& evaluated) { return evaluated.model == model; });
   std::erase_if(batches_, [&](const auto& batch) { return batch->model.name == model; });
-  if (opening_ && opening_->size.model == model) opening_.reset();  // its jobs were cancelled
   conditioners_.erase(model);
   models_.erase(model);
   queue_.RemoveModel(model, options_.device);
   return status;
 }
 
-/// Does one part of opening a new size, so that other batches are evaluated between the parts. If
-/// there is no memory, the jobs that no device can draw end with ResourceExhausted. False if there
-/// was nothing to do.
+/// Takes memory for a size that was asked for. If there is none, the jobs that no device can draw
+/// end with ResourceExhausted. False if there was nothing to do.
 absl::StatusOr<bool> StepBatcher::OpenSizes() {
-  if (!opening_) {
-    const auto size = queue_.ToOpen(options_.device);
-    if (!size) return false;
-    const auto extra = std::count_if(batches_.begin(), batches_.end(), [&](const auto& batch) {
-      return batch->model.name == size->model && !batch->first_size;
-    });
-    if (extra >= kExtraSizes) EvictIdleBatch(&size->model);
-    opening_ = std::make_unique<Opening>(Opening{.size = *size});
-  }
-  auto more = OpenPart();
+  const auto size = queue_.ToOpen(options_.device);
+  if (!size) return false;
+  const BatchedModel& model = models_.at(size->model);
+  auto batch = MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size));
   // Evict idle sizes of any model and start again.
-  while (more.status().code() == absl::StatusCode::kResourceExhausted) {
-    opening_->batch.reset();
-    if (!EvictIdleBatch(nullptr)) break;
-    more = OpenPart();
-  }
+  while (absl::IsResourceExhausted(batch.status()) && EvictIdleBatch(nullptr))
+    batch = MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size));
   DENOISED_RETURN_IF_ERROR(this->status());
-  if (more.ok() && *more) return true;
-  const std::unique_ptr<Opening> opened = std::move(opening_);
-  if (more.ok()) batches_.push_front(std::move(opened->batch));
-  queue_.Opened(opened->size, options_.device, more.status());
+  const absl::Status status = batch.status();
+  if (status.ok()) batches_.push_front(*std::move(batch));
+  queue_.Opened(*size, options_.device, status);
   return true;
 }
 
-/// Takes memory and captures the first graph, then one more graph a call; false after the last. A
-/// batch draws only when it has all of them, so that no evaluation of a job takes memory.
-absl::StatusOr<bool> StepBatcher::OpenPart() {
-  const JobQueue::Size& size = opening_->size;
-  if (!opening_->batch) {
-    DENOISED_ASSIGN_OR_RETURN(opening_->batch,
-                              MakeBatch(models_.at(size.model), size.height, size.width));
+/// Images in flight at a size beside the model's own, so that the memory of all stays within
+/// bounds. Idle sizes give up theirs.
+int StepBatcher::SlotsOfNewSize(const JobQueue::Size& size) {
+  const Batch& own = OwnSizeOf(size.model);
+  const double of_own = static_cast<double>(own.evaluator->slot_bytes()),
+               pixels = static_cast<double>(int64_t{size.height} * size.width),
+               own_pixels = static_cast<double>(int64_t{own.height} * own.width),
+               slot = of_own / own.model.slots * std::max(1.0, pixels / own_pixels);
+  const auto left = [&] {
+    double bytes = kSizesMemory * of_own;
+    for (const auto& batch : batches_)
+      if (batch->model.name == size.model && !batch->first_size)
+        bytes -= static_cast<double>(batch->evaluator->slot_bytes());
+    return bytes;
+  };
+  while (left() < kLeastSlots * slot && EvictIdleBatch(&size.model)) {
   }
-  return WarmUp(*opening_->batch);
+  const int least = std::min(kLeastSlots, own.model.slots);
+  return std::clamp(static_cast<int>(kSizeShare * left() / slot), least, own.model.slots);
 }
 
 absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
-    const BatchedModel& model, int height, int width) {
+    const BatchedModel& model, int height, int width, int slots) {
   auto batch = std::make_unique<Batch>();
   batch->model = model;
+  batch->height = height;
+  batch->width = width;
+  batch->used = queue_.Now();
   if (const auto known = conditioners_.find(model.name); known != conditioners_.end())
     batch->conditioner = known->second.get();
   const int factor = model.codec ? model.codec->traits().factor : 1;
   Evaluator::Options options{.height = height / factor,
                              .width = width / factor,
                              .max_rows = model.max_rows,
-                             .slots = model.slots,
+                             .slots = slots,
                              .max_evaluations = model.max_evaluations,
-                             .downloads = kUnderWay * model.slots,
+                             .downloads = kUnderWay * slots,
                              .flag_downloads = kUnderWay,
                              .parks = kUnderWay * kParksPerEvaluation,
-                             .decodes = kUnderWay * static_cast<int>(kDecodesPerEvaluation),
-                             .codec = model.codec};
+                             .decodes = kUnderWay,
+                             .previews = kUnderWay * std::min(slots, kPreviewsPerEvaluation),
+                             .codec = model.codec,
+                             .max_decodes = model.max_decodes,
+                             .preview_codec = model.preview_codec,
+                             .image_input = model.image_input};
+  if (const bool own_size = !models_.contains(model.name); !own_size) {
+    options.activations = OwnSizeOf(model.name).evaluator->activations();
+    options.max_decodes = 1;
+  }
   if (batch->conditioner) options.sets = batch->conditioner->sets();
   DENOISED_ASSIGN_OR_RETURN(batch->evaluator,
                             Evaluator::Create(BackendOf(model), model.denoiser, options));
-  batch->slots.resize(model.slots);
-  batch->sets.resize(model.slots);
-  batch->lane = admission_.Open(
-      model.name, height, width,
-      {.rows = model.max_rows, .slots = model.slots, .buckets = batch->evaluator->buckets()});
+  batch->slots.resize(slots);
+  batch->sets.resize(slots);
+  batch->lane = admission_.Open(model.name, height, width,
+                                {.rows = batch->evaluator->max_rows(),
+                                 .slots = slots,
+                                 .buckets = batch->evaluator->buckets()});
   return batch;
 }
 
@@ -290,6 +331,17 @@ bool StepBatcher::EvictIdleBatch(const std::string* model) {
   return false;
 }
 
+/// Gives up sizes that were not used for long.
+void StepBatcher::EvictUnused() {
+  const auto before = queue_.Now() - kUnused;
+  for (const auto& batch : batches_) {
+    if (batch->first_size || batch->active > 0 || batch->used > before) continue;
+    // The list is in the order of use, so this is the one that is found, or another as old.
+    EvictIdleBatch(&batch->model.name);
+    return;
+  }
+}
+
 size_t StepBatcher::ActivationBytes(const std::string& model) const {
   size_t bytes = 0;
   for (const auto& batch : batches_)
@@ -301,13 +353,16 @@ size_t StepBatcher::SlotBytes(const std::string& model) const {
   size_t bytes = 0;
   for (const auto& batch : batches_)
     if (batch->model.name == model) bytes += batch->evaluator->slot_bytes();
-  if (const auto known = conditioners_.find(model); known != conditioners_.end())
-    bytes += known->second->bytes();
   return bytes;
 }
 
+size_t StepBatcher::PromptBytes(const std::string& model) const {
+  const auto known = conditioners_.find(model);
+  return known == conditioners_.end() ? 0 : known->second->bytes();
+}
+
 bool StepBatcher::busy() const {
-  return opening_ || !evaluated_.empty() || queue_.HasWork(options_.device) ||
+  return !evaluated_.empty() || queue_.HasWork(options_.device) ||
          std::any_of(batches_.begin(), batches_.end(),
                      [](const auto& batch) { return batch->active; });
 }
@@ -315,26 +370,33 @@ bool StepBatcher::busy() const {
 absl::Status StepBatcher::Step() {
   queue_.EndDueJobs();
   FreeEnded();
+  EvictUnused();
   DENOISED_ASSIGN_OR_RETURN(const bool opened, OpenSizes());
   if (opened && options_.part_done) options_.part_done();
-  auto next = batches_.end();
-  double first_turn = 0;
+  std::vector<std::pair<double, std::list<std::unique_ptr<Batch>>::iterator>> turns;
   for (auto batch = batches_.begin(); batch != batches_.end(); ++batch) {
     if ((*batch)->active == 0 && !queue_.First((*batch)->lane, options_.device, 0)) continue;
-    const double turn = admission_.Turn(*(*batch)->lane);
-    if (next != batches_.end() && turn >= first_turn) continue;
-    next = batch;
-    first_turn = turn;
+    turns.emplace_back(admission_.Turn(*(*batch)->lane), batch);
   }
-  if (next != batches_.end()) DENOISED_RETURN_IF_ERROR(Admit(**next));
-  // Other devices may have taken all that waited.
-  const bool launched = next != batches_.end() && (*next)->active > 0;
+  std::stable_sort(turns.begin(), turns.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  // The first may have nothing to launch: other devices took all that waited, or other sizes hold
+  // the condition sets that its images need, and give them back by going on.
+  auto next = batches_.end();
+  for (const auto& [turn, batch] : turns) {
+    DENOISED_RETURN_IF_ERROR(Admit(**batch));
+    if ((*batch)->active == 0) continue;
+    next = batch;
+    break;
+  }
+  const bool launched = next != batches_.end();
   if (launched) {
     DENOISED_RETURN_IF_ERROR(Launch(**next));
+    (*next)->used = queue_.Now();
     batches_.splice(batches_.end(), batches_, next);
   }
-  // On the CPU an evaluation is done when Launch returns, so there is nothing to run ahead of.
-  const size_t ahead = launched && backend_.device() != Device::kCpu ? kRunAhead : 0;
+  const bool runs_ahead = CapabilitiesOf(backend_.device()).runs_ahead;
+  const size_t ahead = launched && runs_ahead ? kRunAhead : 0;
   while (evaluated_.size() > ahead) DENOISED_RETURN_IF_ERROR(Report());
   return absl::OkStatus();
 }
@@ -351,6 +413,7 @@ absl::Status StepBatcher::Admit(Batch& batch) {
   if (whole_batches && batch.active > 0) return absl::OkStatus();
   size_t may_park = whole_batches ? 0 : kParksPerEvaluation;
   int slot = 0;
+  std::vector<int> begun;  // slots
   while (const auto job = queue_.First(batch.lane, options_.device, batch.rows)) {
     std::vector<int> victims;
     if (!batch.HasRoom(*job)) {
@@ -360,13 +423,31 @@ absl::Status StepBatcher::Admit(Batch& batch) {
     }
     std::shared_ptr<Image> image = queue_.Take(job, options_.device);
     if (!image) continue;  // another device took it
-    for (const int victim : victims) Park(batch, victim);
+    for (const int victim : victims) {
+      Park(batch, victim);
+      std::erase(begun, victim);  // the slot may have begun just now
+    }
     may_park -= victims.size();
     if (!victims.empty()) slot = 0;
     while (batch.slots[slot]) ++slot;
     Begin(batch, slot, std::move(image));
+    begun.push_back(slot);
   }
-  if (batch.conditioner) DENOISED_RETURN_IF_ERROR(batch.conditioner->Encode());
+  if (batch.conditioner && !begun.empty()) {
+    Backend& backend = BackendOf(batch.model);
+    StageRun run{.stage = Stage::kCondition};
+    for (const int each : begun) {
+      const Batch::Sets& sets = batch.sets[each];
+      const bool made = batch.conditioner->Pending(sets.condition) ||
+                        (sets.negative >= 0 && batch.conditioner->Pending(sets.negative));
+      (made ? run.images : run.others).push_back(batch.slots[each]);
+      batch.prompts += sets.negative >= 0 ? 2 : 1;
+    }
+    run.begin = backend.Mark();
+    DENOISED_ASSIGN_OR_RETURN(run.count, batch.conditioner->Encode());
+    run.end = backend.Mark();
+    batch.runs.push_back(std::move(run));
+  }
   return BackendOf(batch.model).status();
 }
 
@@ -393,9 +474,9 @@ std::vector<int> StepBatcher::Victims(const Batch& batch, const Job& job, size_t
   size_t parks = 0;
   const auto enough = [&] {
     return batch.active - static_cast<int>(parks) < static_cast<int>(batch.slots.size()) &&
-           rows + job.rows() <= batch.model.max_rows &&
+           rows + job.rows() <= batch.evaluator->max_rows() &&
            // Parking may free no set: another image may have the same prompt.
-           (!batch.conditioner || batch.conditioner->HasRoom(job.rows()));
+           (!batch.conditioner || batch.conditioner->HasRoom(job.prompts()));
   };
   while (!enough() && parks < most) rows -= batch.slots[victims[parks++]]->job->rows();
   victims.resize(enough() ? parks : 0);
@@ -424,20 +505,31 @@ void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
   Evaluator::Start start;
   start.plan = &job.plan();
   start.seed = spec.SeedOf(image->index);
-  start.guidance_scale = static_cast<float>(*spec.guidance_scale);
+  start.guidance = {.scale = static_cast<float>(*spec.guidance_scale),
+                    .image_scale = static_cast<float>(spec.image_guidance_scale.value_or(1)),
+                    .rescale = static_cast<float>(spec.guidance_rescale.value_or(0))};
   if (!spec.class_values.empty()) {
     const size_t size = spec.class_values.size() / job.count();
     start.embedding = std::span(spec.class_values).subspan(image->index * size, size);
   }
   if (spec.init_image) start.source = spec.init_image.as<float>();
+  if (spec.mask) start.mask = spec.mask.as<float>();
   if (spec.initial_noise) start.noise = spec.initial_noise.Slice(image->index, 1).as<float>();
   start.source_scale = static_cast<float>(plan.initial_source_scale);
   start.noise_scale = static_cast<float>(plan.initial_noise_scale);
   start.churn_scale = static_cast<float>(plan.initial_churn_scale);
+  StageRun run{.stage = Stage::kEncode, .count = 1};
+  const bool encodes = start.source && batch.model.codec;
+  if (encodes) run.begin = BackendOf(batch.model).Mark();
   if (const auto parked = std::move(image->parked)) {
     batch.evaluator->Resume(slot, start, image->evaluation, *parked);
   } else {
     batch.evaluator->Begin(slot, start);
+    if (encodes) {
+      run.end = BackendOf(batch.model).Mark();
+      run.images.push_back(image);
+      batch.runs.push_back(std::move(run));
+    }
   }
   queue_.Began(job);
   batch.Take(slot, std::move(image));
@@ -456,16 +548,27 @@ absl::Status StepBatcher::Launch(Batch& batch) {
       null_label = batch.sets[s].negative;
     }
     const int row = static_cast<int>(rows.size());
-    const bool guided = image.job->guided();
-    rows.push_back(
-        {.slot = s, .label = label, .unconditional_row = guided ? row + 1 : -1, .advances = 1});
-    if (guided)
-      rows.push_back({.slot = s, .label = null_label, .unconditional_row = -1, .advances = 0});
+    const int branches = image.job->effective.RowsAt(image.evaluation);
+    rows.push_back({.slot = s,
+                    .label = label,
+                    .unconditional_row = branches > 1 ? row + 1 : -1,
+                    .advances = 1,
+                    .imageless_row = branches > 2 ? row + 2 : -1});
+    for (int branch = 1; branch < branches; ++branch)
+      rows.push_back({.slot = s,
+                      .label = null_label,
+                      .unconditional_row = -1,
+                      .advances = 0,
+                      .no_extra = branch == 2});
   }
 
   Evaluated evaluated{
       .model = batch.model.name, .lane = batch.lane, .rows = static_cast<int>(rows.size())};
   evaluated.parked.swap(parked_);
+  evaluated.runs = std::exchange(batch.runs, {});
+  for (const StageRun& run : evaluated.runs)
+    if (run.stage == Stage::kCondition) evaluated.made_prompts += run.count;
+  evaluated.known_prompts = std::exchange(batch.prompts, 0) - evaluated.made_prompts;
   Backend& backend = BackendOf(batch.model);
   evaluated.begin = backend.Mark();
   if (!rows.empty()) {
@@ -485,38 +588,81 @@ absl::Status StepBatcher::Launch(Batch& batch) {
     Job& job = *image->job;
     const JobSpec& spec = job.effective.spec;
     const std::vector<DeviceEvaluation>& plan = job.plan();
-    job.rows_launched += job.rows();
+    job.rows_launched += job.effective.RowsAt(image->evaluation);
     const int done = ++image->evaluation;
     Evaluated::Row row{.image = image, .slot = s, .evaluation = done};
     if (done == static_cast<int>(plan.size())) {
       batch.Finish(s);
     } else if (spec.previews && done % spec.preview_every == 0) {
-      if (spec.preview_kind == PreviewKind::kPredictedX0) {
-        row.preview = batch.evaluator->DownloadX0(s);
+      row.preview_scale =
+          spec.preview_kind == PreviewKind::kPredictedX0 ? 1 : plan[done].input_scale;
+      if (batch.model.preview_codec && spec.preview_decoder != PreviewDecoder::kLinear) {
+        row.tiny_preview = true;  // see Preview()
       } else {
-        row.preview = batch.evaluator->DownloadState(s);
-        row.preview_scale = plan[done].input_scale;
+        row.preview = spec.preview_kind == PreviewKind::kPredictedX0
+                          ? batch.evaluator->DownloadX0(s)
+                          : batch.evaluator->DownloadState(s);
       }
     }
     evaluated.images.push_back(std::move(row));
   }
-  // Pixels need no decoding, so they leave at once.
-  size_t most = batch.model.codec ? kDecodesPerEvaluation : batch.drawn.size();
-  for (; most > 0 && !batch.drawn.empty(); --most) {
-    const int s = batch.drawn.front();
+  DENOISED_RETURN_IF_ERROR(Preview(batch, &evaluated));
+  DENOISED_RETURN_IF_ERROR(Decode(batch, &evaluated));
+  evaluated.done = backend.Mark();
+  evaluated_.push_back(std::move(evaluated));
+  return absl::OkStatus();
+}
+
+/// Decodes previews with the small autoencoder: of the slots after the one whose turn was last.
+absl::Status StepBatcher::Preview(Batch& batch, Evaluated* evaluated) {
+  std::vector<Evaluated::Row*> rows;
+  for (Evaluated::Row& row : evaluated->images)
+    if (row.tiny_preview) rows.push_back(&row);
+  const auto turn = [&](const Evaluated::Row* row) {
+    return std::pair(row->slot <= batch.previewed, row->slot);
+  };
+  std::sort(rows.begin(), rows.end(), [&](auto* a, auto* b) { return turn(a) < turn(b); });
+  if (static_cast<int>(rows.size()) > kPreviewsPerEvaluation) rows.resize(kPreviewsPerEvaluation);
+  for (Evaluated::Row* row : rows) {
+    const bool predicted =
+        row->image->job->effective.spec.preview_kind == PreviewKind::kPredictedX0;
+    DENOISED_ASSIGN_OR_RETURN(
+        row->preview, batch.evaluator->DownloadPreview(row->slot, predicted, row->preview_scale));
+    row->preview_scale = 1;
+    batch.previewed = row->slot;
+  }
+  return absl::OkStatus();
+}
+
+/// Pixels need no decoding, so they leave at once. Of latents, one image is decoded, or as many as
+/// take no longer; more if no evaluation waits for them.
+absl::Status StepBatcher::Decode(Batch& batch, Evaluated* evaluated) {
+  const bool evaluations_wait = queue_.HasWork(options_.device) ||
+                                std::any_of(batches_.begin(), batches_.end(),
+                                            [](const auto& each) { return each->rows > 0; });
+  const int count =
+      batch.evaluator->DecodesAtATime(static_cast<int>(batch.drawn.size()), evaluations_wait);
+  if (count == 0) return absl::OkStatus();
+  const std::vector<int> slots(batch.drawn.begin(), batch.drawn.begin() + count);
+  Backend& backend = BackendOf(batch.model);
+  StageRun run{.stage = Stage::kDecode, .count = count};
+  if (batch.model.codec) run.begin = backend.Mark();
+  DENOISED_ASSIGN_OR_RETURN(auto downloads, batch.evaluator->DownloadImages(slots));
+  if (batch.model.codec) run.end = backend.Mark();
+  for (int i = 0; i < count; ++i) {
+    const int s = slots[i];
     const std::shared_ptr<Image> image = batch.slots[s];
-    auto row = std::find_if(evaluated.images.begin(), evaluated.images.end(),
+    auto row = std::find_if(evaluated->images.begin(), evaluated->images.end(),
                             [&](const auto& each) { return each.slot == s; });
-    if (row == evaluated.images.end())
-      row = evaluated.images.insert(row,
-                                    {.image = image, .slot = s, .evaluation = image->evaluation});
-    DENOISED_ASSIGN_OR_RETURN(row->result, batch.evaluator->DownloadImage(s));
-    if (batch.model.codec) admission_.LaunchedDecode(*batch.lane);
+    if (row == evaluated->images.end())
+      row = evaluated->images.insert(row,
+                                     {.image = image, .slot = s, .evaluation = image->evaluation});
+    row->result = std::move(downloads[i]);
+    run.images.push_back(image);
     queue_.Drawn(image);
     batch.Free(s);
   }
-  evaluated.done = backend.Mark();
-  evaluated_.push_back(std::move(evaluated));
+  if (batch.model.codec) evaluated->runs.push_back(std::move(run));
   return absl::OkStatus();
 }
 
@@ -568,10 +714,25 @@ absl::Status StepBatcher::Report() {
 
   DENOISED_ASSIGN_OR_RETURN(const Tensor nonfinite, evaluated.nonfinite->Wait());
   std::vector<JobQueue::Outcome> outcomes;
+  if (observer_ && evaluated.known_prompts + evaluated.made_prompts > 0)
+    observer_->OnPrompts(evaluated.model, device_name_, evaluated.known_prompts,
+                         evaluated.made_prompts);
+  std::map<const Image*, std::vector<std::pair<Stage, double>>> stages;
+  for (const StageRun& run : evaluated.runs) {
+    const double took = run.count > 0 ? run.end->SecondsSince(*run.begin) : 0;
+    // Images whose prompts were known make the average of all what it is.
+    admission_.MeasuredStage(*evaluated.lane, run.stage,
+                             static_cast<int>(run.images.size() + run.others.size()), took, true);
+    if (observer_ && run.count > 0)
+      observer_->OnStage(evaluated.model, device_name_, run.stage, run.count, took);
+    for (const auto& image : run.images) stages[image.get()].emplace_back(run.stage, took);
+    for (const auto& image : run.others) stages[image.get()].emplace_back(run.stage, 0.0);
+  }
   for (Evaluated::Row& row : evaluated.images) {
     const Image& image = *row.image;
     if (image.job->over) continue;
     outcomes.push_back({.image = row.image, .evaluation = row.evaluation});
+    for (const auto& stage : stages[&image]) outcomes.back().stages.push_back(stage);
     const JobSpec& spec = image.job->effective.spec;
     ImageResult result{.index = image.index, .seed = spec.SeedOf(image.index)};
     if (!spec.class_labels.empty()) result.label = spec.class_labels[image.index];
@@ -594,8 +755,10 @@ absl::Status StepBatcher::Report() {
       continue;
     }
     if (row.preview) {
-      for (float& value : result.pixels.span<float>()) value *= row.preview_scale;
-      if (const auto model = models_.find(evaluated.model); model->second.codec)
+      if (row.preview_scale != 1)
+        for (float& value : result.pixels.span<float>()) value *= row.preview_scale;
+      if (const auto model = models_.find(evaluated.model);
+          model->second.codec && !row.tiny_preview)
         result.pixels = model->second.preview.Draw(result.pixels);
     }
     (row.result ? outcomes.back().result : outcomes.back().preview) = std::move(result);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <list>
@@ -25,12 +26,15 @@ struct BatchedModel {
   /// batcher's backend. On the same device; only the device's thread may use it.
   std::shared_ptr<Backend> backend;
   std::shared_ptr<const Denoiser> denoiser;
-  std::shared_ptr<const Codec> codec;   // null: the state is the image
-  Conditioner::Encoders text_encoders;  // none: the model reads no text
-  LatentPreview preview;                // with a codec
+  std::shared_ptr<const Codec> codec;  // null: the state is the image
+  ImageInput image_input = ImageInput::kNone;
+  Conditioner::Encoders text_encoders;         // none: the model reads no text
+  int max_decodes = 1;                         // images that the codec decodes side by side
+  LatentPreview preview;                       // with a codec
+  std::shared_ptr<const Codec> preview_codec;  // for PreviewDecoder::kTiny; null: there is none
   int null_label = -1;  // the class of unconditional rows; −1: guidance is not offered
   int max_rows = 0;     // of one evaluation
-  int slots = 0;        // images in flight, per size
+  int slots = 0;        // images in flight at the model's own size
   int max_evaluations = 0;
 };
 
@@ -42,15 +46,22 @@ struct BatchedModel {
 /// from the JobQueue, which all devices share. When all slots are taken, an image that is first in
 /// the order gets the slot of the one that is last. That image is parked: its state goes to host
 /// memory and comes back, here or on another device, with its bits unchanged.
+///
+/// Sizes. A model's own size has its memory from the start. The others use its activations, one
+/// after the other, and take a few slots each when they are first asked for (kSizesMemory,
+/// SlotsOfNewSize()). Their graphs are captured when they are first needed. A size that is idle
+/// makes room for another, and is given up when it is long unused.
 class StepBatcher {
  public:
+  /// A size that nobody has asked for for so long is given up.
+  static constexpr std::chrono::minutes kUnused{10};
+
   struct Options {
     int device = 0;  // its number in the queue
     Batching batching = Batching::kStep;
     int keep_evaluations = 4;      // an image with no more left is not parked
     bool allow_nonfinite = false;  // as EngineOptions::allow_nonfinite
-    /// Called in the middle of a Step() that opened a part of a size, which may take as long as an
-    /// evaluation. May be null.
+    /// Called in the middle of a Step() that opened a size. May be null.
     std::function<void()> part_done;
   };
 
@@ -66,15 +77,16 @@ class StepBatcher {
   absl::StatusOr<bool> WarmUp(const std::string& model);
   /// Frees a model that has no jobs, and all its memory.
   absl::Status RemoveModel(const std::string& model);
-  /// Bytes taken for a model: activations, and images in flight.
+  /// Bytes taken for a model: activations, images in flight, and prompts.
   size_t ActivationBytes(const std::string& model) const;
   size_t SlotBytes(const std::string& model) const;
+  size_t PromptBytes(const std::string& model) const;
 
   /// Whether Step() has anything to do.
   bool busy() const;
-  /// Ends jobs that are due to end, does one part of opening a size that was asked for for the
-  /// first time (memory, then one graph a call), gives slots to waiting images, enqueues one
-  /// evaluation and reports an earlier one. An error is the device's, and final.
+  /// Ends jobs that are due to end, takes memory for a size that was asked for for the first time,
+  /// gives slots to waiting images, enqueues one evaluation and reports an earlier one. An error is
+  /// the device's, and final.
   absl::Status Step();
   /// The first error of the device, in any queue.
   absl::Status status() const;
@@ -84,14 +96,17 @@ class StepBatcher {
   using Image = JobQueue::Image;
   struct Batch;
   struct Evaluated;
-  struct Opening;
+  struct StageRun;
 
   absl::StatusOr<bool> OpenSizes();
-  absl::StatusOr<bool> OpenPart();
-  absl::StatusOr<std::unique_ptr<Batch>> MakeBatch(const BatchedModel& model, int height,
-                                                   int width);
-  absl::StatusOr<bool> WarmUp(Batch& batch);
+  absl::StatusOr<std::unique_ptr<Batch>> MakeBatch(const BatchedModel& model, int height, int width,
+                                                   int slots);
+  Batch& OwnSizeOf(const std::string& model);
+  int SlotsOfNewSize(const JobQueue::Size& size);
   bool EvictIdleBatch(const std::string* model);
+  void EvictUnused();
+  absl::Status Decode(Batch& batch, Evaluated* evaluated);
+  absl::Status Preview(Batch& batch, Evaluated* evaluated);
   Backend& BackendOf(const BatchedModel& model) const;
   void FreeEnded();
   absl::Status Admit(Batch& batch);
@@ -112,10 +127,9 @@ class StepBatcher {
   std::map<std::string, BatchedModel> models_;
   std::map<std::string, std::unique_ptr<Conditioner>> conditioners_;  // of models that read text
   std::list<std::unique_ptr<Batch>> batches_;                         // least recently used first
-  std::unique_ptr<Opening> opening_;            // null: no size is being opened
-  std::vector<std::shared_ptr<Image>> parked_;  // since the last launch
-  std::deque<Evaluated> evaluated_;             // enqueued, not yet reported
-  std::unique_ptr<Marker> last_end_;            // of the evaluation reported last
+  std::vector<std::shared_ptr<Image>> parked_;                        // since the last launch
+  std::deque<Evaluated> evaluated_;                                   // enqueued, not yet reported
+  std::unique_ptr<Marker> last_end_;  // of the evaluation reported last
 };
 
 }  // namespace denoised

@@ -4,19 +4,15 @@
 #include <algorithm>
 #include <set>
 
-#include "engine/models/autoencoder_kl.h"
-#include "engine/models/autoencoder_tiny.h"
-#include "engine/models/clip_text.h"
-#include "engine/models/unet2d.h"
-#include "engine/models/unet2d_condition.h"
-#include "engine/models/vq_model.h"
+#include "engine/io/calibration.h"
+#include "engine/models/registry.h"
 
 namespace denoised {
 namespace {
 
 using Component = ModelDirectory::Component;
 
-// The registry. A new class is one line here and one file pair in models/.
+// The registry of pipelines. Those of their parts are in models/registry.cc.
 
 /// Defaults of diffusers' pipelines, from the signatures of their __call__. Other classes have
 /// those of the parts that they have.
@@ -24,37 +20,35 @@ struct PipelineClass {
   const char* name;
   double guidance_scale;
   int steps;
-  bool reads_hidden_layer;  // text states are hidden_states[-2] without the final norm
+  bool reads_hidden_layer = false;  // text states are hidden_states[-2] without the final norm
+  double strength = 0.8;
+  double masked_strength = 1;
+  ImageInput extra = ImageInput::kNone;  // what extra input channels of its UNet are
+  double image_guidance_scale = 0;
 };
 constexpr PipelineClass kPipelines[] = {
-    {"StableDiffusionPipeline", 7.5, 50, false},
-    {"StableDiffusionImg2ImgPipeline", 7.5, 50, false},
+    {"StableDiffusionPipeline", 7.5, 50},
+    {"StableDiffusionImg2ImgPipeline", 7.5, 50},
+    {.name = "StableDiffusionInpaintPipeline",
+     .guidance_scale = 7.5,
+     .steps = 50,
+     .extra = ImageInput::kMasked},
+    {.name = "StableDiffusionInstructPix2PixPipeline",
+     .guidance_scale = 7.5,
+     .steps = 100,
+     .extra = ImageInput::kWhole,
+     .image_guidance_scale = 1.5},
     {"StableDiffusionXLPipeline", 5.0, 50, true},
-    {"StableDiffusionXLImg2ImgPipeline", 5.0, 50, true},
-    {"LatentConsistencyModelPipeline", 8.5, 4, false},
-    {"LatentConsistencyModelImg2ImgPipeline", 8.5, 4, false},
+    {"StableDiffusionXLImg2ImgPipeline", 5.0, 50, true, 0.3},
+    {.name = "StableDiffusionXLInpaintPipeline",
+     .guidance_scale = 7.5,
+     .steps = 50,
+     .reads_hidden_layer = true,
+     .masked_strength = 0.9999,
+     .extra = ImageInput::kMasked},
+    {"LatentConsistencyModelPipeline", 8.5, 4},
+    {"LatentConsistencyModelImg2ImgPipeline", 8.5, 4},
 };
-
-using LoadCodec = absl::StatusOr<std::unique_ptr<Codec>> (*)(Backend&, const Component&,
-                                                             const Weights&);
-template <typename Config, auto kLoad>
-absl::StatusOr<std::unique_ptr<Codec>> ParseAndLoad(Backend& backend, const Component& component,
-                                                    const Weights& weights) {
-  DENOISED_ASSIGN_OR_RETURN(const Config config,
-                            Config::Parse(component.config, component.config_file));
-  return kLoad(backend, config, weights);
-}
-struct CodecClass {
-  const char* name;
-  LoadCodec load;
-};
-constexpr CodecClass kCodecs[] = {
-    {"AutoencoderKL", ParseAndLoad<AutoencoderKLConfig, LoadAutoencoderKL>},
-    {"AutoencoderTiny", ParseAndLoad<AutoencoderTinyConfig, LoadAutoencoderTiny>},
-    {"VQModel", ParseAndLoad<VQModelConfig, LoadVQModel>},
-};
-
-constexpr const char* kTextEncoders[] = {"CLIPTextModel", "CLIPTextModelWithProjection"};
 
 const PipelineClass* FindPipeline(const std::string& name) {
   for (const PipelineClass& known : kPipelines)
@@ -62,41 +56,31 @@ const PipelineClass* FindPipeline(const std::string& name) {
   return nullptr;
 }
 
-absl::Status Unsupported(const ModelDirectory& directory, const std::string& name,
-                         const std::string& supported) {
-  return InvalidArgument("{}: component '{}' is a {}, which is not supported; {}", directory.root,
-                         name, directory.components.at(name).class_name, supported);
-}
-
-bool ReadsText(const ModelDirectory& directory) {
-  return directory.unet().class_name == "UNet2DConditionModel";
-}
-
 /// Every component must have a part in drawing.
-absl::Status CheckComponents(const ModelDirectory& directory) {
-  std::set<std::string> known = {"unet", "vae", "vqvae"};
-  if (ReadsText(directory)) {
+absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
+  std::set<std::string> known = {"unet", "vae", "vqvae", ModelDirectory::kTinyVae};
+  if (reads_text) {
     known.insert({"tokenizer", "text_encoder"});
     if (directory.components.contains("text_encoder_2"))
       known.insert({"tokenizer_2", "text_encoder_2"});
     for (const std::string& name : known)
       if (name != "unet" && !name.starts_with("v") && !directory.components.contains(name))
         return InvalidArgument(
-            "{}: there is no '{}', which a UNet2DConditionModel needs; give the "
-            "whole directory as diffusers saves it",
-            directory.root, name);
+            "{}: there is no '{}', which a {} needs; give the whole directory as diffusers saves "
+            "it",
+            directory.root, name, directory.unet().class_name);
     if (!directory.components.contains("vae"))
       return InvalidArgument(
-          "{}: there is no 'vae', which a UNet2DConditionModel needs; give the "
-          "whole directory as diffusers saves it",
-          directory.root);
-  } else if (directory.unet().class_name != "UNet2DModel") {
-    return Unsupported(directory, "unet", "use a UNet2DModel or a UNet2DConditionModel");
+          "{}: there is no 'vae', which a {} needs; give the whole directory as diffusers saves it",
+          directory.root, directory.unet().class_name);
   }
   for (const auto& [name, component] : directory.components)
     if (!known.contains(name))
-      return Unsupported(directory, name,
-                         "only unet, vae, vqvae, text encoders and tokenizers are");
+      return InvalidArgument(
+          "{}: component '{}' is a {}, which is not supported; only unet, vae, vqvae, text "
+          "encoders "
+          "and tokenizers are",
+          directory.root, name, component.class_name);
   return absl::OkStatus();
 }
 
@@ -104,7 +88,14 @@ absl::Status CheckComponents(const ModelDirectory& directory) {
 
 absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
   DENOISED_ASSIGN_OR_RETURN(ModelDirectory directory, ModelDirectory::Read(path));
-  DENOISED_RETURN_IF_ERROR(CheckComponents(directory));
+  DENOISED_ASSIGN_OR_RETURN(const DenoiserClass* const denoiser, FindDenoiser(directory));
+  DENOISED_RETURN_IF_ERROR(CheckComponents(directory, denoiser->reads_text));
+  if (!denoiser->reads_text && directory.null_class < 0 &&
+      directory.default_guidance_scale.value_or(1) > 1)
+    return InvalidArgument(
+        "{}/model_index.json, _denoised: field 'default_guidance_scale' is {}: guidance needs a "
+        "null_class; name it, or leave the field out",
+        path, *directory.default_guidance_scale);
   if (!directory.scheduler_config)
     return InvalidArgument(
         "{}: there is no scheduler_config.json; put the one that the model was published with into "
@@ -114,7 +105,8 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
       SchedulerConfig scheduler,
       SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file));
   PipelineFiles files{.directory = std::move(directory), .scheduler = std::move(scheduler)};
-  if (ReadsText(files.directory)) {
+  files.precision = files.directory.precision;
+  if (denoiser->reads_text) {
     const PipelineClass* known = FindPipeline(files.directory.pipeline_class);
     if (!known) {
       std::string names;
@@ -126,6 +118,9 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
     }
     files.default_guidance_scale = known->guidance_scale;
     files.default_steps = known->steps;
+    files.default_strength = known->strength;
+    files.default_masked_strength = known->masked_strength;
+    files.default_image_guidance_scale = known->image_guidance_scale;
   }
   return files;
 }
@@ -135,14 +130,22 @@ namespace {
 class Loader {
  public:
   Loader(Backend& backend, const PipelineFiles& files)
-      : backend_(backend), directory_(files.directory), scheduler_(files.scheduler) {}
+      : backend_(backend),
+        files_(files),
+        directory_(files.directory),
+        scheduler_(files.scheduler) {}
 
   absl::StatusOr<Pipeline> Load() {
-    if (ReadsText(directory_)) DENOISED_RETURN_IF_ERROR(LoadTextEncoders());
+    DENOISED_RETURN_IF_ERROR(LoadTextEncoders());
     for (const char* name : {"vae", "vqvae"})
-      if (directory_.components.contains(name)) DENOISED_RETURN_IF_ERROR(LoadCodecOf(name));
-    DENOISED_RETURN_IF_ERROR(ReadsText(directory_) ? LoadConditioned() : LoadUnconditioned());
+      if (directory_.components.contains(name)) {
+        DENOISED_ASSIGN_OR_RETURN(pipeline_.codec, LoadCodecOf(name));
+      }
+    if (directory_.components.contains(ModelDirectory::kTinyVae))
+      DENOISED_RETURN_IF_ERROR(LoadPreviewCodec());
+    DENOISED_RETURN_IF_ERROR(LoadDenoiser());
     DENOISED_RETURN_IF_ERROR(CheckDenoiser());
+    DENOISED_RETURN_IF_ERROR(CheckImageInput());
     return std::move(pipeline_);
   }
 
@@ -154,56 +157,69 @@ class Loader {
   }
 
   absl::Status LoadTextEncoders() {
-    if (FindPipeline(directory_.pipeline_class)->reads_hidden_layer) {
+    const PipelineClass* const known = FindPipeline(directory_.pipeline_class);
+    if (known && known->reads_hidden_layer) {
       pipeline_.final_norm = false;
       pipeline_.skip_layers = 1;
     }
     for (const char* name : {"text_encoder", "text_encoder_2"}) {
       const auto found = directory_.components.find(name);
       if (found == directory_.components.end()) continue;
-      const Component& component = found->second;
-      if (std::find(std::begin(kTextEncoders), std::end(kTextEncoders), component.class_name) ==
-          std::end(kTextEncoders))
-        return Unsupported(directory_, name,
-                           "use a CLIPTextModel or a CLIPTextModelWithProjection");
-      DENOISED_ASSIGN_OR_RETURN(
-          const ClipTextConfig config,
-          ClipTextConfig::Parse(component.config, component.config_file, component.class_name));
-      DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(component));
+      DENOISED_ASSIGN_OR_RETURN(const TextEncoderClass* const encoder_class,
+                                FindTextEncoder(directory_, name));
+      DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(found->second));
       DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const TextEncoder> encoder,
-                                LoadClipText(backend_, config, weights));
+                                encoder_class->load(backend_, found->second, weights));
       pipeline_.text_encoders.push_back(std::move(encoder));
     }
     return absl::OkStatus();
   }
 
-  absl::Status LoadCodecOf(const std::string& name) {
+  absl::StatusOr<std::shared_ptr<const Codec>> LoadCodecOf(const std::string& name) {
     const Component& component = directory_.components.at(name);
-    const auto codec =
-        std::find_if(std::begin(kCodecs), std::end(kCodecs),
-                     [&](const CodecClass& each) { return component.class_name == each.name; });
-    if (codec == std::end(kCodecs))
-      return Unsupported(directory_, name, "use an AutoencoderKL, AutoencoderTiny or VQModel");
+    DENOISED_ASSIGN_OR_RETURN(const CodecClass* const codec_class, FindCodec(directory_, name));
     DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(component));
-    DENOISED_ASSIGN_OR_RETURN(pipeline_.codec, codec->load(backend_, component, weights));
+    return codec_class->load(backend_, component, weights);
+  }
+
+  absl::Status LoadPreviewCodec() {
+    const std::string name = ModelDirectory::kTinyVae;
+    const Component& component = directory_.components.at(name);
+    if (!pipeline_.codec)
+      return InvalidArgument(
+          "{}: decodes latents for previews, but the pipeline has no 'vae' and draws pixels; "
+          "remove "
+          "the folder",
+          component.directory);
+    DENOISED_ASSIGN_OR_RETURN(const CodecClass* const codec_class, FindCodec(directory_, name));
+    if (!codec_class->small)
+      return InvalidArgument(
+          "{}: component '{}' is a {}, which is too slow for previews; use an AutoencoderTiny",
+          directory_.root, name, component.class_name);
+    DENOISED_ASSIGN_OR_RETURN(pipeline_.preview_codec, LoadCodecOf(name));
+    const CodecTraits &own = pipeline_.codec->traits(), &tiny = pipeline_.preview_codec->traits();
+    if (tiny.latent_channels != own.latent_channels || tiny.image_channels != own.image_channels)
+      return InvalidArgument(
+          "{}: has {} latent channels and {} channels of images, but the vae has {} and {}; use "
+          "the "
+          "{} that was made for it, or remove the folder",
+          component.directory, tiny.latent_channels, tiny.image_channels, own.latent_channels,
+          own.image_channels, component.class_name);
     return absl::OkStatus();
   }
 
-  absl::Status LoadConditioned() {
+  absl::Status LoadDenoiser() {
     const Component& unet = directory_.unet();
-    DENOISED_ASSIGN_OR_RETURN(const UNet2DConditionConfig config,
-                              UNet2DConditionConfig::Parse(unet.config, unet.config_file));
-    int features = 0;
-    for (const auto& encoder : pipeline_.text_encoders) features += encoder->traits().features;
-    if (features != config.cross_attention_dim)
-      return InvalidArgument(
-          "{}: field 'cross_attention_dim' is {}, but the text encoders have {} features",
-          unet.config_file, config.cross_attention_dim, features);
+    TextStates text;
+    for (const auto& encoder : pipeline_.text_encoders) {
+      text.features += encoder->traits().features;
+      text.pooled_features = encoder->traits().pooled_features;  // the last one's are read
+    }
+    DENOISED_ASSIGN_OR_RETURN(const DenoiserClass* const denoiser_class, FindDenoiser(directory_));
     DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(unet));
-    DENOISED_ASSIGN_OR_RETURN(
-        pipeline_.denoiser,
-        LoadUNet2DCondition(backend_, config,
-                            pipeline_.text_encoders.back()->traits().pooled_features, weights));
+    DENOISED_RETURN_IF_ERROR(SetInputScales(weights));
+    DENOISED_ASSIGN_OR_RETURN(pipeline_.denoiser,
+                              denoiser_class->load(backend_, unet, text, weights));
     if (const int numbers = pipeline_.denoiser->traits().size_numbers; numbers != 0 && numbers != 6)
       return InvalidArgument(
           "{}: text_time takes {} numbers; only 6 (original size, crop, target size) are supported",
@@ -211,12 +227,20 @@ class Loader {
     return absl::OkStatus();
   }
 
-  absl::Status LoadUnconditioned() {
-    const Component& unet = directory_.unet();
-    DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config,
-                              UNet2DConfig::Parse(unet.config, unet.config_file));
-    DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(unet));
-    DENOISED_ASSIGN_OR_RETURN(pipeline_.denoiser, LoadUNet2D(backend_, config, weights));
+  absl::Status SetInputScales(const Weights& weights) {
+    if (files_.precision != Precision::kFp8) {
+      weights.SetInputScales(std::nullopt);
+      return absl::OkStatus();
+    }
+    if (!backend_.MultipliesE4m3())
+      return FailedPrecondition(
+          "{}: its precision is fp8, but the kernels for this device do not multiply in fp8 yet; "
+          "load it with precision default, or on a CPU",
+          directory_.root);
+    DENOISED_ASSIGN_OR_RETURN(
+        Calibration calibration,
+        Calibration::Find(directory_.root, files_.calibrations, weights.Fingerprint()));
+    weights.SetInputScales(std::move(calibration.input_scales));
     return absl::OkStatus();
   }
 
@@ -231,9 +255,8 @@ class Loader {
           file);
     if (pipeline_.codec && pipeline_.codec->traits().latent_channels != traits.channels)
       return InvalidArgument(
-          "{}: field 'in_channels' is {}, but the autoencoder has {} latent channels; models that "
-          "read a mask or another image are not supported",
-          file, traits.channels, pipeline_.codec->traits().latent_channels);
+          "{}: field 'in_channels' is {}, but the autoencoder has {} latent channels", file,
+          traits.channels + traits.extra_channels, pipeline_.codec->traits().latent_channels);
     const bool learned = traits.output_channels == 2 * traits.channels;
     if (traits.output_channels != traits.channels && !learned)
       return InvalidArgument(
@@ -248,7 +271,32 @@ class Loader {
     return absl::OkStatus();
   }
 
+  /// Channels beside the latents are those that the pipeline's class feeds.
+  absl::Status CheckImageInput() {
+    const DenoiserTraits& traits = pipeline_.denoiser->traits();
+    const PipelineClass* known = FindPipeline(directory_.pipeline_class);
+    const ImageInput extra = known ? known->extra : ImageInput::kNone;
+    const std::string& file = directory_.unet().config_file;
+    const int channels = traits.channels + traits.extra_channels;
+    if (traits.extra_channels == 0 && extra != ImageInput::kWhole) return absl::OkStatus();
+    const int wanted = extra == ImageInput::kMasked  ? 1 + traits.channels
+                       : extra == ImageInput::kWhole ? traits.channels
+                                                     : 0;
+    if (traits.extra_channels != wanted)
+      return InvalidArgument(
+          "{}: field 'in_channels' is {}, but a {} of {} latent channels reads {}; a model that "
+          "reads a mask is a StableDiffusionInpaintPipeline or StableDiffusionXLInpaintPipeline, "
+          "one that reads an image a StableDiffusionInstructPix2PixPipeline",
+          file, channels, directory_.pipeline_class, traits.channels, traits.channels + wanted);
+    if (!pipeline_.codec || !pipeline_.codec->traits().encodes)
+      return InvalidArgument("{}: field 'in_channels' is {}, but the autoencoder has no encoder",
+                             file, channels);
+    pipeline_.image_input = extra;
+    return absl::OkStatus();
+  }
+
   Backend& backend_;
+  const PipelineFiles& files_;
   const ModelDirectory& directory_;
   const SchedulerConfig& scheduler_;
   Pipeline pipeline_;

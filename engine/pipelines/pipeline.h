@@ -21,9 +21,17 @@ struct PipelineFiles {
   ModelDirectory directory;
   SchedulerConfig scheduler;
 
-  // What the pipeline's class has as defaults in its code, and no file has.
+  // What the pipeline's class has in its code, and no file has.
   double default_guidance_scale = 1;
   int default_steps = 50;
+  double default_strength = 0.8;            // of image to image
+  double default_masked_strength = 1;       // the same with a mask
+  double default_image_guidance_scale = 0;  // of models that read a whole image
+
+  /// Of the denoiser, after Read() what the directory says. kFp8 needs a Calibration, which is
+  /// looked for in `calibrations`, unless that is empty, and in the model's directory.
+  Precision precision = Precision::kDefault;
+  std::string calibrations;
 
   /// NotFound or InvalidArgument name the file, the field and the remedy. Configs of the parts are
   /// checked by LoadPipeline().
@@ -33,7 +41,9 @@ struct PipelineFiles {
 /// A pipeline on one device. Its parts are immutable.
 struct Pipeline {
   std::shared_ptr<const Denoiser> denoiser;
-  std::shared_ptr<const Codec> codec;                             // null: the state is the image
+  std::shared_ptr<const Codec> codec;          // null: the state is the image
+  std::shared_ptr<const Codec> preview_codec;  // a small one with the same latents; may be null
+  ImageInput image_input = ImageInput::kNone;  // what the denoiser reads beside the state
   std::vector<std::shared_ptr<const TextEncoder>> text_encoders;  // none: it reads no text
   bool final_norm = true;                                         // of the text encoders' states
   int skip_layers = 0;  // of the text encoders, before a request's clip_skip
@@ -41,7 +51,8 @@ struct Pipeline {
 };
 
 /// Packs all weights. The errors of the parts, which name file and field or tensor; InvalidArgument
-/// if the parts do not fit together.
+/// if the parts do not fit together; those of Calibration::Find(), and FailedPrecondition if the
+/// backend cannot multiply in the precision.
 absl::StatusOr<Pipeline> LoadPipeline(Backend& backend, const PipelineFiles& files);
 
 }  // namespace denoised

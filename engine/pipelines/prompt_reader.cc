@@ -13,6 +13,20 @@ absl::StatusOr<PromptReader> PromptReader::Load(const ModelDirectory& directory,
     if (component == directory.components.end()) continue;
     DENOISED_ASSIGN_OR_RETURN(ClipTokenizer tokenizer,
                               ClipTokenizer::Load(component->second.directory));
+    const size_t place = tokenizers.size();
+    if (place < rules.encoders.size()) {
+      const TextEncoderTraits& encoder = rules.encoders[place];
+      if (tokenizer.max_length() != encoder.max_tokens)
+        return InvalidArgument(
+            "{}: model_max_length is {}, but the text encoder reads {} tokens; take both from one "
+            "model",
+            component->second.directory, tokenizer.max_length(), encoder.max_tokens);
+      if (tokenizer.vocabulary_size() > encoder.vocabulary)
+        return InvalidArgument(
+            "{}: there are {} tokens, but the text encoder's vocab_size is {}; take both from one "
+            "model, or resize its embeddings",
+            component->second.directory, tokenizer.vocabulary_size(), encoder.vocabulary);
+    }
     tokenizers.push_back(std::move(tokenizer));
   }
   return PromptReader(rules, std::move(tokenizers));
@@ -20,6 +34,8 @@ absl::StatusOr<PromptReader> PromptReader::Load(const ModelDirectory& directory,
 
 TextTraits PromptReader::traits() const {
   return {.max_clip_skip = rules_.layers - 1 - rules_.skip_layers,
+          .max_chunks = rules_.max_chunks,
+          .chunk_tokens = tokenizers_.front().max_length() - 2,
           .two_encoders = tokenizers_.size() == 2,
           .sizes = rules_.size_numbers > 0};
 }
@@ -27,10 +43,12 @@ TextTraits PromptReader::traits() const {
 TokenizedPrompt PromptReader::Condition(const TextPrompt& prompt, const Request& request,
                                         const std::string& field,
                                         std::vector<FieldViolation>* violations,
-                                        std::string* cut_off) const {
-  TokenizedPrompt tokens = Read({prompt.text, prompt.text_2.value_or(prompt.text)},
-                                {field + ".text", field + (prompt.text_2 ? ".text_2" : ".text")},
-                                request, violations, cut_off);
+                                        PromptRead* read) const {
+  const Text text{prompt.text, field + ".text", &read->text};
+  TokenizedPrompt tokens =
+      Read({text, prompt.text_2 ? Text{*prompt.text_2, field + ".text_2", &read->text_2}
+                                : Text{prompt.text, text.field, nullptr}},
+           request, violations);
   // diffusers skips layers of the prompt alone (StableDiffusionPipeline.encode_prompt).
   tokens.skip_layers += request.clip_skip;
   return tokens;
@@ -38,13 +56,16 @@ TokenizedPrompt PromptReader::Condition(const TextPrompt& prompt, const Request&
 
 TokenizedPrompt PromptReader::Negative(const TextPrompt& prompt, const Request& request,
                                        const std::string& field,
-                                       std::vector<FieldViolation>* violations) const {
+                                       std::vector<FieldViolation>* violations,
+                                       PromptRead* read) const {
   if (rules_.zeros_without_negative && !prompt.negative && !prompt.negative_2)
     return Sized(request);
   const std::string negative = prompt.negative.value_or("");
-  return Read({negative, prompt.negative_2.value_or(negative)},
-              {field + ".negative", field + (prompt.negative_2 ? ".negative_2" : ".negative")},
-              request, violations);
+  const Text text{negative, field + ".negative", &read->negative};
+  return Read(
+      {text, prompt.negative_2 ? Text{*prompt.negative_2, field + ".negative_2", &read->negative_2}
+                               : Text{negative, text.field, nullptr}},
+      request, violations);
 }
 
 TokenizedPrompt PromptReader::Sized(const Request& request) const {
@@ -60,26 +81,37 @@ TokenizedPrompt PromptReader::Sized(const Request& request) const {
   return tokens;
 }
 
-TokenizedPrompt PromptReader::Read(const std::array<std::string, 2>& texts,
-                                   const std::array<std::string, 2>& fields, const Request& request,
-                                   std::vector<FieldViolation>* violations,
-                                   std::string* cut_off) const {
+TokenizedPrompt PromptReader::Read(const std::array<Text, 2>& texts, const Request& request,
+                                   std::vector<FieldViolation>* violations) const {
   TokenizedPrompt tokens = Sized(request);
+  std::vector<TokenizedText> encoded;
   for (size_t i = 0; i < tokenizers_.size(); ++i) {
-    const absl::StatusOr<TokenizedText> text = tokenizers_[i].Encode(texts[i]);
-    if (!text.ok()) {
+    const Text& text = texts[i];
+    absl::StatusOr<TokenizedText> chunks = tokenizers_[i].Encode(text.text, request.max_chunks);
+    if (!chunks.ok()) {
       // The same text may be read twice: one error is enough.
-      const FieldViolation violation{fields[i], std::string(text.status().message())};
+      const FieldViolation violation{text.field, std::string(chunks.status().message())};
       const auto same = [&](const auto& each) { return each.field == violation.field; };
       if (std::none_of(violations->begin(), violations->end(), same))
         violations->push_back(violation);
-      continue;
+      return tokens;
     }
-    if (cut_off && i == 0) *cut_off = text->cut_off;
+    if (text.read) *text.read = {.tokens = chunks->kept_tokens, .cut_off = chunks->cut_off};
+    tokens.chunks = std::max(tokens.chunks, chunks->chunks);
+    encoded.push_back(*std::move(chunks));
+  }
+  for (size_t i = 0; i < tokenizers_.size(); ++i) {
+    const ClipTokenizer& tokenizer = tokenizers_[i];
+    std::vector<int32_t>& ids = tokens.ids.emplace_back(std::move(encoded[i].ids));
     // Pooled is the first end token, which is also the largest id where a config asks for that.
-    const auto end = std::find(text->ids.begin(), text->ids.end(), tokenizers_[i].end());
-    tokens.ends.push_back(static_cast<int>(end - text->ids.begin()));
-    tokens.ids.push_back(text->ids);
+    tokens.ends.push_back(
+        static_cast<int>(std::find(ids.begin(), ids.end(), tokenizer.end()) - ids.begin()));
+    // The states of both encoders lie side by side, so the shorter text gets empty chunks.
+    for (int chunk = encoded[i].chunks; chunk < tokens.chunks; ++chunk) {
+      ids.push_back(tokenizer.begin());
+      ids.push_back(tokenizer.end());
+      ids.resize((chunk + 1) * tokenizer.max_length(), tokenizer.pad());
+    }
   }
   return tokens;
 }

@@ -8,6 +8,7 @@
 #include "engine/core/status.h"
 #include "engine/io/model_directory.h"
 #include "engine/job.h"
+#include "engine/models/text_encoder.h"
 #include "engine/text/clip_tokenizer.h"
 
 namespace denoised {
@@ -25,6 +26,9 @@ class PromptReader {
     int layers = 0;         // of the encoder that has the fewest
     int size_numbers = 0;   // 6: original size, crop and target size; 0: none
     bool guidance = false;  // the guidance scale is an input
+    int max_chunks = 1;     // of a text
+    /// Of the encoder of each tokenizer.
+    std::vector<TextEncoderTraits> encoders;
   };
 
   /// Reads the tokenizers of a directory: tokenizer/, and tokenizer_2/ if it has one. Errors name
@@ -34,27 +38,33 @@ class PromptReader {
   /// What is the same for all prompts of a request.
   struct Request {
     int clip_skip = 0;
+    int max_chunks = 1;         // of a text, at most those of the rules
     int height = 0, width = 0;  // pixels
     SizeConditions sizes;
     float guidance_scale = 1;
   };
-  /// Appends an error for each text that cannot be read; `field` names the prompt in it.
-  /// `cut_off` is set to the end of the text that the encoders do not read.
+  /// Appends an error for each text that cannot be read; `field` names the prompt in it. Fills in
+  /// the prompt's own texts in `read`.
   TokenizedPrompt Condition(const TextPrompt& prompt, const Request& request,
                             const std::string& field, std::vector<FieldViolation>* violations,
-                            std::string* cut_off) const;
-  /// The same for rows without guidance.
+                            PromptRead* read) const;
+  /// The same for rows without guidance, with the negative texts.
   TokenizedPrompt Negative(const TextPrompt& prompt, const Request& request,
-                           const std::string& field, std::vector<FieldViolation>* violations) const;
+                           const std::string& field, std::vector<FieldViolation>* violations,
+                           PromptRead* read) const;
   TextTraits traits() const;
 
  private:
   PromptReader(const Rules& rules, std::vector<ClipTokenizer> tokenizers)
       : rules_(rules), tokenizers_(std::move(tokenizers)) {}
-  TokenizedPrompt Read(const std::array<std::string, 2>& texts,
-                       const std::array<std::string, 2>& fields, const Request& request,
-                       std::vector<FieldViolation>* violations,
-                       std::string* cut_off = nullptr) const;
+  /// One text for each encoder. `read` may be null.
+  struct Text {
+    const std::string& text;
+    std::string field;
+    TextRead* read;
+  };
+  TokenizedPrompt Read(const std::array<Text, 2>& texts, const Request& request,
+                       std::vector<FieldViolation>* violations) const;
   TokenizedPrompt Sized(const Request& request) const;
 
   Rules rules_;

@@ -106,7 +106,8 @@ bool IsFloat(double value) { return std::abs(value) <= std::numeric_limits<float
 bool IsFinite(const StepPlan& plan) {
   for (const Evaluation<double>& row : plan.evaluations) {
     const double scalars[] = {row.input_scale,   row.condition,        row.x0_from_x,
-                              row.x0_from_model, row.log_variance_min, row.log_variance_max};
+                              row.x0_from_model, row.log_variance_min, row.log_variance_max,
+                              row.known_image,   row.known_noise};
     for (const double value : scalars)
       if (!IsFloat(value)) return false;
     for (const auto& weights : row.weights)

@@ -55,6 +55,10 @@ void PlanWriter::ChurnStart(double scale) { plan_.initial_churn_scale = scale; }
 
 Combination PlanWriter::Evaluate(int step, const Level& level) {
   level_ = level;
+  if (!plan_.evaluations.empty()) {
+    plan_.evaluations.back().known_image = level.alpha;
+    plan_.evaluations.back().known_noise = level.sigma;
+  }
   const Preconditioning model = PreconditioningAt(level, fields_);
   Evaluation<double> evaluation;
   evaluation.input_scale = model.input_scale;
@@ -62,6 +66,7 @@ Combination PlanWriter::Evaluate(int step, const Level& level) {
   evaluation.x0_from_x = model.x0_from_x;
   evaluation.x0_from_model = model.x0_from_model;
   evaluation.clip = clip_;
+  evaluation.known_image = 1;  // unless another evaluation follows
   plan_.evaluations.push_back(evaluation);
   plan_.step.push_back(step);
   // Unclipped, x0 is spelled out: (x − x0)/σ then reduces in double what floats would cancel.

@@ -38,7 +38,8 @@ inline std::vector<int> DistilledTimesteps(const SchedulerConfig::Fields& fields
   return timesteps;
 }
 
-/// What x0 is clipped to: diffusers' classes disagree on whether it is when the config is silent.
+/// The bound of x0, or 0 for none. If the config does not say whether x0 is clipped, diffusers'
+/// classes have different defaults.
 inline double ClipOf(const SchedulerConfig::Fields& fields, bool by_default) {
   return fields.clip_sample.value_or(by_default) ? fields.clip_sample_range : 0;
 }

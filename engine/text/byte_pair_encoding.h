@@ -22,9 +22,9 @@ class BytePairEncoding {
   using Vocabulary = std::map<std::string, int32_t, std::less<>>;
   using Merges = std::vector<std::pair<std::string, std::string>>;
 
-  /// Symbols of `vocabulary` and `merges` stand for a byte by a printable character, GPT-2's
-  /// choice. An earlier merge goes first. InvalidArgument if `unknown` or a part or the result of a
-  /// merge is no token.
+  /// In `vocabulary` and `merges` each byte is written as a printable character, as GPT-2 maps
+  /// them. Earlier merges take precedence. InvalidArgument if `unknown`, a part of a merge or its
+  /// result is not a token.
   static absl::StatusOr<BytePairEncoding> Make(const Vocabulary& vocabulary, const Merges& merges,
                                                const std::string& unknown);
 
@@ -45,8 +45,8 @@ class BytePairEncoding {
   std::unordered_map<uint64_t, Merge> merges_;
 };
 
-/// The character that stands for a byte, and the bytes that a token stands for: if it has a
-/// character that stands for none, its own.
+/// The character that stands for a byte, and the bytes that a token stands for. A token with a
+/// character that stands for no byte is returned unchanged.
 std::string ByteSymbol(uint8_t byte);
 std::string BytesOfToken(std::string_view token);
 

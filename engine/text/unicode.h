@@ -6,9 +6,9 @@
 
 #include "engine/core/status.h"
 
-/// What a tokenizer has to know about characters, by the tables of utf8proc (Unicode 15.0 in Debian
-/// 12). A code point that is assigned in a later version belongs to no class and stays as it is.
-/// Every function is linear in the length of its text, but for sorting runs of combining marks.
+/// Character classes and mappings for tokenizers, from the tables of utf8proc (Unicode 15.0 in
+/// Debian 12). Code points of later versions belong to no class and are not changed. Every function
+/// takes linear time in the length of its text, except that runs of combining marks are sorted.
 
 namespace denoised {
 
@@ -25,8 +25,8 @@ std::string ReplaceInvalidUtf8(std::string_view bytes);
 /// Normalization Form C (Unicode Standard Annex 15).
 std::u32string ComposeCanonically(std::u32string_view text);
 
-/// Appends the lower case of one code point by itself, without regard to its neighbours: Σ becomes
-/// σ at the end of a word too. İ becomes two code points.
+/// Appends the lower case of one code point, whatever its neighbours: Σ becomes σ at the end of a
+/// word too. İ becomes two code points.
 void AppendLowerCase(char32_t point, std::u32string* text);
 
 bool IsLetter(char32_t point);  // general category L

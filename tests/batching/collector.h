@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "engine/job.h"
@@ -24,8 +25,15 @@ class Collector : public JobListener {
     EXPECT_FALSE(status_.has_value()) << "nothing follows OnDone";
     progress_ = done;
   }
+  void OnStage(int image, Stage stage, double seconds) override {
+    std::lock_guard lock(mutex_);
+    EXPECT_FALSE(status_.has_value()) << "nothing follows OnDone";
+    stages_.emplace_back(image, stage, seconds);
+  }
   void OnPreview(const ImageResult& image, int) override {
     std::lock_guard lock(mutex_);
+    preview_pixels_.push_back(image.pixels);
+    preview_images_.push_back(image.index);
     ++previews_;
     preview_shapes_.push_back(image.pixels.shape());
   }
@@ -60,6 +68,20 @@ class Collector : public JobListener {
     std::lock_guard lock(mutex_);
     return labels_;
   }
+  /// Of each preview: what it shows, and the image that it is of.
+  std::vector<Tensor> preview_pixels() {
+    std::lock_guard lock(mutex_);
+    return preview_pixels_;
+  }
+  std::vector<int> preview_images() {
+    std::lock_guard lock(mutex_);
+    return preview_images_;
+  }
+  /// Image, stage, seconds.
+  std::vector<std::tuple<int, Stage, double>> stages() {
+    std::lock_guard lock(mutex_);
+    return stages_;
+  }
   JobTiming timing() {
     std::lock_guard lock(mutex_);
     return timing_;
@@ -81,6 +103,9 @@ class Collector : public JobListener {
   std::mutex mutex_;
   std::vector<Shape> preview_shapes_;
   std::condition_variable done_;
+  std::vector<Tensor> preview_pixels_;
+  std::vector<int> preview_images_;
+  std::vector<std::tuple<int, Stage, double>> stages_;
   std::map<int, std::vector<float>> images_;
   std::map<int, int> labels_;
   std::optional<absl::Status> status_;

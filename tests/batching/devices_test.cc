@@ -174,6 +174,36 @@ TEST(Devices, ASizeThatOnlyTheLostOneHadMemoryForIsToldSo) {
   ExpectNothingLeft(simulation.Totals("plain"));
 }
 
+/// Not even an image that was evaluated and only waits to be decoded, one after each evaluation.
+TEST(Devices, OneThatIsLostLosesNoImageThatWaitsToBeDecoded) {
+  const auto request = [](uint64_t seed) {
+    return Request{.steps = 3 + static_cast<int>(seed % 2), .seed = seed, .count = 3};
+  };
+  const auto decode_cost = [](int images) { return 0.001 * images; };
+  std::vector<std::map<int, std::vector<float>>> alone;
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    Simulation simulation({.max_rows = 8, .decode_cost = decode_cost});
+    const auto heard = simulation.Submit(request(seed));
+    simulation.RunAll();
+    alone.push_back(heard->images);
+  }
+  for (int after = 1; after < 30; ++after) {
+    SCOPED_TRACE(after);
+    Simulation simulation({.devices = 2, .max_rows = 8, .decode_cost = decode_cost});
+    std::vector<std::shared_ptr<Heard>> jobs;
+    for (uint64_t seed = 0; seed < 6; ++seed) jobs.push_back(simulation.Submit(request(seed)));
+    for (int i = 0; i < after; ++i) simulation.Step();
+    Break(simulation, 1);
+    simulation.RunAll();
+    for (uint64_t seed = 0; seed < 6; ++seed) {
+      ASSERT_TRUE(jobs[seed]->done.has_value());
+      ASSERT_TRUE(jobs[seed]->done->ok()) << *jobs[seed]->done;
+      EXPECT_EQ(jobs[seed]->images, alone[seed]);
+    }
+    ExpectNothingLeft(simulation.Totals());
+  }
+}
+
 TEST(Devices, OneThatIsLostLosesNoImage) {
   const auto request = [](uint64_t seed) {
     return Request{.steps = 30, .seed = seed, .count = 3, .previews = true};

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "tests/batching/fake_codec.h"
 #include "tests/batching/fake_denoiser.h"
 
 namespace denoised {
@@ -77,6 +78,49 @@ TEST(Evaluator, ParkedImagesKeepWhenTheyWereNotFinite) {
 }
 
 // An evaluator refuses what would reach beyond its memory.
+/// A preview is the prediction, or the state times a factor, through the small autoencoder.
+TEST(Evaluator, DecodesPreviews) {
+  const auto backend = OpenBackend({.device = "cpu"}).value();
+  constexpr int kSize = 4;
+  const auto evaluator = Evaluator::Create(*backend, std::make_shared<FakeDenoiser>(kSize, 1, 3),
+                                           {.height = kSize,
+                                            .width = kSize,
+                                            .max_rows = 2,
+                                            .slots = 2,
+                                            .max_evaluations = 2,
+                                            .downloads = 8,
+                                            .flag_downloads = 2,
+                                            .decodes = 1,
+                                            .previews = 4,
+                                            .codec = std::make_shared<FakeCodec>(1),
+                                            .preview_codec = std::make_shared<FakeCodec>(1)})
+                             .value();
+  DeviceEvaluation evaluation{};
+  evaluation.input_scale = 1;
+  evaluation.x0_from_x = 0.5f;
+  evaluation.x0_from_model = 1;
+  evaluation.weights[kOutputX][kInputX] = 1;
+  evaluation.weights[kOutputX][kInputModel] = 0.25f;
+  const std::vector<DeviceEvaluation> plan(2, evaluation);
+  Evaluator::Start start{.plan = &plan, .seed = 7};
+  evaluator->Begin(1, start);
+  const EvaluationRow row{.slot = 1, .label = 1, .unconditional_row = -1, .advances = 1};
+  ASSERT_TRUE(evaluator->Evaluate(std::vector<EvaluationRow>(1, row)).ok());
+  for (const bool predicted : {true, false}) {
+    const float scale = predicted ? 1.0f : 0.25f;
+    const Tensor from =
+        (predicted ? evaluator->DownloadX0(1) : evaluator->DownloadState(1))->Wait().value();
+    auto download = evaluator->DownloadPreview(1, predicted, scale);
+    ASSERT_TRUE(download.ok()) << download.status();
+    const Tensor preview = (*download)->Wait().value();
+    ASSERT_EQ(preview.shape(), (Shape{2 * kSize, 2 * kSize, 1}));
+    for (int y = 0; y < 2 * kSize; ++y)
+      for (int x = 0; x < 2 * kSize; ++x)
+        EXPECT_EQ(preview.as<float>()[y * 2 * kSize + x],
+                  scale * from.as<float>()[y / 2 * kSize + x / 2]);
+  }
+}
+
 TEST(EvaluatorDeathTest, TakesNoMoreRowsThanItHasMemoryFor) {
   auto backend = OpenBackend({.device = "cpu"});
   ASSERT_TRUE(backend.ok()) << backend.status();

@@ -23,7 +23,8 @@ struct FakeClock {
 };
 
 /// The CPU's results, and whatever times and faults a test asks for: an evaluation of `rows` takes
-/// cost(rows) of the clock, and `fault`, when set, is asked before every launch.
+/// cost(rows) of the clock, decoding (tests/batching/fake_codec.h) decode_cost(images), and
+/// `fault`, when set, is asked before every launch.
 class SimulatedBackend final : public Backend {
  public:
   SimulatedBackend(std::unique_ptr<Backend> cpu, FakeClock* clock,
@@ -32,6 +33,10 @@ class SimulatedBackend final : public Backend {
 
   /// May block; an error is the device's, and final.
   std::function<absl::Status()> fault;
+  /// False: rows are computed together, as on a GPU, so that memory does not depend on the cores.
+  bool splits_rows = true;
+  /// Null: decoding takes no time.
+  std::function<double(int images)> decode_cost;
   /// Allocate refuses more than this.
   size_t memory_limit = ~size_t{0};
   size_t allocated() const { return *allocated_; }
@@ -66,13 +71,14 @@ class SimulatedBackend final : public Backend {
   void Copy(const Tensor& from, const Tensor& to) override { cpu_->Copy(from, to); }
 
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
-                                                           const Tensor& bias,
-                                                           bool upsample2x) override {
-    return cpu_->PackConv2d(weight_oihw, bias, upsample2x);
+                                                           const Tensor& bias, bool upsample2x,
+                                                           const E4m3Layer& e4m3) override {
+    return cpu_->PackConv2d(weight_oihw, bias, upsample2x, e4m3);
   }
-  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
-      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases) override {
-    return cpu_->PackLinear(weights_oi, biases);
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
+                                                           const std::vector<Tensor>& biases,
+                                                           const E4m3Layer& e4m3) override {
+    return cpu_->PackLinear(weights_oi, biases, e4m3);
   }
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
     return cpu_->PackVector(values);
@@ -83,7 +89,7 @@ class SimulatedBackend final : public Backend {
   void GroupNorm(const GroupNormArgs& args) override { cpu_->GroupNorm(args); }
   void LayerNorm(const LayerNormArgs& args) override { cpu_->LayerNorm(args); }
   void Attention(const AttentionArgs& args) override { cpu_->Attention(args); }
-  void GegluGate(const Tensor& x, const Tensor& out) override { cpu_->GegluGate(x, out); }
+  void GatedLinear(const GatedLinearArgs& args) override { cpu_->GatedLinear(args); }
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
     cpu_->NearestCode(x, codebook, out);
   }
@@ -95,6 +101,7 @@ class SimulatedBackend final : public Backend {
   void Embedding(const EmbeddingArgs& args) override { cpu_->Embedding(args); }
   void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
     cpu_->Resample2x(kind, x, out);
+    if (launching_ && decode_cost) clock_->Advance(decode_cost(static_cast<int>(x.dim(0))));
   }
   void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
            const Tensor& out) override {
@@ -105,12 +112,15 @@ class SimulatedBackend final : public Backend {
   }
   void BeginSlot(const BeginSlotArgs& args) override { cpu_->BeginSlot(args); }
   void Gather(const GatherArgs& args) override { cpu_->Gather(args); }
+  void RescaleGuidance(const RescaleGuidanceArgs& args) override { cpu_->RescaleGuidance(args); }
   void Advance(const AdvanceArgs& args) override {
     cpu_->Advance(args);
     if (launching_) clock_->Advance(cost_(static_cast<int>(args.rows.dim(0))));
   }
 
-  RowSplit SplitRows(int rows) const override { return cpu_->SplitRows(rows); }
+  RowSplit SplitRows(int rows) const override {
+    return splits_rows ? cpu_->SplitRows(rows) : RowSplit{};
+  }
   void ForEachPart(const RowSplit& split,
                    const std::function<void(int begin, int count, int worker)>& body) override {
     cpu_->ForEachPart(split, body);

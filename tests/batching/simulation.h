@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/batching/step_batcher.h"
+#include "tests/batching/fake_codec.h"
 #include "tests/batching/fake_denoiser.h"
 #include "tests/batching/simulated_backend.h"
 
@@ -24,6 +25,7 @@ struct Heard {
   std::vector<std::pair<int, int>> previews;  // image, evaluation
   std::map<int, std::vector<float>> images;
   std::optional<absl::Status> done;
+  std::vector<std::tuple<int, Stage, double>> stages;  // image, stage, seconds
 
   double seconds() const {
     return std::chrono::duration<double>(ended.value() - submitted).count();
@@ -45,6 +47,8 @@ class Simulation : public EngineObserver {
     int keep_evaluations = 4;
     std::optional<int> broken_class;  // images of it are NaN
     bool warm_up = false;  // as the engine does, instead of being told what each bucket costs
+    /// Models have a codec, and this many images decoded side by side take so long.
+    std::function<double(int images)> decode_cost;
   };
   struct Request {
     int steps = 4;  // an evaluation each
@@ -53,6 +57,7 @@ class Simulation : public EngineObserver {
     double guidance = 1;
     std::string model = "fake";
     int size = kSize;
+    int width = 0;  // 0: as size
     bool previews = false;
     Priority priority = Priority::kNormal;
     std::string client;
@@ -78,6 +83,8 @@ class Simulation : public EngineObserver {
       Device device;
       device.backend = std::make_unique<SimulatedBackend>(*std::move(cpu), &clock, options.cost,
                                                           fmt::format("simulated:{}", i));
+      device.backend->decode_cost = options.decode_cost;
+      device.backend->splits_rows = false;
       device.batcher = std::make_unique<StepBatcher>(
           *device.backend, admission, queue, this,
           StepBatcher::Options{.device = i,
@@ -96,13 +103,17 @@ class Simulation : public EngineObserver {
     for (const Device& device : devices) {
       const auto denoiser = std::make_shared<FakeDenoiser>(kSize, 1, classes);
       if (options_.broken_class && classes > 0) denoiser->BreakClass(*options_.broken_class);
-      const absl::Status added = device.batcher->AddModel({.name = model,
-                                                           .denoiser = denoiser,
-                                                           .null_label = classes - 1,
-                                                           .max_rows = options_.max_rows,
-                                                           .slots = Slots(),
-                                                           .max_evaluations = 2000},
-                                                          kSize, kSize);
+      BatchedModel batched{.name = model,
+                           .denoiser = denoiser,
+                           .null_label = classes - 1,
+                           .max_rows = options_.max_rows,
+                           .slots = Slots(),
+                           .max_evaluations = 2000};
+      if (options_.decode_cost) {
+        batched.codec = std::make_shared<FakeCodec>(1);
+        batched.max_decodes = 8;
+      }
+      const absl::Status added = device.batcher->AddModel(batched, size(), size());
       DENOISED_CHECK(added.ok(), "{}", added.ToString());
     }
     if (options_.warm_up) {
@@ -118,7 +129,7 @@ class Simulation : public EngineObserver {
     // The CPU warms up its smallest bucket alone, as rows cost it their full time; this one is
     // told.
     Admission::Lane* lane =
-        admission.Open(model, kSize, kSize, {.rows = options_.max_rows, .slots = Slots()});
+        admission.Open(model, size(), size(), {.rows = options_.max_rows, .slots = Slots()});
     for (int rows = 1; rows <= options_.max_rows; ++rows)
       admission.Measured(*lane, rows, options_.cost(rows));
   }
@@ -138,7 +149,9 @@ class Simulation : public EngineObserver {
                 .seed = request.seed,
                 .count = request.count,
                 .guidance_scale = request.guidance};
-    job.spec.height = job.spec.width = request.size;
+    const int factor = options_.decode_cost ? 2 : 1;
+    job.spec.height = factor * request.size;
+    job.spec.width = factor * (request.width ? request.width : request.size);
     job.spec.class_labels.assign(request.count, static_cast<int>(request.seed % 4));
     job.spec.previews = request.previews;
     job.spec.priority = request.priority;
@@ -222,6 +235,11 @@ class Simulation : public EngineObserver {
     widest = std::max(widest, rows);
   }
   void OnNonfiniteImage(const std::string&, const std::string&) override { ++nonfinite_images; }
+  void OnStage(const std::string&, const std::string&, Stage stage, int count,
+               double seconds) override {
+    if (stage == Stage::kDecode) decoded_together.push_back(count);
+    stage_seconds += seconds;
+  }
 
  private:
   class Recorder : public JobListener {
@@ -232,6 +250,9 @@ class Simulation : public EngineObserver {
     void OnProgress(int done, int total) override {
       DENOISED_CHECK(done <= total);
       heard_->progress.push_back(done);
+    }
+    void OnStage(int image, Stage stage, double seconds) override {
+      heard_->stages.emplace_back(image, stage, seconds);
     }
     void OnPreview(const ImageResult& image, int evaluation) override {
       if (!heard_->first_preview) heard_->first_preview = simulation_->clock.now;
@@ -253,6 +274,8 @@ class Simulation : public EngineObserver {
     const std::shared_ptr<Heard> heard_;
   };
 
+  /// Of the models, in pixels.
+  int size() const { return options_.decode_cost ? 2 * kSize : kSize; }
   int Slots() const { return options_.slots ? options_.slots : options_.max_rows; }
 
   const Options options_;
@@ -266,6 +289,8 @@ class Simulation : public EngineObserver {
   int evaluations = 0, nonfinite_images = 0;
   int64_t row_evaluations = 0;
   int widest = 0;
+  std::vector<int> decoded_together;  // images, of each run of a codec
+  double stage_seconds = 0;
   std::map<std::string, int> evaluations_of, evaluations_on;  // by model, by device
   std::map<std::string, double> seconds_of;
 

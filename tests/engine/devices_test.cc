@@ -48,7 +48,7 @@ class Counter : public EngineObserver {
   std::map<std::string, int> evaluations_;
 };
 
-/// Two devices that are CPUs and do as they are told.
+/// Two devices that are CPUs and fail and hang on demand.
 class TwoDevices : public ::testing::Test {
  protected:
   void Open(double watchdog_seconds = 60) {
@@ -77,21 +77,21 @@ class TwoDevices : public ::testing::Test {
   }
   absl::Status Fault(int device) {
     std::unique_lock lock(mutex_);
-    Told& told = told_[device];
-    if (!told.hang && !told.fail) return absl::OkStatus();
-    if (told.evaluations-- > 0) return absl::OkStatus();
-    if (told.fail) return Internal("it fell off the bus");
+    FaultPlan& plan = fault_plans_[device];
+    if (!plan.hang && !plan.fail) return absl::OkStatus();
+    if (plan.evaluations-- > 0) return absl::OkStatus();
+    if (plan.fail) return Internal("it fell off the bus");
     released_.wait(lock, [&] { return released_all_; });
     return absl::OkStatus();
   }
   /// After so many evaluations more.
   void Break(int device, int evaluations) {
     std::lock_guard lock(mutex_);
-    told_[device] = {.fail = true, .evaluations = evaluations};
+    fault_plans_[device] = {.fail = true, .evaluations = evaluations};
   }
   void Hang(int device, int evaluations) {
     std::lock_guard lock(mutex_);
-    told_[device] = {.hang = true, .evaluations = evaluations};
+    fault_plans_[device] = {.hang = true, .evaluations = evaluations};
   }
   void Release() {
     std::lock_guard lock(mutex_);
@@ -113,11 +113,11 @@ class TwoDevices : public ::testing::Test {
   std::deque<FakeClock> clocks_;
   std::mutex mutex_;
   std::condition_variable released_;
-  struct Told {
+  struct FaultPlan {
     bool fail = false, hang = false;
     int evaluations = 0;
   };
-  std::array<Told, 2> told_;
+  std::array<FaultPlan, 2> fault_plans_;
   bool released_all_ = false;
   Counter counter_;
   std::unique_ptr<Engine> engine_;

@@ -463,6 +463,70 @@ TEST_P(EngineTest, LoadingAModelDoesNotStopTheOthers) {
   engine->Cancel(id);
 }
 
+// For ThreadSanitizer above all. The server's catalog is tested likewise, on a fake engine.
+TEST_P(EngineTest, ModelsComeAndGoWhileOthersDraw) {
+  const std::string tiny = DENOISED_SOURCE_DIR "/tests/models/goldens/run_edm_euler";
+  const auto engine = Open({.max_rows = 4}, tiny);
+  const auto spec_of = [](const std::string& model) {
+    JobSpec spec{.model = model, .seed = 5};
+    spec.sampler.steps = 3;
+    return spec;
+  };
+  const auto reference = Submit(*engine, spec_of("digits"));
+  ASSERT_TRUE(reference->Wait().ok());
+
+  std::atomic<bool> stop{false};
+  std::atomic<int> loaded{0}, closed{0}, drawn{0};
+  const std::vector<std::string> names = {"digits", "a", "b"};
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {  // loads and closes, also what the other thread loads or closes
+      for (std::mt19937 random(t); !stop;) {
+        const absl::Status opened = engine->Open(random() % 2 ? "a" : "b", tiny);
+        EXPECT_TRUE(opened.ok() || absl::IsInvalidArgument(opened)) << opened;  // the name is taken
+        loaded += opened.ok();
+        const absl::Status gone = engine->Close(random() % 2 ? "a" : "b");
+        EXPECT_TRUE(gone.ok() || absl::IsNotFound(gone) || absl::IsFailedPrecondition(gone))
+            << gone;
+        closed += gone.ok();
+      }
+    });
+    threads.emplace_back([&, t] {
+      for (std::mt19937 random(t); !stop;) {
+        std::vector<FieldViolation> violations;
+        const auto job = engine->Resolve(spec_of(names[random() % names.size()]), &violations);
+        if (!job.ok()) continue;  // it is not there, or not ready
+        const auto collector = std::make_shared<Collector>();
+        const absl::Status queued = engine->Submit(*job, collector).status();
+        EXPECT_TRUE(queued.ok() || absl::IsNotFound(queued)) << queued;
+        if (!queued.ok()) continue;
+        EXPECT_TRUE(collector->Wait().ok()) << "a model that is closed finishes what it has";
+        EXPECT_EQ(collector->images(), reference->images());
+        ++drawn;
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    while (!stop) {
+      for (const auto& model : engine->Models()) EXPECT_FALSE(model->name.empty());
+      for (const EngineStats& stats : engine->Stats()) EXPECT_GE(stats.queued_images, 0);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  const auto begin = Clock::now();
+  const auto enough = [&] { return loaded > 20 && closed > 20 && drawn > 40; };
+  while (Clock::now() - begin < std::chrono::seconds(2) ||
+         (!enough() && Clock::now() - begin < std::chrono::seconds(60))) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(enough()) << loaded << " " << closed << " " << drawn;
+  const auto again = Submit(*engine, spec_of("digits"));
+  ASSERT_TRUE(again->Wait().ok());
+  EXPECT_EQ(again->images(), reference->images());
+}
+
 TEST_P(EngineTest, AnImageWithASeedOfItsOwnIsTheImageOfThatSeed) {
   const auto engine = Open();
   const auto many = Submit(
@@ -727,6 +791,11 @@ TEST_F(BadModel, ConfigsThatCannotBeHonoured) {
   SetField(kIndex, "scheduler", {"diffusers", "EDMEulerScheduler"});
   SetField(kIndex, "_denoised", {{"null_class", 99}});
   EXPECT_THAT(Refusal(), HasSubstr("null_class"));
+  SetField(kIndex, "_denoised", {{"default_guidance_scale", 2}});
+  EXPECT_THAT(Refusal(), HasSubstr("needs a null_class"));
+  SetField(kIndex, "_denoised", {{"null_class", 10}});
+  SetField(kIndex, "unet", {"diffusers", "UNet3DConditionModel"});
+  EXPECT_THAT(Refusal(), HasSubstr("UNet3DConditionModel"));
 }
 
 // What a request gets that names no steps must be what it may ask for.

@@ -31,6 +31,11 @@ ModelInfo Digits() {
   model.default_guidance_scale = 1.5;
   model.max_evaluations = 2000;
   model.max_count = 64;
+  model.images = {.init = true,
+                  .strength = true,
+                  .mask = true,
+                  .default_strength = 0.8,
+                  .default_masked_strength = 1};
   model.scheduler = std::make_shared<const SchedulerConfig>(*scheduler);
   return model;
 }

@@ -5,9 +5,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <map>
+#include <mutex>
 #include <thread>
 
 #include "engine/core/config_reader.h"
@@ -38,6 +42,27 @@ constexpr GoldenRun kRuns[] = {
     {"sdxl", "run", "euler"},
     {"sdxl", "run_unset", "ddim"},
     {"sdxl", "run_empty", "ddim"},
+    {"sd1", "run_img2img", "ddim"},
+    {"sd1", "run_img2img", "euler"},
+    {"sd1", "run_inpaint", "ddim"},
+    {"sd1", "run_inpaint", "euler"},
+    {"sd1", "run_inpaint", "heun"},
+    {"sd1", "run_inpaint", "pndm"},
+    {"sd1", "run_inpaint_75", "ddim"},
+    {"sd1", "run_inpaint_75", "euler"},
+    {"sd1", "run_inpaint_75", "heun"},
+    {"sd1", "run_interval", "ddim"},
+    {"sd2", "run_rescale", "ddim"},
+    {"sdxl", "run_inpaint", "ddim"},
+    {"sdxl", "run_inpaint", "euler"},
+    {"inpaint", "run", "ddim"},
+    {"inpaint", "run", "euler"},
+    {"inpaint", "run_75", "ddim"},
+    {"inpaint", "run_75", "euler"},
+    {"pix2pix", "run", "ddim"},
+    {"pix2pix", "run", "euler"},
+    {"pix2pix", "run_two_rows", "ddim"},
+    {"pix2pix", "run_two_rows", "euler"},
     {"lcm", "run", "lcm"},
     {"ldm", "run", "ddim"},
     {"tiny_vae", "run", "ddim"},
@@ -96,11 +121,21 @@ TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
   spec.sampler.steps = call["num_inference_steps"];
   spec.sampler.sampler = SamplerFromName(run.sampler);
   if (call.contains("guidance_scale")) spec.guidance_scale = call["guidance_scale"].get<double>();
-  if (call.contains("strength")) {
-    spec.sampler.strength = call["strength"];
+  const auto number = [&](const char* field, std::optional<double>* to) {
+    if (call.contains(field)) *to = call[field].get<double>();
+  };
+  number("image_guidance_scale", &spec.image_guidance_scale);
+  number("guidance_rescale", &spec.guidance_rescale);
+  number("guidance_stop", &spec.guidance_stop);
+  if (call.contains("strength")) spec.sampler.strength = call["strength"];
+  if (tensors->tensors().contains(fmt::format("{}.image", run.run))) {
     const Tensor images = golden("image");  // twice the same, in [0, 1]
     for (float& value : images.span<float>()) value = 2 * value - 1;
     spec.init_image = images.Slice(0, 1).Reshape({images.dim(1), images.dim(2), images.dim(3)});
+  }
+  if (tensors->tensors().contains(fmt::format("{}.mask_image", run.run))) {
+    const Tensor mask = golden("mask_image");
+    spec.mask = mask.Slice(0, 1).Reshape({mask.dim(1), mask.dim(2)});
   }
   const auto job = Submit(**engine, spec);
   const absl::Status done = job->Wait();
@@ -124,6 +159,12 @@ INSTANTIATE_TEST_SUITE_P(Diffusers, TextToImageParity,
                            return fmt::format("{}_{}_{}_{}", run.family, run.run, run.sampler,
                                               std::get<1>(info.param).name);
                          });
+
+std::string Repeated(const std::string& text, int times) {
+  std::string all;
+  for (int i = 0; i < times; ++i) all += text;
+  return all;
+}
 
 /// A pipeline on the CPU.
 class TextToImage : public ::testing::Test {
@@ -160,13 +201,18 @@ class TextToImage : public ::testing::Test {
 
 /// Prompts, sizes, guidance, samplers, previews and init images side by side: every image has the
 /// bits that it has alone.
-TEST_F(TextToImage, BitsDoNotDependOnCompany) {
-  Open("sdxl");
+class TextToImageCompany : public TextToImage, public ::testing::WithParamInterface<Target> {};
+
+TEST_P(TextToImageCompany, BitsDoNotDependOnIt) {
+  if (GetParam().options.device == "cuda") DENOISED_NEEDS_GPU();
+  Open("sdxl", GetParam().options);
   std::vector<JobSpec> specs;
   const char* const texts[] = {"a red apple", "", "thin threads in the oven", "two apples!"};
   for (int i = 0; i < 12; ++i) {
     JobSpec spec = Spec({texts[i % 4]}, 100 + i, 1 + i % 3);
     if (i % 2) spec.prompts[0].negative = texts[(i + 1) % 4];
+    if (i % 3 == 1) spec.prompts[0].text += Repeated(" apple", 40 * (i % 4));
+    if (i % 5 == 4) spec.prompts[0].negative = Repeated("the oven ", 60);
     spec.sampler.steps = 2 + i % 3;
     spec.sampler.sampler = i % 3 == 0 ? Sampler::kEulerAncestral : Sampler::kDpmSolver;
     spec.guidance_scale = i % 4 == 0 ? 1.0 : 2.0 + i;
@@ -195,6 +241,170 @@ TEST_F(TextToImage, BitsDoNotDependOnCompany) {
           << "request " << i << ", image " << index;
     }
   }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, TextToImageCompany, ::testing::ValuesIn(kTargets),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+/// All of a long prompt is drawn, as far as the server and the request allow; the memory for it
+/// changes no bit of a short one.
+TEST_F(TextToImage, LongPromptsAreReadInChunks) {
+  const std::string start = Repeated("the red apple ", 30), long_text = start + "thin threads";
+  const auto drawn = [&](const std::string& text, int max_chunks) {
+    JobSpec spec = Spec({text}, 5);
+    spec.prompts[0].negative = "blurry";
+    spec.max_chunks = max_chunks;
+    return Draw(spec).at(0);
+  };
+  Open("sd1", {.device = "cpu", .max_prompt_chunks = 1});
+  const auto first_chunk = drawn(long_text, 0), short_text = drawn("a red apple", 0);
+  Open("sd1", {.device = "cpu", .max_prompt_chunks = 3});
+  const auto all = drawn(long_text, 0);
+  EXPECT_NE(all, drawn(start, 0)) << "its end counts";
+  EXPECT_NE(all, first_chunk);
+  EXPECT_EQ(drawn(long_text, 1), first_chunk) << "as diffusers";
+  EXPECT_EQ(drawn("a red apple", 0), short_text);
+
+  JobSpec spec = Spec({long_text, "short"}, 5, 2);
+  spec.prompts[1].negative = long_text;
+  spec.max_chunks = 1;
+  std::vector<FieldViolation> violations;
+  const auto job = engine_->Resolve(spec, &violations);
+  ASSERT_TRUE(job.ok() && violations.empty());
+  EXPECT_EQ(job->prompts_read[0].text.tokens, 75);
+  EXPECT_THAT(job->prompts_read[0].text.cut_off, ::testing::EndsWith("thin threads"));
+  EXPECT_EQ(job->prompts_read[0].negative.cut_off, "");
+  EXPECT_THAT(job->prompts_read[1].negative.cut_off, ::testing::EndsWith("thin threads"));
+  EXPECT_EQ(job->prompts_read[1].text.cut_off, "");
+  spec.max_chunks = 4;
+  EXPECT_THAT(Violated(spec), ::testing::ElementsAre("max_chunks"));
+}
+
+/// A picture, and the mask of a part of it.
+Tensor Picture(int size, uint32_t seed) {
+  Tensor image = Tensor::Host({size, size, 3}, DType::kF32);
+  for (int64_t i = 0; i < image.elements(); ++i)
+    image.as<float>()[i] = std::sin(0.1f * static_cast<float>((i * 7 + seed * 13) % 97));
+  return image;
+}
+Tensor HalfMask(int size, int from) {
+  Tensor mask = Tensor::Host({size, size}, DType::kF32);
+  for (int y = 0; y < size; ++y)
+    for (int x = 0; x < size; ++x)
+      mask.as<float>()[y * size + x] = x + y >= from && x < size - 3 ? 1.0f : 0.0f;
+  return mask;
+}
+
+/// The same for masks, guidance in an interval, rescaled guidance and three rows. With few slots
+/// and images that go first, masked images are parked and come back as they were.
+class InCompany : public TextToImage,
+                  public ::testing::WithParamInterface<std::tuple<const char*, Target>> {};
+TEST_P(InCompany, MasksAndGuidanceHaveTheBitsOfAlone) {
+  const std::string family = std::get<0>(GetParam());
+  EngineOptions options = std::get<1>(GetParam()).options;
+  if (options.device == "cuda") DENOISED_NEEDS_GPU();
+  options.max_rows = 7;
+  options.max_slots = 3;
+  options.keep_evaluations = 0;
+  Open(family, options);
+  std::vector<JobSpec> specs;
+  for (int i = 0; i < 11; ++i) {
+    JobSpec spec = Spec({i % 3 ? "a red apple" : "thin threads"}, 200 + i, 1 + i % 2);
+    spec.prompts[0].negative = i % 4 ? "" : "two apples";
+    spec.sampler.steps = i < 3 ? 40 : 4 + i % 3;
+    spec.sampler.sampler = i % 2 == 0 ? Sampler::kEulerAncestral : Sampler::kHeun;
+    spec.guidance_scale = i % 5 == 3 ? 1.0 : 2.0 + i;
+    if (i % 3 == 1) spec.guidance_rescale = 0.7;
+    if (i % 4 == 2) spec.guidance_start = 0.3;
+    if (i % 4 >= 2) spec.guidance_stop = 0.6;
+    const bool pictured = family != "sd1" || i % 3 != 0;
+    if (pictured) spec.init_image = Picture(16, i);
+    if (family == "pix2pix") {
+      spec.image_guidance_scale = i % 3 == 0 ? 1.0 : 1.5;
+    } else if (pictured) {
+      spec.mask = HalfMask(16, 3 + i);
+      if (i % 4 == 1) spec.sampler.strength = 0.7;
+    }
+    specs.push_back(spec);
+  }
+  std::vector<std::shared_ptr<Collector>> together;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    // The later ones take the slots of the first, which have begun.
+    if (i >= 3) specs[i].priority = Priority::kInteractive;
+    together.push_back(Submit(*engine_, specs[i]));
+    if (i == 2)
+      while (together[0]->progress() < 1 && !together[0]->done()) std::this_thread::yield();
+  }
+  for (const auto& job : together) ASSERT_TRUE(job->Wait().ok()) << job->Wait();
+  // A GPU may be done before the others come.
+  if (options.device == "cpu") {
+    EXPECT_GT(engine_->Stats()[0].parked_images, 0u);
+  }
+  const uint64_t rows_before = engine_->Stats()[0].rows;
+  uint64_t rows_expected = 0;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    const auto alone = Draw(specs[i]);
+    std::vector<FieldViolation> none;
+    const auto job = engine_->Resolve(specs[i], &none);
+    rows_expected += specs[i].count * job->RowsUntil(job->evaluations);
+    const auto in_company = together[i]->images();
+    for (const auto& [index, image] : alone) {
+      const std::vector<float>& other = in_company.at(index);
+      ASSERT_EQ(image.size(), other.size());
+      EXPECT_EQ(std::memcmp(image.data(), other.data(), image.size() * sizeof(float)), 0)
+          << "request " << i << ", image " << index;
+    }
+  }
+  EXPECT_EQ(engine_->Stats()[0].rows - rows_before, rows_expected);
+}
+INSTANTIATE_TEST_SUITE_P(Families, InCompany,
+                         ::testing::Combine(::testing::Values("sd1", "sdxl", "inpaint", "pix2pix"),
+                                            ::testing::ValuesIn(kTargets)),
+                         [](const auto& info) {
+                           return fmt::format("{}_{}", std::get<0>(info.param),
+                                              std::get<1>(info.param).name);
+                         });
+
+/// Where the mask keeps the picture, the image is what the autoencoder makes of it: that of a mask
+/// that keeps all.
+TEST_F(TextToImage, AMaskKeepsTheRest) {
+  Open("tiny_vae");
+  JobSpec spec = Spec({"a red apple"}, 7);
+  spec.init_image = Picture(16, 1);
+  spec.mask = Tensor::Host({16, 16}, DType::kF32);
+  std::fill_n(spec.mask.as<float>(), 16 * 16, 0.0f);
+  const auto kept = Draw(spec).at(0);
+  spec.seed = 8;  // nothing is drawn
+  EXPECT_EQ(Draw(spec).at(0), kept);
+  // All anew: as without a mask from noise.
+  std::fill_n(spec.mask.as<float>(), 16 * 16, 1.0f);
+  const auto drawn = Draw(spec).at(0);
+  spec.mask = spec.init_image = Tensor();
+  EXPECT_EQ(Draw(spec).at(0), drawn);
+  EXPECT_NE(drawn, kept);
+}
+
+/// Steps outside of the interval take one row, and an interval of all steps changes nothing.
+TEST_F(TextToImage, AnIntervalOfGuidance) {
+  Open("sd1");
+  JobSpec spec = Spec({"a red apple"}, 7);
+  spec.sampler.steps = 8;
+  spec.guidance_scale = 6;
+  const auto all = Draw(spec).at(0);
+  spec.guidance_start = 0;
+  spec.guidance_stop = 1;
+  EXPECT_EQ(Draw(spec).at(0), all);
+  const auto rows_of = [&] {
+    const uint64_t before = engine_->Stats()[0].rows;
+    EXPECT_NE(Draw(spec).at(0), all);
+    return engine_->Stats()[0].rows - before;
+  };
+  spec.guidance_start = 0.25;
+  spec.guidance_stop = 0.5;
+  EXPECT_EQ(rows_of(), 8u + 2u);
+  spec.guidance_start = 0.3;  // from step 2 on, before step 7
+  spec.guidance_stop = 0.9;
+  EXPECT_EQ(rows_of(), 8u + 5u);
 }
 
 /// More prompts than a model has condition sets: images wait until sets are free again.
@@ -246,6 +456,48 @@ TEST_F(TextToImage, ParkingFreesNoSharedSet) {
   for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
 }
 
+/// Two sizes hold all 32 sets for long. An image of a third has to wait for them, and must not keep
+/// the others from going on until they give theirs back.
+TEST_F(TextToImage, ASizeWithoutSetsHoldsUpNoOther) {
+  Open("sd1", {.device = "cpu", .max_rows = 16, .max_slots = 8, .keep_evaluations = 0});
+  std::vector<std::shared_ptr<Collector>> jobs;
+  const auto submit = [&](const std::string& prompt, int width) {
+    JobSpec spec = Spec({prompt}, 7);
+    spec.prompts[0].negative = "not " + prompt;
+    spec.sampler.steps = 60;
+    spec.width = width;
+    jobs.push_back(Submit(*engine_, spec));
+  };
+  for (int i = 0; i < 8; ++i) submit(fmt::format("a {}", i), 16);
+  for (int i = 0; i < 8; ++i) submit(fmt::format("b {}", i), 8);  // as many slots
+  for (const auto& job : jobs)
+    while (job->progress() < 1 && !job->done()) std::this_thread::yield();
+  submit("c", 32);
+  for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
+}
+
+/// It would end the process at the first prompt.
+TEST_F(TextToImage, RefusesATokenizerOfAnotherModel) {
+  const fs::path copy = fs::path(::testing::TempDir()) / "another_tokenizer";
+  for (const bool length : {true, false}) {
+    fs::remove_all(copy);
+    fs::copy(Latent("sd1"), copy, fs::copy_options::recursive);
+    const fs::path file = copy / "tokenizer" / (length ? "tokenizer_config.json" : "vocab.json");
+    auto json = ReadJsonFile(file);
+    ASSERT_TRUE(json.ok()) << json.status();
+    (*json)[length ? "model_max_length" : "another</w>"] = length ? 50 : 60000;
+    fs::permissions(file, fs::perms::owner_write, fs::perm_options::add);
+    std::ofstream(file) << json->dump();
+    auto engine = Engine::Create({.device = "cpu"});
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    const absl::Status status = (*engine)->Open("model", copy);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::HasSubstr(length ? "model_max_length is 50" : "vocab_size"));
+  }
+  fs::remove_all(copy);
+}
+
 TEST_F(TextToImage, APromptForEachImage) {
   Open("sd1");
   const auto both = Draw(Spec({"a red apple", "thin threads"}, 5, 2));
@@ -261,6 +513,161 @@ TEST_F(TextToImage, PreviewsHaveTheSizeOfLatents) {
   ASSERT_TRUE(job->Wait().ok());
   ASSERT_FALSE(job->preview_shapes().empty());
   for (const Shape& shape : job->preview_shapes()) EXPECT_EQ(shape, (Shape{8, 8, 3}));
+}
+
+/// What an engine tells for metrics.
+class Observed : public EngineObserver {
+ public:
+  void OnEvaluation(const std::string&, const std::string&, int, int, double) override {}
+  void OnStage(const std::string&, const std::string&, Stage stage, int count,
+               double seconds) override {
+    std::lock_guard lock(mutex);
+    EXPECT_GE(seconds, 0);
+    runs[stage].push_back(count);
+  }
+  void OnPrompts(const std::string&, const std::string&, int hits, int misses) override {
+    std::lock_guard lock(mutex);
+    known += hits;
+    made += misses;
+  }
+  std::mutex mutex;
+  std::map<Stage, std::vector<int>> runs;
+  int known = 0, made = 0;
+};
+
+TEST_F(TextToImage, EveryStageIsCounted) {
+  Open("sd1");
+  Observed observed;
+  engine_->SetObserver(&observed);
+  const auto counted = [&](Stage stage) {
+    std::lock_guard lock(observed.mutex);
+    return observed.runs[stage];
+  };
+  JobSpec spec = Spec({"a red apple", "thin threads", "a red apple"}, 5, 3);
+  for (TextPrompt& prompt : spec.prompts) prompt.negative = "blurry";
+  Draw(spec);
+  using ::testing::ElementsAre;
+  EXPECT_THAT(counted(Stage::kCondition), ElementsAre(3)) << "two prompts and a negative, together";
+  EXPECT_EQ(observed.made, 3);
+  EXPECT_EQ(observed.known, 3) << "of the third image both, of the second the negative";
+  EXPECT_THAT(counted(Stage::kDecode), ElementsAre(1, 1, 1));
+  EXPECT_TRUE(counted(Stage::kEncode).empty());
+
+  spec = Spec({"a red apple"}, 6);
+  spec.prompts[0].negative = "blurry";
+  const std::vector<float> grey(16 * 16 * 3, 0.1f);
+  spec.init_image = Tensor::HostF32({16, 16, 3}, grey);
+  spec.sampler.strength = 0.7;
+  const auto job = Submit(*engine_, spec);
+  ASSERT_TRUE(job->Wait().ok());
+  EXPECT_THAT(counted(Stage::kCondition), ElementsAre(3)) << "the prompts are known";
+  EXPECT_EQ(observed.made, 3);
+  EXPECT_EQ(observed.known, 5);
+  EXPECT_THAT(counted(Stage::kEncode), ElementsAre(1));
+  std::vector<Stage> stages;
+  for (const auto& [image, stage, seconds] : job->stages()) {
+    stages.push_back(stage);
+    if (stage == Stage::kCondition) {
+      EXPECT_EQ(seconds, 0);
+    } else if (stage != Stage::kDenoise) {
+      EXPECT_GT(seconds, 0);
+    }
+  }
+  EXPECT_THAT(stages,
+              ElementsAre(Stage::kCondition, Stage::kEncode, Stage::kDenoise, Stage::kDecode));
+
+  const ModelInfo& info = *engine_->Find("model");
+  EXPECT_THAT(info.stages,
+              ElementsAre(Stage::kCondition, Stage::kEncode, Stage::kDenoise, Stage::kDecode));
+  for (const Stage stage : {Stage::kCondition, Stage::kDenoise, Stage::kDecode})
+    EXPECT_GT(info.stage_seconds[static_cast<size_t>(stage)], 0) << static_cast<int>(stage);
+  EXPECT_GT(info.prompt_bytes, 0u);
+  engine_.reset();
+}
+
+/// A directory with a small autoencoder for previews, beside the one for images.
+class TinyPreviews : public TextToImage {
+ protected:
+  TinyPreviews() {
+    std::string name = fs::temp_directory_path() / "denoised-XXXXXX";
+    DENOISED_CHECK(mkdtemp(name.data()) != nullptr);
+    directory_ = name;
+    fs::copy(Latent("sd1"), directory_, fs::copy_options::recursive);
+    fs::copy(Latent("tiny_vae") / "vae", directory_ / "vae_tiny");
+  }
+  ~TinyPreviews() override { fs::remove_all(directory_); }
+  absl::Status Load() {
+    auto engine = Engine::Create({.device = "cpu"});
+    DENOISED_CHECK(engine.ok());
+    engine_ = *std::move(engine);
+    return engine_->Open("model", directory_);
+  }
+  std::vector<std::vector<float>> Previews(JobSpec spec) {
+    spec.previews = true;
+    const auto job = Submit(*engine_, spec);
+    EXPECT_TRUE(job->Wait().ok()) << job->Wait();
+    std::vector<std::vector<float>> all;
+    for (const Tensor& preview : job->preview_pixels()) all.push_back(preview.ToFloats());
+    return all;
+  }
+  fs::path directory_;
+};
+
+TEST_F(TinyPreviews, HaveTheSizeOfTheImage) {
+  const absl::Status loaded = Load();
+  ASSERT_TRUE(loaded.ok()) << loaded;
+  using ::testing::ElementsAre;
+  EXPECT_THAT(engine_->Find("model")->preview_decoders,
+              ElementsAre(PreviewDecoder::kTiny, PreviewDecoder::kLinear));
+  JobSpec spec = Spec({"a red apple"}, 5);
+  const auto image = Draw(spec).at(0);
+  const auto tiny = Previews(spec);
+  ASSERT_EQ(tiny.size(), 2u);
+  for (const auto& preview : tiny) EXPECT_EQ(preview.size(), 16u * 16 * 3);
+  spec.preview_decoder = PreviewDecoder::kLinear;
+  const auto linear = Previews(spec);
+  ASSERT_EQ(linear.size(), 2u);
+  for (const auto& preview : linear) EXPECT_EQ(preview.size(), 8u * 8 * 3);
+  spec.preview_decoder = PreviewDecoder::kTiny;
+  EXPECT_EQ(Previews(spec), tiny);
+  spec.preview_kind = PreviewKind::kNoisyState;
+  const auto noisy = Previews(spec);
+  ASSERT_EQ(noisy.size(), 2u);
+  EXPECT_NE(noisy[0], tiny[0]);
+  EXPECT_EQ(Draw(spec).at(0), image) << "previews change no image";
+
+  // The prediction at the second evaluation, decoded by the same autoencoder as a model's own.
+  Open("tiny_vae");
+  spec = Spec({"a red apple"}, 5);
+  spec.previews = true;
+  spec.preview_decoder = PreviewDecoder::kTiny;
+  EXPECT_THAT(Violated(spec), ElementsAre("preview_decoder"));
+}
+
+/// More images than are decoded after one evaluation: each has previews, in turn.
+TEST_F(TinyPreviews, TakeTurns) {
+  ASSERT_TRUE(Load().ok());
+  JobSpec spec = Spec({"a red apple"}, 5, 12);
+  spec.sampler.steps = 9;
+  spec.previews = true;
+  spec.guidance_scale = 1;
+  const auto job = Submit(*engine_, spec);
+  ASSERT_TRUE(job->Wait().ok()) << job->Wait();
+  std::map<int, int> by_image;
+  for (const int image : job->preview_images()) ++by_image[image];
+  EXPECT_EQ(by_image.size(), 12u);
+  for (const auto& [image, previews] : by_image) {
+    EXPECT_GE(previews, 4) << image;
+    EXPECT_LE(previews, 8) << image;
+  }
+}
+
+TEST_F(TinyPreviews, MustFitTheModel) {
+  fs::remove_all(directory_ / "vae_tiny");
+  fs::copy(Latent("sd1") / "vae", directory_ / "vae_tiny");
+  const absl::Status other = Load();
+  EXPECT_EQ(other.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(other.message()), ::testing::HasSubstr("AutoencoderTiny"));
 }
 
 TEST_F(TextToImage, RefusesByName) {
@@ -280,15 +687,73 @@ TEST_F(TextToImage, RefusesByName) {
   EXPECT_THAT(Violated(spec), ElementsAre("class_labels", "clip_skip", "crop", "prompts[0].text_2",
                                           "prompts[0].negative"));
   EXPECT_TRUE(Violated(Spec({std::string(100000, ' ') + "\x01\x02\x03"}, 1)).empty());
+  std::string marks = "a";
+  for (int i = 0; i < 10000; ++i) marks += "\u0301";
+  EXPECT_TRUE(Violated(Spec({marks}, 1)).empty());
+  // Also a text that is not read, since a job that waits holds it.
+  JobSpec unguided = Spec({"a"}, 1);
+  unguided.guidance_scale = 1;
+  unguided.prompts[0].negative = std::string(10 << 20, 'a');
+  EXPECT_THAT(Violated(unguided), ElementsAre("prompts[0].negative"));
+  EXPECT_TRUE(Violated(Spec({"e" + Repeated("\u0301", 10000)}, 1)).empty());
 }
 
-/// What is not supported yet is refused by name, and never drawn wrongly.
-TEST_F(TextToImage, RefusesModelsThatReadAnotherImage) {
+TEST_F(TextToImage, RefusesPicturesAndGuidanceByName) {
+  using ::testing::ElementsAre;
+  Open("sd1");
+  JobSpec spec = Spec({"a"}, 1);
+  spec.mask = HalfMask(16, 3);
+  EXPECT_THAT(Violated(spec), ElementsAre("mask"));  // without an init image
+  spec.init_image = Picture(16, 1);
+  EXPECT_THAT(Violated(spec), ElementsAre());
+  spec.mask = HalfMask(8, 3);
+  EXPECT_THAT(Violated(spec), ElementsAre("mask"));
+  spec.mask = HalfMask(16, 3);
+  spec.mask.as<float>()[5] = std::nanf("");
+  EXPECT_THAT(Violated(spec), ElementsAre("mask"));
+  spec = Spec({"a"}, 1);
+  spec.image_guidance_scale = 2;
+  spec.guidance_rescale = 1.5;
+  spec.guidance_start = -1;
+  spec.guidance_stop = 1.1;
+  EXPECT_THAT(Violated(spec), ElementsAre("image_guidance_scale", "guidance_rescale",
+                                          "guidance_start", "guidance_stop"));
+  spec = Spec({"a"}, 1);
+  spec.guidance_start = 0.5;
+  spec.guidance_stop = 0.5;
+  EXPECT_THAT(Violated(spec), ElementsAre("guidance_start"));
+
+  Open("inpaint");
+  spec = Spec({"a"}, 1);
+  EXPECT_THAT(Violated(spec), ElementsAre("init_image", "mask"));
+  spec.init_image = Picture(16, 1);
+  EXPECT_THAT(Violated(spec), ElementsAre("mask"));
+
+  Open("pix2pix");
+  spec = Spec({"a"}, 1);
+  EXPECT_THAT(Violated(spec), ElementsAre("init_image"));
+  spec.init_image = Picture(16, 1);
+  spec.mask = HalfMask(16, 3);
+  spec.sampler.strength = 0.5;
+  spec.image_guidance_scale = 0.5;
+  EXPECT_THAT(Violated(spec), ElementsAre("image_guidance_scale", "strength", "mask"));
+}
+
+/// Channels beside the latents mean what the pipeline's class says, and nothing else.
+TEST_F(TextToImage, RefusesChannelsThatThePipelineDoesNotFeed) {
+  const fs::path folder = fs::path(::testing::TempDir()) / "wrong_channels";
+  fs::remove_all(folder);
+  fs::copy(Latent("inpaint"), folder, fs::copy_options::recursive);
   auto engine = Engine::Create({.device = "cpu"});
   ASSERT_TRUE(engine.ok()) << engine.status();
-  for (const char* family : {"inpaint", "pix2pix"}) {
-    const absl::Status status = (*engine)->Open(family, Latent(family));
+  for (const char* pipeline :
+       {"StableDiffusionPipeline", "StableDiffusionInstructPix2PixPipeline"}) {
+    auto index = ReadJsonFile(Latent("inpaint") / "model_index.json");
+    (*index)["_class_name"] = pipeline;
+    std::ofstream(folder / "model_index.json") << *index;
+    const absl::Status status = (*engine)->Open("wrong", folder);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("'in_channels' is 9"));
   }
 }
 
