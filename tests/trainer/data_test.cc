@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+#include <zlib.h>
+
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "engine/images/formats.h"
+#include "engine/images/jpeg.h"
+#include "engine/images/webp.h"
+#include "trainer/data/archive.h"
+#include "trainer/data/arrays.h"
+#include "trainer/data/pictures.h"
+
+namespace denoised::trainer {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+std::string Little(uint64_t value, size_t bytes) {
+  std::string text;
+  for (size_t i = 0; i < bytes; ++i) text += static_cast<char>(value >> (8 * i));
+  return text;
+}
+
+std::string Deflate(const std::string& text, int window_bits) {
+  z_stream stream{};
+  EXPECT_EQ(deflateInit2(&stream, 9, Z_DEFLATED, window_bits, 8, Z_DEFAULT_STRATEGY), Z_OK);
+  std::string out(text.size() + 200, '\0');
+  stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
+  stream.avail_in = static_cast<uInt>(text.size());
+  stream.next_out = reinterpret_cast<Bytef*>(out.data());
+  stream.avail_out = static_cast<uInt>(out.size());
+  EXPECT_EQ(deflate(&stream, Z_FINISH), Z_STREAM_END);
+  out.resize(stream.total_out);
+  deflateEnd(&stream);
+  return out;
+}
+
+/// A ZIP file, each entry deflated if `packed`.
+std::string Zip(const std::vector<std::pair<std::string, std::string>>& files, bool packed) {
+  std::string zip, directory;
+  for (const auto& [name, text] : files) {
+    const std::string data = packed ? Deflate(text, -15) : text;
+    const auto crc =
+        crc32(0, reinterpret_cast<const Bytef*>(text.data()), static_cast<uInt>(text.size()));
+    const std::string common = Little(0, 2) + Little(packed ? 8 : 0, 2) + Little(0, 4) +
+                               Little(crc, 4) + Little(data.size(), 4) + Little(text.size(), 4) +
+                               Little(name.size(), 2) + Little(0, 2);
+    directory += "PK\x01\x02" + Little(20, 2) + Little(20, 2) + common + Little(0, 2) +
+                 Little(0, 2) + Little(0, 2) + Little(0, 4) + Little(zip.size(), 4) + name;
+    zip += "PK\x03\x04" + Little(20, 2) + common + name + data;
+  }
+  const size_t at = zip.size();
+  return zip + directory + "PK\x05\x06" + Little(0, 4) + Little(files.size(), 2) +
+         Little(files.size(), 2) + Little(directory.size(), 4) + Little(at, 4) + Little(0, 2);
+}
+
+std::string Npy(const std::string& type, const std::string& shape, const std::string& data,
+                const std::string& fortran = "False") {
+  std::string header =
+      "{'descr': '" + type + "', 'fortran_order': " + fortran + ", 'shape': " + shape + ", }";
+  header.resize((header.size() + 10 + 64) / 64 * 64 - 10, ' ');
+  return std::string("\x93NUMPY\x01\x00", 8) + Little(header.size(), 2) + header + data;
+}
+
+/// A picture of one colour.
+std::string Png(int edge, uint8_t value) {
+  Pixels pixels{edge, edge, 1, std::vector<uint8_t>(edge * edge, value)};
+  return *EncodePng(pixels, {});
+}
+
+class DataTest : public testing::Test {
+ protected:
+  DataTest() {
+    folder_ = fs::temp_directory_path() / fmt::format("data_test.{}", getpid());
+    fs::create_directories(folder_);
+  }
+  ~DataTest() override { fs::remove_all(folder_); }
+  std::string Write(const std::string& name, const std::string& bytes) {
+    const fs::path path = folder_ / name;
+    fs::create_directories(path.parent_path());
+    std::ofstream(path, std::ios::binary) << bytes;
+    return path;
+  }
+  static PictureOptions Options(int edge) {
+    PictureOptions options;
+    options.channels = 1;
+    options.height = options.width = edge;
+    options.wants_labels = true;
+    return options;
+  }
+  void ExpectRefused(const std::string& path, const std::string& labels, const std::string& what) {
+    const auto pictures = ReadPictures(path, labels, Options(2));
+    ASSERT_FALSE(pictures.ok()) << what;
+    EXPECT_THAT(std::string(pictures.status().message()), HasSubstr(what));
+  }
+  fs::path folder_;
+};
+
+TEST_F(DataTest, FolderLabelsAreFoldersInOrderOfTheirNames) {
+  Write("cats/b.png", Png(2, 10));
+  Write("cats/deep/a.PNG", Png(2, 20));
+  Write("ants/c.png", Png(2, 30));
+  Write("ants/notes.txt", "no picture");
+  const auto pictures = ReadPictures(folder_, "", Options(2));
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->class_names, ElementsAre("ants", "cats"));
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(0, 1, 1));
+  EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[0], 30);
+  EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[4], 10);
+}
+
+TEST_F(DataTest, ClassVectorsOfMetadataZipAndArrays) {
+  PictureOptions options = Options(2);
+  options.wants_labels = false;
+  options.wants_vectors = true;
+  const auto expect = [&](const std::string& path, const std::string& labels) {
+    const auto pictures = ReadPictures(path, labels, options);
+    ASSERT_TRUE(pictures.ok()) << pictures.status();
+    EXPECT_TRUE(pictures->dataset.labels.empty());
+    ASSERT_EQ(pictures->dataset.vectors.shape(), Shape({2, 3}));
+    EXPECT_THAT(pictures->dataset.vectors.ToFloats(), ElementsAre(0.5f, -1, 2, 3, 4, 5));
+  };
+  const auto refused = [&](const std::string& path, const std::string& labels,
+                           const std::string& what) {
+    const auto pictures = ReadPictures(path, labels, options);
+    ASSERT_FALSE(pictures.ok()) << what;
+    EXPECT_THAT(std::string(pictures.status().message()), HasSubstr(what));
+  };
+  const std::string folder = folder_ / "pictures";
+  Write("pictures/b.png", Png(2, 10));
+  Write("pictures/x/a.png", Png(2, 20));
+  refused(folder, "", "has no metadata.jsonl");
+  const std::string first = R"({"file_name": "b.png", "label": [0.5, -1, 2]})";
+  const auto write = [&](const std::string& second) {
+    Write("pictures/metadata.jsonl",
+          first + "\n" + R"({"file_name": "x/a.png", "label": )" + second + "}\n");
+  };
+  write("[3, 4, 5]");
+  expect(folder, "");
+  write("[3, 4]");
+  refused(folder, "", "x/a.png: its label has 2 numbers, and those of others 3");
+  options.skip_bad = true;
+  EXPECT_EQ(ReadPictures(folder, "", options)->dataset.vectors.dim(0), 1);
+  options.skip_bad = false;
+  for (const char* const bad : {"\"cat\"", "[]", "[1, \"2\", 3]", "[1, 1e99, 3]", "{}", "null"}) {
+    write(bad);
+    refused(folder, "", "line 2");
+  }
+  Write("pictures/metadata.jsonl", first);
+  refused(folder, "", "x/a.png: it has no label");
+
+  const auto zip = [&](const std::string& labels) {
+    return Write("data.zip", Zip({{"a.png", Png(2, 10)},
+                                  {"b.png", Png(2, 20)},
+                                  {"dataset.json", "{\"labels\": [" + labels + "]}"}},
+                                 true));
+  };
+  expect(zip(R"(["a.png", [0.5, -1, 2]], ["b.png", [3, 4, 5]])"), "");
+  refused(zip(R"(["a.png", [0.5, -1, 2]], ["b.png", [3, null, 5]])"), "", "dataset.json");
+
+  const std::string images = Write("x.npy", Npy("|u1", "(2, 2, 2)", std::string(8, '\0')));
+  const auto floats = [](const std::vector<float>& values) {
+    return std::string(reinterpret_cast<const char*>(values.data()), 4 * values.size());
+  };
+  expect(images, Write("y.npy", Npy("<f4", "(2, 3)", floats({0.5, -1, 2, 3, 4, 5}))));
+  const std::vector<double> doubles = {0.5, -1, 2, 3, 4, 5};
+  expect(images,
+         Write("y.npy", Npy("<f8", "(2, 3)", {reinterpret_cast<const char*>(doubles.data()), 48})));
+  refused(images, Write("y.npy", Npy("<f4", "(2, 3)", floats({0.5, NAN, 2, 3, 4, 5}))),
+          "finite numbers");
+  refused(images, Write("y.npy", Npy("<f4", "(3, 2)", floats({0.5, -1, 2, 3, 4, 5}))),
+          "2 pictures, but class vectors [3, 2]");
+  refused(images, "", "--labels");
+  // One number is a vector of one.
+  const auto single =
+      ReadPictures(images, Write("y.npy", Npy("|u1", "(2)", std::string("\x07\x09"))), options);
+  ASSERT_TRUE(single.ok()) << single.status();
+  EXPECT_THAT(single->dataset.vectors.ToFloats(), ElementsAre(7, 9));
+  // Floats are neither classes nor pictures.
+  ExpectRefused(images, Write("y.npy", Npy("<f4", "(2)", floats({1, 2}))), "whole numbers");
+  ExpectRefused(Write("z.npy", Npy("<f4", "(1, 2, 2)", floats({1, 2, 3, 4}))), images, "uint8");
+}
+
+TEST_F(DataTest, WhatDoesNotFitIsKeptInAFileWithoutAName) {
+  Write("pictures/cats/b.png", Png(2, 10));
+  Write("pictures/dogs/a.png", Png(2, 20));
+  PictureOptions options = Options(64);
+  const auto resident = ReadPictures(folder_ / "pictures", "", options);
+  ASSERT_TRUE(resident.ok()) << resident.status();
+  EXPECT_FALSE(resident->on_disk);
+  options.memory = 2 * 64 * 64 - 1;
+  options.scratch = folder_ / "scratch";
+  const auto on_disk = ReadPictures(folder_ / "pictures", "", options);
+  ASSERT_TRUE(on_disk.ok()) << on_disk.status();
+  EXPECT_TRUE(on_disk->on_disk);
+  EXPECT_TRUE(fs::is_empty(folder_ / "scratch"));
+  EXPECT_THAT(on_disk->dataset.labels, ElementsAre(0, 1));
+  EXPECT_EQ(
+      std::memcmp(on_disk->dataset.images.data(), resident->dataset.images.data(), 2 * 64 * 64), 0);
+  ++options.memory;
+  EXPECT_FALSE(ReadPictures(folder_ / "pictures", "", options)->on_disk);
+  // A folder that cannot be written.
+  options.memory = 1;
+  options.scratch = folder_ / "pictures/cats/b.png";
+  const auto refused = ReadPictures(folder_ / "pictures", "", options);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("--data-memory"));
+}
+
+TEST_F(DataTest, JpegAndWebpAreRead) {
+  Pixels pixels{16, 16, 3, std::vector<uint8_t>(16 * 16 * 3, 200)};
+  Write("x/a.jpg", *EncodeJpeg(pixels, 95));
+  Write("x/b.webp", *EncodeWebp(pixels, 95));
+  PictureOptions options = Options(8);
+  options.channels = 3;
+  const auto pictures = ReadPictures(folder_, "", options);
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  for (const uint8_t value : pictures->dataset.images.span<uint8_t>()) EXPECT_NEAR(value, 200, 3);
+}
+
+TEST_F(DataTest, PicturesAreScaledCroppedOrPadded) {
+  // 4 wide, 2 high: black, white, white, black columns.
+  Pixels wide{4, 2, 1, {0, 255, 255, 0, 0, 255, 255, 0}};
+  Write("x/a.png", *EncodePng(wide, {}));
+  auto pictures = ReadPictures(folder_, "", Options(2));
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->dataset.images.span<uint8_t>(), ElementsAre(255, 255, 255, 255));
+  PictureOptions padded = Options(6);
+  padded.pad = true;
+  pictures = ReadPictures(folder_, "", padded);
+  ASSERT_TRUE(pictures.ok());
+  const auto pixel = [&](int y, int x) {
+    return pictures->dataset.images.as<uint8_t>()[y * 6 + x];
+  };
+  EXPECT_EQ(pixel(2, 2), 255);
+  EXPECT_EQ(pixel(3, 3), 255);
+  EXPECT_EQ(pixel(2, 1), 0);
+  EXPECT_EQ(pixel(1, 2), 0);
+  EXPECT_EQ(pixel(4, 3), 0);
+}
+
+TEST_F(DataTest, ZipStoredAndDeflated) {
+  for (const bool packed : {false, true}) {
+    const std::string path = Write(
+        "set.zip", Zip({{"00/b.png", Png(2, 7)},
+                        {"00/a.png", Png(2, 5)},
+                        {"dataset.json", R"({"labels": [["00/a.png", 4], ["00/b.png", 0]]})"}},
+                       packed));
+    const auto pictures = ReadPictures(path, "", Options(2));
+    ASSERT_TRUE(pictures.ok()) << pictures.status();
+    EXPECT_THAT(pictures->dataset.labels, ElementsAre(4, 0));
+    EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[0], 5);
+  }
+}
+
+TEST_F(DataTest, ZipRefusals) {
+  const std::string whole = Zip({{"a.png", Png(2, 7)}}, true);
+  ExpectRefused(Write("cut.zip", whole.substr(0, whole.size() - 10)), "", "was it cut off");
+  std::string broken = whole;
+  broken[60] ^= 0x55;
+  ExpectRefused(Write("broken.zip", broken), "", "a.png");
+  ExpectRefused(Write("none.zip", Zip({{"a.txt", "x"}}, false)), "", "no PNG, JPEG or WebP");
+  ExpectRefused(Write("unlabelled.zip", whole), "", "no label");
+  ExpectRefused(
+      Write("labels.zip",
+            Zip({{"a.png", Png(2, 7)}, {"dataset.json", R"({"labels": [["a.png", -1]]})"}}, false)),
+      "", "is not [file, label]");
+  // An entry that says it unpacks to less than it does.
+  std::string liar =
+      Zip({{"a.png", std::string(100000, 'x')}, {"dataset.json", R"({"labels": [["a.png", 0]]})"}},
+          true);
+  const size_t at = liar.find("PK\x01\x02");
+  liar.replace(at + 24, 4, Little(10, 4));
+  ExpectRefused(Write("liar.zip", liar), "", "unpacks to more than 10 bytes");
+}
+
+TEST_F(DataTest, IdxPlainAndPacked) {
+  const std::string images = std::string("\0\0\x08\x03\0\0\0\x02\0\0\0\x02\0\0\0\x02", 16) +
+                             "\x01\x02\x03\x04\x05\x06\x07\x08";
+  const std::string labels = std::string("\0\0\x08\x01\0\0\0\x02\x09\x03", 10);
+  const auto pictures =
+      ReadPictures(Write("images.gz", Deflate(images, 31)), Write("labels", labels), Options(2));
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(9, 3));
+  EXPECT_THAT(pictures->dataset.images.span<uint8_t>(), ElementsAre(1, 2, 3, 4, 5, 6, 7, 8));
+  const std::string packed = Deflate(images, 31);
+  ExpectRefused(Write("cut.gz", packed.substr(0, packed.size() - 12)), "", "cut off");
+  ExpectRefused(Write("short", images.substr(0, 20)), "", "promises 8 bytes of data");
+  ExpectRefused(Write("images", images), "", "--labels");
+  ExpectRefused(Write("images", images), Write("one", labels.substr(0, 7) + "\x01\x03"),
+                "2 pictures, but 1 labels");
+}
+
+TEST_F(DataTest, NumpyArrays) {
+  const std::string images = Npy("|u1", "(2, 2, 2)", "\x01\x02\x03\x04\x05\x06\x07\x08");
+  const std::string labels = Npy("<i8", "(2,)", Little(3, 8) + Little(300, 8));
+  auto pictures = ReadPictures(Write("x.npy", images), Write("y.npy", labels), Options(2));
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(3, 300));
+  pictures = ReadPictures(
+      Write("xy.npz", Zip({{"images.npy", images}, {"labels.npy", labels}}, true)), "", Options(2));
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(3, 300));
+  ExpectRefused(Write("f.npy", Npy("|u1", "(2, 2, 2)", "12345678", "True")), "", "Fortran");
+  ExpectRefused(Write("d.npy", Npy("<c8", "(1,)", "12345678")), "", "astype('uint8')");
+  ExpectRefused(Write("s.npy", Npy("|u1", "(9999999999, 9999999999)", "")), "",
+                "beyond all bounds");
+  ExpectRefused(Write("r.npy", Npy("|u1", "(8,)", "12345678")), Write("y.npy", labels),
+                "[M, H, W]");
+  ExpectRefused(Write("z.npz", Zip({{"x.npy", images}}, false)), "", "no array \"images\"");
+}
+
+TEST_F(DataTest, SignedAndBigEndianNumbers) {
+  const auto array = ParseNpy(Npy(">i2", "(2,)", std::string("\xff\xfe\x01\x02", 4)), "x");
+  ASSERT_TRUE(array.ok());
+  EXPECT_EQ(array->At(0), -2);
+  EXPECT_EQ(array->At(1), 258);
+}
+
+TEST_F(DataTest, SkippedFilesAreNamedAndCounted) {
+  Write("x/a.png", Png(2, 1));
+  Write("x/b.png", "no picture at all");
+  Write("x/c.png", Png(2, 3).substr(0, 50));
+  PictureOptions options = Options(2);
+  ExpectRefused(folder_, "", "b.png");
+  options.skip_bad = true;
+  const auto pictures = ReadPictures(folder_, "", options);
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_EQ(pictures->dataset.images.dim(0), 1);
+  ASSERT_EQ(pictures->bad.size(), 2u);
+  EXPECT_THAT(pictures->bad[0], HasSubstr("b.png"));
+  fs::remove(folder_ / "x/a.png");
+  const auto none = ReadPictures(folder_, "", options);
+  EXPECT_THAT(std::string(none.status().message()), HasSubstr("none of its 2 pictures"));
+}
+
+}  // namespace
+}  // namespace denoised::trainer

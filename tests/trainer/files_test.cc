@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "engine/io/safetensors.h"
+#include "trainer/checkpoint.h"
+#include "trainer/data/archive.h"
+#include "trainer/event_file.h"
+
+namespace denoised::trainer {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+class FilesTest : public testing::Test {
+ protected:
+  FilesTest() {
+    folder_ = fs::temp_directory_path() / fmt::format("files_test.{}", getpid());
+    fs::create_directories(folder_);
+  }
+  ~FilesTest() override { fs::remove_all(folder_); }
+  static Checkpoint At(int64_t step) {
+    const auto flat = [](float value) {
+      return Tensor::HostF32({16}, std::vector<float>(16, value));
+    };
+    Checkpoint checkpoint;
+    checkpoint.state = {.step = step,
+                        .skipped = 2,
+                        .trained = flat(1),
+                        .fixed = flat(2),
+                        .m = flat(3),
+                        .v = flat(4),
+                        .averages = {flat(5), flat(6)}};
+    checkpoint.run = {{"batch", 16}};
+    return checkpoint;
+  }
+  std::vector<std::string> Names() const {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(folder_))
+      names.push_back(entry.path().filename());
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+  fs::path folder_;
+};
+
+TEST_F(FilesTest, CheckpointsComeBackAndOldOnesGo) {
+  for (const int64_t step : {10, 20, 30, 40})
+    ASSERT_TRUE(SaveCheckpoint(folder_, At(step), 2).ok());
+  EXPECT_THAT(Names(), testing::ElementsAre("step-000000030", "step-000000040"));
+  std::vector<std::string> broken;
+  const auto latest = LoadLatestCheckpoint(folder_, &broken);
+  ASSERT_TRUE(latest.ok() && latest->has_value()) << latest.status();
+  const training::TrainerState& state = (*latest)->state;
+  EXPECT_EQ(state.step, 40);
+  EXPECT_EQ(state.skipped, 2);
+  EXPECT_EQ(state.averages.at(1).as<float>()[3], 6);
+  EXPECT_EQ((*latest)->run["batch"], 16);
+}
+
+TEST_F(FilesTest, UnfinishedAndDamagedCheckpointsArePassedOver) {
+  for (const int64_t step : {10, 20, 30, 40})
+    ASSERT_TRUE(SaveCheckpoint(folder_, At(step), 9).ok());
+  fs::remove(folder_ / "step-000000040/DONE");
+  fs::resize_file(folder_ / "step-000000030/state.safetensors", 100);
+  std::fstream(folder_ / "step-000000020/run.json", std::ios::in | std::ios::out).put('!');
+  fs::create_directories(folder_ / "step-000000050.partial");
+  std::vector<std::string> broken;
+  const auto latest = LoadLatestCheckpoint(folder_, &broken);
+  ASSERT_TRUE(latest.ok() && latest->has_value());
+  EXPECT_EQ((*latest)->state.step, 10);
+  ASSERT_EQ(broken.size(), 3u);
+  EXPECT_THAT(broken[0], HasSubstr("has no DONE"));
+  EXPECT_THAT(broken[1], HasSubstr("cut off"));
+  EXPECT_THAT(broken[2], HasSubstr("checksum"));
+  // Unfinished ones do not count among those that are kept, and go when they are old.
+  ASSERT_TRUE(SaveCheckpoint(folder_, At(60), 2).ok());
+  EXPECT_TRUE(fs::exists(folder_ / "step-000000060/DONE"));
+}
+
+TEST_F(FilesTest, EventsAreFramedRecords) {
+  EXPECT_EQ(MaskedCrc32c("123456789"), (0xe3069283u >> 15 | 0xe3069283u << 17) + 0xa282ead8u);
+  {
+    auto events = EventFile::Create(folder_);
+    ASSERT_TRUE(events.ok()) << events.status();
+    events->Scalars(7, {{"loss", 0.5}, {"rate", 2}});
+    events->Image(8, "samples", "PNG", 3, 4, 1);
+  }
+  const std::string bytes = *ReadFile(folder_ / Names().at(0));
+  size_t at = 0;
+  std::vector<std::string> records;
+  while (at < bytes.size()) {
+    uint64_t length = 0;
+    std::memcpy(&length, bytes.data() + at, 8);
+    uint32_t crc = 0;
+    std::memcpy(&crc, bytes.data() + at + 8, 4);
+    EXPECT_EQ(crc, MaskedCrc32c(bytes.substr(at, 8)));
+    records.push_back(bytes.substr(at + 12, length));
+    std::memcpy(&crc, bytes.data() + at + 12 + length, 4);
+    EXPECT_EQ(crc, MaskedCrc32c(records.back()));
+    at += 16 + length;
+  }
+  ASSERT_EQ(records.size(), 3u);
+  EXPECT_THAT(records[0], HasSubstr("brain.Event:2"));
+  // Step 7, then a Summary of two Values of a tag and a float.
+  EXPECT_THAT(records[1].substr(9), HasSubstr(std::string("\x10\x07\x2a", 3)));
+  EXPECT_THAT(records[1], HasSubstr(std::string("\x0a\x04loss\x15\x00\x00\x00\x3f", 11)));
+  EXPECT_THAT(records[2], HasSubstr(std::string("\x08\x04\x10\x03\x18\x01\x22\x03PNG", 11)));
+}
+
+}  // namespace
+}  // namespace denoised::trainer

@@ -1,0 +1,353 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""denoise-train as a process: the same bits when repeated, killed, resumed, or on several ranks; and
+what it says when pictures, labels, disks and numbers are bad.
+
+usage: run_test.py DENOISE_TRAIN [unittest arguments]"""
+
+import binascii
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import urllib.request
+import zlib
+from pathlib import Path
+
+PROGRAM = None
+NETWORK = {
+    "_class_name": "UNet2DModel", "sample_size": 8, "in_channels": 1, "out_channels": 1,
+    "block_out_channels": [8, 16], "layers_per_block": 1, "norm_num_groups": 4,
+    "attention_head_dim": 8, "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+    "up_block_types": ["AttnUpBlock2D", "UpBlock2D"], "num_class_embeds": 3, "dropout": 0.1,
+}  # fmt: skip
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", binascii.crc32(kind + data))
+
+
+def png(pixel, edge=8):
+    rows = b"".join(b"\0" + bytes(pixel(x, y) for x in range(edge)) for y in range(edge))
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", edge, edge, 8, 0, 0, 0, 0))
+            + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))  # fmt: skip
+
+
+class RunTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.root = Path(self.folder.name)
+        (self.root / "network.json").write_text(json.dumps(NETWORK))
+        self.data = self.root / "pictures"
+        for label, of in enumerate(("across", "down")):
+            (self.data / of).mkdir(parents=True)
+            for i in range(6):
+                value = lambda x, y: 255 * (((x if label else y) + i) // 2 % 2)
+                (self.data / of / f"{i}.png").write_bytes(png(value))
+
+    def arguments(self, output, **flags):
+        settings = {
+            "data": self.data, "network": self.root / "network.json", "batch": 16, "steps": 12,
+            "learning-rate": 2e-3, "class-dropout": 0.1, "checkpoint-steps": 4, "log-steps": 1,
+            "output": self.root / output, **flags,
+        }  # fmt: skip
+        return [PROGRAM] + [f"--{k}={v}" for k, v in settings.items() if v is not None]
+
+    def train(self, output, rc=0, env=None, limit=None, **flags):
+        def prepare():
+            if limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        done = subprocess.run(
+            self.arguments(output, **flags), capture_output=True, text=True, timeout=120,
+            env={**os.environ, **(env or {})}, preexec_fn=prepare,
+        )  # fmt: skip
+        self.assertEqual(done.returncode, rc, done.stderr)
+        return done.stderr + done.stdout
+
+    def state(self, output, step=12):
+        folder = self.root / output / "checkpoints" / f"step-{step:09}"
+        self.assertTrue((folder / "DONE").exists())
+        return (folder / "state.safetensors").read_bytes()
+
+    def test_repeats_its_bits_with_any_accumulation_and_threads(self):
+        self.train("a")
+        self.train("b", accumulation=4)
+        self.train("c", env={"OMP_NUM_THREADS": "1"})
+        self.assertEqual(self.state("a"), self.state("b"))
+        self.assertEqual(self.state("a"), self.state("c"))
+        weights = "model/unet/diffusion_pytorch_model.safetensors"
+        self.assertEqual((self.root / "a" / weights).read_bytes(),
+                         (self.root / "b" / weights).read_bytes())  # fmt: skip
+        index = json.loads((self.root / "a/model/model_index.json").read_text())
+        self.assertEqual(index["id2label"], {"0": "across", "1": "down"})
+        self.assertEqual(index["_denoised"]["null_class"], 2)
+        self.train("d", seed=1)
+        self.assertNotEqual(self.state("a"), self.state("d"))
+
+    def test_kill_at_any_moment_and_resume(self):
+        self.train("whole", **{"checkpoint-steps": 1, "keep": 2, "steps": 30})
+        for milliseconds in (120, 200, 280, 360, 440):
+            output = f"killed{milliseconds}"
+            flags = {"checkpoint-steps": 1, "keep": 2, "steps": 30}
+            process = subprocess.Popen(self.arguments(output, **flags), stderr=subprocess.DEVNULL)
+            time.sleep(milliseconds / 1000)
+            process.kill()
+            process.wait()
+            self.train(output, resume="latest", **flags)
+            self.assertEqual(self.state("whole", 30), self.state(output, 30), output)
+            steps = [json.loads(line)["step"]
+                     for line in (self.root / output / "log.jsonl").read_text().splitlines()]  # fmt: skip
+            self.assertEqual(steps, sorted(set(steps)))
+            self.assertEqual(steps[-1], 30)
+
+    def test_sigterm_finishes_the_step_and_saves(self):
+        process = subprocess.Popen(
+            self.arguments("a", steps=100000, **{"checkpoint-steps": 100000}),
+            stderr=subprocess.PIPE, text=True)  # fmt: skip
+        for line in process.stderr:
+            if line.startswith("step 3/"):
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        process.stderr.close()
+        self.assertEqual(process.wait(timeout=60), 0, rest)
+        self.assertIn("stopped by a signal", rest)
+        saved = list((self.root / "a/checkpoints").glob("*/DONE"))
+        self.assertEqual(len(saved), 1)
+
+    def test_ranks_have_the_bits_of_one(self):
+        self.train("one")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for ranks in (2, 4):
+            processes = [
+                subprocess.Popen(
+                    self.arguments(f"{ranks}"), stderr=subprocess.PIPE, text=True,
+                    env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
+                         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
+                for rank in range(ranks)
+            ]  # fmt: skip
+            for process in processes:
+                _, errors = process.communicate(timeout=120)
+                self.assertEqual(process.returncode, 0, errors)
+            self.assertEqual(self.state("one"), self.state(f"{ranks}"))
+
+    def test_a_checkpoint_that_is_cut_off_is_passed_over(self):
+        self.train("a")
+        newest = self.root / "a/checkpoints/step-000000012/state.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1000])
+        said = self.train("a", resume="latest", steps=16)
+        self.assertIn("passed over", said)
+        self.assertIn("it was cut off", said)
+        self.assertIn("resumed at step 8", said)
+        self.train("whole", steps=16)
+        self.assertEqual(self.state("a", 16), self.state("whole", 16))
+        flipped = self.root / "a/checkpoints/step-000000016/state.safetensors"
+        data = bytearray(flipped.read_bytes())
+        data[-5] ^= 1
+        flipped.write_bytes(data)
+        said = self.train("a", rc=1, resume=flipped.parent, steps=20)
+        self.assertIn("checksum", said)
+
+    def test_a_full_disk_leaves_the_last_checkpoint(self):
+        said = self.train("a", steps=4)
+        size = len(self.state("a", 4))
+        said = self.train("a", rc=1, limit=size // 2, resume="latest")
+        self.assertIn("Free some space", said)
+        self.assertEqual(
+            [p.name for p in (self.root / "a/checkpoints").iterdir()], ["step-000000004"])  # fmt: skip
+        self.train("a", resume="latest")
+        self.train("whole")
+        self.assertEqual(self.state("a"), self.state("whole"))
+
+    def test_a_run_that_diverges_ends_with_a_message(self):
+        said = self.train("a", rc=1, **{
+            "learning-rate": 1000, "max-skipped": 3, "steps": 200, "clip": 0,
+            "checkpoint-steps": 50})  # fmt: skip
+        self.assertIn("not finite in 3 steps in a row", said)
+        self.assertIn("Lower --learning-rate", said)
+        entries = (self.root / "a/log.jsonl").read_text().splitlines()
+        self.assertEqual(json.loads(entries[-1])["skipped"], 3)
+
+    def test_bad_pictures(self):
+        bad = self.data / "down/bad.png"
+        bad.write_bytes(png(lambda x, y: 0)[:40])
+        said = self.train("a", rc=2)
+        self.assertIn("bad.png", said)
+        self.assertIn("--skip-bad-files", said)
+        said = self.train("a", **{"skip-bad-files": "true"})
+        self.assertIn("skipped " + str(bad), said)
+        self.assertIn("1 skipped", said)
+        bad.unlink()
+        (self.data / "stray.png").write_bytes(png(lambda x, y: 9))
+        said = self.train("b", rc=2)
+        self.assertIn("stray.png: it has no label", said)
+
+    def test_labels_of_metadata(self):
+        lines = [{"file_name": f"{of}/{i}.png", "label": of} for of in ("down", "across")
+                 for i in range(6)]  # fmt: skip
+        metadata = self.data / "metadata.jsonl"
+        metadata.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.train("named")
+        self.train("folders")
+        self.assertEqual(self.state("named"), self.state("folders"))
+        metadata.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+        self.assertIn("5.png: it has no label", self.train("missing", rc=2))
+        metadata.write_text('{"file_name": 3}\n')
+        self.assertIn("metadata.jsonl, line 1", self.train("broken", rc=2))
+
+    def test_class_vectors(self):
+        network = {**NETWORK, "num_class_embeds": None, "class_embed_type": "identity",
+                   "time_embedding_dim": 4}  # fmt: skip
+        (self.root / "vectors.json").write_text(json.dumps(network))
+        flags = {"network": self.root / "vectors.json", "class-dropout": None, "sample-steps": 12,
+                 "sample-count": 4}  # fmt: skip
+        self.assertIn("has no metadata.jsonl", self.train("none", rc=2, **flags))
+        lines = [{"file_name": f"{of}/{i}.png", "label": [of == "down", i / 6, 0, -1.5]}
+                 for of in ("down", "across") for i in range(6)]  # fmt: skip
+        for line in lines:
+            line["label"][0] = float(line["label"][0])
+        (self.data / "metadata.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        said = self.train("a", **flags)
+        self.assertIn("drew", said)
+        said = self.train("b", rc=2, **{**flags, "class-dropout": 0.1})
+        self.assertIn("no null class", said)
+        lines[0]["label"][1] = 9
+        (self.data / "metadata.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        said = self.train("a", rc=1, resume="latest", **{**flags, "steps": 16})
+        self.assertIn("data was", said)
+
+    def test_a_learned_variance_is_drawn_from(self):
+        (self.root / "variance.json").write_text(json.dumps({**NETWORK, "out_channels": 2}))
+        flags = {"network": self.root / "variance.json", "objective": "epsilon", "timesteps": 60,
+                 "sample-steps": 12, "sample-count": 4}  # fmt: skip
+        said = self.train("a", **flags)
+        self.assertIn("drew", said)
+        scheduler = json.loads((self.root / "a/model/scheduler/scheduler_config.json").read_text())
+        self.assertEqual(scheduler["_class_name"], "DDPMScheduler")
+        self.assertEqual(scheduler["variance_type"], "learned_range")
+        self.assertIn("objective epsilon, v or x0", self.train("b", rc=2, **{**flags, "objective": "edm"}))
+
+    def test_pictures_on_disk_and_augmented_ones_have_the_same_bits(self):
+        flags = {"canvas": 320}  # 12 pictures of 100 KiB
+        self.train("resident", **flags)
+        said = self.train("disk", **flags, **{"data-memory": 1})
+        self.assertIn("on disk", said)
+        self.assertEqual(self.state("resident"), self.state("disk"))
+        self.assertEqual([p.name for p in (self.root / "disk").glob("pictures-*")], [])
+        self.train("a", augment=0.5)
+        self.train("b", augment=0.5, **{"prefetch-threads": 4})
+        self.assertEqual(self.state("a"), self.state("b"))
+        weights = (self.root / "a/model/unet/diffusion_pytorch_model.safetensors").read_bytes()
+        self.assertNotIn(b"map_augment", weights)
+        said = self.train("a", rc=1, resume="latest", augment=0.25)
+        self.assertIn("augment was 0.5 and is 0.25", said)
+
+    def test_metrics(self):
+        process = subprocess.Popen(
+            self.arguments("a", steps=100000, **{"checkpoint-steps": 3, "metrics-listen": "127.0.0.1:0"}),
+            stderr=subprocess.PIPE, text=True)  # fmt: skip
+        port = None
+        for line in process.stderr:
+            if line.startswith("metrics on port "):
+                port = int(line.split()[-1])
+            if line.startswith("step 5/"):
+                break
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as reply:
+            text = reply.read().decode()
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        process.stderr.close()
+        self.assertEqual(process.wait(timeout=60), 0)
+        values = {}
+        for line in text.splitlines():
+            if line.startswith("denoised_train_"):
+                values[line.split("{")[0].split()[0]] = float(line.split()[-1])
+        self.assertGreaterEqual(values["denoised_train_step"], 5)
+        self.assertEqual(values["denoised_train_target_step"], 100000)
+        self.assertEqual(values["denoised_train_images_total"] % 16, 0)
+        self.assertEqual(values["denoised_train_skipped_steps_total"], 0)
+        self.assertGreater(values["denoised_train_loss"], 0)
+        self.assertGreater(values["denoised_train_gradient_norm"], 0)
+        self.assertGreater(values["denoised_train_images_per_second"], 0)
+        self.assertAlmostEqual(values["denoised_train_learning_rate"], 2e-3)
+        self.assertGreaterEqual(values["denoised_train_checkpoint_step"], 3)
+        self.assertLess(abs(time.time() - values["denoised_train_checkpoint_time_seconds"]), 100)
+        # The page lists what there is.
+        families = set(re.findall(r"^# TYPE (denoised_train_\w+)", text, re.MULTILINE))
+        page = (Path(__file__).parent.parent.parent / "docs/training.md").read_text()
+        self.assertEqual(families, set(re.findall(r"^\| `(denoised_train_\w+)`", page, re.MULTILINE)))
+        self.assertIn("--metrics-listen", self.train("b", rc=1, **{"metrics-listen": "nowhere:x"}))
+
+    def test_ranks_of_other_launchers(self):
+        self.train("one")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        kubeflow = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": port,
+                    "PET_MASTER_ADDR": "127.0.0.1"}  # fmt: skip
+        mpi = {"OMPI_COMM_WORLD_SIZE": "2", "MASTER_PORT": port}
+        for name, env, rank in (("pet", kubeflow, "PET_NODE_RANK"), ("mpi", mpi, "OMPI_COMM_WORLD_RANK")):
+            processes = [
+                subprocess.Popen(
+                    self.arguments(name), stderr=subprocess.PIPE, text=True,
+                    env={**os.environ, **env, rank: str(i), "OMP_NUM_THREADS": "1"})
+                for i in range(2)
+            ]  # fmt: skip
+            for process in processes:
+                _, errors = process.communicate(timeout=120)
+                self.assertEqual(process.returncode, 0, errors)
+            self.assertEqual(self.state("one"), self.state(name))
+        said = self.train("x", rc=2, env={**kubeflow, "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"})
+        self.assertIn("PET_NPROC_PER_NODE is 4", said)
+        self.assertIn("which rank this is", self.train("x", rc=2, env={"WORLD_SIZE": "2"}))
+        self.assertIn("RANK is \"2\"", self.train("x", rc=2, env={"WORLD_SIZE": "2", "RANK": "2"}))
+
+    def test_settings_of_a_file_and_flags_that_win(self):
+        config = self.root / "run.json"
+        config.write_text(json.dumps({
+            "steps": 3, "network": NETWORK, "average": ["decay:0.9", "power:0.1"], "flip": True,
+            "log-steps": 1}))  # fmt: skip
+        said = self.train("a", steps=None, network=None, config=config)
+        self.assertIn("step 3/3", said)
+        self.assertTrue((self.root / "a/models/power_0.1/model_index.json").exists())
+        said = self.train("b", config=config, steps=2, **{"dry-run": "true"})
+        self.assertIn("steps        2 of 16", said)
+        self.assertFalse((self.root / "b").exists())
+        config.write_text('{"stepps": 3}')
+        self.assertIn("stepps", self.train("c", rc=2, config=config))
+
+    def test_refuses_by_name(self):
+        for flags, message in [
+            ({"data": self.root / "none"}, "none"),
+            ({"objective": "ddpm"}, "--objective"),
+            ({"chunks": 5}, "chunks is 5"),
+            ({"device": "gpu"}, '--device is "gpu"'),
+            ({"dtype": "bf16"}, "the CPU trains in fp32"),
+            ({"average": "ema:0.9"}, "--average"),
+            ({"average": "decay:1.5"}, "1.5"),
+            ({"resume": self.root / "none"}, "no such checkpoint"),
+            ({"null-class": 7}, "null_class"),
+        ]:
+            with self.subTest(flags=flags):
+                self.assertIn(message, self.train("refused", rc=2, **flags))
+        self.train("a", steps=4)
+        self.assertIn("--resume latest", self.train("a", rc=1, steps=4))
+        said = self.train("a", rc=1, resume="latest", batch=32)
+        self.assertIn("batch was 16 and is 32", said)
+
+
+if __name__ == "__main__":
+    PROGRAM = sys.argv.pop(1)
+    unittest.main(verbosity=1)

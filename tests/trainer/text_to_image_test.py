@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""denoise-train of a StableDiffusionPipeline: both stages, what they write, and what they refuse.
+
+usage: text_to_image_test.py DENOISE_TRAIN [unittest arguments]"""
+
+import binascii
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+import zlib
+from pathlib import Path
+
+PROGRAM = None
+PIPELINE = Path(__file__).parents[1] / "models/latent/sd2"
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", binascii.crc32(kind + data))
+
+
+def png(pixel, edge=16):
+    rows = b"".join(b"\0" + b"".join(bytes(pixel(x, y)) for x in range(edge)) for y in range(edge))
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", edge, edge, 8, 2, 0, 0, 0))
+            + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))  # fmt: skip
+
+
+def tensors(path):
+    """Name → (dtype, shape) of a safetensors file."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return {k: (v["dtype"], v["shape"]) for k, v in header.items() if k != "__metadata__"}
+
+
+class TextToImageTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.root = Path(self.folder.name)
+        self.data = self.root / "pictures"
+        self.data.mkdir()
+        lines = []
+        for i in range(8):
+            value = lambda x, y: (255 * (x // 4 % 2), 30 * i, 255 * (y // 4 % 2) if i % 2 else 0)
+            (self.data / f"{i}.png").write_bytes(png(value))
+            texts = ["stripes", f"a picture of {i}"] if i % 2 else "lines"
+            lines.append({"file_name": f"{i}.png", "text": texts})
+        self.metadata = self.data / "metadata.jsonl"
+        self.metadata.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def arguments(self, output, **flags):
+        settings = {
+            "data": self.data, "pipeline": PIPELINE, "batch": 8, "steps": 6, "caption-dropout": 0.1,
+            "learning-rate": 1e-3, "checkpoint-steps": 3, "log-steps": 1, "cap-snr": 5,
+            "output": self.root / output, **flags,
+        }  # fmt: skip
+        if settings.get("stage") == "vae":
+            settings.pop("caption-dropout")
+            settings.pop("cap-snr")
+        return [PROGRAM] + [f"--{k}={v}" for k, v in settings.items() if v is not None]
+
+    def train(self, output, rc=0, env=None, **flags):
+        done = subprocess.run(self.arguments(output, **flags), capture_output=True, text=True,
+                              timeout=600, env={**os.environ, **(env or {})})  # fmt: skip
+        self.assertEqual(done.returncode, rc, done.stderr)
+        return done.stderr + done.stdout
+
+    def state(self, output, step=6):
+        folder = self.root / output / "checkpoints" / f"step-{step:09}"
+        self.assertTrue((folder / "DONE").exists())
+        return (folder / "state.safetensors").read_bytes()
+
+    def test_both_stages_write_pipelines(self):
+        said = self.train("vae", stage="vae", flip="true", canvas=20)
+        self.assertIn("step 6/6", said)
+        model = self.root / "vae/model"
+        config = json.loads((model / "vae/config.json").read_text())
+        self.assertEqual(config["scaling_factor"], 1.0)
+        self.assertEqual(tensors(model / "vae/diffusion_pytorch_model.safetensors").keys(),
+                         tensors(PIPELINE / "vae/diffusion_pytorch_model.safetensors").keys())  # fmt: skip
+        # The parts that this stage does not train are copied.
+        for part in ("unet", "text_encoder", "tokenizer"):
+            for file in (PIPELINE / part).iterdir():
+                self.assertEqual((model / part / file.name).read_bytes(), file.read_bytes())
+
+        said = self.train("run", pipeline=model, prompt="lines", **{
+            "sample-steps": 6, "sample-count": 2, "flip": "true"})  # fmt: skip
+        self.assertIn("drew", said)  # by the engine, from what was written
+        self.assertIn("12 captions", said)
+        self.assertTrue((self.root / "run/samples/step-000000006.png").exists())
+        trained = self.root / "run/model"
+        self.assertEqual((trained / "vae/diffusion_pytorch_model.safetensors").read_bytes(),
+                         (model / "vae/diffusion_pytorch_model.safetensors").read_bytes())  # fmt: skip
+        self.assertEqual((trained / "scheduler/scheduler_config.json").read_text() != "", True)
+        for part, name in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
+            shapes = lambda folder: {
+                k.removeprefix("text_model."): v[1]
+                for k, v in tensors(folder / part / f"{name}.safetensors").items()}  # fmt: skip
+            self.assertEqual(shapes(trained), shapes(PIPELINE))
+        # Such a directory is one to train on.
+        self.train("more", pipeline=trained, steps=3, **{"init-from": trained})
+
+    def test_bits_depend_on_the_settings_alone(self):
+        self.train("whole")
+        self.train("threads", accumulation=4, env={"OMP_NUM_THREADS": "1"})
+        self.assertEqual(self.state("whole"), self.state("threads"))
+        self.train("resumed", steps=3)
+        self.assertIn("resumed at step 3", self.train("resumed", resume="latest"))
+        self.assertEqual(self.state("whole"), self.state("resumed"))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = [
+            subprocess.Popen(
+                self.arguments("ranks"), stderr=subprocess.PIPE, text=True,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port),
+                     "OMP_NUM_THREADS": "1"})
+            for rank in range(2)
+        ]  # fmt: skip
+        for process in ranks:
+            _, errors = process.communicate(timeout=600)
+            self.assertEqual(process.returncode, 0, errors)
+        self.assertEqual(self.state("whole"), self.state("ranks"))
+        self.train("other", seed=1)
+        self.assertNotEqual(self.state("whole"), self.state("other"))
+
+    def test_the_autoencoder_goes_on_with_the_same_bits(self):
+        self.train("whole", stage="vae")
+        self.train("resumed", stage="vae", steps=3)
+        self.train("resumed", stage="vae", resume="latest")
+        self.assertEqual(self.state("whole"), self.state("resumed"))
+        weights = "model/vae/diffusion_pytorch_model.safetensors"
+        self.assertEqual((self.root / "whole" / weights).read_bytes(),
+                         (self.root / "resumed" / weights).read_bytes())  # fmt: skip
+
+    def test_a_frozen_text_encoder_is_kept(self):
+        self.train("a", steps=3, **{"freeze-text": "true"})
+        written = tensors(self.root / "a/model/text_encoder/model.safetensors")
+        self.assertEqual(len(written), len(tensors(PIPELINE / "text_encoder/model.safetensors")))
+
+    def test_captions_of_text_files(self):
+        self.train("metadata", steps=3)
+        for line in self.metadata.read_text().splitlines():
+            entry = json.loads(line)
+            texts = entry["text"] if isinstance(entry["text"], list) else [entry["text"]]
+            (self.data / entry["file_name"]).with_suffix(".txt").write_text("\n".join(texts) + "\n")
+        self.metadata.unlink()
+        self.train("files", steps=3)
+        self.assertEqual(self.state("metadata", 3), self.state("files", 3))
+        (self.data / "3.txt").unlink()
+        self.assertIn("3.png: has no caption", self.train("missing", rc=2))
+        # Another caption is another run.
+        (self.data / "3.txt").write_text("something else\n")
+        said = self.train("files", rc=1, resume="latest", steps=6)
+        self.assertIn("data was", said)
+
+    def test_dry_run(self):
+        for stage in ("vae", "diffusion"):
+            said = self.train("dry", stage=stage, **{"dry-run": "true"})
+            self.assertIn("hours", said)
+        self.assertFalse((self.root / "dry").exists())
+
+    def test_refuses_by_name(self):
+        pipeline = self.root / "pipeline"
+        shutil.copytree(PIPELINE, pipeline)
+        for flags, message in [
+            ({"pipeline": self.root / "none"}, "none"),
+            ({"stage": "unet"}, "--stage"),
+            ({"objective": "v"}, "--objective cannot be given with --pipeline"),
+            ({"network": "x.json"}, "either --network or --pipeline"),
+            ({"canvas": 32}, "--canvas"),
+            ({"stage": "vae", "sample-steps": 3}, "--sample-steps"),
+            ({"dropout": 0.1}, "dropout"),
+        ]:
+            with self.subTest(flags=flags):
+                self.assertIn(message, self.train("refused", rc=2, **flags))
+        for part, field, value in [("unet", "dropout", 0.1), ("scheduler", "rescale_betas_zero_snr", True),
+                                   ("unet", "cross_attention_dim", 24)]:  # fmt: skip
+            file = pipeline / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+            before = file.read_text()
+            file.write_text(json.dumps({**json.loads(before), field: value}))
+            self.assertIn(field, self.train("refused", rc=2, pipeline=pipeline))
+            file.write_text(before)
+        self.metadata.write_text('{"file_name": "0.png", "text": 3}\n')
+        self.assertIn("metadata.jsonl, line 1", self.train("broken", rc=2))
+
+
+if __name__ == "__main__":
+    PROGRAM = sys.argv.pop(1)
+    unittest.main(verbosity=1)

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "trainer/checkpoint.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+#include <zlib.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include "engine/core/config_reader.h"
+#include "engine/io/safetensors.h"
+
+namespace denoised::trainer {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kFiles[] = {"run.json", "state.safetensors"};
+
+absl::Status Refused(const std::string& path, int error) {
+  const std::string why = std::generic_category().message(error);
+  if (error == ENOSPC || error == EDQUOT || error == EFBIG)
+    return ResourceExhausted(
+        "{}: cannot be written: {}. Free some space, or keep fewer checkpoints (--keep)", path,
+        why);
+  return Internal("{}: cannot be written: {}", path, why);
+}
+
+/// Makes what was written or renamed in a folder, or into a file, survive a power cut.
+absl::Status Sync(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return Refused(path, errno);
+  const int failed = fsync(fd) == 0 ? 0 : errno;
+  close(fd);
+  return failed == 0 || failed == EINVAL ? absl::OkStatus() : Refused(path, failed);
+}
+
+absl::Status MakeFolder(const std::string& path) {
+  std::error_code error;
+  fs::create_directories(path, error);
+  if (error) return Refused(path, error.value());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint32_t> ChecksumOf(const std::string& path) {
+  std::FILE* const file = std::fopen(path.c_str(), "rb");
+  if (file == nullptr) return NotFound("{}: cannot be read", path);
+  std::vector<unsigned char> block(1 << 20);
+  uLong checksum = crc32(0, nullptr, 0);
+  while (const size_t got = std::fread(block.data(), 1, block.size(), file))
+    checksum = crc32(checksum, block.data(), static_cast<uInt>(got));
+  std::fclose(file);
+  return static_cast<uint32_t>(checksum);
+}
+
+std::string NameOf(int64_t step) { return fmt::format("step-{:09}", step); }
+
+/// The step of a checkpoint's folder, or −1.
+int64_t StepOf(const std::string& name) {
+  long long step = -1;
+  int read = 0;
+  if (std::sscanf(name.c_str(), "step-%9lld%n", &step, &read) != 1 ||
+      static_cast<size_t>(read) != name.size())
+    return -1;
+  return step;
+}
+
+/// Newest first.
+std::vector<int64_t> StepsIn(const std::string& folder) {
+  std::vector<int64_t> steps;
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
+    if (const int64_t step = StepOf(at->path().filename()); step >= 0) steps.push_back(step);
+  std::sort(steps.rbegin(), steps.rend());
+  return steps;
+}
+
+absl::Status CheckDone(const std::string& directory) {
+  const std::string path = directory + "/DONE";
+  if (!fs::exists(path))
+    return DataLoss("{}: has no DONE; it was not written to its end", directory);
+  const auto done = ReadJsonFile(path);
+  if (!done.ok()) return DataLoss("{}: is damaged: {}", path, std::string(done.status().message()));
+  for (const char* const file : kFiles) {
+    const nlohmann::json entry = done->value(file, nlohmann::json::object());
+    const std::string whole = directory + "/" + file;
+    std::error_code error;
+    const auto size = fs::file_size(whole, error);
+    if (error) return DataLoss("{}: is missing", whole);
+    if (!entry.is_object() || entry.value("bytes", uint64_t{0}) != size)
+      return DataLoss("{}: has {} bytes where DONE says {}; it was cut off", whole, size,
+                      entry.value("bytes", uint64_t{0}));
+    DENOISED_ASSIGN_OR_RETURN(const uint32_t checksum, ChecksumOf(whole));
+    if (entry.value("crc32", uint64_t{0}) != checksum)
+      return DataLoss("{}: its checksum is not the one in DONE; it is damaged", whole);
+  }
+  return absl::OkStatus();
+}
+
+/// The files of `from` that `to` does not have.
+absl::Status CopyFolder(const std::string& from, const std::string& to) {
+  DENOISED_RETURN_IF_ERROR(MakeFolder(to));
+  std::error_code error;
+  for (fs::directory_iterator at(from, error), end; !error && at != end; at.increment(error)) {
+    if (!at->is_regular_file()) continue;
+    const std::string path = to + "/" + at->path().filename().string(), partial = path + ".partial";
+    if (fs::exists(path)) continue;
+    fs::copy_file(at->path(), partial, fs::copy_options::overwrite_existing, error);
+    if (error) return Refused(partial, error.value());
+    DENOISED_RETURN_IF_ERROR(Sync(partial));
+    if (std::rename(partial.c_str(), path.c_str()) != 0) return Refused(path, errno);
+  }
+  if (error) return NotFound("{}: cannot be read: {}", from, error.message());
+  return Sync(to);
+}
+
+}  // namespace
+
+absl::Status WriteFileWhole(const std::string& path, const std::string& text) {
+  const std::string partial = path + ".partial";
+  const int fd = open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd < 0) return Refused(partial, errno);
+  size_t written = 0;
+  int failed = 0;
+  while (written < text.size() && failed == 0) {
+    const ssize_t got = write(fd, text.data() + written, text.size() - written);
+    if (got >= 0) {
+      written += static_cast<size_t>(got);
+    } else if (errno != EINTR) {
+      failed = errno;
+    }
+  }
+  if (failed == 0 && fsync(fd) != 0) failed = errno;
+  if (close(fd) != 0 && failed == 0) failed = errno;
+  if (failed == 0 && std::rename(partial.c_str(), path.c_str()) != 0) failed = errno;
+  if (failed == 0) return absl::OkStatus();
+  std::remove(partial.c_str());
+  return Refused(path, failed);
+}
+
+absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpoint, int keep) {
+  const std::string name = NameOf(checkpoint.state.step), whole = folder + "/" + name,
+                    partial = whole + ".partial";
+  const training::TrainerState& state = checkpoint.state;
+  std::error_code ignored;
+  fs::remove_all(partial, ignored);
+  const auto write = [&]() -> absl::Status {
+    DENOISED_RETURN_IF_ERROR(MakeFolder(partial));
+    std::map<std::string, Tensor> tensors = {
+        {"trained", state.trained}, {"fixed", state.fixed}, {"m", state.m}, {"v", state.v}};
+    for (size_t i = 0; i < state.averages.size(); ++i)
+      tensors[fmt::format("average_{}", i)] = state.averages[i];
+    const std::string weights = partial + "/state.safetensors";
+    errno = 0;
+    if (const absl::Status written = WriteSafetensors(weights, tensors, {}); !written.ok())
+      return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(weights, errno)
+                                                                  : written;
+    DENOISED_RETURN_IF_ERROR(Sync(weights));
+    const nlohmann::json run = {{"step", state.step},
+                                {"skipped", state.skipped},
+                                {"skipped_in_row", state.skipped_in_row},
+                                {"averages", state.averages.size()},
+                                {"configuration", checkpoint.run}};
+    DENOISED_RETURN_IF_ERROR(WriteFileWhole(partial + "/run.json", run.dump(2) + "\n"));
+    nlohmann::json done;
+    for (const char* const file : kFiles) {
+      const std::string path = partial + "/" + file;
+      DENOISED_ASSIGN_OR_RETURN(const uint32_t checksum, ChecksumOf(path));
+      done[file] = {{"bytes", fs::file_size(path)}, {"crc32", checksum}};
+    }
+    DENOISED_RETURN_IF_ERROR(Sync(partial));
+    fs::remove_all(whole, ignored);  // one of the same step that is not whole
+    if (std::rename(partial.c_str(), whole.c_str()) != 0) return Refused(whole, errno);
+    DENOISED_RETURN_IF_ERROR(Sync(folder));
+    DENOISED_RETURN_IF_ERROR(WriteFileWhole(whole + "/DONE", done.dump(2) + "\n"));
+    return Sync(whole);
+  };
+  if (const absl::Status status = write(); !status.ok()) {
+    fs::remove_all(partial, ignored);
+    if (!fs::exists(whole + "/DONE")) fs::remove_all(whole, ignored);
+    return status;
+  }
+  int whole_ones = 0;
+  for (const int64_t step : StepsIn(folder)) {
+    const std::string directory = folder + "/" + NameOf(step);
+    whole_ones += fs::exists(directory + "/DONE");
+    if (step < state.step && whole_ones > keep) fs::remove_all(directory, ignored);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
+  if (!fs::is_directory(directory)) return NotFound("{}: there is no such checkpoint", directory);
+  DENOISED_RETURN_IF_ERROR(CheckDone(directory));
+  DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJsonFile(directory + "/run.json"));
+  DENOISED_ASSIGN_OR_RETURN(const Safetensors file,
+                            Safetensors::Open(directory + "/state.safetensors"));
+  Checkpoint checkpoint;
+  training::TrainerState& state = checkpoint.state;
+  size_t averages = 0;
+  try {
+    state.step = run.at("step");
+    state.skipped = run.at("skipped");
+    state.skipped_in_row = run.at("skipped_in_row");
+    averages = run.at("averages");
+    checkpoint.run = run.at("configuration");
+  } catch (const nlohmann::json::exception& error) {
+    return DataLoss("{}/run.json: {}", directory, error.what());
+  }
+  const auto take = [&](const std::string& name) -> absl::StatusOr<Tensor> {
+    const auto found = file.tensors().find(name);
+    if (found == file.tensors().end() || found->second.dtype() != DType::kF32)
+      return DataLoss("{}/state.safetensors: has no F32 tensor \"{}\"", directory, name);
+    return found->second;
+  };
+  DENOISED_ASSIGN_OR_RETURN(state.trained, take("trained"));
+  DENOISED_ASSIGN_OR_RETURN(state.fixed, take("fixed"));
+  DENOISED_ASSIGN_OR_RETURN(state.m, take("m"));
+  DENOISED_ASSIGN_OR_RETURN(state.v, take("v"));
+  for (size_t i = 0; i < averages && averages <= 64; ++i) {
+    DENOISED_ASSIGN_OR_RETURN(Tensor average, take(fmt::format("average_{}", i)));
+    state.averages.push_back(std::move(average));
+  }
+  return checkpoint;
+}
+
+absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string& folder,
+                                                               std::vector<std::string>* broken) {
+  for (const int64_t step : StepsIn(folder)) {
+    absl::StatusOr<Checkpoint> checkpoint = LoadCheckpoint(folder + "/" + NameOf(step));
+    if (checkpoint.ok()) return *std::move(checkpoint);
+    broken->push_back(std::string(checkpoint.status().message()));
+  }
+  return std::nullopt;
+}
+
+absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline) {
+  DENOISED_RETURN_IF_ERROR(MakeFolder(directory + "/scheduler"));
+  for (const auto& [file, json] :
+       {std::pair{"/model_index.json", &pipeline.index},
+        std::pair{"/scheduler/scheduler_config.json", &pipeline.scheduler}})
+    DENOISED_RETURN_IF_ERROR(WriteFileWhole(directory + file, json->dump(2) + "\n"));
+  for (const std::string& folder : pipeline.copied)
+    DENOISED_RETURN_IF_ERROR(
+        CopyFolder(folder, directory + "/" + fs::path(folder).filename().string()));
+  for (const Pipeline::Part& part : pipeline.parts) {
+    DENOISED_RETURN_IF_ERROR(MakeFolder(directory + "/" + part.folder));
+    DENOISED_RETURN_IF_ERROR(
+        WriteFileWhole(directory + "/" + part.folder + "/config.json", part.config.dump(2) + "\n"));
+  }
+  for (const Pipeline::Part& part : pipeline.parts) {
+    const std::string folder = directory + "/" + part.folder,
+                      path = folder + "/" + part.file + ".safetensors";
+    errno = 0;
+    if (const absl::Status written = WriteSafetensors(path, part.weights, {{"format", "pt"}});
+        !written.ok())
+      return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(path, errno) : written;
+    DENOISED_RETURN_IF_ERROR(Sync(path));
+    DENOISED_RETURN_IF_ERROR(Sync(folder));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace denoised::trainer

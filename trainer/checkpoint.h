@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "engine/core/status.h"
+#include "engine/training/trainer.h"
+
+/// What a run leaves on the disk. A checkpoint is a folder of `checkpoints/`:
+///
+///   step-000001000/state.safetensors   weights, moments and averages, flat
+///   step-000001000/run.json            step, counters, and the configuration that the bits depend
+///   on step-000001000/DONE                sizes and checksums of the two; written last
+///
+/// It is written under a temporary name, synced, renamed, and gets DONE: whenever the process or
+/// the machine dies, the checkpoints with a valid DONE are whole.
+
+namespace denoised::trainer {
+
+struct Checkpoint {
+  training::TrainerState state;
+  nlohmann::json run;  // run.json's "configuration"
+};
+
+/// Writes `checkpoint` below `folder` and then removes all but the `keep` newest whole ones.
+/// ResourceExhausted or Internal when the disk refuses; nothing older is touched then.
+absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpoint, int keep);
+
+/// The newest whole checkpoint below `folder`, or nothing. `broken` receives what is wrong with
+/// newer ones that were passed over.
+absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string& folder,
+                                                               std::vector<std::string>* broken);
+/// One checkpoint. DataLoss names the file that is damaged; NotFound.
+absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory);
+
+/// A served model.
+struct Pipeline {
+  struct Part {
+    std::string folder;                     // "unet"
+    nlohmann::json config;                  // its config.json
+    std::string file;                       // of weights, without .safetensors
+    std::map<std::string, Tensor> weights;  // by checkpoint name
+  };
+  nlohmann::json scheduler;         // scheduler/scheduler_config.json
+  nlohmann::json index;             // model_index.json
+  std::vector<Part> parts;          //
+  std::vector<std::string> copied;  // folders that are copied as they are, under their own names
+};
+
+/// Writes a diffusers directory that the server loads as it is. Files appear whole, the weights
+/// last, so a server that looks for changes may read it at any time. What was copied once is not
+/// copied again.
+absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline);
+
+/// Writes `text` under a temporary name, syncs it, and renames it.
+absl::Status WriteFileWhole(const std::string& path, const std::string& text);
+
+}  // namespace denoised::trainer

@@ -1,0 +1,462 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "trainer/config.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+
+#include "engine/core/config_reader.h"
+#include "trainer/version.h"
+
+namespace denoised::trainer {
+namespace {
+
+using training::AverageOptions;
+using training::ObjectiveOptions;
+using training::RateSchedule;
+
+/// The fields of --config as arguments, without those that the command line sets itself.
+absl::StatusOr<std::vector<std::string>> ArgumentsOf(const nlohmann::json& config,
+                                                     const std::string& file,
+                                                     const std::vector<std::string>& given,
+                                                     nlohmann::json* network) {
+  std::vector<std::string> arguments;
+  for (const auto& item : config.items()) {
+    // No structured binding: clang 14 does not capture those in lambdas.
+    const std::string& field = item.key();
+    const nlohmann::json& value = item.value();
+    const std::string flag = "--" + field;
+    const bool overridden = std::any_of(given.begin(), given.end(), [&](const std::string& text) {
+      return text == flag || text.rfind(flag + "=", 0) == 0;
+    });
+    if (overridden) continue;
+    if (field == "network" && value.is_object()) {
+      *network = value;
+      continue;
+    }
+    const auto scalar = [&](const nlohmann::json& one) -> absl::StatusOr<std::string> {
+      if (one.is_string()) return one.get<std::string>();
+      if (one.is_number() || one.is_boolean()) return one.dump();
+      return InvalidArgument("{}: field '{}' is {}; use a string, a number, true or false", file,
+                             field, one.dump());
+    };
+    for (const nlohmann::json& one : value.is_array() ? value : nlohmann::json::array({value})) {
+      DENOISED_ASSIGN_OR_RETURN(const std::string text, scalar(one));
+      arguments.push_back(flag + "=" + text);
+    }
+  }
+  return arguments;
+}
+
+absl::StatusOr<AverageOptions> ParseAverage(const std::string& text) {
+  const size_t colon = text.find(':');
+  const std::string kind = text.substr(0, colon);
+  AverageOptions average;
+  if (kind == "decay") {
+    average.kind = AverageOptions::Kind::kDecay;
+  } else if (kind == "warmup") {
+    average.kind = AverageOptions::Kind::kWarmup;
+  } else if (kind == "power") {
+    average.kind = AverageOptions::Kind::kPower;
+  } else {
+    return InvalidArgument(
+        "--average: \"{}\" is not decay:D, warmup:D or power:WIDTH, such as decay:0.999", text);
+  }
+  char* end = nullptr;
+  const std::string number = colon == std::string::npos ? "" : text.substr(colon + 1);
+  average.value = std::strtod(number.c_str(), &end);
+  if (number.empty() || *end != '\0')
+    return InvalidArgument("--average: \"{}\" has no number after the colon", text);
+  if (const absl::Status status = average.Check(); !status.ok())
+    return Annotate(status, "--average");
+  return average;
+}
+
+/// The first of the variables that is set, and its value.
+struct Variable {
+  std::string name, value;
+};
+std::optional<Variable> FirstSet(std::initializer_list<const char*> names) {
+  for (const char* const name : names)
+    if (const char* const value = std::getenv(name); value != nullptr && *value != '\0')
+      return Variable{name, value};
+  return std::nullopt;
+}
+
+absl::StatusOr<int> IntOf(const std::optional<Variable>& variable, int otherwise, int low,
+                          int high) {
+  if (!variable) return otherwise;
+  char* end = nullptr;
+  const long value = std::strtol(variable->value.c_str(), &end, 10);
+  if (*end != '\0' || value < low || value > high)
+    return InvalidArgument("the environment's {} is \"{}\"; use {} to {}", variable->name,
+                           variable->value, low, high);
+  return static_cast<int>(value);
+}
+
+/// Ranks as torchrun sets them, else as Kubeflow Trainer's torch policy (PET_*), MPI, or an indexed
+/// Job does.
+absl::Status ReadEnvironment(RunConfig* config) {
+  const std::optional<Variable> size =
+      FirstSet({"WORLD_SIZE", "PET_NNODES", "OMPI_COMM_WORLD_SIZE"});
+  DENOISED_ASSIGN_OR_RETURN(config->ranks, IntOf(size, 1, 1, 1 << 16));
+  const std::optional<Variable> rank =
+      FirstSet({"RANK", "PET_NODE_RANK", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"});
+  if (config->ranks > 1 && !rank)
+    return InvalidArgument(
+        "the environment's {} is {}, but no variable says which rank this is; set RANK", size->name,
+        config->ranks);
+  if (config->ranks > 1) {
+    DENOISED_ASSIGN_OR_RETURN(config->rank, IntOf(rank, 0, 0, config->ranks - 1));
+  }
+  // torchrun starts several processes on a node, and sets RANK; Trainer alone starts one.
+  if (size && size->name == "PET_NNODES") {
+    const std::optional<Variable> processes = FirstSet({"PET_NPROC_PER_NODE"});
+    if (processes && processes->value != "1" && std::atoi(processes->value.c_str()) > 0)
+      return InvalidArgument(
+          "the environment's PET_NPROC_PER_NODE is {}, but one process runs on each node: set the "
+          "TrainJob's numProcPerNode to 1, or start torchrun --no-python denoise-train",
+          processes->value);
+  }
+  DENOISED_ASSIGN_OR_RETURN(const int port,
+                            IntOf(FirstSet({"MASTER_PORT", "PET_MASTER_PORT"}), 29500, 1, 65535));
+  const std::optional<Variable> host = FirstSet({"MASTER_ADDR", "PET_MASTER_ADDR"});
+  const std::optional<Variable> local = FirstSet({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"});
+  DENOISED_ASSIGN_OR_RETURN(config->cuda_options.number, IntOf(local, 0, 0, 1 << 16));
+  config->address = fmt::format("{}:{}", host ? host->value : "127.0.0.1", port);
+  return absl::OkStatus();
+}
+
+/// A StableDiffusionPipeline instead of one network.
+absl::Status ReadPipeline(const std::string& directory, const std::string& stage, bool freeze_text,
+                          double kl, double edges, RunConfig* config) {
+  if (stage == "vae") {
+    config->stage = Stage::kAutoencoder;
+  } else if (stage != "diffusion") {
+    return InvalidArgument("--stage is \"{}\"; use vae, then diffusion", stage);
+  }
+  DENOISED_ASSIGN_OR_RETURN(PipelineParts parts, PipelineParts::Read(directory));
+  parts.network.train_text = !freeze_text;
+  config->network = parts.Network(config->stage);
+  config->network_json = {{"stage", stage},
+                          {"unet", parts.config("unet")},
+                          {"text_encoder", parts.config("text_encoder")},
+                          {"vae", parts.config("vae")},
+                          {"freeze-text", freeze_text}};
+  if (auto* autoencoder = std::get_if<training::AutoencoderConfig>(&config->network)) {
+    autoencoder->kl = kl;
+    autoencoder->edges = edges;
+    config->network_json["loss"] = {kl, edges};
+    if (config->sample_steps > 0)
+      return InvalidArgument("--sample-steps is {}, but stage vae draws no samples; leave it out",
+                             config->sample_steps);
+  }
+  training::ObjectiveOptions& objective = config->trainer.objective;
+  parts.objective.min_snr = objective.min_snr;
+  parts.objective.cap_snr = objective.cap_snr;
+  objective = parts.objective;
+  config->pipeline = std::move(parts);
+  return absl::OkStatus();
+}
+
+absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
+  std::string file = "network";
+  if (config->network_json.is_null()) {
+    std::string from = path;
+    if (from.empty() && !config->init_from.empty()) {
+      from = config->init_from + "/unet/config.json";
+      if (!std::filesystem::exists(from)) from = config->init_from + "/config.json";
+    }
+    if (from.empty())
+      return InvalidArgument(
+          "--network is missing: give a UNet2DModel's config.json, such as "
+          "models/mnist-32/unet/config.json");
+    file = from;
+    DENOISED_ASSIGN_OR_RETURN(config->network_json, ReadJsonFile(from));
+  }
+  DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig network,
+                            UNet2DConfig::Parse(config->network_json, file));
+  config->network = network;
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+Shape RunConfig::picture() const {
+  if (pipeline) return {pipeline->height(), pipeline->width(), pipeline->vae.vae.in_channels};
+  return training::SampleShape(network);
+}
+
+nlohmann::json RunConfig::Fingerprint() const {
+  const training::TrainerOptions& t = trainer;
+  nlohmann::json averages = nlohmann::json::array();
+  for (const AverageOptions& average : t.averages) averages.push_back(average.Name());
+  nlohmann::json print = {
+      {"network", network_json},
+      {"device", !cuda               ? "cpu"
+                 : cuda_options.fp32 ? "cuda, fp32"
+                                     : "cuda, bf16"},
+      {"batch", t.batch},
+      {"chunks", t.chunks},
+      {"seed", t.seed},
+      {"objective", training::Name(t.objective.kind)},
+      {"objective-numbers",
+       {t.objective.sigma_data, t.objective.log_sigma_mean, t.objective.log_sigma_deviation,
+        t.objective.timesteps, t.objective.beta_start, t.objective.beta_end,
+        t.objective.min_snr.value_or(0), t.objective.logit_normal}},
+      {"beta-schedule", t.objective.beta_schedule},
+      {"learning-rate", t.rate.rate},
+      {"schedule", static_cast<int>(t.rate.kind)},
+      {"warmup-steps", t.rate.warmup_steps},
+      {"adam", {t.beta1, t.beta2, t.eps}},
+      {"weight-decay", t.weight_decay},
+      {"clip", t.clip},
+      {"average", averages},
+      {"dropout", t.dropout},
+      {"class-dropout", t.class_dropout},
+      {"null-class", t.null_class},
+      {"flip", t.flip},
+      {"canvas", canvas},
+      {"pad", pad}};
+  if (t.augment > 0) print["augment"] = t.augment;
+  if (t.objective.learned_variance) print["variance-weight"] = t.objective.variance_weight;
+  if (t.objective.cap_snr) print["cap-snr"] = *t.objective.cap_snr;
+  if (t.rate.kind == RateSchedule::Kind::kCosine) print["steps"] = t.steps;
+  if (t.rate.kind == RateSchedule::Kind::kInverseSqrt)
+    print["reference-steps"] = t.rate.reference_steps;
+  return print;
+}
+
+absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
+                                           std::optional<Printed>* printed) {
+  RunConfig config;
+  training::TrainerOptions& t = config.trainer;
+  std::string config_file, network, objective = "edm", schedule = "constant", device = "auto",
+                                    dtype = "";
+  std::vector<std::string> averages;
+  std::string pipeline, stage = "diffusion";
+  double min_snr = 0, cap_snr = 0, dropout = -1, kl_weight = 1e-4, edge_weight = 0.5;
+  bool flow_uniform = false, freeze_text = false;
+
+  CLI::App app{
+      "denoise-train: trains a diffusion model from pictures to a directory that the denoised "
+      "server loads"};
+  app.option_defaults()->always_capture_default()->multi_option_policy(
+      CLI::MultiOptionPolicy::TakeLast);
+  app.set_version_flag("--version", fmt::format("denoise-train {}", kVersion));
+  app.add_option("--config", config_file,
+                 "JSON object whose fields are the flags below, without --; flags win");
+  app.add_option("--data", config.data,
+                 "Folder of PNG, JPEG and WebP files, EDM's ZIP, IDX (MNIST), .npy or .npz");
+  app.add_option("--labels", config.labels, "File of labels, for IDX and .npy");
+  app.add_option("--output", config.output, "Folder for checkpoints, logs and the model");
+  app.add_option("--network", network, "config.json of a UNet2DModel");
+  app.add_option("--pipeline", pipeline,
+                 "Instead of --network: a StableDiffusionPipeline directory, for its configs, "
+                 "tokenizer and what is not trained");
+  app.add_option("--stage", stage,
+                 "Of --pipeline: vae trains the autoencoder, diffusion the UNet and text encoder");
+  app.add_flag("--freeze-text", freeze_text, "Stage diffusion: keep the pipeline's text encoder");
+  app.add_option("--kl-weight", kl_weight, "Stage vae: weight of the KL divergence");
+  app.add_option("--edge-weight", edge_weight,
+                 "Stage vae: weight of differences of neighbours, beside the mean error");
+  app.add_option("--init-from", config.init_from,
+                 "Start from the weights of this diffusers directory");
+  app.add_option("--objective", objective, "edm, epsilon, v, x0 or flow");
+  app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures");
+  app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma");
+  app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
+                 "EDM: standard deviation of ln sigma");
+  app.add_option("--timesteps", t.objective.timesteps, "DDPM: noise levels");
+  app.add_option("--beta-schedule", t.objective.beta_schedule,
+                 "DDPM: linear, scaled_linear or squaredcos_cap_v2");
+  app.add_option("--beta-start", t.objective.beta_start, "DDPM: first beta");
+  app.add_option("--beta-end", t.objective.beta_end, "DDPM: last beta");
+  app.add_option("--min-snr", min_snr, "DDPM: gamma of min-SNR weighting; 0: none");
+  app.add_option("--variance-weight", t.objective.variance_weight,
+                 "DDPM with a learned variance (out_channels twice in_channels): weight of L_vlb");
+  app.add_option("--cap-snr", cap_snr,
+                 "v: limits the SNR + 1 by which the error of the image counts; 0: no limit");
+  app.add_flag("--flow-uniform", flow_uniform, "Flow: uniform noise levels, not logit-normal");
+  app.add_option("--steps", t.steps, "Steps of the run");
+  app.add_option("--batch", t.batch, "Pictures per step, over all ranks");
+  app.add_option("--chunks", t.chunks,
+                 "Parts of a batch whose gradients are added as a tree: a power of two. The result "
+                 "depends on it; ranks, cores and accumulation do not matter");
+  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more take less memory");
+  app.add_option("--seed", t.seed, "Seed of all random numbers");
+  app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW");
+  app.add_option("--schedule", schedule, "constant, cosine or inverse-sqrt");
+  app.add_option("--warmup-steps", t.rate.warmup_steps, "Steps of linear warm-up");
+  app.add_option("--reference-steps", t.rate.reference_steps,
+                 "inverse-sqrt: steps before the rate falls");
+  app.add_option("--beta1", t.beta1, "beta1 of AdamW");
+  app.add_option("--beta2", t.beta2, "beta2 of AdamW");
+  app.add_option("--adam-eps", t.eps, "eps of AdamW");
+  app.add_option("--weight-decay", t.weight_decay, "Weight decay of AdamW");
+  app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: never");
+  app.add_option(
+         "--average", averages,
+         "Average of the weights; may be repeated; the first is written to model/: "
+         "decay:0.999, warmup:0.9999 (diffusers) or power:0.05 (EDM2). Default: decay:0.999")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  app.add_option("--dropout", dropout, "Dropout of the resnets. Default: the network's config")
+      ->default_str("");
+  app.add_option("--class-dropout,--caption-dropout", t.class_dropout,
+                 "Share of the pictures that are shown the null class, or an empty caption, for "
+                 "guidance");
+  app.add_option("--null-class", t.null_class, "Default: the last of num_class_embeds")
+      ->default_str("");
+  app.add_flag("--flip", t.flip, "Mirror half of the pictures");
+  app.add_option("--augment", t.augment,
+                 "EDM's augmentation, of which the network is told: probability of each "
+                 "transformation, 0.12 in the paper; 0: none");
+  app.add_option("--canvas", config.canvas,
+                 "Edge of the stored pictures; larger than sample_size: random crops")
+      ->default_str("");
+  app.add_flag("--pad", config.pad, "Smaller pictures get a black border, and are not scaled up");
+  app.add_flag("--skip-bad-files", config.skip_bad_files, "Name and count bad files, and go on");
+  app.add_option(
+      "--data-memory", config.data_memory,
+      "MiB of unpacked pictures that stay in memory; more are kept in a file of --output, "
+      "and read ahead. 0: half of the memory that is free");
+  app.add_option("--prefetch-threads", t.prefetch_threads,
+                 "Threads that prepare the pictures of the next step; 0: 2 if they are on disk or "
+                 "augmented, else none");
+  app.add_flag("--recompute-norms", t.recompute_norms, "Less memory, a little slower");
+  app.add_option("--checkpoint-steps", config.checkpoint_steps, "Steps between checkpoints");
+  app.add_option("--keep", config.keep, "Number of checkpoints to keep");
+  app.add_option("--resume", config.resume,
+                 "latest (of --output; from the start if there is none), or a checkpoint's folder");
+  app.add_option("--sample-steps", config.sample_steps, "Steps between grids of samples; 0: none");
+  app.add_option("--sample-count", config.sample_count, "Pictures of a grid");
+  app.add_option(
+         "--prompt", config.prompts,
+         "Of --pipeline: what the grids show, may be given several times. Default: captions")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  app.add_option("--log-steps", config.log_steps, "Steps between lines of the log");
+  app.add_option("--max-skipped", config.max_skipped,
+                 "Steps in a row without a finite gradient that end the run");
+  app.add_option("--metrics-listen", config.metrics_listen,
+                 "Prometheus /metrics on host:port; \"\": none")
+      ->default_str("");
+  app.add_option("--device", device,
+                 "cpu, cuda, or auto: the CPU, until training has proved itself on GPUs");
+  app.add_option("--dtype", dtype, "CUDA: bf16, or fp32 for debugging; the CPU computes in fp32")
+      ->default_str("");
+  app.add_option("--autotune-cache", config.cuda_options.autotune_cache,
+                 "CUDA: folder in which measurements of kernels are kept");
+  app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, and train nothing");
+
+  std::vector<std::string> given(argv + 1, argv + argc);
+  const auto parse = [&](std::vector<std::string> arguments) -> absl::Status {
+    std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
+    try {
+      app.parse(arguments);
+    } catch (const CLI::CallForHelp&) {
+      *printed = Printed{app.help()};
+    } catch (const CLI::CallForVersion&) {
+      *printed = Printed{fmt::format("denoise-train {} ({})\n", kVersion, kBuild)};
+    } catch (const CLI::ParseError& error) {
+      return InvalidArgument("{}. See denoise-train --help", error.what());
+    }
+    return absl::OkStatus();
+  };
+  DENOISED_RETURN_IF_ERROR(parse(given));
+  if (*printed) return config;
+  if (!config_file.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(config_file));
+    DENOISED_ASSIGN_OR_RETURN(std::vector<std::string> arguments,
+                              ArgumentsOf(json, config_file, given, &config.network_json));
+    arguments.insert(arguments.end(), given.begin(), given.end());
+    averages.clear();
+    config.prompts.clear();
+    DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), config_file));
+  }
+
+  if (device != "auto" && device != "cpu" && device != "cuda")
+    return InvalidArgument("--device is \"{}\"; use auto, cpu or cuda", device);
+  config.cuda = device == "cuda";
+  if (!dtype.empty() && dtype != "fp32" && dtype != "bf16")
+    return InvalidArgument("--dtype is \"{}\"; use bf16 or fp32", dtype);
+  if (dtype == "bf16" && !config.cuda)
+    return InvalidArgument("--dtype is \"bf16\", but the CPU trains in fp32; add --device cuda");
+  config.cuda_options.fp32 = dtype == "fp32";
+  if (config.data.empty())
+    return InvalidArgument("--data is missing: give a folder of pictures, or a file");
+  if (config.output.empty() && !config.dry_run)
+    return InvalidArgument("--output is missing: give a folder for checkpoints and the model");
+  const auto kind = training::ObjectiveFromName(objective);
+  if (!kind)
+    return InvalidArgument("--objective is \"{}\"; use edm, epsilon, v, x0 or flow", objective);
+  t.objective.kind = *kind;
+  if (min_snr != 0) t.objective.min_snr = min_snr;
+  if (cap_snr != 0) t.objective.cap_snr = cap_snr;
+  t.objective.logit_normal = !flow_uniform;
+  if (schedule == "constant") {
+    t.rate.kind = RateSchedule::Kind::kConstant;
+  } else if (schedule == "cosine") {
+    t.rate.kind = RateSchedule::Kind::kCosine;
+  } else if (schedule == "inverse-sqrt") {
+    t.rate.kind = RateSchedule::Kind::kInverseSqrt;
+  } else {
+    return InvalidArgument("--schedule is \"{}\"; use constant, cosine or inverse-sqrt", schedule);
+  }
+  if (!averages.empty()) t.averages.clear();
+  for (const std::string& text : averages) {
+    DENOISED_ASSIGN_OR_RETURN(const AverageOptions average, ParseAverage(text));
+    t.averages.push_back(average);
+  }
+  for (const auto& [flag, value] :
+       {std::pair{"--checkpoint-steps", config.checkpoint_steps},
+        std::pair{"--keep", int64_t{config.keep}}, std::pair{"--log-steps", config.log_steps},
+        std::pair{"--sample-count", int64_t{config.sample_count}},
+        std::pair{"--max-skipped", int64_t{config.max_skipped}}})
+    if (value < 1) return InvalidArgument("{} is {}; use at least 1", flag, value);
+  if (config.data_memory < 0)
+    return InvalidArgument("--data-memory is {}; use 0 or more MiB", config.data_memory);
+  if (config.sample_steps < 0)
+    return InvalidArgument("--sample-steps is {}; use 0 or more", config.sample_steps);
+  if (config.sample_count > 256)
+    return InvalidArgument("--sample-count is {}; use at most 256", config.sample_count);
+  DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));
+  if (config.cuda)
+    DENOISED_RETURN_IF_ERROR(Annotate(training::CheckCuda(config.cuda_options), "--device"));
+  if (pipeline.empty()) {
+    DENOISED_RETURN_IF_ERROR(ReadNetwork(network, &config));
+  } else {
+    if (!network.empty() || !config.network_json.is_null())
+      return InvalidArgument("give either --network or --pipeline");
+    for (const char* const flag : {"--objective", "--timesteps", "--beta-schedule", "--beta-start",
+                                   "--beta-end", "--flow-uniform"})
+      if (app.count(flag) > 0)
+        return InvalidArgument(
+            "{} cannot be given with --pipeline, whose scheduler_config.json says it", flag);
+    DENOISED_RETURN_IF_ERROR(
+        ReadPipeline(pipeline, stage, freeze_text, kl_weight, edge_weight, &config));
+    if (config.canvas != 0 && config.stage == Stage::kDiffusion)
+      return InvalidArgument(
+          "--canvas is {}, but latents are computed once: stage diffusion cannot crop at random",
+          config.canvas);
+  }
+  const Shape picture = config.picture();
+  if (picture[0] == 0) return InvalidArgument("the network's config has no sample_size; set it");
+  const auto least = static_cast<int>(std::max(picture[0], picture[1]));
+  if (config.canvas != 0 && (config.canvas < least || config.canvas > 16384))
+    return InvalidArgument("--canvas is {}; use {} (sample_size) to 16384", config.canvas, least);
+  const auto* const pixels = std::get_if<UNet2DConfig>(&config.network);
+  t.objective.learned_variance =
+      pixels != nullptr && pixels->out_channels == 2 * pixels->in_channels;
+  const bool classes = pixels != nullptr && pixels->condition == ClassCondition::kLabel;
+  if (t.null_class < 0 && classes && t.class_dropout > 0)
+    t.null_class = pixels->num_class_embeds - 1;
+  const nlohmann::json in_network = config.network_json.value("dropout", nlohmann::json());
+  t.dropout = dropout >= 0 ? dropout : in_network.is_number() ? in_network.get<double>() : 0;
+  DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
+  return config;
+}
+
+}  // namespace denoised::trainer

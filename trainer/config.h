@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/core/status.h"
+#include "engine/models/unet2d.h"
+#include "engine/training/trainer.h"
+#include "trainer/text_to_image.h"
+
+namespace denoised::trainer {
+
+/// Everything that the command line and --config say.
+struct RunConfig {
+  std::string data, labels;
+  std::string output;
+  std::string init_from;        // a diffusers directory whose weights are the first
+  nlohmann::json network_json;  // a UNet2DModel's config.json
+  training::NetworkConfig network;
+  training::TrainerOptions trainer;
+  std::optional<PipelineParts> pipeline;  // a run of a StableDiffusionPipeline
+  Stage stage = Stage::kDiffusion;        // of it
+  std::vector<std::string> prompts;       // of the grids; empty: captions
+  int canvas = 0;                         // edge of the stored pictures; 0: sample_size
+  bool pad = false, skip_bad_files = false;
+  int64_t data_memory = 0;     // MiB of pictures that stay in memory; 0: half of what is free
+  std::string metrics_listen;  // host:port, or empty
+
+  int64_t checkpoint_steps = 1000, sample_steps = 0, log_steps = 10;
+  int keep = 3;
+  std::string resume;  // "latest", a checkpoint's folder, or empty
+  int sample_count = 16;
+  int max_skipped = 50;  // steps in a row
+  bool dry_run = false;
+
+  bool cuda = false;
+  training::CudaOptions cuda_options;  // the device is LOCAL_RANK of the environment
+
+  // Of the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or what stands for them.
+  int rank = 0, ranks = 1;
+  std::string address;
+
+  /// Of the pictures that the run reads, in pixels.
+  Shape picture() const;
+  /// What the bits of a run depend on, for run.json.
+  nlohmann::json Fingerprint() const;
+};
+
+/// A text to print and an exit code instead of a run: --help, --version.
+struct Printed {
+  std::string text;
+};
+
+/// Flags win over the JSON object of --config, whose fields are the flags' names. InvalidArgument
+/// and NotFound name the flag or field, its value and the remedy.
+absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
+                                           std::optional<Printed>* printed);
+
+}  // namespace denoised::trainer

@@ -1,0 +1,413 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "trainer/data/pictures.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <new>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "engine/images/formats.h"
+#include "trainer/data/archive.h"
+#include "trainer/data/arrays.h"
+
+namespace denoised::trainer {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int64_t kMaxPixels = int64_t{1} << 28;
+constexpr int32_t kMaxLabel = 1 << 24;
+constexpr size_t kMaxVector = 1 << 16;
+
+/// What a file says of a picture's class: a number, or a list of them.
+struct Label {
+  int32_t number = -1;
+  std::vector<float> vector;
+};
+using Labels = std::map<std::string, Label>;
+
+/// One picture that may yet be read.
+struct Candidate {
+  std::string name;  // for messages
+  std::string file;  // below a folder; else empty
+  std::optional<Label> label;
+  std::function<absl::StatusOr<std::string>()> read;
+};
+
+bool IsPicture(std::string name) {
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  for (const char* const ending : {".png", ".jpg", ".jpeg", ".webp"})
+    if (name.size() > std::strlen(ending) &&
+        name.compare(name.size() - std::strlen(ending), std::string::npos, ending) == 0)
+      return true;
+  return false;
+}
+
+/// `image` F32 [H, W, C] of any size as uint8 [height, width, C] at `to`.
+void Fit(Tensor image, const PictureOptions& options, uint8_t* to) {
+  const int64_t h = image.dim(0), w = image.dim(1), channels = image.dim(2);
+  const bool inside = options.pad && h <= options.height && w <= options.width;
+  if (!inside && (h != options.height || w != options.width)) {
+    // Scaled until it covers, so that only one direction is cropped.
+    const double scale = std::max(static_cast<double>(options.height) / static_cast<double>(h),
+                                  static_cast<double>(options.width) / static_cast<double>(w));
+    const auto scaled = [&](int64_t extent, int least) {
+      return std::max(least, static_cast<int>(static_cast<double>(extent) * scale + 0.5));
+    };
+    image = Resize(image, scaled(h, options.height), scaled(w, options.width));
+  }
+  const std::vector<uint8_t> bytes = ToBytes(image);
+  const int64_t from_height = image.dim(0), from_width = image.dim(1);
+  std::memset(to, 0, static_cast<size_t>(options.height) * options.width * channels);
+  // Negative: the picture begins inside the border.
+  const int64_t top = (from_height - options.height) / 2, left = (from_width - options.width) / 2;
+  for (int64_t y = 0; y < options.height; ++y) {
+    const int64_t from_y = y + top;
+    if (from_y < 0 || from_y >= from_height) continue;
+    const int64_t first = std::max<int64_t>(0, -left),
+                  last = std::min<int64_t>(options.width, from_width - left);
+    std::memcpy(to + (y * options.width + first) * channels,
+                bytes.data() + (from_y * from_width + first + left) * channels,
+                static_cast<size_t>((last - first) * channels));
+  }
+}
+
+/// Sets Pictures::dataset.images.
+absl::Status AllocateImages(int64_t count, const PictureOptions& options, Pictures* pictures) {
+  const Shape shape{count, options.height, options.width, options.channels};
+  const auto bytes = static_cast<size_t>(shape.elements());
+  pictures->on_disk = bytes > options.memory;
+  if (pictures->on_disk) {
+    DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<void> file, MapScratch(options.scratch, bytes));
+    pictures->dataset.images = Tensor(file.get(), shape, DType::kU8, Device::kCpu, file);
+    return absl::OkStatus();
+  }
+  try {
+    pictures->dataset.images = Tensor::Host(shape, DType::kU8);
+    return absl::OkStatus();
+  } catch (const std::bad_alloc&) {
+    return ResourceExhausted(
+        "{} pictures of {} × {} × {} do not fit the memory; use fewer, or a lower --data-memory",
+        count, options.width, options.height, options.channels);
+  }
+}
+
+/// Decodes all candidates.
+absl::StatusOr<Pictures> Decode(const std::string& path, std::vector<Candidate> candidates,
+                                const PictureOptions& options) {
+  if (candidates.empty())
+    return NotFound("{}: has no PNG, JPEG or WebP pictures; check the path", path);
+  Pictures pictures;
+  DENOISED_RETURN_IF_ERROR(
+      AllocateImages(static_cast<int64_t>(candidates.size()), options, &pictures));
+  const Tensor images = pictures.dataset.images;
+  const int64_t each = images.elements() / images.dim(0);
+  int64_t count = 0;
+  std::vector<float> vectors;
+  size_t vector_size = 0;
+  for (const Candidate& candidate : candidates) {
+    absl::Status status;
+    if ((options.wants_labels || options.wants_vectors) && !candidate.label) {
+      status = InvalidArgument("it has no label");
+    } else if (options.wants_vectors && count > 0 &&
+               candidate.label->vector.size() != vector_size) {
+      status = InvalidArgument("its label has {} numbers, and those of others {}",
+                               candidate.label->vector.size(), vector_size);
+    } else if (absl::StatusOr<std::string> file = candidate.read(); !file.ok()) {
+      status = file.status();
+    } else if (absl::StatusOr<Pixels> pixels = DecodeFile(*file, kMaxPixels); !pixels.ok()) {
+      status = pixels.status();
+    } else {
+      Fit(FromPixels(*pixels, options.channels), options, images.as<uint8_t>() + count * each);
+      if (options.wants_vectors) {
+        vector_size = candidate.label->vector.size();
+        vectors.insert(vectors.end(), candidate.label->vector.begin(),
+                       candidate.label->vector.end());
+      } else if (candidate.label) {
+        pictures.dataset.labels.push_back(candidate.label->number);
+      }
+      pictures.files.push_back(candidate.file);
+      ++count;
+    }
+    if (status.ok()) continue;
+    const std::string what = fmt::format("{}: {}", candidate.name, std::string(status.message()));
+    if (!options.skip_bad) return InvalidArgument("{}. Remove it, or pass --skip-bad-files", what);
+    pictures.bad.push_back(what);
+  }
+  if (count == 0)
+    return InvalidArgument("{}: none of its {} pictures can be read; the first: {}", path,
+                           candidates.size(), pictures.bad.front());
+  pictures.dataset.images = images.Slice(0, count);
+  if (static_cast<int64_t>(pictures.dataset.labels.size()) != count)
+    pictures.dataset.labels.clear();
+  if (options.wants_vectors)
+    pictures.dataset.vectors = Tensor::HostF32({count, static_cast<int64_t>(vector_size)}, vectors);
+  return pictures;
+}
+
+/// A label of a JSON file.
+std::optional<Label> LabelOf(const nlohmann::json& json, bool vector) {
+  if (!vector) {
+    if (!json.is_number_integer() || json < 0 || json > kMaxLabel) return std::nullopt;
+    return Label{.number = json.get<int32_t>(), .vector = {}};
+  }
+  Label label;
+  for (const nlohmann::json& number : json.is_array() ? json : nlohmann::json::array({json})) {
+    if (!number.is_number() || !std::isfinite(number.get<float>())) return std::nullopt;
+    label.vector.push_back(number.get<float>());
+  }
+  if (label.vector.empty() || label.vector.size() > kMaxVector) return std::nullopt;
+  return label;
+}
+
+std::string LabelKind(bool vector) {
+  return vector ? fmt::format("a list of 1 to {} finite numbers", kMaxVector)
+                : fmt::format("a name or a number from 0 to {}", kMaxLabel);
+}
+
+absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
+                                    std::vector<std::string>* names) {
+  DENOISED_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
+  Labels labels;
+  std::map<std::string, std::vector<std::string>> files_of_name;
+  int line_number = 0;
+  for (size_t begin = 0; begin < text.size();) {
+    size_t end = text.find('\n', begin);
+    if (end == std::string::npos) end = text.size();
+    const std::string line = text.substr(begin, end - begin);
+    begin = end + 1;
+    ++line_number;
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!json.is_object() || !json.contains("file_name") || !json["file_name"].is_string())
+      return InvalidArgument("{}, line {}: is not an object with a \"file_name\"", file.string(),
+                             line_number);
+    if (!json.contains("label")) continue;
+    const std::string name = json["file_name"];
+    if (json["label"].is_string() && !vectors) {
+      files_of_name[json["label"]].push_back(name);
+    } else if (const auto label = LabelOf(json["label"], vectors)) {
+      labels[name] = *label;
+    } else {
+      return InvalidArgument("{}, line {}: label {} is not {}", file.string(), line_number,
+                             json["label"].dump(), LabelKind(vectors));
+    }
+  }
+  if (!labels.empty() && !files_of_name.empty())
+    return InvalidArgument("{}: some labels are names and some are numbers; use one kind",
+                           file.string());
+  for (const auto& [name, files] : files_of_name) {
+    for (const std::string& of : files) labels[of].number = static_cast<int32_t>(names->size());
+    names->push_back(name);
+  }
+  return labels;
+}
+
+absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOptions& options) {
+  std::vector<std::string> files;  // relative
+  std::error_code error;
+  fs::recursive_directory_iterator walk(path, fs::directory_options::follow_directory_symlink,
+                                        error);
+  for (; !error && walk != fs::recursive_directory_iterator(); walk.increment(error)) {
+    if (walk->is_regular_file(error) && IsPicture(walk->path().filename()))
+      files.push_back(fs::relative(walk->path(), path, error).generic_string());
+  }
+  if (error) return NotFound("{}: cannot be read: {}", path, error.message());
+  std::sort(files.begin(), files.end());
+
+  std::vector<std::string> names;
+  Labels labels;
+  const fs::path metadata = fs::path(path) / "metadata.jsonl";
+  if (fs::exists(metadata)) {
+    DENOISED_ASSIGN_OR_RETURN(labels, ReadMetadata(metadata, options.wants_vectors, &names));
+  } else if (options.wants_vectors) {
+    return InvalidArgument(
+        "{}: has no metadata.jsonl: the network reads class vectors, so each picture needs a line "
+        "{{\"file_name\": …, \"label\": [numbers]}}",
+        path);
+  } else {
+    for (const std::string& file : files) {
+      const size_t slash = file.find('/');
+      if (slash == std::string::npos) continue;
+      const std::string folder = file.substr(0, slash);
+      if (names.empty() || names.back() != folder) names.push_back(folder);
+      labels[file].number = static_cast<int32_t>(names.size()) - 1;
+    }
+  }
+  std::vector<Candidate> candidates;
+  for (const std::string& file : files) {
+    const std::string whole = fs::path(path) / file;
+    Candidate candidate{
+        .name = whole, .file = file, .label = {}, .read = [whole] { return ReadFile(whole); }};
+    if (const auto found = labels.find(file); found != labels.end())
+      candidate.label = found->second;
+    candidates.push_back(std::move(candidate));
+  }
+  DENOISED_ASSIGN_OR_RETURN(Pictures pictures, Decode(path, std::move(candidates), options));
+  if (!pictures.dataset.labels.empty()) pictures.class_names = std::move(names);
+  return pictures;
+}
+
+absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& options) {
+  DENOISED_ASSIGN_OR_RETURN(const MappedFile file, MappedFile::Open(path));
+  DENOISED_ASSIGN_OR_RETURN(const ZipArchive archive, ZipArchive::Parse(file.bytes(), path));
+  Labels labels;
+  if (const ZipArchive::Entry* entry = archive.Find("dataset.json")) {
+    DENOISED_ASSIGN_OR_RETURN(const std::string text, archive.Read(*entry));
+    const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    if (!json.is_object()) return InvalidArgument("{}/dataset.json: is not a JSON object", path);
+    const nlohmann::json list = json.value("labels", nlohmann::json());
+    if (!list.is_null() && !list.is_array())
+      return InvalidArgument("{}/dataset.json: \"labels\" is not a list", path);
+    for (const nlohmann::json& pair : list) {
+      const auto label = pair.is_array() && pair.size() == 2 && pair[0].is_string()
+                             ? LabelOf(pair[1], options.wants_vectors)
+                             : std::nullopt;
+      if (!label)
+        return InvalidArgument("{}/dataset.json: {} is not [file, label], the label {}", path,
+                               pair.dump(), LabelKind(options.wants_vectors));
+      labels[pair[0]] = *label;
+    }
+  }
+  std::vector<const ZipArchive::Entry*> entries;
+  for (const ZipArchive::Entry& entry : archive.entries())
+    if (IsPicture(entry.name)) entries.push_back(&entry);
+  std::sort(entries.begin(), entries.end(),
+            [](const auto* a, const auto* b) { return a->name < b->name; });
+  std::vector<Candidate> candidates;
+  for (const ZipArchive::Entry* entry : entries) {
+    Candidate candidate{
+        .name = path + "/" + entry->name, .file = {}, .label = {}, .read = [&archive, entry] {
+          return archive.Read(*entry, uint64_t{1} << 30);
+        }};
+    if (const auto found = labels.find(entry->name); found != labels.end())
+      candidate.label = found->second;
+    candidates.push_back(std::move(candidate));
+  }
+  return Decode(path, std::move(candidates), options);
+}
+
+absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
+                                    const std::string& path, const PictureOptions& options) {
+  if (images.element != 1 || images.is_signed || images.is_float)
+    return InvalidArgument("{}: pictures must be uint8", path);
+  const size_t rank = images.shape.size();
+  const int64_t channels = rank == 4 ? images.shape[3] : 1;
+  if ((rank != 3 && rank != 4) || (channels != 1 && channels != 3) || images.elements() == 0)
+    return InvalidArgument("{}: pictures must be [M, H, W] or [M, H, W, 1 or 3]; this is [{}]",
+                           path, fmt::join(images.shape, ", "));
+  const int64_t count = images.shape[0], h = images.shape[1], w = images.shape[2];
+  if (h > 65536 || w > 65536) return InvalidArgument("{}: pictures of {} × {}", path, w, h);
+  Pictures pictures;
+  DENOISED_RETURN_IF_ERROR(AllocateImages(count, options, &pictures));
+  const int64_t each = pictures.dataset.images.elements() / count;
+  const auto* from = reinterpret_cast<const uint8_t*>(images.data.data());
+  for (int64_t i = 0; i < count; ++i) {
+    uint8_t* to = pictures.dataset.images.as<uint8_t>() + i * each;
+    const uint8_t* picture = from + i * h * w * channels;
+    if (h == options.height && w == options.width && channels == options.channels) {
+      std::memcpy(to, picture, static_cast<size_t>(each));
+      continue;
+    }
+    const Pixels pixels{static_cast<int>(w),
+                        static_cast<int>(h),
+                        static_cast<int>(channels),
+                        {picture, picture + h * w * channels}};
+    Fit(FromPixels(pixels, options.channels), options, to);
+  }
+  if (labels == nullptr) return pictures;
+  if (options.wants_vectors) {
+    const int64_t size = labels->shape.size() == 2 ? labels->shape[1] : 1;
+    if (labels->shape.empty() || labels->shape.size() > 2 || labels->shape[0] != count ||
+        size < 1 || size > static_cast<int64_t>(kMaxVector))
+      return InvalidArgument(
+          "{}: there are {} pictures, but class vectors [{}]; give [M, D] numbers", path, count,
+          fmt::join(labels->shape, ", "));
+    std::vector<float> vectors(static_cast<size_t>(count * size));
+    for (size_t i = 0; i < vectors.size(); ++i) {
+      vectors[i] = static_cast<float>(labels->NumberAt(static_cast<int64_t>(i)));
+      if (!std::isfinite(vectors[i]))
+        return InvalidArgument("{}: the class vector of picture {} holds {}; use finite numbers",
+                               path, static_cast<int64_t>(i) / size, vectors[i]);
+    }
+    pictures.dataset.vectors = Tensor::HostF32({count, size}, vectors);
+    return pictures;
+  }
+  if (labels->is_float)
+    return InvalidArgument("{}: labels must be whole numbers; save y.astype('int64')", path);
+  if (labels->shape.empty() || labels->elements() != count)
+    return InvalidArgument("{}: there are {} pictures, but {} labels", path, count,
+                           labels->elements());
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t label = labels->At(i);
+    if (label < 0 || label > kMaxLabel)
+      return InvalidArgument("{}: label {} of picture {} is not from 0 to {}", path, label, i,
+                             kMaxLabel);
+    pictures.dataset.labels.push_back(static_cast<int32_t>(label));
+  }
+  return pictures;
+}
+
+absl::StatusOr<Array> ReadArray(const std::string& path) {
+  DENOISED_ASSIGN_OR_RETURN(const std::string bytes, ReadFile(path));
+  if (bytes.compare(0, 6, "\x93NUMPY") == 0) return ParseNpy(bytes, path);
+  return ParseIdx(bytes, path);
+}
+
+absl::StatusOr<Pictures> ReadNpz(const std::string& path, const PictureOptions& options) {
+  DENOISED_ASSIGN_OR_RETURN(const MappedFile file, MappedFile::Open(path));
+  DENOISED_ASSIGN_OR_RETURN(const ZipArchive archive, ZipArchive::Parse(file.bytes(), path));
+  const ZipArchive::Entry* const images = archive.Find("images.npy");
+  const ZipArchive::Entry* const labels = archive.Find("labels.npy");
+  if (images == nullptr)
+    return InvalidArgument(
+        "{}: has no array \"images\"; save with numpy.savez(file, images=x, labels=y)", path);
+  const auto read = [&](const ZipArchive::Entry& entry) -> absl::StatusOr<Array> {
+    DENOISED_ASSIGN_OR_RETURN(const std::string array, archive.Read(entry));
+    return ParseNpy(array, path + "/" + entry.name);
+  };
+  DENOISED_ASSIGN_OR_RETURN(const Array pictures, read(*images));
+  if (labels == nullptr) return FromArrays(pictures, nullptr, path, options);
+  DENOISED_ASSIGN_OR_RETURN(const Array classes, read(*labels));
+  return FromArrays(pictures, &classes, path, options);
+}
+
+bool EndsWith(const std::string& text, std::string_view ending) {
+  return text.size() >= ending.size() &&
+         text.compare(text.size() - ending.size(), ending.size(), ending) == 0;
+}
+
+}  // namespace
+
+absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
+                                      const PictureOptions& options) {
+  DENOISED_CHECK(options.height > 0 && options.width > 0);
+  if (options.channels != 1 && options.channels != 3)
+    return InvalidArgument("the network's in_channels is {}; pictures have 1 or 3",
+                           options.channels);
+  std::error_code error;
+  const bool folder = fs::is_directory(path, error);
+  const bool own_labels = folder || EndsWith(path, ".zip") || EndsWith(path, ".npz");
+  if (own_labels && !labels_path.empty())
+    return InvalidArgument("--labels: {} has labels of its own; leave --labels out", path);
+  if (folder) return ReadFolder(path, options);
+  if (EndsWith(path, ".zip")) return ReadZip(path, options);
+  if (EndsWith(path, ".npz")) return ReadNpz(path, options);
+  DENOISED_ASSIGN_OR_RETURN(const Array images, ReadArray(path));
+  if (labels_path.empty()) {
+    if (options.wants_labels || options.wants_vectors)
+      return InvalidArgument("the network has classes: give the file of labels with --labels");
+    return FromArrays(images, nullptr, path, options);
+  }
+  DENOISED_ASSIGN_OR_RETURN(const Array labels, ReadArray(labels_path));
+  return FromArrays(images, &labels, path, options);
+}
+
+}  // namespace denoised::trainer

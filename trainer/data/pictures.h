@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/training/trainer.h"
+
+namespace denoised::trainer {
+
+/// How pictures become a data set.
+struct PictureOptions {
+  int channels = 3;           // 1 or 3
+  int height = 0, width = 0;  // of the result: pictures are scaled to cover it, and cropped around
+                              // their middle
+  bool pad = false;           // smaller pictures get a black border instead of being scaled up
+  bool wants_labels = false;
+  bool wants_vectors = false;  // of numbers as labels: a class vector for each picture
+  bool skip_bad = false;       // otherwise the first bad file is an error
+  /// What takes more bytes than this is kept in a file below `scratch`, which has no name.
+  size_t memory = SIZE_MAX;
+  std::string scratch;
+};
+
+struct Pictures {
+  training::Dataset dataset;
+  std::vector<std::string> class_names;  // by label, of folders; else empty
+  std::vector<std::string> bad;          // what was skipped: file and reason
+  std::vector<std::string> files;        // of a folder, by picture: its path below the folder
+  bool on_disk = false;                  // see PictureOptions::memory
+};
+
+/// Reads all pictures of `path` into uint8 once:
+///
+///   a folder   PNG, JPEG and WebP files below it, in the order of their names. Labels: of
+///              metadata.jsonl ({"file_name": "a.png", "label": 3}) if there is one, else each
+///              folder right below is a class, in the order of their names
+///   .zip       the same files; labels of dataset.json ({"labels": [["a.png", 3], …]}), as EDM's
+///              dataset_tool.py writes them
+///   IDX        MNIST's files, .gz or not; `labels_path` is the file of labels
+///   .npy       uint8 [M, H, W] or [M, H, W, C]; `labels_path` is a .npy of whole numbers [M]
+///   .npz       the arrays "images" and, for labels, "labels"
+///
+/// With wants_vectors, a label is a list of numbers, all of one length, or in arrays [M, D] of
+/// floats; a single number is a list of one.
+///
+/// InvalidArgument or NotFound name the file and the remedy.
+absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
+                                      const PictureOptions& options);
+
+}  // namespace denoised::trainer

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// The process of denoise-train: signals and exit codes. Everything else is in run.h.
+
+#include <fmt/format.h>
+
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+
+#include "trainer/config.h"
+#include "trainer/run.h"
+
+namespace {
+
+std::atomic<bool> stop = false;
+
+/// The first signal ends the run after its step; the second ends the process.
+void OnSignal(int signal) {
+  stop = true;
+  std::signal(signal, SIG_DFL);
+}
+
+/// 2 for settings or files that have to be changed; 1 for what may be another time.
+int Fail(const absl::Status& status) {
+  std::fprintf(stderr, "denoise-train: %s\n", std::string(status.message()).c_str());
+  return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ||
+                 absl::IsUnimplemented(status)
+             ? 2
+             : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::optional<denoised::trainer::Printed> printed;
+  const auto config = denoised::trainer::ParseCommandLine(argc, argv, &printed);
+  if (printed) {
+    std::fputs(printed->text.c_str(), stdout);
+    return 0;
+  }
+  if (!config.ok()) return Fail(config.status());
+  std::signal(SIGTERM, OnSignal);
+  std::signal(SIGINT, OnSignal);
+  std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error of write()
+  const absl::Status status = denoised::trainer::Run(*config, stop);
+  return status.ok() ? 0 : Fail(status);
+}

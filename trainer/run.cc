@@ -1,0 +1,491 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "trainer/run.h"
+
+#include <fmt/format.h>
+#include <zlib.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+
+#include "engine/training/latents.h"
+#include "trainer/checkpoint.h"
+#include "trainer/data/pictures.h"
+#include "trainer/event_file.h"
+#include "trainer/metrics.h"
+#include "trainer/samples.h"
+
+namespace denoised::trainer {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+using training::StepReport;
+using training::Trainer;
+using training::TrainerState;
+
+template <typename... Args>
+void Say(fmt::format_string<Args...> format, Args&&... args) {
+  const std::string line = fmt::format(format, std::forward<Args>(args)...) + "\n";
+  std::fputs(line.c_str(), stderr);
+}
+
+double Since(Clock::time_point then) {
+  return std::chrono::duration<double>(Clock::now() - then).count();
+}
+
+std::string Duration(double seconds) {
+  if (!(seconds < 1e9)) return "?";
+  const auto s = static_cast<int64_t>(seconds);
+  if (s >= 3600) return fmt::format("{}h{:02}m", s / 3600, s / 60 % 60);
+  if (s >= 60) return fmt::format("{}m{:02}s", s / 60, s % 60);
+  return fmt::format("{}s", s);
+}
+
+/// Steps of a GPU that --dry-run measures.
+constexpr int kDryRunSteps = 20;
+
+/// What two configurations that must be the same differ in.
+absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
+  std::string differences;
+  for (const auto& [field, value] : now.items()) {
+    const nlohmann::json before = saved.value(field, nlohmann::json());
+    if (before != value)
+      differences += fmt::format("{}{} was {} and is {}", differences.empty() ? "" : "; ", field,
+                                 before.dump(), value.dump());
+  }
+  if (differences.empty()) return absl::OkStatus();
+  return FailedPrecondition(
+      "--resume: the checkpoint is of another run: {}. Give the same settings, or start anew in "
+      "another --output",
+      differences);
+}
+
+class Session {
+ public:
+  Session(const RunConfig& config, const std::atomic<bool>& stop) : config_(config), stop_(stop) {}
+  absl::Status Run();
+
+ private:
+  absl::Status ReadData();
+  absl::Status ReadTexts(uLong* checksum);
+  absl::Status EncodePictures();
+  absl::StatusOr<Pipeline> PixelPipeline(const std::map<std::string, Tensor>& weights) const;
+  Tensor SomePictures() const;
+  absl::Status OpenBackend();
+  absl::Status DryRun();
+  absl::Status Begin();
+  absl::Status Resume();
+  absl::Status Loop();
+  absl::Status Save();
+  void Sample();
+  void Log(const StepReport& report, double images_per_second);
+  void ShortenLog(int64_t steps) const;
+  bool first() const { return config_.rank == 0; }
+  std::string Output(const std::string& name) const { return config_.output + "/" + name; }
+  bool text_to_image() const { return config_.pipeline && config_.stage == Stage::kDiffusion; }
+  std::string SnapshotDirectory(size_t average) const {
+    if (average == 0) return Output("model");
+    return Output("models/" + config_.trainer.averages[average].Name());
+  }
+
+  RunConfig config_;
+  const std::atomic<bool>& stop_;
+  Pictures pictures_;
+  std::vector<std::string> prompts_;  // of the grids
+  training::AutoencoderWeights vae_weights_;
+  nlohmann::json fingerprint_;
+  std::unique_ptr<training::Backend> backend_;
+  std::unique_ptr<training::Exchange> exchange_;
+  std::unique_ptr<Trainer> trainer_;
+  std::optional<EventFile> events_;
+  std::unique_ptr<RunMetrics> metrics_;  // of the first rank, if asked for
+  int64_t step_ = 0, saved_step_ = -1, skipped_ = 0, skipped_in_row_ = 0;
+  double step_flops_ = 0;
+};
+
+absl::Status Session::ReadData() {
+  const Clock::time_point start = Clock::now();
+  PictureOptions options;
+  const Shape picture = config_.picture();
+  options.channels = static_cast<int>(picture[2]);
+  options.height = static_cast<int>(config_.canvas != 0 ? config_.canvas : picture[0]);
+  options.width = static_cast<int>(config_.canvas != 0 ? config_.canvas : picture[1]);
+  options.pad = config_.pad;
+  if (const auto* const pixels = std::get_if<UNet2DConfig>(&config_.network)) {
+    options.wants_labels = pixels->condition == ClassCondition::kLabel;
+    options.wants_vectors =
+        pixels->condition == ClassCondition::kValue || pixels->condition == ClassCondition::kVector;
+  }
+  options.skip_bad = config_.skip_bad_files;
+  options.memory = config_.data_memory > 0 ? static_cast<size_t>(config_.data_memory) << 20
+                                           : training::FreeHostMemory() / 2;
+  options.scratch = config_.dry_run ? fs::temp_directory_path().string() : config_.output;
+  DENOISED_ASSIGN_OR_RETURN(pictures_, ReadPictures(config_.data, config_.labels, options));
+  for (const std::string& bad : pictures_.bad) Say("skipped {}", bad);
+  const Tensor& images = pictures_.dataset.images;
+  int& threads = config_.trainer.prefetch_threads;
+  if (threads == 0 && (pictures_.on_disk || config_.trainer.augment > 0)) threads = 2;
+  if (first())
+    Say("{} pictures of {} × {} × {}, {} MiB{}, {} skipped, read in {:.1f} s", images.dim(0),
+        images.dim(2), images.dim(1), images.dim(3), images.bytes() >> 20,
+        pictures_.on_disk ? " on disk" : "", pictures_.bad.size(), Since(start));
+  // Another data set under the same settings is another run.
+  uLong checksum = crc32(0, nullptr, 0);
+  const auto* bytes = images.as<uint8_t>();
+  for (size_t at = 0; at < images.bytes(); at += 1 << 30)
+    checksum = crc32(checksum, bytes + at,
+                     static_cast<uInt>(std::min<size_t>(images.bytes() - at, 1 << 30)));
+  const std::vector<int32_t>& labels = pictures_.dataset.labels;
+  checksum = crc32(checksum, reinterpret_cast<const Bytef*>(labels.data()),
+                   static_cast<uInt>(labels.size() * sizeof(int32_t)));
+  if (const Tensor& vectors = pictures_.dataset.vectors)
+    checksum = crc32_z(checksum, static_cast<const Bytef*>(vectors.data()), vectors.bytes());
+  if (text_to_image()) DENOISED_RETURN_IF_ERROR(ReadTexts(&checksum));
+  fingerprint_ = config_.Fingerprint();
+  fingerprint_["data"] = {{"pictures", images.dim(0)}, {"crc32", checksum}};
+  return absl::OkStatus();
+}
+
+absl::Status Session::ReadTexts(uLong* checksum) {
+  if (!fs::is_directory(config_.data))
+    return InvalidArgument("--data {}: pictures with captions are a folder; unpack it",
+                           config_.data);
+  DENOISED_ASSIGN_OR_RETURN(const Captions captions, ReadCaptions(config_.data, pictures_.files));
+  training::Dataset& dataset = pictures_.dataset;
+  DENOISED_RETURN_IF_ERROR(Tokenize(*config_.pipeline, pictures_.files, captions, &dataset));
+  *checksum =
+      crc32_z(*checksum, static_cast<const Bytef*>(dataset.tokens.data()), dataset.tokens.bytes());
+  *checksum = crc32_z(*checksum, reinterpret_cast<const Bytef*>(dataset.first_caption.data()),
+                      dataset.first_caption.size() * sizeof(int32_t));
+  if (first()) Say("{} captions of {} tokens", dataset.tokens.dim(0) - 1, dataset.tokens.dim(1));
+  for (size_t i = 0; config_.prompts.empty() && i < static_cast<size_t>(config_.sample_count); ++i)
+    prompts_.push_back(
+        captions.at(pictures_.files[i * pictures_.files.size() / config_.sample_count]).front());
+  if (!config_.prompts.empty()) prompts_ = config_.prompts;
+  // A network is a function of the latents that it learned.
+  DENOISED_ASSIGN_OR_RETURN(const Weights weights,
+                            config_.pipeline->directory.components.at("vae").OpenWeights());
+  DENOISED_ASSIGN_OR_RETURN(vae_weights_,
+                            training::ReadAutoencoder(config_.pipeline->vae, weights));
+  for (const auto& [name, tensor] : vae_weights_)
+    *checksum = crc32_z(*checksum, static_cast<const Bytef*>(tensor.data()), tensor.bytes());
+  return absl::OkStatus();
+}
+
+/// Latents are computed once: the autoencoder is not trained any more.
+absl::Status Session::EncodePictures() {
+  const Clock::time_point start = Clock::now();
+  training::Dataset& dataset = pictures_.dataset;
+  if (config_.dry_run) {
+    const VaeConfig& vae = config_.pipeline->vae.vae;
+    const Shape shape{dataset.size() * (config_.trainer.flip ? 2 : 1),
+                      config_.pipeline->height() / vae.factor(),
+                      config_.pipeline->width() / vae.factor(), 2 * int64_t{vae.latent_channels}};
+    dataset.posteriors = Tensor::HostF32(shape, std::vector<float>(shape.elements()));
+  } else {
+    DENOISED_ASSIGN_OR_RETURN(
+        dataset.posteriors,
+        training::EncodePosteriors(*backend_, config_.pipeline->vae, vae_weights_, dataset.images,
+                                   config_.trainer.flip));
+    if (first()) Say("{} pictures encoded in {:.1f} s", dataset.size(), Since(start));
+  }
+  dataset.images = {};
+  return absl::OkStatus();
+}
+
+absl::Status Session::OpenBackend() {
+  DENOISED_ASSIGN_OR_RETURN(backend_, config_.cuda ? training::OpenCudaBackend(config_.cuda_options)
+                                                   : training::OpenCpuBackend());
+  return absl::OkStatus();
+}
+
+absl::Status Session::DryRun() {
+  const training::TrainerOptions& t = config_.trainer;
+  DENOISED_RETURN_IF_ERROR(OpenBackend());
+  if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures());
+  DENOISED_ASSIGN_OR_RETURN(
+      const training::TrainerPlan plan,
+      Trainer::Plan(*backend_, config_.network, t, pictures_.dataset, config_.ranks));
+  const auto mib = [](size_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+  fmt::print("device       {}, {}\n", backend_->name(), backend_->description());
+  fmt::print("parameters   {}\n", plan.parameters);
+  fmt::print("memory       {:.0f} MiB: weights {:.0f}, activations {:.0f}, pictures {:.0f}\n",
+             mib(plan.weight_bytes + plan.activation_bytes + plan.dataset_bytes),
+             mib(plan.weight_bytes), mib(plan.activation_bytes), mib(plan.dataset_bytes));
+  fmt::print("steps        {} of {} pictures: {:.1f} times the data set\n", t.steps, t.batch,
+             static_cast<double>(t.steps) * static_cast<double>(t.batch) /
+                 static_cast<double>(pictures_.dataset.size()));
+  fmt::print("work         {:.1f} GFLOP a step\n", plan.step_flops / 1e9);
+  std::fflush(stdout);
+  if (config_.ranks > 1) return absl::OkStatus();  // one rank alone cannot be timed
+  exchange_ = training::NewSoleExchange();
+  DENOISED_ASSIGN_OR_RETURN(
+      trainer_, Trainer::Make(*backend_, *exchange_, config_.network, t, pictures_.dataset));
+  // The first prepares the kernels, the second records them.
+  const int before = config_.cuda ? 2 : 1, steps = config_.cuda ? kDryRunSteps : 1;
+  for (int i = 0; i < before; ++i) DENOISED_RETURN_IF_ERROR(trainer_->Step().status());
+  const Clock::time_point start = Clock::now();
+  for (int i = 0; i < steps; ++i) DENOISED_RETURN_IF_ERROR(trainer_->Step().status());
+  const double seconds = Since(start) / steps;
+  if (config_.cuda)
+    fmt::print("GPU memory   {:.0f} MiB in use, by all processes\n", mib(backend_->MemoryInUse()));
+  fmt::print("time         {:.5f} s a step ({} measured): {:.2f} hours\n", seconds, steps,
+             seconds * static_cast<double>(t.steps) / 3600);
+  return absl::OkStatus();
+}
+
+absl::Status Session::Begin() {
+  std::error_code error;
+  fs::create_directories(config_.output, error);
+  if (error)
+    return InvalidArgument("--output {}: cannot be created: {}", config_.output, error.message());
+  const bool used = fs::exists(Output("checkpoints")) && !fs::is_empty(Output("checkpoints"));
+  if (used && config_.resume.empty())
+    return FailedPrecondition(
+        "--output {} has checkpoints of an earlier run; pass --resume latest, or choose another "
+        "folder",
+        config_.output);
+  fs::create_directories(Output("checkpoints"), error);
+  DENOISED_RETURN_IF_ERROR(OpenBackend());
+  DENOISED_ASSIGN_OR_RETURN(
+      exchange_, training::ConnectExchange(config_.rank, config_.ranks, config_.address, 300));
+  if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures());
+  DENOISED_ASSIGN_OR_RETURN(trainer_, Trainer::Make(*backend_, *exchange_, config_.network,
+                                                    config_.trainer, pictures_.dataset));
+  if (config_.pipeline) {
+    DENOISED_RETURN_IF_ERROR(
+        LoadParts(*config_.pipeline, config_.stage, config_.init_from, trainer_.get()));
+  } else if (!config_.init_from.empty()) {
+    std::string weights = config_.init_from + "/unet";
+    if (!fs::is_directory(weights)) weights = config_.init_from;
+    DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
+                              Safetensors::OpenDirectory(weights, "diffusion_pytorch_model"));
+    DENOISED_RETURN_IF_ERROR(trainer_->LoadWeights(Weights(std::move(tensors), weights)));
+  }
+  if (!config_.resume.empty()) DENOISED_RETURN_IF_ERROR(Resume());
+  if (!first()) return absl::OkStatus();
+  DENOISED_ASSIGN_OR_RETURN(
+      const training::TrainerPlan plan,
+      Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, 1));
+  step_flops_ = plan.step_flops;
+  ShortenLog(step_);
+  DENOISED_ASSIGN_OR_RETURN(EventFile events, EventFile::Create(Output("events")));
+  events_.emplace(std::move(events));
+  if (!config_.metrics_listen.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(
+        metrics_, RunMetrics::Listen(config_.metrics_listen, step_, config_.trainer.steps));
+    Say("metrics on port {}", metrics_->port());
+  }
+  Say("{}, {}: {} parameters, steps {} to {} of {} pictures in {} chunks, {} rank{}",
+      backend_->name(), backend_->description(), trainer_->parameters().count(), step_ + 1,
+      config_.trainer.steps, config_.trainer.batch, config_.trainer.chunks, config_.ranks,
+      config_.ranks == 1 ? "" : "s");
+  return absl::OkStatus();
+}
+
+absl::Status Session::Resume() {
+  std::optional<Checkpoint> checkpoint;
+  if (config_.resume == "latest") {
+    std::vector<std::string> broken;
+    DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadLatestCheckpoint(Output("checkpoints"), &broken));
+    for (const std::string& what : broken) Say("passed over {}", what);
+    if (!checkpoint) {
+      Say("no checkpoint in {}: from the start", Output("checkpoints"));
+      return absl::OkStatus();
+    }
+  } else {
+    DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadCheckpoint(config_.resume));
+  }
+  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_));
+  DENOISED_RETURN_IF_ERROR(trainer_->Restore(checkpoint->state));
+  step_ = saved_step_ = checkpoint->state.step;
+  skipped_ = checkpoint->state.skipped;
+  skipped_in_row_ = checkpoint->state.skipped_in_row;
+  if (first()) Say("resumed at step {}", step_);
+  return absl::OkStatus();
+}
+
+/// Drops what an earlier process logged beyond the checkpoint: those steps are made again.
+void Session::ShortenLog(int64_t steps) const {
+  std::ifstream file(Output("log.jsonl"));
+  std::string line, kept;
+  while (std::getline(file, line)) {
+    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (json.is_object() && json.value("step", int64_t{0}) <= steps) kept += line + "\n";
+  }
+  if (const absl::Status status = WriteFileWhole(Output("log.jsonl"), kept); !status.ok())
+    Say("{}", std::string(status.message()));
+}
+
+void Session::Log(const StepReport& report, double images_per_second) {
+  const training::TrainerOptions& t = config_.trainer;
+  const double steps_per_second = images_per_second / static_cast<double>(t.batch);
+  Say("step {}/{}  {} images  loss {:.4f}  |g| {:.3f}  rate {:.2e}  {:.1f} images/s  {:.0f} "
+      "GFLOP/s  ETA {}{}",
+      report.step, t.steps, report.step * t.batch, report.loss, report.gradient_norm, report.rate,
+      images_per_second, step_flops_ * steps_per_second / 1e9,
+      Duration(static_cast<double>(t.steps - report.step) / steps_per_second),
+      skipped_ > 0 ? fmt::format("  {} skipped", skipped_) : "");
+  const auto number = [](double value) {
+    return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
+  };
+  const nlohmann::json entry = {
+      {"step", report.step},         {"images", report.step * t.batch},
+      {"loss", number(report.loss)}, {"gradient_norm", number(report.gradient_norm)},
+      {"rate", report.rate},         {"images_per_second", number(images_per_second)},
+      {"skipped", skipped_}};
+  std::ofstream(Output("log.jsonl"), std::ios::app) << entry.dump() << "\n";
+  events_->Scalars(report.step, {{"loss", report.loss},
+                                 {"gradient_norm", report.gradient_norm},
+                                 {"rate", report.rate},
+                                 {"images_per_second", images_per_second},
+                                 {"skipped", static_cast<double>(skipped_)}});
+}
+
+absl::StatusOr<Pipeline> Session::PixelPipeline(
+    const std::map<std::string, Tensor>& weights) const {
+  Pipeline pipeline;
+  nlohmann::json network = config_.network_json;
+  network["_class_name"] = "UNet2DModel";
+  pipeline.parts = {{"unet", network, "diffusion_pytorch_model", weights}};
+  DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
+                            training::Objective::Make(config_.trainer.objective));
+  pipeline.scheduler = objective.SchedulerConfig();
+  using Kind = training::ObjectiveOptions::Kind;
+  const Kind kind = config_.trainer.objective.kind;
+  const training::ObjectiveOptions& objective_options = config_.trainer.objective;
+  const int steps = kind == Kind::kEdm                   ? 18
+                    : kind == Kind::kFlow                ? 28
+                    : objective_options.learned_variance ? 100
+                                                         : 50;
+  // DDPM's samplers take no more steps than there are timesteps.
+  nlohmann::json ours = {
+      {"default_steps", kind == Kind::kEdm ? steps : std::min(steps, objective_options.timesteps)}};
+  if (config_.trainer.class_dropout > 0) ours["null_class"] = config_.trainer.null_class;
+  pipeline.index = {{"_class_name", "DiffusionPipeline"},
+                    {"unet", {"diffusers", "UNet2DModel"}},
+                    {"scheduler", {"diffusers", pipeline.scheduler["_class_name"]}},
+                    {"_denoised", ours}};
+  for (size_t i = 0; i < pictures_.class_names.size(); ++i)
+    pipeline.index["id2label"][std::to_string(i)] = pictures_.class_names[i];
+  return pipeline;
+}
+
+/// Pictures from all over the data set, cropped around their middle.
+Tensor Session::SomePictures() const {
+  constexpr int64_t kMost = 256;
+  const Tensor& all = pictures_.dataset.images;
+  const Shape to = config_.picture();
+  const int64_t count = std::min(kMost, all.dim(0)), top = (all.dim(1) - to[0]) / 2,
+                left = (all.dim(2) - to[1]) / 2;
+  Tensor some = Tensor::Host({count, to[0], to[1], to[2]}, DType::kU8);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t y = 0; y < to[0]; ++y)
+      std::copy_n(all.as<uint8_t>() +
+                      ((i * all.dim(0) / count * all.dim(1) + top + y) * all.dim(2) + left) * to[2],
+                  to[1] * to[2], some.as<uint8_t>() + (i * to[0] + y) * to[1] * to[2]);
+  }
+  return some;
+}
+
+absl::Status Session::Save() {
+  saved_step_ = step_;
+  if (!first()) return absl::OkStatus();
+  DENOISED_ASSIGN_OR_RETURN(TrainerState state, trainer_->State());
+  DENOISED_RETURN_IF_ERROR(
+      SaveCheckpoint(Output("checkpoints"), {state, fingerprint_}, config_.keep));
+  for (size_t i = 0; i < std::max<size_t>(1, state.averages.size()); ++i) {
+    const std::map<std::string, Tensor> weights = trainer_->parameters().Named(
+        state.averages.empty() ? state.trained : state.averages[i], state.fixed);
+    DENOISED_ASSIGN_OR_RETURN(
+        const Pipeline pipeline,
+        config_.pipeline ? MakeSnapshot(*config_.pipeline, config_.stage, weights, *backend_,
+                                        text_to_image() ? Tensor() : SomePictures())
+                         : PixelPipeline(weights));
+    DENOISED_RETURN_IF_ERROR(WritePipeline(SnapshotDirectory(i), pipeline));
+  }
+  Say("saved step {}", step_);
+  if (metrics_) metrics_->Saved(step_);
+  return absl::OkStatus();
+}
+
+/// Samples are for people: when they cannot be drawn, the run goes on.
+void Session::Sample() {
+  // Of a network that reads class vectors: those of pictures from all over the data set.
+  std::vector<float> class_values;
+  if (const Tensor& vectors = pictures_.dataset.vectors) {
+    for (int i = 0; i < config_.sample_count; ++i) {
+      const auto vector = vectors.Slice(i * vectors.dim(0) / config_.sample_count, 1).ToFloats();
+      class_values.insert(class_values.end(), vector.begin(), vector.end());
+    }
+  }
+  const absl::StatusOr<Grid> grid =
+      DrawGrid(SnapshotDirectory(0), config_.sample_count, std::move(class_values), prompts_);
+  if (!grid.ok()) return Say("no samples: {}", std::string(grid.status().message()));
+  std::error_code error;
+  fs::create_directories(Output("samples"), error);
+  const std::string path = Output(fmt::format("samples/step-{:09}.png", step_));
+  if (const absl::Status status = WriteFileWhole(path, grid->png); !status.ok())
+    return Say("no samples: {}", std::string(status.message()));
+  events_->Image(step_, "samples", grid->png, grid->width, grid->height, grid->channels);
+  Say("drew {}", path);
+}
+
+absl::Status Session::Loop() {
+  Clock::time_point since = Clock::now();
+  int64_t logged = step_;
+  bool stopped = false;
+  while (step_ < config_.trainer.steps && !stopped) {
+    const Clock::time_point start = Clock::now();
+    DENOISED_ASSIGN_OR_RETURN(const StepReport report, trainer_->Step(stop_));
+    if (metrics_) metrics_->Stepped(report, config_.trainer.batch, Since(start));
+    step_ = report.step;
+    stopped = report.stop;
+    skipped_ += report.skipped;
+    skipped_in_row_ = report.skipped ? skipped_in_row_ + 1 : 0;
+    const bool last = step_ == config_.trainer.steps || stopped;
+    if (first() && (step_ % config_.log_steps == 0 || last)) {
+      Log(report, static_cast<double>((step_ - logged) * config_.trainer.batch) / Since(since));
+      logged = step_;
+      since = Clock::now();
+    }
+    if (skipped_in_row_ >= config_.max_skipped)
+      return FailedPrecondition(
+          "the gradient was not finite in {} steps in a row, up to step {}: the run has diverged. "
+          "Lower --learning-rate or raise --warmup-steps, and go on from the last checkpoint (step "
+          "{}) or anew",
+          skipped_in_row_, step_, saved_step_ < 0 ? "none" : std::to_string(saved_step_));
+    const bool sample = config_.sample_steps > 0 && step_ % config_.sample_steps == 0;
+    if (step_ % config_.checkpoint_steps == 0 || last || sample) {
+      DENOISED_RETURN_IF_ERROR(Save());
+      if (first() && (sample || (config_.sample_steps > 0 && last && !stopped))) Sample();
+      since = Clock::now();
+      logged = step_;
+    }
+  }
+  if (stopped && first()) Say("stopped by a signal after step {}", step_);
+  return absl::OkStatus();
+}
+
+absl::Status Session::Run() {
+  DENOISED_RETURN_IF_ERROR(ReadData());
+  if (config_.dry_run) return DryRun();
+  DENOISED_RETURN_IF_ERROR(Begin());
+  if (step_ >= config_.trainer.steps) {
+    Say("step {} of {} is made: nothing to do", step_, config_.trainer.steps);
+    return absl::OkStatus();
+  }
+  return Loop();
+}
+
+}  // namespace
+
+absl::Status Run(const RunConfig& config, const std::atomic<bool>& stop) {
+  return Session(config, stop).Run();
+}
+
+}  // namespace denoised::trainer

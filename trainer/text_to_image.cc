@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "trainer/text_to_image.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <sstream>
+
+#include "engine/core/config_reader.h"
+#include "engine/text/clip_tokenizer.h"
+#include "engine/training/latents.h"
+#include "trainer/data/archive.h"
+
+namespace denoised::trainer {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kTextTable = "text_model.embeddings.token_embedding.weight";
+
+/// What a scheduler's config says of the noise that a network is trained with.
+absl::StatusOr<training::ObjectiveOptions> ObjectiveOf(const nlohmann::json& config,
+                                                       const std::string& file) {
+  const std::string name = config.value("_class_name", "");
+  if (name.find("FlowMatch") != std::string::npos || name.rfind("EDM", 0) == 0 ||
+      name.rfind("LCM", 0) == 0)
+    return InvalidArgument(
+        "{}: {} does not say how to train; use a DDPM schedule, such as DDIMScheduler or "
+        "DPMSolverMultistepScheduler",
+        file, name);
+  for (const auto& [field, plain] : {std::pair{"rescale_betas_zero_snr", nlohmann::json(false)},
+                                     std::pair{"trained_betas", nlohmann::json()},
+                                     std::pair{"use_flow_sigmas", nlohmann::json(false)}})
+    if (config.contains(field) && config[field] != plain && !config[field].is_null())
+      return InvalidArgument("{}: {} is {}, which cannot be trained; use {}", file, field,
+                             config[field].dump(), plain.dump());
+  training::ObjectiveOptions objective;
+  ConfigReader reader(config, file);
+  // The defaults of diffusers' schedulers.
+  objective.beta_end = 0.02;
+  std::string prediction = "epsilon";
+  reader.Read("num_train_timesteps", &objective.timesteps);
+  reader.Read("beta_schedule", &objective.beta_schedule);
+  reader.Read("beta_start", &objective.beta_start);
+  reader.Read("beta_end", &objective.beta_end);
+  reader.Read("prediction_type", &prediction);
+  using Kind = training::ObjectiveOptions::Kind;
+  if (prediction == "epsilon") {
+    objective.kind = Kind::kEpsilon;
+  } else if (prediction == "v_prediction") {
+    objective.kind = Kind::kV;
+  } else if (prediction == "sample") {
+    objective.kind = Kind::kX0;
+  } else {
+    return InvalidArgument("{}: prediction_type is \"{}\"; use epsilon, v_prediction or sample",
+                           file, prediction);
+  }
+  return objective;
+}
+
+std::vector<std::string> LinesOf(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    while (!line.empty() && (line.back() == '\r' || line.back() == ' ')) line.pop_back();
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+/// The trained parameters below a prefix, by the rest of their names.
+std::map<std::string, Tensor> Below(const std::string& prefix,
+                                    const std::map<std::string, Tensor>& weights) {
+  std::map<std::string, Tensor> below;
+  for (const auto& [name, tensor] : weights)
+    if (name.rfind(prefix, 0) == 0) below[name.substr(prefix.size())] = tensor;
+  return below;
+}
+
+}  // namespace
+
+absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory) {
+  PipelineParts parts;
+  DENOISED_ASSIGN_OR_RETURN(parts.directory, ModelDirectory::Read(directory));
+  const ModelDirectory& from = parts.directory;
+  if (from.pipeline_class != "StableDiffusionPipeline")
+    return InvalidArgument("{}: is a {}; --pipeline trains a StableDiffusionPipeline", directory,
+                           from.pipeline_class.empty() ? "single model" : from.pipeline_class);
+  for (const char* const part : {"text_encoder", "tokenizer", "vae"})
+    if (from.components.count(part) == 0)
+      return NotFound("{}: has no {}; a StableDiffusionPipeline needs one", directory, part);
+  if (!from.scheduler_config)
+    return NotFound("{}: has no scheduler/scheduler_config.json, which says how to train",
+                    directory);
+  const auto file = [&](const char* part) { return from.components.at(part).config_file; };
+  DENOISED_ASSIGN_OR_RETURN(parts.network.unet,
+                            UNet2DConditionConfig::Parse(parts.config("unet"), file("unet")));
+  DENOISED_ASSIGN_OR_RETURN(
+      parts.network.text, ClipTextConfig::Parse(parts.config("text_encoder"), file("text_encoder"),
+                                                from.components.at("text_encoder").class_name));
+  DENOISED_ASSIGN_OR_RETURN(parts.vae,
+                            AutoencoderKLConfig::Parse(parts.config("vae"), file("vae")));
+  DENOISED_ASSIGN_OR_RETURN(parts.objective,
+                            ObjectiveOf(*from.scheduler_config, from.scheduler_config_file));
+  const nlohmann::json dropout = parts.config("unet").value("dropout", nlohmann::json());
+  if (dropout.is_number() && dropout != 0)
+    return InvalidArgument("{}: dropout is {}, which cannot be trained with; use 0", file("unet"),
+                           dropout.dump());
+  if (parts.network.unet.sample_height == 0)
+    return InvalidArgument("{}: has no sample_size; set it", file("unet"));
+  return parts;
+}
+
+training::NetworkConfig PipelineParts::Network(Stage stage) const {
+  if (stage == Stage::kDiffusion) return network;
+  return training::AutoencoderConfig{
+      .vae = vae, .sample_height = height(), .sample_width = width()};
+}
+
+absl::StatusOr<Captions> ReadCaptions(const std::string& folder,
+                                      const std::vector<std::string>& files) {
+  Captions captions;
+  const fs::path metadata = fs::path(folder) / "metadata.jsonl";
+  if (!fs::exists(metadata)) {
+    for (const std::string& name : files) {
+      const fs::path path = (fs::path(folder) / name).replace_extension(".txt");
+      if (!fs::exists(path)) continue;
+      DENOISED_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));
+      for (const std::string& line : LinesOf(text))
+        if (!line.empty()) captions[name].push_back(line);
+    }
+    return captions;
+  }
+  DENOISED_ASSIGN_OR_RETURN(const std::string text, ReadFile(metadata));
+  int number = 0;
+  for (const std::string& line : LinesOf(text)) {
+    ++number;
+    if (line.empty()) continue;
+    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!json.is_object() || !json.contains("file_name") || !json["file_name"].is_string())
+      return InvalidArgument("{}, line {}: is not an object with a \"file_name\"",
+                             metadata.string(), number);
+    if (!json.contains("text")) continue;
+    const nlohmann::json& texts = json["text"];
+    for (const nlohmann::json& one : texts.is_array() ? texts : nlohmann::json::array({texts})) {
+      if (!one.is_string())
+        return InvalidArgument("{}, line {}: \"text\" is {}; use a text or a list of texts",
+                               metadata.string(), number, texts.dump());
+      captions[json["file_name"]].push_back(one);
+    }
+  }
+  return captions;
+}
+
+absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>& files,
+                      const Captions& captions, training::Dataset* dataset) {
+  DENOISED_ASSIGN_OR_RETURN(const ClipTokenizer tokenizer,
+                            ClipTokenizer::Load(parts.folder("tokenizer")));
+  const int width = tokenizer.max_length();
+  std::vector<int32_t> ids;
+  const auto add = [&](const std::string& name, const std::string& text) -> absl::Status {
+    const absl::StatusOr<TokenizedText> tokens = tokenizer.Encode(text);
+    if (!tokens.ok())
+      return InvalidArgument("{}: its caption cannot be read: {}", name,
+                             std::string(tokens.status().message()));
+    ids.insert(ids.end(), tokens->ids.begin(), tokens->ids.begin() + width);
+    return absl::OkStatus();
+  };
+  dataset->first_caption.clear();
+  for (const std::string& name : files) {
+    dataset->first_caption.push_back(static_cast<int32_t>(ids.size() / width));
+    const auto found = captions.find(name);
+    if (found == captions.end() || found->second.empty())
+      return InvalidArgument(
+          "{}: has no caption. Give it a line of metadata.jsonl with \"text\", or a .txt of its "
+          "name",
+          name);
+    for (const std::string& text : found->second) DENOISED_RETURN_IF_ERROR(add(name, text));
+  }
+  const auto count = static_cast<int64_t>(ids.size()) / width;
+  dataset->first_caption.push_back(static_cast<int32_t>(count));
+  DENOISED_RETURN_IF_ERROR(add("the empty caption", ""));
+  dataset->tokens = Tensor::Host({count + 1, width}, DType::kI32);
+  std::copy(ids.begin(), ids.end(), dataset->tokens.as<int32_t>());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Weights> OpenPart(const std::string& directory, const std::string& part) {
+  const std::string folder = directory + "/" + part;
+  DENOISED_ASSIGN_OR_RETURN(
+      Safetensors tensors,
+      Safetensors::OpenDirectory(folder,
+                                 part == "text_encoder" ? "model" : "diffusion_pytorch_model"));
+  Weights weights(std::move(tensors), folder);
+  if (part == "text_encoder") {
+    weights.Ignore("embeddings.position_ids");
+    weights.Ignore("text_model.embeddings.position_ids");
+  }
+  return weights;
+}
+
+absl::Status LoadParts(const PipelineParts& parts, Stage stage, const std::string& init_from,
+                       training::Trainer* trainer) {
+  if (stage == Stage::kAutoencoder) {
+    if (init_from.empty()) return absl::OkStatus();
+    DENOISED_ASSIGN_OR_RETURN(const Weights weights, OpenPart(init_from, "vae"));
+    return trainer->LoadWeights(weights);
+  }
+  if (!init_from.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(const Weights weights, OpenPart(init_from, "unet"));
+    DENOISED_RETURN_IF_ERROR(trainer->LoadWeights("unet.", weights));
+  }
+  if (init_from.empty() && parts.network.train_text) return absl::OkStatus();
+  DENOISED_ASSIGN_OR_RETURN(
+      const Weights weights,
+      OpenPart(init_from.empty() ? parts.directory.root : init_from, "text_encoder"));
+  return trainer->LoadWeights(
+      weights.Has(kTextTable) ? "text_encoder." : "text_encoder.text_model.", weights);
+}
+
+absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
+                                      std::map<std::string, Tensor> weights,
+                                      training::Backend& backend, const Tensor& pictures) {
+  Pipeline pipeline;
+  pipeline.index = parts.directory.index;
+  pipeline.scheduler = *parts.directory.scheduler_config;
+  pipeline.copied = {parts.folder("tokenizer")};
+  const auto kept = [&](const char* part) { pipeline.copied.push_back(parts.folder(part)); };
+  if (stage == Stage::kAutoencoder) {
+    DENOISED_RETURN_IF_ERROR(training::StandardizeLatents(backend, parts.vae, pictures, &weights));
+    nlohmann::json config = parts.config("vae");
+    config["scaling_factor"] = 1.0;
+    config["shift_factor"] = config["latents_mean"] = config["latents_std"] = nullptr;
+    pipeline.parts = {{"vae", config, "diffusion_pytorch_model", weights}};
+    kept("unet");
+    kept("text_encoder");
+    return pipeline;
+  }
+  nlohmann::json text = parts.config("text_encoder");
+  text.erase("torch_dtype");
+  text["dtype"] = "float32";
+  pipeline.parts = {
+      {"text_encoder", text, "model", Below("text_encoder.", weights)},
+      {"unet", parts.config("unet"), "diffusion_pytorch_model", Below("unet.", weights)}};
+  kept("vae");
+  return pipeline;
+}
+
+}  // namespace denoised::trainer
