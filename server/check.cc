@@ -70,20 +70,50 @@ void CheckSecurityFiles(const SecurityConfig& security, Report* report) {
 void CheckAddresses(const Config& config, Report* report) {
   Metrics metrics;
   const auto acceptor =
-      Acceptor::Listen(config.listen, config.connections.max_connections, &metrics);
+      Acceptor::Listen("--listen", config.listen, config.connections.max_connections, &metrics);
   report->Add("listen " + config.listen, acceptor.status());
+  absl::StatusOr<std::unique_ptr<Acceptor>> http;
+  if (!config.http_listen.empty()) {
+    http = Acceptor::Listen("--http-listen", config.http_listen, config.connections.max_connections,
+                            &metrics);
+    report->Add("http " + config.http_listen, http.status());
+  }
   if (config.metrics_listen.empty()) return;
   report->Add("metrics " + config.metrics_listen,
               HttpServer::Listen(config.metrics_listen, {}).status());
 }
 
+double Megabytes(size_t bytes) { return static_cast<double>(bytes) / 1e6; }
+
+/// Of a pipeline: its stages, and what each takes of one prompt, row or image.
+std::string DescribeStages(const ModelInfo& model) {
+  std::string stages;
+  for (const Stage stage : model.stages) {
+    const double seconds = model.stage_seconds[static_cast<size_t>(stage)];
+    stages += fmt::format("{}{}", stages.empty() ? "" : ", ", StageName(stage));
+    if (seconds > 0) stages += fmt::format(" {:.3g} ms", 1e3 * seconds);
+  }
+  return stages;
+}
+
 std::string Describe(const ModelInfo& model) {
-  return fmt::format(
-      "{}  {}, {:.1f} M parameters, {}×{}×{}, {} classes, {:.1f} MB, loaded in {:.2f} s",
-      model.directory, model.architecture, static_cast<double>(model.parameters) / 1e6,
-      model.height, model.width, model.channels, model.num_classes,
-      static_cast<double>(model.weight_bytes + model.activation_bytes + model.slot_bytes) / 1e6,
-      model.load_seconds);
+  std::string text = fmt::format(
+      "{}  {}, {:.1f} M parameters, {}, {}×{}×{}, {}, {:.1f} MB, loaded in {:.2f} s",
+      model.directory, model.pipeline.empty() ? model.architecture : model.pipeline,
+      static_cast<double>(model.parameters) / 1e6, model.precision, model.height, model.width,
+      model.channels,
+      model.text
+          ? fmt::format("prompts of {} tokens", model.text->max_chunks * model.text->chunk_tokens)
+          : fmt::format("{} classes", model.num_classes),
+      Megabytes(model.bytes()), model.load_seconds);
+  if (model.stages.size() > 1)
+    text += fmt::format(
+        "; stages: {}; memory: weights {:.1f} MB, activations {:.1f} MB, images in flight {:.1f} "
+        "MB, "
+        "prompts {:.1f} MB",
+        DescribeStages(model), Megabytes(model.weight_bytes), Megabytes(model.activation_bytes),
+        Megabytes(model.slot_bytes), Megabytes(model.prompt_bytes));
+  return text;
 }
 
 /// What a server would load: the models of the configuration, and what --state-dir restores.

@@ -10,16 +10,15 @@
 
 namespace denoised {
 
-/// Tries what Server::Start and the loading of models need, with the same code: certificates, the
-/// file of clients, the addresses, the device, the state directory, and every model of the
-/// configuration or of the state directory. A line for each goes to `report` as soon as it is
-/// known, and no failure ends it early:
+/// Checks everything that serving needs, with the code that serving uses: certificates, the clients
+/// file, addresses, the device, the state directory, and every configured or saved model. Writes a
+/// line for each to `report` as soon as it is known, and continues after failures:
 ///
 ///   ok      listen 127.0.0.1:50051
 ///   failed  model cats@1: data/cats/unet/config.json: no such file; …
 ///
-/// Nothing is made or changed on disk. `engine` is what Engine::Create said; it is left with the
-/// models. Whether nothing failed.
+/// Changes nothing on disk. `engine` is the result of Engine::Create; the models stay loaded in it.
+/// Returns true if nothing failed.
 bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& engine,
            std::ostream& report);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/config.h"
 
+#include <absl/strings/ascii.h>
 #include <arpa/inet.h>
 
 #include <CLI/CLI.hpp>
@@ -27,13 +28,13 @@ std::string EnvironmentName(const std::string& flag) {
   return name;
 }
 
-/// Of this user, for what can be made again; empty when there is no home.
+/// The user's cache directory; empty if there is no home directory.
 std::string CacheDirectory() {
   const auto variable = [](const char* name) {
     const char* const value = std::getenv(name);
     return std::string(value == nullptr ? "" : value);
   };
-  // The XDG specification: a relative path is as good as none.
+  // The XDG specification: ignore relative paths.
   const std::string cache = variable("XDG_CACHE_HOME"), home = variable("HOME");
   if (fs::path(cache).is_absolute()) return cache + "/denoised";
   return fs::path(home).is_absolute() ? home + "/.cache/denoised" : "";
@@ -68,9 +69,9 @@ class JsonConfig : public CLI::Config {
       if (variable != nullptr && *variable != '\0') continue;
       CLI::ConfigItem item;
       item.name = key;
-      if (key == "model" && value.is_object()) {
-        for (const auto& [name, directory] : value.items()) {
-          item.inputs.push_back(name + "=" + Scalar(key, directory));
+      if ((key == "model" || key == "precision") && value.is_object()) {
+        for (const auto& [name, setting] : value.items()) {
+          item.inputs.push_back(name + "=" + Scalar(key, setting));
         }
       } else if (value.is_array()) {
         for (const auto& element : value) item.inputs.push_back(Scalar(key, element));
@@ -83,7 +84,7 @@ class JsonConfig : public CLI::Config {
   }
 
  private:
-  /// What `option` is set to, by whatever won, or its default.
+  /// The effective value of `option`, or its default.
   static nlohmann::json Setting(const CLI::Option& option) {
     if (option.get_expected_min() == 0) return !option.empty() && option.as<bool>();
     const bool text = option.get_type_name().rfind("TEXT", 0) == 0;
@@ -146,6 +147,27 @@ absl::StatusOr<ModelSource> ParseModel(const std::string& text) {
         source.name, source.directory);
   }
   return source;
+}
+
+/// "fp8" for all models, or "digits=fp8" for one of them.
+absl::Status ApplyPrecision(const std::string& text, Config* config) {
+  const size_t equals = text.find('=');
+  const bool all = equals == std::string::npos;
+  const std::string name = all ? "" : text.substr(0, equals);
+  const std::string value = all ? text : text.substr(equals + 1);
+  const std::optional<Precision> precision = PrecisionFromName(value);
+  if (!precision)
+    return InvalidArgument("--precision: \"{}\" is not a precision; use {}", value, kPrecisions);
+  if (all) {
+    config->engine.precision = precision;
+    return absl::OkStatus();
+  }
+  for (ModelSource& source : config->models) {
+    if (source.name != name) continue;
+    source.precision = precision;
+    return absl::OkStatus();
+  }
+  return InvalidArgument("--precision: there is no model \"{}\" among --model and --models", name);
 }
 
 absl::StatusOr<std::vector<ModelSource>> ScanModels(const std::string& directory) {
@@ -214,8 +236,34 @@ absl::Status CheckAddress(const std::string& flag, const std::string& address) {
   return absl::OkStatus();
 }
 
-/// What must not happen by an oversight: tokens and models of a server that all the world can read
-/// and change.
+/// An address that others than this machine can reach, if there is one.
+std::string OpenAddress(const Config& config) {
+  return IsLoopback(config.listen) && !IsLoopbackAlone(config) ? config.http_listen : config.listen;
+}
+
+/// "https://studio.example.org" or "http://localhost:5173", as browsers send it.
+absl::Status CheckOrigin(const std::string& origin) {
+  const size_t scheme = origin.find("://");
+  const std::string host = scheme == std::string::npos ? "" : origin.substr(scheme + 3);
+  const std::string known = origin.substr(0, std::min(scheme, origin.size()));
+  const std::string lower = absl::AsciiStrToLower(known);
+  if ((lower == "http" || lower == "https") && !host.empty() &&
+      host.find_first_of("/?#@* ") == std::string::npos) {
+    std::string sent = absl::AsciiStrToLower(origin);
+    const std::string port = lower == "http" ? ":80" : ":443";
+    if (sent.ends_with(port)) sent.resize(sent.size() - port.size());
+    if (sent == origin) return absl::OkStatus();
+    return InvalidArgument("--http-origins: browsers send \"{}\" as \"{}\"; use that", origin,
+                           sent);
+  }
+  return InvalidArgument(
+      "--http-origins: \"{}\" is no origin; use scheme://host or scheme://host:port without a "
+      "path, such as https://studio.example.org",
+      origin);
+}
+
+/// Prevents accidents: a server on a network whose tokens everyone can read or whose models
+/// everyone can change.
 absl::Status CheckSecurity(const Config& config) {
   const SecurityConfig& security = config.security;
   if (security.tls_cert.empty() != security.tls_key.empty()) {
@@ -231,24 +279,24 @@ absl::Status CheckSecurity(const Config& config) {
         "--clients needs TLS, since anybody on the way could read the tokens; give --tls-cert and "
         "--tls-key too, or --allow-plaintext-tokens behind a sidecar that encrypts");
   }
-  if (security.plaintext_tokens && (security.tls() || !IsLoopback(config.listen))) {
+  if (security.plaintext_tokens && (security.tls() || !IsLoopbackAlone(config))) {
     return InvalidArgument(
         "--allow-plaintext-tokens is for a loopback address without TLS, and the server listens on "
         "{}{}; leave it out, or listen on 127.0.0.1 and have a sidecar pass calls on",
-        config.listen, security.tls() ? " with TLS" : "");
+        OpenAddress(config), security.tls() ? " with TLS" : "");
   }
   if (config.admin && security.clients.empty() && !EverybodyIsAdmin(config)) {
     return InvalidArgument(
         "--admin=on has no admins on {}{}; name them in --clients with \"admin\": true{}",
-        config.listen, security.tls_client_ca.empty() ? "" : " with --tls-client-ca",
+        OpenAddress(config), security.tls_client_ca.empty() ? "" : " with --tls-client-ca",
         security.tls_client_ca.empty() ? ", or listen on 127.0.0.1" : "");
   }
   return absl::OkStatus();
 }
 
-/// Says all that is wrong, a line each, with the code of the first.
+/// Collects all errors, one line each, with the code of the first.
 absl::Status Finish(const std::vector<std::string>& models, const std::string& models_directory,
-                    Config* config) {
+                    const std::vector<std::string>& precisions, Config* config) {
   absl::Status problems;
   const auto note = [&problems](const absl::Status& status) {
     if (status.ok()) return;
@@ -258,6 +306,8 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
   };
   note(CheckAddress("--listen", config->listen));
   note(CheckSecurity(*config));
+  if (!config->http_listen.empty()) note(CheckAddress("--http-listen", config->http_listen));
+  for (const std::string& origin : config->http_origins) note(CheckOrigin(origin));
   if (!config->metrics_listen.empty()) {
     note(CheckAddress("--metrics-listen", config->metrics_listen));
   }
@@ -270,7 +320,7 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
     const auto found = ScanModels(models_directory);
     note(found.status());
     if (found.ok()) config->models.insert(config->models.end(), found->begin(), found->end());
-  } else if (models.empty()) {
+  } else if (models.empty() && config->calibrate.empty()) {
     note(InvalidArgument("no model is given; use --model name=directory or --models directory"));
   }
   std::set<std::string> names;
@@ -280,6 +330,7 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
                            source.name));
     }
   }
+  for (const std::string& text : precisions) note(ApplyPrecision(text, config));
   note(ModelRoots::Make(config->model_roots, config->models).status());
   return problems;
 }
@@ -289,13 +340,18 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
 bool IsLoopback(const std::string& address) {
   const std::string host = address.substr(0, address.rfind(':'));
   in_addr numeric{};
-  // Not every name that begins with "127." is of this machine.
+  // Not every name that begins with "127." is an address of this machine.
   if (inet_pton(AF_INET, host.c_str(), &numeric) == 1) return ntohl(numeric.s_addr) >> 24 == 127;
   return host == "localhost" || host == "[::1]";
 }
 
+bool IsLoopbackAlone(const Config& config) {
+  return IsLoopback(config.listen) &&
+         (config.http_listen.empty() || IsLoopback(config.http_listen));
+}
+
 bool EverybodyIsAdmin(const Config& config) {
-  return config.admin && IsLoopback(config.listen) && config.security.clients.empty() &&
+  return config.admin && IsLoopbackAlone(config) && config.security.clients.empty() &&
          config.security.tls_client_ca.empty();
 }
 
@@ -303,7 +359,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   CommandLine line;
   Config& config = line.config;
   const std::vector<const char*> arguments = WithConfigOfEnvironment(argc, argv);
-  std::vector<std::string> models;
+  std::vector<std::string> models, precisions;
   std::string models_directory;
   double write_timeout = config.write_timeout.count() / 1e3;
   double keepalive = config.connections.keepalive.count() / 1e3;
@@ -318,9 +374,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   double lame_duck = config.lame_duck.count() / 1e3;
   double reload_models = config.reload_models.count() / 1e3;
   double job_retention = config.jobs.time.count() / 1e3;
+  double http_link = config.http_link_time.count() / 1e3;
 
   CLI::App app{
-      "denoised keeps diffusion models on the device and draws images over gRPC.\n"
+      "denoised keeps diffusion models on the device and draws images over gRPC and HTTP.\n"
       "Example: denoised --model digits=models/mnist-32"};
   app.name("denoised");
   app.option_defaults()->always_capture_default();
@@ -333,12 +390,17 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       "defaults");
   app.allow_config_extras(CLI::config_extras_mode::error);
   app.add_flag("--print-config", print_config,
-               "Print the settings that flags, environment and --config make together, as a file "
+               "Print the effective settings of flags, environment and --config, as a file "
                "for --config, and exit")
       ->configurable(false);
   app.add_flag("--check", config.check,
-               "Try what serving needs: certificates, clients, addresses, the device and every "
-               "model. Print a line for each, and exit with 1 when one fails")
+               "Test what serving needs: certificates, clients, addresses, the device and every "
+               "model. Print a line for each, and exit with 1 if one fails")
+      ->configurable(false);
+  app.add_option(
+         "--calibrate", config.calibrate,
+         "Draw images with the model in this directory on the CPU, write the scales that it "
+         "needs for --precision fp8 to fp8.json in it, and exit. See --calibrations")
       ->configurable(false);
 
   app.add_option("--model", models, "A model: name=directory in diffusers layout. May be repeated")
@@ -346,21 +408,30 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--models", models_directory,
                  "Load every model folder in this directory, each under its folder's name")
       ->group("Models");
+  app.add_option("--precision", precisions,
+                 "Multiply in \"fp8\", or as the device does by \"default\": fp8 for all models, "
+                 "name=fp8 for one. Wins over the model's own setting. Needs a calibration, see "
+                 "--calibrate. May be repeated")
+      ->group("Models");
+  app.add_option("--calibrations", config.engine.calibrations,
+                 "Directory of calibrations, where --calibrate writes and --precision fp8 reads "
+                 "them. What is not there is read from the model's own directory")
+      ->group("Models");
   app.add_option(
          "--model-roots", config.model_roots,
-         "Directories, with commas between them. Admins may load models from these and what "
-         "is below them, and from nowhere else. Default: the directories that the "
-         "configured models lie in")
+         "Directories, separated by commas. Admins may load models only from these and their "
+         "subdirectories. Default: the directories that contain the "
+         "configured models")
       ->delimiter(',')
       ->group("Models");
   app.add_option("--state-dir", config.state_dir,
-                 "Directory that keeps what admins load, unload and alias for the next start. A "
-                 "model whose --model has changed since starts as --model says. Empty: a restart "
-                 "undoes what admins changed")
+                 "Directory that keeps loads, unloads and aliases of admins across restarts. A "
+                 "model whose --model has changed since follows --model. Empty: a restart "
+                 "undoes the changes of admins")
       ->group("Models");
   app.add_option("--reload-models-seconds", reload_models,
-                 "How often to look for changed model files and load the model again. If that "
-                 "fails, the old version goes on serving. 0: never")
+                 "How often to check for changed model files and reload the model. If that "
+                 "fails, the old version keeps serving. 0: never")
       ->check(Seconds(0.0, 86400.0))
       ->group("Models");
 
@@ -369,48 +440,64 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "loopback see Security")
       ->group("Network");
   app.add_option(
+         "--http-listen", config.http_listen,
+         "Address of the HTTP port: the page, OpenAI's images API, and the calls of gRPC in "
+         "JSON; empty disables it. On other addresses than loopback see Security")
+      ->group("Network");
+  app.add_option("--http-origins", config.http_origins,
+                 "Origins, with commas between them, whose pages may call the HTTP port "
+                 "(https://studio.example.org). Its own page always may. Where everybody is an "
+                 "admin, also the names by which a proxy may call the port")
+      ->delimiter(',')
+      ->group("Network");
+  app.add_option("--http-link-seconds", http_link,
+                 "How long links to images work (response_format \"url\" of OpenAI's API)")
+      ->check(Seconds(1.0, 86400.0))
+      ->group("Network");
+  app.add_option(
          "--metrics-listen", config.metrics_listen,
          "Address of the HTTP port for Prometheus (/metrics) and probes (/healthz, /readyz); "
          "empty disables it")
       ->group("Network");
   app.add_option("--keepalive-seconds", keepalive,
-                 "How often idle connections are pinged, to find clients that are gone")
+                 "How often to ping idle connections, to detect clients that are gone")
       ->check(Seconds(1.0, 86400.0))
       ->group("Network");
   app.add_option("--max-connection-age-seconds", max_connection_age,
-                 "Ask clients to reconnect after so long, to spread load over replicas; 0: never")
+                 "Ask clients to reconnect after this time, to spread load over replicas; 0: never")
       ->check(Seconds(0.0, 31536000.0))
       ->group("Network");
   app.add_option("--max-connection-idle-seconds", max_connection_idle,
-                 "Close connections that had no call for so long; 0: never")
+                 "Close connections without calls after this time; 0: never")
       ->check(Seconds(0.0, 31536000.0))
       ->group("Network");
-  app.add_option("--handshake-timeout-seconds", handshake_timeout,
-                 "Close connections that take longer to become TLS and HTTP/2")
+  app.add_option(
+         "--handshake-timeout-seconds", handshake_timeout,
+         "Close connections that take longer to become TLS and HTTP/2, or to send the headers of "
+         "a request of HTTP/1.1")
       ->check(Seconds(0.1, 3600.0))
       ->group("Network");
   app.add_option("--write-timeout-seconds", write_timeout,
-                 "Cancel a stream whose client reads nothing for so long")
+                 "Cancel a stream whose client reads nothing for this time")
       ->check(Seconds(0.1, 86400.0))
       ->group("Network");
   app.add_option("--lame-duck-seconds", lame_duck,
-                 "After SIGTERM or Ctrl-C, health checks get NOT_SERVING for so long before new "
+                 "After SIGTERM or Ctrl-C, health is NOT_SERVING for this time before new "
                  "requests are refused, so that load balancers can choose other servers")
       ->check(Seconds(0.0, 3600.0))
       ->group("Network");
-  app.add_option("--grace-seconds", grace, "Time that running requests have to finish after that")
+  app.add_option("--grace-seconds", grace, "Time for running requests to finish after that")
       ->check(Seconds(0.0, 86400.0))
       ->group("Network");
 
-  app.add_option(
-         "--tls-cert", config.security.tls_cert,
-         "Certificate chain of the server, PEM: turns TLS on. Read again when it changes, as "
-         "are all of these files")
+  app.add_option("--tls-cert", config.security.tls_cert,
+                 "Certificate chain of the server, PEM: turns TLS on. All files of this group are "
+                 "read again when they change")
       ->group("Security");
   app.add_option("--tls-key", config.security.tls_key, "Its private key, PEM, without a passphrase")
       ->group("Security");
   app.add_option("--tls-client-ca", config.security.tls_client_ca,
-                 "Clients must show a certificate of this authority (mutual TLS), PEM")
+                 "Clients must have a certificate from this authority (mutual TLS), PEM")
       ->group("Security");
   app.add_option(
          "--clients", config.security.clients,
@@ -418,8 +505,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
          "and limits; needs TLS, or --allow-plaintext-tokens")
       ->group("Security");
   app.add_flag("--allow-plaintext-tokens", config.security.plaintext_tokens,
-               "Take the tokens of --clients without TLS, on a loopback address: for a server "
-               "behind a sidecar of a service mesh that encrypts. Every program on this host can "
+               "Accept the tokens of --clients without TLS, on a loopback address: for a server "
+               "behind the encrypting sidecar of a service mesh. Every program on this host can "
                "reach the port")
       ->group("Security");
   app.add_option("--make-token", token_for,
@@ -428,44 +515,44 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->configurable(false)
       ->group("Security");
   app.add_option("--credentials-refresh-seconds", refresh,
-                 "How often to look for changes of these files")
+                 "How often to check these files for changes")
       ->check(Seconds(1.0, 86400.0))
       ->group("Security");
   app.add_option("--reflection", reflection,
-                 "Offer grpc.reflection: \"on\", \"off\", or \"auto\", on loopback alone")
+                 "Offer grpc.reflection: \"on\", \"off\", or \"auto\": only on loopback")
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->group("Security");
   app.add_option("--admin", admin,
-                 "Let admins load and unload models: \"on\", \"off\", or \"auto\", where there are "
+                 "Let admins load and unload models: \"on\", \"off\", or \"auto\": if there are "
                  "admins. Admins are the clients with \"admin\": true in --clients. Without "
-                 "--clients and --tls-client-ca, everybody is an admin on a loopback address and "
-                 "nobody on others. Callers that a proxy passes on with x-forwarded-for, "
-                 "forwarded or via are no admins; give \"off\" or --clients behind a proxy on this "
+                 "--clients and --tls-client-ca, everyone is an admin on a loopback address and "
+                 "nobody on others. Callers that a proxy forwards with x-forwarded-for, "
+                 "forwarded or via are not admins; use \"off\" or --clients behind a proxy on this "
                  "machine that adds none of these")
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->group("Security");
 
   app.add_option("--device", config.engine.device,
-                 "\"cpu\", \"cuda\", or \"auto\", CUDA when there is a GPU")
+                 "\"cpu\", \"cuda\", or \"auto\": CUDA if there is a GPU")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->group("Engine");
   app.add_option(
          "--devices", config.engine.devices,
          "Numbers of the GPUs to use, \"0,1\", all of one kind: each holds every model, and "
-         "images go to whichever has room. On the CPU each number is a worker of its own")
+         "an image goes to one that has room. On the CPU each number is a separate worker")
       ->check(CLI::Range(0, 1023))
       ->delimiter(',')
       ->group("Engine");
   app.add_flag("--generic-kernels", config.engine.generic_kernels,
-               "On a Hopper GPU, compute with the kernels that every chip can run")
+               "On a Hopper GPU, use the kernels for all GPUs")
       ->group("Engine");
   AddChoice<bool>(&app, "--autotune", &config.engine.autotune, {{"on", true}, {"off", false}}, "on",
                   "On a GPU, measure which kernels are the fastest for a model's shapes "
                   "when it is first loaded: \"on\" or \"off\". Images do not depend on it")
       ->group("Engine");
   app.add_option("--autotune-cache", autotune_cache,
-                 "Directory that keeps what was measured for the next start; \"auto\": denoised in "
-                 "$XDG_CACHE_HOME or ~/.cache. Empty: it is measured at every start")
+                 "Directory that keeps the autotuner's measurements; \"auto\": denoised in "
+                 "$XDG_CACHE_HOME or ~/.cache. Empty: every start measures again")
       ->group("Engine");
   AddChoice<DType>(
       &app, "--cpu-dtype", &config.engine.cpu_dtype,
@@ -480,8 +567,14 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(0, 1024))
       ->group("Engine");
   app.add_option("--max-slots", config.engine.max_slots,
-                 "Images in flight per model and device; 0: as --max-rows")
+                 "Images in flight per model and device; 0: same as --max-rows")
       ->check(CLI::Range(0, 4096))
+      ->group("Engine");
+  app.add_option(
+         "--max-prompt-chunks", config.engine.max_prompt_chunks,
+         "Chunks of a prompt that models read (CLIP: 75 tokens each); longer prompts are cut "
+         "off. Memory for keys and values of prompts is proportional to it")
+      ->check(CLI::Range(1, 16))
       ->group("Engine");
   app.add_option("--max-evaluations", config.engine.max_evaluations,
                  "Longest plan a request may need, in model evaluations per image")
@@ -493,29 +586,30 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                       "before is done, as a baseline to compare with")
       ->group("Engine");
   app.add_option("--priority-weights", config.engine.priority_weights,
-                 "Shares of a client with interactive, normal and batch requests, where all wait; "
+                 "Shares of interactive, normal and batch requests while all of them wait; "
                  "in the environment with commas, \"16,4,1\"")
       ->check(Number(1e-3, 1e3))
       ->delimiter(',')
       ->group("Engine");
   app.add_option("--keep-evaluations", config.engine.keep_evaluations,
-                 "An image with no more evaluations to go does not give its slot to one that goes "
-                 "first")
+                 "An image with at most this many evaluations left keeps its slot even if another "
+                 "image has precedence")
       ->check(CLI::Range(0, 100000))
       ->group("Engine");
   app.add_option(
          "--watchdog-seconds", config.engine.watchdog_seconds,
-         "A device that takes longer for one evaluation, or for one part of loading or unloading a "
-         "model, is lost, and with the last one the process ends; 0: never")
+         "A device that takes longer for one evaluation, or for one step of loading or unloading a "
+         "model, counts as lost; without a device the process exits. 0: never")
       ->check(Seconds(0.0, 86400.0))
       ->group("Engine");
-  app.add_flag("--allow-nonfinite", config.engine.allow_nonfinite,
-               "For debugging: deliver images that have NaN or infinity. Otherwise their requests "
-               "end with DATA_LOSS")
+  app.add_flag(
+         "--allow-nonfinite", config.engine.allow_nonfinite,
+         "For debugging: deliver images that contain NaN or infinity. Without it, their requests "
+         "end with DATA_LOSS")
       ->group("Engine");
 
   app.add_option("--max-queued-requests", config.engine.max_queued_requests,
-                 "Requests that may wait; beyond it further ones get RESOURCE_EXHAUSTED")
+                 "Requests that may wait; more get RESOURCE_EXHAUSTED")
       ->check(CLI::Range(1, 1 << 24))
       ->group("Limits");
   app.add_option("--max-queued-bytes", config.engine.max_queued_bytes,
@@ -523,7 +617,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(size_t{1} << 20, size_t{1} << 40))
       ->group("Limits");
   app.add_option("--max-queued-images", config.engine.max_queued_images,
-                 "Images that may wait; beyond it requests get RESOURCE_EXHAUSTED")
+                 "Images that may wait; requests beyond that get RESOURCE_EXHAUSTED")
       ->check(CLI::Range(1, 1 << 24))
       ->group("Limits");
   app.add_option("--job-retention-seconds", job_retention,
@@ -553,7 +647,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
   app.add_option("--max-steps", config.limits.max_steps,
-                 "Denoising steps of one request; 0: as many as the model has")
+                 "Denoising steps of one request; 0: the model's maximum")
       ->check(CLI::Range(0, 100000))
       ->group("Limits");
   app.add_option("--max-tensor-bytes", config.limits.max_tensor_bytes,
@@ -566,8 +660,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}))
       ->group("Limits");
   app.add_option("--max-decoding-bytes", config.max_decoding_bytes,
-                 "Memory for unpacking uploaded images and noise, of all requests together. A "
-                 "request that finds no room gets RESOURCE_EXHAUSTED and a time to retry after")
+                 "Memory for unpacking uploaded images and noise, over all requests. A "
+                 "request that does not fit gets RESOURCE_EXHAUSTED and a time to retry after")
       ->check(CLI::Range(int64_t{1} << 20, int64_t{1} << 40))
       ->group("Limits");
   app.add_option("--max-previews-per-second", config.limits.max_previews_per_second,
@@ -581,21 +675,22 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
   app.add_option("--max-streams-per-connection", config.connections.max_streams,
-                 "Concurrent calls of one connection; further calls wait in the client")
+                 "Concurrent calls of one connection; more wait in the client")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
   app.add_option(
          "--max-streams-per-client", config.connections.max_streams_per_client,
-         "Concurrent calls of one client: a name of --clients or --tls-client-ca, else a host")
+         "Concurrent calls of one client: a name from --clients or a certificate, else a host")
       ->check(CLI::Range(1, 1 << 20))
       ->group("Limits");
   app.add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
                  "Requests of one client that may wait for the device; 0: --max-queued-requests")
       ->check(CLI::Range(0, 1 << 20))
       ->group("Limits");
-  app.add_option("--max-buffered-bytes", config.connections.max_buffered_bytes,
-                 "Memory for messages that gRPC sends and receives, of all connections; beyond it "
-                 "gRPC slows down and then refuses")
+  app.add_option(
+         "--max-buffered-bytes", config.connections.max_buffered_bytes,
+         "Memory for messages that gRPC sends and receives, over all connections; beyond it gRPC "
+         "slows down and then refuses. As much again is for uploads to the HTTP port")
       ->check(CLI::Range(int64_t{1} << 24, int64_t{1} << 40))
       ->group("Limits");
   app.add_option("--worker-threads", config.worker_threads,
@@ -652,7 +747,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   config.connections.handshake = milliseconds(handshake_timeout);
   config.security.refresh = milliseconds(refresh);
   config.engine.autotune_cache = autotune_cache == "auto" ? CacheDirectory() : autotune_cache;
-  const bool loopback = IsLoopback(config.listen);
+  const bool loopback = IsLoopbackAlone(config);
   config.reflection = reflection == "on" || (reflection == "auto" && loopback);
   config.admin = admin != "off";
   if (admin == "auto" && config.security.clients.empty()) config.admin = EverybodyIsAdmin(config);
@@ -660,10 +755,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   config.lame_duck = milliseconds(lame_duck);
   config.reload_models = milliseconds(reload_models);
   config.jobs.time = milliseconds(job_retention);
+  config.http_link_time = milliseconds(http_link);
   // gRPC holds a whole reply at once.
   config.limits.max_reply_bytes =
       std::min(config.limits.max_reply_bytes, config.connections.max_buffered_bytes);
-  DENOISED_RETURN_IF_ERROR(Finish(models, models_directory, &config));
+  DENOISED_RETURN_IF_ERROR(Finish(models, models_directory, precisions, &config));
   return line;
 }
 

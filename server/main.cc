@@ -21,13 +21,13 @@
 namespace denoised {
 namespace {
 
-/// 2 for settings that have to be changed; 1 for what may be another time, such as a port in use or
-/// a device that is not there.
+/// 2: a setting is wrong. 1: a later attempt may succeed, for example when the port is in use or a
+/// device is missing.
 int ExitCode(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ? 2 : 1;
 }
 
-/// Serves until a signal or the end of the last device. The exit code.
+/// Serves until a signal arrives or the last device is lost. Returns the exit code.
 int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& signals) {
   auto started = Server::Start(config, std::move(engine));
   if (!started.ok()) {
@@ -59,7 +59,7 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
     }
   }
   NotifyServiceManager("STOPPING=1\nSTATUS=draining");
-  // From here on a second signal ends the process at once.
+  // From here on another signal ends the process at once.
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
   const bool orderly = exit_code == 0;
   log::Info("draining", {{"lame_duck_seconds", config.lame_duck.count() / 1e3},
@@ -75,7 +75,7 @@ void LogOfEngine(Severity severity, const std::string& message) {
   (severity == Severity::kWarning ? log::Warning : log::Info)("engine: " + message, {});
 }
 
-/// What gRPC has to say, in our lines. Its errors are mostly of clients, such as a failed
+/// Forwards gRPC's log to ours. Most of its errors are caused by clients, for example a failed
 /// handshake.
 void LogOfGrpc(gpr_log_func_args* args) {
   const log::Fields fields = {{"file", args->file}, {"line", args->line}};
@@ -86,23 +86,23 @@ void LogOfGrpc(gpr_log_func_args* args) {
   }
 }
 
-/// Of messages that clients sent and that it cannot read.
+/// Forwards protobuf's log: about messages of clients that it cannot parse.
 void LogOfProtobuf(google::protobuf::LogLevel, const char* file, int line,
                    const std::string& message) {
   log::Debug("protobuf: " + message, {{"file", file}, {"line", line}});
 }
 
-/// What this thread starts from now on, gRPC's threads and the workers, has a lower priority than
-/// the threads of the engine, which are there already: these would wait for each other when one of
-/// them loses its core. (On Linux the nice value is a thread's own, and inherited; it may always
-/// rise.)
+/// Lowers the priority of this thread and of those that it starts from now on: gRPC's threads and
+/// the workers. The engine's threads exist already and keep theirs, because they wait for each
+/// other when one of them loses its core. (On Linux each thread has its own nice value and inherits
+/// it.)
 void GiveWayToTheEngine() {
   constexpr int kNice = 10;
   setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNice);
 }
 
 int Main(int argc, char** argv) {
-  // Before any thread exists: all of them inherit the mask, and only Serve takes the signals.
+  // Before any thread exists: all threads inherit the mask, and only Serve handles the signals.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
@@ -124,9 +124,19 @@ int Main(int argc, char** argv) {
   log::Configure(config.log_format, config.log_level);
   gpr_set_log_function(LogOfGrpc);
   google::protobuf::SetLogHandler(LogOfProtobuf);
+  if (!config.calibrate.empty()) {
+    pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+    const auto path = Calibrate(config.calibrate, config.engine);
+    if (path.ok()) {
+      fmt::print("{}\n", *path);
+      return 0;
+    }
+    fmt::print(stderr, "denoised: {}\n", std::string(path.status().message()));
+    return ExitCode(path.status());
+  }
   auto engine = Engine::Create(config.engine);
   if (config.check) {
-    // There is nothing to drain: a signal ends it at once.
+    // Nothing to drain: a signal ends the process at once.
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
     return Check(config, engine, std::cout) ? 0 : 1;
   }
@@ -142,8 +152,9 @@ int Main(int argc, char** argv) {
 }  // namespace denoised
 
 int main(int argc, char** argv) {
-  // With an arena for each of gRPC's threads and the workers', free pieces lie in all of them and
-  // resident memory creeps: 19 KiB a minute at saturation; with two it stays.
+  // By default malloc has an arena for each thread of gRPC and of the workers. Free memory is then
+  // scattered over all of them and resident memory grows by 19 KiB a minute at saturation; with two
+  // arenas it stays constant.
   mallopt(M_ARENA_MAX, 2);
   return denoised::Main(argc, argv);
 }

@@ -21,11 +21,14 @@
 #include "engine/core/mutex.h"
 #include "server/api/health.h"
 #include "server/api/inference_service.h"
+#include "server/api/methods.h"
 #include "server/api/model_admin.h"
 #include "server/api/request_preparer.h"
 #include "server/api/server_info.h"
 #include "server/api/service.h"
 #include "server/api/write_watch.h"
+#include "server/http/http_api.h"
+#include "server/http/http_port.h"
 #include "server/jobs/jobs.h"
 #include "server/jobs/memory_budget.h"
 #include "server/jobs/worker_pool.h"
@@ -132,17 +135,23 @@ struct Server::State {
         info(DescribeSettings(config), engine.get(), &health),
         preparer(&catalog, engine.get(), config.limits, &decoding, &queue_wait),
         call_context{&calls, &jobs, &workers, &client_load, &queue_wait, &write_watch},
-        service(call_context, &catalog, &info, config.limits),
+        methods(&jobs, &catalog, &info, config.limits),
+        service(call_context, &methods),
         admin(config.admin ? std::make_unique<AdminCalls>(&calls, &drain) : nullptr),
         inference(call_context, engine.get(), &catalog, &info, config.limits, &decoding,
                   &metrics.totals(), admin.get()),
-        model_admin(
-            admin ? std::make_unique<ModelAdminService>(admin.get(), &catalog, &info, config.limits)
-                  : nullptr) {
+        model_changes(&catalog, &info, config.limits),
+        model_admin(admin ? std::make_unique<ModelAdminService>(admin.get(), &model_changes)
+                          : nullptr),
+        http_bodies(config.connections.max_buffered_bytes) {
     engine->SetObserver(&metrics);
   }
 
+  /// The metrics, as text for Prometheus.
+  std::string Scrape();
   /// Opens the port for Prometheus and probes.
+  absl::Status ServeMetrics();
+  /// Opens the HTTP port.
   absl::Status ServeHttp();
   void Announce() const;
   void LoadModels();
@@ -168,13 +177,18 @@ struct Server::State {
   ServerInfo info;
   RequestPreparer preparer;
   GenerationCallContext call_context;
+  Methods methods;
   ImageGenerationService service;
   std::unique_ptr<AdminCalls> admin;  // null where nobody may change the models
   InferenceService inference;
+  ModelChanges model_changes;
   std::unique_ptr<ModelAdminService> model_admin;  // null as `admin`
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Acceptor> acceptor;
-  std::unique_ptr<HttpServer> http;  // null when it is not wanted
+  std::unique_ptr<HttpServer> metrics_server;  // null when it is not wanted
+  MemoryBudget http_bodies;
+  std::unique_ptr<HttpApi> http_api;    // null as `http_port`
+  std::unique_ptr<HttpPort> http_port;  // null when it is not wanted
 
   Mutex mutex;
   ConditionVariable loaded_changed;
@@ -195,21 +209,28 @@ void Server::State::Announce() const {
                         {"admins", !config.admin              ? "nobody"
                                    : EverybodyIsAdmin(config) ? "everybody"
                                                               : "clients with \"admin\": true"}};
-  if (http) {
+  if (http_port) {
+    fields.push_back({"http", (config.security.tls() ? "https://" : "http://") +
+                                  WithPort(config.http_listen, http_port->port())});
+  }
+  if (metrics_server) {
     fields.push_back(
-        {"metrics", "http://" + WithPort(config.metrics_listen, http->port()) + "/metrics"});
+        {"metrics",
+         "http://" + WithPort(config.metrics_listen, metrics_server->port()) + "/metrics"});
   }
   log::Info("listening", fields);
   const SecurityConfig& security = config.security;
-  if (IsLoopback(config.listen)) return;
-  if (!security.tls()) {
-    log::Warning(
-        "the port has neither encryption nor login; keep it behind a proxy, or see "
-        "--tls-cert and --clients",
-        {{"address", config.listen}});
-  } else if (security.clients.empty() && security.tls_client_ca.empty()) {
-    log::Warning("the port has no login: everybody may call; see --clients and --tls-client-ca",
-                 {{"address", config.listen}});
+  for (const std::string& address : {config.listen, config.http_listen}) {
+    if (address.empty() || IsLoopback(address)) continue;
+    if (!security.tls()) {
+      log::Warning(
+          "the port has neither encryption nor login; keep it behind a proxy, or see "
+          "--tls-cert and --clients",
+          {{"address", address}});
+    } else if (security.clients.empty() && security.tls_client_ca.empty()) {
+      log::Warning("the port has no login: everybody may call; see --clients and --tls-client-ca",
+                   {{"address", address}});
+    }
   }
 }
 
@@ -240,8 +261,7 @@ void Server::State::LoadModels() {
   loaded_changed.NotifyAll();
 }
 
-absl::Status Server::State::ServeHttp() {
-  if (config.metrics_listen.empty()) return absl::OkStatus();
+std::string Server::State::Scrape() {
   const SnapshotSources sources{.engine = engine.get(),
                                 .catalog = &catalog,
                                 .jobs = &jobs,
@@ -249,21 +269,60 @@ absl::Status Server::State::ServeHttp() {
                                 .drain = &drain,
                                 .info = &info,
                                 .security = config.security};
-  const auto probe = [](bool ok) { return ok ? HttpReply{200, "ok\n"} : HttpReply{503, "no\n"}; };
-  auto listening = HttpServer::Listen(
-      config.metrics_listen,
-      {{"/metrics",
-        [this, sources] {
-          std::vector<prometheus::MetricFamily> families = metrics.Collect();
-          for (auto& more : {CollectServing(sources), CollectProcess()}) {
-            families.insert(families.end(), more.begin(), more.end());
-          }
-          return HttpReply{200, prometheus::TextSerializer().Serialize(families)};
-        }},
-       {"/healthz", [this, probe] { return probe(health.live()); }},
-       {"/readyz", [this, probe] { return probe(health.ready()); }}});
-  if (!listening.ok()) return listening.status();
-  http = *std::move(listening);
+  std::vector<prometheus::MetricFamily> families = metrics.Collect();
+  for (auto& more : {CollectServing(sources), CollectProcess()}) {
+    families.insert(families.end(), more.begin(), more.end());
+  }
+  return prometheus::TextSerializer().Serialize(families);
+}
+
+absl::Status Server::State::ServeMetrics() {
+  if (config.metrics_listen.empty()) return absl::OkStatus();
+  const auto probe = [](bool ok) { return ok ? PageReply{200, "ok\n"} : PageReply{503, "no\n"}; };
+  DENOISED_ASSIGN_OR_RETURN(
+      metrics_server,
+      HttpServer::Listen(config.metrics_listen,
+                         {{"/metrics",
+                           [this] {
+                             return PageReply{200, Scrape()};
+                           }},
+                          {"/healthz", [this, probe] { return probe(health.live()); }},
+                          {"/readyz", [this, probe] { return probe(health.ready()); }}}));
+  return absl::OkStatus();
+}
+
+absl::Status Server::State::ServeHttp() {
+  if (config.http_listen.empty()) return absl::OkStatus();
+  http_api = std::make_unique<HttpApi>(HttpApiContext{
+      .calls = call_context,
+      .methods = &methods,
+      .catalog = &catalog,
+      .admin = admin.get(),
+      .changes = &model_changes,
+      .health = &health,
+      .clients = clients.get(),
+      .metrics = &metrics,
+      .scrape = [this] { return Scrape(); },
+      .max_request_bytes = config.limits.max_request_bytes,
+      .origins = config.http_origins,
+      .check_host = config.security.clients.empty() && config.security.tls_client_ca.empty() &&
+                    IsLoopback(config.http_listen),
+      .link_time = config.http_link_time,
+      .max_link_bytes = static_cast<size_t>(config.jobs.max_bytes)});
+  const ConnectionLimits& connections = config.connections;
+  const std::chrono::milliseconds idle = std::chrono::seconds(75);
+  const HttpPortOptions options{
+      .address = config.http_listen,
+      .security = config.security,
+      .max_connections = connections.max_connections,
+      .handshake = connections.handshake,
+      .idle = connections.max_idle.count() > 0 ? std::min(connections.max_idle, idle) : idle,
+      .write_timeout = config.write_timeout,
+      // A message in base64, and what stands around it.
+      .max_body_bytes = config.limits.max_request_bytes / 3 * 4 + (64 << 10)};
+  DENOISED_ASSIGN_OR_RETURN(http_port,
+                            HttpPort::Listen(options, http_api.get(), &http_bodies, &metrics));
+  http_port->Start();
   return absl::OkStatus();
 }
 
@@ -308,9 +367,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   grpc::ServerBuilder builder;
   if (!config.reflection) builder.SetOption(std::make_unique<WithoutReflection>());
   Limits(config, &builder);
-  DENOISED_ASSIGN_OR_RETURN(
-      state->acceptor,
-      Acceptor::Listen(config.listen, config.connections.max_connections, &state->metrics));
+  DENOISED_ASSIGN_OR_RETURN(state->acceptor,
+                            Acceptor::Listen("--listen", config.listen,
+                                             config.connections.max_connections, &state->metrics));
   auto handler = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   builder.RegisterService(&state->service);
@@ -320,8 +379,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
   // gRPC's own health service says SERVING until it is told otherwise: before anybody can ask.
   state->health.Attach(state->grpc_server->GetHealthCheckService());
+  DENOISED_RETURN_IF_ERROR(state->ServeMetrics());
   DENOISED_RETURN_IF_ERROR(state->ServeHttp());
-  state->acceptor->Start(std::move(handler));
+  state->acceptor->Start([handler = std::shared_ptr(std::move(handler))](int listener, int fd) {
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+    connection.listener_fd = listener;
+    connection.fd = fd;
+    handler->HandleNewConnection(&connection);
+  });
   state->Announce();
   State* raw = state.get();
   state->loader = std::thread([raw] { raw->LoadModels(); });
@@ -352,7 +417,10 @@ Server::~Server() {
 }
 
 int Server::port() const { return state_->acceptor->port(); }
-int Server::metrics_port() const { return state_->http ? state_->http->port() : 0; }
+int Server::http_port() const { return state_->http_port ? state_->http_port->port() : 0; }
+int Server::metrics_port() const {
+  return state_->metrics_server ? state_->metrics_server->port() : 0;
+}
 
 std::optional<absl::Status> Server::Loaded(std::chrono::milliseconds timeout) {
   const Clock::time_point deadline = Clock::now() + timeout;
@@ -399,13 +467,17 @@ void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds la
     const Clock::time_point deadline = Clock::now() + grace;
     drain.state = DrainState::kDraining;
     state_->health.Update();
+    if (state_->http_port) state_->http_port->Drain();
     state_->engine->Drain(deadline);
     // The images of the last jobs are on their way through the workers and to their readers.
     const Clock::time_point flushed = std::max(deadline, Clock::now() + std::chrono::seconds(1));
-    if (!state_->calls.WaitForNone(flushed)) {
+    // A reply over HTTP may be written after the end of its call, or have none.
+    if (!state_->calls.WaitForNone(flushed) ||
+        (state_->http_port && !state_->http_port->WaitForReplies(flushed))) {
       log::Warning("calls were still being read at the end of the grace period; cancelling them");
     }
     state_->acceptor->Stop();
+    if (state_->http_port) state_->http_port->Stop();
     // An open health watch would hold a shutdown without deadline forever.
     state_->grpc_server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(1));
   });

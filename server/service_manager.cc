@@ -11,8 +11,8 @@
 
 namespace denoised {
 
-// The protocol is one datagram, and sd_notify(3) advises to send it without libsystemd, which would
-// bring its compression libraries into the container.
+// The protocol is one datagram. sd_notify(3) recommends to send it without libsystemd, which would
+// add compression libraries to the container.
 void NotifyServiceManager(std::string_view state) {
   const char* const variable = std::getenv("NOTIFY_SOCKET");
   const std::string_view path = variable == nullptr ? "" : variable;

@@ -5,10 +5,9 @@
 
 namespace denoised {
 
-/// Sends `state` to the service manager, as sd_notify(3) does: lines such as "READY=1" or
-/// "STATUS=loading models". Does nothing when no manager asked for it, that is without
-/// $NOTIFY_SOCKET, and a failure is ignored: the server runs as well without a manager.
-/// Thread-safe.
+/// Sends `state` to the service manager, like sd_notify(3): lines such as "READY=1" or
+/// "STATUS=loading models". Does nothing without $NOTIFY_SOCKET. Ignores failures, because the
+/// server also runs without a manager. Thread-safe.
 void NotifyServiceManager(std::string_view state);
 
 }  // namespace denoised

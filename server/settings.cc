@@ -24,7 +24,7 @@ void AddFeatures(const Config& config, v1::GetServerInfoResponse* info) {
   add(config.reflection, v1::SERVER_FEATURE_REFLECTION);
 }
 
-/// Fields that are optional on the wire stay unset where 0 means no bound.
+/// Fields that are optional on the wire stay unset if 0 means no limit.
 v1::ServerLimits LimitsOf(const Config& config) {
   const RequestLimits& request = config.limits;
   const ConnectionLimits& connections = config.connections;

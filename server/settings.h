@@ -6,7 +6,7 @@
 
 namespace denoised {
 
-/// What GetServerInfo says that follows from the configuration alone: features, limits, batching.
+/// The part of GetServerInfo that the configuration alone determines: features, limits, batching.
 v1::GetServerInfoResponse DescribeSettings(const Config& config);
 
 }  // namespace denoised

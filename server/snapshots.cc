@@ -78,7 +78,8 @@ void Collect(const Catalog& catalog, const std::vector<DeviceState>& devices,
     }
     for (const auto& [purpose, bytes] : {std::pair{"weights", info.weight_bytes},
                                          {"activations", info.activation_bytes},
-                                         {"slots", info.slot_bytes}}) {
+                                         {"slots", info.slot_bytes},
+                                         {"prompts", info.prompt_bytes}}) {
       for (const DeviceState& device : devices) {
         if (!device.health.ok()) continue;
         Add(&memory, VersionLabels(name, {{"device", device.name}, {"purpose", purpose}}),
@@ -94,7 +95,7 @@ void Collect(const Jobs& jobs, const Catalog& catalog, std::vector<MetricFamily>
                                       v1::JOB_STATE_SUCCEEDED, v1::JOB_STATE_FAILED,
                                       v1::JOB_STATE_CANCELLED};
   auto counts = jobs.CountByState();
-  // Every model has a series for every state, also while there is no such job.
+  // Every model has a series for every state, even if it has no such job.
   for (const CatalogModel& model : catalog.All()) {
     for (const v1::JobState state : kStates) counts.try_emplace({model.name, state}, 0);
   }

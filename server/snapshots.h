@@ -13,7 +13,7 @@
 #include "server/models/catalog.h"
 #include "server/security/security_config.h"
 
-/// Metrics that are read from their owners when Prometheus scrapes. Thread-safe.
+/// Metrics whose values are read from their owners at each scrape. Thread-safe.
 
 namespace denoised {
 

@@ -61,27 +61,31 @@ grpc::Status ToGrpc(const absl::Status& status) {
   return ToGrpcStatus(status, reason, "");
 }
 
-grpc::ServerUnaryReactor* AdminCalls::Post(grpc::CallbackServerContext* context, const char* method,
-                                           ModelChange change, std::function<grpc::Status()> work) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  const auto record = std::make_shared<CallRecord>(calls_, method, context);
+void AdminCalls::Post(std::shared_ptr<CallRecord> record, ModelChange change,
+                      std::function<grpc::Status()> work,
+                      std::function<void(const grpc::Status&)> end) {
   WorkerPool& threads = change.waits ? waiting_ : quick_;
-  const auto end = [reactor, record, change = std::move(change)](const grpc::Status& status) {
+  const auto finish = [record, change = std::move(change),
+                       end = std::move(end)](const grpc::Status& status) {
     LogChange(change, *record, status);
     record->End(status.error_code(), status.error_message());
-    reactor->Finish(status);
+    end(status);
   };
   // A refusal waits for no thread: loads may keep them all busy.
   grpc::Status refusal = Authorize(record->caller());
   if (refusal.ok()) refusal = CheckServing();
-  if (!refusal.ok()) {
-    end(refusal);
-    return reactor;
-  }
-  threads.Post(Priority::kNormal, [this, end, work = std::move(work)] {
+  if (!refusal.ok()) return finish(refusal);
+  threads.Post(Priority::kNormal, [this, finish, work = std::move(work)] {
     const grpc::Status status = CheckServing();  // the drain may have begun meanwhile
-    end(status.ok() ? work() : status);
+    finish(status.ok() ? work() : status);
   });
+}
+
+grpc::ServerUnaryReactor* AdminCalls::Post(grpc::CallbackServerContext* context, const char* method,
+                                           ModelChange change, std::function<grpc::Status()> work) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  Post(std::make_shared<CallRecord>(calls_, method, context), std::move(change), std::move(work),
+       [reactor](const grpc::Status& status) { reactor->Finish(status); });
   return reactor;
 }
 

@@ -4,6 +4,7 @@
 #include <grpcpp/support/server_callback.h>
 
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "server/api/call_record.h"
@@ -12,24 +13,28 @@
 
 namespace denoised {
 
-/// What an admin wants to change, for the log.
+/// A change that an admin asks for, as logged.
 struct ModelChange {
   const char* verb;            // "load", "unload", ...
   std::string model = {};      // "name" or "name@version"
   std::string directory = {};  // of a load; empty: where the current version came from
   std::string alias = {};
-  bool waits = true;  // for the device, or for requests to end
+  bool waits = true;  // whether it waits for the device or for requests to end
 };
 
-/// The calls that change the models, of all services. They have threads of their own, since a load
-/// waits for the device and an unload for requests; changes that wait for neither have a thread
-/// that no load keeps busy. What is pointed to must outlive it. Thread-safe.
+/// Runs the calls of all services that change models. They have their own threads, because a load
+/// waits for the device and an unload for requests. Changes that wait for neither have another
+/// thread, so that no load delays them. All pointers must outlive it. Thread-safe.
 class AdminCalls {
  public:
   AdminCalls(Calls* calls, const DrainProgress* drain) : calls_(calls), drain_(drain) {}
 
-  /// Runs `work` on a thread that may wait, if the caller is an admin and the server does not shut
-  /// down; else refuses at once. `change` goes to the log, with the caller and the result.
+  /// Runs `work` on a thread that may block. Refuses at once if the caller is no admin or the
+  /// server is shutting down. Logs `change` with the caller and the result. `end` is given what
+  /// came of it, after the end of the record.
+  void Post(std::shared_ptr<CallRecord> record, ModelChange change,
+            std::function<grpc::Status()> work, std::function<void(const grpc::Status&)> end);
+  /// The same for a call of gRPC.
   grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,
                                  ModelChange change, std::function<grpc::Status()> work);
 
@@ -41,7 +46,7 @@ class AdminCalls {
   WorkerPool waiting_{4}, quick_{1};  // by ModelChange::waits
 };
 
-/// What the catalog refused to do.
+/// The status of a change that the catalog refused.
 grpc::Status ToGrpc(const absl::Status& status);
 
 }  // namespace denoised

@@ -40,17 +40,27 @@ std::shared_ptr<const Caller> CallerOf(const Clients& clients,
 
 }  // namespace
 
-CallRecord::CallRecord(Calls* calls, const char* method, grpc::CallbackServerContext* context)
+CallRecord::CallRecord(Calls* calls, const char* method, CallOrigin origin)
     : calls_(calls),
       method_(google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(method)),
-      peer_(context->peer()),
-      caller_(CallerOf(*calls->clients_, *context)),
-      trace_(TraceContext::Continue(MetadataValue(context->client_metadata(), "traceparent"))),
+      peer_(std::move(origin.peer)),
+      caller_(std::move(origin.caller)),
+      trace_(TraceContext::Continue(origin.traceparent)),
+      via_(origin.via),
       arrival_(std::chrono::steady_clock::now()) {
   DENOISED_CHECK(method_ != nullptr, "no method {}", method);
-  context->AddInitialMetadata("traceparent", trace_.traceparent());
   calls_->Enter();
   calls_->metrics_->CallStarted(method_);
+}
+
+CallRecord::CallRecord(Calls* calls, const char* method, grpc::CallbackServerContext* context)
+    : CallRecord(
+          calls, method,
+          {.caller = CallerOf(*calls->clients_, *context),
+           .peer = context->peer(),
+           .traceparent = std::string(MetadataValue(context->client_metadata(), "traceparent")),
+           .via = "grpc"}) {
+  context->AddInitialMetadata("traceparent", trace_.traceparent());
 }
 
 double CallRecord::SecondsSinceArrival() const {
@@ -70,9 +80,13 @@ void CallRecord::Describe(const Generation& generation) {
 void CallRecord::End(grpc::StatusCode code, const std::string& message) {
   const double seconds = SecondsSinceArrival();
   calls_->metrics_->CallEnded(method_, CodeName(code), caller_->name, seconds);
-  log::Fields fields = {{"method", method_->name()},   {"code", CodeName(code)},
-                        {"client", caller_->name},     {"peer", peer_},
-                        {"trace_id", trace_.trace_id}, {"span_id", trace_.span_id}};
+  log::Fields fields = {{"method", method_->name()},
+                        {"code", CodeName(code)},
+                        {"client", caller_->name},
+                        {"peer", peer_},
+                        {"trace_id", trace_.trace_id},
+                        {"span_id", trace_.span_id},
+                        {"via", via_}};
   if (!trace_.parent_id.empty()) fields.push_back({"parent_span_id", trace_.parent_id});
   if (!request_id.empty()) fields.push_back({"request_id", request_id});
   if (!model.empty()) fields.push_back({"model", model});

@@ -18,13 +18,13 @@ namespace denoised {
 
 class Metrics;
 
-/// The calls of all services: what their records need, and how many run, for the end of a drain.
-/// Thread-safe; what is pointed to must outlive it.
+/// What the records of all calls share, and how many calls are running, which a drain waits for.
+/// Thread-safe; all pointers must outlive it.
 class Calls {
  public:
   Calls(const Clients* clients, Metrics* metrics) : clients_(clients), metrics_(metrics) {}
 
-  /// False when calls were still running at `deadline`.
+  /// Returns false if calls are still running at `deadline`.
   bool WaitForNone(std::chrono::steady_clock::time_point deadline);
 
  private:
@@ -39,24 +39,33 @@ class Calls {
   int count_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
+/// Where a call comes from, whatever carries it.
+struct CallOrigin {
+  std::shared_ptr<const Caller> caller;
+  std::string peer;         // as gRPC writes addresses: "ipv4:192.0.2.7:34152"
+  std::string traceparent;  // as it was sent, or empty
+  const char* via;          // "grpc" or "http"
+};
+
 /// One call, from its arrival to its end: writes one log line and the metrics. Not synchronised:
 /// one thread at a time uses the fields.
 class CallRecord {
  public:
-  /// `method` is its full name, "denoised.v1.ImageGeneration.Generate". Identifies the
-  /// caller, and sends `traceparent` in the initial metadata.
+  /// `method` is its full name, "denoised.v1.ImageGeneration.Generate".
+  CallRecord(Calls* calls, const char* method, CallOrigin origin);
+  /// Identifies the caller, and sends `traceparent` in the initial metadata.
   CallRecord(Calls* calls, const char* method, grpc::CallbackServerContext* context);
 
-  /// Says in the log what was asked for and how long it waited.
+  /// Adds the request and its waiting time to the log line.
   void Describe(const Generation& generation);
 
-  /// To be called once, when nothing more will be sent.
+  /// Call once, when nothing more will be sent.
   void End(grpc::StatusCode code, const std::string& message);
 
   std::chrono::steady_clock::time_point arrival() const { return arrival_; }
   double SecondsSinceArrival() const;
   const Caller& caller() const { return *caller_; }
-  /// As gRPC writes addresses: "ipv4:192.0.2.7:34152".
+  /// As gRPC writes addresses.
   const std::string& peer() const { return peer_; }
   const TraceContext& trace() const { return trace_; }
 
@@ -70,6 +79,7 @@ class CallRecord {
   const std::string peer_;
   const std::shared_ptr<const Caller> caller_;
   const TraceContext trace_;
+  const char* const via_;
   const std::chrono::steady_clock::time_point arrival_;
 };
 

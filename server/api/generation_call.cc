@@ -8,23 +8,6 @@
 #include "server/status/status_details.h"
 
 namespace denoised {
-namespace {
-
-/// gRPC's deadline, a point of the wall clock, on the steady clock.
-std::optional<std::chrono::steady_clock::time_point> Deadline(
-    const grpc::CallbackServerContext& context) {
-  const auto deadline = context.deadline();
-  const auto left = deadline - std::chrono::system_clock::now();
-  if (deadline == std::chrono::system_clock::time_point::max() ||
-      left > std::chrono::hours(24 * 365)) {
-    return std::nullopt;
-  }
-  return std::chrono::steady_clock::now() +
-         std::chrono::duration_cast<std::chrono::steady_clock::duration>(left);
-}
-
-}  // namespace
-
 void GenerationCall::Post(Priority priority, Beginning begin) {
   self_ = shared_from_this();
   context_.workers->Post(priority,
@@ -32,16 +15,9 @@ void GenerationCall::Post(Priority priority, Beginning begin) {
 }
 
 void GenerationCall::Begin(const Beginning& begin) {
-  grpc::Status refusal;
   std::shared_ptr<Generation> generation;
-  auto stream = context_.client_load->Admit(ClientLoad::kStream, record_.caller(), record_.peer());
-  if (stream.ok()) {
-    stream_ = *std::move(stream);
-    generation = begin(shared_from_this(), &refusal);
-  } else {
-    refusal =
-        ToGrpcStatus(stream.status(), reason::kClientLimit, "", context_.queue_wait->RetryDelay());
-  }
+  grpc::Status refusal = AdmitStream(context_, record_.caller(), record_.peer(), &stream_);
+  if (refusal.ok()) generation = begin(shared_from_this(), &refusal);
   bool broken;
   {
     MutexLock lock(&mutex_);
@@ -68,9 +44,8 @@ void GenerationCall::Break() {
 std::optional<grpc::Status> GenerationCall::EndWithoutGeneration() const {
   if (generation_ == nullptr) return refusal_;
   if (!broken_) return std::nullopt;
-  const bool late = std::chrono::system_clock::now() >= grpc_context_->deadline();
-  return late ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "the call's deadline passed")
-              : grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone");
+  return IsLate() ? grpc::Status(grpc::StatusCode::DEADLINE_EXCEEDED, "the call's deadline passed")
+                  : grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone");
 }
 
 void GenerationCall::End() {
@@ -79,7 +54,7 @@ void GenerationCall::End() {
     record_.Describe(*generation_);
   }
   // As the client saw it: a reply that could not be delivered was cancelled.
-  const bool lost = status_.ok() && grpc_context_->IsCancelled();
+  const bool lost = status_.ok() && IsLost();
   record_.End(lost ? grpc::StatusCode::CANCELLED : status_.error_code(), status_.error_message());
   self_.reset();  // the last line of its life
 }
@@ -94,13 +69,10 @@ void UnaryCall::Advance() {
     if (!end) return;
     finished_ = true;
   }
-  if (end->ok()) {
-    v1::GenerateResponse images = Collect();
-    reply_(&images);
-  }
   status_ = *end;
-  context_.write_watch->Arm(grpc_context_);
-  Finish(*end);  // the call may be deleted now, unless the caller holds it
+  if (!end->ok()) return Answer(*end, nullptr);
+  v1::GenerateResponse images = Collect();
+  Answer(*end, &images);
 }
 
 v1::GenerateResponse UnaryCall::Collect() {
@@ -114,6 +86,7 @@ v1::GenerateResponse UnaryCall::Collect() {
       *response.add_images() = event->image().image();
     } else if (event->has_completed()) {
       *response.mutable_params() = event->completed().params();
+      *response.mutable_run() = event->completed().run();
       *response.mutable_timing() = event->completed().timing();
       if (event->completed().has_timeline()) {
         *response.mutable_timeline() = event->completed().timeline();
@@ -129,7 +102,65 @@ v1::GenerateResponse UnaryCall::Collect() {
   return response;
 }
 
-JobRequest MakeJobRequest(const grpc::CallbackServerContext& context, const CallRecord& record,
+void StreamCall::Written(bool ok) {
+  if (ok && message_->has_image() && generation_->include_timings()) {
+    sent_.AddImage(v1::TimelineEntry::MILESTONE_SENT, generation_->SecondsSinceArrival(),
+                   message_->image().image().index());
+  }
+  {
+    MutexLock lock(&mutex_);
+    writing_ = false;
+  }
+  if (!ok) return Break();
+  Advance();
+}
+
+void StreamCall::Advance() {
+  std::optional<grpc::Status> end;
+  {
+    MutexLock lock(&mutex_);
+    if (!begun_ || writing_ || finished_) return;
+    end = EndWithoutGeneration();
+    if (!end) {
+      Generation::News news = generation_->Next(this, sequence_);
+      if (news.event != nullptr) {
+        writing_ = true;
+        sequence_ = news.event->sequence();
+        message_ = Completed(std::move(news.event));
+      } else if (news.end) {
+        end = std::move(news.end);
+      } else {
+        return;
+      }
+    }
+    finished_ = end.has_value();
+  }
+  if (!end) return Write(*message_);
+  status_ = *end;
+  EndStream(*end);
+}
+
+std::shared_ptr<const EventLog::Event> StreamCall::Completed(
+    std::shared_ptr<const EventLog::Event> event) {
+  if (!event->completed().has_timeline()) return event;
+  auto completed = std::make_shared<EventLog::Event>(*event);
+  completed->mutable_completed()->mutable_timeline()->MergeFrom(sent_.ToProto());
+  return completed;
+}
+
+grpc::Status AdmitStream(const GenerationCallContext& context, const Caller& caller,
+                         const std::string& peer, ClientLoad::Lease* stream) {
+  auto admitted = context.client_load->Admit(ClientLoad::kStream, caller, peer);
+  if (!admitted.ok()) {
+    return ToGrpcStatus(admitted.status(), reason::kClientLimit, "",
+                        context.queue_wait->RetryDelay());
+  }
+  *stream = *std::move(admitted);
+  return grpc::Status::OK;
+}
+
+JobRequest MakeJobRequest(const CallRecord& record,
+                          std::optional<std::chrono::steady_clock::time_point> deadline,
                           const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                           bool together) {
   return {.params = params,
@@ -139,7 +170,7 @@ JobRequest MakeJobRequest(const grpc::CallbackServerContext& context, const Call
           .peer = record.peer(),
           .traceparent = record.trace().traceparent(),
           .arrival = record.arrival(),
-          .deadline = Deadline(context)};
+          .deadline = deadline};
 }
 
 }  // namespace denoised

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <grpcpp/server_context.h>
-#include <grpcpp/support/server_callback.h>
-
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/core/mutex.h"
@@ -17,10 +16,11 @@
 #include "server/jobs/queue_wait.h"
 #include "server/jobs/worker_pool.h"
 #include "server/security/client_load.h"
+#include "server/telemetry/timeline.h"
 
 namespace denoised {
 
-/// What calls for images work with. What is pointed to must outlive them.
+/// What calls for images share. All pointers must outlive the calls.
 struct GenerationCallContext {
   Calls* calls;
   Jobs* jobs;
@@ -30,16 +30,17 @@ struct GenerationCallContext {
   WriteWatch* write_watch;
 };
 
-/// A call that follows a generation. gRPC's reactor and the generation share it, so it keeps itself
-/// alive until OnDone.
+/// A call that follows a generation, whatever carries it. Its carrier (gRPC's reactor, a request of
+/// HTTP) and the generation share it, so it keeps itself alive until the carrier says End.
 class GenerationCall : public GenerationWatcher,
                        public std::enable_shared_from_this<GenerationCall> {
  public:
-  /// Finds or makes the generation, watched by the call. Null with `refusal` set.
+  /// Finds or starts the generation and has the call watch it. Returns null and sets `refusal` on
+  /// an error.
   using Beginning = std::function<std::shared_ptr<Generation>(
       const std::shared_ptr<GenerationWatcher>& watcher, grpc::Status* refusal)>;
 
-  /// Runs `begin` on a worker, unless the client has too many calls.
+  /// Runs `begin` on a worker. Refuses the call if the client has too many.
   void Post(Priority priority, Beginning begin);
 
   void OnNews() final { Advance(); }
@@ -47,33 +48,35 @@ class GenerationCall : public GenerationWatcher,
   const CallRecord& record() const { return record_; }
 
  protected:
-  /// `method` is its full name. `grpc_context` must outlive the call.
-  GenerationCall(const GenerationCallContext& context, const char* method,
-                 grpc::CallbackServerContext* grpc_context)
-      : context_(context),
-        grpc_context_(grpc_context),
-        record_(context.calls, method, grpc_context) {}
+  /// `arguments`: what CallRecord takes.
+  template <typename... Arguments>
+  explicit GenerationCall(const GenerationCallContext& context, Arguments&&... arguments)
+      : context_(context), record_(context.calls, std::forward<Arguments>(arguments)...) {}
 
-  /// Takes the next step that gRPC allows, if there is one. Calls gRPC without the lock.
+  /// Takes the next step that the carrier allows, if there is one. Calls the carrier without the
+  /// lock.
   virtual void Advance() ABSL_LOCKS_EXCLUDED(mutex_) = 0;
+  /// Whether the deadline of the call has passed.
+  virtual bool IsLate() const = 0;
+  /// Whether the client had gone before it had all of the reply.
+  virtual bool IsLost() const = 0;
 
-  /// The client has gone: stops waiting and leaves the generation.
+  /// The client is gone: stops waiting and leaves the generation.
   void Break();
 
-  /// The status when the call ends without the generation: it was refused, or its client has gone.
+  /// The status of a call that ends without its generation: it was refused, or its client is gone.
   std::optional<grpc::Status> EndWithoutGeneration() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  /// From OnDone.
+  /// The carrier will not use the call again.
   void End();
 
   const GenerationCallContext context_;
-  grpc::CallbackServerContext* const grpc_context_;
   CallRecord record_;
-  grpc::Status status_;  // what Finish said
+  grpc::Status status_;  // what the client was told in the end
 
   Mutex mutex_;
   bool begun_ ABSL_GUARDED_BY(mutex_) = false;
-  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // the client has gone
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // the client is gone
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   // Set with begun_, constant from then on.
   std::shared_ptr<Generation> generation_;
@@ -86,33 +89,57 @@ class GenerationCall : public GenerationWatcher,
   std::shared_ptr<GenerationCall> self_;
 };
 
-/// A call that is answered once, with all images.
-class UnaryCall final : public grpc::ServerUnaryReactor, public GenerationCall {
- public:
-  /// Makes the reply of the images, which are in the order of their indices; on a worker, before
-  /// gRPC sends it, and only when all went well.
-  using Reply = std::function<void(v1::GenerateResponse* images)>;
+/// A call with one reply that holds all images.
+class UnaryCall : public GenerationCall {
+ protected:
+  using GenerationCall::GenerationCall;
 
-  UnaryCall(const GenerationCallContext& context, const char* method,
-            grpc::CallbackServerContext* grpc_context, Reply reply)
-      : GenerationCall(context, method, grpc_context), reply_(std::move(reply)) {}
-
-  void OnCancel() override { Break(); }
-  void OnDone() override {
-    context_.write_watch->Disarm(grpc_context_);
-    End();
-  }
+  /// Sends the reply. `images` are in the order of their indices, and null when the status is not
+  /// OK. Called once, on a worker or by Break; the call may be deleted by it, unless the caller
+  /// holds it.
+  virtual void Answer(const grpc::Status& status, v1::GenerateResponse* images) = 0;
 
  private:
-  void Advance() override;
+  void Advance() final;
   v1::GenerateResponse Collect();
-
-  const Reply reply_;
 };
 
-/// What a call asks Jobs for. `params` and `preview` (null: none) must live until Jobs::Begin has
-/// returned.
-JobRequest MakeJobRequest(const grpc::CallbackServerContext& context, const CallRecord& record,
+/// A call that is sent the events of a generation. One write is in flight, the rest waits in the
+/// generation's log.
+class StreamCall : public GenerationCall {
+ protected:
+  /// `sequence`: events up to it are known.
+  template <typename... Arguments>
+  StreamCall(const GenerationCallContext& context, uint64_t sequence, Arguments&&... arguments)
+      : GenerationCall(context, std::forward<Arguments>(arguments)...), sequence_(sequence) {}
+
+  /// Sends an event, which stays as it is until Written is called.
+  virtual void Write(const EventLog::Event& event) = 0;
+  /// Ends the stream. Called once; the call may be deleted by it, unless the caller holds it.
+  virtual void EndStream(const grpc::Status& status) = 0;
+
+  /// `ok`: the carrier has taken the event. Else the client has gone.
+  void Written(bool ok);
+
+ private:
+  void Advance() final;
+  /// `event`; a timeline in it gets what was sent on this stream.
+  std::shared_ptr<const EventLog::Event> Completed(std::shared_ptr<const EventLog::Event> event);
+
+  // The thread that sets writing_ owns message_ and may call the carrier.
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t sequence_ ABSL_GUARDED_BY(mutex_);       // of the last event taken
+  std::shared_ptr<const EventLog::Event> message_;  // the write in flight
+  Timeline sent_;
+};
+
+/// Counts a call for images as the caller's. Refuses if the client has too many.
+grpc::Status AdmitStream(const GenerationCallContext& context, const Caller& caller,
+                         const std::string& peer, ClientLoad::Lease* stream);
+
+/// The request of a call. `params` and `preview` (null: none) must live until Jobs::Begin returns.
+JobRequest MakeJobRequest(const CallRecord& record,
+                          std::optional<std::chrono::steady_clock::time_point> deadline,
                           const v1::GenerationParams& params, const v1::PreviewOptions* preview,
                           bool together);
 

@@ -9,32 +9,30 @@
 
 namespace denoised {
 
-/// Whether the server takes requests, and whether its process need not be restarted. Everything
-/// that tells one of these asks here: grpc.health.v1, /readyz and /healthz, ServerReady and
-/// ServerLive, GetServerInfo, and denoised_server_state. Thread-safe; what is pointed to must
-/// outlive it.
+/// Whether the server is ready (takes requests) and live (needs no restart). Everything that
+/// reports these asks here: grpc.health.v1, /readyz and /healthz, ServerReady and ServerLive,
+/// GetServerInfo, and denoised_server_state. Thread-safe; all pointers must outlive it.
 class Health {
  public:
   explicit Health(const DrainProgress* drain) : drain_(drain) {}
 
-  /// Keeps the standard grpc.health.v1 service up to date from now on. "" and the services that
-  /// draw are SERVING while ready(), "liveness" while live(). `service` is the gRPC server's own.
+  /// Keeps the grpc.health.v1 service up to date from now on. The empty name and the services that
+  /// draw are SERVING while ready(), "liveness" while live(). The gRPC server owns `service`.
   void Attach(grpc::HealthCheckServiceInterface* service);
 
-  /// STARTING until Serve(), then SERVING, whether or not there is a model now: an admin who has
-  /// unloaded all of them can load another. LAME_DUCK and DRAINING as DrainProgress says, and
-  /// DRAINING after Die().
+  /// STARTING until Serve(), then SERVING, even without a model: an admin who unloaded all models
+  /// can load another. LAME_DUCK and DRAINING follow DrainProgress; after Die() it is DRAINING.
   v1::ServerState State() const;
-  /// Whether to send requests here.
+  /// Whether clients should send requests here.
   bool ready() const { return State() == v1::SERVER_STATE_SERVING; }
-  /// Whether the process need not be restarted; true while it loads or drains.
+  /// False if the process must be restarted. True while it loads or drains.
   bool live() const;
 
-  /// The models of the start have been loaded, as far as they can be.
+  /// Call when loading at startup is over.
   void Serve();
-  /// DrainProgress has changed.
+  /// Call when DrainProgress has changed.
   void Update();
-  /// The devices are lost, and only a restart helps.
+  /// Call when all devices are lost: only a restart helps.
   void Die();
 
  private:

@@ -9,10 +9,12 @@
 #include <cstring>
 #include <limits>
 #include <set>
+#include <type_traits>
 
+#include "engine/images/formats.h"
+#include "engine/images/pixels.h"
 #include "server/api/translate.h"
-#include "server/encoding/formats.h"
-#include "server/encoding/pixels.h"
+#include "server/security/clients.h"
 #include "server/status/quote.h"
 
 namespace denoised {
@@ -32,7 +34,14 @@ bool HasVectors(const ModelInfo& model) {
 bool HasGuidance(const ModelInfo& model) { return model.guidance || model.guidance_input; }
 bool Always(const ModelInfo&) { return true; }
 
-/// `path` of a field in v1::GenerationParams: a repeated one has an entry for each image.
+bool ReadsText(const ModelInfo& model) { return model.text.has_value(); }
+bool HasTwoTexts(const ModelInfo& model) { return model.text && model.text->two_encoders; }
+bool TakesMask(const ModelInfo& model) { return ArePictures(model) && model.images.mask; }
+bool HasImageGuidance(const ModelInfo& model) { return model.images.guidance; }
+bool HasRescale(const ModelInfo& model) { return model.guidance_rescale; }
+
+/// `path` of a field in v1::GenerationParams. Seeds and what is in `conditions` have an entry for
+/// each image.
 struct Input {
   const char* name;
   const char* path;
@@ -41,10 +50,20 @@ struct Input {
 
 constexpr Input kInputs[] = {
     {"seed", "seeds", Always},
-    {"label", "class_labels.labels", HasLabels},
-    {"class_vector", "class_vectors.values", HasVectors},
+    {"label", "conditions.class_label", HasLabels},
+    {"class_vector", "conditions.class_vector", HasVectors},
+    {"prompt", "conditions.text", ReadsText},
+    {"negative_prompt", "conditions.negative_text", ReadsText},
+    {"prompt_2", "conditions.text_2", HasTwoTexts},
+    {"negative_prompt_2", "conditions.negative_text_2", HasTwoTexts},
+    {"clip_skip", "text_options.clip_skip", ReadsText},
+    {"max_chunks", "text_options.max_chunks", ReadsText},
     {"steps", "steps", Always},
     {"guidance_scale", "guidance_scale", HasGuidance},
+    {"image_guidance_scale", "image_guidance_scale", HasImageGuidance},
+    {"guidance_rescale", "guidance_rescale", HasRescale},
+    {"guidance_start", "guidance_start", HasGuidance},
+    {"guidance_stop", "guidance_stop", HasGuidance},
     {"width", "width", Always},
     {"height", "height", Always},
     {"sampler", "sampler", Always},
@@ -57,22 +76,35 @@ constexpr Input kInputs[] = {
     {"solver_order", "solver_order", Always},
     {"init_image", "init_image.encoded", ArePictures},
     {"strength", "init_image.strength", ArePictures},
+    {"mask", "mask.encoded", TakesMask},
     {"format", "output.format", ArePictures},
     {"quality", "output.quality", ArePictures},
 };
 
-/// The message that holds a field of `params`, and the field.
+bool EachImage(const Input& input) {
+  const std::string_view path = input.path;
+  return path == "seeds" || path.rfind("conditions.", 0) == 0;
+}
+
+/// The message that holds a field of `params`, and the field. Of `conditions`: of the entry
+/// `image`, which is made if it is missing.
 struct Place {
   Message* message;
   const FieldDescriptor* field;
 };
 
-Place Find(const char* path, v1::GenerationParams* params) {
+Place Find(const char* path, v1::GenerationParams* params, int image = 0) {
   Message* message = params;
   std::string_view rest = path;
   for (size_t dot; (dot = rest.find('.')) != std::string_view::npos; rest.remove_prefix(dot + 1)) {
     const auto* field = message->GetDescriptor()->FindFieldByName(std::string(rest.substr(0, dot)));
-    message = message->GetReflection()->MutableMessage(message, field);
+    const auto& reflection = *message->GetReflection();
+    if (!field->is_repeated()) {
+      message = reflection.MutableMessage(message, field);
+      continue;
+    }
+    while (reflection.FieldSize(*message, field) <= image) reflection.AddMessage(message, field);
+    message = reflection.MutableRepeatedMessage(message, field, image);
   }
   return {message, message->GetDescriptor()->FindFieldByName(std::string(rest))};
 }
@@ -97,8 +129,8 @@ const char* Datatype(const FieldDescriptor& field) {
   }
 }
 
-Shape64 ShapeOf(const Input& input, const FieldDescriptor& field, const ModelInfo& model) {
-  if (!field.is_repeated()) return {1};
+Shape64 ShapeOf(const Input& input, const ModelInfo& model) {
+  if (!EachImage(input)) return {1};
   if (input.is_for == HasVectors) return {-1, model.class_vector_size};
   return {-1};
 }
@@ -277,15 +309,15 @@ class RequestReader {
     if (tensor.datatype() != Datatype(field)) {
       return Violate(name, "is of datatype {}; use {}", Quote(tensor.datatype()), Datatype(field));
     }
-    const Shape64 shape = ShapeOf(*input, field, model_);
+    const Shape64 shape = ShapeOf(*input, model_);
     if (!Fits(tensor.shape(), shape)) {
       return Violate(name, "has shape {}; use {}{}", ShapeText(tensor.shape()), ShapeText(shape),
-                     field.is_repeated() ? ", an entry for each image" : "");
+                     EachImage(*input) ? ", an entry for each image" : "");
     }
     if (raw != nullptr && tensor.has_contents()) {
       return Violate(name, "has contents, and raw_input_contents are given too; use one of them");
     }
-    if (field.is_repeated()) {
+    if (EachImage(*input)) {
       if (batch_ != 0 && tensor.shape(0) != batch_) {
         return Violate(name, "has {} entries, but {} has {}; give one for each image",
                        tensor.shape(0), batch_input_, batch_);
@@ -293,43 +325,71 @@ class RequestReader {
       batch_ = tensor.shape(0);
       batch_input_ = name;
     }
-    Fill(tensor, raw, Find(input->path, &result_.params));
+    Fill(tensor, raw, *input);
   }
 
-  void Fill(const Tensor& tensor, const std::string* raw, const Place& place) {
-    const auto& [message, field] = place;
-    const auto& reflection = *message->GetReflection();
+  void Fill(const Tensor& tensor, const std::string* raw, const Input& input) {
     const inference::InferTensorContents& contents = tensor.contents();
-    switch (field->cpp_type()) {
+    switch (FieldOf(input).cpp_type()) {
       case FieldDescriptor::CPPTYPE_INT32:
-        for (const int32_t value : Elements<int32_t>(tensor, raw, contents.int_contents())) {
-          field->is_repeated() ? reflection.AddInt32(message, field, value)
-                               : reflection.SetInt32(message, field, value);
-        }
-        break;
+        return FillNumbers(input, tensor, Elements<int32_t>(tensor, raw, contents.int_contents()));
       case FieldDescriptor::CPPTYPE_UINT64:
-        for (const uint64_t value : Elements<uint64_t>(tensor, raw, contents.uint64_contents())) {
-          reflection.AddUInt64(message, field, value);
-        }
-        break;
+        return FillNumbers(input, tensor,
+                           Elements<uint64_t>(tensor, raw, contents.uint64_contents()));
       case FieldDescriptor::CPPTYPE_FLOAT:
-        for (const float value : Elements<float>(tensor, raw, contents.fp32_contents())) {
-          reflection.AddFloat(message, field, value);
-        }
-        break;
+        return FillNumbers(input, tensor, Elements<float>(tensor, raw, contents.fp32_contents()));
       case FieldDescriptor::CPPTYPE_DOUBLE:
-        for (const double value : Elements<double>(tensor, raw, contents.fp64_contents())) {
-          reflection.SetDouble(message, field, value);
-        }
-        break;
-      case FieldDescriptor::CPPTYPE_ENUM:
-        if (const auto bytes = Bytes(tensor, raw)) Choose(tensor.name(), *bytes, place);
-        break;
+        return FillNumbers(input, tensor, Elements<double>(tensor, raw, contents.fp64_contents()));
       default:
-        const auto bytes = Bytes(tensor, raw);
-        if (bytes && Reserve(tensor.name(), static_cast<int64_t>(bytes->size()))) {
-          reflection.SetString(message, field, std::string(*bytes));
-        }
+        return FillBytes(input, tensor, Bytes(tensor, raw));
+    }
+  }
+
+  /// The request will be refused for its batch size: a condition takes more memory than the bytes
+  /// that it came in.
+  bool TooMany(size_t entries) const {
+    const int most = LowerLimit(model_.max_count, limits_.max_count);
+    return most > 0 && entries > static_cast<size_t>(most);
+  }
+
+  /// An entry of several numbers goes into one condition.
+  template <typename T>
+  void FillNumbers(const Input& input, const Tensor& tensor, const std::vector<T>& values) {
+    const size_t entry = tensor.shape_size() > 1 ? static_cast<size_t>(tensor.shape(1)) : 1;
+    if (TooMany(values.size() / entry)) return;
+    for (size_t i = 0; i < values.size(); ++i) {
+      const auto [message, field] = Find(input.path, &result_.params, static_cast<int>(i / entry));
+      const auto& reflection = *message->GetReflection();
+      const bool add = field->is_repeated();
+      if constexpr (std::is_same_v<T, int32_t>) {
+        add ? reflection.AddInt32(message, field, values[i])
+            : reflection.SetInt32(message, field, values[i]);
+      } else if constexpr (std::is_same_v<T, uint64_t>) {
+        reflection.AddUInt64(message, field, values[i]);
+      } else if constexpr (std::is_same_v<T, float>) {
+        reflection.AddFloat(message, field, values[i]);
+      } else {
+        reflection.SetDouble(message, field, values[i]);
+      }
+    }
+  }
+
+  /// Files, texts, and enums by name.
+  void FillBytes(const Input& input, const Tensor& tensor,
+                 const std::vector<std::string_view>& values) {
+    if (TooMany(values.size())) return;
+    for (size_t i = 0; i < values.size(); ++i) {
+      const Place place = Find(input.path, &result_.params, static_cast<int>(i));
+      const std::string field =
+          EachImage(input) ? fmt::format("{}[{}]", tensor.name(), i) : tensor.name();
+      if (place.field->cpp_type() == FieldDescriptor::CPPTYPE_ENUM) {
+        Choose(field, values[i], place);
+      } else if (place.field->type() == FieldDescriptor::TYPE_STRING && !IsUtf8(values[i])) {
+        Violate(field, "is not UTF-8; encode the text so");
+      } else if (Reserve(field, static_cast<int64_t>(values[i].size()))) {
+        place.message->GetReflection()->SetString(place.message, place.field,
+                                                  std::string(values[i]));
+      }
     }
   }
 
@@ -367,25 +427,31 @@ class RequestReader {
     return {};
   }
 
-  /// The element of a BYTES tensor of one; nothing when there is not one.
-  std::optional<std::string_view> Bytes(const Tensor& tensor, const std::string* raw) {
+  /// The elements of a BYTES tensor; none when there are not as many as its shape says.
+  std::vector<std::string_view> Bytes(const Tensor& tensor, const std::string* raw) {
+    const auto count = static_cast<size_t>(tensor.shape(0));
+    std::vector<std::string_view> elements;
     if (raw == nullptr) {
-      if (tensor.contents().bytes_contents_size() == 1) return tensor.contents().bytes_contents(0);
-      Violate(tensor.name(), "has {} elements in bytes_contents; give one",
-              tensor.contents().bytes_contents_size());
-      return std::nullopt;
+      const auto& typed = tensor.contents().bytes_contents();
+      if (static_cast<size_t>(typed.size()) == count) return {typed.begin(), typed.end()};
+      Violate(tensor.name(), "has {} elements in bytes_contents, but shape {} needs {}",
+              typed.size(), ShapeText(tensor.shape()), count);
+      return {};
     }
-    uint32_t size = 0;
-    const bool has_size = raw->size() >= sizeof(size);
-    if (has_size) std::memcpy(&size, raw->data(), sizeof(size));
-    if (has_size && raw->size() - sizeof(size) == size) {
-      return std::string_view(*raw).substr(sizeof(size));
+    std::string_view rest = *raw;
+    for (uint32_t size = 0; elements.size() < count && rest.size() >= sizeof(size);) {
+      std::memcpy(&size, rest.data(), sizeof(size));
+      rest.remove_prefix(sizeof(size));
+      if (rest.size() < size) break;
+      elements.push_back(rest.substr(0, size));
+      rest.remove_prefix(size);
     }
+    if (elements.size() == count && rest.empty()) return elements;
     Violate(tensor.name(),
-            "has {} bytes that are not one element of BYTES; give its length as a little-endian "
-            "uint32, then so many bytes",
-            raw->size());
-    return std::nullopt;
+            "has {} bytes that are not {} element{} of BYTES; give each its length as a "
+            "little-endian uint32, then so many bytes",
+            raw->size(), count, count == 1 ? "" : "s");
+    return {};
   }
 
   void Choose(const std::string& name, std::string_view value, const Place& place) {
@@ -508,7 +574,7 @@ void DescribeTensors(const ModelInfo& model, inference::ModelMetadataResponse* m
   for (const Input& input : kInputs) {
     if (!input.is_for(model)) continue;
     const FieldDescriptor& field = FieldOf(input);
-    describe(metadata->add_inputs(), input.name, Datatype(field), ShapeOf(input, field, model));
+    describe(metadata->add_inputs(), input.name, Datatype(field), ShapeOf(input, model));
   }
   for (const Output& output : OutputsOf(model)) {
     describe(metadata->add_outputs(), output.name, output.datatype, output.shape);
@@ -534,6 +600,18 @@ Inference ReadInference(const inference::ModelInferRequest& request, const Model
 }
 
 std::string InputName(const std::string& field) {
+  // "params.conditions[2].text" is "prompt[2]".
+  constexpr std::string_view kConditions = "params.conditions[";
+  if (field.rfind(kConditions, 0) == 0) {
+    const size_t end = field.find("].");
+    if (end == std::string::npos) return "batch size";
+    const std::string index = field.substr(kConditions.size() - 1, end + 2 - kConditions.size());
+    const std::string_view member = std::string_view(field).substr(end + 2);
+    for (const Input& input : kInputs) {
+      const std::string path = "conditions." + std::string(member.substr(0, member.find('[')));
+      if (path == input.path) return input.name + index;
+    }
+  }
   const auto renamed = [&](const std::string& path,
                            const char* name) -> std::optional<std::string> {
     const std::string whole = "params." + path;
@@ -545,8 +623,11 @@ std::string InputName(const std::string& field) {
   for (const Input& input : kInputs) {
     if (const auto name = renamed(input.path, input.name)) return *name;
   }
-  constexpr std::pair<const char*, const char*> kOthers[] = {
-      {"count", "batch size"}, {"init_image", "init_image"}, {"model", "model_name"}};
+  constexpr std::pair<const char*, const char*> kOthers[] = {{"count", "batch size"},
+                                                             {"init_image", "init_image"},
+                                                             {"mask", "mask"},
+                                                             {"model", "model_name"},
+                                                             {"conditions", "prompt"}};
   for (const auto& [path, name] : kOthers) {
     if (const auto found = renamed(path, name)) return *found;
   }
@@ -555,9 +636,9 @@ std::string InputName(const std::string& field) {
 
 void WriteInference(const v1::GenerateResponse& images, const std::vector<std::string>& outputs,
                     MemoryBudget* memory, inference::ModelInferResponse* response) {
-  const v1::EffectiveParams& params = images.params();
+  const v1::GenerationParams& params = images.params();
   response->set_model_name(params.model());
-  response->set_model_version(params.model_version());
+  response->set_model_version(images.run().model_version());
   (*response->mutable_parameters())["request_id"].set_string_param(params.request_id());
   for (const std::string& name : outputs) {
     auto& output = *response->add_outputs();

@@ -12,47 +12,53 @@
 #include "server/jobs/memory_budget.h"
 #include "server/security/limits.h"
 
-/// Between the tensors of the Open Inference Protocol and the request that Generate takes.
+/// Converts tensors of the Open Inference Protocol to a request of Generate, and images to tensors.
 ///
-/// Every input is a field of denoised.v1.GenerationParams, of that field's type and meaning, and
-/// may be left out. Those that a batch has one of for each image:
+/// Every input is a field of denoised.v1.GenerationParams, with its type and meaning. All are
+/// optional, but for `prompt` of models that read text. Inputs with one entry for each image:
 ///
-///   seed            UINT64 [-1]
-///   label           INT32 [-1]     models with labels
-///   class_vector    FP32 [-1, n]   models that take numbers as condition
+///   seed                               UINT64 [-1]
+///   label                              INT32 [-1]     models with labels
+///   class_vector                       FP32 [-1, n]   models that take numbers as condition
+///   prompt, negative_prompt            BYTES [-1]     models that read text; UTF-8
+///   prompt_2, negative_prompt_2        BYTES [-1]     models with two text encoders
 ///
-/// all with the same number of entries, which is the number of images; 1 when none is given. Those
+/// These must have the same number of entries, which is the number of images (default: 1). Inputs
 /// that the images share have shape [1]:
 ///
 ///   steps, width, height, solver_order                    INT32
-///   guidance_scale, eta, s_churn, s_tmin, s_tmax, s_noise FP64
+///   clip_skip, max_chunks                                 INT32: models that read text
+///   guidance_scale, guidance_start, guidance_stop         FP64: models with guidance
+///   image_guidance_scale, guidance_rescale                FP64: models that take them
+///   eta, s_churn, s_tmin, s_tmax, s_noise                 FP64
 ///   sampler, noise_schedule     BYTES, "heun", "karras": values of the enum without their prefix
 ///   init_image, strength        BYTES, a PNG, JPEG or WebP file; FP64
+///   mask                        BYTES, such a file, of models that take one
 ///   format, quality             BYTES, "png", "jpeg" or "webp"; INT32: of the output `encoded`
 ///
-/// Outputs, of N images:
+/// Outputs for N images:
 ///
-///   image     UINT8 [N, height, width, channels]; FP32 when they are neither grey nor RGB
+///   image     UINT8 [N, height, width, channels]; FP32 unless they are grey or RGB
 ///   encoded   BYTES [N], files
-///   seed      UINT64 [N], which draws the image again
+///   seed      UINT64 [N], the seed of each image
 ///   label     INT32 [N]
 
 namespace denoised {
 
-/// Inputs and outputs of a model that is ready.
+/// Lists the inputs and outputs of a model that is ready.
 void DescribeTensors(const ModelInfo& model, inference::ModelMetadataResponse* metadata);
 
-/// What a ModelInferRequest asks.
+/// A ModelInferRequest in our own types.
 struct Inference {
   v1::GenerationParams params;                       // but for the model
   std::optional<std::chrono::microseconds> timeout;  // from its arrival
   std::vector<std::string> outputs;                  // in the order of the reply
-  MemoryBudget::Lease upload;                        // of the file in `params`
-  /// ResourceExhausted: other requests hold the memory that the file needs.
+  MemoryBudget::Lease upload;                        // of files and texts in `params`
+  /// ResourceExhausted if other requests hold the memory that they need.
   absl::Status memory_status;
 };
 
-/// The priority that the parameters ask for; normal when they ask for none, or none that there is.
+/// The priority in the parameters; normal if there is none or it is invalid.
 Priority ReadPriority(const inference::ModelInferRequest& request);
 
 /// Checks names, types, shapes and lengths, all that the protocol adds; what the values may be, the
@@ -63,7 +69,7 @@ Inference ReadInference(const inference::ModelInferRequest& request, const Model
                         const RequestLimits& limits, MemoryBudget* memory,
                         std::vector<FieldViolation>* violations);
 
-/// The input that a field of denoised.v1 comes from: "params.seeds[2]" is "seed[2]".
+/// Maps a field of denoised.v1 to the input that it comes from: "params.seeds[2]" → "seed[2]".
 std::string InputName(const std::string& field);
 
 /// The reply but for its id. `images` are in the order of their indices. Where files are to be

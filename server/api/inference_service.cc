@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "server/api/call_record.h"
-#include "server/api/generation_call.h"
+#include "server/api/grpc_calls.h"
 #include "server/api/inference.h"
 #include "server/api/repository.h"
 #include "server/api/server_info.h"
@@ -104,7 +104,7 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
                                                        const inference::ModelInferRequest* request,
                                                        inference::ModelInferResponse* response) {
   const auto outputs = std::make_shared<std::vector<std::string>>();
-  const auto call = std::make_shared<UnaryCall>(
+  const auto call = std::make_shared<GrpcUnaryCall>(
       context_, kModelInfer, context, [=, this](v1::GenerateResponse* images) {
         WriteInference(*images, *outputs, decoding_, response);
         response->set_id(request->id());
@@ -130,7 +130,8 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
     }
     inference.params.set_model(name);
     *outputs = std::move(inference.outputs);
-    JobRequest asked = MakeJobRequest(*context, *record, inference.params, nullptr, true);
+    JobRequest asked =
+        MakeJobRequest(*record, DeadlineOf(*context), inference.params, nullptr, true);
     asked.field_name = InputName;
     if (inference.timeout) {
       const auto end = record->arrival() + *inference.timeout;

@@ -14,13 +14,12 @@
 
 namespace denoised {
 
-/// The Open Inference Protocol for clients of Triton and KServe: another way to ask what
-/// ImageGenerationService is asked, with the same queue, limits, metrics and log behind it; and
-/// Triton's extensions, another way to ask ModelAdminService. No method blocks. What is pointed to
-/// must outlive the service, the service its calls.
+/// The Open Inference Protocol for clients of Triton and KServe. Requests share the queue, limits,
+/// metrics and log of ImageGenerationService, and Triton's extensions those of ModelAdminService.
+/// No method blocks. All pointers must outlive the service, and the service its calls.
 class InferenceService final : public inference::GRPCInferenceService::CallbackService {
  public:
-  /// `admin` is null where nobody may change the models.
+  /// `admin` is null if nobody may change models.
   InferenceService(const GenerationCallContext& context, const Engine* engine, Catalog* catalog,
                    const ServerInfo* info, const RequestLimits& limits, MemoryBudget* decoding,
                    const RequestTotals* totals, AdminCalls* admin)
@@ -68,12 +67,12 @@ class InferenceService final : public inference::GRPCInferenceService::CallbackS
       inference::RepositoryModelUnloadResponse* response) override;
 
  private:
-  /// The model that a request names, if it can draw now; nothing with `status` set. Its name goes
-  /// into the record either way.
+  /// The model that a request names. Returns nothing and sets `status` if it cannot draw now. Its
+  /// name goes into the record either way.
   template <typename Request>
   std::optional<CatalogModel> SelectReady(const Request& request, CallRecord* record,
                                           grpc::Status* status) const;
-  /// AdminCalls::Post, or UNIMPLEMENTED where nobody may change the models.
+  /// AdminCalls::Post, or UNIMPLEMENTED if nobody may change models.
   grpc::ServerUnaryReactor* PostChange(grpc::CallbackServerContext* context, const char* method,
                                        ModelChange change, std::function<grpc::Status()> work);
 

@@ -29,78 +29,103 @@ std::string NotAReference(const std::string& name) {
 
 }  // namespace
 
+ModelChange ModelChanges::Describe(const v1::LoadModelRequest& request) {
+  const std::string target =
+      request.version().empty() ? request.name() : EngineName(request.name(), request.version());
+  return {"load", target, request.directory()};
+}
+
+grpc::Status ModelChanges::Make(const v1::LoadModelRequest& request,
+                                v1::LoadModelResponse* response) const {
+  std::vector<FieldViolation> violations;
+  if (!IsName(request.name())) violations.push_back({"name", NotAName(request.name())});
+  if (!request.version().empty() && !IsName(request.version())) {
+    violations.push_back({"version", NotAName(request.version())});
+  }
+  const std::string& directory = request.directory();
+  if (!directory.empty()) {
+    const auto allowed = catalog_->Allowed(request.name(), directory);
+    if (!allowed.ok()) violations.push_back({"directory", std::string(allowed.status().message())});
+  }
+  if (!violations.empty()) return InvalidFields(violations, "");
+  auto model = catalog_->Load({.name = request.name(),
+                               .directory = directory,
+                               .version = request.version(),
+                               .keep_current = request.keep_current(),
+                               .unload_previous = request.unload_previous()});
+  if (!model.ok()) return ToGrpc(model.status());
+  *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
+  return grpc::Status::OK;
+}
+
+ModelChange ModelChanges::Describe(const v1::UnloadModelRequest& request) {
+  return {"unload", request.name()};
+}
+
+grpc::Status ModelChanges::Make(const v1::UnloadModelRequest& request,
+                                v1::UnloadModelResponse*) const {
+  if (!IsModelReference(request.name())) {
+    return InvalidFields({{"name", NotAReference(request.name())}}, "");
+  }
+  return ToGrpc(catalog_->Unload(request.name()));
+}
+
+ModelChange ModelChanges::Describe(const v1::SetAliasRequest& request) {
+  return {.verb = "alias", .model = request.target(), .alias = request.alias(), .waits = false};
+}
+
+grpc::Status ModelChanges::Make(const v1::SetAliasRequest& request,
+                                v1::SetAliasResponse* response) const {
+  std::vector<FieldViolation> violations;
+  if (!IsName(request.alias())) violations.push_back({"alias", NotAName(request.alias())});
+  if (!IsModelReference(request.target())) {
+    violations.push_back({"target", NotAReference(request.target())});
+  }
+  if (!violations.empty()) return InvalidFields(violations, "");
+  auto model = catalog_->SetAlias(request.alias(), request.target());
+  if (!model.ok()) return ToGrpc(model.status());
+  *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
+  return grpc::Status::OK;
+}
+
+ModelChange ModelChanges::Describe(const v1::DeleteAliasRequest& request) {
+  return {.verb = "delete alias", .alias = request.alias(), .waits = false};
+}
+
+grpc::Status ModelChanges::Make(const v1::DeleteAliasRequest& request,
+                                v1::DeleteAliasResponse*) const {
+  if (!IsName(request.alias())) return InvalidFields({{"alias", NotAName(request.alias())}}, "");
+  return ToGrpc(catalog_->DeleteAlias(request.alias()));
+}
+
 grpc::ServerUnaryReactor* ModelAdminService::LoadModel(grpc::CallbackServerContext* context,
                                                        const v1::LoadModelRequest* request,
                                                        v1::LoadModelResponse* response) {
-  const std::string target = request->version().empty()
-                                 ? request->name()
-                                 : EngineName(request->name(), request->version());
-  const ModelChange change{"load", target, request->directory()};
-  return admin_->Post(context, "denoised.v1.ModelAdmin.LoadModel", change, [=, this] {
-    std::vector<FieldViolation> violations;
-    if (!IsName(request->name())) violations.push_back({"name", NotAName(request->name())});
-    if (!request->version().empty() && !IsName(request->version())) {
-      violations.push_back({"version", NotAName(request->version())});
-    }
-    const std::string& directory = request->directory();
-    if (!directory.empty()) {
-      const auto allowed = catalog_->Allowed(request->name(), directory);
-      if (!allowed.ok())
-        violations.push_back({"directory", std::string(allowed.status().message())});
-    }
-    if (!violations.empty()) return InvalidFields(violations, "");
-    auto model = catalog_->Load({.name = request->name(),
-                                 .directory = directory,
-                                 .version = request->version(),
-                                 .keep_current = request->keep_current(),
-                                 .unload_previous = request->unload_previous()});
-    if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
-    return grpc::Status::OK;
-  });
+  return admin_->Post(context, "denoised.v1.ModelAdmin.LoadModel", ModelChanges::Describe(*request),
+                      [=, this] { return changes_->Make(*request, response); });
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::UnloadModel(grpc::CallbackServerContext* context,
                                                          const v1::UnloadModelRequest* request,
-                                                         v1::UnloadModelResponse*) {
-  const ModelChange change{"unload", request->name()};
-  return admin_->Post(context, "denoised.v1.ModelAdmin.UnloadModel", change, [=, this] {
-    if (!IsModelReference(request->name())) {
-      return InvalidFields({{"name", NotAReference(request->name())}}, "");
-    }
-    return ToGrpc(catalog_->Unload(request->name()));
-  });
+                                                         v1::UnloadModelResponse* response) {
+  return admin_->Post(context, "denoised.v1.ModelAdmin.UnloadModel",
+                      ModelChanges::Describe(*request),
+                      [=, this] { return changes_->Make(*request, response); });
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContext* context,
                                                       const v1::SetAliasRequest* request,
                                                       v1::SetAliasResponse* response) {
-  const ModelChange change{
-      .verb = "alias", .model = request->target(), .alias = request->alias(), .waits = false};
-  return admin_->Post(context, "denoised.v1.ModelAdmin.SetAlias", change, [=, this] {
-    std::vector<FieldViolation> violations;
-    if (!IsName(request->alias())) violations.push_back({"alias", NotAName(request->alias())});
-    if (!IsModelReference(request->target())) {
-      violations.push_back({"target", NotAReference(request->target())});
-    }
-    if (!violations.empty()) return InvalidFields(violations, "");
-    auto model = catalog_->SetAlias(request->alias(), request->target());
-    if (!model.ok()) return ToGrpc(model.status());
-    *response->mutable_model() = ToProto(*model, info_->DeviceNames(), limits_);
-    return grpc::Status::OK;
-  });
+  return admin_->Post(context, "denoised.v1.ModelAdmin.SetAlias", ModelChanges::Describe(*request),
+                      [=, this] { return changes_->Make(*request, response); });
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::DeleteAlias(grpc::CallbackServerContext* context,
                                                          const v1::DeleteAliasRequest* request,
-                                                         v1::DeleteAliasResponse*) {
-  const ModelChange change{.verb = "delete alias", .alias = request->alias(), .waits = false};
-  return admin_->Post(context, "denoised.v1.ModelAdmin.DeleteAlias", change, [=, this] {
-    if (!IsName(request->alias())) {
-      return InvalidFields({{"alias", NotAName(request->alias())}}, "");
-    }
-    return ToGrpc(catalog_->DeleteAlias(request->alias()));
-  });
+                                                         v1::DeleteAliasResponse* response) {
+  return admin_->Post(context, "denoised.v1.ModelAdmin.DeleteAlias",
+                      ModelChanges::Describe(*request),
+                      [=, this] { return changes_->Make(*request, response); });
 }
 
 }  // namespace denoised

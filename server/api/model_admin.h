@@ -9,13 +9,36 @@
 
 namespace denoised {
 
-/// denoised.v1.ModelAdmin on gRPC's callback API. What is pointed to must outlive the service, the
+/// The methods of denoised.v1.ModelAdmin, whatever carries the call. They may wait for the device
+/// and for requests to end; AdminCalls runs them. Thread-safe; what is pointed to must outlive it.
+class ModelChanges {
+ public:
+  ModelChanges(Catalog* catalog, const ServerInfo* info, const RequestLimits& limits)
+      : catalog_(catalog), info_(info), limits_(limits) {}
+
+  grpc::Status Make(const v1::LoadModelRequest& request, v1::LoadModelResponse* response) const;
+  grpc::Status Make(const v1::UnloadModelRequest& request, v1::UnloadModelResponse* response) const;
+  grpc::Status Make(const v1::SetAliasRequest& request, v1::SetAliasResponse* response) const;
+  grpc::Status Make(const v1::DeleteAliasRequest& request, v1::DeleteAliasResponse* response) const;
+
+  /// What a request wants, for the log.
+  static ModelChange Describe(const v1::LoadModelRequest& request);
+  static ModelChange Describe(const v1::UnloadModelRequest& request);
+  static ModelChange Describe(const v1::SetAliasRequest& request);
+  static ModelChange Describe(const v1::DeleteAliasRequest& request);
+
+ private:
+  Catalog* const catalog_;
+  const ServerInfo* const info_;
+  const RequestLimits limits_;
+};
+
+/// denoised.v1.ModelAdmin on gRPC's callback API. All pointers must outlive the service, and the
 /// service its calls.
 class ModelAdminService final : public v1::ModelAdmin::CallbackService {
  public:
-  ModelAdminService(AdminCalls* admin, Catalog* catalog, const ServerInfo* info,
-                    const RequestLimits& limits)
-      : admin_(admin), catalog_(catalog), info_(info), limits_(limits) {}
+  ModelAdminService(AdminCalls* admin, const ModelChanges* changes)
+      : admin_(admin), changes_(changes) {}
 
   grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context,
                                       const v1::LoadModelRequest* request,
@@ -32,9 +55,7 @@ class ModelAdminService final : public v1::ModelAdmin::CallbackService {
 
  private:
   AdminCalls* const admin_;
-  Catalog* const catalog_;
-  const ServerInfo* const info_;
-  const RequestLimits limits_;
+  const ModelChanges* const changes_;
 };
 
 }  // namespace denoised

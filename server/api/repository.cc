@@ -12,7 +12,7 @@
 namespace denoised {
 namespace {
 
-/// "BYTES" of metadata is TYPE_STRING in a configuration, "INT32" TYPE_INT32.
+/// Datatypes of metadata in a model configuration: "BYTES" → TYPE_STRING, "INT32" → TYPE_INT32.
 inference::DataType ConfigType(const std::string& datatype) {
   if (datatype == "BYTES") return inference::TYPE_STRING;
   inference::DataType type = inference::TYPE_INVALID;

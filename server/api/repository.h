@@ -16,14 +16,14 @@ namespace denoised {
 /// `model` must be ready.
 void DescribeConfig(const CatalogModel& model, inference::ModelConfig* config);
 
-/// `evaluations` as the engine counts them.
+/// `evaluations` is the engine's count.
 void DescribeStatistics(const CatalogModel& model, const RequestTotals::Totals& totals,
                         uint64_t evaluations, inference::ModelStatistics* statistics);
 
 void DescribeIndex(const std::vector<CatalogModel>& models, bool only_ready,
                    inference::RepositoryIndexResponse* index);
 
-/// What is wrong with a request of these fields; `known` is a parameter that it may have, or null.
+/// Checks these fields of a request; `known` is the one parameter that it may have, or null.
 std::vector<FieldViolation> CheckRepositoryName(const std::string& repository_name);
 std::vector<FieldViolation> CheckRepositoryChange(
     const std::string& repository_name, const std::string& model_name,

@@ -2,6 +2,7 @@
 #include "server/api/request_preparer.h"
 
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,7 +14,7 @@
 namespace denoised {
 namespace {
 
-/// The engine's complaints after the server's own, each field once.
+/// Appends the engine's violations to the server's; each field once.
 void Merge(const std::vector<FieldViolation>& engine, std::vector<FieldViolation>* all) {
   std::set<std::string> fields;
   for (const FieldViolation& violation : *all) fields.insert(violation.field);
@@ -23,13 +24,39 @@ void Merge(const std::vector<FieldViolation>& engine, std::vector<FieldViolation
   }
 }
 
+/// Whether `model` reads what the first condition holds.
+bool Takes(const ModelInfo& model, const v1::GenerationParams& params) {
+  if (params.conditions().empty()) return true;
+  const v1::Condition& condition = params.conditions(0);
+  const bool vector =
+      model.condition == ClassCondition::kValue || model.condition == ClassCondition::kVector;
+  return (!condition.has_text() || model.text) &&
+         (!condition.has_class_label() || model.condition == ClassCondition::kLabel) &&
+         (condition.class_vector().empty() || vector);
+}
+
 }  // namespace
+
+std::string ModelNameFor(const v1::GenerationParams& params,
+                         const std::vector<CatalogModel>& models) {
+  std::string only;
+  for (const CatalogModel& model : models) {
+    if (!model.current) continue;
+    if (model.info->state == ModelState::kLoading) return "";
+    if (!Takes(*model.info, params)) continue;
+    if (!only.empty()) return "";
+    only = model.name;
+  }
+  return only;
+}
 
 grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::string& request_id,
                                       PreparedJob* prepared) {
   *prepared = {};
   grpc::Status refusal;
-  const auto model = catalog_->Select(request.params.model(), "params.model", request_id, &refusal);
+  const std::string& asked = request.params.model();
+  const std::string name = asked.empty() ? ModelNameFor(request.params, catalog_->All()) : asked;
+  const auto model = catalog_->Select(name, "params.model", request_id, &refusal);
   if (!model) return refusal;
   prepared->model = EngineName(model->name, model->version);
   refusal = CheckReady(ShownTo(request.caller.admin, *model), request_id);
@@ -60,13 +87,15 @@ grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::stri
                         queue_wait_->RetryDelay());
   }
   if (!job.ok()) {
-    prepared->replaced = true;  // it was there and ready a moment ago
+    prepared->replaced = true;  // it was ready a moment ago
     return ToGrpcStatus(job.status(), reason::kModelUnloading, request_id);
   }
   prepared->job = *std::move(job);
-  prepared->params = ToProto(prepared->job);
+  prepared->params = ToProto(prepared->job, translation.image);
+  prepared->params.set_include_timings(request.params.include_timings());
   prepared->params.set_disconnect_policy(survives ? v1::DISCONNECT_POLICY_CONTINUE
                                                   : v1::DISCONNECT_POLICY_CANCEL);
+  prepared->run = RunOf(prepared->job);
   prepared->image = translation.image;
   prepared->preview = translation.preview;
   prepared->memory = std::move(translation.memory);

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <string>
+#include <vector>
+
+#include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
 #include "server/jobs/job_request.h"
 #include "server/jobs/memory_budget.h"
@@ -10,8 +14,13 @@
 
 namespace denoised {
 
+/// The model of a request that names none: the only one among `models` that can take its condition,
+/// or "" when there is none, more than one, or one is still loading.
+std::string ModelNameFor(const v1::GenerationParams& params,
+                         const std::vector<CatalogModel>& models);
+
 /// Finds the model of a request, translates it and has the engine fill in the defaults. Collects
-/// all that is wrong with its fields. Thread-safe; what is pointed to must outlive it.
+/// all violations. Thread-safe; all pointers must outlive it.
 class RequestPreparer final : public JobPreparer {
  public:
   RequestPreparer(const Catalog* catalog, const Engine* engine, const RequestLimits& limits,

@@ -11,7 +11,7 @@ namespace {
 /// Initialised before main: the start of the process, near enough.
 const std::chrono::system_clock::time_point process_start = std::chrono::system_clock::now();
 
-/// Lowers the limits of everybody to those of one client.
+/// Lowers the server's limits to those of one client.
 void Lower(const ClientLimits& client, v1::ServerLimits* limits) {
   limits->set_max_count(LowerLimit(client.max_count, limits->max_count()));
   if (const int steps = LowerLimit(client.max_steps, limits->max_steps()); steps > 0) {

@@ -10,17 +10,17 @@
 
 namespace denoised {
 
-/// What the server says of itself. Thread-safe; what is pointed to must outlive it.
+/// What the server reports about itself. Thread-safe; all pointers must outlive it.
 class ServerInfo {
  public:
-  /// `settings`: what follows from the configuration alone, such as features and limits.
+  /// `settings`: the part that the configuration alone determines, such as features and limits.
   ServerInfo(v1::GetServerInfoResponse settings, const Engine* engine, const Health* health)
       : settings_(std::move(settings)), engine_(engine), health_(health) {}
 
-  /// The names of the engine's devices with commas, lost ones too: "cuda:0,cuda:1".
+  /// The names of the engine's devices, including lost ones: "cuda:0,cuda:1".
   std::string DeviceNames() const;
   const Health& health() const { return *health_; }
-  /// What GetServerInfo replies to this caller.
+  /// The reply of GetServerInfo to this caller.
   v1::GetServerInfoResponse Describe(const Caller& caller) const;
 
  private:

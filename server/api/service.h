@@ -3,20 +3,16 @@
 
 #include "denoised/v1/image_generation.grpc.pb.h"
 #include "server/api/generation_call.h"
-#include "server/api/server_info.h"
-#include "server/api/write_watch.h"
-#include "server/models/catalog.h"
-#include "server/security/limits.h"
+#include "server/api/methods.h"
 
 namespace denoised {
 
-/// denoised.v1.ImageGeneration on gRPC's callback API. No method blocks: work is done by the
-/// workers and the engine. What is pointed to must outlive the service, the service its calls.
+/// denoised.v1.ImageGeneration on gRPC's callback API. No method blocks: workers and the engine do
+/// the work. All pointers must outlive the service, and the service its calls.
 class ImageGenerationService final : public v1::ImageGeneration::CallbackService {
  public:
-  ImageGenerationService(const GenerationCallContext& context, const Catalog* catalog,
-                         const ServerInfo* info, const RequestLimits& limits)
-      : context_(context), catalog_(catalog), info_(info), limits_(limits) {}
+  ImageGenerationService(const GenerationCallContext& context, const Methods* methods)
+      : context_(context), methods_(methods) {}
 
   grpc::ServerUnaryReactor* Generate(grpc::CallbackServerContext* context,
                                      const v1::GenerateRequest* request,
@@ -45,10 +41,16 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
                                      v1::GetModelResponse* response) override;
 
  private:
+  /// Ends a call that has nothing to wait for.
+  template <typename Request, typename Response>
+  grpc::ServerUnaryReactor* Answer(const char* name,
+                                   grpc::Status (Methods::*method)(const Request&, CallRecord*,
+                                                                   Response*) const,
+                                   grpc::CallbackServerContext* context, const Request* request,
+                                   Response* response);
+
   const GenerationCallContext context_;
-  const Catalog* const catalog_;
-  const ServerInfo* const info_;
-  const RequestLimits limits_;
+  const Methods* const methods_;
 };
 
 }  // namespace denoised

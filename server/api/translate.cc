@@ -7,12 +7,13 @@
 #include <cstring>
 #include <limits>
 
-#include "server/encoding/formats.h"
-#include "server/encoding/webp.h"
+#include "engine/images/formats.h"
+#include "engine/images/webp.h"
 #include "server/jobs/job_request.h"
 #include "server/security/clients.h"
 #include "server/status/model_name.h"
 #include "server/status/quote.h"
+#include "server/telemetry/timeline.h"
 
 namespace denoised {
 namespace {
@@ -99,10 +100,19 @@ class Translator {
     if (params_.has_count()) {
       count_ok_ = OneTo(limits_.max_count, "params.count", params_.count(), &spec.count);
     }
-    Condition();
-    Text();
+    Conditions();
+    TextOptions();
+    Sizes();
     ReadNumber("params.guidance_scale", params_.has_guidance_scale(), params_.guidance_scale(), 0,
                100, &spec.guidance_scale);
+    ReadNumber("params.image_guidance_scale", params_.has_image_guidance_scale(),
+               params_.image_guidance_scale(), 1, 100, &spec.image_guidance_scale);
+    ReadNumber("params.guidance_rescale", params_.has_guidance_rescale(),
+               params_.guidance_rescale(), 0, 1, &spec.guidance_rescale);
+    ReadNumber("params.guidance_start", params_.has_guidance_start(), params_.guidance_start(), 0,
+               1, &spec.guidance_start);
+    ReadNumber("params.guidance_stop", params_.has_guidance_stop(), params_.guidance_stop(), 0, 1,
+               &spec.guidance_stop);
     SamplerFields();
     Handling();
     Size();
@@ -146,53 +156,86 @@ class Translator {
     *out = value;
   }
 
-  void Condition() {
-    if (params_.has_class_labels()) {
-      const auto& labels = params_.class_labels().labels();
-      if (labels.empty()) {
-        Violate("params.class_labels.labels",
-                "is empty; give one label or one for each image, or leave the condition unset");
-      }
-      result_.spec.class_labels.assign(labels.begin(), labels.end());
+  void Conditions() {
+    // Before they are copied; whether there are as many as images is checked later.
+    constexpr int kMostConditions = 65536;
+    const int most = limits_.max_count > 0 ? limits_.max_count : kMostConditions;
+    if (params_.conditions_size() > most) {
+      return Violate("params.conditions", "has {} entries; send at most {}",
+                     params_.conditions_size(), most);
     }
-    if (params_.has_class_vectors()) {
-      const auto& values = params_.class_vectors().values();
-      if (values.empty()) {
-        Violate("params.class_vectors.values",
-                "is empty; give the numbers, or leave the condition unset");
+    for (int i = 0; i < params_.conditions_size(); ++i) {
+      const std::string field = fmt::format("params.conditions[{}]", i);
+      const v1::Condition& condition = params_.conditions(i);
+      const Kinds kinds = KindsOf(condition);
+      if (kinds == Kinds{}) {
+        Violate(field,
+                "is empty; set text, class_label or class_vector, or leave conditions unset");
+      } else if (kinds != KindsOf(params_.conditions(0))) {
+        Violate(field, "is of another kind than params.conditions[0]; use one kind for all images");
+      } else {
+        if (kinds.text) Text(field, condition);
+        if (kinds.label) result_.spec.class_labels.push_back(condition.class_label());
+        if (kinds.vector) Vector(field, condition);
       }
-      const auto bad = std::find_if(values.begin(), values.end(),
-                                    [](float value) { return !std::isfinite(value); });
-      if (bad != values.end()) {
-        Violate(fmt::format("params.class_vectors.values[{}]", bad - values.begin()),
-                "is {}; use a finite number", *bad);
-        return;
-      }
-      result_.spec.class_values.assign(values.begin(), values.end());
     }
   }
 
-  void Text() {
-    if (!params_.has_text()) return;
-    const v1::TextPrompts& text = params_.text();
-    JobSpec& spec = result_.spec;
-    if (text.prompts().empty())
-      Violate("params.text.prompts", "is empty; give one for all images, or one for each");
-    for (const v1::TextPrompt& prompt : text.prompts()) {
-      TextPrompt& read = spec.prompts.emplace_back();
-      read.text = prompt.text();
-      if (prompt.has_negative()) read.negative = prompt.negative();
-      if (prompt.has_text_2()) read.text_2 = prompt.text_2();
-      if (prompt.has_negative_2()) read.negative_2 = prompt.negative_2();
-      if (!prompt.cut_off().empty())
-        Violate("params.text.prompts.cut_off", "is set, but only replies have it; leave it out");
+  struct Kinds {
+    bool text = false, label = false, vector = false;
+    bool operator==(const Kinds&) const = default;
+  };
+
+  static Kinds KindsOf(const v1::Condition& condition) {
+    return {.text = condition.has_text() || condition.has_negative_text() ||
+                    condition.has_text_2() || condition.has_negative_text_2(),
+            .label = condition.has_class_label(),
+            .vector = !condition.class_vector().empty()};
+  }
+
+  void Text(const std::string& field, const v1::Condition& condition) {
+    if (!condition.has_text()) Violate(field + ".text", "is not set; use \"\" for an empty text");
+    TextPrompt& read = result_.spec.prompts.emplace_back();
+    read.text = condition.text();
+    if (condition.has_negative_text()) read.negative = condition.negative_text();
+    if (condition.has_text_2()) read.text_2 = condition.text_2();
+    if (condition.has_negative_text_2()) read.negative_2 = condition.negative_text_2();
+  }
+
+  void Vector(const std::string& field, const v1::Condition& condition) {
+    const auto& values = condition.class_vector();
+    if (model_.class_vector_size > 0 && values.size() != model_.class_vector_size) {
+      Violate(field + ".class_vector", "has {} numbers; use {}", values.size(),
+              model_.class_vector_size);
     }
-    if (text.has_clip_skip()) spec.clip_skip = text.clip_skip();
-    if (text.has_original_size())
-      spec.sizes.original_size = {text.original_size().height(), text.original_size().width()};
-    if (text.has_crop()) spec.sizes.crop = {text.crop().top(), text.crop().left()};
-    if (text.has_target_size())
-      spec.sizes.target_size = {text.target_size().height(), text.target_size().width()};
+    const auto bad = std::find_if(values.begin(), values.end(),
+                                  [](float value) { return !std::isfinite(value); });
+    if (bad != values.end()) {
+      Violate(fmt::format("{}.class_vector[{}]", field, bad - values.begin()),
+              "is {}; use a finite number", *bad);
+      return;
+    }
+    result_.spec.class_values.insert(result_.spec.class_values.end(), values.begin(), values.end());
+  }
+
+  void TextOptions() {
+    const v1::TextOptions& options = params_.text_options();
+    if (options.has_clip_skip()) result_.spec.clip_skip = options.clip_skip();
+    if (options.has_max_chunks()) {
+      result_.spec.max_chunks = options.max_chunks();
+      if (options.max_chunks() == 0)
+        Violate("params.text_options.max_chunks", "is 0; use 1 or more");
+    }
+  }
+
+  void Sizes() {
+    const v1::SizeConditions& sizes = params_.size_conditions();
+    SizeConditions& read = result_.spec.sizes;
+    if (sizes.has_original_size())
+      read.original_size = {sizes.original_size().height(), sizes.original_size().width()};
+    if (sizes.has_crop()) read.crop = {sizes.crop().top(), sizes.crop().left()};
+    if (sizes.has_target_size())
+      read.target_size = {sizes.target_size().height(), sizes.target_size().width()};
   }
 
   template <typename Table, typename Wire, typename Ours>
@@ -369,26 +412,40 @@ class Translator {
               model_.channels);
       return {};
     }
-    constexpr char kField[] = "params.init_image.encoded";
+    return ReadPicture("params.init_image.encoded", file, model_.channels, DecodeFile);
+  }
+
+  /// A file as F32 [H, W, channels] in [−1, 1]; undefined when it was refused.
+  Tensor ReadPicture(const char* field, const std::string& file, int channels,
+                     decltype(DecodeFile) decode) {
     bool reserved = true;
-    auto pixels = DecodeFile(file, limits_.max_init_pixels, [&](int64_t bytes) {
-      reserved = Reserve(kField, bytes);
+    auto pixels = decode(file, limits_.max_init_pixels, [&](int64_t bytes) {
+      reserved = Reserve(field, bytes);
       return reserved ? absl::OkStatus() : ResourceExhausted("no memory");
     });
     if (!reserved) return {};
     if (!pixels.ok()) {
-      Violate(kField, "{}", std::string(pixels.status().message()));
+      Violate(field, "{}", std::string(pixels.status().message()));
       return {};
     }
-    const int64_t floats = int64_t{pixels->width} * pixels->height * model_.channels * 4;
-    if (!Reserve(kField, floats)) return {};
-    return FromPixels(*pixels, model_.channels);
+    const int64_t floats = int64_t{pixels->width} * pixels->height * channels * 4;
+    if (!Reserve(field, floats)) return {};
+    return FromPixels(*pixels, channels);
   }
 
   void InitImage() {
-    if (!params_.has_init_image()) return;
+    if (!params_.has_init_image()) {
+      if (params_.has_mask())
+        Violate("params.mask",
+                "is set, but params.init_image is not; give the picture that the mask is for");
+      return;
+    }
     const v1::InitImage& init = params_.init_image();
-    double strength = 0.8;
+    const ImageTraits& traits = model_.images;
+    // A model that starts from noise keeps to it.
+    double strength = !traits.strength     ? 1
+                      : params_.has_mask() ? traits.default_masked_strength
+                                           : traits.default_strength;
     if (init.has_strength()) {
       strength = init.strength();
       if (!(strength > 0 && strength <= 1)) {
@@ -405,14 +462,79 @@ class Translator {
       Violate("params.init_image",
               "has no picture; set encoded or tensor, or leave init_image unset");
     }
-    // At strength 1 nothing of the picture is left: that is drawing from noise.
-    if (!image || !size_ok_ || strength == 1) return;
+    if (!image || !size_ok_) return;
+    // At strength 1 nothing of the picture is left, unless a mask keeps a part or the model reads
+    // it: that is drawing from noise.
+    if (strength == 1 && !params_.has_mask() && !traits.required) return;
     // The image of the model's size, and what lies between the two passes of Resize, which is no
     // larger than one of its sides.
     const int64_t resized = int64_t{height_} * width_ * model_.channels * 4;
     if (!Reserve("params.init_image", resized + std::max<int64_t>(resized, image.bytes()))) return;
+    if (params_.has_mask()) Mask(image.dim(0), image.dim(1));
     result_.spec.init_image = Resize(image, height_, width_);
     result_.spec.sampler.strength = strength;
+  }
+
+  /// The mask of an init image of this size, scaled with it: the nearest pixel decides.
+  void Mask(int64_t height, int64_t width) {
+    const v1::Mask& wire = params_.mask();
+    const char* field = "params.mask";
+    Tensor mask;
+    switch (wire.source_case()) {
+      case v1::Mask::kEncoded:
+        field = "params.mask.encoded";
+        mask = ReadPicture(field, wire.encoded(), 1, DecodeFile);
+        break;
+      case v1::Mask::kTensor:
+        field = "params.mask.tensor";
+        mask = ReadMaskTensor(wire.tensor());
+        break;
+      case v1::Mask::kTransparency:
+        field = "params.mask.transparency";
+        mask = ReadPicture(field, wire.transparency(), 1, DecodePngTransparency);
+        break;
+      case v1::Mask::SOURCE_NOT_SET:
+        Violate(field, "has no picture; set encoded, tensor or transparency, or leave mask unset");
+        break;
+    }
+    if (!mask) return;
+    if (mask.dim(0) != height || mask.dim(1) != width) {
+      Violate(field, "is {}×{}, but init_image is {}×{} pixels; use a mask of the same size",
+              mask.dim(1), mask.dim(0), width, height);
+      return;
+    }
+    if (!Reserve(field, int64_t{height_} * width_ * 4)) return;
+    Tensor scaled = Tensor::Host({height_, width_}, DType::kF32);
+    for (int64_t y = 0; y < height_; ++y)
+      for (int64_t x = 0; x < width_; ++x)
+        scaled.as<float>()[y * width_ + x] =
+            mask.as<float>()[y * height / height_ * width + x * width / width_] / 2 + 0.5f;
+    result_.spec.mask = std::move(scaled);
+  }
+
+  /// F32 [H, W, 1] in [−1, 1]; undefined when it was refused.
+  Tensor ReadMaskTensor(const v1::Tensor& tensor) {
+    const bool plane =
+        tensor.shape_size() == 2 || (tensor.shape_size() == 3 && tensor.shape(2) == 1);
+    const bool sane = plane && tensor.shape(0) >= 1 && tensor.shape(1) >= 1 &&
+                      tensor.shape(0) <= limits_.max_init_pixels &&
+                      tensor.shape(1) <= limits_.max_init_pixels / tensor.shape(0);
+    if (!sane) {
+      Violate("params.mask.tensor.shape", "is {}; use [height, width] of at most {} pixels",
+              ShapeText(tensor), limits_.max_init_pixels);
+      return {};
+    }
+    Tensor mask =
+        ReadTensor("params.mask.tensor", tensor, {tensor.shape(0), tensor.shape(1), 1}, true);
+    if (!mask || tensor.data_type() == v1::DATA_TYPE_UINT8) return mask;
+    for (float& value : mask.span<float>()) {
+      if (!(value >= 0 && value <= 1)) {
+        Violate("params.mask.tensor.data", "holds {}; use 0 to 1", value);
+        return {};
+      }
+      value = 2 * value - 1;
+    }
+    return mask;
   }
 
   v1::ImageFormat ReadFormat(const char* field, v1::ImageFormat format, v1::ImageFormat unset) {
@@ -484,6 +606,20 @@ class Translator {
                 "is {}, which this server does not know; use a value of PreviewKind",
                 static_cast<int>(preview.kind()));
     }
+    switch (preview.decoder()) {
+      case v1::PREVIEW_DECODER_UNSPECIFIED:
+        break;
+      case v1::PREVIEW_DECODER_LINEAR:
+        spec.preview_decoder = PreviewDecoder::kLinear;
+        break;
+      case v1::PREVIEW_DECODER_TINY:
+        spec.preview_decoder = PreviewDecoder::kTiny;
+        break;
+      default:
+        Violate("preview.decoder",
+                "is {}, which this server does not know; use a value of PreviewDecoder",
+                static_cast<int>(preview.decoder()));
+    }
     if (preview.has_every_evaluations()) {
       AtLeastOne("preview.every_evaluations", preview.every_evaluations(), &spec.preview_every);
     }
@@ -518,18 +654,36 @@ v1::ModelState ToWire(ModelState state) {
   return v1::MODEL_STATE_UNSPECIFIED;
 }
 
-v1::ClassConditionKind ToWire(ClassCondition condition) {
-  switch (condition) {
-    case ClassCondition::kNone:
-      return v1::CLASS_CONDITION_KIND_NONE;
-    case ClassCondition::kLabel:
-      return v1::CLASS_CONDITION_KIND_LABEL;
-    case ClassCondition::kValue:
-      return v1::CLASS_CONDITION_KIND_VALUE;
-    case ClassCondition::kVector:
-      return v1::CLASS_CONDITION_KIND_VECTOR;
+/// The conditions of a resolved job.
+void SetConditions(const JobSpec& spec, v1::GenerationParams* params) {
+  for (const TextPrompt& prompt : spec.prompts) {
+    v1::Condition& condition = *params->add_conditions();
+    condition.set_text(prompt.text);
+    if (prompt.negative) condition.set_negative_text(*prompt.negative);
+    if (prompt.text_2) condition.set_text_2(*prompt.text_2);
+    if (prompt.negative_2) condition.set_negative_text_2(*prompt.negative_2);
   }
-  return v1::CLASS_CONDITION_KIND_UNSPECIFIED;
+  for (const int label : spec.class_labels) params->add_conditions()->set_class_label(label);
+  const size_t size = spec.class_values.size() / static_cast<size_t>(spec.count);
+  for (size_t i = 0; i + size <= spec.class_values.size() && size > 0; i += size) {
+    const float* const values = spec.class_values.data() + i;
+    params->add_conditions()->mutable_class_vector()->Add(values, values + size);
+  }
+  if (spec.prompts.empty()) return;
+  params->mutable_text_options()->set_clip_skip(spec.clip_skip);
+  params->mutable_text_options()->set_max_chunks(spec.max_chunks);
+}
+
+void SetSizes(const SizeConditions& sizes, v1::SizeConditions* to) {
+  const auto set = [](const std::optional<std::array<int, 2>>& size, v1::ImageSize* wire) {
+    wire->set_height((*size)[0]);
+    wire->set_width((*size)[1]);
+  };
+  if (sizes.original_size) set(sizes.original_size, to->mutable_original_size());
+  if (sizes.target_size) set(sizes.target_size, to->mutable_target_size());
+  if (!sizes.crop) return;
+  to->mutable_crop()->set_top((*sizes.crop)[0]);
+  to->mutable_crop()->set_left((*sizes.crop)[1]);
 }
 
 }  // namespace
@@ -553,19 +707,27 @@ std::string ProtoField(const std::string& job_field) {
   if (field.rfind("sampler.", 0) == 0) field.erase(0, 8);
   const size_t end = field.find_first_of("[.");
   const std::string name = field.substr(0, end);
-  const std::string rest = end == std::string::npos ? "" : field.substr(end);
+  std::string rest = end == std::string::npos ? "" : field.substr(end);
+  // An entry of a list is a condition's: "class_labels[2]" is "conditions[2].class_label".
+  if (name == "prompts") {
+    const size_t member = rest.rfind(".negative");
+    if (member != std::string::npos) rest.insert(member + 9, "_text");
+    return "params.conditions" + rest;
+  }
+  if (name == "class_labels")
+    return "params.conditions" + rest + (rest.empty() ? "" : ".class_label");
+  if (name == "class_values") return "params.conditions";
   constexpr std::pair<const char*, const char*> kRenamed[] = {
-      {"class_labels", "params.class_labels.labels"},
-      {"class_values", "params.class_vectors.values"},
       {"schedule", "params.noise_schedule"},
-      {"prompts", "params.text.prompts"},
-      {"clip_skip", "params.text.clip_skip"},
-      {"original_size", "params.text.original_size"},
-      {"crop", "params.text.crop"},
-      {"target_size", "params.text.target_size"},
+      {"clip_skip", "params.text_options.clip_skip"},
+      {"max_chunks", "params.text_options.max_chunks"},
+      {"original_size", "params.size_conditions.original_size"},
+      {"crop", "params.size_conditions.crop"},
+      {"target_size", "params.size_conditions.target_size"},
       {"strength", "params.init_image.strength"},
       {"preview_every", "preview.every_evaluations"},
       {"preview_kind", "preview.kind"},
+      {"preview_decoder", "preview.decoder"},
       {"previews", "preview"},
   };
   for (const auto& [ours, wire] : kRenamed) {
@@ -574,58 +736,64 @@ std::string ProtoField(const std::string& job_field) {
   return "params." + field;
 }
 
-v1::EffectiveParams ToProto(const EffectiveJob& job) {
+v1::GenerationParams ToProto(const EffectiveJob& job, const Rendering& rendering) {
   const JobSpec& spec = job.spec;
-  v1::EffectiveParams params;
+  v1::GenerationParams params;
   params.set_model(ModelOf(spec.model));
-  params.set_model_version(VersionOf(spec.model));
   params.set_request_id(spec.request_id);
   params.set_seed(spec.seed.value_or(0));
   params.mutable_seeds()->Add(spec.seeds.begin(), spec.seeds.end());
   params.set_count(spec.count);
-  params.mutable_class_labels()->Add(spec.class_labels.begin(), spec.class_labels.end());
-  params.mutable_class_values()->Add(spec.class_values.begin(), spec.class_values.end());
-  if (!spec.prompts.empty()) {
-    v1::TextPrompts& text = *params.mutable_text();
-    for (size_t i = 0; i < spec.prompts.size(); ++i) {
-      v1::TextPrompt& prompt = *text.add_prompts();
-      prompt.set_text(spec.prompts[i].text);
-      if (spec.prompts[i].negative) prompt.set_negative(*spec.prompts[i].negative);
-      if (spec.prompts[i].text_2) prompt.set_text_2(*spec.prompts[i].text_2);
-      if (spec.prompts[i].negative_2) prompt.set_negative_2(*spec.prompts[i].negative_2);
-      prompt.set_cut_off(job.prompts_cut_off[i]);
-    }
-    text.set_clip_skip(spec.clip_skip);
-    if (const auto& size = spec.sizes.original_size) {
-      text.mutable_original_size()->set_height((*size)[0]);
-      text.mutable_original_size()->set_width((*size)[1]);
-    }
-    if (const auto& point = spec.sizes.crop) {
-      text.mutable_crop()->set_top((*point)[0]);
-      text.mutable_crop()->set_left((*point)[1]);
-    }
-    if (const auto& size = spec.sizes.target_size) {
-      text.mutable_target_size()->set_height((*size)[0]);
-      text.mutable_target_size()->set_width((*size)[1]);
-    }
-  }
+  SetConditions(spec, &params);
+  const SizeConditions& sizes = spec.sizes;
+  if (sizes.original_size || sizes.crop || sizes.target_size)
+    SetSizes(sizes, params.mutable_size_conditions());
   params.set_guidance_scale(std::max(1.0, spec.guidance_scale.value_or(1.0)));
-  params.set_steps(job.steps);
-  params.set_evaluations(job.evaluations);
+  if (spec.image_guidance_scale) params.set_image_guidance_scale(*spec.image_guidance_scale);
+  if (spec.guidance_rescale) params.set_guidance_rescale(*spec.guidance_rescale);
+  if (spec.guidance_start) params.set_guidance_start(*spec.guidance_start);
+  if (spec.guidance_stop) params.set_guidance_stop(*spec.guidance_stop);
   const SamplerParams& sampler = spec.sampler;
+  params.set_steps(sampler.steps);
   if (sampler.sampler) params.set_sampler(ToWire(kSamplers, *sampler.sampler));
   if (sampler.schedule) params.set_noise_schedule(ToWire(kSchedules, *sampler.schedule));
   params.set_width(spec.width);
   params.set_height(spec.height);
-  params.set_strength(sampler.strength);
-  params.set_eta(sampler.eta.value_or(0));
-  params.set_s_churn(sampler.s_churn.value_or(0));
+  if (sampler.eta) params.set_eta(*sampler.eta);
+  if (sampler.s_churn) params.set_s_churn(*sampler.s_churn);
   if (sampler.s_tmin) params.set_s_tmin(*sampler.s_tmin);
   if (sampler.s_tmax) params.set_s_tmax(*sampler.s_tmax);
   if (sampler.s_noise) params.set_s_noise(*sampler.s_noise);
   if (sampler.solver_order) params.set_solver_order(*sampler.solver_order);
+  if (spec.init_image) params.mutable_init_image()->set_strength(sampler.strength);
+  if (spec.mask) params.mutable_mask();
+  if (const Tensor& noise = spec.initial_noise; noise) {
+    v1::Tensor& wire = *params.mutable_initial_noise();
+    wire.set_data_type(v1::DATA_TYPE_FLOAT32);
+    for (int i = 0; i < noise.shape().rank(); ++i) wire.add_shape(noise.dim(i));
+  }
+  v1::OutputOptions& output = *params.mutable_output();
+  output.set_format(rendering.format);
+  output.set_quality(rendering.quality);
+  output.set_embed_metadata(rendering.metadata);
   params.set_priority(ToWire(kPriorityNames, spec.priority));
   return params;
+}
+
+v1::Run RunOf(const EffectiveJob& job) {
+  v1::Run run;
+  run.set_model_version(VersionOf(job.spec.model));
+  run.set_steps(job.steps);
+  run.set_evaluations(job.evaluations);
+  for (const PromptRead& read : job.prompts_read) {
+    v1::TextRead& text = *run.add_texts();
+    text.set_tokens(read.text.tokens);
+    text.set_cut_off(read.text.cut_off);
+    text.set_negative_cut_off(read.negative.cut_off);
+    text.set_cut_off_2(read.text_2.cut_off);
+    text.set_negative_cut_off_2(read.negative_2.cut_off);
+  }
+  return run;
 }
 
 v1::Model ToProto(const CatalogModel& listed, const std::string& device,
@@ -643,7 +811,27 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   model.set_architecture(info.architecture);
   model.set_parameters(info.parameters);
   model.set_pipeline(info.pipeline);
-  model.set_condition(info.text ? v1::CLASS_CONDITION_KIND_TEXT : ToWire(info.condition));
+  model.set_precision(info.precision);
+  for (const Stage stage : info.stages) model.add_stages(ToWire(stage));
+  for (const PreviewDecoder decoder : info.preview_decoders) {
+    model.add_preview_decoders(decoder == PreviewDecoder::kTiny ? v1::PREVIEW_DECODER_TINY
+                                                                : v1::PREVIEW_DECODER_LINEAR);
+  }
+  v1::ModelCapabilities& can = *model.mutable_capabilities();
+  can.set_text(info.text.has_value());
+  can.set_second_text(info.text && info.text->two_encoders);
+  can.set_class_label(!info.text && info.condition == ClassCondition::kLabel);
+  can.set_class_vector(!info.text && (info.condition == ClassCondition::kValue ||
+                                      info.condition == ClassCondition::kVector));
+  can.set_size_conditions(info.text && info.text->sizes);
+  can.set_guidance(info.guidance || info.guidance_input);
+  can.set_guidance_rescale(info.guidance_rescale);
+  can.set_image_guidance(info.images.guidance);
+  can.set_init_image(info.images.init);
+  can.set_init_image_required(info.images.required);
+  can.set_strength(info.images.strength);
+  can.set_mask(info.images.mask);
+  can.set_mask_required(info.images.mask_required);
   model.mutable_labels()->Add(info.labels.begin(), info.labels.end());
   v1::ModelDefaults& defaults = *model.mutable_defaults();
   defaults.set_sampler(ToWire(kSamplers, info.default_sampler));
@@ -652,6 +840,10 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   defaults.set_guidance_scale(info.default_guidance_scale);
   defaults.set_width(info.width);
   defaults.set_height(info.height);
+  if (info.images.strength)
+    defaults.set_strength(info.images.mask_required ? info.images.default_masked_strength
+                                                    : info.images.default_strength);
+  if (info.images.guidance) defaults.set_image_guidance_scale(info.images.default_guidance_scale);
   v1::ModelLimits& bounds = *model.mutable_limits();
   bounds.set_max_steps(LowerLimit(info.max_steps, limits.max_steps));
   bounds.set_max_count(LowerLimit(info.max_count, limits.max_count));
@@ -664,13 +856,12 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   }
   bounds.set_num_classes(info.num_classes);
   bounds.set_class_vector_size(info.class_vector_size);
-  bounds.set_guidance(info.guidance || info.guidance_input);
   bounds.set_latent_factor(info.latent_factor);
   bounds.set_latent_channels(info.latent_channels);
   if (info.text) {
     bounds.set_max_clip_skip(info.text->max_clip_skip);
-    bounds.set_two_texts(info.text->two_encoders);
-    bounds.set_size_conditions(info.text->sizes);
+    bounds.set_max_chunks(info.text->max_chunks);
+    bounds.set_chunk_tokens(info.text->chunk_tokens);
   }
   bounds.set_size_multiple(info.size_multiple);
   bounds.set_channels(info.channels);
@@ -679,8 +870,7 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   for (const NoiseSchedule schedule : info.schedules) {
     model.add_noise_schedules(ToWire(kSchedules, schedule));
   }
-  model.set_memory_bytes(
-      static_cast<int64_t>(info.weight_bytes + info.activation_bytes + info.slot_bytes));
+  model.set_memory_bytes(static_cast<int64_t>(info.bytes()));
   return model;
 }
 

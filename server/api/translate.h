@@ -40,10 +40,16 @@ Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptio
 Priority ReadPriority(const v1::GenerationParams& params);
 
 /// The path in the proto of a field of JobSpec: "class_labels[2]" is
-/// "params.class_labels.labels[2]".
+/// "params.conditions[2].class_label".
 std::string ProtoField(const std::string& job_field);
 
-v1::EffectiveParams ToProto(const EffectiveJob& job);
+/// The request that draws what `job` draws, sent as `rendering` says: every default is filled in.
+/// init_image, mask and initial_noise are there where the job has them, without their bytes.
+v1::GenerationParams ToProto(const EffectiveJob& job, const Rendering& rendering);
+
+/// What a reply tells of a job beside its parameters.
+v1::Run RunOf(const EffectiveJob& job);
+
 v1::Model ToProto(const CatalogModel& model, const std::string& device,
                   const RequestLimits& limits);
 

@@ -44,8 +44,8 @@ int WriteWatch::CancelLate() {
       ++it;
       continue;
     }
-    // Under the lock, since Disarm is what keeps the context alive. gRPC delivers the failed write
-    // on a thread of its own.
+    // Under the lock: the context is alive only until Disarm. gRPC reports the failed write on
+    // another thread.
     it->first->TryCancel();
     it = deadlines_.erase(it);
     ++cancelled;

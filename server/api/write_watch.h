@@ -13,25 +13,25 @@
 
 namespace denoised {
 
-/// Cancels calls whose write does not end in time. For a client that reads nothing, gRPC accepts a
-/// few megabytes, then holds the write and the call for ever. Thread-safe.
+/// Cancels calls whose write does not finish in time. Without it, gRPC would buffer a few megabytes
+/// for a client that does not read, and then block the write and the call for ever. Thread-safe.
 class WriteWatch {
  public:
-  /// `on_stall` is called, without locks held, for every call that was cancelled.
+  /// Calls `on_stall`, without locks held, for every call that it cancels.
   WriteWatch(std::chrono::milliseconds timeout, std::function<void()> on_stall);
   ~WriteWatch();
 
   WriteWatch(const WriteWatch&) = delete;
   WriteWatch& operator=(const WriteWatch&) = delete;
 
-  /// Before a write. `context` must live until Disarm.
+  /// Call before a write. `context` must live until Disarm.
   void Arm(grpc::CallbackServerContext* context);
-  /// After the write.
+  /// Call after the write.
   void Disarm(grpc::CallbackServerContext* context);
 
  private:
   void Run();
-  /// False when the destructor was called before the time of the next look.
+  /// Sleeps until the next check. Returns false if the destructor was called meanwhile.
   bool WaitForNextLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// How many calls were cancelled.
   int CancelLate() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

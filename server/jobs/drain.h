@@ -5,17 +5,17 @@
 
 namespace denoised {
 
-/// How far the end of the server is: clients are asked to go elsewhere, but may still come; then
-/// new work is refused.
+/// The stages of a shutdown. Lame duck: clients are told to go elsewhere, but requests are still
+/// taken. Draining: new requests are refused.
 enum class DrainState { kNone, kLameDuck, kDraining };
 
-/// Set by the server, read by everybody. Thread-safe.
+/// The server sets it; everyone may read it. Thread-safe.
 struct DrainProgress {
   std::atomic<DrainState> state{DrainState::kNone};
-  /// By when the drain should be over, in seconds since 1970; 0 before it.
+  /// When the drain should be over, in seconds since 1970; 0 before the drain.
   std::atomic<double> deadline{0};
 
-  /// New work is refused.
+  /// From now on new requests are refused.
   bool draining() const { return state == DrainState::kDraining; }
 };
 

@@ -10,10 +10,10 @@
 
 namespace denoised {
 
-/// The events of a job, for readers at different paces. Of progress, and of the previews of each
-/// image, it keeps the latest event only, so a slow or late reader gets what still matters. Every
-/// other event stays until Forget. An event has the same number for all readers. Numbers rise;
-/// missing numbers belong to events that newer ones replaced. Not synchronised.
+/// The events of a job, for readers at different paces. The log keeps only the latest progress and
+/// the latest preview of each image, so a slow or late reader skips what is outdated. Other events
+/// stay until Forget. All readers see the same sequence numbers. A gap in the numbers means that a
+/// newer event replaced an older one. Not synchronised.
 class EventLog {
  public:
   using Event = v1::StreamGenerateResponse;

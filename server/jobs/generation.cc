@@ -93,7 +93,8 @@ void Generation::Start(const JobRequest& request) {
       model_ = prepared.model;
       params_ = prepared.params;
       params_.set_model(ModelOf(model_));
-      params_.set_model_version(VersionOf(model_));
+      run_ = prepared.run;
+      run_.set_model_version(VersionOf(model_));
     }
     if (prepared.replaced) continue;
     if (!status.ok()) return End(status);
@@ -103,6 +104,7 @@ void Generation::Start(const JobRequest& request) {
     // What is only needed to start need not be kept until the end.
     job_.spec.initial_noise = Tensor();
     job_.spec.init_image = Tensor();
+    job_.spec.mask = Tensor();
     {
       MutexLock lock(&mutex_);
       if (job_.spec.sampler.sampler) sampler_ = Name(*job_.spec.sampler.sampler);
@@ -185,6 +187,7 @@ v1::Job Generation::Describe() const {
   job.set_request_id(origin_.request_id);
   job.set_client(origin_.caller.name);
   *job.mutable_params() = params_;
+  *job.mutable_run() = run_;
   *job.mutable_create_time() = ToTimestamp(created_);
   if (started_ != kNever) *job.mutable_start_time() = ToTimestamp(started_);
   if (ended_ != kNever) *job.mutable_end_time() = ToTimestamp(ended_);
@@ -198,6 +201,11 @@ v1::Job Generation::Describe() const {
   job.set_state(State());
   if (end_ && !end_->ok()) job.mutable_error()->ParseFromString(end_->error_details());
   return job;
+}
+
+v1::GenerationParams Generation::Params() const {
+  MutexLock lock(&mutex_);
+  return params_;
 }
 
 v1::JobState Generation::State() const {
@@ -236,6 +244,7 @@ void Generation::Accept(const Estimate& estimate) {
   EventLog::Event event;
   v1::QueuedEvent& queued = *event.mutable_queued();
   *queued.mutable_params() = params_;
+  *queued.mutable_run() = run_;
   queued.set_images_ahead(estimate.images_ahead);
   queued.set_position(estimate.jobs_ahead);
   if (estimate.start_seconds) queued.set_estimated_start_seconds(*estimate.start_seconds);
@@ -264,6 +273,11 @@ void Generation::OnProgress(int done, int total) {
   if (now - last_progress_ < kProgressPeriod) return;  // it goes with what comes next
   last_progress_ = now;
   ScheduleDelivery();
+}
+
+void Generation::OnStage(int image, Stage stage, double seconds) {
+  MutexLock lock(&mutex_);
+  if (include_timings_) timeline_.AddStage(SecondsSinceArrival(), image, stage, seconds);
 }
 
 void Generation::OnPreview(const ImageResult& image, int evaluation) {
@@ -405,6 +419,7 @@ void Generation::Complete() {
   EventLog::Event event;
   v1::CompletedEvent& completed = *event.mutable_completed();
   *completed.mutable_params() = params_;
+  *completed.mutable_run() = run_;
   completed.mutable_timing()->set_queued_seconds(std::max(0.0, queued_seconds_));
   completed.mutable_timing()->set_total_seconds(SecondsSinceArrival());
   if (include_timings_) *completed.mutable_timeline() = timeline_.ToProto();

@@ -27,7 +27,7 @@ namespace denoised {
 
 class Jobs;
 
-/// What every job works with. What is pointed to must outlive the jobs.
+/// What every job uses. All pointers must outlive the jobs.
 struct JobContext {
   Engine* engine;
   JobPreparer* preparer;
@@ -39,24 +39,25 @@ struct JobContext {
   double max_previews_per_second;  // of one image; 0: no bound
 };
 
-/// Follows a generation: a call that streams its events or waits for its end.
+/// A call that streams the events of a generation or waits for its end.
 class GenerationWatcher {
  public:
   virtual ~GenerationWatcher() = default;
-  /// Next() may have something new. Called from worker threads, without locks held. One call may
-  /// stand for several events or for none, and one or two may come after Leave.
+  /// Says that Next() may return something new. Runs on worker threads, without locks held. One
+  /// call can mean several events or none, and one or two calls can arrive after Leave.
   virtual void OnNews() = 0;
 };
 
-/// One request for images from its arrival until its result is no longer kept; on the wire a Job.
+/// One request for images, from its arrival until its result is dropped. On the wire: a Job.
 ///
 ///   gRPC's thread      a call posts itself to the workers
 ///   a worker           Jobs::Begin makes the Generation; Start checks the request and submits it
-///   the engine's       JobListener's methods leave what happened in an inbox and return
-///   workers            encode images side by side; Deliver writes the inbox into the event log in
-///                      order and notifies the watchers; each takes events at its own pace
+///   the engine's       the JobListener methods put results into an inbox and return
+///   workers            encode images in parallel; Deliver moves the inbox to the event log, in
+///   order,
+///                      and notifies the watchers; each watcher reads at its own pace
 ///
-/// Of progress and of each image's previews the inbox keeps the latest. Thread-safe.
+/// The inbox keeps only the latest progress and the latest preview of each image. Thread-safe.
 class Generation final : public JobListener, public std::enable_shared_from_this<Generation> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -68,43 +69,47 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     std::string request_id;  // unique among the client's
     Clock::time_point arrival = Clock::now();
     std::optional<Clock::time_point> deadline;  // of the call that began it
-    bool survives = false;  // goes on without watchers, also beyond the deadline
-    bool kept = false;      // may be asked for after its end
+    bool survives = false;  // continues without watchers and beyond the deadline
+    bool kept = false;      // the result can be fetched after the end
   };
 
-  /// `jobs` is told of the end.
+  /// Reports its end to `jobs`.
   Generation(const JobContext& context, Jobs* jobs, Origin origin);
 
-  /// On a worker thread, once: checks the request and submits it. What `request` refers to is not
-  /// used afterwards.
+  /// Checks the request and submits it. Call once, on a worker thread. `request` and what it refers
+  /// to need only live until this returns.
   void Start(const JobRequest& request);
-  /// Stops the job. Its end still follows. Has no effect after the end.
+  /// Requests cancellation; the job ends later. No effect on a job that has ended.
   void Cancel(EndReason reason);
 
   /// Every watcher must call Leave.
   void Watch(std::shared_ptr<GenerationWatcher> watcher);
-  /// Watch, unless the job failed or was cancelled or is being cancelled. Then it returns false,
-  /// and a retry must begin a new job.
+  /// As Watch, but returns false if the job failed, was cancelled or is being cancelled. The caller
+  /// must then start a new job.
   bool Join(const std::shared_ptr<GenerationWatcher>& watcher);
-  /// A generation that does not survive is cancelled when the last watcher leaves before its end.
+  /// When the last watcher leaves an unfinished job without `survives`, the job is cancelled.
   void Leave(const GenerationWatcher* watcher);
 
-  /// The first event after `sequence`, or, when there will be none, how it ended, or neither yet.
+  /// Either the next event, or the final status if no more events will come, or neither if the
+  /// caller must wait for OnNews.
   struct News {
     std::shared_ptr<const EventLog::Event> event;
     std::optional<grpc::Status> end;
   };
-  /// Events up to `sequence` may be dropped: `watcher` does not ask for them again.
+  /// The first event after `sequence`. Events up to `sequence` may be dropped, because `watcher`
+  /// will not ask for them again.
   News Next(const GenerationWatcher* watcher, uint64_t sequence);
 
-  /// How it ended, once it has.
+  /// The final status; nothing while the job is running.
   std::optional<grpc::Status> end() const;
 
   const Origin& origin() const { return origin_; }
   double SecondsSinceArrival() const;
   bool include_timings() const { return include_timings_; }
-  /// For GetJob, without the time until which it is kept.
+  /// The Job for GetJob, without expire_time.
   v1::Job Describe() const;
+  /// As its replies tell them: every default filled in, without uploads.
+  v1::GenerationParams Params() const;
   /// For the log.
   struct Summary {
     std::string request_id, model, sampler;
@@ -112,15 +117,16 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     double queued_seconds = -1;  // < 0: no image got a slot
   };
   Summary Summarise() const;
-  /// For metrics: the model's name, empty when there is none of that name, and the state.
+  /// For metrics: the state, and the model's name, which is empty if the model does not exist.
   std::pair<std::string, v1::JobState> ModelAndState() const;
   /// Whether the engine has queued it.
   bool accepted() const;
-  /// The size of the events that are kept.
+  /// Bytes of the events in the log.
   size_t bytes() const;
 
   void OnStarted() override;
   void OnProgress(int done, int total) override;
+  void OnStage(int image, Stage stage, double seconds) override;
   void OnPreview(const ImageResult& image, int evaluation) override;
   void OnImage(ImageResult image) override;
   void OnDone(const absl::Status& status, const JobTiming& timing) override;
@@ -143,23 +149,23 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   };
   struct Watching {
     std::shared_ptr<GenerationWatcher> watcher;
-    uint64_t sequence = 0;  // it has taken events up to here
+    uint64_t sequence = 0;  // of the last event that it took
   };
 
-  /// The status for the client when the engine refused the job.
+  /// The client's status if the engine refused the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
-  /// QueuedEvent, the first of all.
+  /// Logs QueuedEvent, always the first event.
   void Accept(const Estimate& estimate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// Whether a preview of this image would be more than the limit allows.
+  /// Whether another preview of this image would exceed the rate limit.
   bool IsTooSoon(int image) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Encode(const ImageResult& image);
-  /// Makes a worker deliver the inbox.
+  /// Has a worker run Deliver.
   void ScheduleDelivery() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Deliver();
-  /// Inbox to log. `previews` are rendered.
+  /// Moves the inbox to the log. `previews` are rendered already.
   void Write(Inbox inbox, std::vector<v1::PreviewEvent> previews)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// CompletedEvent, the last of all.
+  /// Logs CompletedEvent, always the last event.
   void Complete() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::JobState State() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status EndStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -177,8 +183,9 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   bool include_timings_ = false;
 
   mutable Mutex mutex_;
-  std::string model_ ABSL_GUARDED_BY(mutex_);  // the engine's name
-  v1::EffectiveParams params_ ABSL_GUARDED_BY(mutex_);
+  std::string model_ ABSL_GUARDED_BY(mutex_);            // the engine's name
+  v1::GenerationParams params_ ABSL_GUARDED_BY(mutex_);  // effective
+  v1::Run run_ ABSL_GUARDED_BY(mutex_);
   std::string sampler_ ABSL_GUARDED_BY(mutex_);  // for the log
   Inbox inbox_ ABSL_GUARDED_BY(mutex_);
   EventLog log_ ABSL_GUARDED_BY(mutex_);

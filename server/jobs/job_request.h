@@ -15,7 +15,7 @@
 
 namespace denoised {
 
-/// A request for images as its call brought it.
+/// A request for images as it arrived.
 struct JobRequest {
   using Clock = std::chrono::steady_clock;
 
@@ -35,26 +35,27 @@ struct JobRequest {
 /// characters.
 bool IsRequestId(const std::string& id);
 
-/// What became of a request.
+/// The result of checking a request.
 struct PreparedJob {
-  /// The engine's name of the version that will draw, "digits@2". Set as soon as it is known, also
-  /// when the request is refused later.
+  /// The engine's name of the version that will draw, "digits@2". Set as soon as it is known, even
+  /// if the request is refused later.
   std::string model;
-  /// The version left while the request was checked. Its successor can be asked.
+  /// The version was replaced while the request was checked. Try again with its successor.
   bool replaced = false;
   EffectiveJob job;
-  v1::EffectiveParams params;  // what the client is told of it
+  v1::GenerationParams params;  // of `job`, as reported to the client
+  v1::Run run;
   Rendering image, preview;
   MemoryBudget::Lease memory;  // of the tensors in `job`
 };
 
-/// Turns requests into jobs. The room of the services has the one that knows the wire's fields and
-/// the catalog.
+/// Turns requests into jobs. api/ implements it, since it needs the fields of the wire and the
+/// catalog.
 class JobPreparer {
  public:
   virtual ~JobPreparer() = default;
-  /// Checks all of the request, on a worker thread. OK, or what the client is told; then only
-  /// `model` and `replaced` of the result are set, or nothing. `request_id` is the job's.
+  /// Checks the whole request, on a worker thread. Returns OK or the client's status; on an error
+  /// only `model` and `replaced` may be set. `request_id` is the job's.
   virtual grpc::Status Prepare(const JobRequest& request, const std::string& request_id,
                                PreparedJob* prepared) = 0;
 };

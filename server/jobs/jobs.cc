@@ -24,11 +24,11 @@ using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 using google::protobuf::util::FieldMaskUtil;
 
-// Memory of a kept job beside its events, so that many empty jobs are bounded too.
+// Memory of a kept job besides its events, so that many empty jobs are bounded too.
 constexpr size_t kEntryBytes = 2048;
 
-/// Stands for an upload. With a weaker hash a client could make an upload that passes for another
-/// one, and get the images of that.
+/// Stands for an upload in comparisons. With a weaker hash a client could craft an upload that
+/// equals another one, and would get the images of that.
 std::string Digest(const std::string& bytes) {
   if (bytes.empty()) return "";
   std::string digest(SHA256_DIGEST_LENGTH, '\0');
@@ -37,8 +37,8 @@ std::string Digest(const std::string& bytes) {
   return fmt::format("{} bytes, SHA-256 {}", bytes.size(), absl::BytesToHexString(digest));
 }
 
-/// Copies the fields of `from`, and digests in place of uploads, which are its fields of bytes. An
-/// upload itself is not copied: it may be as large as a request.
+/// Copies the fields of `from`, but replaces uploads (its bytes fields) by digests: an upload can
+/// be as large as a request.
 void CopyWithDigests(const Message& from, Message* to) {
   std::vector<const FieldDescriptor*> fields;
   from.GetReflection()->ListFields(from, &fields);
@@ -59,7 +59,7 @@ void CopyWithDigests(const Message& from, Message* to) {
   FieldMaskUtil::MergeMessageTo(from, others, {}, to);
 }
 
-/// A request in the form in which requests are compared.
+/// The form of a request that is compared.
 v1::StreamGenerateRequest Asked(const JobRequest& request) {
   v1::StreamGenerateRequest asked;
   CopyWithDigests(request.params, asked.mutable_params());
@@ -67,7 +67,18 @@ v1::StreamGenerateRequest Asked(const JobRequest& request) {
   return asked;
 }
 
-/// The first thing that differs, "modified: params.steps: 4 -> 5"; empty when nothing does.
+/// Gives effective parameters, which have no uploads, those of the request that was asked.
+void CopyUploads(const v1::GenerationParams& asked, v1::GenerationParams* effective) {
+  if (effective->has_init_image()) {
+    const double strength = effective->init_image().strength();
+    *effective->mutable_init_image() = asked.init_image();
+    effective->mutable_init_image()->set_strength(strength);
+  }
+  if (effective->has_mask()) *effective->mutable_mask() = asked.mask();
+  if (effective->has_initial_noise()) *effective->mutable_initial_noise() = asked.initial_noise();
+}
+
+/// The first difference, "modified: params.steps: 4 -> 5"; empty if there is none.
 std::string Difference(const v1::StreamGenerateRequest& a, const v1::StreamGenerateRequest& b) {
   google::protobuf::util::MessageDifferencer differencer;
   std::string report;
@@ -127,13 +138,19 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
     if (!fresh) {
       Entry& there = known->second;
       v1::StreamGenerateRequest asked = entry.asked;
-      // Generate may join what StreamGenerate began: it has no previews to ask for.
+      // Generate has no preview options, so it may join a job that StreamGenerate started.
       if (request.preview == nullptr && there.asked.has_preview()) {
         *asked.mutable_preview() = there.asked.preview();
       }
       if (const std::string difference = Difference(there.asked, asked); !difference.empty()) {
-        *refusal = AlreadyExists(params.request_id(), difference);
-        return nullptr;
+        // The parameters that the job answers with ask for the same.
+        v1::StreamGenerateRequest answered = there.asked;
+        *answered.mutable_params() = there.generation->Params();
+        CopyUploads(there.asked.params(), answered.mutable_params());
+        if (!Difference(answered, asked).empty()) {
+          *refusal = AlreadyExists(params.request_id(), difference);
+          return nullptr;
+        }
       }
       if (there.generation->Join(watcher)) return there.generation;
       Forget(*there.generation);
@@ -202,7 +219,7 @@ void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
   const bool keep = generation->origin().kept && generation->accepted();
   MutexLock lock(&mutex_);
   const auto entry = entries_.find(KeyOf(*generation));
-  // A retry may have taken its place.
+  // A retry may have replaced it.
   if (entry == entries_.end() || entry->second.generation != generation) return;
   const size_t bytes = kEntryBytes + entry->second.asked.ByteSizeLong() + generation->bytes();
   if (!keep || bytes > static_cast<size_t>(retention_.max_bytes)) {

@@ -16,9 +16,9 @@
 
 namespace denoised {
 
-/// The generations that run and those whose results are kept, each by the client it belongs to and
-/// its request_id. A result is kept for the time and within the bytes of JobRetention when somebody
-/// can ask for it: its client chose the id, or wanted it to survive. Thread-safe.
+/// All running generations, and the finished ones whose results are kept, by client and request_id.
+/// A result is kept if someone can ask for it: the client chose the id, or asked for the job to
+/// survive. JobRetention limits how long and how many bytes. Thread-safe.
 class Jobs {
  public:
   using Clock = std::chrono::steady_clock;
@@ -26,41 +26,42 @@ class Jobs {
   Jobs(const JobContext& context, const JobRetention& retention)
       : context_(context), retention_(retention) {}
 
-  /// The generation that the request asks for, watched by `watcher`: a new one, which was started,
-  /// or the one of this client and request_id that runs or is kept. Null with `refusal` set when
-  /// that one was asked for something else: ALREADY_EXISTS names what differs. Whatever else is
-  /// wrong is the end of the new one. On a worker thread.
+  /// Returns the job of this client and request_id if it is running or kept; otherwise starts a new
+  /// one. `watcher` watches it. Returns null and sets `refusal` to ALREADY_EXISTS, naming the
+  /// field, if the existing job is of a different request. Any other error becomes the final status
+  /// of the new job. Call on a worker thread.
   std::shared_ptr<Generation> Begin(const JobRequest& request,
                                     const std::shared_ptr<GenerationWatcher>& watcher,
                                     grpc::Status* refusal);
 
-  /// Null with `refusal` set: NOT_FOUND, or INVALID_ARGUMENT without an id.
+  /// Returns null and sets `refusal` if there is no such job (NOT_FOUND) or no id
+  /// (INVALID_ARGUMENT).
   std::shared_ptr<Generation> Find(const std::string& client, const std::string& request_id,
                                    grpc::Status* refusal) const;
-  /// What GetJob replies.
+  /// The reply of GetJob.
   v1::Job Describe(const Generation& generation) const;
-  /// Those of `client`, or without one of all: the `size` latest of those that began before the one
-  /// with the number `before`. The token of the next page is the number of the last.
+  /// The jobs of `client`, or of all clients: the latest `size` among those that started before job
+  /// number `before`. The page token is the number of the last one listed.
   v1::ListJobsResponse List(const std::optional<std::string>& client, size_t size,
                             uint64_t before) const;
 
-  /// Called by a generation, once, when it has ended.
+  /// A generation calls this once, when it has ended.
   void Ended(const std::shared_ptr<Generation>& generation);
-  /// Drops results that were kept long enough, and the oldest while there are too many bytes: those
-  /// of jobs that still run count too.
+  /// Drops expired results, then the oldest until the rest fits the byte limit. Events of running
+  /// jobs count towards it.
   void Expire();
 
-  /// Generations that run or are kept, and the bytes of their events.
+  /// The number of running and kept generations, and the bytes of their events.
   size_t size() const;
   size_t bytes() const;
-  /// How many there are by the model's name and their state.
+  /// Their number by model name and state.
   std::map<std::pair<std::string, v1::JobState>, int> CountByState() const;
 
  private:
   using Key = std::pair<std::string, std::string>;  // client, request_id
   struct Entry {
     std::shared_ptr<Generation> generation;
-    uint64_t number = 0;              // in the order of their beginnings
+    uint64_t number = 0;              // counts up in the order of their starts
     v1::StreamGenerateRequest asked;  // only of requests whose client chose the id
     std::optional<std::chrono::system_clock::time_point> expires;
   };
@@ -73,7 +74,7 @@ class Jobs {
   static Key KeyOf(const Generation& generation);
   size_t RunningBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// Drops the kept result of `generation`, whose place a retry takes.
+  /// Drops the kept result of `generation`, because a retry replaces it.
   void Forget(const Generation& generation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const JobContext context_;

@@ -9,11 +9,11 @@
 
 namespace denoised {
 
-/// Memory that all requests share. Code reserves bytes here before it takes them, so that many
-/// requests at once cannot take more than the host has. Thread-safe; must outlive its leases.
+/// Memory that all requests share. Code reserves bytes before it allocates them, so that many
+/// requests at once cannot exhaust the host. Thread-safe; must outlive its leases.
 class MemoryBudget {
  public:
-  /// Reserved bytes, given back by the destructor or when another lease is assigned.
+  /// Reserved bytes. The destructor, or assigning another lease, releases them.
   class Lease {
    public:
     Lease() = default;
@@ -31,13 +31,12 @@ class MemoryBudget {
 
   explicit MemoryBudget(int64_t bytes) : bytes_(bytes) {}
 
-  /// Adds `bytes` to what `lease` holds (an empty one holds nothing). ResourceExhausted when others
-  /// hold too much now; InvalidArgument when the whole budget is smaller. Both leave `lease` as it
-  /// was.
+  /// Adds `bytes` to `lease`, which may be empty. ResourceExhausted if other leases hold too much
+  /// now; InvalidArgument if `bytes` exceed the whole budget. On an error `lease` is unchanged.
   absl::Status Reserve(int64_t bytes, Lease* lease);
 
-  /// Waits until there are `bytes`, which are at most bytes(). Only for threads that hold no lease
-  /// and for whom nobody with a lease waits.
+  /// Waits until `bytes`, at most bytes(), are free. Call it only on a thread that holds no lease
+  /// and that no lease holder waits for; otherwise it can deadlock.
   Lease Wait(int64_t bytes);
 
   int64_t bytes() const { return bytes_; }

@@ -7,14 +7,14 @@
 
 namespace denoised {
 
-/// How long jobs wait for the device now. Thread-safe.
+/// The current waiting time of the queue. Thread-safe.
 class QueueWait {
  public:
-  /// A job starts that has waited so long.
+  /// Call when a job starts, with the time that it waited.
   void JobStarted(double seconds) { seconds_ = seconds; }
 
-  /// When a client should try again after a full queue: a tenth of the present wait, in which about
-  /// a tenth of the queue has moved on.
+  /// When a client should retry after a full queue: after a tenth of the current wait, when about a
+  /// tenth of the queue has moved on.
   std::chrono::milliseconds RetryDelay() const {
     const double seconds = std::clamp(seconds_.load() / 10, 0.25, 30.0);
     return std::chrono::milliseconds(static_cast<int64_t>(1000 * seconds));

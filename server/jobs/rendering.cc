@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "server/encoding/formats.h"
+#include "engine/images/formats.h"
 #include "server/status/model_name.h"
 #include "server/version.h"
 
@@ -43,12 +43,20 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
   TextEntries texts = {
       {"Software", std::string("denoised ") + kVersion},
       {"model", ModelOf(job.spec.model)},
+      {"precision", job.precision},
       {"seed", fmt::format("{}", image.seed)},
       {"steps", fmt::format("{}", job.steps)},
       {"evaluations", fmt::format("{}", job.evaluations)},
       {"guidance_scale", fmt::format("{:g}", std::max(1.0, job.spec.guidance_scale.value_or(1.0)))},
       {"strength", fmt::format("{:g}", sampler.strength)},
   };
+  for (const auto& [name, value] :
+       {std::pair{"image_guidance_scale", job.spec.image_guidance_scale},
+        std::pair{"guidance_rescale", job.spec.guidance_rescale},
+        std::pair{"guidance_start", job.spec.guidance_start},
+        std::pair{"guidance_stop", job.spec.guidance_stop}}) {
+    if (value) texts.push_back({name, fmt::format("{:g}", *value)});
+  }
   if (sampler.sampler) texts.push_back({"sampler", std::string(Name(*sampler.sampler))});
   if (sampler.schedule) texts.push_back({"noise_schedule", std::string(Name(*sampler.schedule))});
   if (sampler.eta) texts.push_back({"eta", fmt::format("{:g}", *sampler.eta)});
@@ -69,6 +77,7 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
     if (job.spec.clip_skip > 0) {
       texts.push_back({"clip_skip", fmt::format("{}", job.spec.clip_skip)});
     }
+    texts.push_back({"max_chunks", fmt::format("{}", job.spec.max_chunks)});
   }
   return texts;
 }

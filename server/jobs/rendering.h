@@ -3,13 +3,13 @@
 
 #include "denoised/v1/image_generation.pb.h"
 #include "engine/engine.h"
-#include "server/encoding/png.h"
+#include "engine/images/png.h"
 
-/// The engine's images as messages.
+/// Converts the engine's images to messages.
 
 namespace denoised {
 
-/// How images leave.
+/// How images are sent.
 struct Rendering {
   v1::ImageFormat format = v1::IMAGE_FORMAT_PNG;
   int quality = 90;
@@ -17,13 +17,13 @@ struct Rendering {
   int max_edge = 0;      // pixels; larger images are scaled down; 0: any size
 };
 
-/// Whether it is one of the formats of files, and not a raw tensor.
+/// Whether this is a file format and not a raw tensor.
 bool IsFile(v1::ImageFormat format);
 /// "png", "jpeg", "webp" or "raw", for metrics.
 const char* FormatLabel(v1::ImageFormat format);
 
-/// What a PNG says of its making: what decides the picture, and nothing else. So the same request
-/// gives the same file, whatever its id.
+/// The metadata of a PNG: everything that determines the picture, and nothing else. The same
+/// request therefore gives the same file, whatever its id.
 TextEntries Metadata(const EffectiveJob& job, const ImageResult& image);
 
 /// `image` as a message. Takes milliseconds: for worker threads.

@@ -29,7 +29,7 @@ void WorkerPool::Post(Priority priority, std::function<void()> task) {
   {
     MutexLock lock(&mutex_);
     Queue& queue = queues_[static_cast<size_t>(priority)];
-    // A queue saves up no turns while it is empty.
+    // An empty queue does not accumulate turns.
     if (queue.tasks.empty()) queue.turn = std::max(queue.turn, turn_);
     queue.tasks.push_back(std::move(task));
   }

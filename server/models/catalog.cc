@@ -19,8 +19,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Changes whenever a file below `directory` does: names, sizes and times. Empty when it cannot be
-/// read.
+/// Names, sizes and times of all files below `directory`: changes whenever one of them changes.
+/// Empty if it cannot be read.
 std::string Signature(const std::string& directory) {
   std::set<std::string> files;
   std::error_code error;
@@ -34,7 +34,7 @@ std::string Signature(const std::string& directory) {
   return error ? "" : fmt::format("{}", fmt::join(files, "\n"));
 }
 
-/// The part of "name@version" after the '@'; empty when there is none.
+/// "name@version" → "version"; empty if there is no '@'.
 std::string_view VersionPart(std::string_view name) {
   const size_t at = name.find('@');
   return at == std::string_view::npos ? std::string_view() : name.substr(at + 1);
@@ -42,10 +42,10 @@ std::string_view VersionPart(std::string_view name) {
 
 std::string_view NamePart(std::string_view name) { return name.substr(0, name.find('@')); }
 
-/// Marks the status of a change that is made.
+/// Marks the error of a change that took effect.
 constexpr char kTookEffect[] = "denoised/took-effect";
 
-/// The end of a change that is made: OK, or the errors that followed, with the code of the first.
+/// The status of a change that took effect: OK, or the later errors, with the code of the first.
 absl::Status EndOfChange(const absl::Status& saved, const absl::Status& closed = {}) {
   if (saved.ok() && closed.ok()) return absl::OkStatus();
   const absl::Status& first = saved.ok() ? closed : saved;
@@ -199,7 +199,7 @@ const std::string* Catalog::Configured(std::string_view name) const {
 absl::StatusOr<std::string> Catalog::Allowed(const std::string& name,
                                              const std::string& directory) const {
   const std::string* const configured = Configured(name);
-  // Not resolved: a link that the operator changes is looked through at each load.
+  // Not resolved: the operator may change a symbolic link between loads.
   if (configured != nullptr && *configured == directory) return directory;
   return options_.roots.Resolve(directory);
 }
@@ -275,7 +275,7 @@ absl::StatusOr<CatalogModel> Catalog::Load(const LoadRequest& request) {
   }
   if (!loaded.ok()) return loaded;
   const absl::Status saved = request.reload ? absl::OkStatus() : Save();
-  // The next load need not wait for the requests of the versions that leave.
+  // Without load_mutex_: the next load must not wait for the requests of the versions that leave.
   const absl::Status end = EndOfChange(saved, CloseVersions(request.name, leaving));
   if (!end.ok()) return end;
   return loaded;
@@ -290,10 +290,10 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
     if (Model* const model = FindModel(name)) {
       directory = FindVersion(*model, model->current)->directory;
     } else if (const std::string* const configured = Configured(name)) {
-      directory = *configured;  // it was unloaded
+      directory = *configured;  // the model was unloaded
     }
   }
-  // Without the lock: it asks the file system.
+  // Without the lock, because it accesses the file system.
   absl::StatusOr<std::string> found;
   if (directory.empty()) {
     found = options_.roots.Find(name);
@@ -340,13 +340,13 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
   MutexLock lock(&mutex_);
   if (!status.ok()) {
     Remove(name, version);
-    // NotFound would say that there is no such model.
+    // NotFound would mean that the model does not exist.
     return absl::IsNotFound(status) ? InvalidArgument("{}", std::string(status.message())) : status;
   }
   Model& model = *FindModel(name);
   Version& loaded = *FindVersion(model, version);
   loaded.state = State::kReady;
-  // Two versions are never saved under one name.
+  // No two versions may be saved under one name.
   for (Version& other : model.versions) {
     if (other.saved_as == version) other.saved_as = other.version;
   }
@@ -358,7 +358,7 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
   }
   for (const Version& other : model.versions) {
     const bool failed = other.state == State::kFailed;
-    // A version that is still listed stays, and one that leaves already needs no help.
+    // A version that is still listed stays; one that is already leaving needs nothing.
     const bool replaced = request.unload_previous && other.state == State::kReady &&
                           other.version == model.current && other.version != version;
     if (failed || replaced) leaving->push_back(other.version);
@@ -379,9 +379,13 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
     FindVersion(*FindModel(name), version)->signature = signature;
   }
   const auto start = std::chrono::steady_clock::now();
-  const absl::Status status = engine_->Open(EngineName(name, version), directory);
+  std::optional<Precision> precision;
+  for (const ModelSource& source : options_.models) {
+    if (source.name == name) precision = source.precision;
+  }
+  const absl::Status status = engine_->Open(EngineName(name, version), directory, precision);
   if (!status.ok()) {
-    // The engine remembers what failed; the catalog does, where anybody should know.
+    // The engine keeps failed models. Remove it: the catalog keeps the failures that matter.
     engine_->Close(EngineName(name, version)).IgnoreError();
     log::Error("model failed",
                {{"model", name}, {"version", version}, {"error", std::string(status.message())}});
@@ -389,7 +393,8 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   }
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  metrics_->ModelLoaded(EngineName(name, version), seconds);
+  const auto info = engine_->Find(EngineName(name, version));
+  metrics_->ModelLoaded(EngineName(name, version), info ? info->precision : "", seconds);
   metrics_->totals().Begin(EngineName(name, version));
   log::Info("model ready", {{"model", name}, {"version", version}, {"seconds", seconds}});
   return status;
@@ -416,7 +421,7 @@ absl::Status Catalog::Unload(const std::string& name) {
     }
     Leave(model, versions);
   }
-  // Before the wait, or a server that ends meanwhile would load them again.
+  // Save before waiting, or a server that ends meanwhile would load them again.
   const absl::Status saved = Save();
   return EndOfChange(saved, CloseVersions(model_name, versions));
 }
@@ -425,7 +430,7 @@ void Catalog::Leave(Model* model, const std::vector<std::string>& versions) {
   for (const std::string& version : versions) {
     FindVersion(*model, version)->state = State::kLeaving;
   }
-  // New requests go to the version that was loaded last of those that stay.
+  // Of the remaining versions, the one that was loaded last becomes current.
   if (FindVersion(*model, model->current)->state != State::kLeaving) return;
   for (const Version& version : model->versions) {
     if (version.state == State::kReady) model->current = version.version;
@@ -437,7 +442,7 @@ absl::Status Catalog::CloseVersions(const std::string& name,
   absl::Status first_error;
   for (const std::string& version : versions) {
     const absl::Status status = engine_->Close(EngineName(name, version));
-    // The engine does not hold what could not be loaded.
+    // The engine does not hold versions that failed to load.
     if (status.ok() || absl::IsNotFound(status)) {
       log::Info("model unloaded", {{"model", name}, {"version", version}});
     } else if (first_error.ok()) {
@@ -473,7 +478,7 @@ absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
   absl::StatusOr<CatalogModel> model;
   {
     MutexLock lock(&mutex_);
-    if (aliases_.count(target) == 0) {  // an alias is no target, as SetAliasLocked says
+    if (aliases_.count(target) == 0) {  // SetAliasLocked refuses aliases as targets
       if (const auto found = FindLocked(target)) {
         const grpc::Status ready = CheckReady(*found, "");
         if (!ready.ok()) return FailedPrecondition("{}", ready.error_message());
@@ -540,7 +545,7 @@ void Catalog::ReloadChanged() {
       MutexLock lock(&mutex_);
       Model* model = FindModel(look.name);
       if (model == nullptr) continue;
-      // Two looks that agree: nobody is writing.
+      // Two equal signatures in a row: nobody is writing.
       const bool settled = std::exchange(model->seen, now) == now;
       if (now.empty() || now == look.loaded || now == model->tried || !settled) continue;
       model->tried = now;
@@ -585,7 +590,7 @@ CatalogModel Catalog::Describe(const Model& model, const Version& version) const
   if (opened) described.info = engine_->Find(engine_name);
   if (version.state == State::kLeaving && described.info != nullptr &&
       described.info->state == ModelState::kReady) {
-    ModelInfo leaving = *described.info;  // the engine will hear of it in a moment
+    ModelInfo leaving = *described.info;  // the engine closes it in a moment
     leaving.state = ModelState::kUnloading;
     described.info = std::make_shared<const ModelInfo>(std::move(leaving));
   }

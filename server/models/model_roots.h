@@ -10,26 +10,25 @@
 
 namespace denoised {
 
-/// The directories below which admins may load models, so that the right to load is not the right
-/// to read any file of the server. Immutable.
+/// The directories from which admins may load models, so that an admin cannot make the server read
+/// arbitrary files. Immutable.
 class ModelRoots {
  public:
-  /// No roots: admins load nothing but what the configuration names.
+  /// No roots: admins can load only what the configuration names.
   ModelRoots() = default;
-  /// `roots`, or when there are none the defaults: the directory that each of `models` really lies
-  /// in. A model in "/" makes only itself a root, and a model that is not there makes none.
-  /// NotFound names a directory of `roots` that cannot be read.
+  /// Uses `roots` or, if empty, the parent of each model's canonical directory. A model directly in
+  /// "/" adds only itself, and a missing model adds nothing. NotFound names a root that cannot be
+  /// read.
   static absl::StatusOr<ModelRoots> Make(const std::vector<std::string>& roots,
                                          const std::vector<ModelSource>& models);
 
-  /// The canonical path of `directory`: absolute, without symbolic links. The caller opens this
-  /// path and not `directory`, which may mean another place by then. InvalidArgument when it is no
-  /// directory in one of the roots; the message is the same for what is elsewhere and for what does
-  /// not exist, so that it tells nothing of other directories.
+  /// The canonical path of `directory`: absolute, without symbolic links. Open this path and not
+  /// `directory`, whose links may have changed. InvalidArgument if it is not a directory in a root.
+  /// The message does not reveal whether a directory outside the roots exists.
   absl::StatusOr<std::string> Resolve(const std::string& directory) const;
 
-  /// The directory of this name right below a root, canonical; the first root that has one. It must
-  /// hold model_index.json or config.json. NotFound.
+  /// The canonical path of ROOT/`name` for the first root where it holds model_index.json or
+  /// config.json. NotFound if there is none.
   absl::StatusOr<std::string> Find(const std::string& name) const;
 
  private:
@@ -40,7 +39,7 @@ class ModelRoots {
   std::vector<std::filesystem::path> roots_;  // canonical
 };
 
-/// Whether a diffusers model may be there: it holds model_index.json or config.json.
+/// Whether `directory` looks like a diffusers model: it holds model_index.json or config.json.
 bool IsModelDirectory(const std::filesystem::path& path);
 
 }  // namespace denoised

@@ -21,7 +21,7 @@ constexpr char kFile[] = "models.json";
 constexpr char kTemporary[] = "models.json.new";
 constexpr int kFormat = 1;
 
-/// Writes all of `text` to a new file of the directory, down to the disk. errno says why it failed.
+/// Writes `text` to a new file of the directory and syncs it. Sets errno on failure.
 bool WriteNew(int directory, const char* name, const std::string& text) {
   const int fd = openat(directory, name, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC,
                         S_IRUSR | S_IWUSR);
@@ -118,7 +118,7 @@ absl::StatusOr<std::unique_ptr<SavedModelsFile>> SavedModelsFile::Open(
         "server a directory of its own",
         state_dir, std::strerror(errno));
   }
-  // Better now than when an admin has changed something.
+  // Fail now, not when an admin changes something.
   if (!WriteNew(directory, kTemporary, "") || unlinkat(directory, kTemporary, 0) != 0) {
     return InvalidArgument(
         "--state-dir: \"{}\" cannot be written to: {}; give a directory that this user may write "
@@ -174,7 +174,7 @@ absl::Status SavedModelsFile::Write(const SavedModels& models) const {
   for (const auto& [alias, target] : models.aliases) json["aliases"][alias] = target;
   const std::string text =
       json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-  // The directory is synced too, or the new name may not survive a loss of power.
+  // Sync the directory too, or the new name may not survive a power failure.
   if (!WriteNew(directory_, kTemporary, text) ||
       renameat(directory_, kTemporary, directory_, kFile) != 0 || fsync(directory_) != 0) {
     return Internal("{} cannot be written: {}", path_, std::strerror(errno));

@@ -11,7 +11,7 @@
 
 namespace denoised {
 
-/// What admins changed about the models, relative to the configuration.
+/// How admins changed the models, relative to the configuration.
 struct SavedModels {
   struct Version {
     std::string version;
@@ -19,9 +19,8 @@ struct SavedModels {
   };
   struct Model {
     std::string name;
-    /// The directory that the configuration said when this was saved; nothing when the model was
-    /// not in it. While the configuration says the same, what is saved here holds. Once it says
-    /// something else, its author has changed the model after the admin, and it wins.
+    /// The model's directory in the configuration at the time of saving; nothing if it was not in
+    /// the configuration. If the configuration has changed since, it wins over what is saved here.
     std::optional<std::string> configured;
     std::vector<Version> versions;  // in the order of loading; empty: the model was unloaded
     std::string current;            // one of `versions`; empty when there are none
@@ -30,25 +29,25 @@ struct SavedModels {
   std::map<std::string, std::string> aliases;  // to "name" or "name@version"
 };
 
-/// The file models.json in --state-dir, which keeps SavedModels over a restart. One server at a
-/// time has it. Thread-compatible.
+/// The file models.json in --state-dir, which keeps SavedModels across restarts. Only one server at
+/// a time can hold it. Thread-compatible.
 class SavedModelsFile {
  public:
-  /// Makes the directory when it is not there and locks it until destruction. InvalidArgument or
-  /// Unavailable (another server has it) name --state-dir, what is wrong and the remedy.
+  /// Creates the directory if needed and locks it until destruction. Errors name --state-dir and
+  /// the remedy: InvalidArgument, or Unavailable if another server holds it.
   static absl::StatusOr<std::unique_ptr<SavedModelsFile>> Open(const std::string& state_dir);
   ~SavedModelsFile();
 
-  /// Whether Open could make `state_dir`, which is not there yet: OK, or InvalidArgument. Makes
+  /// OK if Open could create `state_dir`, which does not exist yet; else InvalidArgument. Creates
   /// nothing.
   static absl::Status CheckCreatable(const std::string& state_dir);
 
-  /// Nothing changed when there is no file. InvalidArgument names the file, the field and the
-  /// remedy when it cannot be understood.
+  /// Returns no changes if there is no file. InvalidArgument names the file, field and remedy if
+  /// the file is invalid.
   absl::StatusOr<SavedModels> Read() const;
 
-  /// Replaces the file in one step: after a crash it is either the former or the new one. Internal
-  /// says why it could not; the former stays.
+  /// Replaces the file atomically: after a crash it is either the old or the new one. On an error
+  /// (Internal) the old one stays.
   absl::Status Write(const SavedModels& models) const;
 
  private:

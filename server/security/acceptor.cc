@@ -81,7 +81,8 @@ Acceptor::Acceptor(int max_connections, Metrics* metrics) : metrics_(metrics) {
                                                 allowed - kReservedDescriptors));
 }
 
-absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& address,
+absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& flag,
+                                                           const std::string& address,
                                                            int max_connections, Metrics* metrics) {
   std::string host = address.substr(0, address.rfind(':'));
   const std::string port = address.substr(address.rfind(':') + 1);
@@ -93,7 +94,7 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& ad
   hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   addrinfo* found = nullptr;
   if (const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0) {
-    return InvalidArgument("--listen {}: {}; use an address of this machine", address,
+    return InvalidArgument("{} {}: {}; use an address of this machine", flag, address,
                            gai_strerror(error));
   }
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, freeaddrinfo);
@@ -114,11 +115,11 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& ad
   }
   if (acceptor->listeners_.empty() || error == EADDRINUSE || error == EACCES) {
     return Unavailable(
-        "--listen {}: cannot listen there: {}; choose another address, or port 0 for a free port",
+        "{} {}: cannot listen there: {}; choose another address, or port 0 for a free port", flag,
         address, std::strerror(error));
   }
   if (pipe2(acceptor->stop_pipe_, O_CLOEXEC) != 0) {
-    return ResourceExhausted("--listen {}: no pipe: {}", address, std::strerror(errno));
+    return ResourceExhausted("{} {}: no pipe: {}", flag, address, std::strerror(errno));
   }
   return acceptor;
 }
@@ -130,7 +131,7 @@ Acceptor::~Acceptor() {
   }
 }
 
-void Acceptor::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> handler) {
+void Acceptor::Start(Handler handler) {
   handler_ = std::move(handler);
   thread_ = std::thread([this] { Run(); });
 }
@@ -171,11 +172,8 @@ void Acceptor::AcceptFrom(int listener) {
       metrics_->ConnectionRefused();
       continue;
     }
-    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
-    connection.listener_fd = listener;
-    connection.fd = fd;
     metrics_->ConnectionAccepted();
-    handler_->HandleNewConnection(&connection);
+    handler_(listener, fd);
   }
 }
 

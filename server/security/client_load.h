@@ -11,8 +11,8 @@
 
 namespace denoised {
 
-/// What each client has under way, so that none takes all places. Callers without a name are told
-/// apart by their host. Thread-safe; must outlive its leases.
+/// Counts the streams and queued requests of each client, so that no client can take all of them.
+/// Callers without a name are counted by host. Thread-safe; must outlive its leases.
 class ClientLoad {
  public:
   enum Kind {
@@ -20,7 +20,7 @@ class ClientLoad {
     kQueued,  // a request that waits for the device
   };
 
-  /// One more of its kind, until destruction or until another is assigned.
+  /// Counts as one of its kind until it is destroyed or another lease is assigned.
   class Lease {
    public:
     Lease() = default;
@@ -38,7 +38,7 @@ class ClientLoad {
     std::string key_;
   };
 
-  /// For every client; its own limits may be lower.
+  /// Limits for every client; a client's own limits can be lower.
   explicit ClientLoad(int max_streams) : max_streams_(max_streams) {}
 
   /// `peer` as gRPC writes addresses, "ipv4:192.0.2.7:34152". ResourceExhausted names the limit.
@@ -47,7 +47,7 @@ class ClientLoad {
  private:
   const int max_streams_;
   Mutex mutex_;
-  /// By kind and client, > 0.
+  /// By kind and client; all > 0.
   std::array<std::map<std::string, int>, 2> counts_ ABSL_GUARDED_BY(mutex_);
 };
 

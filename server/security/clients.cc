@@ -12,6 +12,8 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "engine/core/config_reader.h"
 #include "server/status/name.h"
 #include "server/telemetry/log.h"
@@ -28,32 +30,17 @@ Digest Sha256(std::string_view text) {
 }
 
 std::string ToHex(const unsigned char* bytes, size_t size) {
-  std::string text;
-  for (size_t i = 0; i < size; ++i) text += fmt::format("{:02x}", bytes[i]);
-  return text;
+  return absl::BytesToHexString({reinterpret_cast<const char*>(bytes), size});
 }
 
-/// 64 hexadecimal digits as 32 bytes; empty when they are not.
+/// 64 hexadecimal digits as 32 bytes; empty if `text` is anything else.
 std::string FromHex(const std::string& text) {
-  std::string bytes;
-  if (text.size() != 2 * SHA256_DIGEST_LENGTH) return bytes;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    const int digit = c >= '0' && c <= '9'   ? c - '0'
-                      : c >= 'a' && c <= 'f' ? c - 'a' + 10
-                      : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                             : -1;
-    if (digit < 0) return {};
-    if (i % 2 == 0) {
-      bytes.push_back(static_cast<char>(digit << 4));
-    } else {
-      bytes.back() = static_cast<char>(bytes.back() | digit);
-    }
-  }
-  return bytes;
+  const bool valid = text.size() == 2 * SHA256_DIGEST_LENGTH &&
+                     std::all_of(text.begin(), text.end(), absl::ascii_isxdigit);
+  return valid ? absl::HexStringToBytes(text) : "";  // checks nothing itself
 }
 
-/// Changes whenever the file does, also when it is replaced by another of the same size.
+/// Changes whenever the file changes, even if a file of the same size replaces it.
 std::string Version(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) != 0) return "absent";
@@ -95,7 +82,7 @@ absl::StatusOr<std::unique_ptr<Clients>> Clients::Open(const std::string& path,
 absl::StatusOr<std::shared_ptr<const Clients::Entries>> Clients::Read(const std::string& path) {
   DENOISED_ASSIGN_OR_RETURN(const nlohmann::json file, ReadJsonFile(path));
   auto entries = std::make_shared<Entries>();
-  std::set<std::string> keys;  // tokens and certificates, each of one client
+  std::set<std::string> keys;  // tokens and certificates; each belongs to one client
   for (const auto& [name, object] : file.items()) {
     const std::string where = fmt::format("{}: client \"{}\"", path, name);
     if (!IsName(name)) return InvalidArgument("{}: {}", where, kNameRule);
@@ -182,7 +169,8 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
       return Unauthenticated("authorization is not a bearer token; send \"Bearer TOKEN\"");
     }
     const Digest digest = Sha256(credentials.authorization.substr(kScheme.size()));
-    // Compares with all tokens, each in constant time, so that timing tells nothing of the file.
+    // Compares with all tokens, each in constant time, so that timing reveals nothing about the
+    // file.
     std::shared_ptr<const Caller> found;
     for (const Entry& entry : *entries) {
       for (const std::string& known : entry.token_digests) {

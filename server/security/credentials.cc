@@ -43,11 +43,11 @@ absl::StatusOr<Certificate> ReadCertificate(const char* flag, const std::string&
   return certificate;
 }
 
-/// Health says nothing that a load balancer or a kubelet, which have no token, may not know.
+/// Health needs no token: load balancers and kubelets have none, and it reveals nothing else.
 constexpr std::string_view kOpenService = "/grpc.health.v1.Health/";
 
-/// "/denoised.v1.ImageGeneration/Generate" as what was compiled in, or null: any client can make up
-/// a path, but no label of a metric.
+/// The compiled-in method of a path such as "/denoised.v1.ImageGeneration/Generate", or null. A
+/// client can send any path, but must not be able to create metric labels.
 const google::protobuf::MethodDescriptor* FindMethod(std::string_view path) {
   if (path.empty()) return nullptr;
   std::string name(path.substr(1));
@@ -55,7 +55,7 @@ const google::protobuf::MethodDescriptor* FindMethod(std::string_view path) {
   return google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(name);
 }
 
-/// Stands before every service of the port, those of gRPC included.
+/// Checks the calls of every service of the port, including those of gRPC itself.
 class Gate final : public grpc::AuthMetadataProcessor {
  public:
   Gate(const Clients* clients, Metrics* metrics) : clients_(clients), metrics_(metrics) {}
@@ -143,13 +143,14 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(
     const SecurityConfig& config, const Clients* clients, Metrics* metrics) {
   if (!config.tls() && config.clients.empty()) return grpc::InsecureServerCredentials();
   if (!config.tls()) {
-    // Only these know a gate without TLS. gRPC lets in connections to a loopback address alone.
+    // Only these credentials support a check without TLS. With them gRPC accepts connections on
+    // loopback only.
     auto local = grpc::experimental::LocalServerCredentials(LOCAL_TCP);
     local->SetAuthMetadataProcessor(std::make_shared<Gate>(clients, metrics));
     return local;
   }
-  // gRPC reads the files in a thread of its own and says nothing when they are wrong: connections
-  // would only fail.
+  // gRPC reads the files on a thread of its own and does not report errors in them: connections
+  // would just fail.
   DENOISED_RETURN_IF_ERROR(CheckCertificate(config));
   if (!config.tls_client_ca.empty()) DENOISED_RETURN_IF_ERROR(CheckClientAuthority(config));
   const auto expiry = CertificateExpiry(config);

@@ -22,30 +22,31 @@ class Clients;
 class Metrics;
 struct Caller;
 
-/// What the port asks of a connection: TLS when `config` names a certificate, read again when its
-/// files change, and then of every call but health checks that `clients` knows who makes it. A call
-/// that is refused ends with UNAUTHENTICATED before its message is read. Without TLS, nothing.
+/// Credentials for the port. If `config` names a certificate: TLS, whose files are read again when
+/// they change; and every call except health checks must be from a client that `clients` knows. A
+/// refused call ends with UNAUTHENTICATED before its message is read. Without a certificate: no
+/// checks.
 ///
 /// InvalidArgument and NotFound name the flag and the file. `clients` and `metrics` must outlive
 /// the server.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(
     const SecurityConfig& config, const Clients* clients, Metrics* metrics);
 
-/// Whether --tls-cert and --tls-key can be read and belong together; only with TLS.
+/// Checks that --tls-cert and --tls-key can be read and belong together. Only with TLS.
 absl::Status CheckCertificate(const SecurityConfig& config);
-/// Whether --tls-client-ca, which must be given, can be read.
+/// Checks that --tls-client-ca, which must be set, can be read.
 absl::Status CheckClientAuthority(const SecurityConfig& config);
 
-/// When the certificate that is on disk now expires; nothing without TLS or when it cannot be read.
+/// When the certificate on disk expires; nothing without TLS or if it cannot be read.
 std::optional<std::chrono::system_clock::time_point> CertificateExpiry(
     const SecurityConfig& config);
 
-/// Who makes a call with this metadata on a connection of these properties, null when it has none.
+/// The caller of a call, from its metadata and the properties of its connection (may be null).
 absl::StatusOr<std::shared_ptr<const Caller>> IdentifyCaller(
     const Clients& clients, const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
     const grpc::AuthContext* connection);
 
-/// The value of `key`, or empty.
+/// The value of `key`; empty if there is none.
 std::string_view MetadataValue(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
                                const char* key);
 

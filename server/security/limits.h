@@ -5,8 +5,8 @@
 
 namespace denoised {
 
-/// Bounds on what one request may bring, so that a server's memory is planned and not hoped for.
-/// What a model or a client allows may be less.
+/// Limits of one request, which bound the server's memory. A model or a client can have lower
+/// limits.
 struct RequestLimits {
   int64_t max_request_bytes = 64 << 20;
   int64_t max_init_pixels = 4096 * 4096;        // of an uploaded picture, unpacked

@@ -5,8 +5,8 @@
 
 namespace denoised {
 
-/// What names of models and clients are made of. They stand in logs and metrics, and a model's name
-/// is looked for as a directory below --model-roots, so no name means a directory itself.
+/// The rule for names of models and clients. They appear in logs and metrics, and a model's name
+/// can be looked up as a directory in --model-roots, so "." and ".." are not names.
 inline constexpr char kNameRule[] =
     "use 1 to 64 letters, digits, '.', '_' or '-', but not \".\" or \"..\"";
 

@@ -5,6 +5,7 @@
 
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
+#include "server/status/quote.h"
 
 namespace denoised {
 namespace {
@@ -13,12 +14,24 @@ constexpr size_t kMaxMessageBytes = 1024;
 constexpr size_t kMaxViolationBytes = 3072;
 
 std::string Shortened(std::string text, size_t limit) {
+  // Text of a client or a library may be no UTF-8, which protobuf strings must be.
+  if (!IsUtf8(text)) {
+    for (char& c : text) {
+      if (static_cast<unsigned char>(c) >= 0x80) c = '?';
+    }
+  }
   if (text.size() <= limit) return text;
   text.resize(limit);
   // Not in the middle of a UTF-8 sequence: protobuf strings must be whole.
   while (!text.empty() && (static_cast<unsigned char>(text.back()) & 0xC0) == 0x80) text.pop_back();
   if (!text.empty() && static_cast<unsigned char>(text.back()) >= 0xC0) text.pop_back();
   return text + "...";
+}
+
+/// A path in the proto, or what a client sent as a name: for messages and proto strings.
+std::string FieldName(const std::string& field) {
+  constexpr size_t kMaxFieldBytes = 128;
+  return IsUtf8(field) ? Shortened(field, kMaxFieldBytes) : Quote(field);
 }
 
 google::rpc::Status Plain(const absl::Status& status) {
@@ -64,19 +77,19 @@ grpc::Status InvalidFields(const std::vector<FieldViolation>& violations,
   std::string message;
   size_t bytes = 0;
   for (size_t i = 0; i < violations.size(); ++i) {
+    const std::string field = FieldName(violations[i].field);
     const std::string description = Shortened(violations[i].description, 512);
-    bytes += violations[i].field.size() + description.size();
+    bytes += field.size() + description.size();
     auto* violation = bad.add_field_violations();
     if (bytes > kMaxViolationBytes && i + 1 < violations.size()) {
-      violation->set_field(violations[i].field);
+      violation->set_field(field);
       violation->set_description(
           fmt::format("this and {} more fields are invalid", violations.size() - i - 1));
       break;
     }
-    violation->set_field(violations[i].field);
+    violation->set_field(field);
     violation->set_description(description);
-    message +=
-        fmt::format("{}{}: {}", message.empty() ? "" : "; ", violations[i].field, description);
+    message += fmt::format("{}{}: {}", message.empty() ? "" : "; ", field, description);
   }
   google::rpc::Status rpc = Plain(InvalidArgument("{}", message));
   AddErrorInfo(&rpc, reason::kInvalidFields, request_id);

@@ -23,6 +23,7 @@ inline constexpr char kModelUnloading[] = "MODEL_UNLOADING";
 inline constexpr char kModelExists[] = "MODEL_EXISTS";
 inline constexpr char kChangeIncomplete[] = "CHANGE_INCOMPLETE";
 inline constexpr char kNotAdmin[] = "NOT_ADMIN";
+inline constexpr char kForeignOrigin[] = "FOREIGN_ORIGIN";  // of the HTTP port
 inline constexpr char kJobNotFound[] = "JOB_NOT_FOUND";
 inline constexpr char kRequestIdTaken[] = "REQUEST_ID_TAKEN";
 inline constexpr char kClientLimit[] = "CLIENT_LIMIT";
@@ -36,22 +37,22 @@ inline constexpr char kNonfiniteImage[] = "NONFINITE_IMAGE";
 inline constexpr char kServerError[] = "SERVER_ERROR";
 }  // namespace reason
 
-/// A gRPC status of the same code and message whose trailer carries ErrorInfo and, where given,
-/// RetryInfo. `request_id` may be empty.
+/// The gRPC status with the same code and message, and with ErrorInfo and, if given, RetryInfo in
+/// the trailer. `request_id` may be empty.
 grpc::Status ToGrpcStatus(const absl::Status& status, const char* reason,
                           const std::string& request_id,
                           std::optional<std::chrono::milliseconds> retry_delay = {});
 
-/// INVALID_ARGUMENT with BadRequest: the violations, whose fields are paths of the proto. Trailers
-/// are bounded at 8 KiB by default, so the list ends with a count when it grows beyond half of
-/// that.
+/// INVALID_ARGUMENT with BadRequest, which lists the violations by paths in the proto. gRPC limits
+/// trailers to 8 KiB by default, so a list beyond half of that is cut and ends with a count. So is
+/// a long name of a field, between characters; one that is no UTF-8 is quoted.
 grpc::Status InvalidFields(const std::vector<FieldViolation>& violations,
                            const std::string& request_id);
 
-/// The reason that ToGrpcStatus or InvalidFields put into a status; empty when there is none.
+/// The reason that ToGrpcStatus or InvalidFields put into a status; empty if there is none.
 std::string ReasonOf(const grpc::Status& status);
 
-/// What a job ended with: the reason that belongs to its code.
+/// The status of a job that failed, with the reason for its code.
 grpc::Status JobStatus(const absl::Status& status, const std::string& request_id);
 
 }  // namespace denoised

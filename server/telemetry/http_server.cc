@@ -10,7 +10,7 @@ namespace denoised {
 
 class HttpServer::Page : public CivetHandler {
  public:
-  explicit Page(std::function<HttpReply()> make) : make_(std::move(make)) {}
+  explicit Page(std::function<PageReply()> make) : make_(std::move(make)) {}
 
   bool handleGet(CivetServer*, mg_connection* connection) override {
     Answer(connection, /*with_body=*/true);
@@ -23,7 +23,7 @@ class HttpServer::Page : public CivetHandler {
 
  private:
   void Answer(mg_connection* connection, bool with_body) const {
-    const HttpReply reply = make_();
+    const PageReply reply = make_();
     mg_response_header_start(connection, reply.code);
     mg_response_header_add(connection, "Content-Type", "text/plain; charset=utf-8", -1);
     mg_response_header_add(connection, "Content-Length", std::to_string(reply.body.size()).c_str(),
@@ -32,7 +32,7 @@ class HttpServer::Page : public CivetHandler {
     if (with_body) mg_write(connection, reply.body.data(), reply.body.size());
   }
 
-  const std::function<HttpReply()> make_;
+  const std::function<PageReply()> make_;
 };
 
 HttpServer::HttpServer() = default;
@@ -40,8 +40,8 @@ HttpServer::~HttpServer() = default;
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Listen(const std::string& address,
                                                                Pages pages) {
-  // An idle connection holds a thread until it times out: Prometheus, probes and a few browsers
-  // soon take more than two.
+  // An idle connection occupies a thread until it times out. Prometheus, probes and a few browsers
+  // need more than two.
   const std::vector<std::string> options = {"listening_ports",    address, "num_threads", "16",
                                             "request_timeout_ms", "3000"};
   std::unique_ptr<HttpServer> server(new HttpServer);

@@ -12,23 +12,23 @@ class CivetServer;
 
 namespace denoised {
 
-/// What a page answers.
-struct HttpReply {
+/// The reply of a page.
+struct PageReply {
   int code = 200;
   std::string body;
 };
 
-/// A small HTTP port for programs that watch the server: Prometheus and probes. Thread-safe.
+/// A small HTTP server for monitoring: Prometheus and probes. Thread-safe.
 class HttpServer {
  public:
-  /// By path, such as "/metrics". Called from several threads at once.
-  using Pages = std::map<std::string, std::function<HttpReply()>>;
+  /// Pages by path, such as "/metrics". Several threads call them concurrently.
+  using Pages = std::map<std::string, std::function<PageReply()>>;
 
-  /// Answers GET and HEAD on `address`, a host:port, until destruction; port 0 picks one that is
-  /// free. Unavailable names --metrics-listen when the address cannot be had.
+  /// Answers GET and HEAD on `address` (host:port) until destruction; port 0 picks a free port.
+  /// Unavailable names --metrics-listen if the address cannot be bound.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Listen(const std::string& address,
                                                             Pages pages);
-  /// Waits for the pages that are being made. Takes a second or two.
+  /// Waits for replies in progress. Takes a second or two.
   ~HttpServer();
 
   int port() const { return port_; }

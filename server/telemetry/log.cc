@@ -6,10 +6,12 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 namespace denoised::log {
 namespace {
@@ -71,7 +73,11 @@ void Write(Level level, const std::string& message, const Fields& fields) {
 
 /// A text line must stay one line, and a value one word.
 std::string TextValue(const std::string& value) {
-  if (!value.empty() && value.find_first_of(" \"=\n\r\t\\") == std::string::npos) return value;
+  const auto special = [](char c) {
+    return std::string_view(" \"=\\\x7f").find(c) != std::string_view::npos ||
+           static_cast<unsigned char>(c) < ' ';
+  };
+  if (!value.empty() && std::none_of(value.begin(), value.end(), special)) return value;
   return nlohmann::json(value).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 

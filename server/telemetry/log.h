@@ -36,7 +36,7 @@ void Info(const std::string& message, const Fields& fields = {});
 void Warning(const std::string& message, const Fields& fields = {});
 void Error(const std::string& message, const Fields& fields = {});
 
-/// One line without its end, as Configure()d loggers write it; `time` is ISO 8601.
+/// One line as the configured logger writes it, without the newline; `time` is ISO 8601.
 std::string Render(Format format, const std::string& time, Level level, const std::string& message,
                    const Fields& fields);
 

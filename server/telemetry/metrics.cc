@@ -14,7 +14,7 @@ prometheus::Histogram::BucketBoundaries Doubling(double first, int count) {
   return bounds;
 }
 
-/// 5 ms to 82 s: what people and their deadlines wait for.
+/// 5 ms to 82 s: requests and calls.
 prometheus::Histogram::BucketBoundaries LatencyBuckets() { return Doubling(0.005, 15); }
 /// 0.1 ms to 6.5 s: one evaluation or one encoding.
 prometheus::Histogram::BucketBoundaries ShortBuckets() { return Doubling(0.0001, 17); }
@@ -70,6 +70,21 @@ const char* PriorityLabel(Priority priority) {
   return "";
 }
 
+const char* StageName(Stage stage) {
+  switch (stage) {
+    case Stage::kCondition:
+      return "condition";
+    case Stage::kEncode:
+      return "encode";
+    case Stage::kDenoise:
+      return "denoise";
+    case Stage::kDecode:
+      return "decode";
+  }
+  DENOISED_CHECK(false, "stage {}", static_cast<int>(stage));
+  return "";
+}
+
 template <typename Metric>
 template <typename... Arguments>
 Metric& Metrics::ByVersion<Metric>::Get(const std::string& model, prometheus::Labels labels,
@@ -104,6 +119,10 @@ Metrics::Metrics()
                                          "Connections closed since there were too many")),
       stalled_readers_(CounterFamily(registry_, "denoised_stalled_readers_total",
                                      "Streams cancelled because nobody read them")),
+      http_replies_(CounterFamily(registry_, "denoised_http_replies_total",
+                                  "Replies of the HTTP port, by code")),
+      http_connections_(
+          GaugeFamily(registry_, "denoised_http_connections", "Open connections of the HTTP port")),
       startup_seconds_(GaugeFamily(registry_, "denoised_startup_seconds",
                                    "From the start of the process until it served")),
       requests_(CounterFamily(registry_, "denoised_requests_total",
@@ -119,6 +138,8 @@ Metrics::Metrics()
       images_(CounterFamily(registry_, "denoised_images_total", "Images drawn")),
       encoding_seconds_(HistogramFamily(registry_, "denoised_encoding_seconds",
                                         "Time to encode one image, by format")),
+      model_info_(GaugeFamily(registry_, "denoised_model_info",
+                              "1, with a label of what the model multiplies in")),
       model_load_seconds_(GaugeFamily(registry_, "denoised_model_load_seconds",
                                       "Time to load and warm up the model")),
       evaluation_rows_(HistogramFamily(registry_, "denoised_evaluation_rows",
@@ -127,12 +148,20 @@ Metrics::Metrics()
                                           "Device time of one model evaluation")),
       padding_rows_(CounterFamily(registry_, "denoised_padding_rows_total",
                                   "Rows of evaluations that were only padding")),
+      stage_seconds_(HistogramFamily(registry_, "denoised_stage_seconds",
+                                     "Device time of one run of a stage other than denoising")),
+      stage_items_(CounterFamily(registry_, "denoised_stage_items_total",
+                                 "Prompts or images that went through a stage")),
+      prompts_(CounterFamily(registry_, "denoised_prompts_total",
+                             "Prompts that images took, by whether they were known")),
       nonfinite_images_(CounterFamily(registry_, "denoised_nonfinite_images_total",
                                       "Images that had NaN or infinity")) {
-  // A series that is 0 before the first event can be alerted on.
+  // Start at 0: alerts need a series before the first event.
   for (Counters* counter : {&connections_, &refused_connections_, &stalled_readers_}) {
     counter->Add({});
   }
+  http_replies_.Add({{"code", "200"}});
+  http_connections_.Add({});
 }
 
 void Metrics::CallStarted(const MethodDescriptor* method) {
@@ -196,6 +225,12 @@ void Metrics::ImageDone(const std::string& model, const std::string& client) {
 void Metrics::ConnectionAccepted() { connections_.Add({}).Increment(); }
 void Metrics::ConnectionRefused() { refused_connections_.Add({}).Increment(); }
 
+void Metrics::HttpReplied(int code) {
+  http_replies_.Add({{"code", std::to_string(code)}}).Increment();
+}
+void Metrics::HttpConnectionOpened() { http_connections_.Add({}).Increment(); }
+void Metrics::HttpConnectionClosed() { http_connections_.Add({}).Decrement(); }
+
 void Metrics::Encoded(const std::string& model, const char* format, double seconds) {
   MutexLock lock(&mutex_);
   Touch(model);
@@ -204,9 +239,10 @@ void Metrics::Encoded(const std::string& model, const char* format, double secon
 
 void Metrics::ReaderStalled() { stalled_readers_.Add({}).Increment(); }
 
-void Metrics::ModelLoaded(const std::string& model, double seconds) {
+void Metrics::ModelLoaded(const std::string& model, const std::string& precision, double seconds) {
   MutexLock lock(&mutex_);
   Touch(model);
+  model_info_.Get(model, {{"precision", precision}}).Set(1);
   model_load_seconds_.Get(model, {}).Set(seconds);
 }
 
@@ -219,9 +255,26 @@ void Metrics::OnEvaluation(const std::string& model, const std::string& device, 
   Touch(model);
   evaluation_rows_.Get(model, labels, RowBuckets()).Observe(rows);
   padding_rows_.Get(model, labels).Increment(bucket - rows);
-  nonfinite_images_.Get(model, {});  // a series that is 0 before the first such image
+  nonfinite_images_.Get(model, {});  // starts the series at 0, for alerts
   auto& seconds_of_all = evaluation_seconds_.Get(model, labels, ShortBuckets());
   if (seconds >= 0) seconds_of_all.Observe(seconds);
+}
+
+void Metrics::OnStage(const std::string& model, const std::string& device, Stage stage, int count,
+                      double seconds) {
+  const prometheus::Labels labels = {{"device", device}, {"stage", StageName(stage)}};
+  MutexLock lock(&mutex_);
+  Touch(model);
+  stage_items_.Get(model, labels).Increment(count);
+  auto& seconds_of_all = stage_seconds_.Get(model, labels, ShortBuckets());
+  if (seconds >= 0) seconds_of_all.Observe(seconds);
+}
+
+void Metrics::OnPrompts(const std::string& model, const std::string& device, int known, int made) {
+  MutexLock lock(&mutex_);
+  Touch(model);
+  prompts_.Get(model, {{"device", device}, {"cache", "hit"}}).Increment(known);
+  prompts_.Get(model, {{"device", device}, {"cache", "miss"}}).Increment(made);
 }
 
 void Metrics::Retain(const std::set<std::string>& models, Clock::time_point now) {
@@ -239,10 +292,14 @@ void Metrics::Retain(const std::set<std::string>& models, Clock::time_point now)
     first_preview_seconds_.Remove(model);
     images_.Remove(model);
     encoding_seconds_.Remove(model);
+    model_info_.Remove(model);
     model_load_seconds_.Remove(model);
     evaluation_rows_.Remove(model);
     evaluation_seconds_.Remove(model);
     padding_rows_.Remove(model);
+    stage_seconds_.Remove(model);
+    stage_items_.Remove(model);
+    prompts_.Remove(model);
     nonfinite_images_.Remove(model);
     version = versions_.erase(version);
   }

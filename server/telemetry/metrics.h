@@ -22,12 +22,14 @@ namespace denoised {
 
 /// "interactive", "normal" or "batch".
 const char* PriorityLabel(Priority priority);
+/// "condition", "encode", "denoise" or "decode".
+const char* StageName(Stage stage);
 
-/// Counts and times everything for Prometheus. Names are grpc_server_* as gRPC's own interceptors
-/// use them, and denoised_<what>_<unit>; docs/metrics.md lists them. Labels hold nothing that a
-/// client can choose freely. `model` is everywhere the engine's name of a version, "digits@2",
-/// which becomes the labels model and version; empty for a request that named no model there is.
-/// The series of versions that are gone are removed by Retain. Thread-safe.
+/// Counters and histograms for Prometheus. Names are grpc_server_*, as gRPC's own interceptors use
+/// them, and denoised_<what>_<unit>; docs/metrics.md lists them. No label holds text that a client
+/// can choose freely. `model` is always the engine's name of a version, "digits@2", which becomes
+/// the labels model and version; it is empty for a request of a model that does not exist. Retain
+/// removes the series of unloaded versions. Thread-safe.
 class Metrics : public EngineObserver {
  public:
   using Clock = std::chrono::steady_clock;
@@ -37,13 +39,12 @@ class Metrics : public EngineObserver {
   void CallStarted(const google::protobuf::MethodDescriptor* method);
   void CallEnded(const google::protobuf::MethodDescriptor* method, const std::string& code,
                  const std::string& client, double seconds);
-  /// A call that ended with UNAUTHENTICATED before it began. `method` is null for those that there
-  /// are not.
+  /// A call that was refused with UNAUTHENTICATED. `method` is null if it does not exist.
   void CallRefused(const google::protobuf::MethodDescriptor* method);
 
-  /// A request for images has ended with a gRPC code such as "OK", so long after it arrived.
+  /// A request for images ended with a gRPC code such as "OK", `seconds` after it arrived.
   void RequestEnded(const std::string& model, const std::string& code, double seconds);
-  /// Its first image has a slot, so long after the request arrived.
+  /// Its first image got a slot, `seconds` after the request arrived.
   void JobStarted(const std::string& model, Priority priority, double seconds);
   void FirstPreview(const std::string& model, double seconds);
   void ImageDone(const std::string& model, const std::string& client);
@@ -51,20 +52,27 @@ class Metrics : public EngineObserver {
   void ReaderStalled();
   void ConnectionAccepted();
   void ConnectionRefused();
-  void ModelLoaded(const std::string& model, double seconds);
-  /// From the start of the process until it served its first model.
+  /// The HTTP port replied with a code such as 404, whether or not a method was called.
+  void HttpReplied(int code);
+  void HttpConnectionOpened();
+  void HttpConnectionClosed();
+  void ModelLoaded(const std::string& model, const std::string& precision, double seconds);
+  /// Seconds from the start of the process until it served its first model.
   void FirstServed(double seconds);
 
   void OnEvaluation(const std::string& model, const std::string& device, int rows, int bucket,
                     double seconds) override;
+  void OnStage(const std::string& model, const std::string& device, Stage stage, int count,
+               double seconds) override;
+  void OnPrompts(const std::string& model, const std::string& device, int known, int made) override;
   void OnNonfiniteImage(const std::string& model, const std::string& device) override;
 
-  /// Removes the series of versions that are not among `models` (names of the engine) and were not
-  /// for kRetention: so long a scraper has time to see the last numbers. To be called now and then.
+  /// Removes the series of versions that have not been in `models` (the engine's names) for
+  /// kRetention, which gives scrapers time to see the last numbers. Call it periodically.
   void Retain(const std::set<std::string>& models, Clock::time_point now = Clock::now());
   static constexpr std::chrono::minutes kRetention{10};
 
-  /// The same requests as Triton's clients want to know them.
+  /// Totals of the same requests for Triton's clients.
   RequestTotals& totals() { return totals_; }
 
   /// All series of this class.
@@ -75,8 +83,8 @@ class Metrics : public EngineObserver {
   using Counters = prometheus::Family<prometheus::Counter>;
   using Gauges = prometheus::Family<prometheus::Gauge>;
 
-  /// A family whose series belong to a version of a model. Not synchronised, and what Get returned
-  /// is used under the same lock: Remove deletes it.
+  /// A family with series for each version of a model. Not synchronised. Use the result of Get
+  /// under the same lock, because Remove deletes it.
   template <typename Metric>
   class ByVersion {
    public:
@@ -91,10 +99,10 @@ class Metrics : public EngineObserver {
     std::map<std::string, std::set<Metric*>> series_;  // by the engine's name
   };
 
-  /// The names of certificates are as many as their authority wants: beyond a hundred clients the
-  /// rest is one, "other".
+  /// The label of a client. A certificate authority can issue any number of names, so all clients
+  /// beyond the first hundred share the label "other".
   std::string ClientLabel(const std::string& client) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// Remembers that a version has series.
+  /// Records that a version has series.
   void Touch(const std::string& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   RequestTotals totals_;
@@ -107,6 +115,8 @@ class Metrics : public EngineObserver {
   Counters& connections_;
   Counters& refused_connections_;
   Counters& stalled_readers_;
+  Counters& http_replies_;
+  Gauges& http_connections_;
   Gauges& startup_seconds_;
 
   Mutex mutex_;
@@ -116,14 +126,18 @@ class Metrics : public EngineObserver {
   ByVersion<prometheus::Histogram> first_preview_seconds_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Counter> images_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Histogram> encoding_seconds_ ABSL_GUARDED_BY(mutex_);
+  ByVersion<prometheus::Gauge> model_info_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Gauge> model_load_seconds_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Histogram> evaluation_rows_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Histogram> evaluation_seconds_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Counter> padding_rows_ ABSL_GUARDED_BY(mutex_);
+  ByVersion<prometheus::Histogram> stage_seconds_ ABSL_GUARDED_BY(mutex_);
+  ByVersion<prometheus::Counter> stage_items_ ABSL_GUARDED_BY(mutex_);
+  ByVersion<prometheus::Counter> prompts_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Counter> nonfinite_images_ ABSL_GUARDED_BY(mutex_);
-  /// When each version with series was last held, as far as Retain knows.
+  /// When Retain last saw each version with series.
   std::map<std::string, Clock::time_point> versions_ ABSL_GUARDED_BY(mutex_);
-  std::set<std::string> clients_ ABSL_GUARDED_BY(mutex_);  // those with a label
+  std::set<std::string> clients_ ABSL_GUARDED_BY(mutex_);  // with a label of their own
 };
 
 }  // namespace denoised

@@ -10,14 +10,14 @@
 
 namespace denoised {
 
-/// How many requests for images each version of a model had since it was loaded, and how long they
-/// took: what Triton's clients ask for as statistics. Only versions between Begin and Forget are
-/// counted, so that what reloads and late requests leave behind is bounded. Thread-safe.
+/// The number and duration of requests for images, for each version since it was loaded: the
+/// statistics of Triton's clients. Versions are counted only between Begin and Forget, so reloads
+/// and late requests cannot make this grow without bound. Thread-safe.
 class RequestTotals {
  public:
   using Nanoseconds = std::chrono::nanoseconds;
 
-  /// A request that has ended.
+  /// A finished request.
   struct Request {
     bool ok = false;
     Nanoseconds total{0};   // from its arrival
@@ -27,14 +27,14 @@ class RequestTotals {
   struct Totals {
     uint64_t succeeded = 0, failed = 0;
     Nanoseconds succeeded_time{0}, failed_time{0};
-    Nanoseconds queued_time{0};  // of those that succeeded
-    uint64_t images = 0;         // of those that succeeded
+    Nanoseconds queued_time{0};  // of successful requests
+    uint64_t images = 0;         // of successful requests
     std::chrono::system_clock::time_point last{};
   };
 
-  /// The version was loaded. `model` is everywhere the engine's name of it, "digits@2".
+  /// The version was loaded. `model` is always the engine's name, "digits@2".
   void Begin(const std::string& model);
-  /// Without effect for a version that is not loaded.
+  /// No effect for a version that is not loaded.
   void Add(const std::string& model, const Request& request);
   Totals Of(const std::string& model) const;
   /// The version was unloaded.

@@ -5,6 +5,20 @@
 
 namespace denoised {
 
+v1::Stage ToWire(Stage stage) {
+  switch (stage) {
+    case Stage::kCondition:
+      return v1::STAGE_CONDITION;
+    case Stage::kEncode:
+      return v1::STAGE_ENCODE;
+    case Stage::kDenoise:
+      return v1::STAGE_DENOISE;
+    case Stage::kDecode:
+      return v1::STAGE_DECODE;
+  }
+  return v1::STAGE_UNSPECIFIED;
+}
+
 v1::TimelineEntry& Timeline::New(v1::TimelineEntry::Milestone milestone, double seconds) {
   v1::TimelineEntry& entry = entries_.emplace_back();
   entry.set_milestone(milestone);
@@ -21,7 +35,7 @@ void Timeline::AddImage(v1::TimelineEntry::Milestone milestone, double seconds, 
 }
 
 void Timeline::AddEvaluation(double seconds, int done, int total) {
-  // Rows of one evaluation are reported together, so `done` may step over a multiple.
+  // All rows of an evaluation are reported at once, so `done` can skip a multiple.
   if (done < total && done / stride_ <= last_ / stride_) return;
   last_ = done;
   New(v1::TimelineEntry::MILESTONE_EVALUATION, seconds).set_evaluations(done);
@@ -37,6 +51,13 @@ void Timeline::AddEvaluation(double seconds, int done, int total) {
     previous = entry.evaluations();
     return false;
   });
+}
+
+void Timeline::AddStage(double seconds, int index, Stage stage, double device_seconds) {
+  v1::TimelineEntry& entry = New(v1::TimelineEntry::MILESTONE_STAGE, seconds);
+  entry.set_image_index(index);
+  entry.set_stage(ToWire(stage));
+  if (device_seconds >= 0) entry.set_device_seconds(device_seconds);
 }
 
 v1::Timeline Timeline::ToProto() const {

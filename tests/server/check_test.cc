@@ -28,6 +28,7 @@ class CheckTest : public ::testing::Test {
   CheckTest() {
     const KeyPair pair = authority_.Issue("server", "IP:127.0.0.1");
     config_.listen = "127.0.0.1:0";
+    config_.http_listen = "127.0.0.1:0";
     config_.metrics_listen = "127.0.0.1:0";
     config_.models = {{"digits", "models/digits"}};
     config_.security.tls_cert = directory_.Write("server.crt", pair.certificate);
@@ -56,6 +57,7 @@ TEST_F(CheckTest, SaysWhatEverythingIs) {
                            "ok      client authority .*ca.crt\n"
                            "ok      clients .*clients.json\n"
                            "ok      listen 127.0.0.1:0\n"
+                           "ok      http 127.0.0.1:0\n"
                            "ok      metrics 127.0.0.1:0\n"
                            "ok      device fake:0  no device at all\n"
                            "ok      device fake:1  no device at all\n"
@@ -80,9 +82,12 @@ TEST_F(CheckTest, AnExpiredCertificateFails) {
 
 TEST_F(CheckTest, OneAddressForTwoPortsFails) {
   Metrics metrics;
-  const int free = (*Acceptor::Listen("127.0.0.1:0", 1, &metrics))->port();
+  const int free = (*Acceptor::Listen("--listen", "127.0.0.1:0", 1, &metrics))->port();
   config_.listen = config_.metrics_listen = "127.0.0.1:" + std::to_string(free);
   EXPECT_THAT(Report(), HasSubstr("failed  metrics 127.0.0.1:"));
+  config_.metrics_listen = "";
+  config_.http_listen = config_.listen;
+  EXPECT_THAT(Report(), HasSubstr("failed  http 127.0.0.1:"));
 }
 
 TEST_F(CheckTest, WhatTheStateDirectoryRestoresIsTried) {

@@ -197,6 +197,11 @@ TEST_F(ClientsTest, SaysWhatIsWrongWithTheFile) {
   EXPECT_THAT(Error(R"({"a": 1})"), HasSubstr("\"a\" is not an object"));
   EXPECT_THAT(Error(R"({"a": {}})"), HasSubstr("--make-token a"));
   EXPECT_THAT(Error(R"({"a": {"token_sha256": ["secret"]}})"), HasSubstr("64 hexadecimal digits"));
+  std::string wrong = digest;
+  wrong[63] = 'g';
+  EXPECT_THAT(Error(R"({"a": {"token_sha256": [")" + wrong + "\"]}}"),
+              HasSubstr("64 hexadecimal digits"));
+  EXPECT_EQ(Error(R"({"a": {"token_sha256": [")" + std::string(64, 'A') + "\"]}}"), "accepted");
   EXPECT_THAT(Error(R"({"a": {"token_sha256": ")" + digest + "\"}}"), HasSubstr("list"));
   EXPECT_THAT(Error(R"({"a": {"token_sha256": [")" + digest + R"("]}, "b": {"token_sha256": [")" +
                     digest + "\"]}}"),

@@ -14,6 +14,7 @@
 namespace denoised {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 class ConfigTest : public ::testing::Test {
@@ -205,6 +206,11 @@ TEST_F(ConfigTest, OffersTheWorldNothingByOversight) {
               HasSubstr("name them in --clients with \"admin\": true"));
   EXPECT_FALSE(parse({"--reflection", "off"}).reflection);
   EXPECT_TRUE(parse({"--listen", "0.0.0.0:0", "--reflection", "on"}).reflection);
+  for (const char* open : {"0.0.0.0:0", "[::]:0"}) {
+    EXPECT_FALSE(parse({"--http-listen", open}).admin) << "the HTTP port takes the same calls";
+    EXPECT_THAT(Error({"--http-listen", open, "--admin", "on"}), HasSubstr(open));
+  }
+  EXPECT_TRUE(parse({"--http-listen", ""}).admin);
   std::vector<std::string> flags = {"--listen", "0.0.0.0:0"};
   flags.insert(flags.end(), tls.begin(), tls.end());
   EXPECT_TRUE(parse(flags).admin);
@@ -227,6 +233,8 @@ TEST_F(ConfigTest, LoginNeedsEncryption) {
   EXPECT_THAT(
       Error({"--clients", "f", "--allow-plaintext-tokens", "--tls-cert", "c", "--tls-key", "k"}),
       HasSubstr("with TLS; leave it out"));
+  EXPECT_THAT(Error({"--clients", "f", "--allow-plaintext-tokens", "--http-listen", "0.0.0.0:2"}),
+              HasSubstr("listens on 0.0.0.0:2"));
   EXPECT_TRUE(Parse({"--model", "m=" + Path("a-model"), "--clients", "f",
                      "--allow-plaintext-tokens", "--listen", "127.0.0.1:1"})
                   .ok());
@@ -256,6 +264,19 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
   EXPECT_THAT(Error({"--listen", "nowhere"}), HasSubstr("--listen: \"nowhere\""));
   EXPECT_THAT(Error({"--listen", "127.0.0.1:70000"}), HasSubstr("65535"));
   EXPECT_THAT(Error({"--metrics-listen", ":"}), HasSubstr("--metrics-listen"));
+  EXPECT_THAT(Error({"--http-listen", "8080"}), HasSubstr("--http-listen: \"8080\""));
+  for (const char* origin : {"studio.example.org", "https://", "https://a/b", "ftp://a", "*"}) {
+    EXPECT_THAT(Error({"--http-origins", origin}), HasSubstr("is no origin")) << origin;
+  }
+  for (const auto& [origin, sent] :
+       {std::pair{"https://Studio.example.org", "https://studio.example.org"},
+        {"HTTP://localhost:5173", "http://localhost:5173"},
+        {"https://studio.example.org:443", "https://studio.example.org"},
+        {"http://[::1]:80", "http://[::1]"}}) {
+    EXPECT_THAT(Error({"--http-origins", origin}), HasSubstr("as \"" + std::string(sent) + "\""));
+  }
+  EXPECT_THAT(Error({"--http-origins", "https://studio.example.org:80", "--max-rows", "-1"}),
+              ::testing::Not(HasSubstr("--http-origins")));
   EXPECT_THAT(Error({"--max-rows", "-1"}), HasSubstr("--max-rows"));
   EXPECT_THAT(Error({"--max-rows", "x"}), HasSubstr("--max-rows"));
   EXPECT_THAT(Error({"--batching", "batch"}), HasSubstr("--batching"));
@@ -311,7 +332,8 @@ TEST_F(ConfigTest, PrintsWhatConfigReads) {
       {"log-level", "debug"}, {"log-format", "text"},     {"listen", "127.0.0.1:50051"}};
   for (const auto& [name, value] : expected.items())
     EXPECT_EQ(printed.value(name, nlohmann::json()), value) << name;
-  for (const char* action : {"help", "version", "config", "check", "print-config", "make-token"}) {
+  for (const char* action : {"help", "version", "config", "check", "print-config", "make-token",
+                             "calibrate", "calibrate"}) {
     EXPECT_FALSE(printed.contains(action)) << action;
   }
 
@@ -326,8 +348,9 @@ TEST_F(ConfigTest, EverySettingIsPrinted) {
   ASSERT_TRUE(help.ok() && help->print && settings.ok() && settings->print);
   const auto printed = nlohmann::json::parse(*settings->print);
   // "  --max-rows INT:…"; what a file cannot set, sets in another way, or is an empty list.
-  const std::set<std::string> others = {"help",         "version",    "config", "check",
-                                        "print-config", "make-token", "model",  "model-roots"};
+  const std::set<std::string> others = {"help",         "version",    "config",      "check",
+                                        "print-config", "make-token", "calibrate",   "model",
+                                        "model-roots",  "precision",  "http-origins"};
   std::istringstream lines(*help->print);
   int found = 0;
   for (std::string line; std::getline(lines, line);) {
@@ -354,6 +377,40 @@ TEST_F(ConfigTest, NonfiniteImagesAreDeliveredOnlyOnRequest) {
   const auto allowed = Parse({"--model", "m=" + Path("a-model"), "--allow-nonfinite"});
   ASSERT_TRUE(allowed.ok()) << allowed.status().message();
   EXPECT_TRUE(allowed->config.engine.allow_nonfinite);
+}
+
+TEST_F(ConfigTest, PrecisionOfAllModelsOrOfOne) {
+  std::vector<std::string> flags = {"--model", "x=" + Path("a-model"), "--model",
+                                    "y=" + Path("b-model")};
+  const auto plain = Parse(flags);
+  ASSERT_TRUE(plain.ok()) << plain.status();
+  EXPECT_EQ(plain->config.engine.precision, std::nullopt);
+  EXPECT_EQ(plain->config.models[0].precision, std::nullopt);
+  flags.insert(flags.end(), {"--precision", "fp8", "--precision", "y=default", "--calibrations",
+                             "/var/lib/scales"});
+  const auto line = Parse(flags);
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->config.engine.precision, Precision::kFp8);
+  EXPECT_EQ(line->config.models[0].precision, std::nullopt);
+  EXPECT_EQ(line->config.models[1].precision, Precision::kDefault);
+  EXPECT_EQ(line->config.engine.calibrations, "/var/lib/scales");
+
+  const auto file = Parse({"--config", Write(R"({"model": {"x": ")" + Path("a-model") +
+                                             R"("}, "precision": {"x": "fp8"}})")});
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->config.models[0].precision, Precision::kFp8);
+
+  EXPECT_THAT(Error({"--precision", "int4"}), AllOf(HasSubstr("--precision"), HasSubstr("int4"),
+                                                    HasSubstr("\"default\" or \"fp8\"")));
+  EXPECT_THAT(Error({"--precision", "m=bf16"}), HasSubstr("bf16"));
+  EXPECT_THAT(Error({"--precision", "cats=fp8"}), HasSubstr("no model \"cats\""));
+}
+
+TEST_F(ConfigTest, CalibratingNeedsNoModelToServe) {
+  const auto line = Parse({"--calibrate", Path("a-model")});
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->config.calibrate, Path("a-model"));
+  EXPECT_FALSE(Parse({}).ok());
 }
 
 TEST_F(ConfigTest, MeasuredKernelsAreKeptInTheCacheOfTheUser) {

@@ -32,7 +32,8 @@ FakeEngine::~FakeEngine() {
   thread_.join();
 }
 
-absl::Status FakeEngine::Open(const std::string& name, const std::string& directory) {
+absl::Status FakeEngine::Open(const std::string& name, const std::string& directory,
+                              std::optional<Precision> precision) {
   ++opens_;
   if (directory.find(options_.slow) != std::string::npos) {
     std::this_thread::sleep_for(options_.open_cost);
@@ -46,6 +47,7 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->directory = directory;
   info->state = ModelState::kReady;
   info->architecture = "UNet2DModel";
+  info->precision = precision == Precision::kFp8 ? "fp8" : "fp32";
   info->parameters = 1'000'000;
   info->height = info->width = options_.size;
   info->size_multiple = 4;
@@ -60,6 +62,11 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->samplers = {Sampler::kEdmEuler, Sampler::kHeun, Sampler::kEdmDpmSolver};
   info->schedules = {NoiseSchedule::kNative, NoiseSchedule::kExponential};
   info->default_steps = 10;
+  info->images = {.init = true,
+                  .strength = true,
+                  .mask = true,
+                  .default_strength = 0.8,
+                  .default_masked_strength = 1};
   info->max_steps = 1000;
   info->max_count = 256;
   info->weight_bytes = 4'000'000;
@@ -107,7 +114,7 @@ absl::StatusOr<EffectiveJob> FakeEngine::Resolve(const JobSpec& spec,
   const auto violate = [&](std::string field, std::string description) {
     violations->push_back({std::move(field), std::move(description)});
   };
-  EffectiveJob job{.spec = spec};
+  EffectiveJob job{.spec = spec, .precision = model->precision};
   JobSpec& full = job.spec;
   if (spec.count > model->max_count) {
     violate("count", fmt::format("is {}; use 1 to {}", spec.count, model->max_count));
@@ -130,6 +137,7 @@ absl::StatusOr<EffectiveJob> FakeEngine::Resolve(const JobSpec& spec,
   if (job.steps > model->max_steps) {
     violate("steps", fmt::format("is {}; use 1 to {}", job.steps, model->max_steps));
   }
+  full.sampler.steps = job.steps;
   full.sampler.sampler = spec.sampler.sampler.value_or(model->default_sampler);
   full.sampler.schedule = spec.sampler.schedule.value_or(model->default_schedule);
   if (std::count(model->samplers.begin(), model->samplers.end(), *full.sampler.sampler) == 0) {
@@ -156,7 +164,8 @@ absl::StatusOr<EffectiveJob> FakeEngine::Resolve(const JobSpec& spec,
   }
   full.class_labels.resize(spec.count, full.class_labels[0]);
   full.guidance_scale = spec.guidance_scale.value_or(model->default_guidance_scale);
-  job.evaluations = full.sampler.sampler == Sampler::kHeun ? 2 * job.steps - 1 : job.steps;
+  const int run = std::max(1, static_cast<int>(job.steps * full.sampler.strength));
+  job.evaluations = full.sampler.sampler == Sampler::kHeun ? 2 * run - 1 : run;
   return job;
 }
 
@@ -321,7 +330,10 @@ ImageResult FakeEngine::Draw(const Job& job, int index, double noise) const {
       for (int c = 0; c < options_.channels; ++c) {
         const double stripes = std::sin(frequency * (x + (c + 1) * y) + phase);
         const double dirt = noise > 0 ? noise * uniform(random) : 0;
-        *out++ = static_cast<float>((1 - noise) * stripes + dirt);
+        const auto drawn = static_cast<float>((1 - noise) * stripes + dirt);
+        const bool kept = spec.mask && spec.mask.as<float>()[y * spec.width + x] < 0.5f;
+        const int64_t at = (int64_t{y} * spec.width + x) * options_.channels + c;
+        out[at] = kept ? spec.init_image.as<float>()[at] : drawn;
       }
     }
   }
@@ -337,8 +349,11 @@ void FakeEngine::Evaluate(const std::vector<Slot*>& rows) {
     observer = observer_;
   }
   const std::string& model = rows[0]->job->job.spec.model;
-  if (observer)
+  if (observer) {
     observer->OnEvaluation(model, "fake:0", rows.size(), options_.max_rows, cost_ * 1e-6);
+    observer->OnStage(model, "fake:0", Stage::kDecode, 1, cost_ * 1e-6);
+    observer->OnPrompts(model, "fake:0", 1, 1);
+  }
   std::vector<Job*> touched;
   for (Slot* slot : rows) {
     Job& job = *slot->job;

@@ -37,13 +37,14 @@ struct FakeEngineOptions {
 /// An Engine without devices that says it has two, for tests of the server and for load tests:
 /// batches rows of all jobs as the real one does, and every evaluation costs what it is told. Every
 /// model that is opened is a class-conditional one of ten classes; its images are stripes that
-/// depend on the seed and the label alone.
+/// depend on the seed and the label alone; what a mask keeps is that of the init image.
 class FakeEngine : public Engine {
  public:
   explicit FakeEngine(const FakeEngineOptions& options = {});
   ~FakeEngine() override;
 
-  absl::Status Open(const std::string& name, const std::string& directory) override;
+  absl::Status Open(const std::string& name, const std::string& directory,
+                    std::optional<Precision> precision) override;
   absl::Status Close(const std::string& name) override;
   std::shared_ptr<const ModelInfo> Find(const std::string& name) const override;
   std::vector<std::shared_ptr<const ModelInfo>> Models() const override;

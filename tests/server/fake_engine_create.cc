@@ -17,4 +17,8 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& opti
   return std::make_unique<FakeEngine>(fake);
 }
 
+absl::StatusOr<std::string> Calibrate(const std::string&, const EngineOptions&) {
+  return absl::UnimplementedError("the fake engine has nothing to calibrate");
+}
+
 }  // namespace denoised

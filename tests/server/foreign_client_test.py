@@ -269,7 +269,7 @@ class ForeignClientTest(unittest.TestCase):
         format = CLIENT.enum("ImageFormat")["IMAGE_FORMAT_RAW_FLOAT32"].number
         fields = {"steps": 2, "output": {"format": format}}
         if MODEL.limits.num_classes:
-            fields["class_labels"] = {"labels": [1]}
+            fields["conditions"] = [{"class_label": 1}]
         many = CLIENT.generate(seed=2**64 - 1, count=3, **fields).images
         alone = CLIENT.generate(seed=many[2].seed, **fields).images
         self.assertEqual(many[2].seed, 1)
@@ -291,7 +291,7 @@ class ForeignClientTest(unittest.TestCase):
     def test_image_to_image(self):
         picture = CLIENT.generate(steps=1).images[0].encoded
         reply = CLIENT.generate(steps=4, init_image={"encoded": picture, "strength": 0.5})
-        self.assertEqual(reply.params.strength, 0.5)
+        self.assertEqual(reply.params.init_image.strength, 0.5)
         self.assertEqual(len(reply.images), 1)
 
     def test_open_inference_protocol(self):
@@ -343,8 +343,8 @@ class ForeignClientTest(unittest.TestCase):
         self.assertIn("preview", kinds)
         done = [e.progress.evaluations_done for e in events if e.WhichOneof("event") == "progress"]
         self.assertEqual(done, sorted(set(done)))
-        last = events[-1].completed.params
-        self.assertEqual(done[-1], last.evaluations * last.count)
+        last = events[-1].completed
+        self.assertEqual(done[-1], last.run.evaluations * last.params.count)
 
     def test_cancel(self):
         call = CLIENT.stream(timeout=None, **self.long_job())  # one that it cannot meet is refused
@@ -396,12 +396,12 @@ class ForeignClientTest(unittest.TestCase):
             ("params.init_image.encoded", {"init_image": {"encoded": b"\xff\xd8\xff\xe0"}}),
             ("params.init_image.tensor.shape",
              {"init_image": {"tensor": {"data_type": 1, "shape": [2**62, 2**62, limits.channels]}}}),
-            ("params.class_labels.labels", {"class_labels": {}}),
+            ("params.conditions[0]", {"conditions": [{}]}),
         ]
         if limits.num_classes:
             cases += [
-                ("params.class_labels.labels[0]", {"class_labels": {"labels": [limits.num_classes]}}),
-                ("params.class_labels.labels[0]", {"class_labels": {"labels": [-(2**31)]}}),
+                ("params.conditions[0].class_label", {"conditions": [{"class_label": limits.num_classes}]}),
+                ("params.conditions[0].class_label", {"conditions": [{"class_label": -(2**31)}]}),
             ]
         if limits.size_multiple > 1:
             cases.append(("params.width", {"width": limits.size_multiple + 1}))
@@ -426,7 +426,7 @@ class ForeignClientTest(unittest.TestCase):
         if not MODEL.limits.num_classes:
             self.skipTest("the model has no labels")
         fields = self.violations(lambda: CLIENT.generate(
-            count=MODEL.limits.max_count, class_labels={"labels": [-1] * 20000}))
+            count=MODEL.limits.max_count, conditions=[{"class_label": -1}] * 20000))
         self.assertGreater(len(fields), 3)
 
     def test_oversize_request(self):

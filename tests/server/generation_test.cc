@@ -18,10 +18,10 @@
 #include <random>
 #include <thread>
 
+#include "engine/images/formats.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "server/api/request_preparer.h"
-#include "server/encoding/formats.h"
 #include "server/jobs/jobs.h"
 #include "server/jobs/memory_budget.h"
 #include "server/jobs/worker_pool.h"
@@ -181,7 +181,7 @@ class GenerationTest : public ::testing::Test {
     v1::GenerationParams params;
     params.set_request_id(request_id);
     params.set_seed(seed);
-    params.mutable_class_labels()->add_labels(3);
+    params.add_conditions()->set_class_label(3);
     return params;
   }
   static v1::GenerationParams Surviving(const std::string& request_id) {

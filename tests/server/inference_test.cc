@@ -18,8 +18,8 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/strip.h"
 #include "denoised/v1/model_admin.grpc.pb.h"
+#include "engine/images/formats.h"
 #include "inference/open_inference.grpc.pb.h"
-#include "server/encoding/formats.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
@@ -499,9 +499,10 @@ TEST_F(InferenceTest, TheMetadataListsTensors) {
   EXPECT_THAT(
       text(metadata.inputs()),
       ElementsAre("seed UINT64 -1", "label INT32 -1", "steps INT32 1", "guidance_scale FP64 1",
-                  "width INT32 1", "height INT32 1", "sampler BYTES 1", "noise_schedule BYTES 1",
-                  "eta FP64 1", "s_churn FP64 1", "s_tmin FP64 1", "s_tmax FP64 1",
-                  "s_noise FP64 1", "solver_order INT32 1", "init_image BYTES 1", "strength FP64 1",
+                  "guidance_start FP64 1", "guidance_stop FP64 1", "width INT32 1",
+                  "height INT32 1", "sampler BYTES 1", "noise_schedule BYTES 1", "eta FP64 1",
+                  "s_churn FP64 1", "s_tmin FP64 1", "s_tmax FP64 1", "s_noise FP64 1",
+                  "solver_order INT32 1", "init_image BYTES 1", "strength FP64 1", "mask BYTES 1",
                   "format BYTES 1", "quality INT32 1"));
   EXPECT_THAT(text(metadata.outputs()), ElementsAre("image UINT8 -1 -1 -1 1", "encoded BYTES -1",
                                                     "seed UINT64 -1", "label INT32 -1"));
@@ -529,13 +530,77 @@ TEST(InferenceTensorsTest, FollowTheModel) {
   const Inference read = ReadInference(request, latents, {}, &memory, &violations);
   EXPECT_TRUE(violations.empty());
   EXPECT_EQ(read.params.count(), 2);
-  EXPECT_THAT(read.params.class_vectors().values(), ElementsAre(1, 2, 3, 4, 5, 6));
+  ASSERT_EQ(read.params.conditions_size(), 2);
+  EXPECT_THAT(read.params.conditions(0).class_vector(), ElementsAre(1, 2, 3));
+  EXPECT_THAT(read.params.conditions(1).class_vector(), ElementsAre(4, 5, 6));
   EXPECT_EQ(read.params.output().format(), v1::IMAGE_FORMAT_UNSPECIFIED);
   request.mutable_inputs(0)->set_shape(1, 2);  // would be one vector for both
   request.mutable_raw_input_contents(0)->resize(16);
   ReadInference(request, latents, {}, &memory, &violations);
   ASSERT_EQ(violations.size(), 1u);
   EXPECT_EQ(violations[0].description, "has shape [2, 2]; use [-1, 3], an entry for each image");
+}
+
+/// As BYTES has them in raw_input_contents.
+std::string RawTexts(const std::vector<std::string>& texts) {
+  std::string raw;
+  for (const std::string& text : texts) {
+    const auto size = static_cast<uint32_t>(text.size());
+    raw.append(reinterpret_cast<const char*>(&size), sizeof(size)).append(text);
+  }
+  return raw;
+}
+
+TEST(InferenceTensorsTest, TextsMasksAndGuidance) {
+  ModelInfo model;
+  model.channels = 3;
+  model.max_count = 4;
+  model.text = {.max_clip_skip = 2, .max_chunks = 3, .chunk_tokens = 75, .two_encoders = true};
+  model.guidance = model.guidance_rescale = true;
+  model.images = {.init = true, .strength = true, .mask = true, .guidance = true};
+  ModelInferRequest request;
+  Add(&request, "prompt", "BYTES", {2}, RawTexts({"a red apple", "päärynä"}));
+  Add(&request, "negative_prompt", "BYTES", {2}, RawTexts({"", "blur"}));
+  Add(&request, "prompt_2", "BYTES", {2}, RawTexts({"x", "y"}));
+  Add(&request, "clip_skip", "INT32", {1}, Raw<int32_t>({2}));
+  Add(&request, "max_chunks", "INT32", {1}, Raw<int32_t>({1}));
+  Add(&request, "image_guidance_scale", "FP64", {1}, Raw<double>({1.5}));
+  Add(&request, "guidance_rescale", "FP64", {1}, Raw<double>({0.7}));
+  Add(&request, "guidance_stop", "FP64", {1}, Raw<double>({0.8}));
+  Add(&request, "mask", "BYTES", {1}, RawTexts({"a file"}));
+  std::vector<FieldViolation> violations;
+  MemoryBudget memory(1 << 20);
+  const v1::GenerationParams read = ReadInference(request, model, {}, &memory, &violations).params;
+  EXPECT_TRUE(violations.empty());
+  EXPECT_EQ(read.count(), 2);
+  ASSERT_EQ(read.conditions_size(), 2);
+  EXPECT_EQ(read.conditions(0).text(), "a red apple");
+  EXPECT_TRUE(read.conditions(0).has_negative_text());
+  EXPECT_EQ(read.conditions(0).negative_text(), "");
+  EXPECT_EQ(read.conditions(1).text(), "päärynä");
+  EXPECT_EQ(read.conditions(1).negative_text(), "blur");
+  EXPECT_EQ(read.conditions(1).text_2(), "y");
+  EXPECT_FALSE(read.conditions(1).has_negative_text_2());
+  EXPECT_EQ(read.text_options().clip_skip(), 2);
+  EXPECT_EQ(read.text_options().max_chunks(), 1);
+  EXPECT_EQ(read.image_guidance_scale(), 1.5);
+  EXPECT_EQ(read.guidance_rescale(), 0.7);
+  EXPECT_EQ(read.guidance_stop(), 0.8);
+  EXPECT_EQ(read.mask().encoded(), "a file");
+
+  EXPECT_EQ(InputName("params.conditions[1].text"), "prompt[1]");
+  EXPECT_EQ(InputName("params.conditions[0].negative_text_2"), "negative_prompt_2[0]");
+  EXPECT_EQ(InputName("params.conditions[12].class_vector[3]"), "class_vector[12]");
+  EXPECT_EQ(InputName("params.conditions"), "prompt");
+  EXPECT_EQ(InputName("params.text_options.clip_skip"), "clip_skip");
+
+  *request.mutable_raw_input_contents(0) = RawTexts({"a", "b", "c"});  // one too many
+  *request.mutable_raw_input_contents(1) = RawTexts({"a", "\xff"});
+  *request.mutable_raw_input_contents(2) = std::string("\xff\xff\xff\xff", 4);
+  ReadInference(request, model, {}, &memory, &violations);
+  std::vector<std::string> fields;
+  for (const FieldViolation& violation : violations) fields.push_back(violation.field);
+  EXPECT_THAT(fields, ElementsAre("prompt", "negative_prompt[1]", "prompt_2"));
 }
 
 TEST_F(InferenceTest, ABatchOfSeedsIsAnImageForEach) {
@@ -569,7 +634,7 @@ TEST_F(InferenceTest, ABatchOfSeedsIsAnImageForEach) {
     v1::GenerateRequest generate;
     generate.mutable_params()->set_seed(5);
     generate.mutable_params()->set_steps(3);
-    generate.mutable_params()->mutable_class_labels()->add_labels(3);
+    generate.mutable_params()->add_conditions()->set_class_label(3);
     generate.mutable_params()->mutable_output()->set_format(format);
     grpc::ClientContext context;
     v1::GenerateResponse reply;
@@ -700,7 +765,7 @@ TEST_F(InferenceTest, RefusesByName) {
       {[](auto* r) {
          for (int i = 0; i < 100'000; ++i) Declare(r, "x" + std::to_string(i), "INT32", {1});
        },
-       "inputs", "has 100000 tensors, and no model takes more than 19; use seed, label"},
+       "inputs", "has 100000 tensors, and no model takes more than 30; use seed, label"},
       {[](auto* r) {
          for (int i = 0; i < 100'000; ++i) r->add_outputs()->set_name("image");
        },
@@ -762,7 +827,7 @@ TEST_F(InferenceTest, RefusesByName) {
       {[](auto* r) { Declare(r, "steps", "INT32", {1}); }, "steps", "has 0 elements"},
       {[](auto* r) { Declare(r, "sampler", "BYTES", {1}); }, "sampler", "has 0 elements"},
       {[](auto* r) { Add(r, "sampler", "BYTES", {1}, "heun"); }, "sampler",
-       "has 4 bytes that are not one element of BYTES; give its length"},
+       "has 4 bytes that are not 1 element of BYTES; give each its length"},
       {[](auto* r) { Add(r, "sampler", "BYTES", {1}, "\xff\xff\xff\xff"); }, "sampler",
        "has 4 bytes"},
       {[](auto* r) { Add(r, "sampler", "BYTES", {1}, Element("heun") + Element("heun")); },

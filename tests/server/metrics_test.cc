@@ -168,7 +168,7 @@ TEST_F(MetricsTest, ADrainIsSeen) {
   const auto state = [&](const std::string& name) {
     return value("denoised_server_state{state=\"" + name + "\"}");
   };
-  const auto told = [&] {
+  const auto reported_state = [&] {
     grpc::ClientContext context;
     v1::GetServerInfoResponse info;
     EXPECT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
@@ -183,11 +183,11 @@ TEST_F(MetricsTest, ADrainIsSeen) {
   ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("digits@1") == 1; }));
   const double now = static_cast<double>(std::time(nullptr));
   auto drain = std::async(std::launch::async, [&] { server_->Drain(100s, 1s); });
-  EXPECT_TRUE(Eventually([&] { return told() == v1::SERVER_STATE_LAME_DUCK; }));
+  EXPECT_TRUE(Eventually([&] { return reported_state() == v1::SERVER_STATE_LAME_DUCK; }));
   EXPECT_EQ(state("lame_duck"), 1);
   EXPECT_EQ(state("serving"), 0);
   EXPECT_NEAR(value("denoised_drain_deadline_time_seconds"), now + 101, 10);
-  EXPECT_TRUE(Eventually([&] { return told() == v1::SERVER_STATE_DRAINING; }));
+  EXPECT_TRUE(Eventually([&] { return reported_state() == v1::SERVER_STATE_DRAINING; }));
   EXPECT_EQ(state("draining"), 1);
   EXPECT_EQ(state("lame_duck"), 0);
   engine_->Pause(false);
@@ -258,14 +258,19 @@ TEST_F(MetricsTest, SeriesOfAVersionGoAWhileAfterIt) {
     metrics.FirstPreview(model, 0.1);
     metrics.ImageDone(model, "anonymous");
     metrics.Encoded(model, "png", 0.1);
-    metrics.ModelLoaded(model, 0.1);
+    metrics.ModelLoaded(model, "fp8", 0.1);
     metrics.OnEvaluation(model, "fake:0", 1, 1, 0.1);
+    metrics.OnStage(model, "fake:0", Stage::kCondition, 2, 0.1);
+    metrics.OnPrompts(model, "fake:0", 1, 1);
   }
   constexpr const char* kFamilies[] = {
-      "denoised_requests_total",        "denoised_request_seconds", "denoised_queue_seconds",
-      "denoised_first_preview_seconds", "denoised_images_total",    "denoised_encoding_seconds",
-      "denoised_model_load_seconds",    "denoised_evaluation_rows", "denoised_evaluation_seconds",
-      "denoised_padding_rows_total"};
+      "denoised_requests_total",     "denoised_request_seconds",
+      "denoised_queue_seconds",      "denoised_first_preview_seconds",
+      "denoised_images_total",       "denoised_encoding_seconds",
+      "denoised_model_info",         "denoised_model_load_seconds",
+      "denoised_evaluation_rows",    "denoised_evaluation_seconds",
+      "denoised_padding_rows_total", "denoised_stage_seconds",
+      "denoised_stage_items_total",  "denoised_prompts_total"};
   metrics.Retain({"digits@1", "digits@2"}, now + 1h);
   metrics.Retain({"digits@2"}, now + 1h + Metrics::kRetention - 1s);
   for (const char* family : kFamilies) {

@@ -6,9 +6,11 @@
 """
 
 import argparse
+import asyncio
 import concurrent.futures
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -53,29 +55,32 @@ class ProcessTest(unittest.TestCase):
             self.assertEqual(result.stdout, "")
 
     def test_check(self):
-        model, free = f"digits={self.model}", ["--listen", "127.0.0.1:0", "--metrics-listen", ""]
+        model, free = f"digits={self.model}", ["--listen", "127.0.0.1:0", "--http-listen", "",
+                                              "--metrics-listen", ""]
         good = run("--check", "--model", model, *free)
         self.assertEqual(good.returncode, 0, good.stderr)
         self.assertRegex(good.stdout, "^ok +listen 127.0.0.1:0\n"
                                       "ok +device fake:0  .*\nok +device fake:1  .*\n"
-                                      "ok +model digits@1  .*UNet2DModel, 1.0 M parameters.*\n$")
+                                      "ok +model digits@1  .*UNet2DModel, 1.0 M parameters, fp32.*\n$")
         with socket.create_server(("127.0.0.1", 0)) as other:
             taken = f"127.0.0.1:{other.getsockname()[1]}"
             bad = run("--check", "--model", f"bad={self.broken}", "--model", model,
-                      "--listen", taken, "--metrics-listen", taken, "--tls-cert", "absent.crt",
+                      "--listen", taken, "--http-listen", taken, "--metrics-listen", taken,
+                      "--tls-cert", "absent.crt",
                       "--tls-key", "absent.key", "--tls-client-ca", "absent.ca",
                       "--clients", "absent.json")
         self.assertEqual(bad.returncode, 1)
         starts = ["failed  certificate absent.crt: ", "failed  client authority absent.ca: ",
                   "failed  clients absent.json: ", f"failed  listen {taken}: ",
-                  f"failed  metrics {taken}: ", "ok      device fake:0  ",
+                  f"failed  http {taken}: ", f"failed  metrics {taken}: ", "ok      device fake:0  ",
                   "ok      device fake:1  ", "failed  model bad@1: ", "ok      model digits@1  "]
         self.assertEqual([line[:len(start)] for line, start in
                           zip(bad.stdout.splitlines(), starts, strict=True)], starts)
 
     def test_print_config(self):
         printed = run("--print-config", "--model", f"digits={self.model}", "--max-rows", "3",
-                      "--listen", "127.0.0.1:0", "--metrics-listen", "", "--log-format", "json")
+                      "--listen", "127.0.0.1:0", "--http-listen", "", "--metrics-listen", "",
+                      "--log-format", "json")
         self.assertEqual(printed.returncode, 0, printed.stderr)
         self.assertEqual(json.loads(printed.stdout)["max-rows"], 3)
         path = os.path.join(os.path.dirname(self.model), "server.json")
@@ -167,6 +172,43 @@ class ProcessTest(unittest.TestCase):
             server.process.send_signal(signal.SIGTERM)
             server.wait_for("stopped")  # every line before it was read as JSON
 
+    def test_five_hundred_event_streams_take_no_memory_that_stays(self):
+        body = b'{"params": {"steps": 20}, "preview": {}}'
+        request = (b"POST /v1/generate?stream=true HTTP/1.1\r\nHost: localhost\r\n"
+                   b"Content-Type: application/json\r\nConnection: close\r\n"
+                   b"Content-Length: %d\r\n\r\n" % len(body)) + body
+
+        async def stream(port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            text = await reader.read()
+            writer.close()
+            return (text.count(b"event: completed"), text.count(b"event: error"),
+                    text.count(b"event: preview"))
+
+        async def round_of(port):
+            return await asyncio.gather(*(stream(port) for _ in range(500)))
+
+        with Running(BINARY, "--model", f"digits={self.model}",
+                     http_listen="127.0.0.1:0") as server:
+            port = int(server.wait_for("listening")["http"].rsplit(":", 1)[1])
+            server.wait_for("serving")
+            resident = []
+            for _ in range(4):
+                completed, errors, previews = map(sum, zip(*asyncio.run(round_of(port))))
+                self.assertEqual((completed, errors), (500, 0))
+                self.assertGreater(previews, 250)
+                with open(f"/proc/{server.process.pid}/statm") as statm:
+                    resident.append(int(statm.read().split()[1]) * resource.getpagesize() >> 10)
+        # Sanitizers keep freed memory aside.
+        if not self.sanitized():
+            self.assertLess(resident[-1] - resident[0], 8 << 10, f"KiB after each round: {resident}")
+
+    @staticmethod
+    def sanitized():
+        with open(BINARY, "rb") as program:
+            return b"__asan_init" in program.read()
+
     def test_no_model_is_an_error(self):
         with Running(BINARY, "--model", f"digits={self.broken}") as server:
             self.assertIn("broken", server.wait_for("no model could be loaded")["error"])
@@ -174,7 +216,7 @@ class ProcessTest(unittest.TestCase):
 
     def test_wrong_settings_are_told_from_what_may_pass(self):
         result = run("--model", f"digits={self.model}", "--listen", "127.0.0.1:0",
-                     "--metrics-listen", "", "--tls-cert", "absent.crt", "--tls-key", "absent.key")
+                     "--http-listen", "", "--metrics-listen", "", "--tls-cert", "absent.crt", "--tls-key", "absent.key")
         self.assertEqual(result.returncode, 2)
         self.assertIn("absent.crt", result.stderr)
 
@@ -229,7 +271,7 @@ class ProcessTest(unittest.TestCase):
         with Running(BINARY, "--model", f"digits={self.model}") as server:
             address = server.wait_for("listening")["address"]
             second = run("--model", f"digits={self.model}", "--listen", address,
-                         "--metrics-listen", "")
+                         "--http-listen", "", "--metrics-listen", "")
             self.assertEqual(second.returncode, 1)
             self.assertIn(address, second.stderr)
 

@@ -8,10 +8,11 @@ import threading
 
 
 class Running:
-    def __init__(self, binary, *flags, listen="127.0.0.1:0", metrics_listen="", environment=None):
+    def __init__(self, binary, *flags, listen="127.0.0.1:0", http_listen="", metrics_listen="",
+                 environment=None):
         self.process = subprocess.Popen(
-            [binary, "--listen", listen, "--metrics-listen", metrics_listen, "--log-format", "json",
-             *flags], stderr=subprocess.PIPE, text=True,
+            [binary, "--listen", listen, "--http-listen", http_listen, "--metrics-listen",
+             metrics_listen, "--log-format", "json", *flags], stderr=subprocess.PIPE, text=True,
             env={**os.environ, **(environment or {})})
         self.lines = []
         self.ended = False

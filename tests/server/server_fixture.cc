@@ -12,6 +12,7 @@ using namespace std::chrono_literals;
 
 ServerFixture::ServerFixture() {
   config_.listen = "127.0.0.1:0";
+  config_.http_listen = "";
   config_.metrics_listen = "";
   config_.models = {{"digits", "models/digits"}};
   config_.model_roots = {testing::TempDir()};

@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "denoised/v1/model_admin.grpc.pb.h"
-#include "server/encoding/formats.h"
+#include "engine/images/formats.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
@@ -68,16 +68,20 @@ TEST_F(ServerTest, GenerateReturnsImagesAndWhatWasRun) {
   params.set_count(3);
   params.set_sampler(v1::SAMPLER_HEUN);
   params.set_steps(4);
-  params.mutable_class_labels()->add_labels(7);
+  params.add_conditions()->set_class_label(7);
   v1::GenerateResponse response;
   const grpc::Status status = Generate(request, &response);
   ASSERT_TRUE(status.ok()) << status.error_message();
   EXPECT_EQ(response.params().model(), "digits");
   EXPECT_EQ(response.params().request_id(), "my request");
-  EXPECT_EQ(response.params().evaluations(), 7);
+  EXPECT_EQ(response.run().evaluations(), 7);
+  EXPECT_EQ(response.run().steps(), 4);
+  EXPECT_EQ(response.run().model_version(), "1");
   EXPECT_EQ(response.params().sampler(), v1::SAMPLER_HEUN);
   EXPECT_EQ(response.params().noise_schedule(), v1::NOISE_SCHEDULE_NATIVE);
-  EXPECT_THAT(response.params().class_labels(), ElementsAre(7, 7, 7));
+  ASSERT_EQ(response.params().conditions_size(), 3);
+  for (const v1::Condition& condition : response.params().conditions())
+    EXPECT_EQ(condition.class_label(), 7);
   EXPECT_EQ(response.params().width(), 32);
   ASSERT_EQ(response.images_size(), 3);
   for (int i = 0; i < 3; ++i) {
@@ -100,7 +104,7 @@ TEST_F(ServerTest, TheLastImageAloneHasTheSameBytes) {
   v1::GenerateRequest request;
   request.mutable_params()->set_seed(std::numeric_limits<uint64_t>::max() - 1);
   request.mutable_params()->set_count(4);
-  request.mutable_params()->mutable_class_labels()->add_labels(1);
+  request.mutable_params()->add_conditions()->set_class_label(1);
   request.mutable_params()->mutable_output()->set_format(v1::IMAGE_FORMAT_RAW_FLOAT32);
   v1::GenerateResponse many, one;
   ASSERT_TRUE(Generate(request, &many).ok());
@@ -157,13 +161,13 @@ TEST_F(ServerTest, AllViolationsOfServerAndEngineAtOnce) {
   v1::GenerationParams& params = *request.mutable_params();
   params.set_eta(std::nan(""));
   params.set_steps(1'000'000);
-  params.mutable_class_labels()->add_labels(10);
+  params.add_conditions()->set_class_label(10);
   params.set_sampler(v1::SAMPLER_PNDM);
   params.set_width(33);
   const grpc::Status status = Generate(request);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(Reason(status), "INVALID_FIELDS");
-  EXPECT_THAT(Violated(status), ElementsAre("params.eta", "params.class_labels.labels[0]",
+  EXPECT_THAT(Violated(status), ElementsAre("params.eta", "params.conditions[0].class_label",
                                             "params.steps", "params.sampler", "params.width"));
 }
 
@@ -194,6 +198,8 @@ TEST_F(ServerTest, UnknownModelsAndTheChoiceOfModels) {
   ASSERT_TRUE(stub_->GetModel(&get_context, get, &model).ok());
   EXPECT_EQ(model.model().state(), v1::MODEL_STATE_AVAILABLE);
   EXPECT_EQ(model.model().limits().num_classes(), 10);
+  EXPECT_TRUE(model.model().capabilities().class_label());
+  EXPECT_FALSE(model.model().capabilities().text());
   EXPECT_THAT(model.model().samplers(), Contains(v1::SAMPLER_HEUN));
   EXPECT_THAT(model.model().noise_schedules(), Contains(v1::NOISE_SCHEDULE_EXPONENTIAL));
   EXPECT_EQ(model.model().memory_bytes(), 7'000'000);
@@ -725,7 +731,7 @@ TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
     v1::GenerateResponse response;
     ASSERT_TRUE(Generate(request, &response).ok()) << asked;
     EXPECT_EQ(response.params().model(), "faces");
-    EXPECT_EQ(response.params().model_version(), version);
+    EXPECT_EQ(response.run().model_version(), version);
   }
 
   v1::DeleteAliasRequest remove;

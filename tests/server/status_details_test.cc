@@ -58,7 +58,8 @@ TEST(StatusDetailsTest, TellsEveryField) {
 TEST(StatusDetailsTest, StaysWithinTheTrailersLimit) {
   std::vector<FieldViolation> violations;
   for (int i = 0; i < 10000; ++i) {
-    violations.push_back({fmt::format("params.class_labels.labels[{}]", i), "is −1; use 0 to 9"});
+    violations.push_back(
+        {fmt::format("params.conditions[{}].class_label", i), "is −1; use 0 to 9"});
   }
   const grpc::Status status = InvalidFields(violations, "id");
   EXPECT_LT(status.error_details().size() + status.error_message().size(), 7000u);
@@ -77,6 +78,23 @@ TEST(StatusDetailsTest, CutsBetweenCharacters) {
   google::rpc::Status rpc;
   ASSERT_TRUE(grpc::ExtractErrorDetails(status, &rpc).ok());
   EXPECT_EQ(rpc.message(), std::string(1023, 'x') + "...");
+}
+
+TEST(StatusDetailsTest, NamesOfFieldsAreCutBetweenCharacters) {
+  for (const auto& [field, told] : {std::pair<std::string, std::string>{
+                                        std::string(127, 'x') + "×", std::string(127, 'x') + "..."},
+                                    {"a\xff", "\"a?\""}}) {
+    const grpc::Status status = InvalidFields({{field, "is no field"}}, "");
+    EXPECT_EQ(ReasonOf(status), "INVALID_FIELDS");
+    EXPECT_EQ(status.error_message(), told + ": is no field");
+    EXPECT_EQ(Find<google::rpc::BadRequest>(status)->field_violations(0).field(), told);
+  }
+}
+
+TEST(StatusDetailsTest, WhatIsNoUtf8KeepsItsDetails) {
+  const grpc::Status status = InvalidFields({{"body", "last read: '\"pr\xfe'"}}, "");
+  EXPECT_EQ(ReasonOf(status), reason::kInvalidFields);
+  EXPECT_EQ(status.error_message(), "body: last read: '\"pr?'");
 }
 
 TEST(StatusDetailsTest, NamesTheEndOfAJob) {

@@ -20,6 +20,20 @@ TEST(TimelineTest, EveryTenthEvaluationAndTheLast) {
   EXPECT_EQ(Evaluations(timeline.ToProto()), (std::vector<int>{10, 20, 25}));
 }
 
+TEST(TimelineTest, StagesNameTheirImageAndWhatTheyTook) {
+  Timeline timeline;
+  timeline.AddStage(0.5, 2, Stage::kCondition, 0.25);
+  timeline.AddStage(1, 2, Stage::kDenoise, -1);
+  const v1::Timeline proto = timeline.ToProto();
+  ASSERT_EQ(proto.entries_size(), 2);
+  EXPECT_EQ(proto.entries(0).milestone(), v1::TimelineEntry::MILESTONE_STAGE);
+  EXPECT_EQ(proto.entries(0).stage(), v1::STAGE_CONDITION);
+  EXPECT_EQ(proto.entries(0).image_index(), 2);
+  EXPECT_EQ(proto.entries(0).device_seconds(), 0.25);
+  EXPECT_EQ(proto.entries(1).stage(), v1::STAGE_DENOISE);
+  EXPECT_FALSE(proto.entries(1).has_device_seconds());
+}
+
 TEST(TimelineTest, RowsOfOneEvaluationMayStepOverATenth) {
   Timeline timeline;
   for (int done = 7; done <= 49; done += 7) timeline.AddEvaluation(done, done, 49);

@@ -9,8 +9,8 @@
 #include <limits>
 
 #include "absl/strings/ascii.h"
+#include "engine/images/formats.h"
 #include "server/api/inference.h"
-#include "server/encoding/formats.h"
 #include "server/jobs/job_request.h"
 
 namespace denoised {
@@ -30,6 +30,11 @@ ModelInfo Digits(int channels = 1) {
   model.max_edge = 4096;
   model.channels = model.latent_channels = channels;
   model.num_classes = 10;
+  model.images = {.init = true,
+                  .strength = true,
+                  .mask = true,
+                  .default_strength = 0.8,
+                  .default_masked_strength = 1};
   return model;
 }
 
@@ -144,7 +149,7 @@ TEST(TranslateTest, EveryFieldArrives) {
   params.add_seeds(8);
   params.add_seeds(5);
   params.set_count(2);
-  params.mutable_class_labels()->add_labels(3);
+  params.add_conditions()->set_class_label(3);
   params.set_guidance_scale(2.5);
   params.set_steps(18);
   params.set_sampler(v1::SAMPLER_HEUN);
@@ -203,6 +208,156 @@ struct BadField {
 };
 
 /// It decides which queue a request is checked in, before it is read.
+TEST(TranslateTest, PromptsAndWhatIsReadOfThem) {
+  v1::GenerationParams params;
+  v1::Condition& condition = *params.add_conditions();
+  condition.set_text("a red apple");
+  condition.set_negative_text("");
+  params.mutable_text_options()->set_clip_skip(1);
+  params.mutable_text_options()->set_max_chunks(2);
+  Outcome outcome = Translated(params);
+  EXPECT_THAT(outcome.fields(), ElementsAre());
+  const JobSpec& spec = outcome.translation.spec;
+  ASSERT_EQ(spec.prompts.size(), 1u);
+  EXPECT_EQ(spec.prompts[0].text, "a red apple");
+  EXPECT_EQ(spec.prompts[0].negative, "");
+  EXPECT_FALSE(spec.prompts[0].text_2.has_value());
+  EXPECT_EQ(spec.clip_skip, 1);
+  EXPECT_EQ(spec.max_chunks, 2);
+
+  EffectiveJob job{.spec = spec};
+  job.spec.model = "m@1";
+  PromptRead& part = job.prompts_read.emplace_back();
+  part.text = {75, "the end"};
+  part.negative = {3, "no"};
+  part.text_2 = {2, "two"};
+  const v1::TextRead told = RunOf(job).texts(0);
+  EXPECT_EQ(told.tokens(), 75);
+  EXPECT_EQ(told.cut_off(), "the end");
+  EXPECT_EQ(told.negative_cut_off(), "no");
+  EXPECT_EQ(told.cut_off_2(), "two");
+  EXPECT_EQ(told.negative_cut_off_2(), "");
+  EXPECT_EQ(RunOf(job).model_version(), "1");
+  const v1::GenerationParams effective = ToProto(job, {});
+  EXPECT_EQ(effective.text_options().max_chunks(), 2);
+  EXPECT_TRUE(effective.conditions(0).has_negative_text());
+  EXPECT_FALSE(effective.conditions(0).has_text_2());
+
+  params.mutable_text_options()->set_max_chunks(0);
+  EXPECT_THAT(Translated(params).fields(), ElementsAre("params.text_options.max_chunks"));
+  condition.clear_text();
+  condition.set_negative_text("blur");
+  EXPECT_THAT(Translated(params).fields(),
+              ElementsAre("params.conditions[0].text", "params.text_options.max_chunks"));
+}
+
+TEST(TranslateTest, WhatAModelIsToldOfSizes) {
+  v1::GenerationParams params;
+  v1::SizeConditions& sizes = *params.mutable_size_conditions();
+  sizes.mutable_original_size()->set_height(512);
+  sizes.mutable_original_size()->set_width(768);
+  sizes.mutable_crop()->set_left(16);
+  const SizeConditions read = Translated(params).translation.spec.sizes;
+  EXPECT_EQ(read.original_size, (std::array{512, 768}));
+  EXPECT_EQ(read.crop, (std::array{0, 16}));
+  EXPECT_FALSE(read.target_size.has_value());
+}
+
+/// A request with as many fields as possible draws the same when its reply's parameters are sent.
+TEST(TranslateTest, EffectiveParametersCanBeSentAgain) {
+  v1::GenerationParams params;
+  params.set_request_id("mine");
+  params.set_seed(41);
+  params.set_count(2);
+  for (const char* text : {"an apple", "a pear"}) {
+    v1::Condition& condition = *params.add_conditions();
+    condition.set_text(text);
+    condition.set_negative_text("");
+    condition.set_text_2("x");
+    condition.set_negative_text_2("y");
+  }
+  params.mutable_text_options()->set_clip_skip(1);
+  params.mutable_text_options()->set_max_chunks(2);
+  params.mutable_size_conditions()->mutable_original_size()->set_height(5);
+  params.mutable_size_conditions()->mutable_original_size()->set_width(6);
+  params.mutable_size_conditions()->mutable_crop()->set_top(7);
+  params.mutable_size_conditions()->mutable_crop()->set_left(0);
+  params.mutable_size_conditions()->mutable_target_size()->set_height(8);
+  params.mutable_size_conditions()->mutable_target_size()->set_width(9);
+  params.set_guidance_scale(2.5);
+  params.set_image_guidance_scale(1.5);
+  params.set_guidance_rescale(0.5);
+  params.set_guidance_start(0.25);
+  params.set_guidance_stop(0.75);
+  params.set_steps(18);
+  params.set_sampler(v1::SAMPLER_HEUN);
+  params.set_noise_schedule(v1::NOISE_SCHEDULE_BETA);
+  params.set_eta(0.5);
+  params.set_s_churn(40);
+  params.set_s_tmin(0.05);
+  params.set_s_tmax(kInfinity);
+  params.set_s_noise(1.003);
+  params.set_solver_order(3);
+  params.set_width(4);
+  params.set_height(16);
+  params.set_priority(v1::PRIORITY_BATCH);
+  params.mutable_output()->set_format(v1::IMAGE_FORMAT_JPEG);
+  params.mutable_output()->set_quality(7);
+  params.mutable_output()->set_embed_metadata(false);
+  const Outcome outcome = Translated(params);
+  ASSERT_THAT(outcome.fields(), ElementsAre());
+  EffectiveJob job{.spec = outcome.translation.spec};
+  job.spec.model = "m@1";
+  params.set_model("m");
+  const v1::GenerationParams effective = ToProto(job, outcome.translation.image);
+  EXPECT_EQ(effective.DebugString(), params.DebugString());
+  // All fields but these are above, so a new one cannot be forgotten. Uploads have no bytes, and
+  // the rest is set by who answers.
+  std::set<std::string> missing;
+  const auto* descriptor = v1::GenerationParams::descriptor();
+  std::vector<const google::protobuf::FieldDescriptor*> set;
+  effective.GetReflection()->ListFields(effective, &set);
+  for (int i = 0; i < descriptor->field_count(); ++i) {
+    if (std::find(set.begin(), set.end(), descriptor->field(i)) == set.end())
+      missing.insert(descriptor->field(i)->name());
+  }
+  EXPECT_THAT(missing, ElementsAre("disconnect_policy", "include_timings", "init_image",
+                                   "initial_noise", "mask", "seeds"));
+}
+
+/// Uploads are told of without their bytes, so that sending them again is an error and not another
+/// picture.
+TEST(TranslateTest, EffectiveUploadsMustBeSentAgain) {
+  EffectiveJob job;
+  job.spec.model = "m@1";
+  job.spec.init_image = Tensor::Host({8, 8, 1}, DType::kF32);
+  job.spec.mask = Tensor::Host({8, 8}, DType::kF32);
+  job.spec.initial_noise = Tensor::Host({1, 8, 8, 1}, DType::kF32);
+  job.spec.sampler.strength = 0.5;
+  const v1::GenerationParams effective = ToProto(job, {});
+  EXPECT_EQ(effective.init_image().strength(), 0.5);
+  EXPECT_TRUE(effective.has_mask());
+  EXPECT_THAT(effective.initial_noise().shape(), ElementsAre(1, 8, 8, 1));
+  v1::GenerationParams again = effective;
+  again.clear_width();
+  again.clear_height();
+  again.clear_steps();
+  EXPECT_THAT(Translated(again).fields(),
+              ElementsAre("params.initial_noise.data", "params.init_image"));
+}
+
+TEST(TranslateTest, PreviewsNameTheirDecoder) {
+  v1::PreviewOptions preview;
+  const auto read = [&] { return Translated({}, &preview).translation.spec.preview_decoder; };
+  EXPECT_EQ(read(), PreviewDecoder::kDefault);
+  preview.set_decoder(v1::PREVIEW_DECODER_LINEAR);
+  EXPECT_EQ(read(), PreviewDecoder::kLinear);
+  preview.set_decoder(v1::PREVIEW_DECODER_TINY);
+  EXPECT_EQ(read(), PreviewDecoder::kTiny);
+  preview.set_decoder(static_cast<v1::PreviewDecoder>(9));
+  EXPECT_THAT(Translated({}, &preview).fields(), ElementsAre("preview.decoder"));
+}
+
 TEST(TranslateTest, PriorityOfAnInferenceRequest) {
   inference::ModelInferRequest request;
   EXPECT_EQ(ReadPriority(request), Priority::kNormal);
@@ -228,12 +383,17 @@ TEST(TranslateTest, EachBadFieldIsNamedAlone) {
       {"params.request_id", [](P p, V) { p->set_request_id("ü"); }},
       {"params.count", [](P p, V) { p->set_count(0); }},
       {"params.count", [](P p, V) { p->set_count(-1); }},
-      {"params.class_labels.labels", [](P p, V) { p->mutable_class_labels(); }},
-      {"params.class_vectors.values", [](P p, V) { p->mutable_class_vectors(); }},
-      {"params.class_vectors.values[1]",
+      {"params.conditions[0]", [](P p, V) { p->add_conditions(); }},
+      {"params.conditions[1]",
        [](P p, V) {
-         p->mutable_class_vectors()->add_values(0);
-         p->mutable_class_vectors()->add_values(kNan);
+         p->add_conditions()->set_class_label(1);
+         p->add_conditions()->set_text("a one");
+       }},
+      {"params.conditions[0].text", [](P p, V) { p->add_conditions()->set_text_2("a one"); }},
+      {"params.conditions[1].class_vector[0]",
+       [](P p, V) {
+         p->add_conditions()->add_class_vector(0);
+         p->add_conditions()->add_class_vector(kNan);
        }},
       {"params.guidance_scale", [](P p, V) { p->set_guidance_scale(kNan); }},
       {"params.guidance_scale", [](P p, V) { p->set_guidance_scale(-0.1); }},
@@ -284,6 +444,48 @@ TEST(TranslateTest, EachBadFieldIsNamedAlone) {
          p->mutable_initial_noise()->set_data_type(v1::DATA_TYPE_UINT8);
        }},
       {"params.init_image", [](P p, V) { p->mutable_init_image(); }},
+      {"params.image_guidance_scale", [](P p, V) { p->set_image_guidance_scale(0.5); }},
+      {"params.guidance_rescale", [](P p, V) { p->set_guidance_rescale(kNan); }},
+      {"params.guidance_start", [](P p, V) { p->set_guidance_start(-0.1); }},
+      {"params.guidance_stop", [](P p, V) { p->set_guidance_stop(1.1); }},
+      {"params.mask", [](P p, V) { p->mutable_mask()->set_encoded("without an init image"); }},
+      {"params.mask",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         p->mutable_mask();
+       }},
+      {"params.mask.encoded",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         p->mutable_mask()->set_encoded("not a picture");
+       }},
+      {"params.mask.transparency",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         p->mutable_mask()->set_transparency(
+             EncodeFile(Tensor::HostF32({1, 1, 1}, std::vector<float>{1}), FileFormat::kPng, 0, {})
+                 .value());
+       }},
+      {"params.mask.tensor",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         *p->mutable_mask()->mutable_tensor() = Floats({1, 2}, {0, 0});
+       }},
+      {"params.mask.tensor.shape",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         *p->mutable_mask()->mutable_tensor() = Floats({1, 1, 3}, {0, 0, 0});
+       }},
+      {"params.mask.tensor.shape",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         *p->mutable_mask()->mutable_tensor() = Floats({1LL << 32, 1LL << 32}, {});
+       }},
+      {"params.mask.tensor.data",
+       [](P p, V) {
+         *p->mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+         *p->mutable_mask()->mutable_tensor() = Floats({1, 1}, {1.5f});
+       }},
       {"params.init_image.encoded",
        [](P p, V) { p->mutable_init_image()->set_encoded("not a picture"); }},
       {"params.init_image.tensor.shape",
@@ -355,6 +557,49 @@ TEST(TranslateTest, NoiseComesWithAndWithoutCount) {
   EXPECT_THAT(Translated(params).fields(), ElementsAre("params.initial_noise.shape"));
 }
 
+TEST(TranslateTest, AMaskIsScaledWithItsImage) {
+  v1::GenerationParams params;
+  *params.mutable_init_image()->mutable_tensor() = Floats({2, 2, 1}, {0, 0, 0, 0});
+  *params.mutable_mask()->mutable_tensor() = Floats({2, 2}, {1, 0, 0.25f, 0.5f});
+  Outcome outcome = Translated(params);
+  ASSERT_THAT(outcome.fields(), ElementsAre());
+  // At strength 1, which is its default with a mask, the picture is still needed.
+  EXPECT_EQ(outcome.translation.spec.sampler.strength, 1);
+  EXPECT_TRUE(outcome.translation.spec.init_image);
+  const Tensor mask = outcome.translation.spec.mask;
+  ASSERT_EQ(mask.shape(), (Shape{8, 8}));
+  for (int y = 0; y < 8; ++y)
+    for (int x = 0; x < 8; ++x)
+      EXPECT_EQ(mask.as<float>()[y * 8 + x], y < 4 ? (x < 4 ? 1 : 0) : (x < 4 ? 0.25f : 0.5f));
+  // The same as bytes, and as a file of another strength.
+  v1::Tensor& bytes = *params.mutable_mask()->mutable_tensor();
+  bytes.set_data_type(v1::DATA_TYPE_UINT8);
+  bytes.set_data(std::string("\xff\x00\x00\xff", 4));
+  params.mutable_init_image()->set_strength(0.5);
+  outcome = Translated(params);
+  ASSERT_THAT(outcome.fields(), ElementsAre());
+  EXPECT_EQ(outcome.translation.spec.sampler.strength, 0.5);
+  EXPECT_EQ(outcome.translation.spec.mask.as<float>()[0], 1);
+  EXPECT_EQ(outcome.translation.spec.mask.as<float>()[63], 1);
+  EXPECT_EQ(outcome.translation.spec.mask.as<float>()[7], 0);
+  const Tensor white = Tensor::HostF32({2, 2, 3}, std::vector<float>(12, 1));
+  params.mutable_mask()->set_encoded(EncodeFile(white, FileFormat::kPng, 0, {}).value());
+  outcome = Translated(params);
+  ASSERT_THAT(outcome.fields(), ElementsAre());
+  EXPECT_NEAR(outcome.translation.spec.mask.as<float>()[5], 1, 1e-5);
+}
+
+TEST(TranslateTest, AModelThatStartsFromNoiseHasNoStrength) {
+  ModelInfo model = Digits();
+  model.images = {.init = true, .required = true, .guidance = true};
+  v1::GenerationParams params;
+  *params.mutable_init_image()->mutable_tensor() = Floats({1, 1, 1}, {0});
+  const Outcome outcome = Translated(params, nullptr, model);
+  ASSERT_THAT(outcome.fields(), ElementsAre());
+  EXPECT_EQ(outcome.translation.spec.sampler.strength, 1);
+  EXPECT_TRUE(outcome.translation.spec.init_image);
+}
+
 TEST(TranslateTest, InitImageIsScaledAndConverted) {
   v1::GenerationParams params;
   Tensor white = Tensor::Host({20, 10, 3}, DType::kF32);
@@ -399,8 +644,14 @@ TEST(TranslateTest, RepliesAreBounded) {
 }
 
 TEST(TranslateTest, EngineFieldsHavePathsInTheProto) {
-  EXPECT_EQ(ProtoField("class_labels[2]"), "params.class_labels.labels[2]");
-  EXPECT_EQ(ProtoField("class_values"), "params.class_vectors.values");
+  EXPECT_EQ(ProtoField("class_labels[2]"), "params.conditions[2].class_label");
+  EXPECT_EQ(ProtoField("class_labels"), "params.conditions");
+  EXPECT_EQ(ProtoField("class_values"), "params.conditions");
+  EXPECT_EQ(ProtoField("prompts"), "params.conditions");
+  EXPECT_EQ(ProtoField("prompts[1].text_2"), "params.conditions[1].text_2");
+  EXPECT_EQ(ProtoField("prompts[1].negative"), "params.conditions[1].negative_text");
+  EXPECT_EQ(ProtoField("prompts[0].negative_2"), "params.conditions[0].negative_text_2");
+  EXPECT_EQ(ProtoField("crop"), "params.size_conditions.crop");
   EXPECT_EQ(ProtoField("schedule"), "params.noise_schedule");
   EXPECT_EQ(ProtoField("sampler.eta"), "params.eta");
   EXPECT_EQ(ProtoField("sampler"), "params.sampler");
@@ -411,18 +662,50 @@ TEST(TranslateTest, EngineFieldsHavePathsInTheProto) {
 
 /// Every path that ProtoField can make must exist, or clients cannot find the field.
 TEST(TranslateTest, PathsExist) {
-  for (const char* field :
-       {"seed",       "count",    "class_labels", "class_values",  "guidance_scale",
-        "sampler",    "schedule", "steps",        "eta",           "s_churn",
-        "s_tmin",     "s_tmax",   "s_noise",      "solver_order",  "strength",
-        "height",     "width",    "preview_kind", "preview_every", "initial_noise",
-        "init_image", "model",    "request_id"}) {
+  for (const char* field : {"seed",
+                            "count",
+                            "class_labels",
+                            "class_labels[2]",
+                            "class_values",
+                            "prompts",
+                            "prompts[0].negative",
+                            "prompts[0].negative_2",
+                            "original_size",
+                            "crop",
+                            "target_size",
+                            "guidance_scale",
+                            "sampler",
+                            "schedule",
+                            "steps",
+                            "eta",
+                            "s_churn",
+                            "s_tmin",
+                            "s_tmax",
+                            "s_noise",
+                            "solver_order",
+                            "strength",
+                            "height",
+                            "width",
+                            "preview_kind",
+                            "preview_every",
+                            "initial_noise",
+                            "init_image",
+                            "model",
+                            "request_id",
+                            "mask",
+                            "image_guidance_scale",
+                            "guidance_rescale",
+                            "guidance_start",
+                            "guidance_stop",
+                            "clip_skip",
+                            "max_chunks",
+                            "preview_decoder"}) {
     const google::protobuf::Descriptor* message = v1::StreamGenerateRequest::descriptor();
     std::string path = ProtoField(field);
     while (!path.empty()) {
       const size_t dot = path.find('.');
       ASSERT_NE(message, nullptr) << path;
-      const auto* part = message->FindFieldByName(path.substr(0, dot));
+      const auto* part = message->FindFieldByName(path.substr(0, std::min(dot, path.find('['))));
       ASSERT_NE(part, nullptr) << field << ": " << path;
       message = part->message_type();
       path = dot == std::string::npos ? "" : path.substr(dot + 1);

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/api/grpc_calls.h"
+
+namespace denoised {
+namespace {
+
+bool HasPassed(const grpc::CallbackServerContext& context) {
+  return std::chrono::system_clock::now() >= context.deadline();
+}
+
+}  // namespace
+
+bool GrpcUnaryCall::IsLate() const { return HasPassed(*grpc_context_); }
+
+void GrpcUnaryCall::Answer(const grpc::Status& status, v1::GenerateResponse* images) {
+  if (images != nullptr) reply_(images);
+  context_.write_watch->Arm(grpc_context_);
+  Finish(status);
+}
+
+void GrpcUnaryCall::OnDone() {
+  context_.write_watch->Disarm(grpc_context_);
+  End();
+}
+
+bool GrpcStreamCall::IsLate() const { return HasPassed(*grpc_context_); }
+
+void GrpcStreamCall::Write(const EventLog::Event& event) {
+  context_.write_watch->Arm(grpc_context_);
+  StartWrite(&event);
+}
+
+void GrpcStreamCall::OnWriteDone(bool ok) {
+  context_.write_watch->Disarm(grpc_context_);
+  Written(ok);
+}
+
+std::optional<std::chrono::steady_clock::time_point> DeadlineOf(
+    const grpc::CallbackServerContext& context) {
+  const auto deadline = context.deadline();
+  const auto left = deadline - std::chrono::system_clock::now();
+  if (deadline == std::chrono::system_clock::time_point::max() ||
+      left > std::chrono::hours(24 * 365)) {
+    return std::nullopt;
+  }
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(left);
+}
+
+}  // namespace denoised

@@ -1,0 +1,870 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/http/http_api.h"
+
+#include <absl/strings/ascii.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <boost/beast/http/rfc7230.hpp>
+#include <cctype>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <utility>
+
+#include "server/http/form.h"
+#include "server/http/http_calls.h"
+#include "server/http/json.h"
+#include "server/http/open_api.h"
+#include "server/http/openai.h"
+#include "server/http/page_files.h"
+#include "server/http/url.h"
+#include "server/status/quote.h"
+#include "server/status/status_details.h"
+#include "server/telemetry/log.h"
+
+namespace denoised {
+namespace {
+
+constexpr char kLinkPrefix[] = "/v1/images/files/";
+
+grpc::Status Status(absl::StatusCode code, const char* reason, const std::string& message) {
+  return ToGrpcStatus(absl::Status(code, message), reason, "");
+}
+
+std::vector<std::string_view> Segments(std::string_view path) {
+  std::vector<std::string_view> segments;
+  while (!path.empty()) {
+    path.remove_prefix(1);  // '/'
+    const size_t slash = std::min(path.find('/'), path.size());
+    segments.push_back(path.substr(0, slash));
+    path.remove_prefix(slash);
+  }
+  return segments;
+}
+
+/// The segments that stand for what is in braces; nothing when the path is another.
+std::optional<std::vector<std::string>> Match(std::string_view pattern, std::string_view path) {
+  const auto wanted = Segments(pattern), given = Segments(path);
+  if (wanted.size() != given.size()) return std::nullopt;
+  std::vector<std::string> arguments;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (wanted[i].empty() || wanted[i][0] != '{') {
+      if (wanted[i] != given[i]) return std::nullopt;
+      continue;
+    }
+    auto argument = PercentDecode(given[i]);
+    if (!argument || argument->empty()) return std::nullopt;
+    arguments.push_back(*std::move(argument));
+  }
+  return arguments;
+}
+
+/// The media type of a header, without its parameters, in lower case.
+std::string MediaType(std::string_view header) {
+  std::string type = absl::AsciiStrToLower(std::string(header.substr(0, header.find(';'))));
+  absl::StripTrailingAsciiWhitespace(&type);
+  return type;
+}
+
+/// "host:port" and "[::1]:port" without the port.
+std::string_view HostOf(std::string_view authority) {
+  const size_t bracket = authority.rfind(']');
+  const size_t colon = authority.rfind(':');
+  if (colon == std::string_view::npos || (bracket != std::string_view::npos && colon < bracket)) {
+    return authority;
+  }
+  return authority.substr(0, colon);
+}
+
+/// "https://host:port" without the scheme.
+std::string_view AuthorityOf(std::string_view origin) {
+  const size_t scheme = origin.find("://");
+  return scheme == std::string_view::npos ? origin : origin.substr(scheme + 3);
+}
+
+/// An address in digits, or a name that is never looked up elsewhere: no page of the internet can
+/// have it.
+bool IsOwnHost(std::string_view host) {
+  const bool v4 = !host.empty() && host.find_first_not_of("0123456789.") == std::string_view::npos;
+  const bool v6 = !host.empty() && host[0] == '[';
+  return v4 || v6 || host == "localhost" || host.ends_with(".localhost");
+}
+
+v1::ServerState StateOf(const HttpApiContext& context) { return context.health->State(); }
+
+HttpReply Text(int code, std::string text) {
+  return {.code = code,
+          .headers = {{"Content-Type", "text/plain; charset=utf-8"}, {"Cache-Control", "no-store"}},
+          .body = std::move(text)};
+}
+
+bool IsSet(const std::map<std::string, std::string>& query, const char* name) {
+  const auto it = query.find(name);
+  return it != query.end() && (it->second == "true" || it->second == "1");
+}
+
+/// A number of a query into `value`; a violation when it is none.
+template <typename Number>
+void ReadNumber(const std::map<std::string, std::string>& query, const char* name, Number* value,
+                std::vector<FieldViolation>* violations) {
+  const auto it = query.find(name);
+  if (it == query.end() || it->second.empty()) return;
+  const std::string& text = it->second;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    violations->push_back({name, fmt::format("is {}; use a whole number", Quote(text))});
+  }
+}
+
+/// OpenAI's description of a model.
+nlohmann::json OpenAiModel(const std::string& id) {
+  static const int64_t start =
+      std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
+  return {{"id", id}, {"object", "model"}, {"created", start}, {"owned_by", "denoised"}};
+}
+
+/// `json`, an object, with `members` ("\"a\":1") before its own.
+std::string With(const std::string& members, const std::string& json) {
+  return "{" + members + (json == "{}" ? "}" : "," + json.substr(1));
+}
+std::string Members(const nlohmann::json& object) {
+  const std::string text = object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return text.substr(1, text.size() - 2);
+}
+
+std::string CompleteModels(const HttpRequest&, const v1::ListModelsResponse& response,
+                           std::string json) {
+  auto data = nlohmann::json::array();
+  for (const v1::Model& model : response.models()) {
+    if (model.state() != v1::MODEL_STATE_AVAILABLE) continue;
+    data.push_back(
+        OpenAiModel(model.current() ? model.name() : model.name() + "@" + model.version()));
+    for (const std::string& alias : model.aliases()) data.push_back(OpenAiModel(alias));
+  }
+  return With(Members({{"object", "list"}, {"data", data}}), json);
+}
+
+std::string CompleteModel(const HttpRequest& request, const v1::GetModelResponse&,
+                          std::string json) {
+  return With(Members(OpenAiModel(request.arguments[0])), json);
+}
+
+std::string CompleteUnload(const HttpRequest& request, const v1::UnloadModelResponse&,
+                           std::string json) {
+  return With(Members({{"id", request.arguments[0]}, {"object", "model"}, {"deleted", true}}),
+              json);
+}
+
+std::string EventText(const EventLog::Event& event) {
+  const auto* field = event.GetDescriptor()->FindFieldByNumber(event.event_case());
+  return ServerSentEvent(event.sequence(), field == nullptr ? "" : field->name(), ToJson(event));
+}
+
+}  // namespace
+
+const std::vector<Route>& Routes() {
+  static const auto* const routes = new std::vector<Route>{
+      {"POST",
+       "/v1/generate",
+       "denoised.v1.ImageGeneration.Generate",
+       Route::kCaller,
+       Route::kJson,
+       &HttpApi::Generate,
+       "Draws all images of a request. With Accept: text/event-stream, or ?stream=true, tells it "
+       "as "
+       "it happens: the body is a StreamGenerateRequest, each event a StreamGenerateResponse.",
+       {"stream"},
+       "denoised.v1.StreamGenerateRequest",
+       "denoised.v1.GenerateResponse"},
+      {"GET",
+       "/v1/jobs",
+       "denoised.v1.ImageGeneration.ListJobs",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::ListJobs,
+       "The caller's jobs, the latest first, in pages.",
+       {"all_clients", "page_size", "page_token"},
+       nullptr,
+       "denoised.v1.ListJobsResponse"},
+      {"GET",
+       "/v1/jobs/{request_id}",
+       "denoised.v1.ImageGeneration.GetJob",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::GetJob,
+       "A job.",
+       {},
+       nullptr,
+       "denoised.v1.GetJobResponse"},
+      {"GET",
+       "/v1/jobs/{request_id}/events",
+       "denoised.v1.ImageGeneration.WatchJob",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::WatchJob,
+       "The events of a job, those after after_sequence or the header Last-Event-ID.",
+       {"after_sequence"},
+       nullptr,
+       "denoised.v1.StreamGenerateResponse"},
+      {"POST",
+       "/v1/jobs/{request_id}/cancel",
+       "denoised.v1.ImageGeneration.CancelJob",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::CancelJob,
+       "Ends a job.",
+       {},
+       nullptr,
+       "denoised.v1.CancelJobResponse"},
+      {"GET",
+       "/v1/models",
+       "denoised.v1.ImageGeneration.ListModels",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::ListModels,
+       "The models, for our clients and for OpenAI's.",
+       {},
+       nullptr,
+       "denoised.v1.ListModelsResponse"},
+      {"GET",
+       "/v1/models/{name}",
+       "denoised.v1.ImageGeneration.GetModel",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::GetModel,
+       "One model.",
+       {},
+       nullptr,
+       "denoised.v1.GetModelResponse"},
+      {"GET",
+       "/v1/server",
+       "denoised.v1.ImageGeneration.GetServerInfo",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::GetServerInfo,
+       "What the server is, and its limits.",
+       {},
+       nullptr,
+       "denoised.v1.GetServerInfoResponse"},
+      {"POST",
+       "/v1/models",
+       "denoised.v1.ModelAdmin.LoadModel",
+       Route::kCaller,
+       Route::kSmallJson,
+       &HttpApi::LoadModel,
+       "Loads a version of a model. For admins.",
+       {},
+       "denoised.v1.LoadModelRequest",
+       "denoised.v1.LoadModelResponse"},
+      {"DELETE",
+       "/v1/models/{name}",
+       "denoised.v1.ModelAdmin.UnloadModel",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::UnloadModel,
+       "Unloads a model or a version. For admins.",
+       {},
+       nullptr,
+       "denoised.v1.UnloadModelResponse"},
+      {"PUT",
+       "/v1/aliases/{alias}",
+       "denoised.v1.ModelAdmin.SetAlias",
+       Route::kCaller,
+       Route::kSmallJson,
+       &HttpApi::SetAlias,
+       "Makes another name for a model. For admins.",
+       {},
+       "denoised.v1.SetAliasRequest",
+       "denoised.v1.SetAliasResponse"},
+      {"DELETE",
+       "/v1/aliases/{alias}",
+       "denoised.v1.ModelAdmin.DeleteAlias",
+       Route::kCaller,
+       Route::kNone,
+       &HttpApi::DeleteAlias,
+       "Removes an alias. For admins.",
+       {},
+       nullptr,
+       "denoised.v1.DeleteAliasResponse"},
+      {"POST",
+       "/v1/images/generations",
+       "denoised.v1.ImageGeneration.Generate",
+       Route::kCaller,
+       Route::kJson,
+       &HttpApi::GenerateImages,
+       "OpenAI's images API: draws images.",
+       {},
+       "ImageGeneration",
+       "Images"},
+      {"POST",
+       "/v1/images/edits",
+       "denoised.v1.ImageGeneration.Generate",
+       Route::kCaller,
+       Route::kFormOrJson,
+       &HttpApi::EditImages,
+       "OpenAI's images API: image to image, with a mask if only a part is drawn anew.",
+       {},
+       "ImageEdit",
+       "Images"},
+      {"GET", "/v1/images/files/{file}", nullptr, Route::kOpen, Route::kNone, &HttpApi::ImageFile,
+       "An image by the link of a reply with response_format url."},
+      {"GET", "/metrics", nullptr, Route::kAdmin, Route::kNone, &HttpApi::Scrape,
+       "Prometheus' text format. For admins."},
+      {"GET", "/healthz", nullptr, Route::kOpen, Route::kNone, &HttpApi::Live,
+       "Whether the process need not be restarted."},
+      {"GET", "/readyz", nullptr, Route::kOpen, Route::kNone, &HttpApi::Ready,
+       "Whether to send requests here."},
+      {"GET", "/openapi.json", nullptr, Route::kOpen, Route::kNone, &HttpApi::OpenApi,
+       "This interface."},
+  };
+  return *routes;
+}
+
+HttpApi::HttpApi(const HttpApiContext& context)
+    : context_(context), links_(context.link_time, context.max_link_bytes) {}
+
+HttpReply HttpApi::Malformed(int code, const std::string& problem) {
+  const auto status = code == 503 || code == 413 ? absl::StatusCode::kResourceExhausted
+                                                 : absl::StatusCode::kInvalidArgument;
+  return ErrorReply(code, grpc::Status(static_cast<grpc::StatusCode>(status), problem));
+}
+
+std::optional<HttpReply> HttpApi::CheckOrigin(HttpRequest* head) const {
+  const std::string_view host = head->Header("host");
+  // It goes into links and messages.
+  if (!std::all_of(host.begin(), host.end(), [](unsigned char c) {
+        return c < 0x80 && (std::isalnum(c) || std::string_view("._:-[]%").find(
+                                                   static_cast<char>(c)) != std::string_view::npos);
+      })) {
+    return ErrorReply(
+        400,
+        grpc::Status(grpc::StatusCode::INVALID_ARGUMENT,
+                     fmt::format("the header Host is {}; use a name or an address", Quote(host))));
+  }
+  const auto listed = [&](auto matches) {
+    return std::any_of(context_.origins.begin(), context_.origins.end(), matches);
+  };
+  if (context_.check_host && !IsOwnHost(HostOf(host)) &&
+      !listed([&](std::string_view origin) { return AuthorityOf(origin) == host; })) {
+    return ErrorReply(Status(
+        absl::StatusCode::kPermissionDenied, reason::kForeignOrigin,
+        fmt::format("the host {} is not this machine's; call localhost, or list the host as an "
+                    "origin in --http-origins",
+                    Quote(host))));
+  }
+  const std::string_view origin = head->Header("origin");
+  if (origin.empty()) return std::nullopt;
+  if (listed([&](std::string_view each) { return each == origin; })) {
+    head->reply_headers = {
+        {"Access-Control-Allow-Origin", std::string(origin)},
+        {"Access-Control-Expose-Headers",
+         "traceparent, X-Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry"},
+        {"Vary", "Origin"}};
+    return std::nullopt;
+  }
+  // A proxy that ends TLS passes http:// on as https://, so the scheme tells nothing.
+  if (AuthorityOf(origin) == host) return std::nullopt;
+  return ErrorReply(
+      Status(absl::StatusCode::kPermissionDenied, reason::kForeignOrigin,
+             fmt::format("pages of {} may not call this server; list it in --http-origins",
+                         Quote(origin))));
+}
+
+std::optional<HttpReply> HttpApi::FindRoute(HttpRequest* head) const {
+  std::string allowed;
+  // HEAD is GET without the body, which the port leaves out.
+  const std::string& method = head->method == "HEAD" ? "GET" : head->method;
+  for (const Route& route : Routes()) {
+    auto arguments = Match(route.path, head->path);
+    if (!arguments) continue;
+    // A stream of events has no reply without a body.
+    const bool streams = std::string_view(route.path).ends_with("/events");
+    if (route.method == method && !(streams && head->method == "HEAD")) {
+      head->route = &route;
+      head->arguments = *std::move(arguments);
+      return std::nullopt;
+    }
+    allowed += (allowed.empty() ? "" : ", ") + std::string(route.method);
+  }
+  for (const PageFile& file : PageFiles()) {
+    if (file.path != head->path) continue;
+    if (method == "GET") return std::nullopt;
+    allowed = "GET";
+  }
+  if (allowed.empty()) {
+    return ErrorReply(
+        grpc::Status(grpc::StatusCode::NOT_FOUND,
+                     fmt::format("there is no {}; see /openapi.json", Quote(head->path))));
+  }
+  if (head->method == "OPTIONS" && !head->reply_headers.empty()) {
+    HttpReply reply{
+        .code = 204,
+        .headers = {{"Access-Control-Allow-Methods", allowed}, {"Access-Control-Max-Age", "600"}}};
+    // Any names: what a header does, the port decides when it comes.
+    if (const std::string_view names = head->Header("access-control-request-headers");
+        !names.empty()) {
+      namespace http = boost::beast::http;
+      if (!http::validate_list(
+              http::opt_token_list(boost::beast::string_view(names.data(), names.size())))) {
+        return ErrorReply(InvalidFields(
+            {{"Access-Control-Request-Headers",
+              fmt::format("is {}; use names with commas between them", Quote(names))}},
+            ""));
+      }
+      reply.headers.emplace_back("Access-Control-Allow-Headers", names);
+    }
+    return reply;
+  }
+  HttpReply reply =
+      ErrorReply(405, grpc::Status(grpc::StatusCode::UNIMPLEMENTED,
+                                   fmt::format("{} has no method {}; use {}", Quote(head->path),
+                                               Quote(head->method), allowed)));
+  reply.headers.emplace_back("Allow", allowed);
+  return reply;
+}
+
+std::optional<HttpReply> HttpApi::Identify(HttpRequest* head) const {
+  Credentials credentials{.authorization = head->Header("authorization")};
+  for (const char* header : {"x-forwarded-for", "forwarded", "via"}) {
+    credentials.forwarded = credentials.forwarded || head->headers.count(header) > 0;
+  }
+  for (const std::string& name : head->certificate) credentials.certificate.push_back(name);
+  auto caller = context_.clients->Identify(credentials);
+  if (caller.ok()) {
+    head->caller = *std::move(caller);
+    return std::nullopt;
+  }
+  const auto* method =
+      head->route->rpc == nullptr
+          ? nullptr
+          : google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(head->route->rpc);
+  context_.metrics->CallRefused(method);
+  log::Info("request", {{"method", method == nullptr ? "unknown" : method->name()},
+                        {"code", "UNAUTHENTICATED"},
+                        {"via", "http"},
+                        {"peer", head->peer},
+                        {"error", std::string(caller.status().message())}});
+  return ErrorReply(
+      grpc::Status(grpc::StatusCode::UNAUTHENTICATED, std::string(caller.status().message())));
+}
+
+std::optional<HttpReply> HttpApi::ReadQuery(HttpRequest* head) const {
+  auto parameters = ParseQuery(head->query);
+  if (!parameters) {
+    return ErrorReply(
+        InvalidFields({{"query", "has a % that two hexadecimal digits do not follow"}}, ""));
+  }
+  const auto& known = head->route->query;
+  for (const auto& [name, value] : *parameters) {
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    return ErrorReply(
+        InvalidFields({{name, "is no parameter of this path; see /openapi.json"}}, ""));
+  }
+  head->parameters = *std::move(parameters);
+  return std::nullopt;
+}
+
+std::optional<HttpReply> HttpApi::Admit(HttpRequest* head) {
+  if (auto refusal = CheckOrigin(head)) return refusal;
+  if (auto refusal = FindRoute(head)) return refusal;
+  if (head->route == nullptr || head->route->body == Route::kNone) {
+    // Some clients send "{}"; no more is read for nothing, least of all from strangers.
+    constexpr size_t kMostDigits = 4;
+    if (!head->Header("transfer-encoding").empty() ||
+        head->Header("content-length").size() > kMostDigits) {
+      return ErrorReply(
+          413, grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "this takes no body; send none"));
+    }
+  }
+  if (head->route == nullptr || head->route->access == Route::kOpen) return std::nullopt;
+  if (auto refusal = Identify(head)) return refusal;
+  if (head->route->access == Route::kAdmin && !head->caller->admin) {
+    return ErrorReply(Status(absl::StatusCode::kPermissionDenied, reason::kNotAdmin,
+                             "this is for admins: clients with \"admin\": true"));
+  }
+  const std::string type = MediaType(head->Header("content-type"));
+  const bool form = head->route->body == Route::kFormOrJson && type == "multipart/form-data";
+  if (head->route->body != Route::kNone && !form && type != "application/json") {
+    // A page of another origin can send a form without asking, but not JSON.
+    return ErrorReply(
+        415,
+        grpc::Status(
+            grpc::StatusCode::INVALID_ARGUMENT,
+            fmt::format("the Content-Type is {}; use application/json{}", Quote(type),
+                        head->route->body == Route::kFormOrJson ? " or multipart/form-data" : "")));
+  }
+  if (auto refusal = ReadQuery(head)) return refusal;
+  constexpr uint64_t kSmall = 64 << 10;
+  if (head->route->body == Route::kSmallJson) head->max_body_bytes = kSmall;
+  if (const std::string text(head->Header("request-timeout")); !text.empty()) {
+    char* end = nullptr;
+    const double seconds = std::strtod(text.c_str(), &end);
+    if (*end != '\0' || !(seconds > 0)) {
+      return ErrorReply(InvalidFields(
+          {{"Request-Timeout", fmt::format("is {}; use seconds, such as 12.5", Quote(text))}}, ""));
+    }
+    constexpr double kYear = 365 * 86400.0;
+    if (seconds < kYear) {
+      head->deadline = std::chrono::steady_clock::now() +
+                       std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                           std::chrono::duration<double>(seconds));
+    }
+  }
+  return std::nullopt;
+}
+
+void HttpApi::Serve(std::shared_ptr<Exchange> exchange) {
+  const HttpRequest& request = exchange->request();
+  if (request.route != nullptr) return (this->*request.route->serve)(exchange);
+  for (const PageFile& file : PageFiles()) {
+    if (file.path != request.path) continue;
+    HttpReply reply{
+        .code = 200,
+        .headers = {
+            {"Content-Type", std::string(file.mime_type)},
+            {"ETag", std::string(file.etag)},
+            {"Cache-Control", "no-cache"},
+            {"Content-Security-Policy",
+             "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: "
+             "blob:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; "
+             "frame-ancestors 'none'"},
+            {"X-Content-Type-Options", "nosniff"},
+            {"Referrer-Policy", "no-referrer"}}};
+    if (request.Header("if-none-match") == file.etag) {
+      reply.code = 304;
+    } else {
+      reply.body = std::string(file.bytes);
+    }
+    return exchange->Reply(std::move(reply));
+  }
+}
+
+grpc::Status HttpApi::CheckSize(const google::protobuf::Message& message) const {
+  const size_t size = message.ByteSizeLong();
+  if (static_cast<int64_t>(size) <= context_.max_request_bytes) return grpc::Status::OK;
+  return {grpc::StatusCode::RESOURCE_EXHAUSTED,
+          fmt::format("the request is a message of {} bytes, and at most {} may be sent; see "
+                      "--max-request-bytes",
+                      size, context_.max_request_bytes)};
+}
+
+template <typename Request, typename Response>
+void HttpApi::Answer(const std::shared_ptr<Exchange>& exchange, const Request& request,
+                     grpc::Status (Methods::*method)(const Request&, CallRecord*, Response*) const,
+                     Complete<Response> complete) {
+  const HttpRequest& http = exchange->request();
+  CallRecord record(context_.calls.calls, http.route->rpc, OriginOf(http));
+  Response response;
+  const grpc::Status status = (context_.methods->*method)(request, &record, &response);
+  HttpReply reply;
+  if (status.ok()) {
+    std::string json = ToJson(response);
+    if (complete != nullptr) json = complete(http, response, std::move(json));
+    reply = JsonReply(std::move(json));
+  } else {
+    reply = ErrorReply(status);
+  }
+  reply.headers.emplace_back("traceparent", record.trace().traceparent());
+  record.End(status.error_code(), status.error_message());
+  exchange->Reply(std::move(reply));
+}
+
+grpc::Status HttpApi::ReadChange(Exchange* exchange, google::protobuf::Message* request) const {
+  if (context_.admin == nullptr || !exchange->request().caller->admin) return grpc::Status::OK;
+  return FromJson(exchange->TakeBody(), request);
+}
+
+template <typename Request, typename Response>
+void HttpApi::Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<Request> request,
+                     Complete<Response> complete) {
+  if (context_.admin == nullptr) {
+    return exchange->Reply(
+        ErrorReply({grpc::StatusCode::UNIMPLEMENTED,
+                    "nobody may load and unload models of this server; see --admin"}));
+  }
+  const auto record = std::make_shared<CallRecord>(
+      context_.calls.calls, exchange->request().route->rpc, OriginOf(exchange->request()));
+  const auto response = std::make_shared<Response>();
+  context_.admin->Post(
+      record, ModelChanges::Describe(*request),
+      [this, request, response] { return context_.changes->Make(*request, response.get()); },
+      [exchange, record, response, complete](const grpc::Status& status) {
+        HttpReply reply;
+        if (status.ok()) {
+          std::string json = ToJson(*response);
+          if (complete != nullptr) json = complete(exchange->request(), *response, std::move(json));
+          reply = JsonReply(std::move(json));
+        } else {
+          reply = ErrorReply(status);
+        }
+        reply.headers.emplace_back("traceparent", record->trace().traceparent());
+        exchange->Reply(std::move(reply));
+      });
+}
+
+void HttpApi::Generate(std::shared_ptr<Exchange> exchange) {
+  const HttpRequest& http = exchange->request();
+  if (http.Header("accept").find("text/event-stream") != std::string_view::npos ||
+      IsSet(http.parameters, "stream")) {
+    const auto call = std::make_shared<HttpStreamCall>(
+        context_.calls, "denoised.v1.ImageGeneration.StreamGenerate", exchange, 0, EventText);
+    return call->Run([this, exchange, record = &call->record()](
+                         const auto& watcher,
+                         grpc::Status* refusal) -> std::shared_ptr<Generation> {
+      v1::StreamGenerateRequest request;
+      *refusal = FromJson(exchange->TakeBody(), &request);
+      if (refusal->ok()) *refusal = CheckSize(request);
+      if (!refusal->ok()) return nullptr;
+      const v1::PreviewOptions* preview = request.has_preview() ? &request.preview() : nullptr;
+      return context_.calls.jobs->Begin(
+          MakeJobRequest(*record, exchange->request().deadline, request.params(), preview, false),
+          watcher, refusal);
+    });
+  }
+  const auto call = std::make_shared<HttpUnaryCall>(
+      context_.calls, http.route->rpc, exchange,
+      [](v1::GenerateResponse* images) { return JsonReply(ToJson(*images)); });
+  call->Run([this, exchange, record = &call->record()](
+                const auto& watcher, grpc::Status* refusal) -> std::shared_ptr<Generation> {
+    v1::GenerateRequest request;
+    *refusal = FromJson(exchange->TakeBody(), &request);
+    if (refusal->ok()) *refusal = CheckSize(request);
+    if (!refusal->ok()) return nullptr;
+    return context_.calls.jobs->Begin(
+        MakeJobRequest(*record, exchange->request().deadline, request.params(), nullptr, true),
+        watcher, refusal);
+  });
+}
+
+void HttpApi::WatchJob(std::shared_ptr<Exchange> exchange) {
+  const HttpRequest& http = exchange->request();
+  std::map<std::string, std::string> query = http.parameters;
+  if (const std::string_view last = http.Header("last-event-id"); !last.empty()) {
+    query["after_sequence"] = std::string(last);
+  }
+  uint64_t sequence = 0;
+  std::vector<FieldViolation> violations;
+  ReadNumber(query, "after_sequence", &sequence, &violations);
+  if (!violations.empty()) return exchange->Reply(ErrorReply(InvalidFields(violations, "")));
+  const auto call = std::make_shared<HttpStreamCall>(context_.calls, http.route->rpc, exchange,
+                                                     sequence, EventText);
+  call->Run([this, record = &call->record(), id = http.arguments[0]](const auto& watcher,
+                                                                     grpc::Status* refusal) {
+    auto generation = context_.calls.jobs->Find(record->caller().name, id, refusal);
+    if (generation) generation->Watch(watcher);
+    return generation;
+  });
+}
+
+void HttpApi::ListJobs(std::shared_ptr<Exchange> exchange) {
+  const auto& query = exchange->request().parameters;
+  v1::ListJobsRequest request;
+  request.set_all_clients(IsSet(query, "all_clients"));
+  int32_t size = 0;
+  std::vector<FieldViolation> violations;
+  ReadNumber(query, "page_size", &size, &violations);
+  if (!violations.empty()) return exchange->Reply(ErrorReply(InvalidFields(violations, "")));
+  request.set_page_size(size);
+  if (const auto it = query.find("page_token"); it != query.end()) {
+    request.set_page_token(it->second);
+  }
+  context_.calls.workers->Post(Priority::kNormal, [this, exchange, request] {
+    Answer(exchange, request, &Methods::ListJobs);
+  });
+}
+
+void HttpApi::GetJob(std::shared_ptr<Exchange> exchange) {
+  v1::GetJobRequest request;
+  request.set_request_id(exchange->request().arguments[0]);
+  Answer(exchange, request, &Methods::GetJob);
+}
+
+void HttpApi::CancelJob(std::shared_ptr<Exchange> exchange) {
+  v1::CancelJobRequest request;
+  request.set_request_id(exchange->request().arguments[0]);
+  Answer(exchange, request, &Methods::CancelJob);
+}
+
+void HttpApi::ListModels(std::shared_ptr<Exchange> exchange) {
+  Answer(exchange, v1::ListModelsRequest(), &Methods::ListModels, CompleteModels);
+}
+
+void HttpApi::GetModel(std::shared_ptr<Exchange> exchange) {
+  v1::GetModelRequest request;
+  request.set_name(exchange->request().arguments[0]);
+  Answer(exchange, request, &Methods::GetModel, CompleteModel);
+}
+
+void HttpApi::GetServerInfo(std::shared_ptr<Exchange> exchange) {
+  Answer(exchange, v1::GetServerInfoRequest(), &Methods::GetServerInfo);
+}
+
+void HttpApi::LoadModel(std::shared_ptr<Exchange> exchange) {
+  const auto request = std::make_shared<v1::LoadModelRequest>();
+  const grpc::Status status = ReadChange(exchange.get(), request.get());
+  if (!status.ok()) return exchange->Reply(ErrorReply(status));
+  Change<v1::LoadModelRequest, v1::LoadModelResponse>(exchange, request);
+}
+
+void HttpApi::UnloadModel(std::shared_ptr<Exchange> exchange) {
+  const auto request = std::make_shared<v1::UnloadModelRequest>();
+  request->set_name(exchange->request().arguments[0]);
+  Change<v1::UnloadModelRequest, v1::UnloadModelResponse>(exchange, request, CompleteUnload);
+}
+
+void HttpApi::SetAlias(std::shared_ptr<Exchange> exchange) {
+  const auto request = std::make_shared<v1::SetAliasRequest>();
+  const grpc::Status status = ReadChange(exchange.get(), request.get());
+  if (!status.ok()) return exchange->Reply(ErrorReply(status));
+  const std::string& alias = exchange->request().arguments[0];
+  if (!request->alias().empty() && request->alias() != alias) {
+    return exchange->Reply(
+        ErrorReply(InvalidFields({{"alias", "is another than the path says; leave it out"}}, "")));
+  }
+  request->set_alias(alias);
+  Change<v1::SetAliasRequest, v1::SetAliasResponse>(exchange, request);
+}
+
+void HttpApi::DeleteAlias(std::shared_ptr<Exchange> exchange) {
+  const auto request = std::make_shared<v1::DeleteAliasRequest>();
+  request->set_alias(exchange->request().arguments[0]);
+  Change<v1::DeleteAliasRequest, v1::DeleteAliasResponse>(exchange, request);
+}
+
+grpc::Status HttpApi::ReadOpenAiBody(Exchange* exchange, bool edit, OpenAiRequest* request) const {
+  const HttpRequest& http = exchange->request();
+  std::string body = exchange->TakeBody();
+  nlohmann::json fields;
+  OpenAiFiles files;
+  if (MediaType(http.Header("content-type")) != "multipart/form-data") {
+    if (const grpc::Status status = ParseJson(body, &fields); !status.ok()) return status;
+  } else {
+    std::vector<FormPart> parts;
+    const grpc::Status status = ParseForm(http.Header("content-type"), body, &parts);
+    if (!status.ok()) return status;
+    fields = nlohmann::json::object();
+    for (const FormPart& part : parts) {
+      if (part.name == "image" || part.name == "image[]") {
+        files.image = std::string(part.body);
+        ++files.images;
+      } else if (part.name == "mask") {
+        files.mask = std::string(part.body);
+        ++files.masks;
+      } else if (!SetField(part.name, std::string(part.body), &fields)) {
+        return InvalidFields({{part.name, "comes twice or has no form that is known here"}}, "");
+      }
+    }
+  }
+  body = std::string();  // as what follows may keep it for long
+  return ReadOpenAi(fields, edit, std::move(files), *context_.catalog, http.caller->admin, request);
+}
+
+void HttpApi::GenerateImages(std::shared_ptr<Exchange> exchange) { OpenAi(exchange, false); }
+void HttpApi::EditImages(std::shared_ptr<Exchange> exchange) { OpenAi(exchange, true); }
+
+namespace {
+
+/// Begins the job of a request of OpenAI's API.
+std::shared_ptr<Generation> BeginOpenAi(const GenerationCallContext& context,
+                                        const OpenAiRequest& request, const CallRecord& record,
+                                        const Exchange& exchange,
+                                        const std::shared_ptr<GenerationWatcher>& watcher,
+                                        grpc::Status* refusal) {
+  const auto& message = request.request;
+  const v1::PreviewOptions* preview = message.has_preview() ? &message.preview() : nullptr;
+  JobRequest asked = MakeJobRequest(record, exchange.request().deadline, message.params(), preview,
+                                    !request.stream);
+  asked.field_name = OpenAiField;
+  return context.jobs->Begin(asked, watcher, refusal);
+}
+
+}  // namespace
+
+void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
+  // Whether it is a stream stands in the body, which a worker reads.
+  context_.calls.workers->Post(Priority::kNormal, [this, exchange, edit] {
+    const auto request = std::make_shared<OpenAiRequest>();
+    grpc::Status status;
+    {
+      // A client with too many streams has nothing parsed. The call itself counts from its begin.
+      const HttpRequest& http = exchange->request();
+      ClientLoad::Lease stream;
+      status = AdmitStream(context_.calls, *http.caller, http.peer, &stream);
+      if (status.ok()) status = ReadOpenAiBody(exchange.get(), edit, request.get());
+    }
+    if (status.ok()) status = CheckSize(request->request);
+    if (request->stream && status.ok()) {
+      const auto events = std::make_shared<OpenAiEvents>(*request);
+      const auto call = std::make_shared<HttpStreamCall>(
+          context_.calls, "denoised.v1.ImageGeneration.StreamGenerate", exchange, 0,
+          [events](const EventLog::Event& event) { return events->Format(event); });
+      return call->Run(
+          [this, exchange, request, record = &call->record()](const auto& watcher, auto* refusal) {
+            return BeginOpenAi(context_.calls, *request, *record, *exchange, watcher, refusal);
+          });
+    }
+    const MakeLink link = [this, exchange](const std::string& mime_type, std::string bytes) {
+      const auto name = links_.Add({mime_type, std::move(bytes)});
+      if (!name.ok()) return std::string();
+      const HttpRequest& http = exchange->request();
+      const std::string host(http.Header("host"));
+      // A proxy that ends TLS: its name is listed.
+      const auto& origins = context_.origins;
+      const bool https =
+          http.tls || std::find(origins.begin(), origins.end(), "https://" + host) != origins.end();
+      return fmt::format("{}://{}{}{}.{}", https ? "https" : "http", host, kLinkPrefix, *name,
+                         mime_type.substr(mime_type.find('/') + 1));
+    };
+    const auto call =
+        std::make_shared<HttpUnaryCall>(context_.calls, "denoised.v1.ImageGeneration.Generate",
+                                        exchange, [request, link](v1::GenerateResponse* images) {
+                                          return JsonReply(OpenAiReply(*request, images, link));
+                                        });
+    call->Run([this, exchange, request, status, record = &call->record()](
+                  const auto& watcher, auto* refusal) -> std::shared_ptr<Generation> {
+      *refusal = status;
+      if (!status.ok()) return nullptr;
+      return BeginOpenAi(context_.calls, *request, *record, *exchange, watcher, refusal);
+    });
+  });
+}
+
+void HttpApi::ImageFile(std::shared_ptr<Exchange> exchange) {
+  const std::string& file = exchange->request().arguments[0];
+  const auto image = links_.Find(file.substr(0, file.find('.')));
+  if (image == nullptr) {
+    return exchange->Reply(ErrorReply(
+        {grpc::StatusCode::NOT_FOUND,
+         "there is no such image, or its link is too old; links work for --http-link-seconds"}));
+  }
+  exchange->Reply({.code = 200,
+                   .headers = {{"Content-Type", image->mime_type},
+                               {"Cache-Control", "private, no-store"},
+                               {"X-Content-Type-Options", "nosniff"},
+                               {"Content-Security-Policy", "default-src 'none'"}},
+                   .body = image->bytes});
+}
+
+void HttpApi::Scrape(std::shared_ptr<Exchange> exchange) {
+  context_.calls.workers->Post(Priority::kNormal,
+                               [this, exchange] { exchange->Reply(Text(200, context_.scrape())); });
+}
+
+void HttpApi::Live(std::shared_ptr<Exchange> exchange) {
+  const bool live = context_.health->live();
+  exchange->Reply(Text(live ? 200 : 503, live ? "ok\n" : "no\n"));
+}
+
+void HttpApi::Ready(std::shared_ptr<Exchange> exchange) {
+  const bool ready = StateOf(context_) == v1::SERVER_STATE_SERVING;
+  exchange->Reply(Text(ready ? 200 : 503, ready ? "ok\n" : "no\n"));
+}
+
+void HttpApi::OpenApi(std::shared_ptr<Exchange> exchange) {
+  static const auto* const text = new std::string(OpenApiJson());
+  exchange->Reply(JsonReply(*text));
+}
+
+}  // namespace denoised

@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/http/json.h"
+
+#include <absl/strings/ascii.h>
+#include <absl/strings/escaping.h>
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/type.pb.h>
+#include <google/protobuf/util/json_util.h>
+#include <google/protobuf/util/type_resolver.h>
+#include <google/protobuf/util/type_resolver_util.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "engine/core/mutex.h"
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "server/security/job_id.h"
+#include "server/status/quote.h"
+#include "server/status/status_details.h"
+#include "server/telemetry/trace_context.h"
+
+namespace denoised {
+namespace {
+
+namespace pb = google::protobuf;
+
+constexpr char kPrefix[] = "type.googleapis.com";
+
+/// What protobuf's JSON functions ask for the types of a message and of all that it holds, each
+/// time. Describing a type anew takes longer than all the rest.
+class CachedTypes final : public pb::util::TypeResolver {
+ public:
+  pb::util::Status ResolveMessageType(const std::string& url, pb::Type* type) override {
+    return Resolve(url, type, &types_, [this](const std::string& url, pb::Type* type) {
+      return resolver_->ResolveMessageType(url, type);
+    });
+  }
+  pb::util::Status ResolveEnumType(const std::string& url, pb::Enum* type) override {
+    return Resolve(url, type, &enums_, [this](const std::string& url, pb::Enum* type) {
+      return resolver_->ResolveEnumType(url, type);
+    });
+  }
+
+ private:
+  template <typename Type, typename Resolver>
+  pb::util::Status Resolve(const std::string& url, Type* type, std::map<std::string, Type>* known,
+                           Resolver resolve) {
+    MutexLock lock(&mutex_);
+    auto it = known->find(url);
+    if (it == known->end()) {
+      Type resolved;
+      const pb::util::Status status = resolve(url, &resolved);
+      if (!status.ok()) return status;  // an Any of a client may name anything: not remembered
+      it = known->emplace(url, std::move(resolved)).first;
+    }
+    *type = it->second;
+    return {};
+  }
+
+  const std::unique_ptr<pb::util::TypeResolver> resolver_{
+      pb::util::NewTypeResolverForDescriptorPool(kPrefix, pb::DescriptorPool::generated_pool())};
+  Mutex mutex_;
+  std::map<std::string, pb::Type> types_;
+  std::map<std::string, pb::Enum> enums_;
+};
+
+CachedTypes* Types() {
+  static CachedTypes* const types = new CachedTypes;
+  return types;
+}
+
+std::string Url(const pb::Message& message) {
+  return std::string(kPrefix) + "/" + message.GetDescriptor()->full_name();
+}
+
+/// Stands for the bytes that protobuf would take 80 ns each to encode: 24 bytes, so that their
+/// base64 has no padding, which nobody can guess.
+std::string Marker(size_t index) {
+  static const std::string* const secret = new std::string(RandomHex(16));
+  return fmt::format("{}{:08x}", *secret, index);
+}
+
+/// Takes large bytes out of a message, in the order in which they are printed.
+void TakeBytes(pb::Message* message, std::vector<std::string>* taken) {
+  // Its bytes are a message, which is printed as one.
+  if (message->GetDescriptor()->full_name() == "google.protobuf.Any") return;
+  constexpr size_t kLarge = 256;
+  const pb::Reflection& reflection = *message->GetReflection();
+  std::vector<const pb::FieldDescriptor*> fields;
+  reflection.ListFields(*message, &fields);
+  for (const pb::FieldDescriptor* field : fields) {
+    if (field->is_map()) continue;
+    if (field->cpp_type() == pb::FieldDescriptor::CPPTYPE_MESSAGE) {
+      const int count = field->is_repeated() ? reflection.FieldSize(*message, field) : 1;
+      for (int i = 0; i < count; ++i) {
+        TakeBytes(field->is_repeated() ? reflection.MutableRepeatedMessage(message, field, i)
+                                       : reflection.MutableMessage(message, field),
+                  taken);
+      }
+    } else if (field->type() == pb::FieldDescriptor::TYPE_BYTES && !field->is_repeated()) {
+      std::string bytes = reflection.GetString(*message, field);
+      if (bytes.size() < kLarge) continue;
+      reflection.SetString(message, field, Marker(taken->size()));
+      taken->push_back(std::move(bytes));
+    }
+  }
+}
+
+/// "(params.steps): invalid value …" and "(params) stepps: Cannot find field." of protobuf as a
+/// field and what is wrong with it.
+FieldViolation Violation(const std::string& problem) {
+  std::string line = problem.substr(0, problem.find('\n'));
+  std::string field, rest = line;
+  if (!line.empty() && line[0] == '(') {
+    const size_t close = line.find(')');
+    if (close != std::string::npos) {
+      field = line.substr(1, close - 1);
+      rest = line.substr(close + 1);
+    }
+  } else {
+    const size_t colon = line.find(": Cannot find field");
+    if (colon != std::string::npos) rest = " " + line;
+  }
+  // "(params) steps: Proto field is not repeating, cannot start list."
+  if (!field.empty() && rest.starts_with(' ')) {
+    const size_t colon = rest.find(": ");
+    if (colon != std::string::npos && rest.substr(colon) != ": Cannot find field.") {
+      return {field + "." + rest.substr(1, colon - 1), rest.substr(colon + 2)};
+    }
+  }
+  constexpr std::string_view kUnknown = ": Cannot find field.";
+  if (rest.size() > kUnknown.size() && rest.ends_with(kUnknown)) {
+    const std::string name = rest.substr(1, rest.size() - kUnknown.size() - 1);
+    return {field.empty() ? name : field + "." + name,
+            "is no field here; see /openapi.json for those that there are"};
+  }
+  if (field.empty()) return {"body", "is no JSON of this message: " + rest};
+  return {field, rest.substr(std::min<size_t>(2, rest.size()))};
+}
+
+/// Without what is no UTF-8, as protobuf and JSON want it.
+std::string Printable(std::string text) {
+  for (char& c : text) {
+    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
+  }
+  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+/// How deep JSON is and how many values it has, found before any is kept. (A callback of parse()
+/// could tell too, but with one the library takes quadratic time for a list of objects.)
+struct Measure final : nlohmann::json_sax<nlohmann::json> {
+  static constexpr int kMaxDepth = 32;
+  static constexpr int64_t kMaxValues = 1 << 20;  // each takes many times the memory of its text
+
+  bool Count() { return ++values <= kMaxValues; }
+  bool Enter() {
+    deep = ++depth > kMaxDepth;
+    return !deep && Count();
+  }
+  bool Leave() {
+    --depth;
+    return true;
+  }
+  bool null() override { return Count(); }
+  bool boolean(bool) override { return Count(); }
+  bool number_integer(int64_t) override { return Count(); }
+  bool number_unsigned(uint64_t) override { return Count(); }
+  bool number_float(double, const std::string&) override { return Count(); }
+  bool string(std::string&) override { return Count(); }
+  bool binary(nlohmann::json::binary_t&) override { return Count(); }
+  bool start_object(size_t) override { return Enter(); }
+  bool key(std::string&) override { return Count(); }
+  bool end_object() override { return Leave(); }
+  bool start_array(size_t) override { return Enter(); }
+  bool end_array() override { return Leave(); }
+  bool parse_error(size_t, const std::string&, const nlohmann::json::exception&) override {
+    return false;
+  }
+
+  bool deep = false;
+  int depth = 0;
+  int64_t values = 0;
+};
+
+const char* ErrorType(int code) {
+  if (code == 401) return "authentication_error";
+  if (code == 403) return "permission_error";
+  if (code == 429) return "rate_limit_error";
+  return code >= 499 ? "server_error" : "invalid_request_error";
+}
+
+google::rpc::Status DetailsOf(const grpc::Status& status) {
+  google::rpc::Status rpc;
+  if (!rpc.ParseFromString(status.error_details())) rpc.Clear();
+  return rpc;
+}
+
+}  // namespace
+
+std::string ToJson(const pb::Message& message) {
+  const std::unique_ptr<pb::Message> copy(message.New());
+  copy->CopyFrom(message);
+  std::vector<std::string> taken;
+  TakeBytes(copy.get(), &taken);
+  pb::util::JsonPrintOptions options;
+  options.preserve_proto_field_names = true;
+  options.always_print_primitive_fields = true;
+  std::string json;
+  const auto status = pb::util::BinaryToJsonString(Types(), Url(message), copy->SerializeAsString(),
+                                                   &json, options);
+  DENOISED_CHECK(status.ok(), "{} is not printed as JSON: {}", message.GetTypeName(),
+                 status.ToString());
+  if (taken.empty()) return json;
+  size_t size = json.size();
+  for (const std::string& bytes : taken) size += bytes.size() / 3 * 4 + 4;
+  std::string spliced;
+  spliced.reserve(size);
+  size_t position = 0;
+  for (size_t i = 0; i < taken.size(); ++i) {
+    const std::string marker = ToBase64(Marker(i));
+    const size_t found = json.find(marker, position);
+    DENOISED_CHECK(found != std::string::npos, "bytes {} of {} are not printed", i,
+                   message.GetTypeName());
+    spliced.append(json, position, found - position);
+    spliced += ToBase64(taken[i]);
+    position = found + marker.size();
+  }
+  return spliced.append(json, position);
+}
+
+grpc::Status FromJson(const std::string& text, pb::Message* message) {
+  std::string binary;
+  const auto status = pb::util::JsonToBinaryString(Types(), Url(*message), text, &binary);
+  if (!status.ok()) {
+    return InvalidFields({Violation(std::string(status.message()))}, "");
+  }
+  if (!message->ParseFromString(binary)) {
+    return InvalidFields({{"body", "holds text that is not UTF-8"}}, "");
+  }
+  return grpc::Status::OK;
+}
+
+grpc::Status ParseJson(const std::string& text, nlohmann::json* json) {
+  Measure measure;
+  nlohmann::json::sax_parse(text, &measure);
+  if (measure.deep) {
+    return InvalidFields({{"body", fmt::format("is nested deeper than {}", Measure::kMaxDepth)}},
+                         "");
+  }
+  if (measure.values > Measure::kMaxValues) {
+    return InvalidFields({{"body", fmt::format("has more than {} values", Measure::kMaxValues)}},
+                         "");
+  }
+  try {
+    *json = nlohmann::json::parse(text);
+  } catch (const nlohmann::json::exception& error) {
+    // "[json.exception.parse_error.101] parse error at line 1, column 2: …"
+    const std::string_view what = error.what();
+    const size_t bracket = what.find("] ");
+    return InvalidFields(
+        {{"body", "is no JSON: " + std::string(what.substr(
+                                       bracket == std::string_view::npos ? 0 : bracket + 2))}},
+        "");
+  }
+  return grpc::Status::OK;
+}
+
+std::string ToBase64(const std::string& bytes) {
+  std::string text;
+  absl::Base64Escape(absl::string_view(bytes.data(), bytes.size()), &text);
+  return text;
+}
+
+bool FromBase64(std::string_view text, std::string* bytes) {
+  return absl::Base64Unescape(absl::string_view(text.data(), text.size()), bytes);
+}
+
+int HttpCode(const grpc::Status& status) {
+  switch (status.error_code()) {
+    case grpc::StatusCode::OK:
+      return 200;
+    case grpc::StatusCode::INVALID_ARGUMENT:
+    case grpc::StatusCode::OUT_OF_RANGE:
+      return 400;
+    case grpc::StatusCode::FAILED_PRECONDITION:
+      return ReasonOf(status) == reason::kModelLoading ? 503 : 400;
+    case grpc::StatusCode::UNAUTHENTICATED:
+      return 401;
+    case grpc::StatusCode::PERMISSION_DENIED:
+      return 403;
+    case grpc::StatusCode::NOT_FOUND:
+      return 404;
+    case grpc::StatusCode::ABORTED:
+    case grpc::StatusCode::ALREADY_EXISTS:
+      return 409;
+    case grpc::StatusCode::RESOURCE_EXHAUSTED:
+      return 429;
+    case grpc::StatusCode::CANCELLED:
+      return 499;
+    case grpc::StatusCode::UNIMPLEMENTED:
+      return 501;
+    case grpc::StatusCode::UNAVAILABLE:
+      return 503;
+    case grpc::StatusCode::DEADLINE_EXCEEDED:
+      return 504;
+    default:
+      return 500;
+  }
+}
+
+std::string ErrorJson(const grpc::Status& status, int code) {
+  const google::rpc::Status rpc = DetailsOf(status);
+  std::string param = "null", details = "[]";
+  google::rpc::BadRequest bad;
+  for (const auto& detail : rpc.details()) {
+    if (detail.UnpackTo(&bad) && bad.field_violations_size() > 0) {
+      param = Printable(bad.field_violations(0).field());
+    }
+  }
+  if (rpc.details_size() > 0) {
+    google::rpc::Status only;
+    *only.mutable_details() = rpc.details();
+    const std::string json = ToJson(only);
+    // {"code":0,"message":"","details":[…]}
+    const size_t begin = json.find("\"details\":") + 10;
+    details = json.substr(begin, json.rfind('}') - begin);
+  }
+  const std::string reason = absl::AsciiStrToLower(ReasonOf(status));
+  return fmt::format(
+      R"({{"error":{{"message":{},"type":"{}","param":{},"code":{},"status":"{}","details":{}}}}})",
+      Printable(status.error_message()), ErrorType(code), param,
+      reason.empty() ? "null" : "\"" + reason + "\"",
+      absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())), details);
+}
+
+HttpReply ErrorReply(int code, const grpc::Status& status) {
+  HttpReply reply = JsonReply(ErrorJson(status, code) + "\n");
+  reply.code = code;
+  const google::rpc::Status rpc = DetailsOf(status);
+  google::rpc::RetryInfo retry;
+  for (const auto& detail : rpc.details()) {
+    if (!detail.UnpackTo(&retry)) continue;
+    const double seconds =
+        static_cast<double>(retry.retry_delay().seconds()) + retry.retry_delay().nanos() / 1e9;
+    reply.headers.emplace_back("Retry-After", std::to_string(static_cast<int>(std::ceil(seconds))));
+    // What OpenAI's clients prefer, as it has no need to be whole seconds.
+    reply.headers.emplace_back("Retry-After-Ms",
+                               std::to_string(static_cast<int>(std::ceil(seconds * 1000))));
+  }
+  const bool has_retry_after =
+      reply.headers.size() > 1 && reply.headers.back().first == "Retry-After-Ms";
+  if (code == 503 && !has_retry_after) reply.headers.emplace_back("Retry-After", "1");
+  // OpenAI's clients repeat every 429 but this.
+  if (code == 429 && !has_retry_after) reply.headers.emplace_back("X-Should-Retry", "false");
+  if (code == 401) reply.headers.emplace_back("WWW-Authenticate", "Bearer");
+  return reply;
+}
+
+HttpReply ErrorReply(const grpc::Status& status) { return ErrorReply(HttpCode(status), status); }
+
+HttpReply JsonReply(std::string json) {
+  return {.code = 200,
+          .headers = {{"Content-Type", "application/json"}, {"Cache-Control", "no-store"}},
+          .body = std::move(json)};
+}
+
+}  // namespace denoised

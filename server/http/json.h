@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <google/protobuf/message.h>
+#include <grpcpp/support/status.h>
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+#include "server/http/message.h"
+
+/// Messages as JSON, by protobuf's own functions, and errors.
+
+namespace denoised {
+
+/// On one line, with the proto's names, and every field that is not `optional`. All strings of
+/// `message` must be UTF-8, as they are in a message that was parsed.
+std::string ToJson(const google::protobuf::Message& message);
+
+/// INVALID_ARGUMENT names the field at fault, or "body" when the text is no JSON.
+grpc::Status FromJson(const std::string& text, google::protobuf::Message* message);
+
+/// Reads JSON for code that looks into it. INVALID_ARGUMENT as FromJson. Nesting is bounded.
+grpc::Status ParseJson(const std::string& text, nlohmann::json* json);
+
+/// Base64 as RFC 4648 has it in section 4.
+std::string ToBase64(const std::string& bytes);
+/// False when `text` is none.
+bool FromBase64(std::string_view text, std::string* bytes);
+
+/// The HTTP code of an error: google.rpc.Code's, but 503 while a model loads.
+int HttpCode(const grpc::Status& status);
+/// {"error": …} of docs/http.md. `code` is the HTTP code.
+std::string ErrorJson(const grpc::Status& status, int code);
+/// A whole reply of it.
+HttpReply ErrorReply(const grpc::Status& status);
+/// The same for what HTTP alone knows, with a code of its own.
+HttpReply ErrorReply(int code, const grpc::Status& status);
+
+HttpReply JsonReply(std::string json);
+
+}  // namespace denoised

@@ -1,0 +1,578 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/http/openai.h"
+
+#include <absl/strings/ascii.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <climits>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "server/http/http_calls.h"
+#include "server/http/json.h"
+#include "server/status/quote.h"
+#include "server/status/status_details.h"
+
+namespace denoised {
+namespace {
+
+using nlohmann::json;
+
+template <typename Number>
+std::optional<Number> ParseNumber(const std::string& text) {
+  Number number{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
+
+/// What a client sent, for a message.
+std::string Shown(const json& value) {
+  return Quote(value.is_string() ? value.get<std::string>()
+                                 : value.dump(-1, ' ', false, json::error_handler_t::replace));
+}
+
+class Reader {
+ public:
+  Reader(const json& body, OpenAiRequest* out, const Catalog& catalog, bool admin)
+      : body_(body),
+        out_(*out),
+        params_(*out->request.mutable_params()),
+        catalog_(catalog),
+        admin_(admin) {}
+
+  grpc::Status Run(OpenAiFiles files) {
+    if (!body_.is_object()) return InvalidFields({{"body", "is no JSON object"}}, "");
+    if (const grpc::Status status = ReadExtensions(); !status.ok()) return status;
+    ReadModel();
+    ReadInt("n", 1, 1 << 20, [this](int n) {
+      if (params_.has_count()) return Both("n", "denoised.count");
+      params_.set_count(n);
+    });
+    ReadSize();
+    ReadOutput();
+    ReadStream();
+    Accept("quality", {"auto", "low", "medium", "high", "standard", "hd"}, &out_.quality);
+    Accept("moderation", {"auto", "low"});
+    Accept("style", {"vivid", "natural"});
+    Accept("input_fidelity", {"high", "low"});
+    ReadString("user");
+    if (const std::string background = ReadString("background");
+        !background.empty() && background != "auto" && background != "opaque") {
+      Violate("background", "is {}; images here are opaque: use \"opaque\" or \"auto\"",
+              Quote(background));
+    }
+    if (out_.edit) ReadImages(std::move(files));
+    for (const auto& [name, value] : body_.items()) {
+      if (known_.count(name) > 0 || value.is_null()) continue;
+      Violate(name,
+              "is no field of OpenAI's API here; what denoised has beyond it goes into the object "
+              "\"denoised\"");
+    }
+    if (!violations_.empty()) return InvalidFields(violations_, "");
+    return ReadPrompt();
+  }
+
+ private:
+  template <typename... Arguments>
+  void Violate(const std::string& field, fmt::format_string<Arguments...> text,
+               Arguments&&... arguments) {
+    // A body of a few bytes a mistake must not become one of a hundred.
+    constexpr size_t kMost = 20;
+    if (violations_.size() == kMost) return;
+    violations_.push_back({field, fmt::format(text, std::forward<Arguments>(arguments)...)});
+  }
+  void Both(const char* a, const char* b) { Violate(a, "is given, and {} too; give one", b); }
+
+  /// Null when it is not given.
+  const json* Find(const char* name) {
+    known_.insert(name);
+    const auto it = body_.find(name);
+    return it == body_.end() || it->is_null() ? nullptr : &*it;
+  }
+
+  std::string ReadString(const char* name) {
+    const json* value = Find(name);
+    if (value == nullptr) return "";
+    if (value->is_string()) return value->get<std::string>();
+    Violate(name, "is {}; use a string", Shown(*value));
+    return "";
+  }
+
+  template <typename Use>
+  void ReadInt(const char* name, int low, int high, Use use) {
+    const json* value = Find(name);
+    if (value == nullptr) return;
+    std::optional<int64_t> number;
+    if (value->is_number_integer()) number = value->get<int64_t>();
+    if (value->is_string()) number = ParseNumber<int64_t>(value->get<std::string>());
+    if (!number || *number < low || *number > high) {
+      return Violate(name, "is {}; use a whole number from {} to {}", Shown(*value), low, high);
+    }
+    use(static_cast<int>(*number));
+  }
+
+  bool ReadBool(const char* name) {
+    const json* value = Find(name);
+    if (value == nullptr) return false;
+    if (value->is_boolean()) return value->get<bool>();
+    if (*value == "true" || *value == "True") return true;
+    if (*value != "false" && *value != "False") {
+      Violate(name, "is {}; use true or false", Shown(*value));
+    }
+    return false;
+  }
+
+  /// A value of OpenAI's that changes nothing here.
+  void Accept(const char* name, const std::vector<const char*>& values,
+              std::string* into = nullptr) {
+    const std::string value = ReadString(name);
+    if (value.empty()) return;
+    if (std::find(values.begin(), values.end(), value) == values.end()) {
+      return Violate(name, "is {}; use {}", Quote(value), fmt::join(values, ", "));
+    }
+    if (into != nullptr) *into = value;
+  }
+
+  grpc::Status ReadExtensions() {
+    const json* given = Find("denoised");
+    if (given == nullptr) return grpc::Status::OK;
+    json fields = *given;
+    if (fields.is_string()) {
+      const grpc::Status status = ParseJson(given->get<std::string>(), &fields);
+      if (!status.ok()) return InvalidFields({{"denoised", "is text that is no JSON"}}, "");
+    }
+    if (!fields.is_object()) {
+      return InvalidFields({{"denoised", "is no object, such as {\"seed\": 1}"}}, "");
+    }
+    negative_ = Take(&fields, "negative_prompt");
+    strength_ = Take(&fields, "strength");
+    labels_ = Take(&fields, "labels");
+    const json label = Take(&fields, "label");
+    if (!label.is_null()) {
+      if (!labels_.is_null()) Both("denoised.label", "denoised.labels");
+      labels_ = json::array({label});
+    }
+    // "ddim" is short for SAMPLER_DDIM.
+    for (const auto& [name, prefix] :
+         {std::pair{"sampler", "SAMPLER_"}, {"noise_schedule", "NOISE_SCHEDULE_"}}) {
+      const auto it = fields.find(name);
+      if (it == fields.end() || !it->is_string()) continue;
+      std::string value = it->get<std::string>();
+      std::transform(value.begin(), value.end(), value.begin(), [](unsigned char c) {
+        return c == '-' || c == ' ' ? '_' : static_cast<char>(std::toupper(c));
+      });
+      *it = value.rfind(prefix, 0) == 0 ? value : prefix + value;
+    }
+    if (fields.empty()) return grpc::Status::OK;
+    grpc::Status status =
+        FromJson(fields.dump(-1, ' ', false, json::error_handler_t::replace), &params_);
+    if (!status.ok()) {
+      google::rpc::Status rpc;
+      google::rpc::BadRequest bad;
+      rpc.ParseFromString(status.error_details());
+      for (const auto& detail : rpc.details()) {
+        if (!detail.UnpackTo(&bad)) continue;
+        for (const auto& violation : bad.field_violations()) {
+          Violate("denoised." + violation.field(), "{}", violation.description());
+        }
+      }
+      return InvalidFields(violations_, "");
+    }
+    return grpc::Status::OK;
+  }
+
+  static json Take(json* object, const char* name) {
+    const auto it = object->find(name);
+    if (it == object->end()) return nullptr;
+    json value = std::move(*it);
+    object->erase(it);
+    return value;
+  }
+
+  void ReadModel() {
+    const std::string model = ReadString("model");
+    if (model.empty()) return;
+    if (!params_.model().empty()) return Both("model", "denoised.model");
+    params_.set_model(model);
+  }
+
+  void ReadSize() {
+    const std::string size = ReadString("size");
+    if (size.empty() || size == "auto") return;
+    if (params_.has_width() || params_.has_height()) {
+      return Both("size", "denoised.width or denoised.height");
+    }
+    const size_t x = size.find('x');
+    const auto width = ParseNumber<int>(size.substr(0, x));
+    const auto height =
+        x == std::string::npos ? std::nullopt : ParseNumber<int>(size.substr(x + 1));
+    if (!width || !height) {
+      return Violate("size", "is {}; use WIDTHxHEIGHT, such as 64x64, or auto", Quote(size));
+    }
+    params_.set_width(*width);
+    params_.set_height(*height);
+  }
+
+  void ReadOutput() {
+    v1::OutputOptions& output = *params_.mutable_output();
+    static const std::map<std::string, v1::ImageFormat> kFormats = {
+        {"png", v1::IMAGE_FORMAT_PNG},
+        {"jpeg", v1::IMAGE_FORMAT_JPEG},
+        {"webp", v1::IMAGE_FORMAT_WEBP}};
+    const std::string format = ReadString("output_format");
+    if (!format.empty()) {
+      const auto it = kFormats.find(format);
+      if (it == kFormats.end()) {
+        Violate("output_format", "is {}; use png, jpeg or webp", Quote(format));
+      } else if (output.format() != v1::IMAGE_FORMAT_UNSPECIFIED) {
+        Both("output_format", "denoised.output.format");
+      } else {
+        output.set_format(it->second);
+      }
+    }
+    if (output.format() == v1::IMAGE_FORMAT_UNSPECIFIED) output.set_format(v1::IMAGE_FORMAT_PNG);
+    const auto it = std::find_if(kFormats.begin(), kFormats.end(),
+                                 [&](const auto& each) { return each.second == output.format(); });
+    if (it == kFormats.end()) {
+      Violate("denoised.output.format",
+              "is a tensor, for which OpenAI's API has no place; use /v1/generate");
+    } else {
+      out_.output_format = it->first;
+    }
+    ReadInt("output_compression", 0, 100, [&](int quality) {
+      if (output.has_quality()) return Both("output_compression", "denoised.output.quality");
+      output.set_quality(std::max(1, quality));
+    });
+    const std::string response = ReadString("response_format");
+    if (!response.empty() && response != "b64_json" && response != "url") {
+      Violate("response_format", "is {}; use b64_json or url", Quote(response));
+    }
+    out_.urls = response == "url";
+  }
+
+  void ReadStream() {
+    out_.stream = ReadBool("stream");
+    constexpr int kMost = 100;
+    ReadInt("partial_images", 0, kMost, [this](int count) { out_.partial_images = count; });
+    if (out_.stream && out_.urls) {
+      Violate("response_format", "is url, but a stream has the images in its events; use b64_json");
+    }
+    if (!out_.stream && out_.partial_images > 0) {
+      Violate("partial_images",
+              "is {}, and stream is not true; images come in parts only in a "
+              "stream",
+              out_.partial_images);
+    }
+  }
+
+  void ReadImages(OpenAiFiles files) {
+    known_.insert({"image", "images", "mask"});
+    ReadDataUrls("images", &files.image, &files.images);
+    ReadDataUrls("image", &files.image, &files.images);
+    ReadDataUrls("mask", &files.mask, &files.masks);
+    if (files.masks > 1) {
+      Violate("mask", "is given {} times; send one PNG", files.masks);
+    } else if (files.masks == 1 && params_.has_mask()) {
+      Both("mask", "denoised.mask");
+    } else if (files.masks == 1) {
+      params_.mutable_mask()->set_transparency(std::move(files.mask));
+    }
+    if (files.images > 1) {
+      Violate("image", "has {} images; models here begin with one", files.images);
+    } else if (files.image.empty()) {
+      Violate("image", "is missing; send a PNG, JPEG or WebP file");
+    } else if (params_.has_init_image() &&
+               params_.init_image().source_case() != v1::InitImage::SOURCE_NOT_SET) {
+      Both("image", "denoised.init_image");
+    } else {
+      params_.mutable_init_image()->set_encoded(std::move(files.image));
+    }
+    if (strength_.is_null()) return;
+    if (params_.init_image().has_strength()) {
+      return Both("denoised.strength", "denoised.init_image.strength");
+    }
+    std::optional<double> strength;
+    if (strength_.is_number()) strength = strength_.get<double>();
+    if (strength_.is_string()) strength = ParseNumber<double>(strength_.get<std::string>());
+    if (!strength) {
+      return Violate("denoised.strength", "is {}; use a number above 0, up to 1", Shown(strength_));
+    }
+    params_.mutable_init_image()->set_strength(*strength);
+  }
+
+  /// "data:image/png;base64,…", an object with it as image_url, or a list of these. Adds to
+  /// `count`.
+  void ReadDataUrls(const char* name, std::string* file, int* count) {
+    const json* given = Find(name);
+    if (given == nullptr) return;
+    if (given->is_array() && given->empty()) return Violate(name, "is an empty list");
+    if (given->is_array() && given->size() != 1) {  // refused by the caller
+      *count += static_cast<int>(std::min<size_t>(given->size(), INT_MAX / 2));
+      return;
+    }
+    const json& one = given->is_array() ? given->front() : *given;
+    const json& url = one.is_object() && one.contains("image_url") ? one["image_url"] : one;
+    ++*count;
+    const std::string_view text =
+        url.is_string() ? std::string_view(url.get_ref<const std::string&>()) : "";
+    const size_t comma = text.find(";base64,");
+    if (!text.starts_with("data:") || comma == std::string_view::npos ||
+        !FromBase64(text.substr(comma + 8), file)) {
+      Violate(name,
+              "is no data URL, such as \"data:image/png;base64,…\"; this server fetches nothing "
+              "from elsewhere");
+    }
+  }
+
+  /// When all else is right, as what a prompt is depends on the model.
+  grpc::Status ReadPrompt() {
+    grpc::Status refusal;
+    const auto model = catalog_.Select(params_.model(), "model", "", &refusal);
+    if (!model) return refusal;
+    refusal = CheckReady(ShownTo(admin_, *model), "");
+    if (!refusal.ok()) return refusal;
+    const ModelInfo& info = *model->info;
+    if (const json given = body_.value("prompt", json()); !given.is_null() && !given.is_string()) {
+      Violate("prompt", "is {}; use a string", Shown(given));
+    }
+    const std::string prompt = body_.value("prompt", json()).is_string()
+                                   ? body_["prompt"].get<std::string>()
+                                   : std::string();
+    if (info.text) {
+      ReadText(prompt);
+    } else if (info.num_classes > 0) {
+      ReadClass(prompt, info);
+    } else if (!prompt.empty() && params_.conditions().empty()) {
+      Violate("prompt", "is given, but model '{}' reads none; leave it empty", model->name);
+    }
+    if (!info.text && !negative_.is_null()) {
+      Violate("denoised.negative_prompt", "is given, but model '{}' reads no text", model->name);
+    }
+    if (info.num_classes == 0 && !labels_.is_null()) {
+      Violate("denoised.labels", "is given, but model '{}' has no classes", model->name);
+    }
+    if (!out_.edit && !strength_.is_null()) {
+      Violate("denoised.strength", "is for /v1/images/edits");
+    }
+    if (!violations_.empty()) return InvalidFields(violations_, "");
+    AskForPreviews(info);
+    return grpc::Status::OK;
+  }
+
+  void ReadText(const std::string& prompt) {
+    if (!params_.conditions().empty()) {
+      if (!prompt.empty()) Both("prompt", "denoised.conditions");
+      return;
+    }
+    v1::Condition& condition = *params_.add_conditions();
+    condition.set_text(prompt);
+    if (negative_.is_null()) return;
+    if (negative_.is_string()) {
+      condition.set_negative_text(negative_.get<std::string>());
+    } else {
+      Violate("denoised.negative_prompt", "is {}; use a string", Shown(negative_));
+    }
+  }
+
+  void ReadClass(const std::string& prompt, const ModelInfo& info) {
+    if (!params_.conditions().empty()) {
+      if (!labels_.is_null()) Both("denoised.labels", "denoised.conditions");
+      return;
+    }
+    if (labels_.is_null()) {
+      if (prompt.empty()) return;  // classes at random
+      labels_ = json::array({prompt});
+    }
+    if (!labels_.is_array()) labels_ = json::array({labels_});
+    if (static_cast<int64_t>(labels_.size()) > info.max_count) {
+      return Violate("denoised.labels", "has {} entries; send at most {}", labels_.size(),
+                     info.max_count);
+    }
+    std::unordered_map<std::string, int64_t> numbers;  // of names; of two alike the first
+    for (size_t i = 0; i < info.labels.size(); ++i) {
+      numbers.emplace(absl::AsciiStrToLower(info.labels[i]), i);
+    }
+    for (const json& label : labels_) {
+      std::optional<int64_t> number;
+      if (label.is_number_integer()) number = label.get<int64_t>();
+      if (label.is_string()) {
+        const std::string name = absl::AsciiStrToLower(label.get_ref<const std::string&>());
+        const auto it = numbers.find(name);
+        number = it != numbers.end() ? it->second : ParseNumber<int64_t>(name);
+      }
+      if (!number || *number < 0 || *number >= info.num_classes) {
+        const bool of_prompt = label.is_string() && label == prompt;
+        Violate(of_prompt ? "prompt" : "denoised.labels", "is {}, which is no class; use {}",
+                Shown(label), Classes(info));
+        continue;
+      }
+      params_.add_conditions()->set_class_label(static_cast<int32_t>(*number));
+    }
+  }
+
+  static std::string Classes(const ModelInfo& info) {
+    constexpr size_t kMost = 20;
+    const std::string numbers = fmt::format("0 to {}", info.num_classes - 1);
+    if (info.labels.empty()) return numbers;
+    const std::vector<std::string> some(info.labels.begin(),
+                                        info.labels.begin() + std::min(kMost, info.labels.size()));
+    return fmt::format("{}{}, or {}", fmt::join(some, ", "),
+                       info.labels.size() > kMost ? ", …" : "", numbers);
+  }
+
+  /// As seldom as the even spacing of partial_images allows.
+  void AskForPreviews(const ModelInfo& info) {
+    if (out_.partial_images == 0) return;
+    v1::PreviewOptions& preview = *out_.request.mutable_preview();
+    int steps = params_.has_steps() ? params_.steps() : info.default_steps;
+    if (params_.has_init_image() && info.images.strength) {
+      const v1::InitImage& image = params_.init_image();
+      const double strength = image.has_strength() ? image.strength()
+                              : params_.has_mask() ? info.images.default_masked_strength
+                                                   : info.images.default_strength;
+      // As Request::FirstStep of engine/sampling/samplers.h. The strength is not checked yet.
+      if (strength > 0 && strength < 1) steps = static_cast<int>(steps * strength);
+    }
+    preview.set_every_evaluations(std::max(1, steps / (out_.partial_images + 1)));
+    preview.set_max_edge(1 << 14);  // the whole image
+    preview.set_format(params_.output().format());
+  }
+
+  const json& body_;
+  OpenAiRequest& out_;
+  v1::GenerationParams& params_;
+  const Catalog& catalog_;
+  const bool admin_;
+  std::set<std::string> known_ = {"prompt"};
+  json negative_, strength_, labels_;
+  std::vector<FieldViolation> violations_;
+};
+
+std::string SizeText(int width, int height) { return fmt::format("{}x{}", width, height); }
+
+int64_t Now() { return std::chrono::system_clock::to_time_t(std::chrono::system_clock::now()); }
+
+/// As a JSON string. Bytes that are no UTF-8, as headers may have them, are replaced.
+std::string Quoted(const std::string& text) {
+  return json(text).dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+std::string Own(const v1::Image& image) {
+  std::string own = fmt::format(R"("index":{},"seed":"{}")", image.index(), image.seed());
+  if (image.has_class_label()) own += fmt::format(R"(,"class_label":{})", image.class_label());
+  return own;
+}
+
+}  // namespace
+
+grpc::Status ReadOpenAi(const json& body, bool edit, OpenAiFiles files, const Catalog& catalog,
+                        bool admin, OpenAiRequest* request) {
+  request->edit = edit;
+  return Reader(body, request, catalog, admin).Run(std::move(files));
+}
+
+std::string OpenAiField(const std::string& field) {
+  static const std::vector<std::pair<std::string, std::string>> kNames = {
+      {"params.count", "n"},
+      {"params.width", "size"},
+      {"params.height", "size"},
+      {"params.model", "model"},
+      {"params.output.format", "output_format"},
+      {"params.output.quality", "output_compression"},
+      {"params.conditions[0].text", "prompt"},
+      {"params.conditions[0].negative_text", "denoised.negative_prompt"},
+      {"params.init_image.encoded", "image"},
+      {"params.init_image.strength", "denoised.strength"},
+      {"params.mask.encoded", "denoised.mask.encoded"},
+      {"params.mask.tensor", "denoised.mask.tensor"},
+      {"params.mask.transparency", "mask"},
+      {"params.mask", "mask"},
+      {"preview", "partial_images"},
+      {"params", "denoised"},
+  };
+  for (const auto& [ours, theirs] : kNames) {
+    if (field.rfind(ours, 0) != 0) continue;
+    const std::string rest = field.substr(ours.size());
+    if (rest.empty() || rest[0] == '.' || rest[0] == '[') {
+      return theirs == "partial_images" ? theirs : theirs + rest;
+    }
+  }
+  return field;
+}
+
+std::string OpenAiReply(const OpenAiRequest& request, v1::GenerateResponse* images,
+                        const MakeLink& link) {
+  std::string data;
+  for (v1::Image& image : *images->mutable_images()) {
+    std::string url;
+    if (request.urls) url = link(image.mime_type(), image.encoded());
+    const std::string content = url.empty() ? "\"b64_json\":\"" + ToBase64(image.encoded()) + "\""
+                                            : "\"url\":" + Quoted(url);
+    data.append(data.empty() ? "{" : ",{").append(content);
+    data.append(",\"denoised\":{").append(Own(image)).append("}}");
+  }
+  v1::GenerateResponse rest;
+  rest.mutable_params()->Swap(images->mutable_params());
+  rest.mutable_run()->Swap(images->mutable_run());
+  rest.mutable_timing()->Swap(images->mutable_timing());
+  const v1::GenerationParams& params = rest.params();
+  std::string reply = fmt::format(
+      R"({{"created":{},"background":"opaque","output_format":"{}","quality":"{}","size":"{}",)",
+      Now(), request.output_format, request.quality, SizeText(params.width(), params.height()));
+  reply.reserve(reply.size() + data.size() + 4096);
+  reply.append("\"data\":[").append(data);
+  reply.append("],\"denoised\":{\"request_id\":").append(Quoted(params.request_id()));
+  reply.append(",\"params\":").append(ToJson(params));
+  reply.append(",\"run\":").append(ToJson(rest.run()));
+  reply.append(",\"timing\":").append(ToJson(rest.timing())).append("}}");
+  return reply;
+}
+
+std::string OpenAiEvents::Event(const std::string& type, const v1::Image& image,
+                                const std::string& more, const std::string& own) {
+  const std::string name = (request_.edit ? "image_edit." : "image_generation.") + type;
+  std::string data = fmt::format(
+      R"({{"type":"{}",{}"created_at":{},"size":"{}","quality":"{}","background":"opaque",)"
+      R"("output_format":"{}","denoised":{{{}{},"request_id":{}}},"b64_json":")",
+      name, more, Now(), size_, request_.quality, request_.output_format, Own(image), own,
+      Quoted(request_id_));
+  data.append(ToBase64(image.encoded())).append("\"}");
+  return ServerSentEvent(0, name, data);
+}
+
+std::string OpenAiEvents::Format(const v1::StreamGenerateResponse& event) {
+  if (event.has_queued()) {
+    const v1::GenerationParams& params = event.queued().params();
+    request_id_ = params.request_id();
+    size_ = SizeText(params.width(), params.height());
+  } else if (event.has_preview()) {
+    const v1::PreviewEvent& preview = event.preview();
+    int& sent = partial_images_[preview.image().index()];
+    const int count = request_.partial_images;
+    // The first that is k/(count + 1) of the way or more, for k = 1 … count.
+    if (sent >= count ||
+        int64_t{preview.evaluation()} * (count + 1) < int64_t{sent + 1} * preview.evaluations()) {
+      return "";
+    }
+    const std::string more = fmt::format(R"("partial_image_index":{},)", sent++);
+    const std::string own = fmt::format(R"(,"evaluation":{},"evaluations":{})",
+                                        preview.evaluation(), preview.evaluations());
+    return Event("partial_image", preview.image(), more, own);
+  } else if (event.has_image()) {
+    constexpr char kUsage[] = R"("usage":{"total_tokens":0,"input_tokens":0,"output_tokens":0,)"
+                              R"("input_tokens_details":{"text_tokens":0,"image_tokens":0}},)";
+    return Event("completed", event.image().image(), kUsage, "");
+  }
+  return "";
+}
+
+}  // namespace denoised

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <grpcpp/support/status.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "denoised/v1/image_generation.pb.h"
+#include "server/models/catalog.h"
+
+/// OpenAI's images API as another form of our messages: docs/http.md.
+
+namespace denoised {
+
+struct OpenAiRequest {
+  v1::StreamGenerateRequest request;
+  bool edit = false;
+  bool stream = false;
+  bool urls = false;  // in place of base64
+  int partial_images = 0;
+  std::string output_format = "png", quality = "auto";  // as they are said in replies
+};
+
+/// What an edit brings beside its fields.
+struct OpenAiFiles {
+  std::string image, mask;    // empty: none
+  int images = 0, masks = 0;  // how many there were
+};
+
+/// Reads a body, or the fields of a form, whose values are all strings. Takes from `files`.
+grpc::Status ReadOpenAi(const nlohmann::json& body, bool edit, OpenAiFiles files,
+                        const Catalog& catalog, bool admin, OpenAiRequest* request);
+
+/// What OpenAI's API calls a field of denoised.v1: "params.count" is "n".
+std::string OpenAiField(const std::string& field);
+
+/// Makes a link to an image; empty when there is none to be had.
+using MakeLink = std::function<std::string(const std::string& mime_type, std::string bytes)>;
+
+/// The reply with all images.
+std::string OpenAiReply(const OpenAiRequest& request, v1::GenerateResponse* images,
+                        const MakeLink& link);
+
+/// The events of one stream. Not synchronised.
+class OpenAiEvents {
+ public:
+  explicit OpenAiEvents(const OpenAiRequest& request) : request_(request) {}
+
+  /// With the empty line after it; empty for events that OpenAI's API has not.
+  std::string Format(const v1::StreamGenerateResponse& event);
+
+ private:
+  /// `type`: "partial_image" or "completed"; `more`: fields of its own.
+  std::string Event(const std::string& type, const v1::Image& image, const std::string& more,
+                    const std::string& own);
+
+  const OpenAiRequest request_;
+  std::string request_id_;
+  std::string size_;
+  std::map<int, int> partial_images_;  // that were sent, by image
+};
+
+}  // namespace denoised

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page: tabs, the token, and what connects the form with the pictures.
+import {ApiError, get, token} from "./api.js";
+import {$, notice, plain, say} from "./dom.js";
+import {Feed} from "./feed.js";
+import {Form} from "./form.js";
+import {Job} from "./job.js";
+import {Operate} from "./operate.js";
+
+const kRefresh = 5000;
+
+let models = [];
+const jobs = new Set();
+
+const form = new Form($("form"), {ondraw: draw, blobOf: (url) => feed.blobOf(url)});
+const feed = new Feed($("feed"), {
+  models: () => models,
+  onrepeat: draw,
+  onfill: (params) => form.fill(params),
+  onstart: (blob) => form.setStart(blob).then(() => $("form").scrollIntoView({behavior: "smooth"})),
+});
+const operate = new Operate($("operate"), {onmodels: refresh, onsignin: signIn});
+
+// A browser has six connections to a server, and each request that runs takes one.
+const kStreams = 4;
+let streams = 0;
+const waiting = [];
+async function takeStream() {
+  if (streams < kStreams) ++streams;
+  else await new Promise((go) => waiting.push(go));
+}
+function giveStream() {
+  const next = waiting.shift();
+  if (next) next();
+  else --streams;
+}
+
+async function draw(params) {
+  const job = new Job(params, {onchange: () => card.changed(), onsignin: signIn});
+  const card = feed.add(job);
+  if (matchMedia("(max-width: 800px)").matches) card.root.scrollIntoView({behavior: "smooth"});
+  jobs.add(job);
+  await takeStream();
+  try {
+    await job.run();
+  } finally {
+    giveStream();
+    jobs.delete(job);
+  }
+  if (job.error && job.error.violations.length) form.wrong(job.error.violations);
+}
+
+// The token. One dialog serves all who wait for it.
+let signingIn = null;
+function signIn(why = "This server asks who calls.") {
+  signingIn ||= new Promise((resolve) => {
+    const dialog = $("token-dialog"), field = $("token-field");
+    $("token-why").textContent = `${why} The token stays in this tab, until the tab is closed.`;
+    $("token-forget").hidden = !token.get();
+    field.value = "";
+    dialog.returnValue = "cancel";
+    dialog.showModal();
+    field.focus();
+    dialog.addEventListener("close", () => {
+      signingIn = null;
+      const value = field.value.trim();
+      field.value = "";
+      if (dialog.returnValue === "forget") token.set("");
+      const saved = dialog.returnValue === "save" && value !== "";
+      if (saved) token.set(value);
+      resolve(saved);
+      refresh();
+    }, {once: true});
+  });
+  return signingIn;
+}
+$("token").addEventListener("click", () => signIn("A token says who calls."));
+// Enter in the field uses the token and does not press the first button.
+$("token-field").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  $("token-save").click();
+});
+
+const kStates = {
+  "starting": "The server is starting: its models are still loading.",
+  "lame duck": "The server shuts down soon. It still takes requests.",
+  "draining": "The server is shutting down: it finishes what it has, and refuses new requests.",
+};
+let asked = false;
+async function refresh() {
+  try {
+    const [list, server] = await Promise.all([get("/v1/models"), get("/v1/server")]);
+    models = list.models;
+    form.setModels(models);
+    const state = plain(server.state, "SERVER_STATE_");
+    $("state").dataset.state = state;
+    $("state").textContent = state === "serving" ? "" : state;
+    $("token").textContent = server.client && server.client !== "anonymous" ? server.client : "Token";
+    $("token").hidden = server.client === "anonymous" && !(server.features || []).includes("SERVER_FEATURE_TOKENS");
+    notice(state === "serving" ? "" : kStates[state] || `The server is ${state}.`);
+    document.body.dataset.ready = "";
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    $("state").dataset.state = "lost";
+    $("state").textContent = error.http === 0 ? "not connected" : "";
+    if (error.status === "UNAUTHENTICATED") {
+      $("token").hidden = false;
+      notice("This server draws only for clients with a token.");
+      document.body.dataset.ready = "";
+      if (!asked || token.get()) {
+        asked = true;
+        const unknown = token.get() !== "";
+        token.set("");
+        signIn(unknown ? "The server does not know this token." : undefined);
+      }
+    } else {
+      notice(`${error.message} Trying again…`);
+    }
+  }
+}
+
+// Tabs, as in WAI-ARIA's pattern; the address remembers which.
+const tabs = [...$("tabs").children];
+function choose(tab, focus) {
+  for (const each of tabs) {
+    const chosen = each === tab;
+    each.setAttribute("aria-selected", String(chosen));
+    each.tabIndex = chosen ? 0 : -1;
+    $(each.getAttribute("aria-controls")).hidden = !chosen;
+  }
+  if (focus) tab.focus();
+  history.replaceState(null, "", tab.id === "tab-operate" ? "#operate" : location.pathname);
+  operate.show(tab.id === "tab-operate");
+}
+for (const tab of tabs) {
+  tab.addEventListener("click", () => choose(tab));
+  tab.addEventListener("keydown", (event) => {
+    if (["ArrowLeft", "ArrowRight"].includes(event.key)) choose(tabs[1 - tabs.indexOf(tab)], true);
+  });
+}
+
+// Colours: as the system, dark, light.
+const themes = {"": "◐", dark: "●", light: "○"};
+function colour(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
+  $("theme").textContent = themes[theme];
+  $("theme").title = `Colours: ${theme || "as the system"}`;
+  $("theme").setAttribute("aria-label", $("theme").title);
+}
+$("theme").addEventListener("click", () => {
+  const order = Object.keys(themes);
+  const next = order[(order.indexOf(localStorage.getItem("denoised-theme") || "") + 1) % order.length];
+  localStorage.setItem("denoised-theme", next);
+  colour(next);
+  say($("theme").title);
+});
+colour(localStorage.getItem("denoised-theme") || "");
+
+window.addEventListener("pagehide", () => jobs.forEach((job) => job.leave()));
+refresh().then(() => {
+  performance.mark("interactive");
+  if (location.hash === "#operate") choose(tabs[1]);
+});
+setInterval(() => document.hidden || refresh(), kRefresh);

@@ -1,0 +1,559 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The page draws, shows previews, cancels, asks for a token, and survives broken connections and a server that
+drains or restarts: mnist-32 on the CPU, in Chromium."""
+
+import base64
+import hashlib
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import signal
+import random
+import re
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import urllib.request
+import zlib
+
+import browser
+
+from proxy import Proxy
+from running import Running
+
+MODEL = f"digits={browser.ROOT / 'models' / 'mnist-32'}"
+WORDS = f"words={browser.ROOT / 'tests' / 'models' / 'latent' / 'sd1'}"  # small, and reads prompts
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def serve(port, *flags):
+    server = Running(browser.binary(), "--model", MODEL, *flags, http_listen=f"127.0.0.1:{port}")
+    server.wait_for("serving", seconds=120)
+    return server
+
+
+def call(port, path, body=None):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
+def draw(port, **params):
+    """What the server draws for somebody else."""
+    reply = call(port, "/v1/generate", {"params": {"model": "digits", **params}})
+    return [base64.b64decode(image["encoded"]) for image in reply["images"]]
+
+
+def noise(edge):
+    """A PNG of edge x edge random pixels, which compression does not make smaller: 3 bytes each."""
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + random.Random(row).randbytes(3 * edge) for row in range(edge))
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", edge, edge, 8, 2, 0, 0, 0)) +
+            chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+
+
+def event(kind, **fields):
+    return f"id: {kind}\nevent: {kind}\ndata: {json.dumps({kind: fields})}\n\n"
+
+
+def error(status, retry=None):
+    """The fields of a refusal; `retry`: RetryInfo, "2.5s"."""
+    return {"status": status, "message": "no", "details": [{"retry_delay": retry}] if retry else []}
+
+
+class PageTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.browser = browser.Browser()
+        cls.addClassCleanup(cls.browser.close)
+        cls.port = free_port()
+        cls.server = serve(cls.port, "--model", WORDS)
+        cls.addClassCleanup(cls.server.__exit__)
+
+    def setUp(self):
+        self.browser.problems()
+        self.browser.open(f"http://127.0.0.1:{self.port}/")
+
+    def test_the_page_is_small_and_whole(self):
+        files = [path for path in browser.PAGE.iterdir() if path.is_file()]
+        self.assertLess(sum(path.stat().st_size for path in files), 150_000)
+        for path in files:
+            text = path.read_text()
+            self.assertNotIn("innerHTML", text, path)
+            for word in ("http://", "https://", "//cdn"):
+                for line in text.splitlines():
+                    if word in line:
+                        self.assertIn("www.w3.org", line, f"{path}: nothing comes from elsewhere")
+
+    def test_draws_and_shows_previews(self):
+        b = self.browser
+        b.draw(labels=[3, 7], count=4, steps=40, seed=41)
+        b.wait("document.querySelector('.tile[data-state=emerging] img')?.naturalWidth > 0")
+        b.wait("document.querySelector('.card progress').value > 0")
+        b.wait_for_state("done")
+        self.assertLessEqual(int(b.js("return document.querySelector('.card').dataset.firstPreview")), 3)
+        # The page's pictures are the bytes that everybody gets.
+        expected = draw(self.port, conditions=[{"class_label": 3}, {"class_label": 7}] * 2, count=4, steps=40,
+                        seed=41)
+        self.assertEqual(b.pictures(), expected)
+        self.assertIn("4 pictures drawn", b.js("return document.getElementById('live').textContent"))
+        # Repeating gives them again; other seeds give others.
+        b.click("Repeat", ".card")
+        b.wait("document.querySelectorAll('.card').length === 2")
+        b.wait_for_state("done")
+        self.assertEqual(b.pictures(), expected)
+        b.click("New seeds", ".card")
+        b.wait("document.querySelectorAll('.card').length === 3")
+        b.wait_for_state("done")
+        self.assertNotEqual(b.pictures(), expected)
+        self.assertEqual(b.problems(), [])
+
+    def test_starts_from_a_result(self):
+        b = self.browser
+        b.draw(labels=[1], count=1, seed=5, steps=10)
+        b.wait_for_state("done")
+        picture, = b.pictures()
+        b.js("document.querySelector('.card .tile').click()")
+        self.assertIn("Seed5", b.js("return document.querySelector('#picture dl').textContent"))
+        b.click("Start from this", "#picture")
+        b.wait("document.querySelector('.started img')?.naturalWidth === 32")
+        b.draw(labels=[7], count=1, seed=6, steps=10, strength=0.75)
+        b.wait_for_state("done")
+        self.assertEqual(b.pictures(), draw(
+            self.port, conditions=[{"class_label": 7}], seed=6, steps=10, count=1,
+            init_image={"encoded": base64.b64encode(picture).decode(), "strength": 0.75}))
+        self.assertEqual(b.problems(), [])
+
+    def test_results_and_files_are_dropped(self):
+        b = self.browser
+        b.draw(labels=[1], count=1, seed=5, steps=5)
+        b.wait_for_state("done")
+        drop = """
+            const data = new DataTransfer(), image = document.querySelector(".card .tile img");
+            if (arguments[0] === "file") data.items.add(new File([document.querySelector(".card").job.images[0].blob],
+              "a.png", {type: "image/png"}));
+            else image.dispatchEvent(new DragEvent("dragstart", {dataTransfer: data, bubbles: true}));
+            document.querySelector(".start").dispatchEvent(new DragEvent("drop", {dataTransfer: data, bubbles: true}));"""
+        for what in ("result", "file"):
+            b.js(drop, what)
+            b.wait("document.querySelector('.started img')?.naturalWidth === 32")
+            b.click("Remove", ".started")
+            b.wait("!document.querySelector('.started')")
+        self.assertEqual(b.problems(), [])
+
+    def test_a_model_that_reads_prompts(self):
+        b = self.browser
+        self.choose("words")
+        self.assertIsNone(b.js("return document.querySelector('.chip')"))
+        b.draw(prompt="a cat", negative="", count=1, steps=2, seed=1)
+        b.wait_for_state("done")
+        cat = [{"text": "a cat"}]
+        self.assertEqual(b.pictures(), draw(self.port, model="words", conditions=cat, count=1, steps=2, seed=1))
+        # A part of it is drawn anew.
+        b.js("document.querySelector('.card .tile').click()")
+        b.click("Start from this", "#picture")
+        b.wait("document.querySelector('.started img')?.naturalWidth")
+        self.paint_mask()
+        b.draw(prompt="a dog", count=1, steps=2, seed=2)
+        b.wait_for_state("done")
+        sent = b.js("return document.querySelector('.card').job.params")
+        self.assertEqual(sent["init_image"]["strength"], 1)
+        self.assertEqual(b.pictures(), draw(
+            self.port, model="words", conditions=[{"text": "a dog"}], count=1, steps=2, seed=2,
+            init_image=sent["init_image"], mask=sent["mask"]))
+        # The sizes on offer are sizes that the model draws.
+        sizes = b.js("return [...document.getElementById('form').elements.size.options].map((each) => each.value)")
+        self.assertGreater(len(sizes), 2)
+        for size in sizes:
+            if "x" in size:
+                width, height = map(int, size.split("x"))
+                draw(self.port, model="words", conditions=cat, width=width, height=height, steps=1)
+        self.assertEqual(b.problems(), [])
+
+    def test_edit_settings_restores_start_mask_and_strength(self):
+        b = self.browser
+        self.choose("words")
+
+        def drawn():
+            b.wait_for_state("done")
+            params = b.js("return document.querySelector('.card').job.params")
+            return params.pop("request_id"), params, b.pictures()
+
+        b.draw(prompt="a cat", count=1, steps=2, seed=1)
+        plain, *without = drawn()
+        self.drop(noise(40))
+        self.paint_mask()
+        b.js("""const strength = document.getElementById("strength");
+            strength.value = 0.35; strength.dispatchEvent(new Event("input", {bubbles: true}));""")
+        b.draw(prompt="a dog", count=1, steps=10, seed=2)
+        started, *with_start = drawn()
+        self.assertEqual(with_start[0]["init_image"]["strength"], 0.35)
+        edit = """
+            for (const job of arguments) {
+              [...document.querySelectorAll(`.card[data-job="${job}"] button`)]
+                .find((each) => each.textContent === "Edit settings").click();
+            }"""
+        b.js(edit, plain)
+        b.wait("!document.querySelector('.started')")
+        b.draw()
+        self.assertEqual(list(drawn()[1:]), without)
+        b.js(edit, started)
+        b.wait("document.querySelector('.veil')")
+        b.draw()
+        self.assertEqual(list(drawn()[1:]), with_start)
+        # The later one counts, although a picture takes time to decode.
+        b.js(edit, started, plain)
+        time.sleep(0.5)
+        self.assertFalse(b.js("return Boolean(document.querySelector('.started'))"))
+        self.assertEqual(b.problems(), [])
+
+    def test_a_mask_is_painted_with_keys(self):
+        b = self.browser
+        b.js("""
+            const canvas = Object.assign(document.createElement("canvas"), {width: 40, height: 20});
+            canvas.toBlob((blob) => import("/mask.js").then(({paintMask}) =>
+              paintMask({url: URL.createObjectURL(blob), width: 40, height: 20}, null)).then(createImageBitmap)
+              .then((mask) => {
+                const context = canvas.getContext("2d");
+                context.drawImage(mask, 0, 0);
+                window.painted = {width: mask.width, height: mask.height,
+                  pixels: [[0, 0], [20, 10], [2, 10]].map(([x, y]) => [...context.getImageData(x, y, 1, 1).data])};
+              }));""")
+        b.wait("document.getElementById('mask-dialog').open && document.activeElement.className === 'paint'")
+        b.js("""document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: " ", bubbles: true}));""")
+        b.click("Use it", "#mask-dialog")
+        painted = b.wait("window.painted")
+        self.assertEqual((painted["width"], painted["height"]), (40, 20))
+        self.assertEqual(painted["pixels"], [[0, 0, 0, 255], [255, 255, 255, 255], [0, 0, 0, 255]])
+
+    def test_what_is_wrong_is_said_at_its_field(self):
+        b = self.browser
+        b.js("for (const each of document.querySelectorAll('#form input')) each.removeAttribute('max')")
+        b.draw(steps=5000)
+        b.wait_for_state("failed")
+        text = b.wait("[...document.querySelectorAll('[data-field=steps] .wrong')]"
+                      ".find((each) => !each.hidden)?.textContent")
+        self.assertIn("5000", text)
+        self.assertEqual(b.js("return document.activeElement.name"), "steps")
+
+    def test_cancels(self):
+        b = self.browser
+        b.draw(count=4, steps=1000)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        job = b.js("return document.querySelector('.card').dataset.job")
+        b.click("Cancel", ".card")
+        b.wait_for_state("cancelled", seconds=30)
+        self.assertEqual(call(self.port, f"/v1/jobs/{job}")["job"]["state"], "JOB_STATE_CANCELLED")
+
+    def test_leaving_the_page_cancels(self):
+        b = self.browser
+        b.draw(count=4, steps=1000)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        job = b.js("return document.querySelector('.card').dataset.job")
+        b.driver.get("about:blank")
+        end = time.monotonic() + 20
+        while call(self.port, f"/v1/jobs/{job}")["job"]["state"] == "JOB_STATE_RUNNING":
+            self.assertLess(time.monotonic(), end, "it runs on")
+            time.sleep(0.1)
+        self.assertEqual(call(self.port, f"/v1/jobs/{job}")["job"]["state"], "JOB_STATE_CANCELLED")
+
+    def choose(self, model):
+        self.browser.js("""const select = document.getElementById("form").elements.model;
+            select.value = arguments[0]; select.dispatchEvent(new Event("change"));""", model)
+
+    def drop(self, data):
+        """Drops a PNG file on the form."""
+        self.browser.js("""
+            const data = new DataTransfer();
+            data.items.add(new File([Uint8Array.from(atob(arguments[0]), (each) => each.charCodeAt(0))], "a.png",
+              {type: "image/png"}));
+            document.querySelector(".start").dispatchEvent(new DragEvent("drop", {dataTransfer: data, bubbles: true}));
+            """, base64.b64encode(data).decode())
+        self.browser.wait("document.querySelector('.started img')?.naturalWidth")
+
+    def paint_mask(self):
+        """A spot in the middle."""
+        b = self.browser
+        b.click("Paint a mask", ".started")
+        b.wait("document.getElementById('mask-dialog').open && document.activeElement.className === 'paint'")
+        b.js("""document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: " ", bubbles: true}));""")
+        b.click("Use it", "#mask-dialog")
+        b.wait("document.querySelector('.veil')")
+
+    def copies(self, within):
+        """What the buttons of "Copy as" put into the clipboard: {"curl": …}."""
+        b = self.browser
+        b.js("window.copied = []; Object.defineProperty(navigator, 'clipboard', {configurable: true, value: "
+             "{writeText: async (text) => window.copied.push(text)}})")
+        names = ["curl", "grpcurl", "denoise", "Python"]
+        for name in names:
+            b.click(name, f"{within} .menu")
+        return dict(zip(names, b.wait(f"window.copied.length === {len(names)} && window.copied")))
+
+    def run_copies(self, copied, expected, **files):
+        """Each in a shell, in a folder that has the files: all save the expected pictures."""
+        listening = self.server.wait_for("listening")["address"]
+        client = browser.ROOT / "client" / "python" / "src"
+        for name, text in copied.items():
+            self.assertNotIn("request_id", text)
+            # The page takes gRPC's usual port for granted; this server's is another.
+            text = text.replace("127.0.0.1:50051", listening)
+            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
+                if name == "Python" and not importlib.util.find_spec("grpc"):
+                    self.skipTest("needs the module grpc")
+                if name == "grpcurl" and not shutil.which("grpcurl"):
+                    self.skipTest("needs grpcurl, which is no package of the distribution; its JSON is curl's")
+                folder = pathlib.Path(folder)
+                for file, data in files.items():
+                    (folder / f"{file}.png").write_bytes(data)
+                command = [sys.executable, "-c", text] if name == "Python" else ["sh", "-c", text]
+                if name == "denoise":
+                    (folder / "bin").mkdir()
+                    (folder / "bin" / "denoise").symlink_to(os.environ["DENOISE_BINARY"])
+                ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env={
+                    **os.environ, "PYTHONPATH": str(client), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"})
+                self.assertEqual(ran.returncode, 0, f"{text}\n{ran.stderr}")
+                drawn = {path.read_bytes() for path in folder.iterdir()
+                         if path.is_file() and path.stem not in files}
+                self.assertEqual(drawn, set(expected), text)
+        body = {name: re.search(r"(?:printf %s|-d) (.*?) \\\n", copied[name])[1] for name in ("curl", "grpcurl")}
+        self.assertEqual(body["curl"], body["grpcurl"])
+
+    @unittest.skipUnless(shutil.which("curl") and shutil.which("jq"), "needs curl and jq")
+    def test_what_is_copied_draws_the_same(self):
+        b = self.browser
+        b.draw(labels=[3, 7], count=2, steps=10, seed=9)
+        b.wait_for_state("done")
+        copied = self.copies(".card")
+        self.assertIn("denoise generate -m digits -l 3,7 -n 2 --seed 9 --steps 10", copied["denoise"])
+        self.assertIn('labels=[3, 7], model="digits", count=2, seed=9, steps=10', copied["Python"])
+        self.run_copies(copied, b.pictures())
+        b.js("document.querySelectorAll('.card .tile')[1].click()")
+        self.run_copies(self.copies("#picture"), b.pictures()[1:])
+        b.click("Close", "#picture")
+        # A prompt that looks like a flag, and words that a shell would read; a part of another picture, as JPEG.
+        self.choose("words")
+        b.draw(prompt="a cat", count=1, steps=2, seed=1, size="own", width=32, height="")
+        b.wait_for_state("done")
+        self.run_copies(self.copies(".card"), b.pictures())
+        start = noise(260)
+        self.assertGreater(len(start), 200_000)  # in base64 twice what Linux allows in one argument
+        self.drop(start)
+        self.paint_mask()
+        b.draw(prompt="--it's \"a\" $dog \"@BASE64\"", negative="-x", count=1, steps=2, seed=str(2**64 - 1),
+               sampler="SAMPLER_DDIM", **{"output.format": "IMAGE_FORMAT_JPEG"})
+        b.wait_for_state("done")
+        mask = base64.b64decode(b.js("return document.querySelector('.card').job.params.mask.encoded"))
+        self.run_copies(self.copies(".card"), b.pictures(), start=start, mask=mask)
+
+    def test_operators_see_devices_and_change_models(self):
+        b = self.browser
+        b.draw(count=2, steps=1000)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        b.js("document.getElementById('tab-operate').click()")
+        b.wait("/Busy: [1-9]/.test(document.querySelector('.spark')?.getAttribute('aria-label'))")
+        self.assertIn("serving", b.js("return document.querySelector('.box.server').textContent"))
+        self.assertIn("running", b.js("return document.querySelector('.box.jobs').textContent"))
+        b.click("Cancel", ".box.jobs")
+        b.wait("document.querySelector('.box.jobs').textContent.includes('cancelled')")
+        b.click("Reload", ".box.models")
+        b.click("Reload", "#confirm")
+        b.wait("document.querySelector('.box.models').textContent.includes('digits@2')")
+        b.wait("!document.querySelector('.box.models').textContent.includes('digits@1')")
+        self.assertEqual(b.problems(), [])
+
+    def test_keyboard_and_names(self):
+        b = self.browser
+        nameless = b.js("""
+            for (const each of document.querySelectorAll("details")) each.open = true;
+            return [...document.querySelectorAll("#form input, #form select, #form textarea, button")].filter((each) =>
+              !each.labels?.length && !each.getAttribute("aria-label") && !each.textContent.trim())
+              .map((each) => each.outerHTML);""")
+        self.assertEqual(nameless, [])
+        b.js("""const tab = document.getElementById("tab-draw"); tab.focus();
+            tab.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}));""")
+        self.assertFalse(b.js("return document.getElementById('operate').hidden"))
+        self.assertEqual(b.js("return document.activeElement.id"), "tab-operate")
+
+    def test_a_small_screen_scrolls_in_one_direction(self):
+        small = browser.Browser(width=360, height=640)
+        self.addCleanup(small.close)
+        small.open(f"http://127.0.0.1:{self.port}/")
+        small.draw(count=4, steps=5)
+        small.wait_for_state("done")
+        for tab in ("draw", "operate"):
+            small.js("document.getElementById('tab-' + arguments[0]).click()", tab)
+            time.sleep(0.3)
+            self.assertLessEqual(small.js("return document.documentElement.scrollWidth"), 360)
+
+    def run_job(self, *replies):
+        """A job whose requests get these replies, each {"status", "headers", "body"}, and then the last one again.
+        The page's clock does not wait; the 201st request is refused, so that every job ends.
+        Returns {"state", "methods": of the requests, "pauses": seconds before each retry}."""
+        return self.browser.driver.execute_async_script("""
+            const [replies, done] = arguments, {fetch, setTimeout} = window, methods = [], pauses = [];
+            window.fetch = async (path, options) => {
+              if (!/generate|jobs/.test(path)) return fetch(path, options);
+              const {body, ...rest} = replies[Math.min(methods.length, replies.length - 1)];
+              methods.push(options.method);
+              return methods.length > 200 ? new Response("", {status: 400}) : new Response(body, rest);
+            };
+            window.setTimeout = (wake, milliseconds) => {
+              if (milliseconds >= 45000) return setTimeout(wake, milliseconds);  // a stream that is silent
+              pauses.push(milliseconds / 1000);
+              return setTimeout(wake, 0);
+            };
+            import("/job.js").then(async ({Job}) => {
+              const job = new Job({model: "digits", seed: "1"}, {onchange: () => {}, onsignin: async () => false});
+              await job.run();
+              Object.assign(window, {fetch, setTimeout});
+              done({state: job.state, methods, pauses});
+            });""", list(replies))
+
+    def test_only_what_may_pass_is_tried_again(self):
+        begun = event("queued", position=0) + event("started")
+        done = {"body": begun + event("completed", params={}, timing={})}
+
+        def refused(http, status, retry=None, **headers):
+            return {"status": http, "headers": headers, "body": json.dumps({"error": error(status, retry)})}
+
+        def ended(status, retry=None, evaluations=1):
+            return {"body": begun + event("progress", evaluations_done=evaluations) +
+                            event("error", **error(status, retry))}
+
+        for name, replies, state, requests in (
+                ("a job that does not fit", [ended("RESOURCE_EXHAUSTED")], "failed", 1),
+                ("a request that is too large", [refused(429, "RESOURCE_EXHAUSTED")], "failed", 1),
+                ("a full queue", [refused(429, "RESOURCE_EXHAUSTED", "2.5s", **{"Retry-After": "3"}),
+                                  ended("RESOURCE_EXHAUSTED", "1s"), done], "done", 3),
+                ("a model that loads", [refused(503, "FAILED_PRECONDITION", **{"Retry-After": "1"}), done], "done", 2),
+                ("each server loses the job", [ended("UNAVAILABLE")], "failed", 90),
+                ("each comes further", [*(ended("UNAVAILABLE", None, n) for n in range(1, 101)), done], "done", 101)):
+            with self.subTest(name):
+                ran = self.run_job(*replies)
+                self.assertEqual((ran["state"], ran["methods"]), (state, ["POST"] * requests))
+                if name == "a full queue":
+                    self.assertGreaterEqual(ran["pauses"][0], 2.5)
+                    self.assertLess(ran["pauses"][0], 3)
+                    self.assertGreaterEqual(ran["pauses"][1], 1)
+        ran = self.run_job({"body": begun}, done)
+        self.assertEqual((ran["state"], ran["methods"]), ("done", ["POST", "GET"]))
+
+    def test_a_broken_connection_goes_on(self):
+        proxy = Proxy(f"127.0.0.1:{self.port}")
+        self.addCleanup(proxy.close)
+        b = self.browser
+        b.open(f"http://{proxy.address}/")
+        b.draw(labels=[2], count=1, steps=200, seed=77)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        proxy.cut()
+        b.wait_for_state("done")
+        self.assertEqual(b.js("return document.querySelector('.card').dataset.restarts"), "0")
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 2}], count=1, steps=200, seed=77))
+
+    def test_a_server_that_restarts_draws_the_same(self):
+        port = free_port()
+        first = serve(port)
+        self.addCleanup(first.__exit__)
+        b = self.browser
+        b.open(f"http://127.0.0.1:{port}/")
+        b.draw(labels=[4], count=1, steps=200, seed=78)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait()
+        b.wait_for_state("waiting")
+        second = serve(port)
+        self.addCleanup(second.__exit__)
+        b.wait_for_state("done")
+        self.assertEqual(b.js("return document.querySelector('.card').dataset.restarts"), "1")
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 4}], count=1, steps=200, seed=78))
+
+    def test_a_drain_finishes_what_runs_and_refuses_the_rest(self):
+        port = free_port()
+        first = serve(port, "--lame-duck-seconds", "0", "--grace-seconds", "600")
+        self.addCleanup(first.__exit__)
+        b = self.browser
+        b.open(f"http://127.0.0.1:{port}/")
+        b.draw(labels=[5], count=1, steps=300, seed=79)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        b.js("window.running = document.querySelector('.card')")
+        first.process.send_signal(signal.SIGTERM)
+        first.wait_for("draining")
+        b.draw(labels=[6], count=1, steps=10, seed=80)
+        b.wait_for_state("waiting")
+        status = b.js("return document.querySelector('.card .status').textContent")
+        self.assertIn("shutting down", status)
+        self.assertIn("Trying again", status)
+        self.assertEqual(b.js("return window.running.dataset.state"), "running")
+        b.js("document.getElementById('tab-operate').click()")
+        b.wait("/draining.*must be over in/s.test(document.querySelector('.box.server').textContent)")
+        b.wait("document.getElementById('notice').textContent.includes('refuses new requests')")
+        b.js("document.getElementById('tab-draw').click()")
+        # The picture that was running arrives from the old server, which then ends in order.
+        b.wait("window.running.dataset.state === 'done'", seconds=300)
+        self.assertEqual(b.js("return window.running.dataset.restarts"), "0")
+        self.assertEqual(first.process.wait(30), 0)
+        self.assertEqual(b.state(), "waiting")
+        b.wait("document.getElementById('state').textContent === 'not connected'")
+        second = serve(port)
+        self.addCleanup(second.__exit__)
+        b.wait_for_state("done")
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 6}], count=1, steps=10, seed=80))
+        b.js("document.getElementById('feed').append(document.querySelector('.card'))")
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 5}], count=1, steps=300, seed=79))
+        b.wait("document.getElementById('notice').hidden && !document.getElementById('state').textContent")
+
+
+class TokenTest(unittest.TestCase):
+    def test_without_a_token_nothing_is_drawn(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        clients = pathlib.Path(folder.name) / "clients.json"
+        clients.write_text(json.dumps({
+            "studio": {"token_sha256": [hashlib.sha256(b"open-sesame").hexdigest()]}}))
+        port = free_port()
+        server = serve(port, "--clients", str(clients), "--allow-plaintext-tokens")
+        self.addCleanup(server.__exit__)
+        b = browser.Browser()
+        self.addCleanup(b.close)
+        b.open(f"http://127.0.0.1:{port}/")
+        b.wait("document.getElementById('token-dialog').open")
+
+        def enter(token):
+            b.js("document.getElementById('token-field').value = arguments[0];"
+                 "document.getElementById('token-save').click()", token)
+
+        enter("guess")
+        b.wait("document.getElementById('token-dialog').open && "
+               "document.getElementById('token-why').textContent.includes('does not know')")
+        self.assertIsNone(b.js("return document.getElementById('form').elements.count || null"))
+        enter("open-sesame")
+        b.wait("document.getElementById('token').textContent === 'studio'")
+        b.draw(count=1, steps=5)
+        b.wait_for_state("done")
+        # It is in this tab's storage alone: in no address and in nothing that outlives the tab.
+        self.assertNotIn("sesame", b.driver.current_url + b.js("return JSON.stringify({...localStorage})"))
+        self.assertNotIn("sesame", str(b.js(
+            "return performance.getEntriesByType('resource').map((each) => each.name)")))
+        b.open(f"http://127.0.0.1:{port}/")
+        self.assertFalse(b.js("return document.getElementById('token-dialog').open"))
+
+
+if __name__ == "__main__":
+    sys.exit(unittest.main())
