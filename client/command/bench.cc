@@ -9,6 +9,7 @@
 
 #include "command/bench_report.h"
 #include "command/call_options.h"
+#include "command/completion.h"
 #include "command/files.h"
 #include "command/generate_request.h"
 #include "command/live_view.h"
@@ -115,6 +116,7 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
       command
           .add_option("--trace", flags.trace,
                       "Send the requests in this file at its times: JSON Lines, see below")
+          ->type_name(kFile)
           ->group(kWhen);
   auto* concurrency =
       command
@@ -178,6 +180,7 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
 
   constexpr char kResults[] = "Results";
   command.add_option("--json", flags.json, "Write the results to this file as JSON; - is stdout")
+      ->type_name(kFile)
       ->group(kResults);
   command
       .add_option(
@@ -189,6 +192,7 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
   command
       .add_option("--save-trace", flags.save_trace,
                   "Write the requests and their times to this file, for --trace")
+      ->type_name(kFile)
       ->group(kResults);
 
   command.footer(R"(Keys of --mix:

@@ -6,6 +6,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
+#include "command/completion.h"
 
 namespace denoised::command {
 namespace {
@@ -43,15 +44,23 @@ void AddConnectionFlags(CLI::App& app, ConnectionFlags& flags) {
                  "dns:///name:port for all addresses of a name, or a list ip:port,ip:port")
       ->envname("DENOISE_SERVER")
       ->capture_default_str();
+  app.add_option("--context", flags.context,
+                 "Take the options of the connection from this context; see denoise context. "
+                 "Default: the current context, unless --server is given. '' takes none")
+      ->type_name(kContext)
+      ->envname("DENOISE_CONTEXT");
   app.add_flag("--tls", flags.tls,
                "Encrypt the connection. Any of the --tls options below turns it on")
       ->envname("DENOISE_TLS");
   app.add_option("--tls-ca", flags.files.ca_file,
                  "Trust the certificate authorities in this PEM file. Default: those of the system")
+      ->type_name(kFile)
       ->envname("DENOISE_TLS_CA");
   app.add_option("--tls-cert", flags.files.cert_file, "Client certificate for mutual TLS, PEM file")
+      ->type_name(kFile)
       ->envname("DENOISE_TLS_CERT");
   app.add_option("--tls-key", flags.files.key_file, "Private key of --tls-cert, PEM file")
+      ->type_name(kFile)
       ->envname("DENOISE_TLS_KEY");
   app.add_option(
          "--tls-server-name", flags.files.server_name,
@@ -61,6 +70,7 @@ void AddConnectionFlags(CLI::App& app, ConnectionFlags& flags) {
   app.add_option(
          "--token-file", flags.token_file,
          "Send the bearer token in this file with every call. Needs TLS or --allow-plaintext-token")
+      ->type_name(kFile)
       ->envname("DENOISE_TOKEN_FILE");
   app.add_flag("--allow-plaintext-token", flags.allow_plaintext_token,
                "Send the token without TLS too. Only where something else encrypts the connection, "

@@ -13,6 +13,7 @@ namespace denoised::command {
 /// Which server to call, how to show it who calls, and what to send with every call.
 struct ConnectionFlags {
   std::string server = "127.0.0.1:50051";
+  std::string context;  // empty: the current one, or none
   bool tls = false;
   client::TlsOptions files;
   std::string token_file;

@@ -107,9 +107,13 @@ class Saver {
 
   void TellCompleted() {
     const client::EffectiveParams& params = drawing_.params();
-    for (const client::Prompt& prompt : params.prompts) {
-      if (prompt.cut_off.empty()) continue;
-      fmt::print(stderr, "The model does not read the end of the prompt: \"{}\"\n", prompt.cut_off);
+    for (const client::TextRead& read : params.texts) {
+      for (const auto& [name, cut_off] :
+           {std::pair{"the prompt", &read.cut_off}, std::pair{"--negative", &read.negative_cut_off},
+            std::pair{"--prompt-2", &read.text_2_cut_off},
+            std::pair{"--negative-2", &read.negative_2_cut_off}})
+        if (!cut_off->empty())
+          fmt::print(stderr, "The model does not read the end of {}: \"{}\"\n", name, *cut_off);
     }
     const client::Timing& timing = drawing_.completed()->timing;
     if (flags_.json) {

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cstdint>
 
+#include "command/completion.h"
 #include "denoised/generation.h"
 
 namespace denoised::command {
@@ -36,8 +37,11 @@ CLI::Validator Seed() {
 void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   constexpr char kWhat[] = "What to generate";
   command
-      .add_option("-m,--model", flags.model,
-                  "Model: name, name@version or alias. Default: the only one of the server")
+      .add_option(
+          "-m,--model", flags.model,
+          "Model: name, name@version or alias. Default: the only one of the server that takes "
+          "the prompt or the labels")
+      ->type_name(kModel)
       ->group(kWhat);
   command
       .add_option("PROMPT", flags.prompts,
@@ -58,7 +62,8 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option(
           "--class-vectors", flags.class_vectors,
-          "Class condition as numbers, for models that take numbers (see denoise models NAME)")
+          "Class condition as numbers, for models that take numbers (see denoise models NAME): as "
+          "many as it takes for all images, or that many for each")
       ->delimiter(',')
       ->group(kWhat);
   command
@@ -83,17 +88,25 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option("--init-image", flags.init_image,
                   "Start from this picture (PNG, JPEG, WebP or .npy) instead of noise")
+      ->type_name(kFile)
       ->group(kWhat);
   command
       .add_option("--strength", flags.strength,
                   "How much of --init-image to change: above 0, up to 1 (keeps nothing of it). "
-                  "Default: 0.8")
+                  "Default: the model's, mostly 0.8, and 1 with --mask")
+      ->group(kWhat);
+  command
+      .add_option("--mask", flags.mask,
+                  "Draw only a part of --init-image anew: a picture of the same size, white where "
+                  "to draw (PNG, JPEG, WebP or .npy)")
+      ->type_name(kFile)
       ->group(kWhat);
   command
       .add_option(
           "--noise", flags.noise,
           "Start from this noise: a file of float32 [count, height, width, channels] with unit "
           "variance, .npy or raw")
+      ->type_name(kFile)
       ->group(kWhat);
 
   command
@@ -121,6 +134,27 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       ->group(kHow);
   command
       .add_option(
+          "--image-guidance", flags.image_guidance,
+          "How closely the images follow --init-image, for models that edit pictures; above "
+          "1 a step costs three times as much as without guidance, at 1 twice")
+      ->group(kHow);
+  command
+      .add_option("--guidance-rescale", flags.guidance_rescale,
+                  "Bring the contrast that guidance adds back to that without it, from 0 (not at "
+                  "all) to 1. Default: 0")
+      ->group(kHow);
+  command
+      .add_option("--guidance-start", flags.guidance_start,
+                  "The part of the steps, from 0 to 1, before which there is no guidance, and none "
+                  "of its cost. Default: 0")
+      ->group(kHow);
+  command
+      .add_option(
+          "--guidance-stop", flags.guidance_stop,
+          "The part of the steps, from 0 to 1, after which there is no guidance. Default: 1")
+      ->group(kHow);
+  command
+      .add_option(
           "--eta", flags.eta,
           "Noise added by ddim and tcd, from 0 (none) to 1. Default: 0 for ddim, 0.3 for tcd")
       ->group(kHow);
@@ -145,6 +179,11 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
                   "Layers left out at the end of the text encoder. Default: 0")
       ->group(kHow);
   command
+      .add_option("--max-chunks", flags.max_chunks,
+                  "Read so many chunks (75 tokens for CLIP) of each prompt; 1 reads as much as "
+                  "diffusers. Default: all that the server allows")
+      ->group(kHow);
+  command
       .add_option("--order", flags.order,
                   "Order of deis, uni_pc and the samplers named dpm_solver: 1, 2 or 3")
       ->group(kHow);
@@ -154,6 +193,7 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       .add_option("-o,--out", flags.out,
                   "Output file; {index}, {seed}, {label} and {model} are replaced; - is stdout. "
                   "Default: denoised.png, or denoised-{index}.png for several images")
+      ->type_name(kFile)
       ->group(kOutput);
   command
       .add_option(
@@ -182,7 +222,15 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       ->capture_default_str()
       ->group(kOutput);
   command
+      .add_option(
+          "--preview-decoder", flags.preview_decoder,
+          "What makes previews of latents: \"linear\", a colour for each latent pixel, or "
+          "\"tiny\", the small autoencoder of models that have one. Default: tiny if there is one")
+      ->check(CLI::IsMember({"linear", "tiny"}))
+      ->group(kOutput);
+  command
       .add_option("-a,--animate", flags.animate, "Save the denoising as an animation, a .webp file")
+      ->type_name(kFile)
       ->group(kOutput);
   command
       .add_flag("--json", flags.json,

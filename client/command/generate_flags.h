@@ -18,7 +18,7 @@ struct GenerateFlags {
   bool timings = false;
   std::vector<std::string> prompts;
   std::optional<std::string> negative, prompt_2, negative_2;
-  std::optional<int> clip_skip;
+  std::optional<int> clip_skip, max_chunks;
   std::vector<std::string> labels;  // indices or names
   std::vector<float> class_vectors;
   std::optional<int> count;
@@ -26,13 +26,13 @@ struct GenerateFlags {
   std::optional<int> steps;
   std::string sampler;
   std::string schedule;
-  std::optional<double> guidance;
+  std::optional<double> guidance, image_guidance, guidance_rescale, guidance_start, guidance_stop;
   std::vector<uint64_t> seeds;  // one: the first image's; more: one for each
   std::optional<double> eta;
   std::optional<double> churn, churn_min, churn_max, churn_noise;
   std::optional<int> order;
   std::string size;  // "64" or "64x48"
-  std::string init_image;
+  std::string init_image, mask;
   std::optional<double> strength;
   std::string noise;
   std::string format = "png";
@@ -41,6 +41,7 @@ struct GenerateFlags {
   bool previews = false;
   std::optional<int> preview_every;
   std::string preview_kind = "predicted_x0";
+  std::string preview_decoder;  // empty: the model's default
   std::string animate;
   bool json = false;
   std::optional<double> timeout_seconds;

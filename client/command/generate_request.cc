@@ -32,18 +32,15 @@ absl::Status WithFlag(const std::string& flag, const absl::Status& status) {
   return absl::Status(status.code(), fmt::format("{}: {}", flag, std::string(status.message())));
 }
 
-absl::StatusOr<client::InitImage> ReadInitImage(const GenerateFlags& flags) {
-  auto file = ReadFile(flags.init_image);
-  if (!file.ok()) return WithFlag("--init-image", file.status());
-  client::InitImage init = {.source = {}, .strength = flags.strength};
-  if (!HasExtension(flags.init_image, ".npy")) {
-    init.source = *std::move(file);
-    return init;
-  }
+/// A picture as a file, or an array.
+absl::StatusOr<std::variant<std::string, client::Tensor>> ReadPicture(const std::string& flag,
+                                                                      const std::string& path) {
+  auto file = ReadFile(path);
+  if (!file.ok()) return WithFlag(flag, file.status());
+  if (!HasExtension(path, ".npy")) return *std::move(file);
   auto tensor = ReadNpy(*file);
-  if (!tensor.ok()) return WithFlag("--init-image " + flags.init_image, tensor.status());
-  init.source = *std::move(tensor);
-  return init;
+  if (!tensor.ok()) return WithFlag(flag + " " + path, tensor.status());
+  return *std::move(tensor);
 }
 
 /// Raw noise has the shape of the request, which needs the model's size and channels.
@@ -75,12 +72,11 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
 }
 
 absl::Status CheckTogether(const GenerateFlags& flags) {
-  if (flags.prompts.empty() &&
-      (flags.negative || flags.prompt_2 || flags.negative_2 || flags.clip_skip)) {
+  if (flags.prompts.empty() && (flags.negative || flags.prompt_2 || flags.negative_2 ||
+                                flags.clip_skip || flags.max_chunks)) {
     return absl::InvalidArgumentError(
-        "--negative, --prompt-2, --negative-2 and --clip-skip are for a PROMPT; give one, \"\" if "
-        "it "
-        "is to be empty");
+        "--negative, --prompt-2, --negative-2, --clip-skip and --max-chunks are for a PROMPT; give "
+        "one, \"\" if it is to be empty");
   }
   if (!flags.grid.empty() && flags.format != "png") {
     return absl::InvalidArgumentError("--grid makes one PNG; leave --format out");
@@ -91,6 +87,9 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
   }
   if (flags.strength && flags.init_image.empty()) {
     return absl::InvalidArgumentError("--strength is for --init-image FILE; give both");
+  }
+  if (!flags.mask.empty() && flags.init_image.empty()) {
+    return absl::InvalidArgumentError("--mask is for --init-image FILE; give both");
   }
   if (flags.detach && (!flags.grid.empty() || !flags.animate.empty() || flags.previews)) {
     return absl::InvalidArgumentError(
@@ -167,16 +166,19 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
     generation.seeds = flags.seeds;
   }
   generation.count = flags.count;
-  generation.class_vectors = flags.class_vectors;
   for (const std::string& prompt : flags.prompts) {
     generation.prompts.push_back({.text = prompt,
                                   .negative = flags.negative,
                                   .text_2 = flags.prompt_2,
-                                  .negative_2 = flags.negative_2,
-                                  .cut_off = {}});
+                                  .negative_2 = flags.negative_2});
   }
   generation.clip_skip = flags.clip_skip;
+  generation.max_chunks = flags.max_chunks;
   generation.guidance_scale = flags.guidance;
+  generation.image_guidance_scale = flags.image_guidance;
+  generation.guidance_rescale = flags.guidance_rescale;
+  generation.guidance_start = flags.guidance_start;
+  generation.guidance_stop = flags.guidance_stop;
   generation.steps = flags.steps;
   generation.sampler = client::SamplerFromName(flags.sampler);
   generation.noise_schedule = client::NoiseScheduleFromName(flags.schedule);
@@ -229,7 +231,7 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
                                  [](const std::string& word) { return !ParseInt(word); });
   const bool raw_noise = !flags.noise.empty() && !HasExtension(flags.noise, ".npy");
   client::Model model;
-  if (named || raw_noise) {
+  if (named || raw_noise || !flags.class_vectors.empty()) {
     auto found = client.GetModel(flags.model, options);
     if (!found.ok()) return found.status();
     model = *std::move(found);
@@ -239,15 +241,28 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
     if (!labels.ok()) return labels.status();
     generation.class_labels = *std::move(labels);
   }
+  // One for all images, or one for each.
+  const size_t numbers = flags.class_vectors.size();
+  const auto size = static_cast<size_t>(std::max(0, model.limits.class_vector_size));
+  for (size_t begin = 0; begin<numbers; begin += size> 0 ? size : numbers) {
+    const auto first = flags.class_vectors.begin() + static_cast<ptrdiff_t>(begin);
+    const size_t count = size > 0 ? std::min(size, numbers - begin) : numbers;
+    generation.class_vectors.emplace_back(first, first + static_cast<ptrdiff_t>(count));
+  }
   if (!flags.noise.empty()) {
     auto noise = ReadNoise(flags.noise, generation, model);
     if (!noise.ok()) return noise.status();
     generation.initial_noise = *std::move(noise);
   }
   if (!flags.init_image.empty()) {
-    auto init = ReadInitImage(flags);
-    if (!init.ok()) return init.status();
-    generation.init_image = *std::move(init);
+    auto picture = ReadPicture("--init-image", flags.init_image);
+    if (!picture.ok()) return picture.status();
+    generation.init_image = {.source = *std::move(picture), .strength = flags.strength};
+  }
+  if (!flags.mask.empty()) {
+    auto picture = ReadPicture("--mask", flags.mask);
+    if (!picture.ok()) return picture.status();
+    generation.mask = {.source = *std::move(picture)};
   }
   if (live || !flags.animate.empty()) {
     // Raw pixels need no decoding, and at the size of a terminal they are small.
@@ -256,7 +271,11 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
                                    : client::PreviewKind::kPredictedX0,
                        .every_evaluations = flags.preview_every,
                        .max_edge = flags.animate.empty() ? 128 : 512,
-                       .format = ImageFormat::kRawUint8};
+                       .format = ImageFormat::kRawUint8,
+                       .decoder = {}};
+    if (!flags.preview_decoder.empty())
+      request.preview->decoder = flags.preview_decoder == "tiny" ? client::PreviewDecoder::kTiny
+                                                                 : client::PreviewDecoder::kLinear;
   }
   return request;
 }

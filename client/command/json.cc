@@ -35,23 +35,37 @@ nlohmann::json ToJson(const client::EffectiveParams& params) {
                          {"width", params.width},
                          {"height", params.height},
                          {"strength", params.strength},
+                         {"masked", params.masked},
                          {"eta", params.eta},
                          {"s_churn", params.s_churn},
-                         {"class_values", params.class_values}};
+                         {"class_vectors", params.class_vectors}};
+  if (params.image_guidance_scale) json["image_guidance_scale"] = *params.image_guidance_scale;
+  if (params.guidance_rescale) json["guidance_rescale"] = *params.guidance_rescale;
+  if (params.guidance_start) json["guidance_start"] = *params.guidance_start;
+  if (params.guidance_stop) json["guidance_stop"] = *params.guidance_stop;
   if (params.s_tmin) json["s_tmin"] = *params.s_tmin;
   // JSON has no infinity; left out, it says the same: there is no upper bound.
   if (params.s_tmax && std::isfinite(*params.s_tmax)) json["s_tmax"] = *params.s_tmax;
   if (params.s_noise) json["s_noise"] = *params.s_noise;
   if (params.solver_order) json["solver_order"] = *params.solver_order;
   if (!params.seeds.empty()) json["seeds"] = params.seeds;
-  for (const client::Prompt& prompt : params.prompts) {
+  for (size_t i = 0; i < params.prompts.size(); ++i) {
+    const client::Prompt& prompt = params.prompts[i];
     nlohmann::json& text = json["prompts"].emplace_back();
     text["text"] = prompt.text;
     if (prompt.negative) text["negative"] = *prompt.negative;
     if (prompt.text_2) text["text_2"] = *prompt.text_2;
     if (prompt.negative_2) text["negative_2"] = *prompt.negative_2;
-    if (!prompt.cut_off.empty()) text["cut_off"] = prompt.cut_off;
+    if (i >= params.texts.size()) continue;
+    const client::TextRead& read = params.texts[i];
+    text["tokens"] = read.tokens;
+    for (const auto& [name, cut_off] : {std::pair{"cut_off", &read.cut_off},
+                                        std::pair{"negative_cut_off", &read.negative_cut_off},
+                                        std::pair{"text_2_cut_off", &read.text_2_cut_off},
+                                        std::pair{"negative_2_cut_off", &read.negative_2_cut_off}})
+      if (!cut_off->empty()) text[name] = *cut_off;
   }
+  if (params.max_chunks > 0) json["max_chunks"] = params.max_chunks;
   return json;
 }
 
@@ -79,13 +93,29 @@ nlohmann::json ToJson(const client::Model& model) {
           {"architecture", model.architecture},
           {"pipeline", model.pipeline},
           {"parameters", model.parameters},
-          {"condition", NameOf(model.condition)},
+          {"capabilities",
+           {{"text", model.capabilities.text},
+            {"second_text", model.capabilities.second_text},
+            {"class_label", model.capabilities.class_label},
+            {"class_vector", model.capabilities.class_vector},
+            {"size_conditions", model.capabilities.size_conditions},
+            {"guidance", model.capabilities.guidance},
+            {"guidance_rescale", model.capabilities.guidance_rescale},
+            {"image_guidance", model.capabilities.image_guidance},
+            {"init_image", model.capabilities.init_image},
+            {"init_image_required", model.capabilities.init_image_required},
+            {"strength", model.capabilities.strength},
+            {"mask", model.capabilities.mask},
+            {"mask_required", model.capabilities.mask_required}}},
+          {"precision", model.precision},
           {"labels", model.labels},
           {"defaults",
            {{"sampler", NameOf(model.defaults.sampler)},
             {"noise_schedule", NameOf(model.defaults.noise_schedule)},
             {"steps", model.defaults.steps},
             {"guidance_scale", model.defaults.guidance_scale},
+            {"image_guidance_scale", model.defaults.image_guidance_scale},
+            {"strength", model.defaults.strength},
             {"width", model.defaults.width},
             {"height", model.defaults.height}}},
           {"limits",
@@ -93,16 +123,18 @@ nlohmann::json ToJson(const client::Model& model) {
             {"max_count", model.limits.max_count},
             {"num_classes", model.limits.num_classes},
             {"class_vector_size", model.limits.class_vector_size},
-            {"guidance", model.limits.guidance},
             {"size_multiple", model.limits.size_multiple},
             {"channels", model.limits.channels},
             {"max_request_bytes", model.limits.max_request_bytes},
             {"latent_factor", model.limits.latent_factor},
             {"latent_channels", model.limits.latent_channels},
             {"max_clip_skip", model.limits.max_clip_skip},
-            {"two_texts", model.limits.two_texts}}},
+            {"max_chunks", model.limits.max_chunks},
+            {"chunk_tokens", model.limits.chunk_tokens}}},
           {"samplers", NamesOf(model.samplers)},
           {"noise_schedules", NamesOf(model.noise_schedules)},
+          {"stages", NamesOf(model.stages)},
+          {"preview_decoders", NamesOf(model.preview_decoders)},
           {"memory_bytes", model.memory_bytes},
           {"device", model.device}};
 }
@@ -152,6 +184,8 @@ nlohmann::json ToJson(const std::vector<client::TimelineEntry>& timeline) {
                            {"seconds", entry.seconds}};
     if (entry.evaluations) item["evaluations"] = *entry.evaluations;
     if (entry.image_index) item["image_index"] = *entry.image_index;
+    if (entry.stage != client::Stage::kUnknown) item["stage"] = client::Name(entry.stage);
+    if (entry.device_seconds) item["device_seconds"] = *entry.device_seconds;
     json.push_back(std::move(item));
   }
   return json;

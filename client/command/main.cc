@@ -2,18 +2,25 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "command/bench.h"
+#include "command/call_options.h"
+#include "command/completion.h"
 #include "command/connection_flags.h"
+#include "command/contexts.h"
 #include "command/generate.h"
 #include "command/health.h"
 #include "command/interrupt.h"
 #include "command/jobs.h"
+#include "command/man_page.h"
 #include "command/models.h"
+#include "command/page.h"
 #include "command/server_info.h"
 
 using namespace denoised;  // NOLINT: the program itself
@@ -31,11 +38,49 @@ constexpr char kFooter[] = R"(Examples:
   id=$(denoise generate -n 64 --detach)     start a job that runs without a connection
   denoise jobs watch $id -o "{index}.png"   follow that job and save its images
   denoise bench -c 16                       measure images per second with 16 requests at a time
+  denoise open                              open the page of the server in a browser
+  denoise context add studio --server studio:50051
+                                            give a server a name
   denoise --server dns:///replicas:50051 generate
                                             use any of several servers, and another if it fails
 
 "denoise COMMAND --help" explains a command. The options above go with every command.
 )";
+
+/// Values that a server or the file of contexts knows; none if they cannot be had at once.
+std::vector<std::string> KnownValues(CLI::App& app, command::ConnectionFlags& flags,
+                                     const std::string& argument,
+                                     std::vector<std::string> connection) {
+  std::vector<std::string> values;
+  if (argument == command::kContext) {
+    const auto contexts = command::ReadContexts(command::ContextsPath());
+    if (!contexts.ok()) return {};
+    for (const auto& [name, context] : contexts->by_name) values.push_back(name);
+    return values;
+  }
+  connection.emplace_back("models");
+  std::reverse(connection.begin(), connection.end());  // CLI11 takes them so
+  std::string page;
+  try {
+    app.parse(connection);
+  } catch (const CLI::ParseError&) {
+    return {};
+  }
+  if (!command::ApplyContext(app, flags, page).ok()) return {};
+  client::ConnectionOptions options = command::ToOptions(flags);
+  options.retry.max_attempts = 1;
+  const auto connected = client::Connect(flags.server, options);
+  if (!connected.ok()) return {};
+  const auto models = client::Client(*connected)
+                          .ListModels(command::WithTimeout(command::ToCallOptions(flags, {}),
+                                                           std::chrono::seconds(1)));
+  if (!models.ok()) return {};
+  for (const client::Model& model : *models) {
+    // Versions of a model follow each other.
+    if (values.empty() || values.back() != model.name) values.push_back(model.name);
+  }
+  return values;
+}
 
 }  // namespace
 
@@ -53,7 +98,8 @@ int main(int argc, char** argv) {
 
   command::ModelsFlags models_flags;
   CLI::App* models = app.add_subcommand("models", "List the models, or describe one of them");
-  models->add_option("name", models_flags.name, "Describe this model. Default: list all");
+  models->add_option("name", models_flags.name, "Describe this model. Default: list all")
+      ->type_name(command::kModel);
   models->add_flag("--json", models_flags.json, "Print JSON");
   models->footer(R"(Examples:
   denoise models                            a table of all models
@@ -76,7 +122,9 @@ int main(int argc, char** argv) {
   denoise generate -m digits@2              try the new version
   denoise models alias digits digits@2      then make it the current one)");
   CLI::App* unload = models->add_subcommand("unload", "Unload a model or one version (admins)");
-  unload->add_option("name", change.unload, "name for all versions, or name@version")->required();
+  unload->add_option("name", change.unload, "name for all versions, or name@version")
+      ->required()
+      ->type_name(command::kModel);
   unload->footer(R"(Waits until the requests of the model have finished.
 
 Example:
@@ -86,8 +134,10 @@ Example:
       ->add_option("alias", change.alias,
                    "The new name, or the name of a model to set its current version")
       ->required();
-  CLI::Option* target = alias->add_option("target", change.target,
-                                          "The model that it stands for: name or name@version");
+  CLI::Option* target = alias
+                            ->add_option("target", change.target,
+                                         "The model that it stands for: name or name@version")
+                            ->type_name(command::kModel);
   alias->add_flag("--delete", change.delete_alias, "Delete the alias")->excludes(target);
   alias->footer(R"(Examples:
   denoise models alias best digits@2        requests for "best" use version 2 of digits
@@ -134,7 +184,8 @@ Example:
   watch_job->add_option(
       "--after", jobs_flags.after_sequence,
       "Skip the events up to this number (last_sequence of jobs get --json). Default: 0");
-  watch_job->add_option("-o,--out", jobs_flags.out, "Output file; see denoise generate --help");
+  watch_job->add_option("-o,--out", jobs_flags.out, "Output file; see denoise generate --help")
+      ->type_name(command::kFile);
 
   CLI::App* server = app.add_subcommand("server", "Show information about the server");
   server->require_subcommand(1);
@@ -160,13 +211,110 @@ Example:
   command::BenchFlags bench_flags;
   CLI::App* bench = app.add_subcommand("bench", "Load-test the server");
   command::AddBenchFlags(*bench, bench_flags);
+
+  command::ContextFlags context_flags;
+  CLI::App* context = app.add_subcommand("context", "Give servers names");
+  context->require_subcommand(1);
+  context->footer(
+      R"(A context is a name for the options of a connection. The current one is used where the command line
+and the environment name no --server; --context names another one, and flags and variables win over it.
+
+Example:
+  denoise context add studio --server studio.example:50051 --tls --token-file studio.token
+  denoise context use studio)");
+  CLI::App* add_context =
+      context->add_subcommand("add", "Save the options of a connection under a name");
+  add_context->add_option("name", context_flags.name, "Name of the context")->required();
+  add_context->add_option(
+      "--page", context_flags.page,
+      "Address of the page in a browser, http:// or https://; see denoise open");
+  add_context->add_flag("--replace", context_flags.replace, "Replace the context of this name");
+  add_context->footer(
+      R"(The first context becomes the current one. The file is $XDG_CONFIG_HOME/denoised/contexts.json,
+and only its owner may read it.
+
+Example:
+  denoise context add studio --server studio.example:50051 --tls --token-file studio.token)");
+  CLI::App* list_contexts = context->add_subcommand("list", "List the contexts");
+  list_contexts->add_flag("--json", context_flags.json, "Print JSON, without headers");
+  list_contexts->footer("The current one is marked with *.\n\nExample:\n  denoise context list");
+  CLI::App* use_context = context->add_subcommand("use", "Make a context the current one");
+  use_context->footer("Example:\n  denoise context use studio");
+  CLI::App* remove_context = context->add_subcommand("remove", "Remove a context");
+  remove_context->footer("Example:\n  denoise context remove studio");
+  for (CLI::App* subcommand : {use_context, remove_context}) {
+    subcommand->add_option("name", context_flags.name, "Name of the context")
+        ->required()
+        ->type_name(command::kContext);
+  }
+
+  std::string page;
+  CLI::App* open = app.add_subcommand("open", "Open the page of the server in a browser");
+  open->add_option(
+      "--page", page,
+      "Address of the page, http:// or https://. Default: that of the context, or else "
+      "port 8080 on the host of --server");
+  open->footer(R"(Prints the address. Without a display and $BROWSER it only prints it.
+
+Examples:
+  denoise open
+  denoise open --page https://studio.example/)");
+
+  std::string shell;
+  CLI::App* completion =
+      app.add_subcommand("completion", "Print a script that completes commands in a shell");
+  completion->add_option("shell", shell, "Shell")
+      ->required()
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+  completion->footer(
+      R"(The Debian package installs the scripts. The names of models come from the server, within a second.
+
+Examples:
+  denoise completion bash > ~/.local/share/bash-completion/completions/denoise
+  denoise completion zsh > "${fpath[1]}/_denoise"
+  denoise completion fish > ~/.config/fish/completions/denoise.fish)");
+
+  std::string man_folder;
+  CLI::App* man = app.add_subcommand("man", "Write the man pages into a folder");
+  man->group("");  // for packages
+  man->add_option("folder", man_folder, "Where to")->required();
   // Last: subcommands inherit the footer that is set when they are added.
   app.footer(std::string(kFooter) + kExitCodes);
 
+  // Before anything is parsed: the words are not flags of this call.
+  if (argc > 1 && std::string_view(argv[1]) == "complete-words") {
+    const command::Completion found = command::Complete(
+        app, {argv + 2, argv + argc},
+        [&](const std::string& argument, const std::vector<std::string>& connection) {
+          return KnownValues(app, connection_flags, argument, connection);
+        });
+    std::fputs(command::ToText(found).c_str(), stdout);
+    return command::kOk;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? command::kOk : command::kUsage;
+  }
+
+  if (completion->parsed()) {
+    std::fputs(command::CompletionScript(shell).c_str(), stdout);
+    return command::kOk;
+  }
+  if (man->parsed()) {
+    return command::Report(command::WriteManPages(app, DENOISED_VERSION, man_folder), false);
+  }
+  if (add_context->parsed()) return command::AddContext(context_flags, app, connection_flags);
+  if (list_contexts->parsed()) return command::ListContexts(context_flags);
+  if (use_context->parsed()) return command::UseContext(context_flags);
+  if (remove_context->parsed()) return command::RemoveContext(context_flags);
+  if (const absl::Status status = command::ApplyContext(app, connection_flags, page);
+      !status.ok()) {
+    return command::Report(status, generate_flags.json);
+  }
+  if (open->parsed()) {
+    return command::OpenPage(page, connection_flags.server,
+                             command::ToOptions(connection_flags).tls.has_value());
   }
 
   const command::Interrupt interrupt;

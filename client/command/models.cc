@@ -65,14 +65,32 @@ void PrintModel(const client::Model& model) {
   line("architecture",
        fmt::format("{}, {} weights", model.pipeline.empty() ? model.architecture : model.pipeline,
                    HumanCount(model.parameters)));
+  if (!model.precision.empty()) line("precision", model.precision);
   line("device", fmt::format("{}, {}", model.device, HumanBytes(model.memory_bytes)));
+  if (model.stages.size() > 1) line("stages", Joined(model.stages));
+  if (!model.preview_decoders.empty()) line("previews", Joined(model.preview_decoders));
   line("size", fmt::format("{}, multiples of {}", SizeOf(model), model.limits.size_multiple));
-  line("condition", std::string(client::Name(model.condition)));
+  const client::Model::Capabilities& can = model.capabilities;
+  line("condition", can.text           ? "text"
+                    : can.class_label  ? "label"
+                    : can.class_vector ? fmt::format("vector of {}", model.limits.class_vector_size)
+                                       : "none");
+  if (model.limits.max_chunks > 0)
+    line("prompts",
+         fmt::format("up to {} tokens, in {} chunks",
+                     model.limits.max_chunks * model.limits.chunk_tokens, model.limits.max_chunks));
   if (model.limits.num_classes > 0) line("classes", std::to_string(model.limits.num_classes));
   if (!model.labels.empty()) line("labels", fmt::format("{}", fmt::join(model.labels, ", ")));
-  line("guidance", model.limits.guidance
-                       ? fmt::format("yes, default {}", model.defaults.guidance_scale)
-                       : "no");
+  line("guidance",
+       can.guidance ? fmt::format("yes, default {}", model.defaults.guidance_scale) : "no");
+  std::vector<std::string> pictures;
+  const auto picture = [&](bool taken, bool required, const char* name) {
+    if (taken) pictures.push_back(required ? std::string(name) + " (required)" : name);
+  };
+  picture(can.init_image, can.init_image_required, "init image");
+  picture(can.mask, can.mask_required, "mask");
+  picture(can.image_guidance, false, "image guidance");
+  if (!pictures.empty()) line("pictures", fmt::format("{}", fmt::join(pictures, ", ")));
   line("sampler",
        fmt::format("{} (of {})", client::Name(model.defaults.sampler), Joined(model.samplers)));
   line("schedule", fmt::format("{} (of {})", client::Name(model.defaults.noise_schedule),

@@ -23,7 +23,8 @@ struct Pixels {
 Pixels Blank(int width, int height, int channels);
 
 /// Averages the pixels that fall together when it shrinks, repeats them when it grows. Width and
-/// height >= 1.
+/// height >= 1. Not a library's: stb_image_resize, the only one in the distribution, blurs where
+/// pixels are to be repeated, and the server's Resize makes floats smooth.
 Pixels Resized(const Pixels& image, int width, int height);
 
 /// A contact sheet: images in rows of `columns`, cells as large as the largest image, thin lines

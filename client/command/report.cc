@@ -16,13 +16,11 @@ struct Flag {
   std::string_view field, flag;
 };
 // Where the flag is not the name of the field with dashes; a field after its own fields.
-constexpr Flag kFlags[] = {{"class_labels.labels", "--labels"},
-                           {"text.prompts", "PROMPT"},
-                           {"text.clip_skip", "--clip-skip"},
+constexpr Flag kFlags[] = {{"text_options.clip_skip", "--clip-skip"},
+                           {"text_options.max_chunks", "--max-chunks"},
                            {"seeds", "--seed"},
-                           {"class_labels", "--labels"},
-                           {"class_vectors.values", "--class-vectors"},
                            {"guidance_scale", "--guidance"},
+                           {"image_guidance_scale", "--image-guidance"},
                            {"noise_schedule", "--schedule"},
                            {"s_churn", "--churn"},
                            {"s_tmin", "--churn-min"},
@@ -36,12 +34,24 @@ constexpr Flag kFlags[] = {{"class_labels.labels", "--labels"},
                            {"init_image.encoded", "--init-image"},
                            {"init_image.tensor", "--init-image"},
                            {"init_image.strength", "--strength"},
+                           {"mask.encoded", "--mask"},
+                           {"mask.tensor", "--mask"},
                            {"initial_noise", "--noise"},
                            {"preview.every_evaluations", "--preview-every"},
                            {"preview.kind", "--preview-kind"}};
-constexpr std::string_view kOwnNames[] = {"model",   "seed", "count",      "steps",
-                                          "sampler", "eta",  "request_id", "init_image"};
+constexpr std::string_view kOwnNames[] = {"model",          "seed",
+                                          "count",          "steps",
+                                          "sampler",        "eta",
+                                          "request_id",     "init_image",
+                                          "mask",           "guidance_rescale",
+                                          "guidance_start", "guidance_stop"};
 
+// Where an image's condition comes from.
+constexpr Flag kConditions[] = {{"text", "PROMPT"},          {"negative_text", "--negative"},
+                                {"text_2", "--prompt-2"},    {"negative_text_2", "--negative-2"},
+                                {"class_label", "--labels"}, {"class_vector", "--class-vectors"}};
+
+/// "params.conditions[2].class_label" -> "--labels[2]",
 /// "params.init_image.strength" -> "--strength", "params.initial_noise.shape" -> "--noise.shape"; a
 /// field without a flag stays as it is.
 std::string FlagOf(std::string field) {
@@ -51,6 +61,14 @@ std::string FlagOf(std::string field) {
     return field.rfind(name, 0) == 0 &&
            (field.size() == name.size() || field[name.size()] == '.' || field[name.size()] == '[');
   };
+  const size_t member = field.find("].");
+  if (begins_with("conditions") && member != std::string::npos) {
+    const std::string index =
+        field.substr(sizeof("conditions") - 1, member + 2 - sizeof("conditions"));
+    for (const Flag& flag : kConditions) {
+      if (field.substr(member + 2) == flag.field) return std::string(flag.flag) + index;
+    }
+  }
   for (const Flag& flag : kFlags) {
     if (begins_with(flag.field)) return std::string(flag.flag) + field.substr(flag.field.size());
   }

@@ -12,11 +12,11 @@
 
 namespace denoised::client {
 
-/// INVALID_ARGUMENT when both class_labels and class_vectors are given: the wire holds one.
+/// INVALID_ARGUMENT when more than one of class_labels, class_vectors and prompts is given.
 absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation);
 v1::PreviewOptions ToProto(const PreviewOptions& preview);
 
-EffectiveParams FromProto(const v1::EffectiveParams& params);
+EffectiveParams FromProto(const v1::GenerationParams& params, const v1::Run& run);
 /// Moves the bytes out of `image`.
 Image FromProto(v1::Image&& image);
 GenerationResult FromProto(v1::GenerateResponse&& response);

@@ -37,9 +37,10 @@ constexpr std::string_view kPriorities[] = {kUnknown, "interactive", "normal", "
 constexpr std::string_view kStates[] = {kUnknown, "loading", "available", "failed", "unloading"};
 constexpr std::string_view kJobStates[] = {kUnknown,    "queued", "running",
                                            "succeeded", "failed", "cancelled"};
-constexpr std::string_view kMilestones[] = {kUnknown,     "queued",  "admitted",
-                                            "evaluation", "decoded", "sent"};
-constexpr std::string_view kConditions[] = {kUnknown, "none", "label", "value", "vector", "text"};
+constexpr std::string_view kMilestones[] = {kUnknown,  "queued", "admitted", "evaluation",
+                                            "decoded", "sent",   "stage"};
+constexpr std::string_view kDecoders[] = {kUnknown, "linear", "tiny"};
+constexpr std::string_view kStages[] = {kUnknown, "condition", "encode", "denoise", "decode"};
 
 template <typename Enum, size_t N>
 std::string_view NameIn(const std::string_view (&names)[N], Enum value) {
@@ -67,9 +68,10 @@ std::string_view Name(Sampler sampler) { return NameIn(kSamplers, sampler); }
 std::string_view Name(NoiseSchedule schedule) { return NameIn(kSchedules, schedule); }
 std::string_view Name(Priority priority) { return NameIn(kPriorities, priority); }
 std::string_view Name(ModelState state) { return NameIn(kStates, state); }
-std::string_view Name(ClassCondition condition) { return NameIn(kConditions, condition); }
 std::string_view Name(JobState state) { return NameIn(kJobStates, state); }
 std::string_view Name(TimelineEntry::Milestone milestone) { return NameIn(kMilestones, milestone); }
+std::string_view Name(PreviewDecoder decoder) { return NameIn(kDecoders, decoder); }
+std::string_view Name(Stage stage) { return NameIn(kStages, stage); }
 
 std::optional<Sampler> SamplerFromName(std::string_view name) {
   return FromName<Sampler>(kSamplers, name);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -56,6 +57,18 @@ enum class ImageFormat {
 
 enum class PreviewKind { kPredictedX0 = 1, kNoisyState = 2 };
 
+/// What makes previews of latents.
+enum class PreviewDecoder {
+  kUnknown = 0,
+  kLinear = 1,  // a colour for each latent pixel
+  kTiny = 2     // the small autoencoder beside the model's own
+};
+std::string_view Name(PreviewDecoder decoder);
+
+/// What a pipeline does for an image.
+enum class Stage { kUnknown = 0, kCondition = 1, kEncode = 2, kDenoise = 3, kDecode = 4 };
+std::string_view Name(Stage stage);
+
 enum class ModelState { kUnknown = 0, kLoading = 1, kAvailable = 2, kFailed = 3, kUnloading = 4 };
 
 /// Who goes first when requests wait.
@@ -71,22 +84,11 @@ enum class JobState {
   kCancelled = 5
 };
 
-/// How a model is told what to draw.
-enum class ClassCondition {
-  kUnknown = 0,
-  kNone = 1,
-  kLabel = 2,
-  kValue = 3,
-  kVector = 4,
-  kText = 5
-};
-
 /// Lower-case names: "dpm_solver", "karras", "available"; "unknown" for what has none.
 std::string_view Name(Sampler sampler);
 std::string_view Name(NoiseSchedule schedule);
 std::string_view Name(Priority priority);
 std::string_view Name(ModelState state);
-std::string_view Name(ClassCondition condition);
 std::string_view Name(JobState state);
 std::optional<Sampler> SamplerFromName(std::string_view name);
 std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view name);
@@ -111,12 +113,31 @@ struct InitImage {
   std::optional<double> strength;  // how much is drawn anew, in (0, 1]
 };
 
+/// Inpainting: where the init image is drawn anew. Of the init image's size.
+struct Mask {
+  /// A PNG, JPEG or WebP file, white where it is drawn anew; or [height, width], float32 in [0, 1]
+  /// or uint8.
+  std::variant<std::string, Tensor> source;
+};
+
 /// What an image shows, in words, for models that read text. UTF-8.
 struct Prompt {
   std::string text;
   std::optional<std::string> negative;  // what it does not show; unset: the model's own default
   std::optional<std::string> text_2, negative_2;  // for a second text encoder; unset: as the first
-  std::string cut_off;  // only in answers: the end of `text` that the model does not read
+};
+
+/// How much of a Prompt the model reads.
+struct TextRead {
+  int tokens = 0;       // of `text`
+  std::string cut_off;  // the end of `text` that it does not read
+  std::string negative_cut_off, text_2_cut_off, negative_2_cut_off;  // of the others
+};
+
+/// What SDXL is told of a picture's history, as height and width (crop: top and left). Unset: the
+/// image's own size, and no crop.
+struct SizeConditions {
+  std::optional<std::array<int, 2>> original_size, crop, target_size;
 };
 
 /// What to draw.
@@ -127,11 +148,17 @@ struct Generation {
   std::optional<uint64_t> seed;  // image i has seed + i; unset: the connection draws one
   std::vector<uint64_t> seeds;   // instead, one for each of `count` images
   std::optional<int> count;
-  std::vector<int> class_labels;     // one for all images, or one for each
-  std::vector<float> class_vectors;  // for models that take numbers; not together with class_labels
-  std::vector<Prompt> prompts;   // for models that read text: one for all images, or one for each
-  std::optional<int> clip_skip;  // of the prompts: text encoder layers left out at the end
+  // What the images show: one for all images, or one for each. A model reads one of the three.
+  std::vector<int> class_labels;
+  std::vector<std::vector<float>> class_vectors;
+  std::vector<Prompt> prompts;
+  SizeConditions sizes;           // for models that read them
+  std::optional<int> clip_skip;   // of the prompts: text encoder layers left out at the end
+  std::optional<int> max_chunks;  // of each text of the prompts; 1 reads as much as diffusers
   std::optional<double> guidance_scale;
+  std::optional<double> image_guidance_scale;           // towards init_image
+  std::optional<double> guidance_rescale;               // 0 to 1
+  std::optional<double> guidance_start, guidance_stop;  // parts of the steps, 0 to 1
   std::optional<int> steps;
   std::optional<Sampler> sampler;
   std::optional<NoiseSchedule> noise_schedule;
@@ -144,6 +171,7 @@ struct Generation {
   std::optional<bool> embed_metadata;
   std::optional<Tensor> initial_noise;  // float32 [count, height, width, channels], normal scale
   std::optional<InitImage> init_image;
+  std::optional<Mask> mask;  // of init_image
   std::optional<Priority> priority;
   bool survives = false;  // goes on as a job when nobody is connected; see WatchJob, CancelJob
   bool include_timings = false;  // return a timeline
@@ -155,10 +183,15 @@ struct PreviewOptions {
   std::optional<int> every_evaluations;
   std::optional<int> max_edge;  // pixels
   std::optional<ImageFormat> format;
+  /// Unset: the small autoencoder, of models that have one.
+  std::optional<PreviewDecoder> decoder;
 };
 
 /// What was run, every default filled in.
 struct EffectiveParams {
+  /// Draws the same images when it is sent again. It has no bytes of pictures and noise: a request
+  /// with init_image, mask or initial_noise needs them again.
+  Generation request;
   std::string model, model_version;
   std::string request_id;
   uint64_t seed = 0;
@@ -166,18 +199,23 @@ struct EffectiveParams {
   int count = 0;
   std::vector<int> class_labels;  // of each image; empty when the model has none
   double guidance_scale = 1;      // 1: none
-  int steps = 0;
+  // Unset where they had no part.
+  std::optional<double> image_guidance_scale, guidance_rescale, guidance_start, guidance_stop;
+  int steps = 0;        // that are run: fewer than request.steps from an init image
   int evaluations = 0;  // of the model, per image
   Sampler sampler = Sampler::kUnknown;
   NoiseSchedule noise_schedule = NoiseSchedule::kUnknown;
   int width = 0, height = 0;  // pixels
   double strength = 1;
+  bool masked = false;  // a mask decided what was drawn anew
   double eta = 0;
   double s_churn = 0;
   std::optional<double> s_tmin, s_tmax, s_noise;  // unset when the sampler has no churn
   std::optional<int> solver_order;                // unset when the sampler has none
-  std::vector<float> class_values;  // of each image in order; empty for models without numbers
-  std::vector<Prompt> prompts;      // empty for models that read no text
+  std::vector<std::vector<float>> class_vectors;  // of each image; empty where the model has none
+  std::vector<Prompt> prompts;                    // empty for models that read no text
+  std::vector<TextRead> texts;                    // of each of `prompts`
+  int max_chunks = 0;                             // of each text; 0 for models that read no text
 };
 
 /// One image.
@@ -204,12 +242,15 @@ struct TimelineEntry {
     kAdmitted = 2,
     kEvaluation = 3,
     kDecoded = 4,
-    kSent = 5
+    kSent = 5,
+    kStage = 6
   };
   Milestone milestone = Milestone::kUnknown;
-  double seconds = 0;              // since the request arrived
-  std::optional<int> evaluations;  // kEvaluation: done, over all images
-  std::optional<int> image_index;  // kDecoded, kSent
+  double seconds = 0;                    // since the request arrived
+  std::optional<int> evaluations;        // kEvaluation: done, over all images
+  std::optional<int> image_index;        // kStage, kDecoded, kSent
+  Stage stage = Stage::kUnknown;         // kStage: which is done
+  std::optional<double> device_seconds;  // kStage: what it took there, where that is known
 };
 std::string_view Name(TimelineEntry::Milestone milestone);
 
@@ -310,31 +351,48 @@ struct Model {
   std::string architecture;  // diffusers' class of the denoiser
   std::string pipeline;      // diffusers' class of the whole; empty for a model alone
   int64_t parameters = 0;
-  ClassCondition condition = ClassCondition::kUnknown;
+  struct Capabilities {
+    bool text = false;
+    bool second_text = false;  // Prompt::text_2 and negative_2
+    bool class_label = false;
+    bool class_vector = false;
+    bool size_conditions = false;
+    bool guidance = false;
+    bool guidance_rescale = false;
+    bool image_guidance = false;
+    bool init_image = false, init_image_required = false;
+    bool strength = false;  // it can start from the init image
+    bool mask = false, mask_required = false;
+  } capabilities;
+  std::string precision;            // in what its layers multiply: "fp32", "bf16" or "fp8"
   std::vector<std::string> labels;  // names of the classes by index; may be empty
   struct Defaults {
     Sampler sampler = Sampler::kUnknown;
     NoiseSchedule noise_schedule = NoiseSchedule::kUnknown;
     int steps = 0;
     double guidance_scale = 1;
-    int width = 0, height = 0;  // pixels
+    int width = 0, height = 0;        // pixels
+    double strength = 0;              // of an init image; 0: the model has no strength
+    double image_guidance_scale = 0;  // 0: none
   } defaults;
   struct Limits {
     int max_steps = 0;
     int max_count = 0;
     int num_classes = 0;
     int class_vector_size = 0;
-    bool guidance = false;
     int size_multiple = 1;
     int channels = 0;
     int64_t max_request_bytes = 0;
     int latent_factor = 1;    // pixels along an edge of one latent pixel; 1: it draws pixels
     int latent_channels = 0;  // of initial_noise
     int max_clip_skip = 0;
-    bool two_texts = false;  // Prompt::text_2 and negative_2
+    int max_chunks = 0;    // of a text; 0 for models that read no text
+    int chunk_tokens = 0;  // of a text, in a chunk
   } limits;
   std::vector<Sampler> samplers;
   std::vector<NoiseSchedule> noise_schedules;
+  std::vector<Stage> stages;                     // in their order
+  std::vector<PreviewDecoder> preview_decoders;  // of latents; empty: its state is the image
   int64_t memory_bytes = 0;
   std::string device;  // "cpu" or "cuda:0"
 };

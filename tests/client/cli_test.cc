@@ -131,6 +131,13 @@ TEST_F(CliTest, EveryHelpHasAnExampleOfItsOwn) {
                              {"server"},
                              {"server", "info"},
                              {"health"},
+                             {"context"},
+                             {"context", "add"},
+                             {"context", "list"},
+                             {"context", "use"},
+                             {"context", "remove"},
+                             {"open"},
+                             {"completion"},
                              {"bench"}}) {
     Words command = {DENOISE_BINARY};
     std::string example = "  denoise";
@@ -255,6 +262,16 @@ TEST_F(CliTest, EveryFlagArrives) {
                            Path("init.png"),
                            "--strength",
                            "0.25",
+                           "--mask",
+                           Path("init.png"),
+                           "--image-guidance",
+                           "1.25",
+                           "--guidance-rescale",
+                           "0.75",
+                           "--guidance-start",
+                           "0.125",
+                           "--guidance-stop",
+                           "0.625",
                            "--noise",
                            Path("noise.npy"),
                            "--quality",
@@ -280,6 +297,11 @@ TEST_F(CliTest, EveryFlagArrives) {
   EXPECT_EQ(params.height(), 8);
   EXPECT_EQ(params.init_image().encoded(), "a picture");
   EXPECT_EQ(params.init_image().strength(), 0.25);
+  EXPECT_EQ(params.mask().encoded(), "a picture");
+  EXPECT_EQ(params.image_guidance_scale(), 1.25);
+  EXPECT_EQ(params.guidance_rescale(), 0.75);
+  EXPECT_EQ(params.guidance_start(), 0.125);
+  EXPECT_EQ(params.guidance_stop(), 0.625);
   EXPECT_EQ(params.initial_noise().data(), noise.data);
   EXPECT_EQ(params.output().quality(), 55);
   EXPECT_EQ(params.request_id(), "me");
@@ -364,6 +386,7 @@ TEST_F(CliTest, UsageErrorsSendNothing) {
       {"generate", "--timeout", "0"},
       {"generate", "--size", "0x8"},
       {"generate", "--strength", "0.5"},
+      {"generate", "--mask", Path("absent.png")},
       {"generate", "--labels", "eleven"},
       {"generate", "--noise", Path("absent.npy")},
       {"generate", "--init-image", Path("absent.png")},
@@ -535,7 +558,7 @@ TEST_F(CliTest, BenchTellsWhatItMeasured) {
   EXPECT_GT(json["images_per_second"], 0);
   bool ranged = false;
   for (const v1::GenerationParams& params : server_.requests()) {
-    EXPECT_EQ(params.class_labels().labels(0), params.seed() % 10);
+    EXPECT_EQ(params.conditions(0).class_label(), params.seed() % 10);
     if (params.has_count()) continue;
     EXPECT_EQ(params.priority(), v1::PRIORITY_INTERACTIVE);
     EXPECT_GE(params.steps(), 3);

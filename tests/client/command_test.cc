@@ -112,6 +112,9 @@ TEST(CodecTest, JpegDecodes) {
   EXPECT_EQ(decoded->width, 8);
   EXPECT_EQ(decoded->channels, 1);
   EXPECT_EQ(decoded->data, std::vector<uint8_t>(64, 128));
+  file.resize(file.size() - 2);
+  EXPECT_EQ(Decode(Encoded(file, "image/jpeg")).status().code(), absl::StatusCode::kDataLoss)
+      << "without its end";
 }
 
 TEST(CodecTest, DamagedFilesAreErrors) {
@@ -120,7 +123,11 @@ TEST(CodecTest, DamagedFilesAreErrors) {
     EXPECT_EQ(Decode(Encoded("", type)).status().code(), absl::StatusCode::kDataLoss) << type;
     EXPECT_EQ(Decode(Encoded("garbage", type)).status().code(), absl::StatusCode::kDataLoss);
   }
-  EXPECT_FALSE(DecodePng(png.substr(0, png.size() / 2)).ok());
+  for (const size_t lost : {size_t{12}, size_t{13}, png.size() / 2}) {
+    EXPECT_EQ(DecodePng(png.substr(0, png.size() - lost)).status().code(),
+              absl::StatusCode::kDataLoss)
+        << lost;
+  }
   EXPECT_FALSE(Decode(Encoded("", "image/tiff")).ok());
 }
 
@@ -292,13 +299,13 @@ TEST(JsonTest, NamesWhatTheSamplerHas) {
   params.s_tmax = 3;
   params.s_noise = 1.25;
   params.solver_order = 2;
-  params.class_values = {0.5f, -1};
+  params.class_vectors = {{0.5f, -1}};
   const nlohmann::json json = nlohmann::json::parse(ToJson(params).dump());
   EXPECT_EQ(json["s_tmin"], 0.5);
   EXPECT_EQ(json["s_tmax"], 3);
   EXPECT_EQ(json["s_noise"], 1.25);
   EXPECT_EQ(json["solver_order"], 2);
-  EXPECT_EQ(json["class_values"], nlohmann::json({0.5, -1}));
+  EXPECT_EQ(json["class_vectors"], nlohmann::json::array({{0.5, -1}}));
 }
 
 TEST(JsonTest, LeavesOutWhatItHasNotAndInfinity) {
@@ -308,7 +315,7 @@ TEST(JsonTest, LeavesOutWhatItHasNotAndInfinity) {
   for (const char* key : {"s_tmin", "s_tmax", "s_noise", "solver_order"}) {
     EXPECT_FALSE(json.contains(key)) << key;
   }
-  EXPECT_TRUE(json["class_values"].empty());
+  EXPECT_TRUE(json["class_vectors"].empty());
 }
 
 // --- errors
@@ -316,13 +323,17 @@ TEST(JsonTest, LeavesOutWhatItHasNotAndInfinity) {
 TEST(ReportTest, OneLineForEachFieldUnderItsFlag) {
   const absl::Status status = client::FromGrpc(
       client::InvalidFields({{"params.guidance_scale", "is -1; use 0 to 100"},
-                             {"params.class_labels.labels[3]", "is 12; use 0 to 9"},
+                             {"params.conditions[3].class_label", "is 12; use 0 to 9"},
+                             {"params.conditions[0].negative_text", "has a NUL"},
+                             {"params.text_options.clip_skip", "is 99; use 0 to 10"},
                              {"params.initial_noise.shape", "is [2]; use [1, 8, 8, 1]"},
                              {"params.steps", "is 0; use 1 to 100"},
                              {"preview.max_edge", "is 0; use 1 or more"}}));
   EXPECT_EQ(Describe(status),
             "error: --guidance is -1; use 0 to 100\n"
             "error: --labels[3] is 12; use 0 to 9\n"
+            "error: --negative[0] has a NUL\n"
+            "error: --clip-skip is 99; use 0 to 10\n"
             "error: --noise.shape is [2]; use [1, 8, 8, 1]\n"
             "error: --steps is 0; use 1 to 100\n"
             "error: preview.max_edge is 0; use 1 or more\n");

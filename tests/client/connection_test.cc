@@ -91,6 +91,11 @@ TEST_F(ConnectionTest, EveryKnobArrives) {
   generation.embed_metadata = false;
   generation.initial_noise = Tensor{Tensor::Type::kFloat32, {1, 1, 1}, std::string(4, '\0')};
   generation.init_image = InitImage{.source = std::string("png"), .strength = 0.5};
+  generation.mask = Mask{.source = Tensor{Tensor::Type::kUint8, {1, 2}, std::string(2, '\xff')}};
+  generation.image_guidance_scale = 1.25;
+  generation.guidance_rescale = 0.75;
+  generation.guidance_start = 0.125;
+  generation.guidance_stop = 0.625;
   const auto result = client_.Generate(generation);
   ASSERT_TRUE(result.ok()) << result.status();
 
@@ -108,6 +113,12 @@ TEST_F(ConnectionTest, EveryKnobArrives) {
   EXPECT_EQ(sent.initial_noise().data().size(), 4u);
   EXPECT_EQ(sent.init_image().encoded(), "png");
   EXPECT_EQ(sent.init_image().strength(), 0.5);
+  EXPECT_THAT(sent.mask().tensor().shape(), ElementsAre(1, 2));
+  EXPECT_EQ(sent.mask().tensor().data(), "\xff\xff");
+  EXPECT_EQ(sent.image_guidance_scale(), 1.25);
+  EXPECT_EQ(sent.guidance_rescale(), 0.75);
+  EXPECT_EQ(sent.guidance_start(), 0.125);
+  EXPECT_EQ(sent.guidance_stop(), 0.625);
 
   EXPECT_EQ(result->params.seed, 18446744073709551615u);
   EXPECT_EQ(result->params.sampler, Sampler::kHeun);
@@ -149,16 +160,66 @@ TEST_F(ConnectionTest, UnsetKnobsStayUnset) {
   EXPECT_EQ(sent.ByteSizeLong(), 0u) << sent.DebugString();
 }
 
-TEST_F(ConnectionTest, WhatTheSamplerDoesNotHaveStaysUnset) {
-  const auto result = client_.Generate({.class_vectors = {0.5f, 0.25f}});
+TEST_F(ConnectionTest, WhatWasRunCanBeSentAgain) {
+  Generation generation = {.model = "digits", .request_id = "mine"};
+  generation.seed = 7;
+  generation.count = 2;
+  generation.prompts = {{.text = "a red apple", .negative = "", .text_2 = "x", .negative_2 = "y"},
+                        {.text = ""}};
+  generation.clip_skip = 1;
+  generation.max_chunks = 2;
+  generation.sizes = {.original_size = {{1, 2}}, .crop = {{3, 4}}, .target_size = {{5, 6}}};
+  generation.guidance_scale = 2.5;
+  generation.image_guidance_scale = 1.5;
+  generation.guidance_rescale = 0.25;
+  generation.guidance_start = 0.125;
+  generation.guidance_stop = 0.75;
+  generation.steps = 3;
+  generation.sampler = Sampler::kHeun;
+  generation.noise_schedule = NoiseSchedule::kBeta;
+  generation.eta = 0.5;
+  generation.s_churn = 1;
+  generation.s_tmin = 2;
+  generation.s_tmax = 3;
+  generation.s_noise = 4;
+  generation.solver_order = 2;
+  generation.width = 16;
+  generation.height = 8;
+  generation.format = ImageFormat::kRawUint8;
+  generation.quality = 80;
+  generation.embed_metadata = false;
+  generation.init_image = {.source = "a file", .strength = 0.5};
+  generation.mask = {.source = "a mask"};
+  generation.initial_noise = {
+      .type = Tensor::Type::kFloat32, .shape = {1, 1, 1, 1}, .data = "1234"};
+  generation.priority = Priority::kBatch;
+  generation.survives = true;
+  generation.include_timings = true;
+  const auto result = client_.Generate(generation);
   ASSERT_TRUE(result.ok()) << result.status();
-  EXPECT_THAT(result->params.class_values, ElementsAre(0.5f, 0.25f));
+  ASSERT_TRUE(client_.Generate(result->params.request).ok());
+  v1::GenerationParams first = server_.requests().at(0);
+  first.mutable_init_image()->clear_source();  // uploads do not come back
+  first.mutable_mask()->clear_source();
+  first.mutable_initial_noise()->clear_data();
+  EXPECT_EQ(server_.requests().at(1).DebugString(), first.DebugString());
+  EXPECT_EQ(result->params.steps, 3);
+  EXPECT_EQ(result->params.evaluations, 4);
+  EXPECT_EQ(result->params.model_version, "1");
+  EXPECT_EQ(result->params.strength, 0.5);
+  EXPECT_TRUE(result->params.masked);
+}
+
+TEST_F(ConnectionTest, WhatTheSamplerDoesNotHaveStaysUnset) {
+  const auto result = client_.Generate({.class_vectors = {{0.5f, 0.25f}}});
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_THAT(result->params.class_vectors, ElementsAre(std::vector{0.5f, 0.25f}));
   EXPECT_FALSE(result->params.s_tmin || result->params.s_tmax || result->params.s_noise);
   EXPECT_FALSE(result->params.solver_order);
 }
 
 TEST_F(ConnectionTest, RefusesLabelsAndVectorsTogether) {
-  const Generation both = {.class_labels = {1}, .class_vectors = {0.5f}};
+  const Generation both = {.class_labels = {1}, .class_vectors = {{0.5f}}};
   EXPECT_EQ(client_.Generate(both).status().code(), absl::StatusCode::kInvalidArgument);
   Heard heard;
   EXPECT_EQ(client_.StreamGenerate(both, {}, heard.Listener())->Wait().code(),

@@ -43,34 +43,40 @@ rpc::ErrorInfo Info(const std::string& reason) {
   return info;
 }
 
-v1::EffectiveParams Effective(const v1::GenerationParams& params) {
-  v1::EffectiveParams effective;
-  effective.set_model(params.model().empty() ? "digits" : params.model());
-  effective.set_request_id(params.request_id().empty() ? "fake-1" : params.request_id());
-  effective.set_seed(params.seeds().empty() ? params.seed() : params.seeds(0));
-  *effective.mutable_seeds() = params.seeds();
-  effective.set_count(params.has_count() ? params.count() : 1);
-  const auto& labels = params.class_labels().labels();
-  for (int i = 0; i < effective.count(); ++i) {
-    effective.add_class_labels(labels.empty() ? i % 10 : labels[labels.size() == 1 ? 0 : i]);
+/// Every default filled in.
+v1::GenerationParams Effective(const v1::GenerationParams& params) {
+  v1::GenerationParams effective = params;
+  if (params.model().empty()) effective.set_model("digits");
+  if (params.request_id().empty()) effective.set_request_id("fake-1");
+  if (!params.seeds().empty()) effective.set_seed(params.seeds(0));
+  if (!params.has_count()) effective.set_count(1);
+  const int given = params.conditions_size();
+  for (int i = given; i < effective.count(); ++i) {
+    v1::Condition& condition = *effective.add_conditions();
+    if (given > 0) {
+      condition = params.conditions(0);
+    } else {
+      condition.set_class_label(i % 10);
+    }
   }
-  effective.set_guidance_scale(params.has_guidance_scale() ? params.guidance_scale() : 1);
-  effective.set_steps(params.has_steps() ? params.steps() : kEvaluations);
-  effective.set_evaluations(kEvaluations);
-  effective.set_sampler(params.sampler() ? params.sampler() : v1::SAMPLER_EDM_EULER);
-  effective.set_noise_schedule(params.noise_schedule() ? params.noise_schedule()
-                                                       : v1::NOISE_SCHEDULE_KARRAS);
-  effective.set_width(params.has_width() ? params.width() : 16);
-  effective.set_height(params.has_height() ? params.height() : 16);
-  effective.set_strength(1);
-  effective.set_eta(params.eta());
-  effective.set_s_churn(params.s_churn());
-  if (params.has_s_tmin()) effective.set_s_tmin(params.s_tmin());
-  if (params.has_s_tmax()) effective.set_s_tmax(params.s_tmax());
-  if (params.has_s_noise()) effective.set_s_noise(params.s_noise());
-  if (params.has_solver_order()) effective.set_solver_order(params.solver_order());
-  *effective.mutable_class_values() = params.class_vectors().values();
+  if (!params.has_guidance_scale()) effective.set_guidance_scale(1);
+  if (!params.has_steps()) effective.set_steps(kEvaluations);
+  if (!params.sampler()) effective.set_sampler(v1::SAMPLER_EDM_EULER);
+  if (!params.noise_schedule()) effective.set_noise_schedule(v1::NOISE_SCHEDULE_KARRAS);
+  if (!params.has_width()) effective.set_width(16);
+  if (!params.has_height()) effective.set_height(16);
+  if (params.has_initial_noise()) effective.mutable_initial_noise()->clear_data();
+  if (params.has_init_image()) effective.mutable_init_image()->clear_source();
+  if (params.has_mask()) effective.mutable_mask()->clear_source();
   return effective;
+}
+
+v1::Run RunOf(const v1::GenerationParams& effective) {
+  v1::Run run;
+  run.set_model_version("1");
+  run.set_steps(effective.steps());
+  run.set_evaluations(kEvaluations);
+  return run;
 }
 
 /// A horizontal gradient; its brightness says how far the image is and which class it shows.
@@ -96,16 +102,16 @@ std::string EncodePng(int width, int height, const std::string& grey) {
   return file;
 }
 
-v1::Image Draw(const v1::EffectiveParams& params, int index, v1::ImageFormat format,
+v1::Image Draw(const v1::GenerationParams& params, int index, v1::ImageFormat format,
                int evaluation) {
   v1::Image image;
   image.set_index(index);
   image.set_seed(params.seeds().empty() ? params.seed() + index : params.seeds(index));
-  image.set_class_label(params.class_labels(index));
+  const int label = params.conditions(index).class_label();
+  image.set_class_label(label);
   image.set_width(params.width());
   image.set_height(params.height());
-  const std::string grey =
-      Gradient(params.width(), params.height(), params.class_labels(index), evaluation);
+  const std::string grey = Gradient(params.width(), params.height(), label, evaluation);
   if (format == v1::IMAGE_FORMAT_RAW_UINT8 || format == v1::IMAGE_FORMAT_RAW_FLOAT32) {
     image.set_mime_type("application/octet-stream");
     v1::Tensor* tensor = image.mutable_tensor();
@@ -251,6 +257,7 @@ grpc::Status FakeServer::Generate(grpc::ServerContext* context, const v1::Genera
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
   *response->mutable_params() = Effective(request->params());
+  *response->mutable_run() = RunOf(response->params());
   for (int i = 0; i < response->params().count(); ++i) {
     *response->add_images() =
         Draw(response->params(), i, request->params().output().format(), kEvaluations);
@@ -267,7 +274,7 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
                                         grpc::ServerWriter<v1::StreamGenerateResponse>* writer) {
   const v1::GenerationParams& params = request->params();
   if (grpc::Status status = Admit(*context, params); !status.ok()) return status;
-  const v1::EffectiveParams effective = Effective(params);
+  const v1::GenerationParams effective = Effective(params);
   uint64_t sequence = 0, last = UINT64_MAX;
   {
     std::lock_guard lock(mutex_);
@@ -289,6 +296,7 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   };
   v1::StreamGenerateResponse queued;
   *queued.mutable_queued()->mutable_params() = effective;
+  *queued.mutable_queued()->mutable_run() = RunOf(effective);
   queued.mutable_queued()->set_images_ahead(3);
   if (!write(queued)) return broken();
   v1::StreamGenerateResponse started;
@@ -325,6 +333,7 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   if (omit_completed_) return grpc::Status::OK;
   v1::StreamGenerateResponse completed;
   *completed.mutable_completed()->mutable_params() = effective;
+  *completed.mutable_completed()->mutable_run() = RunOf(effective);
   completed.mutable_completed()->mutable_timing()->set_queued_seconds(0.25);
   completed.mutable_completed()->mutable_timing()->set_total_seconds(0.5);
   if (!write(completed)) return broken();
@@ -371,7 +380,7 @@ grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
   model->set_state(v1::MODEL_STATE_AVAILABLE);
   model->set_architecture("UNet2DModel");
   model->set_parameters(1'234'567);
-  model->set_condition(v1::CLASS_CONDITION_KIND_LABEL);
+  model->mutable_capabilities()->set_class_label(true);
   for (const char* label : kLabels) model->add_labels(label);
   v1::ModelDefaults* defaults = model->mutable_defaults();
   defaults->set_sampler(v1::SAMPLER_EDM_EULER);

@@ -36,11 +36,12 @@ class Server {
   Server(const fs::path& model, fs::path log)
       : log_(std::move(log)),
         // The shell becomes the server: a log that nobody reads must not fill a pipe.
-        process_({"/bin/sh", "-c", R"(log=$1; shift; exec "$@" 2>"$log")", "sh", log_,
-                  DENOISED_BINARY, "--device", "cpu", "--model", "tiny=" + model.string(),
-                  "--listen", "127.0.0.1:0", "--metrics-listen", "", "--log-format", "json"},
-                 // Threads that wait for each other are slow where processes share the cores.
-                 {"OMP_NUM_THREADS=1"}, /*on_terminal=*/false) {}
+        process_(
+            {"/bin/sh", "-c", R"(log=$1; shift; exec "$@" 2>"$log")", "sh", log_, DENOISED_BINARY,
+             "--device", "cpu", "--model", "tiny=" + model.string(), "--listen", "127.0.0.1:0",
+             "--http-listen", "", "--metrics-listen", "", "--log-format", "json"},
+            // Threads that wait for each other are slow where processes share the cores.
+            {"OMP_NUM_THREADS=1"}, /*on_terminal=*/false) {}
 
   bool WaitUntilServing() {
     const bool serving =

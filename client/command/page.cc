@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "command/page.h"
+
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+namespace denoised::command {
+namespace {
+
+constexpr int kDefaultPort = 8080;  // of the server's --http-listen
+
+bool IsSet(const char* variable) {
+  const char* value = std::getenv(variable);  // NOLINT(concurrency-mt-unsafe): before any thread
+  return value != nullptr && *value != '\0';
+}
+
+/// xdg-open finds the user's browser. Without a display and without $BROWSER it would start one in
+/// the terminal, or fail.
+bool ShowInBrowser(const std::string& address) {
+  if (!IsSet("DISPLAY") && !IsSet("WAYLAND_DISPLAY") && !IsSet("BROWSER")) return false;
+  const pid_t child = fork();
+  if (child == 0) {
+    if (std::freopen("/dev/null", "w", stdout) == nullptr) _exit(127);
+    if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(127);
+    execlp("xdg-open", "xdg-open", address.c_str(), nullptr);
+    _exit(127);
+  }
+  int status = 0;
+  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) &&
+         WEXITSTATUS(status) == 0;
+}
+
+}  // namespace
+
+absl::Status CheckPage(const std::string& address) {
+  const auto refuse = [&](const char* why) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--page \"{}\" {}; use an address as in https://studio.example:8080/", address, why));
+  };
+  std::string_view rest = address;
+  if (rest.starts_with("https://")) {
+    rest.remove_prefix(8);
+  } else if (rest.starts_with("http://")) {
+    rest.remove_prefix(7);
+  } else {
+    return refuse("begins with neither http:// nor https://");
+  }
+  for (const char c : address) {
+    if (c <= ' ' || c == '"' || c == '\x7f') return refuse("holds a character that needs escaping");
+  }
+  const std::string_view authority = rest.substr(0, rest.find_first_of("/?#"));
+  if (authority.empty()) return refuse("names no host");
+  if (authority.find('@') != std::string_view::npos) return refuse("holds a user or a password");
+  return absl::OkStatus();
+}
+
+ExitCode OpenPage(const std::string& page, const std::string& server, bool tls) {
+  std::string address = page;
+  if (address.empty()) {
+    if (server.find_first_of(",/") != std::string::npos || server.rfind(':') == std::string::npos) {
+      return Report(
+          absl::InvalidArgumentError(fmt::format(
+              "the page's address does not follow from --server {}; name it with --page", server)),
+          /*json=*/false);
+    }
+    address = fmt::format("{}://{}:{}/", tls ? "https" : "http",
+                          server.substr(0, server.rfind(':')), kDefaultPort);
+  }
+  if (const absl::Status status = CheckPage(address); !status.ok()) return Report(status, false);
+  std::puts(address.c_str());
+  std::fflush(stdout);
+  if (!ShowInBrowser(address))
+    std::fputs("no browser was found; open the address in one\n", stderr);
+  return kOk;
+}
+
+}  // namespace denoised::command

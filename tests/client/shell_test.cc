@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the denoise program does for a person at a shell: contexts, completion, man pages, the page.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <regex>
+#include <sstream>
+
+#include "command/files.h"
+#include "tests/client/fake_service.h"
+#include "tests/client/process.h"
+#include "tests/io/temporary_directory.h"
+
+namespace denoised::command {
+namespace {
+
+using client::FakeServer;
+using testing::AllOf;
+using testing::Contains;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+using testing::StartsWith;
+using Words = std::vector<std::string>;
+
+class ShellTest : public testing::Test {
+ protected:
+  ProcessResult Run(Words words, Words environment = {}) const {
+    words.insert(words.begin(), DENOISE_BINARY);
+    environment.push_back("XDG_CONFIG_HOME=" + folder_.path());
+    return RunProcess(words, environment);
+  }
+  /// What may stand for the last of the words, with a server to ask for models.
+  Words Complete(const Words& words) const {
+    Words command = {"complete-words"};
+    command.insert(command.end(), words.begin(), words.end());
+    std::istringstream lines(Run(command, {"DENOISE_SERVER=" + server_.address()}).out);
+    Words candidates;
+    for (std::string line; std::getline(lines, line);) {
+      candidates.push_back(line.substr(0, line.find('\t')));
+    }
+    return candidates;
+  }
+  std::string contexts() const { return folder_ / "denoised/contexts.json"; }
+  std::string Token() const { return folder_.Write("token", "open-sesame\n"); }
+
+  FakeServer server_;
+  TemporaryDirectory folder_;
+};
+
+TEST_F(ShellTest, AContextStandsForTheOptionsOfAConnection) {
+  const auto added =
+      Run({"context", "add", "studio", "--server", server_.address(), "--token-file", Token(),
+           "--allow-plaintext-token", "-H", "x-tenant: blue", "--page", "http://studio:8080/"});
+  ASSERT_EQ(added.exit_code, 0) << added.err;
+  ASSERT_EQ(Run({"context", "add", "nowhere", "--server", "127.0.0.1:1"}).exit_code, 0);
+
+  // The first one is the current one.
+  ASSERT_EQ(Run({"models"}).exit_code, 0);
+  EXPECT_EQ(server_.authorization(), "Bearer open-sesame");
+  EXPECT_THAT(server_.metadata(), Contains(testing::Pair("x-tenant", "blue")));
+  EXPECT_EQ(Run({"models", "--context", "nowhere"}).exit_code, 3);
+  EXPECT_EQ(Run({"models"}, {"DENOISE_CONTEXT=nowhere"}).exit_code, 3);
+
+  ASSERT_EQ(Run({"context", "use", "nowhere"}).exit_code, 0);
+  EXPECT_EQ(Run({"models"}).exit_code, 3);
+  EXPECT_EQ(Run({"models", "--context", "studio"}).exit_code, 0);
+  // A flag wins over the context.
+  EXPECT_EQ(Run({"models", "--context", "studio", "--server", "127.0.0.1:1"}).exit_code, 3);
+
+  const auto listed = Run({"context", "list"});
+  EXPECT_THAT(listed.out, HasSubstr("studio"));
+  EXPECT_THAT(listed.out, HasSubstr("* "));
+  const auto json = nlohmann::json::parse(Run({"context", "list", "--json"}).out);
+  ASSERT_EQ(json.size(), 2u);
+  EXPECT_EQ(json[0]["name"], "nowhere");
+  EXPECT_EQ(json[0]["current"], true);
+  EXPECT_EQ(json[1]["page"], "http://studio:8080/");
+  EXPECT_FALSE(json[1].contains("headers")) << "they may hold secrets";
+
+  ASSERT_EQ(Run({"context", "remove", "nowhere"}).exit_code, 0);
+  EXPECT_EQ(nlohmann::json::parse(Run({"context", "list", "--json"}).out)[0]["current"], false);
+}
+
+TEST_F(ShellTest, ATokenGoesToNoServerButThatOfItsContext) {
+  ASSERT_EQ(Run({"context", "add", "studio", "--server", "studio:50051", "--token-file", Token(),
+                 "--allow-plaintext-token"})
+                .exit_code,
+            0);
+  EXPECT_EQ(Run({"models", "--server", server_.address()}).exit_code, 0);
+  EXPECT_EQ(server_.authorization(), "");
+  EXPECT_EQ(Run({"models"}, {"DENOISE_SERVER=" + server_.address()}).exit_code, 0);
+  EXPECT_EQ(server_.authorization(), "");
+}
+
+TEST_F(ShellTest, OnlyTheOwnerReadsContexts) {
+  ASSERT_EQ(
+      Run({"context", "add", "a", "--server", server_.address(), "-H", "x-key: secret"}).exit_code,
+      0);
+  struct stat information = {};
+  ASSERT_EQ(stat(contexts().c_str(), &information), 0);
+  EXPECT_EQ(information.st_mode & 0777, 0600u);
+  ASSERT_EQ(chmod(contexts().c_str(), 0644), 0);
+  const auto refused = Run({"models"});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("chmod 600"));
+}
+
+TEST_F(ShellTest, WhatIsWrongWithAContextIsSaid) {
+  const auto expect = [&](const Words& words, const std::string& text) {
+    const auto result = Run(words);
+    EXPECT_EQ(result.exit_code, 2) << testing::PrintToString(words);
+    EXPECT_THAT(result.err, HasSubstr(text));
+  };
+  expect({"models", "--context", "studio"}, "there is no context \"studio\"; make it with");
+  expect({"context", "add", "a b", "--server", "x:1"}, "\"a b\" is no name");
+  expect({"context", "add", "a"}, "--server is missing");
+  expect({"context", "add", "a", "--server", "x:1", "--token-file", "absent"}, "absent");
+  expect({"context", "add", "a", "--server", "x:1", "--page", "studio"}, "neither http://");
+  expect({"context", "add", "a", "--server", "x:1", "--page", "http://me:pass@x/"}, "password");
+  ASSERT_EQ(Run({"context", "add", "a", "--server", "x:1"}).exit_code, 0);
+  expect({"context", "add", "a", "--server", "y:1"}, "--replace");
+  EXPECT_EQ(Run({"context", "add", "a", "--server", "y:1", "--replace"}).exit_code, 0);
+  expect({"context", "use", "b"}, "there is no context \"b\"; use a");
+  expect({"context", "remove", "b"}, "there is no context \"b\"; use a");
+  for (const char* text :
+       {"", "[]", "{\"contexts\": {\"a\": {\"server\": 1}}}", "{\"contexts\": 3"}) {
+    folder_.Write("denoised/contexts.json", text);
+    expect({"models"}, "contexts.json is not a file of contexts");
+  }
+}
+
+TEST_F(ShellTest, RelativePathsAreKeptWhole) {
+  Token();
+  const auto result = RunProcess(
+      {"/bin/sh", "-c", "cd \"$1\" && exec \"$2\" context add a --server x:1 --token-file token",
+       "sh", folder_.path(), DENOISE_BINARY},
+      {"XDG_CONFIG_HOME=" + folder_.path()});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(nlohmann::json::parse(Run({"context", "list", "--json"}).out)[0]["token_file"],
+            folder_ / "token");
+}
+
+TEST_F(ShellTest, OpensThePage) {
+  const std::string none = "DISPLAY=", nor = "WAYLAND_DISPLAY=", neither = "BROWSER=";
+  const auto open = [&](Words words) {
+    words.insert(words.begin(), "open");
+    return Run(words, {none, nor, neither});
+  };
+  EXPECT_EQ(open({}).out, "http://127.0.0.1:8080/\n");
+  EXPECT_THAT(open({}).err, HasSubstr("no browser was found"));
+  EXPECT_EQ(open({"--server", "studio:50051", "--tls"}).out, "https://studio:8080/\n");
+  EXPECT_EQ(open({"--page", "https://studio/page"}).out, "https://studio/page\n");
+  EXPECT_EQ(open({"--page", "javascript:alert(1)"}).exit_code, 2);
+  EXPECT_THAT(open({"--server", "dns:///replicas:50051"}).err, HasSubstr("name it with --page"));
+  ASSERT_EQ(Run({"context", "add", "a", "--server", "x:1", "--page", "https://a/"}).exit_code, 0);
+  EXPECT_EQ(open({}).out, "https://a/\n");
+
+  // xdg-open is given the address.
+  const std::string program = folder_.Write("bin/xdg-open", "#!/bin/sh\necho \"$1\" > \"$SEEN\"\n");
+  ASSERT_EQ(chmod(program.c_str(), 0755), 0);
+  const auto shown = Run({"open"}, {"DISPLAY=:0", "SEEN=" + folder_ / "seen",
+                                    "PATH=" + folder_ / "bin" + ":/usr/bin:/bin"});
+  EXPECT_EQ(shown.exit_code, 0);
+  EXPECT_EQ(shown.err, "");
+  EXPECT_EQ(*ReadFile(folder_ / "seen"), "https://a/\n");
+}
+
+TEST_F(ShellTest, CompletesWords) {
+  EXPECT_THAT(Complete({""}), AllOf(Contains("generate"), Contains("open"), Contains("context"),
+                                    Not(Contains("man"))));
+  EXPECT_THAT(Complete({"ge"}), ElementsAre("generate"));
+  EXPECT_THAT(Complete({"models", "un"}), ElementsAre("unload"));
+  EXPECT_THAT(Complete({"generate", "--sched"}), ElementsAre("--schedule"));
+  EXPECT_THAT(Complete({"generate", "--tok"}), ElementsAre("--token-file"));
+  EXPECT_THAT(Complete({"generate", "--schedule", ""}), Contains("karras"));
+  EXPECT_THAT(Complete({"generate", "--schedule=k"}), ElementsAre("--schedule=karras"));
+  EXPECT_THAT(Complete({"generate", "--schedule", "=", "k"}), ElementsAre("karras"));  // bash
+  EXPECT_THAT(Complete({"generate", "--out", ""}), ElementsAre(":files"));
+  EXPECT_THAT(Complete({"--token-file", ""}), ElementsAre(":files"));
+  EXPECT_THAT(Complete({"generate", "--steps", ""}), IsEmpty());
+  EXPECT_THAT(Complete({"generate", "--", "--s"}), IsEmpty());
+  EXPECT_THAT(Complete({"completion", ""}), ElementsAre("bash", "zsh", "fish"));
+  EXPECT_THAT(Complete({"generate", "-m", ""}), Contains("digits"));
+  EXPECT_THAT(Complete({"models", "d"}), Contains("digits"));
+  ASSERT_EQ(Run({"context", "add", "studio", "--server", "x:1"}).exit_code, 0);
+  EXPECT_THAT(Complete({"context", "use", ""}), ElementsAre("studio"));
+  EXPECT_THAT(Complete({"--context", "s"}), ElementsAre("studio"));
+}
+
+TEST_F(ShellTest, EveryOptionOfTheHelpIsCompletedAndHasItsPlaceInTheManPage) {
+  ASSERT_EQ(Run({"man", folder_.path()}).exit_code, 0);
+  for (const Words& words :
+       {Words{}, {"generate"}, {"models", "load"}, {"jobs", "watch"}, {"bench"}}) {
+    Words help = words;
+    help.push_back("--help");
+    std::string page_name = "denoise";
+    for (const std::string& word : words) page_name += "-" + word;
+    const std::string page = *ReadFile(folder_ / (page_name + ".1"));
+    Words typed = words;
+    typed.push_back("--");
+    const Words candidates = Complete(typed);
+    const std::string text = Run(help).out;
+    static const std::regex kOption("\n  (?:-.,)?(--[a-z0-9-]+)");
+    int options = 0;
+    for (std::sregex_iterator match(text.begin(), text.end(), kOption), end; match != end;
+         ++match) {
+      const std::string option = (*match)[1];
+      EXPECT_THAT(candidates, Contains(option)) << page_name;
+      const std::string roff = std::regex_replace(option, std::regex("-"), "\\-");
+      EXPECT_THAT(page, HasSubstr("\\fB" + roff)) << page_name;
+      ++options;
+    }
+    EXPECT_GT(options, 1) << page_name;
+  }
+}
+
+TEST_F(ShellTest, ManPagesAreCleanRoff) {
+  ASSERT_EQ(Run({"man", folder_.path()}).exit_code, 0);
+  const std::string page = folder_ / "denoise-generate.1";
+  EXPECT_THAT(*ReadFile(page), StartsWith(".TH \"DENOISE\\-GENERATE\" 1"));
+  EXPECT_THAT(Run({"man", folder_ / "absent"}).err, HasSubstr("absent"));
+  const std::string groff =
+      "command -v groff >/dev/null || exit 99; exec groff -man -Tutf8 -ww -Wbreak \"$1\"";
+  const auto rendered = RunProcess({"/bin/sh", "-c", groff, "sh", page});
+  if (rendered.exit_code == 99) GTEST_SKIP() << "groff is missing";
+  EXPECT_EQ(rendered.exit_code, 0);
+  EXPECT_EQ(rendered.err, "");
+  EXPECT_THAT(rendered.out, HasSubstr("denoise generate \"a red apple\""));
+}
+
+/// The script in a shell of its own. `program` prints what a person would see.
+class ScriptTest : public ShellTest {
+ protected:
+  ProcessResult InShell(const std::string& shell, const std::string& program) const {
+    folder_.Write("script", Run({"completion", shell}).out);
+    std::filesystem::create_directories(folder_ / "bin");
+    std::error_code ignored;
+    std::filesystem::create_symlink(DENOISE_BINARY, folder_ / "bin/denoise", ignored);
+    return RunProcess(
+        {"/bin/sh", "-c",
+         "command -v \"$1\" >/dev/null || exit 99; cd \"$2\" && exec \"$1\" -c \"$3\"", "sh", shell,
+         folder_.path(), program},
+        {"XDG_CONFIG_HOME=" + folder_.path(), "HOME=" + folder_.path(),
+         "PATH=" + folder_ / "bin" + ":/usr/bin:/bin"});
+  }
+};
+
+TEST_F(ScriptTest, Bash) {
+  const auto result = InShell("bash", R"(
+    . ./script
+    try() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }; _denoise; echo "${COMPREPLY[*]}"; }
+    try denoise gen
+    try denoise generate --schedule = k
+    try denoise generate --out scri
+    complete -p denoise)");
+  EXPECT_EQ(result.out, "generate\nkarras\nscript\ncomplete -F _denoise denoise\n") << result.err;
+}
+
+TEST_F(ScriptTest, Zsh) {
+  const auto result = InShell("zsh", R"(
+    compdef() { echo "compdef $*"; }
+    . ./script
+    _describe() { print -l -- "${(@)candidates}"; }
+    _files() { echo files; }
+    words=(denoise completion ""); CURRENT=3; _denoise
+    words=(denoise generate --out ""); CURRENT=4; _denoise)");
+  if (result.exit_code == 99) GTEST_SKIP() << "zsh is missing";
+  EXPECT_EQ(result.out, "compdef _denoise denoise\nbash:\nzsh:\nfish:\nfiles\n") << result.err;
+}
+
+TEST_F(ScriptTest, Fish) {
+  const auto result = InShell("fish", R"(
+    source ./script
+    complete -C "denoise gen"
+    complete -C "denoise context "
+    complete -C "denoise generate --out scr")");
+  if (result.exit_code == 99) GTEST_SKIP() << "fish is missing";
+  EXPECT_THAT(result.out, HasSubstr("generate\tGenerate images\n")) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("remove\tRemove a context\n"));
+  EXPECT_THAT(result.out, HasSubstr("script"));
+}
+
+}  // namespace
+}  // namespace denoised::command
