@@ -67,8 +67,8 @@ class ClientTest(unittest.TestCase):
         with support.serve("--model", f"words={model}") as server, \
                 denoised.Client(support.address(server)) as client:
             words = client.models.get("words")
-            self.assertEqual((words.condition, words.pipeline, words.limits.two_texts),
-                             ("text", "StableDiffusionXLPipeline", True))
+            self.assertEqual((words.capabilities.text, words.pipeline, words.capabilities.second_text),
+                             (True, "StableDiffusionXLPipeline", True))
             one = client.generate("a red apple", model="words", negative_prompt="blurry", seed=3,
                                   steps=2)
             again = client.generate(["a red apple", "thin threads " * 40], model="words", seed=3,
@@ -79,7 +79,7 @@ class ClientTest(unittest.TestCase):
             self.assertEqual(again.params.prompts[0].negative, "blurry")
             self.assertEqual(again.params.prompts[0].cut_off, "")
             self.assertTrue(again.params.prompts[1].cut_off.endswith("thin threads"))
-            self.raises(denoised.InvalidArgument, lambda: client.generate(model="words"), "prompts")
+            self.raises(denoised.InvalidArgument, lambda: client.generate(model="words"), "conditions")
 
     def test_generate(self):
         result = self.client.generate(labels=["seven", 3], count=2, seed=2**64 - 1, steps=3,
@@ -281,7 +281,7 @@ class ClientTest(unittest.TestCase):
         model = self.client.models.get()
         self.assertEqual(model.name, "digits")
         self.assertEqual(model.labels[7], "seven")
-        self.assertEqual((model.condition, model.limits.num_classes), ("label", 10))
+        self.assertEqual((model.capabilities.class_label, model.limits.num_classes), (True, 10))
         self.assertIn(model.defaults.sampler, model.samplers)
 
     def test_models_are_changed(self):

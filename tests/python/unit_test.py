@@ -184,25 +184,64 @@ class RequestTest(unittest.TestCase):
 
     def test_every_field_of_the_contract_can_be_asked_for(self):
         names = set(inspect.signature(denoised.Client.generate).parameters)
-        elsewhere = {"class_labels": "labels", "seeds": "seed", "width": "size", "height": "size",
+        elsewhere = {"conditions": "labels", "seeds": "seed", "width": "size", "height": "size",
                      "output": "format", "disconnect_policy": "survives",
-                     "include_timings": "timings", "text": "prompt"}
+                     "include_timings": "timings", "text_options": "clip_skip",
+                     "size_conditions": "original_size"}
         for field in pb.GenerationParams.DESCRIPTOR.fields_by_name:
             self.assertIn(elsewhere.get(field, field), names)
 
     def test_prompts(self):
         def prompts(**given):
-            fields = dict(request_id=None, **given)
-            return _convert.generation_params(fields).text
-        text = prompts(prompt=["a", "b"], negative_prompt="c", clip_skip=1)
-        self.assertEqual([(p.text, p.negative, p.HasField("text_2")) for p in text.prompts],
+            return _convert.generation_params(dict(request_id=None, **given))
+        params = prompts(prompt=["a", "b"], negative_prompt="c", clip_skip=1)
+        self.assertEqual([(c.text, c.negative_text, c.HasField("text_2")) for c in params.conditions],
                          [("a", "c", False), ("b", "c", False)])
-        self.assertEqual(text.clip_skip, 1)
-        self.assertFalse(prompts(prompt="").prompts[0].HasField("negative"))
-        for wrong in (dict(prompt="a", labels=[1]), dict(negative_prompt="a"),
+        self.assertEqual(params.text_options.clip_skip, 1)
+        self.assertFalse(params.text_options.HasField("max_chunks"))
+        self.assertEqual(prompts(prompt="a", max_chunks=2).text_options.max_chunks, 2)
+        self.assertFalse(prompts(prompt="").conditions[0].HasField("negative_text"))
+        for wrong in (dict(prompt="a", labels=[1]), dict(negative_prompt="a"), dict(max_chunks=1),
                       dict(prompt=["a", "b"], negative_prompt=["c", "d", "e"])):
             with self.assertRaises(denoised.InvalidArgument):
                 prompts(**wrong)
+
+    def test_vectors(self):
+        def vectors(given):
+            return [list(c.class_vector) for c in self.params(class_vectors=given).conditions]
+        self.assertEqual(vectors(0.5), [[0.5]])
+        self.assertEqual(vectors([0.5, 1]), [[0.5, 1]])
+        self.assertEqual(vectors([[0.5, 1], [2, 3]]), [[0.5, 1], [2, 3]])
+
+    def test_what_was_run_can_be_asked_for_again(self):
+        for fields in (
+                dict(prompt=["a", "b"], negative_prompt=["", "c"], prompt_2="d", clip_skip=1,
+                     max_chunks=2, original_size=(3, 4), crop=(5, 6), target_size=7, seed=[1, 2],
+                     image_guidance_scale=1.5, guidance_rescale=0.5, guidance_start=0.25,
+                     guidance_stop=0.75),
+                dict(labels=[3, 1], eta=0.5, s_churn=1, s_tmin=2, s_tmax=3, s_noise=4, solver_order=2,
+                     sampler="heun", noise_schedule="karras", priority="batch", seed=2**64 - 1),
+                dict(class_vectors=[[1, 2], [3, 4]], seed=1)):
+            with self.subTest(fields=fields):
+                asked = self.params(model="m", count=2, size=(8, 16), steps=3, guidance_scale=2.5,
+                                    format="jpeg", quality=7, embed_metadata=False, **fields)
+                again = _convert.params(asked, pb.Run()).again
+                self.assertEqual(self.params(**again), asked)
+
+    def test_previews_name_their_decoder(self):
+        self.assertEqual(_convert.preview_options(True).decoder, pb.PREVIEW_DECODER_UNSPECIFIED)
+        self.assertEqual(_convert.preview_options(denoised.Previews(decoder="tiny")).decoder,
+                         pb.PREVIEW_DECODER_TINY)
+        with self.assertRaises(denoised.InvalidArgument):
+            _convert.preview_options(denoised.Previews(decoder="large"))
+
+    def test_a_stage_of_the_timeline(self):
+        entries = _convert.timeline(pb.Timeline(entries=[
+            pb.TimelineEntry(milestone=pb.TimelineEntry.MILESTONE_QUEUED),
+            pb.TimelineEntry(milestone=pb.TimelineEntry.MILESTONE_STAGE, stage=pb.STAGE_DECODE,
+                             image_index=1, device_seconds=0.5)]))
+        self.assertEqual([(e.milestone, e.stage, e.device_seconds) for e in entries],
+                         [("queued", None, None), ("stage", "decode", 0.5)])
 
     def test_all_four_signatures_are_equal(self):
         def parameters(method):

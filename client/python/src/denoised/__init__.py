@@ -18,9 +18,9 @@ from .errors import (Aborted, AlreadyExists, Cancelled, DataLoss, DeadlineExceed
                      OutOfRange, PermissionDenied, ResourceExhausted, Unauthenticated, Unavailable,
                      Unimplemented, Unknown)
 from .retry import RetryPolicy
-from .types import (Completed, Device, Event, Image, ImageReady, Job, Model, ModelDefaults, ModelLimits,
-                    Params, Preview, Previews, Progress, Prompt, Queued, Result, ServerInfo, Started,
-                    TimelineEntry, Timing)
+from .types import (Completed, Device, Event, Image, ImageReady, Job, Model, ModelCapabilities,
+                    ModelDefaults, ModelLimits, Params, Preview, Previews, Progress, Prompt, Queued,
+                    Result, ServerInfo, Started, TimelineEntry, Timing)
 
 __version__ = "0.1.0"
 
@@ -28,8 +28,8 @@ __all__ = [
     "Aborted", "AlreadyExists", "AsyncClient", "AsyncStream", "Cancelled", "Client", "Completed",
     "DataLoss", "DeadlineExceeded", "DenoisedError", "Device", "Event", "FailedPrecondition",
     "FieldViolation", "Image", "ImageReady", "Internal", "InvalidArgument", "Job", "Model",
-    "ModelDefaults", "ModelLimits", "NotFound", "OutOfRange", "Params", "PermissionDenied", "Preview",
-    "Previews", "Progress", "Prompt", "Queued", "ResourceExhausted", "Result", "RetryPolicy",
+    "ModelCapabilities", "ModelDefaults", "ModelLimits", "NotFound", "OutOfRange", "Params",
+    "PermissionDenied", "Preview", "Previews", "Progress", "Prompt", "Queued", "ResourceExhausted", "Result", "RetryPolicy",
     "ServerInfo", "Started", "Stream", "TLS", "TimelineEntry", "Timing", "Unauthenticated", "Unavailable",
     "Unimplemented", "Unknown",
 ]

@@ -14,8 +14,8 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Type, TypeVar, Un
 from denoised.v1 import image_generation_pb2 as pb
 
 from .errors import InvalidArgument
-from .types import (Completed, Device, Event, Image, ImageReady, Job, Model, ModelDefaults,
-                    ModelLimits, Params, Preview, Previews, Progress, Prompt, Queued, Result,
+from .types import (Completed, Device, Event, Image, ImageReady, Job, Model, ModelCapabilities,
+                    ModelDefaults, ModelLimits, Params, Preview, Previews, Progress, Prompt, Queued, Result,
                     ServerInfo, Started, TimelineEntry, Timing)
 
 T = TypeVar("T")
@@ -75,10 +75,71 @@ def _same_fields(cls: Type[T], message: Any, **others: Any) -> T:
     return cls(**values)
 
 
-def params(message: Any) -> Params:
+def _sizes(message: Any) -> Dict[str, Tuple[int, int]]:
+    """original_size, crop and target_size, as arguments of `generate`."""
+    found = {name: (getattr(message, name).width, getattr(message, name).height)
+             for name in ("original_size", "target_size") if message.HasField(name)}
+    if message.HasField("crop"):
+        found["crop"] = (message.crop.left, message.crop.top)
+    return found
+
+
+def _again(message: Any) -> Dict[str, Any]:
+    """Arguments of `generate` for effective parameters. The request_id is left out, so that it draws
+    anew."""
+    given: Dict[str, Any] = {name: getattr(message, name) for name in (
+        "count", "guidance_scale", "image_guidance_scale", "guidance_rescale", "guidance_start",
+        "guidance_stop", "steps", "eta", "s_churn", "s_tmin", "s_tmax", "s_noise", "solver_order")
+        if message.HasField(name)}
+    given["model"] = message.model
+    given["seed"] = list(message.seeds) or message.seed
+    given["size"] = (message.width, message.height)
+    for name, enum in (("sampler", pb.Sampler), ("noise_schedule", pb.NoiseSchedule),
+                       ("priority", pb.Priority)):
+        if getattr(message, name):
+            given[name] = _name(enum, getattr(message, name))
+    for name, field in (("prompt", "text"), ("negative_prompt", "negative_text"),
+                        ("prompt_2", "text_2"), ("negative_prompt_2", "negative_text_2"),
+                        ("labels", "class_label")):
+        values = [getattr(c, field) if c.HasField(field) else None for c in message.conditions]
+        if any(value is not None for value in values):
+            given[name] = values
+    vectors = [list(c.class_vector) for c in message.conditions if c.class_vector]
+    if vectors:
+        given["class_vectors"] = vectors
+    for name in ("clip_skip", "max_chunks"):
+        if message.text_options.HasField(name):
+            given[name] = getattr(message.text_options, name)
+    given.update(_sizes(message.size_conditions))
+    if message.init_image.HasField("strength"):
+        given["strength"] = message.init_image.strength
+    if message.output.format:
+        given["format"] = _name(pb.ImageFormat, message.output.format)
+    for name in ("quality", "embed_metadata"):
+        if message.output.HasField(name):
+            given[name] = getattr(message.output, name)
+    return given
+
+
+def _prompt(condition: Any, read: Any) -> Prompt:
+    return Prompt(text=condition.text, negative=_optional(condition, "negative_text"),
+                  text_2=_optional(condition, "text_2"),
+                  negative_2=_optional(condition, "negative_text_2"), tokens=read.tokens,
+                  cut_off=read.cut_off, negative_cut_off=read.negative_cut_off,
+                  text_2_cut_off=read.cut_off_2, negative_2_cut_off=read.negative_cut_off_2)
+
+
+def params(message: Any, run: Any) -> Params:
+    conditions = message.conditions
     return _same_fields(
-        Params, message, labels=tuple(message.class_labels),
-        prompts=tuple(_same_fields(Prompt, prompt) for prompt in message.text.prompts),
+        Params, message, labels=tuple(c.class_label for c in conditions if c.HasField("class_label")),
+        prompts=tuple(_prompt(c, read) for c, read in zip(conditions, run.texts)),
+        class_vectors=tuple(tuple(c.class_vector) for c in conditions if c.class_vector),
+        max_chunks=message.text_options.max_chunks, model_version=run.model_version,
+        seed=message.seed, count=message.count, guidance_scale=message.guidance_scale,
+        width=message.width, height=message.height, steps=run.steps, evaluations=run.evaluations,
+        strength=message.init_image.strength if message.init_image.HasField("strength") else 1.0,
+        masked=message.HasField("mask"), again=_again(message),
         sampler=_name(pb.Sampler, message.sampler),
         noise_schedule=_name(pb.NoiseSchedule, message.noise_schedule),
         priority=_name(pb.Priority, message.priority))
@@ -102,12 +163,13 @@ def timing(message: Any) -> Timing:
 
 def timeline(message: Any) -> List[TimelineEntry]:
     return [_same_fields(TimelineEntry, entry,
-                         milestone=_name(pb.TimelineEntry.Milestone, entry.milestone))
+                         milestone=_name(pb.TimelineEntry.Milestone, entry.milestone),
+                         stage=_name(pb.Stage, entry.stage) if entry.stage else None)
             for entry in message.entries]
 
 
 def result(response: Any) -> Result:
-    run = params(response.params)
+    run = params(response.params, response.run)
     return Result(images=[image(i, run) for i in response.images], params=run,
                   timing=timing(response.timing), timeline=timeline(response.timeline))
 
@@ -118,7 +180,7 @@ def event(message: Any, of: Optional[Params]) -> Optional[Event]:
     head = {"request_id": message.request_id, "sequence": message.sequence}
     body = getattr(message, kind) if kind else None
     if kind == "queued":
-        return _same_fields(Queued, body, params=params(body.params), **head)
+        return _same_fields(Queued, body, params=params(body.params, body.run), **head)
     if kind == "started":
         return _same_fields(Started, body, **head)
     if kind == "progress":
@@ -128,7 +190,7 @@ def event(message: Any, of: Optional[Params]) -> Optional[Event]:
     if kind == "image":
         return ImageReady(image=image(body.image, of), **head)
     if kind == "completed":
-        return Completed(params=params(body.params), timing=timing(body.timing),
+        return Completed(params=params(body.params, body.run), timing=timing(body.timing),
                          timeline=timeline(body.timeline), **head)
     return None
 
@@ -136,7 +198,7 @@ def event(message: Any, of: Optional[Params]) -> Optional[Event]:
 def job(message: Any) -> Job:
     created = _time(message, "create_time") or _EPOCH
     return _same_fields(
-        Job, message, state=_name(pb.JobState, message.state), params=params(message.params),
+        Job, message, state=_name(pb.JobState, message.state), params=params(message.params, message.run),
         create_time=created, start_time=_time(message, "start_time"),
         end_time=_time(message, "end_time"), expire_time=_time(message, "expire_time"),
         evaluations_done=message.progress.evaluations_done,
@@ -146,14 +208,16 @@ def job(message: Any) -> Job:
 def model(message: Any) -> Model:
     return _same_fields(
         Model, message, state=_name(pb.ModelState, message.state),
-        condition=_name(pb.ClassConditionKind, message.condition),
+        capabilities=_same_fields(ModelCapabilities, message.capabilities),
         defaults=_same_fields(
             ModelDefaults, message.defaults,
             sampler=_name(pb.Sampler, message.defaults.sampler),
             noise_schedule=_name(pb.NoiseSchedule, message.defaults.noise_schedule)),
         limits=_same_fields(ModelLimits, message.limits),
         samplers=tuple(_name(pb.Sampler, s) for s in message.samplers),
-        noise_schedules=tuple(_name(pb.NoiseSchedule, s) for s in message.noise_schedules))
+        noise_schedules=tuple(_name(pb.NoiseSchedule, s) for s in message.noise_schedules),
+        stages=tuple(_name(pb.Stage, s) for s in message.stages),
+        preview_decoders=tuple(_name(pb.PreviewDecoder, d) for d in message.preview_decoders))
 
 
 def server_info(message: Any) -> ServerInfo:
@@ -190,21 +254,22 @@ def _array(field: str, array: Any) -> pb.Tensor:
                      data=array.astype("<f4").tobytes())
 
 
-def _init_image(source: Any) -> pb.InitImage:
+def _picture(field: str, source: Any, to: Union[pb.InitImage, pb.Mask]) -> None:
+    """A picture in any of the forms that `generate` takes."""
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return pb.InitImage(encoded=bytes(source))
-    if isinstance(source, (str, os.PathLike)):
+        to.encoded = bytes(source)
+    elif isinstance(source, (str, os.PathLike)):
         with open(source, "rb") as file:
-            return pb.InitImage(encoded=file.read())
-    if isinstance(source, Image) and source.shape is None:
-        return pb.InitImage(encoded=source.data)
-    if isinstance(source, Image):
-        source = source.numpy()
+            to.encoded = file.read()
+    elif isinstance(source, Image) and source.shape is None:
+        to.encoded = source.data
     elif hasattr(source, "getbands"):  # Pillow's
         png = io.BytesIO()
         source.save(png, "PNG")
-        return pb.InitImage(encoded=png.getvalue())
-    return pb.InitImage(tensor=_array("init_image", source))
+        to.encoded = png.getvalue()
+    else:
+        array = source.numpy() if isinstance(source, Image) else source
+        to.tensor.CopyFrom(_array(field, array))
 
 
 def _as_list(value: Union[T, Iterable[T]], single: Union[type, Tuple[type, ...]]) -> List[T]:
@@ -214,27 +279,41 @@ def _as_list(value: Union[T, Iterable[T]], single: Union[type, Tuple[type, ...]]
 def message_of_prompts(given: Dict[str, Any], message: pb.GenerationParams) -> None:
     """Moves the prompts of `given` into the message."""
     others = {name: _as_list(given.pop(key), str)
-              for key, name in (("negative_prompt", "negative"), ("prompt_2", "text_2"),
-                                ("negative_prompt_2", "negative_2")) if key in given}
+              for key, name in (("negative_prompt", "negative_text"), ("prompt_2", "text_2"),
+                                ("negative_prompt_2", "negative_text_2")) if key in given}
     clip_skip = given.pop("clip_skip", None)
+    max_chunks = given.pop("max_chunks", None)
     if "prompt" not in given:
-        if others or clip_skip is not None:
-            raise InvalidArgument("negative_prompt, prompt_2, negative_prompt_2 and clip_skip are for "
-                                  "a prompt; give one, \"\" if it is to be empty")
+        if others or clip_skip is not None or max_chunks is not None:
+            raise InvalidArgument("negative_prompt, prompt_2, negative_prompt_2, clip_skip and "
+                                  "max_chunks are for a prompt; give one, \"\" if it is to be empty")
         return
     texts = _as_list(given.pop("prompt"), str)
-    message.text.SetInParent()
     if clip_skip is not None:
-        message.text.clip_skip = clip_skip
+        message.text_options.clip_skip = clip_skip
+    if max_chunks is not None:
+        message.text_options.max_chunks = max_chunks
     most = max([len(texts)] + [len(values) for values in others.values()])
     for name, values in [("text", texts), *others.items()]:
         if len(values) not in (1, most):
             raise InvalidArgument(f"{len(values)} texts for {name}, but {most} for another; give one "
                                   "for all, or as many")
     for i in range(most):
-        prompt = message.text.prompts.add(text=texts[i % len(texts)])
+        condition = message.conditions.add(text=texts[i % len(texts)])
         for name, values in others.items():
-            setattr(prompt, name, values[i % len(values)])
+            if values[i % len(values)] is not None:
+                setattr(condition, name, values[i % len(values)])
+
+
+def message_of_sizes(given: Dict[str, Any], message: pb.SizeConditions) -> None:
+    """Moves what a model is told of sizes into the message: one number for a square."""
+    for name in ("original_size", "target_size"):
+        if name in given:
+            size = given.pop(name)
+            width, height = (size, size) if isinstance(size, numbers.Integral) else size
+            getattr(message, name).width, getattr(message, name).height = width, height
+    if "crop" in given:
+        message.crop.left, message.crop.top = given.pop("crop")
 
 
 def generation_params(fields: Dict[str, Any]) -> pb.GenerationParams:
@@ -262,14 +341,16 @@ def generation_params(fields: Dict[str, Any]) -> pb.GenerationParams:
             message.width, message.height = (size, size) if isinstance(size, numbers.Integral) else size
         message_of_prompts(given, message)
         if "labels" in given:
-            labels = _as_list(given.pop("labels"), numbers.Integral)
-            message.class_labels.SetInParent()
-            message.class_labels.labels.extend(labels)
+            for label in _as_list(given.pop("labels"), numbers.Integral):
+                message.conditions.add(class_label=label)
         if "class_vectors" in given:
             values = _as_list(given.pop("class_vectors"), numbers.Real)
-            message.class_vectors.SetInParent()
+            if all(isinstance(value, numbers.Real) for value in values):
+                values = [values]  # one for all images
             for value in values:
-                message.class_vectors.values.extend(_as_list(value, numbers.Real))
+                message.conditions.add(class_vector=_as_list(value, numbers.Real))
+        if {"original_size", "crop", "target_size"} & given.keys():
+            message_of_sizes(given, message.size_conditions)
         seeds = _as_list(given.pop("seed"), numbers.Integral) if "seed" in given else []
         if len(seeds) > 1:
             message.seeds.extend(seeds)
@@ -278,9 +359,11 @@ def generation_params(fields: Dict[str, Any]) -> pb.GenerationParams:
         if "initial_noise" in given:
             message.initial_noise.CopyFrom(_array("initial_noise", given.pop("initial_noise")))
         if "init_image" in given:
-            message.init_image.CopyFrom(_init_image(given.pop("init_image")))
+            _picture("init_image", given.pop("init_image"), message.init_image)
         if "strength" in given:
             message.init_image.strength = given.pop("strength")
+        if "mask" in given:
+            _picture("mask", given.pop("mask"), message.mask)
         if given.pop("survives", False):
             message.disconnect_policy = pb.DisconnectPolicy.DISCONNECT_POLICY_CONTINUE
         if given.pop("timings", False):
@@ -308,6 +391,8 @@ def preview_options(previews: Union[bool, Previews]) -> Optional[pb.PreviewOptio
         message.max_edge = previews.max_edge
     if previews.format is not None:
         message.format = number_of(pb.ImageFormat, "previews.format", previews.format)
+    if previews.decoder is not None:
+        message.decoder = number_of(pb.PreviewDecoder, "previews.decoder", previews.decoder)
     return message
 
 

@@ -259,13 +259,20 @@ class Client:
             self, prompt: Optional[Texts] = None, *, model: Optional[str] = None,
             negative_prompt: Optional[Texts] = None, prompt_2: Optional[Texts] = None,
             negative_prompt_2: Optional[Texts] = None, clip_skip: Optional[int] = None,
+            max_chunks: Optional[int] = None,
             labels: Optional[Labels] = None,
-            class_vectors: Optional[Vectors] = None, count: Optional[int] = None,
+            class_vectors: Optional[Vectors] = None,
+            original_size: Optional[Size] = None, crop: Optional[Sequence[int]] = None,
+            target_size: Optional[Size] = None, count: Optional[int] = None,
             seed: Union[int, Sequence[int], None] = None, size: Optional[Size] = None,
             init_image: Optional[InitImage] = None, strength: Optional[float] = None,
+            mask: Optional[InitImage] = None,
             initial_noise: Optional[Any] = None, steps: Optional[int] = None,
             sampler: Optional[Sampler] = None, noise_schedule: Optional[NoiseSchedule] = None,
-            guidance_scale: Optional[float] = None, eta: Optional[float] = None,
+            guidance_scale: Optional[float] = None,
+            image_guidance_scale: Optional[float] = None,
+            guidance_rescale: Optional[float] = None, guidance_start: Optional[float] = None,
+            guidance_stop: Optional[float] = None, eta: Optional[float] = None,
             s_churn: Optional[float] = None, s_tmin: Optional[float] = None,
             s_tmax: Optional[float] = None, s_noise: Optional[float] = None,
             solver_order: Optional[int] = None, format: Optional[ImageFormat] = None,
@@ -280,18 +287,23 @@ class Client:
             one each. negative_prompt: what they do not show; None is the model's own default.
         prompt_2, negative_prompt_2: the same for the second text encoder, of models that have two.
         clip_skip: layers left out at the end of the text encoder.
+        max_chunks: chunks (75 tokens for CLIP) of each text that are read; 1 reads as much as diffusers.
         labels: class of each image, by index or name; one label serves all images.
-        class_vectors: numbers in place of labels, for models that take numbers.
+        class_vectors: numbers in place of labels, for models that take numbers: one vector for all images,
+            or a list of vectors, one each.
+        original_size, crop, target_size: what SDXL is told of a picture's history: pixels or (width,
+            height), and (left, top). Default: the size of the image, uncropped.
         count: number of images.
         seed: of the first image, image i has seed + i; or one for each image. The same seed gives the
             same bytes. Default: random, fixed before the first attempt.
         size: pixels, or (width, height).
         init_image: start from this picture: a path, the bytes of a PNG, JPEG or WebP file, an Image of
             this package, a Pillow image, or an array [height, width, channels]; strength in (0, 1] says
-            how much of it changes.
+            how much of it changes. mask: draw only a part of it anew, a picture of the same size, white
+            where to draw, in any of these forms.
         initial_noise: float32 [count, height, width, channels] of unit variance.
-        steps, sampler, noise_schedule, guidance_scale, eta, s_churn, s_tmin, s_tmax, s_noise,
-            solver_order: see image_generation.proto, which has their ranges.
+        steps, sampler, noise_schedule, guidance_scale, image_guidance_scale, guidance_rescale,
+            guidance_start, guidance_stop, eta, s_churn, s_tmin, s_tmax, s_noise, solver_order: see image_generation.proto, which has their ranges.
         format: of the images; quality: 1 to 100, of jpeg and webp; embed_metadata: parameters in the
             PNG (default True).
         priority: who goes first when requests wait.
@@ -302,10 +314,15 @@ class Client:
         """
         fields = self._resolve(timeout, dict(
             prompt=prompt, negative_prompt=negative_prompt, prompt_2=prompt_2,
-            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, model=model, labels=labels,
-            class_vectors=class_vectors, count=count, seed=seed, size=size,
-            init_image=init_image, strength=strength, initial_noise=initial_noise, steps=steps,
-            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale, eta=eta,
+            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, max_chunks=max_chunks,
+            model=model, labels=labels,
+            class_vectors=class_vectors, original_size=original_size, crop=crop,
+            target_size=target_size, count=count, seed=seed, size=size,
+            init_image=init_image, strength=strength, mask=mask, initial_noise=initial_noise,
+            steps=steps,
+            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale,
+            image_guidance_scale=image_guidance_scale, guidance_rescale=guidance_rescale,
+            guidance_start=guidance_start, guidance_stop=guidance_stop, eta=eta,
             s_churn=s_churn, s_tmin=s_tmin, s_tmax=s_tmax, s_noise=s_noise,
             solver_order=solver_order, format=format, quality=quality,
             embed_metadata=embed_metadata, priority=priority, request_id=request_id,
@@ -317,13 +334,20 @@ class Client:
             self, prompt: Optional[Texts] = None, *, previews: Union[bool, Previews] = False,
             model: Optional[str] = None, negative_prompt: Optional[Texts] = None,
             prompt_2: Optional[Texts] = None, negative_prompt_2: Optional[Texts] = None,
-            clip_skip: Optional[int] = None, labels: Optional[Labels] = None,
-            class_vectors: Optional[Vectors] = None, count: Optional[int] = None,
+            clip_skip: Optional[int] = None,
+            max_chunks: Optional[int] = None, labels: Optional[Labels] = None,
+            class_vectors: Optional[Vectors] = None,
+            original_size: Optional[Size] = None, crop: Optional[Sequence[int]] = None,
+            target_size: Optional[Size] = None, count: Optional[int] = None,
             seed: Union[int, Sequence[int], None] = None, size: Optional[Size] = None,
             init_image: Optional[InitImage] = None, strength: Optional[float] = None,
+            mask: Optional[InitImage] = None,
             initial_noise: Optional[Any] = None, steps: Optional[int] = None,
             sampler: Optional[Sampler] = None, noise_schedule: Optional[NoiseSchedule] = None,
-            guidance_scale: Optional[float] = None, eta: Optional[float] = None,
+            guidance_scale: Optional[float] = None,
+            image_guidance_scale: Optional[float] = None,
+            guidance_rescale: Optional[float] = None, guidance_start: Optional[float] = None,
+            guidance_stop: Optional[float] = None, eta: Optional[float] = None,
             s_churn: Optional[float] = None, s_tmin: Optional[float] = None,
             s_tmax: Optional[float] = None, s_noise: Optional[float] = None,
             solver_order: Optional[int] = None, format: Optional[ImageFormat] = None,
@@ -337,10 +361,15 @@ class Client:
         """
         fields = self._resolve(timeout, dict(
             prompt=prompt, negative_prompt=negative_prompt, prompt_2=prompt_2,
-            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, model=model, labels=labels,
-            class_vectors=class_vectors, count=count, seed=seed, size=size,
-            init_image=init_image, strength=strength, initial_noise=initial_noise, steps=steps,
-            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale, eta=eta,
+            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, max_chunks=max_chunks,
+            model=model, labels=labels,
+            class_vectors=class_vectors, original_size=original_size, crop=crop,
+            target_size=target_size, count=count, seed=seed, size=size,
+            init_image=init_image, strength=strength, mask=mask, initial_noise=initial_noise,
+            steps=steps,
+            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale,
+            image_guidance_scale=image_guidance_scale, guidance_rescale=guidance_rescale,
+            guidance_start=guidance_start, guidance_stop=guidance_stop, eta=eta,
             s_churn=s_churn, s_tmin=s_tmin, s_tmax=s_tmax, s_noise=s_noise,
             solver_order=solver_order, format=format, quality=quality,
             embed_metadata=embed_metadata, priority=priority, request_id=request_id,

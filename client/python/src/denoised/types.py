@@ -24,6 +24,7 @@ NoiseSchedule = Literal["native", "karras", "exponential", "beta"]
 ImageFormat = Literal["png", "jpeg", "webp", "raw_float32", "raw_uint8"]
 Priority = Literal["interactive", "normal", "batch"]
 PreviewKind = Literal["predicted_x0", "noisy_state"]
+PreviewDecoder = Literal["linear", "tiny"]
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,14 @@ class Previews:
     """Longest edge in pixels; larger images are scaled down. Default: 256."""
     format: Optional[ImageFormat] = None
     """Default: jpeg."""
+    decoder: Optional[PreviewDecoder] = None
+    """Of latents: a colour for each latent pixel, or the small autoencoder of models that have one.
+    Default: "tiny" where it is."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an image shows, in words, and what not."""
+    """What an image shows, in words, and what not; and how much of it the model reads."""
 
     text: str
     negative: Optional[str]
@@ -50,8 +54,13 @@ class Prompt:
     text_2: Optional[str]
     negative_2: Optional[str]
     """For a second text encoder; None: as the first."""
+    tokens: int
+    """Of `text`, that the model reads."""
     cut_off: str
     """The end of `text` that the model does not read."""
+    negative_cut_off: str
+    text_2_cut_off: str
+    negative_2_cut_off: str
 
 
 @dataclass(frozen=True)
@@ -70,11 +79,19 @@ class Params:
     """Of each image; empty when the model has no labels."""
     prompts: Tuple[Prompt, ...]
     """One for all images, or one each; empty for models that read no text."""
-    class_values: Tuple[float, ...]
-    """Class conditions as numbers, for each image in order; empty for other models."""
+    max_chunks: int
+    """Of each text; 0 for models that read no text."""
+    class_vectors: Tuple[Tuple[float, ...], ...]
+    """Of each image; empty for models that take no numbers."""
     guidance_scale: float
     """1: none."""
+    image_guidance_scale: Optional[float]
+    """None where it had no part, as the next three."""
+    guidance_rescale: Optional[float]
+    guidance_start: Optional[float]
+    guidance_stop: Optional[float]
     steps: int
+    """That are run: fewer than were asked for from an init image."""
     evaluations: int
     """Of the model, for each image."""
     sampler: str
@@ -83,13 +100,19 @@ class Params:
     height: int
     strength: float
     """Of image to image; 1 when drawn from noise."""
-    eta: float
-    s_churn: float
+    masked: bool
+    """Whether a mask decided what was drawn anew."""
+    eta: Optional[float]
+    """None where the sampler has none, as the next five."""
+    s_churn: Optional[float]
     s_tmin: Optional[float]
     s_tmax: Optional[float]
     s_noise: Optional[float]
     solver_order: Optional[int]
     priority: str
+    again: Mapping[str, Any] = field(repr=False)
+    """Keyword arguments of `generate` that draw the same images. Pictures and noise that were sent are
+    not among them: give init_image, mask and initial_noise again."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +217,17 @@ class TimelineEntry:
     """One moment of a request's life."""
 
     milestone: str
-    """"queued", "admitted", "evaluation", "decoded" or "sent"."""
+    """"queued", "admitted", "evaluation", "stage", "decoded" or "sent"."""
     seconds: float
     """Since the request arrived."""
     evaluations: Optional[int]
     """Of "evaluation": done so far, over all images."""
     image_index: Optional[int]
-    """Of "decoded" and "sent"."""
+    """Of "stage", "decoded" and "sent"."""
+    stage: Optional[str]
+    """Of "stage": "condition", "encode", "denoise" or "decode"."""
+    device_seconds: Optional[float]
+    """Of "stage": what it took on the device, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +357,35 @@ class ModelDefaults:
     guidance_scale: float
     width: int
     height: int
+    strength: float
+    """Of an init image without a mask; 0 for models without `ModelCapabilities.strength`."""
+    image_guidance_scale: float
+    """0 for models without `ModelCapabilities.image_guidance`."""
+
+
+@dataclass(frozen=True)
+class ModelCapabilities:
+    """What a model reads and can do."""
+
+    text: bool
+    """It reads prompts."""
+    second_text: bool
+    """It reads prompt_2 and negative_prompt_2."""
+    class_label: bool
+    class_vector: bool
+    size_conditions: bool
+    """It reads original_size, crop and target_size."""
+    guidance: bool
+    """guidance_scale may exceed 1."""
+    guidance_rescale: bool
+    image_guidance: bool
+    """It takes an image_guidance_scale."""
+    init_image: bool
+    init_image_required: bool
+    strength: bool
+    """It can start from the init_image."""
+    mask: bool
+    mask_required: bool
 
 
 @dataclass(frozen=True)
@@ -340,8 +396,6 @@ class ModelLimits:
     max_count: int
     num_classes: int
     class_vector_size: int
-    guidance: bool
-    """Whether guidance_scale may exceed 1."""
     size_multiple: int
     """Width and height must be multiples of it."""
     channels: int
@@ -357,9 +411,10 @@ class ModelLimits:
     latent_channels: int
     """Of initial_noise."""
     max_clip_skip: int
-    two_texts: bool
-    """Whether prompt_2 and negative_prompt_2 are read."""
-    size_conditions: bool
+    max_chunks: int
+    """Chunks of a text that are read; 0 for models that read no text."""
+    chunk_tokens: int
+    """Tokens of a text in a chunk."""
 
 
 @dataclass(frozen=True)
@@ -379,14 +434,19 @@ class Model:
     pipeline: str
     """diffusers' class of the whole; empty for a model alone."""
     parameters: int
-    condition: str
-    """"none", "label", "value", "vector" or "text"."""
+    capabilities: ModelCapabilities
+    precision: str
+    """In what the layers of its denoiser multiply: "fp32", "bf16" or "fp8"."""
     labels: Tuple[str, ...]
     """Names of the classes by index; may be empty."""
     defaults: ModelDefaults
     limits: ModelLimits
     samplers: Tuple[str, ...]
     noise_schedules: Tuple[str, ...]
+    stages: Tuple[str, ...]
+    """"condition", "encode", "denoise" and "decode", as far as it has them."""
+    preview_decoders: Tuple[str, ...]
+    """Of latents; empty: its state is the image."""
     memory_bytes: int
     device: str
 

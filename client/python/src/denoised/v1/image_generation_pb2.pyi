@@ -7,12 +7,6 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
-CLASS_CONDITION_KIND_LABEL: ClassConditionKind
-CLASS_CONDITION_KIND_NONE: ClassConditionKind
-CLASS_CONDITION_KIND_TEXT: ClassConditionKind
-CLASS_CONDITION_KIND_UNSPECIFIED: ClassConditionKind
-CLASS_CONDITION_KIND_VALUE: ClassConditionKind
-CLASS_CONDITION_KIND_VECTOR: ClassConditionKind
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_UINT8: DataType
 DATA_TYPE_UNSPECIFIED: DataType
@@ -42,6 +36,9 @@ NOISE_SCHEDULE_EXPONENTIAL: NoiseSchedule
 NOISE_SCHEDULE_KARRAS: NoiseSchedule
 NOISE_SCHEDULE_NATIVE: NoiseSchedule
 NOISE_SCHEDULE_UNSPECIFIED: NoiseSchedule
+PREVIEW_DECODER_LINEAR: PreviewDecoder
+PREVIEW_DECODER_TINY: PreviewDecoder
+PREVIEW_DECODER_UNSPECIFIED: PreviewDecoder
 PREVIEW_KIND_NOISY_STATE: PreviewKind
 PREVIEW_KIND_PREDICTED_X0: PreviewKind
 PREVIEW_KIND_UNSPECIFIED: PreviewKind
@@ -84,6 +81,11 @@ SERVER_STATE_LAME_DUCK: ServerState
 SERVER_STATE_SERVING: ServerState
 SERVER_STATE_STARTING: ServerState
 SERVER_STATE_UNSPECIFIED: ServerState
+STAGE_CONDITION: Stage
+STAGE_DECODE: Stage
+STAGE_DENOISE: Stage
+STAGE_ENCODE: Stage
+STAGE_UNSPECIFIED: Stage
 
 class CancelJobRequest(_message.Message):
     __slots__ = ["request_id"]
@@ -97,27 +99,33 @@ class CancelJobResponse(_message.Message):
     job: Job
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
-class ClassLabels(_message.Message):
-    __slots__ = ["labels"]
-    LABELS_FIELD_NUMBER: _ClassVar[int]
-    labels: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, labels: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class ClassVectors(_message.Message):
-    __slots__ = ["values"]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    values: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
-
 class CompletedEvent(_message.Message):
-    __slots__ = ["params", "timeline", "timing"]
+    __slots__ = ["params", "run", "timeline", "timing"]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
-    params: EffectiveParams
+    params: GenerationParams
+    run: Run
     timeline: Timeline
     timing: Timing
-    def __init__(self, params: _Optional[_Union[EffectiveParams, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+    def __init__(self, params: _Optional[_Union[GenerationParams, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
+
+class Condition(_message.Message):
+    __slots__ = ["class_label", "class_vector", "negative_text", "negative_text_2", "text", "text_2"]
+    CLASS_LABEL_FIELD_NUMBER: _ClassVar[int]
+    CLASS_VECTOR_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_TEXT_2_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_TEXT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_2_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    class_label: int
+    class_vector: _containers.RepeatedScalarFieldContainer[float]
+    negative_text: str
+    negative_text_2: str
+    text: str
+    text_2: str
+    def __init__(self, text: _Optional[str] = ..., negative_text: _Optional[str] = ..., text_2: _Optional[str] = ..., negative_text_2: _Optional[str] = ..., class_label: _Optional[int] = ..., class_vector: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Device(_message.Message):
     __slots__ = ["description", "error", "name"]
@@ -129,60 +137,6 @@ class Device(_message.Message):
     name: str
     def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
-class EffectiveParams(_message.Message):
-    __slots__ = ["class_labels", "class_values", "count", "disconnect_policy", "eta", "evaluations", "guidance_scale", "height", "model", "model_version", "noise_schedule", "priority", "request_id", "s_churn", "s_noise", "s_tmax", "s_tmin", "sampler", "seed", "seeds", "solver_order", "steps", "strength", "text", "width"]
-    CLASS_LABELS_FIELD_NUMBER: _ClassVar[int]
-    CLASS_VALUES_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    DISCONNECT_POLICY_FIELD_NUMBER: _ClassVar[int]
-    ETA_FIELD_NUMBER: _ClassVar[int]
-    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
-    GUIDANCE_SCALE_FIELD_NUMBER: _ClassVar[int]
-    HEIGHT_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    NOISE_SCHEDULE_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    SAMPLER_FIELD_NUMBER: _ClassVar[int]
-    SEEDS_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    SOLVER_ORDER_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    STRENGTH_FIELD_NUMBER: _ClassVar[int]
-    S_CHURN_FIELD_NUMBER: _ClassVar[int]
-    S_NOISE_FIELD_NUMBER: _ClassVar[int]
-    S_TMAX_FIELD_NUMBER: _ClassVar[int]
-    S_TMIN_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    WIDTH_FIELD_NUMBER: _ClassVar[int]
-    class_labels: _containers.RepeatedScalarFieldContainer[int]
-    class_values: _containers.RepeatedScalarFieldContainer[float]
-    count: int
-    disconnect_policy: DisconnectPolicy
-    eta: float
-    evaluations: int
-    guidance_scale: float
-    height: int
-    model: str
-    model_version: str
-    noise_schedule: NoiseSchedule
-    priority: Priority
-    request_id: str
-    s_churn: float
-    s_noise: float
-    s_tmax: float
-    s_tmin: float
-    sampler: Sampler
-    seed: int
-    seeds: _containers.RepeatedScalarFieldContainer[int]
-    solver_order: int
-    steps: int
-    strength: float
-    text: TextPrompts
-    width: int
-    def __init__(self, model: _Optional[str] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., count: _Optional[int] = ..., class_labels: _Optional[_Iterable[int]] = ..., guidance_scale: _Optional[float] = ..., steps: _Optional[int] = ..., evaluations: _Optional[int] = ..., sampler: _Optional[_Union[Sampler, str]] = ..., noise_schedule: _Optional[_Union[NoiseSchedule, str]] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., strength: _Optional[float] = ..., eta: _Optional[float] = ..., s_churn: _Optional[float] = ..., s_tmin: _Optional[float] = ..., s_tmax: _Optional[float] = ..., s_noise: _Optional[float] = ..., solver_order: _Optional[int] = ..., class_values: _Optional[_Iterable[float]] = ..., model_version: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., disconnect_policy: _Optional[_Union[DisconnectPolicy, str]] = ..., seeds: _Optional[_Iterable[int]] = ..., text: _Optional[_Union[TextPrompts, _Mapping]] = ...) -> None: ...
-
 class GenerateRequest(_message.Message):
     __slots__ = ["params"]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -190,31 +144,37 @@ class GenerateRequest(_message.Message):
     def __init__(self, params: _Optional[_Union[GenerationParams, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ["images", "params", "timeline", "timing", "traceparent"]
+    __slots__ = ["images", "params", "run", "timeline", "timing", "traceparent"]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     images: _containers.RepeatedCompositeFieldContainer[Image]
-    params: EffectiveParams
+    params: GenerationParams
+    run: Run
     timeline: Timeline
     timing: Timing
     traceparent: str
-    def __init__(self, params: _Optional[_Union[EffectiveParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, params: _Optional[_Union[GenerationParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., traceparent: _Optional[str] = ..., run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
 class GenerationParams(_message.Message):
-    __slots__ = ["class_labels", "class_vectors", "count", "disconnect_policy", "eta", "guidance_scale", "height", "include_timings", "init_image", "initial_noise", "model", "noise_schedule", "output", "priority", "request_id", "s_churn", "s_noise", "s_tmax", "s_tmin", "sampler", "seed", "seeds", "solver_order", "steps", "text", "width"]
-    CLASS_LABELS_FIELD_NUMBER: _ClassVar[int]
-    CLASS_VECTORS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ["conditions", "count", "disconnect_policy", "eta", "guidance_rescale", "guidance_scale", "guidance_start", "guidance_stop", "height", "image_guidance_scale", "include_timings", "init_image", "initial_noise", "mask", "model", "noise_schedule", "output", "priority", "request_id", "s_churn", "s_noise", "s_tmax", "s_tmin", "sampler", "seed", "seeds", "size_conditions", "solver_order", "steps", "text_options", "width"]
+    CONDITIONS_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     DISCONNECT_POLICY_FIELD_NUMBER: _ClassVar[int]
     ETA_FIELD_NUMBER: _ClassVar[int]
+    GUIDANCE_RESCALE_FIELD_NUMBER: _ClassVar[int]
     GUIDANCE_SCALE_FIELD_NUMBER: _ClassVar[int]
+    GUIDANCE_START_FIELD_NUMBER: _ClassVar[int]
+    GUIDANCE_STOP_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_GUIDANCE_SCALE_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_TIMINGS_FIELD_NUMBER: _ClassVar[int]
     INITIAL_NOISE_FIELD_NUMBER: _ClassVar[int]
     INIT_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    MASK_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NOISE_SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -223,24 +183,29 @@ class GenerationParams(_message.Message):
     SAMPLER_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    SIZE_CONDITIONS_FIELD_NUMBER: _ClassVar[int]
     SOLVER_ORDER_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     S_CHURN_FIELD_NUMBER: _ClassVar[int]
     S_NOISE_FIELD_NUMBER: _ClassVar[int]
     S_TMAX_FIELD_NUMBER: _ClassVar[int]
     S_TMIN_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
-    class_labels: ClassLabels
-    class_vectors: ClassVectors
+    conditions: _containers.RepeatedCompositeFieldContainer[Condition]
     count: int
     disconnect_policy: DisconnectPolicy
     eta: float
+    guidance_rescale: float
     guidance_scale: float
+    guidance_start: float
+    guidance_stop: float
     height: int
+    image_guidance_scale: float
     include_timings: bool
     init_image: InitImage
     initial_noise: Tensor
+    mask: Mask
     model: str
     noise_schedule: NoiseSchedule
     output: OutputOptions
@@ -253,11 +218,12 @@ class GenerationParams(_message.Message):
     sampler: Sampler
     seed: int
     seeds: _containers.RepeatedScalarFieldContainer[int]
+    size_conditions: SizeConditions
     solver_order: int
     steps: int
-    text: TextPrompts
+    text_options: TextOptions
     width: int
-    def __init__(self, model: _Optional[str] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., count: _Optional[int] = ..., class_labels: _Optional[_Union[ClassLabels, _Mapping]] = ..., class_vectors: _Optional[_Union[ClassVectors, _Mapping]] = ..., text: _Optional[_Union[TextPrompts, _Mapping]] = ..., guidance_scale: _Optional[float] = ..., steps: _Optional[int] = ..., sampler: _Optional[_Union[Sampler, str]] = ..., noise_schedule: _Optional[_Union[NoiseSchedule, str]] = ..., eta: _Optional[float] = ..., s_churn: _Optional[float] = ..., s_tmin: _Optional[float] = ..., s_tmax: _Optional[float] = ..., s_noise: _Optional[float] = ..., solver_order: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., initial_noise: _Optional[_Union[Tensor, _Mapping]] = ..., init_image: _Optional[_Union[InitImage, _Mapping]] = ..., priority: _Optional[_Union[Priority, str]] = ..., disconnect_policy: _Optional[_Union[DisconnectPolicy, str]] = ..., include_timings: bool = ..., seeds: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., count: _Optional[int] = ..., conditions: _Optional[_Iterable[_Union[Condition, _Mapping]]] = ..., text_options: _Optional[_Union[TextOptions, _Mapping]] = ..., guidance_scale: _Optional[float] = ..., steps: _Optional[int] = ..., sampler: _Optional[_Union[Sampler, str]] = ..., noise_schedule: _Optional[_Union[NoiseSchedule, str]] = ..., eta: _Optional[float] = ..., s_churn: _Optional[float] = ..., s_tmin: _Optional[float] = ..., s_tmax: _Optional[float] = ..., s_noise: _Optional[float] = ..., solver_order: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., initial_noise: _Optional[_Union[Tensor, _Mapping]] = ..., init_image: _Optional[_Union[InitImage, _Mapping]] = ..., priority: _Optional[_Union[Priority, str]] = ..., disconnect_policy: _Optional[_Union[DisconnectPolicy, str]] = ..., include_timings: bool = ..., seeds: _Optional[_Iterable[int]] = ..., mask: _Optional[_Union[Mask, _Mapping]] = ..., image_guidance_scale: _Optional[float] = ..., guidance_rescale: _Optional[float] = ..., guidance_start: _Optional[float] = ..., guidance_stop: _Optional[float] = ..., size_conditions: _Optional[_Union[SizeConditions, _Mapping]] = ...) -> None: ...
 
 class GetJobRequest(_message.Message):
     __slots__ = ["request_id"]
@@ -368,7 +334,7 @@ class InitImage(_message.Message):
     def __init__(self, encoded: _Optional[bytes] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ..., strength: _Optional[float] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ["client", "create_time", "end_time", "error", "expire_time", "images_done", "last_sequence", "params", "progress", "request_id", "start_time", "state", "traceparent"]
+    __slots__ = ["client", "create_time", "end_time", "error", "expire_time", "images_done", "last_sequence", "params", "progress", "request_id", "run", "start_time", "state", "traceparent"]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     END_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -379,6 +345,7 @@ class Job(_message.Message):
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
@@ -389,13 +356,14 @@ class Job(_message.Message):
     expire_time: _timestamp_pb2.Timestamp
     images_done: int
     last_sequence: int
-    params: EffectiveParams
+    params: GenerationParams
     progress: ProgressEvent
     request_id: str
+    run: Run
     start_time: _timestamp_pb2.Timestamp
     state: JobState
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., params: _Optional[_Union[EffectiveParams, _Mapping]] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., progress: _Optional[_Union[ProgressEvent, _Mapping]] = ..., images_done: _Optional[int] = ..., last_sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., traceparent: _Optional[str] = ..., client: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., params: _Optional[_Union[GenerationParams, _Mapping]] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., progress: _Optional[_Union[ProgressEvent, _Mapping]] = ..., images_done: _Optional[int] = ..., last_sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., traceparent: _Optional[str] = ..., client: _Optional[str] = ..., run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ["all_clients", "page_size", "page_token"]
@@ -425,11 +393,21 @@ class ListModelsResponse(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[Model]
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
+class Mask(_message.Message):
+    __slots__ = ["encoded", "tensor", "transparency"]
+    ENCODED_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    TRANSPARENCY_FIELD_NUMBER: _ClassVar[int]
+    encoded: bytes
+    tensor: Tensor
+    transparency: bytes
+    def __init__(self, encoded: _Optional[bytes] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ..., transparency: _Optional[bytes] = ...) -> None: ...
+
 class Model(_message.Message):
-    __slots__ = ["aliases", "architecture", "condition", "current", "defaults", "device", "error", "labels", "limits", "memory_bytes", "name", "noise_schedules", "parameters", "pipeline", "samplers", "state", "version"]
+    __slots__ = ["aliases", "architecture", "capabilities", "current", "defaults", "device", "error", "labels", "limits", "memory_bytes", "name", "noise_schedules", "parameters", "pipeline", "precision", "preview_decoders", "samplers", "stages", "state", "version"]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
-    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     CURRENT_FIELD_NUMBER: _ClassVar[int]
     DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -441,12 +419,15 @@ class Model(_message.Message):
     NOISE_SCHEDULES_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_DECODERS_FIELD_NUMBER: _ClassVar[int]
     SAMPLERS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     aliases: _containers.RepeatedScalarFieldContainer[str]
     architecture: str
-    condition: ClassConditionKind
+    capabilities: ModelCapabilities
     current: bool
     defaults: ModelDefaults
     device: str
@@ -458,34 +439,72 @@ class Model(_message.Message):
     noise_schedules: _containers.RepeatedScalarFieldContainer[NoiseSchedule]
     parameters: int
     pipeline: str
+    precision: str
+    preview_decoders: _containers.RepeatedScalarFieldContainer[PreviewDecoder]
     samplers: _containers.RepeatedScalarFieldContainer[Sampler]
+    stages: _containers.RepeatedScalarFieldContainer[Stage]
     state: ModelState
     version: str
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., error: _Optional[str] = ..., architecture: _Optional[str] = ..., parameters: _Optional[int] = ..., condition: _Optional[_Union[ClassConditionKind, str]] = ..., labels: _Optional[_Iterable[str]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., samplers: _Optional[_Iterable[_Union[Sampler, str]]] = ..., noise_schedules: _Optional[_Iterable[_Union[NoiseSchedule, str]]] = ..., memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., current: bool = ..., aliases: _Optional[_Iterable[str]] = ..., pipeline: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., error: _Optional[str] = ..., architecture: _Optional[str] = ..., parameters: _Optional[int] = ..., capabilities: _Optional[_Union[ModelCapabilities, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., samplers: _Optional[_Iterable[_Union[Sampler, str]]] = ..., noise_schedules: _Optional[_Iterable[_Union[NoiseSchedule, str]]] = ..., memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., current: bool = ..., aliases: _Optional[_Iterable[str]] = ..., pipeline: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[Stage, str]]] = ..., preview_decoders: _Optional[_Iterable[_Union[PreviewDecoder, str]]] = ..., precision: _Optional[str] = ...) -> None: ...
+
+class ModelCapabilities(_message.Message):
+    __slots__ = ["class_label", "class_vector", "guidance", "guidance_rescale", "image_guidance", "init_image", "init_image_required", "mask", "mask_required", "second_text", "size_conditions", "strength", "text"]
+    CLASS_LABEL_FIELD_NUMBER: _ClassVar[int]
+    CLASS_VECTOR_FIELD_NUMBER: _ClassVar[int]
+    GUIDANCE_FIELD_NUMBER: _ClassVar[int]
+    GUIDANCE_RESCALE_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_GUIDANCE_FIELD_NUMBER: _ClassVar[int]
+    INIT_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    INIT_IMAGE_REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    MASK_FIELD_NUMBER: _ClassVar[int]
+    MASK_REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    SECOND_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_CONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    class_label: bool
+    class_vector: bool
+    guidance: bool
+    guidance_rescale: bool
+    image_guidance: bool
+    init_image: bool
+    init_image_required: bool
+    mask: bool
+    mask_required: bool
+    second_text: bool
+    size_conditions: bool
+    strength: bool
+    text: bool
+    def __init__(self, text: bool = ..., second_text: bool = ..., class_label: bool = ..., class_vector: bool = ..., size_conditions: bool = ..., guidance: bool = ..., guidance_rescale: bool = ..., image_guidance: bool = ..., init_image: bool = ..., init_image_required: bool = ..., strength: bool = ..., mask: bool = ..., mask_required: bool = ...) -> None: ...
 
 class ModelDefaults(_message.Message):
-    __slots__ = ["guidance_scale", "height", "noise_schedule", "sampler", "steps", "width"]
+    __slots__ = ["guidance_scale", "height", "image_guidance_scale", "noise_schedule", "sampler", "steps", "strength", "width"]
     GUIDANCE_SCALE_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_GUIDANCE_SCALE_FIELD_NUMBER: _ClassVar[int]
     NOISE_SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     SAMPLER_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    STRENGTH_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     guidance_scale: float
     height: int
+    image_guidance_scale: float
     noise_schedule: NoiseSchedule
     sampler: Sampler
     steps: int
+    strength: float
     width: int
-    def __init__(self, sampler: _Optional[_Union[Sampler, str]] = ..., noise_schedule: _Optional[_Union[NoiseSchedule, str]] = ..., steps: _Optional[int] = ..., guidance_scale: _Optional[float] = ..., width: _Optional[int] = ..., height: _Optional[int] = ...) -> None: ...
+    def __init__(self, sampler: _Optional[_Union[Sampler, str]] = ..., noise_schedule: _Optional[_Union[NoiseSchedule, str]] = ..., steps: _Optional[int] = ..., guidance_scale: _Optional[float] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., strength: _Optional[float] = ..., image_guidance_scale: _Optional[float] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ["channels", "class_vector_size", "guidance", "latent_channels", "latent_factor", "max_clip_skip", "max_count", "max_edge", "max_evaluations", "max_pixels", "max_previews_per_second", "max_request_bytes", "max_steps", "max_tensor_bytes", "num_classes", "size_conditions", "size_multiple", "two_texts"]
+    __slots__ = ["channels", "chunk_tokens", "class_vector_size", "latent_channels", "latent_factor", "max_chunks", "max_clip_skip", "max_count", "max_edge", "max_evaluations", "max_pixels", "max_previews_per_second", "max_request_bytes", "max_steps", "max_tensor_bytes", "num_classes", "size_multiple"]
     CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CLASS_VECTOR_SIZE_FIELD_NUMBER: _ClassVar[int]
-    GUIDANCE_FIELD_NUMBER: _ClassVar[int]
     LATENT_CHANNELS_FIELD_NUMBER: _ClassVar[int]
     LATENT_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     MAX_CLIP_SKIP_FIELD_NUMBER: _ClassVar[int]
     MAX_COUNT_FIELD_NUMBER: _ClassVar[int]
     MAX_EDGE_FIELD_NUMBER: _ClassVar[int]
@@ -496,14 +515,13 @@ class ModelLimits(_message.Message):
     MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
     MAX_TENSOR_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_CLASSES_FIELD_NUMBER: _ClassVar[int]
-    SIZE_CONDITIONS_FIELD_NUMBER: _ClassVar[int]
     SIZE_MULTIPLE_FIELD_NUMBER: _ClassVar[int]
-    TWO_TEXTS_FIELD_NUMBER: _ClassVar[int]
     channels: int
+    chunk_tokens: int
     class_vector_size: int
-    guidance: bool
     latent_channels: int
     latent_factor: int
+    max_chunks: int
     max_clip_skip: int
     max_count: int
     max_edge: int
@@ -514,10 +532,8 @@ class ModelLimits(_message.Message):
     max_steps: int
     max_tensor_bytes: int
     num_classes: int
-    size_conditions: bool
     size_multiple: int
-    two_texts: bool
-    def __init__(self, max_steps: _Optional[int] = ..., max_count: _Optional[int] = ..., num_classes: _Optional[int] = ..., class_vector_size: _Optional[int] = ..., guidance: bool = ..., size_multiple: _Optional[int] = ..., channels: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_edge: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_evaluations: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., max_previews_per_second: _Optional[float] = ..., latent_factor: _Optional[int] = ..., latent_channels: _Optional[int] = ..., max_clip_skip: _Optional[int] = ..., two_texts: bool = ..., size_conditions: bool = ...) -> None: ...
+    def __init__(self, max_steps: _Optional[int] = ..., max_count: _Optional[int] = ..., num_classes: _Optional[int] = ..., class_vector_size: _Optional[int] = ..., size_multiple: _Optional[int] = ..., channels: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_edge: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_evaluations: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., max_previews_per_second: _Optional[float] = ..., latent_factor: _Optional[int] = ..., latent_channels: _Optional[int] = ..., max_clip_skip: _Optional[int] = ..., max_chunks: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ["embed_metadata", "format", "quality"]
@@ -540,16 +556,18 @@ class PreviewEvent(_message.Message):
     def __init__(self, evaluation: _Optional[int] = ..., evaluations: _Optional[int] = ..., image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
 
 class PreviewOptions(_message.Message):
-    __slots__ = ["every_evaluations", "format", "kind", "max_edge"]
+    __slots__ = ["decoder", "every_evaluations", "format", "kind", "max_edge"]
+    DECODER_FIELD_NUMBER: _ClassVar[int]
     EVERY_EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MAX_EDGE_FIELD_NUMBER: _ClassVar[int]
+    decoder: PreviewDecoder
     every_evaluations: int
     format: ImageFormat
     kind: PreviewKind
     max_edge: int
-    def __init__(self, kind: _Optional[_Union[PreviewKind, str]] = ..., every_evaluations: _Optional[int] = ..., max_edge: _Optional[int] = ..., format: _Optional[_Union[ImageFormat, str]] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[PreviewKind, str]] = ..., every_evaluations: _Optional[int] = ..., max_edge: _Optional[int] = ..., format: _Optional[_Union[ImageFormat, str]] = ..., decoder: _Optional[_Union[PreviewDecoder, str]] = ...) -> None: ...
 
 class ProgressEvent(_message.Message):
     __slots__ = ["evaluations_done", "evaluations_total"]
@@ -560,20 +578,34 @@ class ProgressEvent(_message.Message):
     def __init__(self, evaluations_done: _Optional[int] = ..., evaluations_total: _Optional[int] = ...) -> None: ...
 
 class QueuedEvent(_message.Message):
-    __slots__ = ["estimated_start_seconds", "estimated_total_seconds", "images_ahead", "params", "position", "traceparent"]
+    __slots__ = ["estimated_start_seconds", "estimated_total_seconds", "images_ahead", "params", "position", "run", "traceparent"]
     ESTIMATED_START_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     estimated_start_seconds: float
     estimated_total_seconds: float
     images_ahead: int
-    params: EffectiveParams
+    params: GenerationParams
     position: int
+    run: Run
     traceparent: str
-    def __init__(self, params: _Optional[_Union[EffectiveParams, _Mapping]] = ..., images_ahead: _Optional[int] = ..., position: _Optional[int] = ..., estimated_start_seconds: _Optional[float] = ..., estimated_total_seconds: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, params: _Optional[_Union[GenerationParams, _Mapping]] = ..., images_ahead: _Optional[int] = ..., position: _Optional[int] = ..., estimated_start_seconds: _Optional[float] = ..., estimated_total_seconds: _Optional[float] = ..., traceparent: _Optional[str] = ..., run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ["evaluations", "model_version", "steps", "texts"]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    evaluations: int
+    model_version: str
+    steps: int
+    texts: _containers.RepeatedCompositeFieldContainer[TextRead]
+    def __init__(self, model_version: _Optional[str] = ..., steps: _Optional[int] = ..., evaluations: _Optional[int] = ..., texts: _Optional[_Iterable[_Union[TextRead, _Mapping]]] = ...) -> None: ...
 
 class ServerLimits(_message.Message):
     __slots__ = ["drain_grace_seconds", "job_retention_seconds", "max_connection_age_seconds", "max_connection_idle_seconds", "max_count", "max_init_pixels", "max_kept_job_bytes", "max_previews_per_second", "max_queued_bytes", "max_queued_images", "max_queued_requests", "max_queued_requests_per_client", "max_reply_bytes", "max_request_bytes", "max_steps", "max_streams_per_client", "max_streams_per_connection", "max_tensor_bytes", "min_ping_interval_seconds", "write_timeout_seconds"]
@@ -619,6 +651,16 @@ class ServerLimits(_message.Message):
     write_timeout_seconds: float
     def __init__(self, max_request_bytes: _Optional[int] = ..., max_reply_bytes: _Optional[int] = ..., max_init_pixels: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., max_count: _Optional[int] = ..., max_steps: _Optional[int] = ..., max_previews_per_second: _Optional[float] = ..., max_queued_requests: _Optional[int] = ..., max_queued_images: _Optional[int] = ..., max_queued_bytes: _Optional[int] = ..., max_queued_requests_per_client: _Optional[int] = ..., max_streams_per_client: _Optional[int] = ..., max_streams_per_connection: _Optional[int] = ..., write_timeout_seconds: _Optional[float] = ..., min_ping_interval_seconds: _Optional[float] = ..., max_connection_idle_seconds: _Optional[float] = ..., max_connection_age_seconds: _Optional[float] = ..., job_retention_seconds: _Optional[float] = ..., max_kept_job_bytes: _Optional[int] = ..., drain_grace_seconds: _Optional[float] = ...) -> None: ...
 
+class SizeConditions(_message.Message):
+    __slots__ = ["crop", "original_size", "target_size"]
+    CROP_FIELD_NUMBER: _ClassVar[int]
+    ORIGINAL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_SIZE_FIELD_NUMBER: _ClassVar[int]
+    crop: ImagePoint
+    original_size: ImageSize
+    target_size: ImageSize
+    def __init__(self, original_size: _Optional[_Union[ImageSize, _Mapping]] = ..., crop: _Optional[_Union[ImagePoint, _Mapping]] = ..., target_size: _Optional[_Union[ImageSize, _Mapping]] = ...) -> None: ...
+
 class StartedEvent(_message.Message):
     __slots__ = ["queued_seconds"]
     QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -663,33 +705,27 @@ class Tensor(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
-class TextPrompt(_message.Message):
-    __slots__ = ["cut_off", "negative", "negative_2", "text", "text_2"]
-    CUT_OFF_FIELD_NUMBER: _ClassVar[int]
-    NEGATIVE_2_FIELD_NUMBER: _ClassVar[int]
-    NEGATIVE_FIELD_NUMBER: _ClassVar[int]
-    TEXT_2_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    cut_off: str
-    negative: str
-    negative_2: str
-    text: str
-    text_2: str
-    def __init__(self, text: _Optional[str] = ..., negative: _Optional[str] = ..., text_2: _Optional[str] = ..., negative_2: _Optional[str] = ..., cut_off: _Optional[str] = ...) -> None: ...
-
-class TextPrompts(_message.Message):
-    __slots__ = ["clip_skip", "crop", "original_size", "prompts", "target_size"]
+class TextOptions(_message.Message):
+    __slots__ = ["clip_skip", "max_chunks"]
     CLIP_SKIP_FIELD_NUMBER: _ClassVar[int]
-    CROP_FIELD_NUMBER: _ClassVar[int]
-    ORIGINAL_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PROMPTS_FIELD_NUMBER: _ClassVar[int]
-    TARGET_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     clip_skip: int
-    crop: ImagePoint
-    original_size: ImageSize
-    prompts: _containers.RepeatedCompositeFieldContainer[TextPrompt]
-    target_size: ImageSize
-    def __init__(self, prompts: _Optional[_Iterable[_Union[TextPrompt, _Mapping]]] = ..., clip_skip: _Optional[int] = ..., original_size: _Optional[_Union[ImageSize, _Mapping]] = ..., crop: _Optional[_Union[ImagePoint, _Mapping]] = ..., target_size: _Optional[_Union[ImageSize, _Mapping]] = ...) -> None: ...
+    max_chunks: int
+    def __init__(self, clip_skip: _Optional[int] = ..., max_chunks: _Optional[int] = ...) -> None: ...
+
+class TextRead(_message.Message):
+    __slots__ = ["cut_off", "cut_off_2", "negative_cut_off", "negative_cut_off_2", "tokens"]
+    CUT_OFF_2_FIELD_NUMBER: _ClassVar[int]
+    CUT_OFF_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_CUT_OFF_2_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    cut_off: str
+    cut_off_2: str
+    negative_cut_off: str
+    negative_cut_off_2: str
+    tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., cut_off: _Optional[str] = ..., negative_cut_off: _Optional[str] = ..., cut_off_2: _Optional[str] = ..., negative_cut_off_2: _Optional[str] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ["entries"]
@@ -698,9 +734,10 @@ class Timeline(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[TimelineEntry, _Mapping]]] = ...) -> None: ...
 
 class TimelineEntry(_message.Message):
-    __slots__ = ["evaluations", "image_index", "milestone", "seconds"]
+    __slots__ = ["device_seconds", "evaluations", "image_index", "milestone", "seconds", "stage"]
     class Milestone(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = []
+    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     MILESTONE_ADMITTED: TimelineEntry.Milestone
@@ -709,13 +746,17 @@ class TimelineEntry(_message.Message):
     MILESTONE_FIELD_NUMBER: _ClassVar[int]
     MILESTONE_QUEUED: TimelineEntry.Milestone
     MILESTONE_SENT: TimelineEntry.Milestone
+    MILESTONE_STAGE: TimelineEntry.Milestone
     MILESTONE_UNSPECIFIED: TimelineEntry.Milestone
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    device_seconds: float
     evaluations: int
     image_index: int
     milestone: TimelineEntry.Milestone
     seconds: float
-    def __init__(self, milestone: _Optional[_Union[TimelineEntry.Milestone, str]] = ..., seconds: _Optional[float] = ..., evaluations: _Optional[int] = ..., image_index: _Optional[int] = ...) -> None: ...
+    stage: Stage
+    def __init__(self, milestone: _Optional[_Union[TimelineEntry.Milestone, str]] = ..., seconds: _Optional[float] = ..., evaluations: _Optional[int] = ..., image_index: _Optional[int] = ..., stage: _Optional[_Union[Stage, str]] = ..., device_seconds: _Optional[float] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ["queued_seconds", "total_seconds"]
@@ -754,6 +795,12 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 class PreviewKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []
 
+class PreviewDecoder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = []
+
+class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = []
+
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []
 
@@ -764,7 +811,4 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []
 
 class ServerFeature(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = []
-
-class ClassConditionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = []
