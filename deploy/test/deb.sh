@@ -28,8 +28,10 @@ cpack --config build/release/CPackConfig.cmake -B "$work" >"$work/cpack.log" 2>&
 deb=$(ls "$work"/*.deb)
 dpkg-deb --info "$deb" | grep -E '^ (Package|Version|Architecture|Installed-Size|Depends)'
 dpkg-deb --contents "$deb" | awk '$1 !~ /^d/ {print $3, $6}' | tee "$work/contents"
-for file in copyright NOTICE; do
-  grep -q " ./usr/share/doc/denoised/$file$" "$work/contents" || fail "the package lacks $file"
+for file in doc/denoised/copyright doc/denoised/NOTICE man/man1/denoise.1.gz \
+  man/man1/denoise-generate.1.gz bash-completion/completions/denoise \
+  zsh/vendor-completions/_denoise fish/vendor_completions.d/denoise.fish; do
+  grep -q " ./usr/share/$file$" "$work/contents" || fail "the package lacks $file"
 done
 
 step "Install in a bare Debian 12"

@@ -34,8 +34,8 @@ resources: [../overlays/cpu-demo]
 components: [../components/{name}]
 """
 
-# What is for operators: it changes the models, or tells what there is to call. Every other method of
-# the protos is for clients.
+# Methods for operators only: they change the models or list the services. All other methods of the
+# protos are for clients.
 INSIDE = {
     "/denoised.v1.ModelAdmin/LoadModel",
     "/denoised.v1.ModelAdmin/UnloadModel",
@@ -45,6 +45,17 @@ INSIDE = {
     "/inference.GRPCInferenceService/RepositoryModelUnload",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     "/any.other.Service/Method",
+}
+# The same of the HTTP port.
+INSIDE_HTTP = {
+    "POST /v1/models",
+    "DELETE /v1/models/digits@2",
+    "PUT /v1/aliases/digits@2",
+    "DELETE /v1/aliases/digits@2",
+    "GET /metrics",
+    "GET /v1/models/digits@2/other",
+    "GET /v1/other",
+    "GET /other",
 }
 # What gives a server an address outside the cluster.
 PUBLIC_KINDS = {"Gateway", "GRPCRoute", "HTTPRoute", "TLSRoute", "TCPRoute", "Ingress"}
@@ -144,12 +155,35 @@ def methods():
     return paths
 
 
-def envoy_forwards(routes, path):
-    """Whether the first route that matches forwards. A matcher unknown here matches everything."""
+def http_calls():
+    """What the HTTP port has, "GET /v1/server", and the files of the page."""
+    text = (ROOT / "server" / "http" / "http_api.cc").read_text(encoding="utf-8")
+    routes = re.findall(r'\{"([A-Z]+)",\s+"(/[^"]*)"', text)
+    calls = {f"{method} {re.sub('{[a-z_]+}', 'digits@2', path)}" for method, path in routes}
+    files = {file.name for file in (ROOT / "server" / "http" / "page").iterdir()}
+    calls |= {f"GET /{name}" for name in files} | {"GET /", "HEAD /v1/models", "OPTIONS /v1/generate"}
+    return calls - {"GET /index.html"}
+
+
+def envoy_matches(match, path, method):
+    """Whether a matcher of Envoy matches. One that is unknown here does."""
+    if "path" in match:
+        matches = match["path"] == path
+    elif "safe_regex" in match:
+        matches = re.fullmatch(match["safe_regex"]["regex"], path) is not None
+    else:
+        matches = path.startswith(match.get("prefix", ""))
+    for header in match.get("headers", []):
+        wanted = header.get("string_match", {}).get("safe_regex", {}).get("regex")
+        if header["name"] == ":method" and wanted and not re.fullmatch(wanted, method):
+            return False
+    return matches
+
+
+def envoy_forwards(routes, path, method="POST"):
+    """Whether the first route that matches forwards."""
     for entry in routes:
-        match = entry["match"]
-        matches = match["path"] == path if "path" in match else path.startswith(match.get("prefix", ""))
-        if matches:
+        if envoy_matches(entry["match"], path, method):
             return "route" in entry
     return False
 
@@ -167,11 +201,112 @@ def gateway_forwards(route, path):
     return False
 
 
-def misrouted(who, forwards):
-    """Complaints about methods that get through and should not, or should and do not."""
-    return [f"{who} forwards {path}, which is not for strangers" for path in sorted(INSIDE) if forwards(path)] + [
-        f"{who} does not forward {path}" for path in sorted(methods() - INSIDE) if not forwards(path)
+def misrouted(who, forwards, inside, everything):
+    """Complaints about calls that get through and should not, or should and do not."""
+    return [f"{who} forwards {call}, which is not for strangers" for call in sorted(inside) if forwards(call)] + [
+        f"{who} does not forward {call}" for call in sorted(everything - inside) if not forwards(call)
     ]
+
+
+def http_route_forwards(route, call):
+    """For the matches that an HTTPRoute may have: path and method."""
+    method, path = call.split(" ")
+    for rule in route["spec"]["rules"]:
+        for match in rule.get("matches", [{}]):
+            wanted = match.get("path", {})
+            value, kind = wanted.get("value", "/"), wanted.get("type", "PathPrefix")
+            fits = {
+                "Exact": path == value,
+                "PathPrefix": path == value or path.startswith(value.rstrip("/") + "/"),
+                "RegularExpression": re.fullmatch(value, path) is not None,
+            }[kind]
+            if fits and match.get("method", method) == method and "headers" not in match:
+                return True
+    return False
+
+
+def connection_managers(envoy):
+    """Address, HttpConnectionManager and cluster address of each listener: port, manager, target."""
+    resources = envoy["static_resources"]
+    targets = {}
+    for cluster in resources["clusters"]:
+        address = next(find(cluster["load_assignment"], "socket_address"))
+        targets[cluster["name"]] = f"{address['address']}:{address['port_value']}"
+    for listener in resources["listeners"]:
+        port = listener["address"]["socket_address"]["port_value"]
+        for config in find(listener, "typed_config"):
+            if "route_config" in config:
+                names = {route["cluster"] for route in find(config, "route")}
+                yield port, config, {targets[name] for name in names}
+
+
+def envoy_complaints(envoy, settings):
+    complaints, ports = [], {}
+    for port, manager, targets in connection_managers(envoy):
+        http = manager["stat_prefix"] == "http"
+        ports[port] = manager["stat_prefix"]
+        listen = settings.get("DENOISED_HTTP_LISTEN" if http else "DENOISED_LISTEN", "")
+        if targets != {listen}:
+            complaints.append(f"Envoy's port {port} forwards to {sorted(targets)}, but the server listens on {listen!r}")
+        for limit in ("max_request_headers_kb", "request_headers_timeout"):
+            if limit not in manager:
+                complaints.append(f"Envoy's port {port} has no {limit}")
+        if any(route.get("timeout") != "0s" for route in find(manager, "route")):
+            complaints.append(f"a route of Envoy's port {port} cuts off calls that take long")
+        for routes in find(manager, "routes"):
+            if http:
+                complaints += misrouted(
+                    "Envoy", lambda call: envoy_forwards(routes, call.split(" ")[1], call.split(" ")[0]),
+                    INSIDE_HTTP, http_calls(),
+                )
+            else:
+                complaints += misrouted("Envoy", lambda path: envoy_forwards(routes, path), INSIDE, methods())
+    if ports != {50051: "grpc", 8080: "http"}:
+        complaints.append(f"Envoy listens on {ports}")
+    sockets = len(list(find(envoy, "transport_socket")))
+    encrypted = bool(settings.get("DENOISED_TLS_CERT"))
+    if sockets != (4 if encrypted else 0):  # to and from Envoy, for each of the two ports
+        complaints.append("Envoy and the server disagree on TLS")
+    return complaints
+
+
+def port_complaints(resources):
+    """What is routed to, opened or named must be a port of Envoy."""
+    complaints = []
+    ports = {"grpc": 50051, "http": 8080, "metrics": 9090}
+    services = {r["metadata"]["name"]: r for r in resources if r["kind"] == "Service"}
+    for name, service in services.items():
+        has = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+        if any(ports.get(port) != number for port, number in has.items()):
+            complaints.append(f"Service {name} has the ports {has}")
+        if name == "denoised" and set(has) != set(ports):
+            complaints.append(f"Service {name} has no port {sorted(set(ports) - set(has))}")
+    for policy in (r for r in resources if r["kind"] == "NetworkPolicy"):
+        opened = [sorted(port["port"] for port in rule["ports"]) for rule in policy["spec"]["ingress"]]
+        if opened != [[8080, 50051], [9090]]:
+            complaints.append(f"NetworkPolicy opens {opened}, not gRPC and HTTP to clients and metrics to monitoring")
+    for deployment in (r for r in resources if r["kind"] == "Deployment"):
+        pod = deployment["spec"]["template"]["spec"]
+        containers = pod.get("initContainers", []) + pod["containers"]
+        has = {port["name"]: port["containerPort"] for c in containers for port in c.get("ports", [])}
+        if has != ports:
+            complaints.append(f"the pod has the ports {has}")
+    for kind, port in (("GRPCRoute", "grpc"), ("HTTPRoute", "http")):
+        for route in (r for r in resources if r["kind"] == kind):
+            backends = {(b["name"], b["port"]) for rule in route["spec"]["rules"] for b in rule["backendRefs"]}
+            if backends != {("denoised", ports[port])}:
+                complaints.append(f"{kind} leads to {sorted(backends)}")
+            if {parent.get("sectionName") for parent in route["spec"]["parentRefs"]} != {port}:
+                complaints.append(f"{kind} is not of the listener {port} alone")
+    for policy in (r for r in resources if r["kind"] == "BackendTLSPolicy"):
+        named = {target.get("sectionName") for target in policy["spec"]["targetRefs"]}
+        if named != {"grpc", "http"}:
+            complaints.append(f"BackendTLSPolicy is of the ports {sorted(map(str, named))}, not of grpc and http")
+    for gateway in (r for r in resources if r["kind"] == "Gateway"):
+        listeners = [(each["port"], each.get("hostname")) for each in gateway["spec"]["listeners"]]
+        if len(set(listeners)) != len(listeners):
+            complaints.append("two listeners of the gateway have one name and port: they take either kind of route")
+    return complaints
 
 
 def exposure(resources):
@@ -192,21 +327,24 @@ def exposure(resources):
         if "Gateway" in kinds and "BackendTLSPolicy" not in kinds:
             complaints.append("the gateway does not know the server's certificate: no BackendTLSPolicy")
     for route in (r for r in resources if r["kind"] == "GRPCRoute"):
-        complaints += misrouted("the gateway", lambda path: gateway_forwards(route, path))
+        complaints += misrouted("the gateway", lambda path: gateway_forwards(route, path), INSIDE, methods())
+    for route in (r for r in resources if r["kind"] == "HTTPRoute"):
+        # What is not for strangers ends at Envoy, whose reply the page understands.
+        complaints += misrouted("the gateway", lambda call: http_route_forwards(route, call), set(), http_calls())
+    complaints += port_complaints(resources)
     for deployment in (r for r in resources if r["kind"] == "Deployment"):
-        if not settings.get("DENOISED_LISTEN", "").startswith("127.0.0.1:"):
-            complaints.append("the server can be reached without Envoy: DENOISED_LISTEN is not loopback")
+        for name in ("DENOISED_LISTEN", "DENOISED_HTTP_LISTEN"):
+            if not settings.get(name, "").startswith("127.0.0.1:"):
+                complaints.append(f"the server can be reached without Envoy: {name} is not loopback")
+        if not settings.get("DENOISED_CLIENTS") and not settings.get("DENOISED_HTTP_ORIGINS"):
+            complaints.append("HTTP clients cannot call the Service by its name: no DENOISED_HTTP_ORIGINS")
         sidecars = deployment["spec"]["template"]["spec"].get("initContainers", [])
         if not any(c["name"] == "envoy" and c.get("restartPolicy") == "Always" for c in sidecars):
             complaints.append("there is no Envoy in front of the server")
         if len(envoys) != 1:
             complaints.append(f"{len(envoys)} configurations of Envoy")
         for envoy in envoys:
-            for routes in find(envoy, "routes"):
-                complaints += misrouted("Envoy", lambda path: envoy_forwards(routes, path))
-            encrypted = len(list(find(envoy, "transport_socket"))) == 2
-            if encrypted != bool(settings.get("DENOISED_TLS_CERT")):
-                complaints.append("Envoy and the server disagree on TLS")
+            complaints += envoy_complaints(envoy, settings)
     return complaints
 
 
@@ -241,34 +379,50 @@ def exposure_self_test(rendered):
             change(resource)
         return copied
 
-    def listens_everywhere(resource):
-        if resource["kind"] == "ConfigMap" and "DENOISED_LISTEN" in resource["data"]:
-            resource["data"]["DENOISED_LISTEN"] = "0.0.0.0:50051"
+    def setting(name, value):
+        def change(resource):
+            if resource["kind"] == "ConfigMap" and name in resource["data"]:
+                resource["data"][name] = value
+
+        return change
+
+    def envoy(old, new):
+        def change(resource):
+            if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
+                text = resource["data"]["envoy.yaml"]
+                assert old in text, old
+                resource["data"]["envoy.yaml"] = text.replace(old, new)
+
+        return change
+
+    def field(kind, *path, value=None):
+        """Sets a field, or deletes it."""
+        def change(resource):
+            if resource["kind"] != kind or resource["metadata"]["name"] != "denoised":
+                return
+            at = resource
+            for key in path[:-1]:
+                at = at[key]
+            if value is None:
+                del at[path[-1]]
+            else:
+                at[path[-1]] = value
+
+        return change
 
     def no_sidecar(resource):
         if resource["kind"] == "Deployment":
             del resource["spec"]["template"]["spec"]["initContainers"]
 
-    def forwards_everything(resource):
-        if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
-            text = resource["data"]["envoy.yaml"].replace("/denoised.v1.ImageGeneration/", "/")
-            resource["data"]["envoy.yaml"] = text
-
-    def forwards_the_service(resource):
-        if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
-            text = resource["data"]["envoy.yaml"].replace(
-                "path: /inference.GRPCInferenceService/ModelInfer", "prefix: /inference.GRPCInferenceService/"
-            )
-            resource["data"]["envoy.yaml"] = text
-
-    def forgets_a_method(resource):
-        if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
-            text = resource["data"]["envoy.yaml"].replace("GRPCInferenceService/ModelInfer", "GRPCInferenceService/None")
-            resource["data"]["envoy.yaml"] = text
-
     def routes_the_service(resource):
         if resource["kind"] == "GRPCRoute":
             del resource["spec"]["rules"][-1]["matches"][-1]["method"]["method"]
+
+    def http_without_tls(resource):
+        if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
+            config = yaml.safe_load(resource["data"]["envoy.yaml"])
+            del config["static_resources"]["listeners"][1]["filter_chains"][0]["transport_socket"]
+            resource["data"]["envoy.yaml"] = yaml.safe_dump(config)
 
     def load_balancer(resource):
         if resource["kind"] == "Service":
@@ -278,12 +432,42 @@ def exposure_self_test(rendered):
         ("a gateway without clients", plain + public),
         ("a gateway without BackendTLSPolicy", [r for r in gateway if r["kind"] != "BackendTLSPolicy"]),
         ("a load balancer without clients", changed(plain, load_balancer)),
-        ("a server that listens everywhere", changed(plain, listens_everywhere)),
+        ("a server that listens everywhere", changed(plain, setting("DENOISED_LISTEN", "0.0.0.0:50051"))),
+        ("HTTP that listens everywhere", changed(plain, setting("DENOISED_HTTP_LISTEN", "0.0.0.0:8081"))),
+        ("HTTP on a port that Envoy does not know", changed(plain, setting("DENOISED_HTTP_LISTEN", "127.0.0.1:8080"))),
+        ("HTTP clients without a name", changed(plain, setting("DENOISED_HTTP_ORIGINS", ""))),
         ("a server without Envoy", changed(plain, no_sidecar)),
-        ("a route for ModelAdmin", changed(plain, forwards_everything)),
-        ("a route for RepositoryModelLoad", changed(plain, forwards_the_service)),
+        ("a route for ModelAdmin", changed(plain, envoy("/denoised.v1.ImageGeneration/", "/"))),
+        (
+            "a route for RepositoryModelLoad",
+            changed(plain, envoy("path: /inference.GRPCInferenceService/ModelInfer", "prefix: /inference.GRPCInferenceService/")),
+        ),
         ("a GRPCRoute for RepositoryModelLoad", changed(gateway, routes_the_service)),
-        ("no route for ModelInfer", changed(plain, forgets_a_method)),
+        ("no route for ModelInfer", changed(plain, envoy("GRPCInferenceService/ModelInfer", "GRPCInferenceService/None"))),
+        ("a route for POST /v1/models", changed(plain, envoy("GET|HEAD|OPTIONS", ".*"))),
+        ("a route for aliases", changed(plain, envoy("path: /v1/server", "prefix: /v1/"))),
+        ("a route for metrics", changed(plain, envoy("path: /healthz", "path: /metrics"))),
+        ("no route for edits", changed(plain, envoy("/v1/images/edits", "/v1/images/edit"))),
+        ("no route for events", changed(plain, envoy("events|cancel", "cancel"))),
+        ("no route for the page's scripts", changed(plain, envoy("html|css|js|", "html|css|"))),
+        ("streams that end after 15 s", changed(plain, envoy("{cluster: http, timeout: 0s}", "{cluster: http}"))),
+        ("no bound for headers", changed(plain, envoy("max_request_headers_kb: 16", "proxy_100_continue: true"))),
+        ("HTTP to the port of gRPC", changed(plain, envoy("port_value: 8081", "port_value: 50052"))),
+        ("HTTP without TLS", changed(gateway, http_without_tls)),
+        ("a Service without HTTP", changed(plain, field("Service", "spec", "ports", 1))),
+        ("a NetworkPolicy without HTTP", changed(plain, field("NetworkPolicy", "spec", "ingress", 0, "ports", 1))),
+        ("a NetworkPolicy with all ports", changed(plain, field("NetworkPolicy", "spec", "ingress", 0, "ports", 1, "port", value=8081))),
+        ("an HTTPRoute to gRPC", changed(gateway, field("HTTPRoute", "spec", "rules", 0, "backendRefs", 0, "port", value=50051))),
+        ("an HTTPRoute of both listeners", changed(gateway, field("HTTPRoute", "spec", "parentRefs", 0, "sectionName"))),
+        (
+            "an HTTPRoute of a part",
+            changed(gateway, field("HTTPRoute", "spec", "rules", 0, "matches", value=[{"path": {"value": "/v1"}}])),
+        ),
+        ("HTTP that the gateway does not check", changed(gateway, field("BackendTLSPolicy", "spec", "targetRefs", 1))),
+        (
+            "two listeners of a name",
+            changed(gateway, field("Gateway", "spec", "listeners", 1, "hostname", value="denoised.example.com")),
+        ),
     ]:
         found = exposure(resources)
         if not found:
@@ -302,11 +486,16 @@ def self_test(validator, resources):
         ("NetworkPolicy", ("spec", "policyType"), ["Ingress"]),
         ("ServiceMonitor", ("spec", "endpoints", 0, "intervall"), "15s"),
         ("GRPCRoute", ("spec", "rules", 0, "backends"), []),
+        ("HTTPRoute", ("spec", "rules", 0, "timeout"), "0s"),
+        ("HTTPRoute", ("spec", "rules", 0, "timeouts", "stream"), "0s"),
         ("BackendTLSPolicy", ("spec", "validation", "hostnames"), ["denoised"]),
         ("Job", ("spec", "backOffLimit"), 3),
         ("ScaledObject", ("spec", "minReplicas"), 2),
         ("ClusterServingRuntime", ("spec", "protocolVersion"), []),
         ("InferenceService", ("spec", "predictor", "model", "storageURI"), "pvc://x"),
+        ("TrainingRuntime", ("spec", "mlPolicy", "torch", "numProcs"), 1),
+        ("TrainJob", ("spec", "trainer", "numProcPerNode"), "auto"),
+        ("TrainJob", ("spec", "trainer", "nodes"), 2),
     ]:
         found = validator.complaint(plant(resources, kind, path, value))
         if found == "unknown":
@@ -348,7 +537,7 @@ def main():
             elif found:
                 wrong += 1
                 print(f"{name}: {resource['kind']} {resource['metadata']['name']}: {found}")
-        note = f", not validated for want of a schema: {', '.join(unknown)}" if unknown else ""
+        note = f", not validated, as there is no schema: {', '.join(unknown)}" if unknown else ""
         print(f"{name}: {len(resources)} resources{note}")
 
     # Without a selector they would be about every pod of the namespace.
@@ -356,9 +545,10 @@ def main():
         for name, resources in rendered.items():
             for resource in (r for r in resources if r["kind"] == kind):
                 labels = resource["spec"].get(field, {}).get("matchLabels", {})
-                if labels.get("app.kubernetes.io/name") != "denoised":
+                of = "denoise-train" if name == "overlays/train" else "denoised"
+                if labels.get("app.kubernetes.io/name") != of:
                     wrong += 1
-                    print(f"{name}: {kind} selects {labels}, not the pods of denoised")
+                    print(f"{name}: {kind} selects {labels}, not the pods of {of}")
 
     spec = next(r for r in rendered["overlays/monitoring"] if r["kind"] == "PrometheusRule")["spec"]
     if spec != yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8")):
