@@ -19,16 +19,15 @@ if(DENOISED_BUILD_SERVER)
   find_package(prometheus-cpp CONFIG REQUIRED)
   find_package(civetweb CONFIG REQUIRED)
   find_package(CLI11 REQUIRED)
+  find_package(Boost 1.74 REQUIRED)  # Asio and Beast, which are headers alone
   find_package(OpenSSL REQUIRED)
-  find_package(PNG REQUIRED)
-  find_package(JPEG REQUIRED)
+  find_package(ZLIB REQUIRED)
   pkg_check_modules(SPNG REQUIRED IMPORTED_TARGET spng)
   pkg_check_modules(TURBOJPEG REQUIRED IMPORTED_TARGET libturbojpeg)
   pkg_check_modules(WEBP REQUIRED IMPORTED_TARGET libwebp libwebpmux)
   if(DENOISED_PORTABLE)
-    denoised_prefer_archives(gRPC::grpc++ gRPC::grpc++_reflection absl::status absl::statusor PNG::PNG
-                             JPEG::JPEG PkgConfig::SPNG PkgConfig::TURBOJPEG PkgConfig::UTF8PROC
-                             PkgConfig::WEBP)
+    denoised_prefer_archives(gRPC::grpc++ gRPC::grpc++_reflection absl::status absl::statusor
+                             PkgConfig::SPNG PkgConfig::TURBOJPEG PkgConfig::UTF8PROC PkgConfig::WEBP)
   endif()
 endif()
 if(DENOISED_BUILD_TESTS)

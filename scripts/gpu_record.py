@@ -17,11 +17,12 @@ RECORD = pathlib.Path("docs/gpu-tests.json")
 
 SOURCES = ["cmake/cuda.cmake", "engine/backend/*", "engine/backend/cuda/*", "engine/core/*",
            "engine/nn/*", "engine/models/*", "tests/needs_gpu.h", "tests/backend/*", "tests/models/*",
-           "tests/engine/*"]
+           "tests/engine/*", "engine/training/*", "engine/training/cuda/*", "tests/training/*"]
 
 # A case that needs a GPU has one of these in its name, and is in one of these programs.
 GPU_CASES = "*Cuda*:*cuda*:*Hopper*:*Gpu*"
-GPU_PROGRAMS = ["backend_test", "models_test", "engine_test"]
+GPU_PROGRAMS = ["backend_test", "models_test", "engine_test", "training_op_test",
+                "training_model_test", "training_trainer_test"]
 NEEDS_GPU = "needs a GPU"  # what such a case says when it is skipped: tests/needs_gpu.h
 
 
