@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "server/encoding/formats.h"
+#include "engine/images/formats.h"
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
 
@@ -40,6 +40,10 @@ void RepairPng(uint8_t* data, size_t size) {
 /// whose samples all can be read and used as an init image.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view file(reinterpret_cast<const char*>(data), size);
+  const auto transparency = denoised::DecodePngTransparency(file, kMaxPixels);
+  if (transparency.ok() && transparency->samples.size() !=
+                               static_cast<size_t>(transparency->width) * transparency->height)
+    std::abort();
   const auto pixels = denoised::DecodeFile(file, kMaxPixels);
   if (!pixels.ok()) {
     if (pixels.status().code() != absl::StatusCode::kInvalidArgument) std::abort();

@@ -61,10 +61,14 @@ void Ask(const inference::ModelInferRequest& request, const ModelInfo& model) {
   const int batch = params.has_count() ? params.count() : 1;
   Require(batch >= 1, "there is an image");
   Require(params.seeds().empty() || params.seeds_size() == batch, "a seed for each image");
-  const int labels = params.class_labels().labels_size();
-  Require(labels == 0 || labels == batch, "a label for each image");
-  const int values = params.class_vectors().values_size();
-  Require(values == 0 || values == batch * model.class_vector_size, "a vector for each image");
+  const int conditions = params.conditions_size();
+  Require(conditions == 0 || conditions == batch || batch > limits.max_count,
+          "a condition for each image");
+  for (const v1::Condition& condition : params.conditions()) {
+    Require(condition.class_vector().empty() ||
+                condition.class_vector_size() == model.class_vector_size,
+            "a vector for each image");
+  }
   Require(!inference.outputs.empty(), "something is wanted");
   // Names of inputs for all that Translate finds wrong.
   Translate(params, nullptr, true, "fuzz", model, limits, &memory, &violations);

@@ -49,6 +49,11 @@ ModelInfo Model(const char* name, const char* scheduler_config) {
   model.max_steps = scheduler->max_steps();
   model.max_evaluations = 200;
   model.max_count = 8;
+  model.images = {.init = true,
+                  .strength = true,
+                  .mask = true,
+                  .default_strength = 0.8,
+                  .default_masked_strength = 1};
   model.scheduler = std::make_shared<const SchedulerConfig>(*std::move(scheduler));
   return model;
 }
@@ -68,6 +73,9 @@ std::array<ModelInfo, 3> Models() {
   vectors.channels = 4;
   vectors.condition = ClassCondition::kVector;
   vectors.class_vector_size = 3;
+  vectors.images = {.init = true, .required = true, .guidance = true};
+  vectors.images.default_guidance_scale = 1.5;
+  vectors.guidance = vectors.guidance_rescale = true;
   return {digits, faces, vectors};
 }
 
@@ -166,7 +174,7 @@ void CheckRendering(const Rendering& rendering, const ModelInfo& model) {
           "the format can hold the image");
 }
 
-/// Whether "params.class_labels.labels[2]" is a path of `type`.
+/// Whether "params.conditions[2].class_label" is a path of `type`.
 bool IsField(std::string path, const google::protobuf::Descriptor* type) {
   while (!path.empty()) {
     const size_t dot = std::min(path.find('.'), path.size());
@@ -223,13 +231,23 @@ void Ask(const ModelInfo& model, const v1::GenerationParams& params,
   CheckRendering(translation.image, model);
   if (preview != nullptr) CheckRendering(translation.preview, model);
   Require(IsRequestId(job.spec.request_id), "the request has an id");
-  v1::EffectiveParams effective;
-  Require(effective.ParseFromString(ToProto(job).SerializeAsString()), "the reply parses");
+  v1::GenerationParams effective;
+  Require(effective.ParseFromString(ToProto(job, translation.image).SerializeAsString()),
+          "the reply parses");
   // What was run, asked for again, is run again: so the reply tells the truth.
   EffectiveJob again;
   ResolveJob(model, job.spec, &again, &violations);
   Require(violations.empty(), violations.empty() ? "" : violations[0].description.c_str());
   Require(AreSame(*again.plan, *job.plan), "the same plan again");
+  if (job.spec.init_image || job.spec.initial_noise) return;  // the reply has no bytes of uploads
+  const Translation sent =
+      Translate(effective, preview, together, "fuzz", model, limits, &memory, &violations);
+  Require(violations.empty(), violations.empty() ? "" : violations[0].description.c_str());
+  ResolveJob(model, sent.spec, &again, &violations);
+  Require(violations.empty(), violations.empty() ? "" : violations[0].description.c_str());
+  Require(AreSame(*again.plan, *job.plan), "the same plan from the reply");
+  Require(ToProto(again, sent.image).SerializeAsString() == effective.SerializeAsString(),
+          "the reply, sent again, gets itself");
 }
 
 }  // namespace
