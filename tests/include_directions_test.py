@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Includes go one way: every #include of engine/, server/ and client/ leads to a room that its own
+"""Includes go one way: every #include of engine/, server/, client/ and trainer/ leads to a room that its own
 room may see. docs/architecture.md draws the same picture. Run: tests/include_directions_test.py"""
 
 import pathlib
@@ -26,18 +26,25 @@ ROOMS = [
     ("engine/models/", "models"),
     ("engine/pipelines/", "pipelines"),
     ("engine/batching/", "batching"),
+    ("engine/training/cpu/", "training cpu"),
+    ("engine/training/cuda/", "training cuda"),
+    ("engine/training/", "training"),
+    ("engine/images/", "images"),
     ("engine/engine.h", "engine.h"),
     ("engine/job.h", "job.h"),  # the other half of the door, which batching/ implements
     ("server/version.h", "server version"),  # generated
     ("server/status/", "server status"),
     ("server/telemetry/", "telemetry"),
-    ("server/encoding/", "encoding"),
     ("server/security/", "security"),
     ("server/models/", "server models"),
     ("server/jobs/", "jobs"),
     ("server/api/", "api"),
+    ("server/http/", "http"),
     ("server/", "server"),
     ("client/", "client"),
+    ("trainer/version.h", "trainer version"),  # generated
+    ("trainer/data/", "trainer data"),
+    ("trainer/", "trainer"),
     ("proto/", "proto"),
     ("denoised/v1/", "proto"),  # generated from proto/
     ("inference/", "proto"),
@@ -50,6 +57,7 @@ ROOMS = [
     ("google/protobuf/", "gRPC"),
     ("prometheus/", "prometheus-cpp"),
     ("CivetServer.h", "civetweb"),
+    ("boost/", "Boost"),
     ("openssl/", "OpenSSL"),
     ("oneapi/", "oneDNN"),
     ("dnnl", "oneDNN"),
@@ -75,22 +83,31 @@ ALLOWED = {
     "pipelines": {"core", "backend", "io", "text", "nn", "models", "sampling", "job.h"},
     "job.h": {"core", "sampling"},
     "batching": {"core", "backend", "io", "nn", "models", "sampling", "job.h"},
+    # The network's config, and ops that serving does not have; serving never includes training.
+    "training": {"core", "backend", "io", "nn", "models"},
+    "training cpu": {"core", "backend", "cpu", "oneDNN", "training"},
+    "training cuda": {"core", "backend", "cuda", "CUDA", "training"},
+    "images": {"core"},
     "engine.h": {"core", "sampling", "job.h"},
     "engine": {"core", "backend", "io", "nn", "models", "sampling", "pipelines", "batching",
                "engine.h", "job.h"},
     "server status": {"core", "engine.h", "proto", "gRPC"},
     "telemetry": {"core", "engine.h", "proto", "gRPC", "prometheus-cpp", "civetweb", "server status"},
-    "encoding": {"core"},
     "security": {"core", "proto", "gRPC", "OpenSSL", "server status", "telemetry"},
     "server models": {"core", "engine.h", "proto", "gRPC", "server status", "telemetry"},
     "jobs": {"core", "sampling", "engine.h", "proto", "gRPC", "OpenSSL", "server version"}
-    | {"server status", "telemetry", "encoding", "security"},
+    | {"server status", "telemetry", "images", "security"},
     "api": {"core", "sampling", "engine.h", "proto", "gRPC", "server version"}
-    | {"server status", "telemetry", "encoding", "security", "server models", "jobs"},
-    "server": {"core", "sampling", "engine.h", "proto", "gRPC", "prometheus-cpp"}
-    | {"server version", "server status", "telemetry", "encoding", "security", "server models"}
+    | {"server status", "telemetry", "images", "security", "server models", "jobs"},
+    "http": {"core", "engine.h", "proto", "gRPC", "server version", "OpenSSL", "Boost"}
+    | {"server status", "telemetry", "security", "server models", "jobs", "api"},
+    "server": {"core", "sampling", "engine.h", "proto", "gRPC", "prometheus-cpp", "http"}
+    | {"server version", "server status", "telemetry", "images", "security", "server models"}
     | {"jobs", "api"},
     "client": {"proto", "gRPC"},
+    "trainer data": {"core", "images", "training"},
+    "trainer": {"core", "io", "images", "models", "sampling", "text", "engine.h", "job.h", "training"}
+    | {"trainer data", "trainer version", "prometheus-cpp"},
 }
 
 DIRECTIVE = re.compile(r"^\s*#\s*include\b(.*)$", re.MULTILINE)
@@ -100,8 +117,8 @@ TARGET = re.compile(r'^\s*(?:<([^>]+)>|"([^"]+)")')
 def room_of(path):
     for prefix, room in ROOMS:
         if path.startswith(prefix):
-            # A folder of server/ that has no row must get one.
-            return "no room" if room == "server" and path.count("/") > 1 else room
+            # A folder of server/ or trainer/ that has no row must get one.
+            return "no room" if room in ("server", "trainer") and path.count("/") > 1 else room
     if path.startswith("engine/"):
         return "engine" if path.count("/") == 1 else "no room"
     return None
@@ -132,7 +149,7 @@ class IncludeDirections(unittest.TestCase):
     def test_repository(self):
         files = [
             file
-            for folder in ("engine", "server", "client")
+            for folder in ("engine", "server", "client", "trainer")
             for file in sorted((ROOT / folder).rglob("*"))
             if file.suffix in SOURCES
         ]
@@ -159,6 +176,11 @@ class IncludeDirections(unittest.TestCase):
             ("engine/text/clip_tokenizer.cc", '#include "engine/io/safetensors.h"'),
             ("engine/models/clip_text.cc", "#include <utf8proc.h>"),
             ("engine/nn/conv.cc", "#include <oneapi/dnnl/dnnl.hpp>"),
+            ("engine/batching/slot.h", '#include "engine/training/backend.h"'),
+            ("engine/backend/backend.h", '#include "engine/training/backend.h"'),
+            ("engine/training/trainer.cc", "#include <oneapi/dnnl/dnnl.hpp>"),
+            ("trainer/run.cc", '#include "server/telemetry/log.h"'),
+            ("trainer/new_room/thing.h", ""),
             ("engine/models/unet2d.cc", '#include "engine/batching/step_batcher.h"'),
             ("engine/batching/slot.h", '#include "engine/engine.h"'),
             ("engine/engine.cc", '#include "denoised/v1/image_generation.pb.h"'),
@@ -179,8 +201,8 @@ class IncludeDirections(unittest.TestCase):
             ("server/security/clients.h", '#include "server/config.h"'),
             ("server/security/acceptor.cc", '#include "server/models/catalog.h"'),
             ("server/telemetry/metrics.cc", '#include "server/models/catalog.h"'),
-            ("server/encoding/png.cc", '#include "server/telemetry/log.h"'),
-            ("server/encoding/png.cc", "#include <grpcpp/grpcpp.h>"),
+            ("engine/images/png.cc", '#include "server/telemetry/log.h"'),
+            ("engine/images/png.cc", "#include <grpcpp/grpcpp.h>"),
             ("server/status/name.h", '#include "server/telemetry/log.h"'),
             ("server/jobs/jobs.h", "#include <prometheus/registry.h>"),
             ("server/new_room/thing.h", ""),

@@ -4,11 +4,15 @@
 //   cublaslt-search [--turns] [NAME…]       NAME as in linear/rows:64/tokens:256/in:256/out:768
 //
 // bf16, accumulated in fp32, with the bias in the epilogue and 32 MiB of workspace. For each shape
-// it asks cublasLtMatmulAlgoGetHeuristic for 64 algorithms, times every one that it returns in a
-// CUDA graph, and measures the fastest as backend-throughput measures its ops: random data, at
-// least eight launches in a graph, activations that rotate through 256 MiB, the median of nine
-// replays after 0.1 s of work. --turns measures when standard input says so (turns.h); otherwise
-// one line of JSON for each NAME. A program for one GPU: it exits with a message on any error.
+// it times up to 96 algorithms in CUDA graphs:
+//   1. what cublasLtMatmulAlgoGetHeuristic returns when asked for 64 (cuBLASLt 13.1: eight of
+//   them),
+//   2. what it returns with less workspace, and for each algorithm of cublasLtMatmulAlgoGetIds,
+//   3. the fastest so far with every other tile and number of stages that cuBLASLt accepts for it.
+// The fastest of all is measured as backend-throughput measures its ops: random data, at least
+// eight launches in a graph, activations that rotate through 256 MiB, the median of nine replays
+// after 0.1 s of work. --turns measures when standard input says so (turns.h); otherwise one line
+// of JSON for each NAME. A program for one GPU: it exits with a message on any error.
 
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
@@ -28,7 +32,7 @@
 namespace denoised {
 namespace {
 
-constexpr int kAsked = 64;
+constexpr int kAsked = 64, kMostAlgorithms = 96;
 constexpr size_t kWorkspace = size_t{32} << 20;
 constexpr int64_t kRotatedBytes = 256 << 20;
 constexpr int64_t kMostCopies = 128, kLeastLaunches = 8;
@@ -125,7 +129,7 @@ class Layer {
   Layer(const Layer&) = delete;
   Layer& operator=(const Layer&) = delete;
 
-  /// Microseconds of each algorithm in the order of the heuristics; null where it failed.
+  /// Microseconds of each algorithm in the order of the search; null where it failed.
   const nlohmann::json& found() const { return found_; }
   double Microseconds() const { return Median(best_, kWarmUpSeconds, kSamples); }
 
@@ -138,41 +142,113 @@ class Layer {
   int64_t launches() const { return std::max(copies_, kLeastLaunches); }
 
   void Search() {
+    found_ = nlohmann::json::array();
+    Ask(kWorkspace);
+    for (const size_t workspace : {size_t{0}, kWorkspace / 8}) Ask(workspace);
+    std::vector<int> ids(kAsked);
+    int count = 0;
+    Check(
+        cublasLtMatmulAlgoGetIds(handle_, CUBLAS_COMPUTE_32F, CUDA_R_32F, CUDA_R_16BF, CUDA_R_16BF,
+                                 CUDA_R_16BF, CUDA_R_16BF, kAsked, ids.data(), &count),
+        "cublasLtMatmulAlgoGetIds");
+    ids.resize(count);
+    for (const int id : ids) Ask(kWorkspace, id);
+    if (best_ == nullptr) {
+      std::fprintf(stderr, "cuBLASLt has no algorithm for %lld × %lld → %lld\n",
+                   static_cast<long long>(shape_.rows), static_cast<long long>(shape_.in),
+                   static_cast<long long>(shape_.out));
+      std::exit(1);
+    }
+    const cublasLtMatmulAlgo_t fastest = best_algorithm_;
+    for (const uint32_t tile : Capabilities(fastest, CUBLASLT_ALGO_CAP_TILE_IDS)) {
+      for (const uint32_t stages : Capabilities(fastest, CUBLASLT_ALGO_CAP_STAGES_IDS)) {
+        cublasLtMatmulAlgo_t algorithm = fastest;
+        cublasLtMatmulHeuristicResult_t result;
+        if (Configured(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, tile) &&
+            Configured(&algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID, stages) &&
+            cublasLtMatmulAlgoCheck(handle_, product_, a_, b_, c_, c_, &algorithm, &result) ==
+                CUBLAS_STATUS_SUCCESS &&
+            result.workspaceSize <= kWorkspace) {
+          Time(algorithm);
+        }
+      }
+    }
+  }
+
+  /// Times what the heuristics return within `workspace`; for one algorithm when `id` says so.
+  void Ask(size_t workspace, std::optional<int> id = std::nullopt) {
     cublasLtMatmulPreference_t preference;
     Check(cublasLtMatmulPreferenceCreate(&preference), "preference");
     Check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                               &kWorkspace, sizeof(kWorkspace)),
+                                               &workspace, sizeof(workspace)),
           "preference");
     std::vector<cublasLtMatmulHeuristicResult_t> results(kAsked);
-    int count = 0;
-    Check(cublasLtMatmulAlgoGetHeuristic(handle_, product_, a_, b_, c_, c_, preference, kAsked,
-                                         results.data(), &count),
-          "cublasLtMatmulAlgoGetHeuristic");
-    cublasLtMatmulPreferenceDestroy(preference);
-    found_ = nlohmann::json::array();
-    double best = 0;
-    for (int i = 0; i < count; ++i) {
-      const cudaGraphExec_t graph =
-          results[i].state == CUBLAS_STATUS_SUCCESS ? Captured(results[i].algo) : nullptr;
-      if (graph == nullptr) {
-        found_.push_back(nullptr);
-        continue;
-      }
-      const double microseconds = Median(graph, i == 0 ? kWarmUpSeconds : 0, kSearchSamples);
-      found_.push_back(microseconds);
-      if (best_ == nullptr || microseconds < best) {
-        if (best_ != nullptr) cudaGraphExecDestroy(best_);
-        best_ = graph;
-        best = microseconds;
-      } else {
-        cudaGraphExecDestroy(graph);
-      }
+    bool can_ask = true;
+    if (id) {
+      const uint32_t mode = CUBLASLT_SEARCH_LIMITED_BY_ALGO_ID;
+      Check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_SEARCH_MODE,
+                                                 &mode, sizeof(mode)),
+            "preference");
+      can_ask = cublasLtMatmulAlgoInit(handle_, CUBLAS_COMPUTE_32F, CUDA_R_32F, CUDA_R_16BF,
+                                       CUDA_R_16BF, CUDA_R_16BF, CUDA_R_16BF, *id,
+                                       &results[0].algo) == CUBLAS_STATUS_SUCCESS;
     }
-    if (best_ != nullptr) return;
-    std::fprintf(stderr, "cuBLASLt has no algorithm for %lld × %lld → %lld\n",
-                 static_cast<long long>(shape_.rows), static_cast<long long>(shape_.in),
-                 static_cast<long long>(shape_.out));
-    std::exit(1);
+    int count = 0;
+    if (!can_ask ||
+        cublasLtMatmulAlgoGetHeuristic(handle_, product_, a_, b_, c_, c_, preference, kAsked,
+                                       results.data(), &count) != CUBLAS_STATUS_SUCCESS) {
+      count = 0;  // this algorithm, or this little workspace, does not do for the shape
+    }
+    cublasLtMatmulPreferenceDestroy(preference);
+    for (int i = 0; i < count; ++i) {
+      if (results[i].state == CUBLAS_STATUS_SUCCESS) Time(results[i].algo);
+    }
+  }
+
+  /// Times an algorithm that was not timed before, and keeps its graph if it is the fastest.
+  void Time(const cublasLtMatmulAlgo_t& algorithm) {
+    const auto is_same = [&](const cublasLtMatmulAlgo_t& other) {
+      return std::memcmp(other.data, algorithm.data, sizeof(algorithm.data)) == 0;
+    };
+    if (tried_.size() >= kMostAlgorithms || std::any_of(tried_.begin(), tried_.end(), is_same)) {
+      return;
+    }
+    tried_.push_back(algorithm);
+    const cudaGraphExec_t graph = Captured(algorithm);
+    if (graph == nullptr) return found_.push_back(nullptr);
+    const double microseconds =
+        Median(graph, tried_.size() == 1 ? kWarmUpSeconds : 0, kSearchSamples);
+    found_.push_back(microseconds);
+    if (best_ != nullptr && microseconds >= best_us_) {
+      cudaGraphExecDestroy(graph);
+      return;
+    }
+    if (best_ != nullptr) cudaGraphExecDestroy(best_);
+    best_ = graph;
+    best_us_ = microseconds;
+    best_algorithm_ = algorithm;
+  }
+
+  static std::vector<uint32_t> Capabilities(const cublasLtMatmulAlgo_t& algorithm,
+                                            cublasLtMatmulAlgoCapAttributes_t attribute) {
+    size_t bytes = 0;
+    if (cublasLtMatmulAlgoCapGetAttribute(&algorithm, attribute, nullptr, 0, &bytes) !=
+        CUBLAS_STATUS_SUCCESS) {
+      return {};
+    }
+    std::vector<uint32_t> values(bytes / sizeof(uint32_t));
+    if (cublasLtMatmulAlgoCapGetAttribute(&algorithm, attribute, values.data(),
+                                          values.size() * sizeof(uint32_t),
+                                          &bytes) != CUBLAS_STATUS_SUCCESS) {
+      return {};
+    }
+    return values;
+  }
+
+  static bool Configured(cublasLtMatmulAlgo_t* algorithm,
+                         cublasLtMatmulAlgoConfigAttributes_t attribute, uint32_t value) {
+    return cublasLtMatmulAlgoConfigSetAttribute(algorithm, attribute, &value, sizeof(value)) ==
+           CUBLAS_STATUS_SUCCESS;
   }
 
   /// A graph of launches over all copies; null when the algorithm refuses.
@@ -234,7 +310,10 @@ class Layer {
   cublasLtMatmulDesc_t product_ = nullptr;
   cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, c_ = nullptr;
   nlohmann::json found_;
+  std::vector<cublasLtMatmulAlgo_t> tried_;
   cudaGraphExec_t best_ = nullptr;
+  double best_us_ = 0;
+  cublasLtMatmulAlgo_t best_algorithm_ = {};
 };
 
 int Main(int argc, char** argv) {

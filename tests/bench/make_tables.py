@@ -8,6 +8,9 @@ A table stands between <!-- table: NAME --> and <!-- end -->. --check changes no
 the difference, if the page is not what the figures make of it. Whether a row reaches its bar is
 decided by unrounded ratios: the median over the rounds of the peer's time over denoised's, for the
 peer that is the fastest. Device, commit, date and versions come from the figures too.
+
+Several runs may share a table: models.json, models-2.json, models-3.json. Each row is then taken from
+the newest of the runs that say most of it: that measured most peers, and searched for the fastest.
 """
 import argparse
 import difflib
@@ -24,11 +27,15 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODEL_BARS = {"cifar10-32/rows:1": 2.5, "cifar10-32/rows:16": 2.0, "cifar10-32/rows:64": 1.8,
               "cifar10-32/rows:256": 1.7, "adm-64/rows:1": 2.0, "adm-64/rows:64": 1.5,
               "celebahq-256/rows:16": 1.75}
+LATENT_BARS = {"sd15-unet/rows:2": 1.6, "sd15-unet/rows:16": 1.3, "sdxl-unet/rows:2": 1.3,
+               "sdxl-unet/rows:16": 1.2, "sdxl-vae@64/rows:1": 1.5, "sdxl-vae@64/rows:8": 1.5,
+               "sdxl-vae@128/rows:1": 1.5}
 CONV_BAR, FUSED_BAR, LINEAR_BAR, ATTENTION_BAR = 1.0, 1.3, 0.95, 1.0
 NORM_BAR, LAST_LEVEL_CACHE = 0.85, 60 << 20  # of a copy, for images larger than the H200's L2
 OP_BARS = {"conv": CONV_BAR, "conv_bias_residual_silu": FUSED_BAR, "linear": LINEAR_BAR,
            "attention": ATTENTION_BAR}
 PORTABLE_BAR = 0.55
+CPU_BUSY_BAR, CPU_BF16_BAR = 2.4, 1.4
 START_BARS = {"cifar10-32": 3, "adm-64": 6}  # seconds, the first start
 WEIGHTS_BAR = 5  # GB/s
 LOOP_BARS = {"cifar10-32/rows:1": 0.10, "cifar10-32/rows:64": 0.03}
@@ -39,6 +46,32 @@ SATURATION_BAR, P99_BAR, PREVIEW_BAR, OVERHEAD_BAR = 0.97, 0.5, 3, 0.5e-3
 
 
 # ---- Figures
+
+def combined(files):
+    """Several runs of a topic as one. Each row keeps the context of its run."""
+    files = sorted(files, key=lambda file: file["context"]["date"])
+    rows = {}
+    for file in files:
+        for row in file["rows"]:
+            row = row | {"context": file["context"], "ceilings": file.get("ceilings")}
+            before = rows.get(row["name"])
+            if before and rank(before) > rank(row):
+                continue
+            rows[row["name"]] = row
+    return files[-1] | {"rows": list(rows.values()), "runs": files}
+
+
+def rank(row):
+    """How much a row says: how many peers were measured, and whether the fastest was searched for."""
+    return (sum(bool(peer["pairs"]) for peer in row["peers"].values()), row.get("searched", True))
+
+
+def contexts_of(file, *kinds):
+    """Of the runs that rows come from, those of these ops where any are named."""
+    used = [row.get("context", file["context"]) for row in file["rows"]
+            if not kinds or arguments(row["name"])[0] in kinds]
+    return [run["context"] for run in file.get("runs", [file]) if run["context"] in used]
+
 
 def ours_of(row):
     """Median of all rounds, in the row's unit."""
@@ -139,6 +172,7 @@ class Compared:
     """A row beside its fastest peer, and the cells of a table that say so."""
 
     def __init__(self, row, bar, context):
+        context = (row or {}).get("context", context)
         best = best_of(row) if row else None
         self.measured = bool(best)
         self.label, self.theirs, self.ratio = best or ("–", None, None)
@@ -274,16 +308,24 @@ def digits(data):
         ["Device", "16 digits", "denoised", "PyTorch", "as", RATIO], rows)
 
 
-def compared_models(data):
+def compared_models(data, topic="models"):
     """(row, Compared) by name, of all that have a bar."""
-    file = data("models")
-    return {name: (row, Compared(row, MODEL_BARS.get(name), file["context"]))
-            for name, row in rows_by_name(file, MODEL_BARS).items()}
+    file, bars = data(topic), {"models": MODEL_BARS, "latent": LATENT_BARS}[topic]
+    return {name: (row, Compared(row, bars.get(name), file["context"]))
+            for name, row in rows_by_name(file, bars).items()}
 
 
 def models(data):
-    file = data("models")
-    rows, last, found = [], None, compared_models(data)
+    return table_of_models(data, "models", MODEL_BARS)
+
+
+def latent(data):
+    return table_of_models(data, "latent", LATENT_BARS)
+
+
+def table_of_models(data, topic, bars):
+    file = data(topic)
+    rows, last, found = [], None, compared_models(data, topic)
     for name, (row, each) in found.items():
         model, count = name.split("/rows:")
         ways = row["peers"] if row else {}
@@ -292,28 +334,34 @@ def models(data):
         if each.measured and not any("max-autotune" in way and ways[way]["pairs"] for way in ways):
             others.append("max-autotune not measured")
         speed = row["ours"]["flop"] / each.ours * 1e-9 if each.measured else None
-        bar = MODEL_BARS.get(name)
+        bar = bars.get(name)
         rows.append(["" if model == last else model, count, f"{number(each.ours)} ms",
                      number(speed), f"{number(each.theirs)} ms",
                      each.label + (f" ({'; '.join(others)})" if others else ""), each.cell(),
                      f"{bar}×" if bar else "", each.verdict])
         last = model
-    return (origin(file["context"]) +
+    return (origin(*contexts_of(file)) +
             table(["Model", "Rows", "denoised", "TFLOP/s", "PyTorch", "as (other ways, ms)", RATIO,
                    "Bar", ""], rows) +
             count_misses([each.verdict for _, each in found.values()]) + clocks_of(file["rows"]))
 
 
 def memory(data):
-    """Of a run in which one program at a time was on the device: it is what the device lost."""
+    """denoised's from a run in which it was alone on the device, as it is what the device lost.
+    PyTorch's from the run of its speed, or from the same file when that is older."""
+    file, beside = data("memory"), {row["name"]: row for row in data("models")["rows"]}
+    own = any("peers" in row for row in file["rows"])
     rows = []
-    for row in data("memory")["rows"]:
-        best = best_of(row)
-        details = row["peers"][best[0]].get("details", {}) if best else {}
+    for row in file["rows"]:
+        peers = row if own else beside.get(row["name"])
+        best = best_of(peers) if peers else None
+        details = peers["peers"][best[0]].get("details", {}) if best else {}
         if "MiB_device" in row["ours"] and "MiB_reserved" in details:
             rows.append([row["name"].replace("/rows:", ", "), f"{row['ours']['MiB_device']:.0f} MiB",
                          f"{details['MiB_allocated']} MiB", f"{details['MiB_reserved']} MiB"])
-    return origin(data("memory")["context"]) + table(["Model, rows", "denoised", "PyTorch, allocated", "PyTorch, reserved"], rows)
+    contexts = [file["context"]] + ([] if own else contexts_of(data("models")))
+    return origin(*contexts) + table(
+        ["Model, rows", "denoised", "PyTorch, allocated", "PyTorch, reserved"], rows)
 
 
 def loop(data):
@@ -329,7 +377,7 @@ def loop(data):
         rows.append([*row["name"].split("/rows:"), f"{number(forward, 4)} ms",
                      f"{number(whole, 4)} ms", percent(more, 1), f"≤ {percent(bar)}" if bar else "",
                      verdicts[-1]])
-    return origin(data("models")["context"]) + table(["Model", "Rows", "Model alone", "Evaluation", "More", "Bar", ""], rows)
+    return origin(*contexts_of(data("models"))) + table(["Model", "Rows", "Model alone", "Evaluation", "More", "Bar", ""], rows)
 
 
 def compared_ops(data, bar, *kinds):
@@ -357,7 +405,7 @@ def convolutions(data):
         verdicts.append(worst_of([each.verdict for each in both]))
         all_of += both
         rows.append([*cells, verdicts[-1]])
-    return (origin(file["context"]) + table(
+    return (origin(*contexts_of(file, "conv", "conv_bias_residual_silu")) + table(
         ["[images, edge, channels, outputs]", "denoised", "cuDNN", RATIO, "fused: denoised",
          "peer", "as", RATIO, ""], rows) + footnotes(all_of) + count_misses(verdicts) +
             clocks_of(file["rows"]))
@@ -373,7 +421,7 @@ def other_convolutions(data):
                      kinds[op].format(**shape), number(each.ours), number(each.theirs), each.label,
                      each.cell(), each.verdict])
     all_of = [each for _, each in found.values()]
-    return (origin(data("ops")["context"]) +
+    return (origin(*contexts_of(data("ops"), *kinds)) +
             table(["Convolution", "denoised", "peer", "as", RATIO, ""], rows) + footnotes(all_of) +
             count_misses([each.verdict for each in all_of]))
 
@@ -387,7 +435,7 @@ def linears(data):
                      with_flops(row or {}, each.ours), number(each.theirs),
                      each.label + (f", best of {len(tried)}" if tried and
                                    each.label == "cuBLASLt" else ""), each.cell(), each.verdict])
-    return (origin(data("ops")["context"]) +
+    return (origin(*contexts_of(data("ops"), "linear")) +
             table(["Rows × inputs → outputs", "denoised", "peer", "as", RATIO, ""], rows) +
             count_misses([each.verdict for _, each in found.values()]))
 
@@ -399,16 +447,16 @@ def attentions(data):
         rows.append([f"[{shape['rows']}, {shape['heads']}, {shape['tokens']}, {shape['dim']}]",
                      with_flops(row or {}, each.ours), number(each.theirs), each.label,
                      each.cell(), each.verdict])
-    return (origin(data("ops")["context"]) +
+    return (origin(*contexts_of(data("ops"), "attention")) +
             table(["[images, heads, tokens, dim]", "denoised", "PyTorch", "as", RATIO, ""], rows) +
             count_misses([each.verdict for _, each in found.values()]))
 
 
 def group_norms(data):
     file = data("ops")
-    copy = file["ceilings"]["bytes_per_s"]
     rows, verdicts = [], []
     for name, row in ops_of(file, "group_norm_silu").items():
+        copy = ((row or {}).get("ceilings") or file["ceilings"])["bytes_per_s"]
         shape = arguments(name)[1]
         best = best_of(row) if row else None
         if not best:
@@ -421,22 +469,26 @@ def group_norms(data):
         judged = size / 2 > LAST_LEVEL_CACHE
         verdicts.append(verdict([size / pair[0] * 1e6 / copy for peer in row["peers"].values()
                                  for pair in peer["pairs"]], NORM_BAR if judged else None,
-                                is_old(file["context"], row)))
+                                is_old(row.get("context", file["context"]), row)))
         least = row.get("survey", {}).get("candidates_us", {}).get("pass")
         rows.append([f"[{shape['rows']}, {shape['size']}, {shape['channels']}]",
                      f"{size / 2 / (1 << 20):.0f}", number(us), percent(share, 1),
                      percent(least / us) if least else "–", f"{number(best[1])} {best[0]}",
                      spread(ratios_of(row["peers"][best[0]])), verdicts[-1]])
-    return origin(file["context"]) + table(["[images, edge, channels]", "MiB", "denoised", "Of the copy", "Of a pass",
-                  "PyTorch", RATIO, ""], rows) + count_misses(verdicts)
+    return (origin(*contexts_of(file, "group_norm_silu")) +
+            table(["[images, edge, channels]", "MiB", "denoised", "Of the copy", "Of a pass",
+                   "PyTorch", RATIO, ""], rows) + count_misses(verdicts))
 
 
 def ceilings(data):
     file = data("ops")
-    found = [(name, file[key]) for key, name in (
-        ("ceilings_before", "before"), ("ceilings", "during"), ("ceilings_after", "after"))
-        if key in file and "error" not in file[key]]
-    return origin(file["context"]) + table(["Measured", "GEMM of 8192³", "Copy of 1 GiB"], [
+    runs = file.get("runs", [file])
+    found = [(f"run {i}, {name}" if len(runs) > 1 else name, run[key])
+             for i, run in enumerate(runs, 1)
+             for key, name in (("ceilings_before", "before"), ("ceilings", "during"),
+                               ("ceilings_after", "after"))
+             if key in run and "error" not in run[key]]
+    return origin(*(run["context"] for run in runs)) + table(["Measured", "GEMM of 8192³", "Copy of 1 GiB"], [
         [name, f"{number(each['flop_per_s'] * 1e-12)} TFLOP/s",
          f"{number(each['bytes_per_s'] * 1e-12)} TB/s"] for name, each in found])
 
@@ -459,17 +511,54 @@ def clocks(data):
         ["cuDNN, unless denoised is named", "µs", "SM clock", "Power"], rows)
 
 
+def cpu(data):
+    """The CPU backend beside an older one; see cpu_rows.py."""
+    file = data("cpu")
+    found = {row["name"]: row for row in file["rows"]}
+    idle = found["idle"]["after"]
+
+    def ratios(over, under):
+        return [a / b for a, b in zip(over, under) if a and b]
+
+    rows, verdicts = [], []
+    for name, what, bar in (("idle", "16 images in flight, two idle cores", 1.2),
+                            ("busy", "the same, beside two busy loops on these cores", None),
+                            ("one-2", "one image, two threads", 1.0),
+                            ("one-16", "one image, 16 threads", 1.0)):
+        row = found.get(name)
+        before, after = (row["before"], row["after"]) if row else ([], [])
+        all_ratios = ratios(before, after)
+        verdicts.append(verdict(all_ratios, bar) if bar else "")
+        rows.append([what, *(f"{number(statistics.median(side))} ms" if side else "–"
+                             for side in (before, after)),
+                     spread(all_ratios) if all_ratios else "–",
+                     f"≥ {bar}×" if bar else "", verdicts[-1]])
+    slower = ratios(found["busy"]["after"], idle) if "busy" in found else []
+    verdicts.append(verdict([-each for each in slower], -CPU_BUSY_BAR))
+    rows.append([f"busy over idle; before {spread(ratios(found['busy']['before'], found['idle']['before']))}"
+                 if slower else "busy over idle", "", "", spread(slower) if slower else "–",
+                 f"≤ {CPU_BUSY_BAR}×", verdicts[-1]])
+    faster = ratios(idle, found["bf16"]["after"]) if "bf16" in found else []
+    verdicts.append(verdict(faster, CPU_BF16_BAR) if faster else "")
+    rows.append(["`--cpu-dtype bf16`: fp32 over bf16, idle", "", "",
+                 spread(faster) if faster else "this CPU has no bf16",
+                 f"≥ {CPU_BF16_BAR}×", verdicts[-1]])
+    return origin(file["context"]) + table(
+        ["Milliseconds an image", f"Before ({file['before']})", "Now", "Ratio", "Bar", ""],
+        rows) + count_misses(verdicts)
+
+
 def portable(data):
     file = data("portable")
     rows, verdicts = [], []
     for row in file["rows"]:
         ratio = ratio_of(row["peers"]["generic"])
         verdicts.append(verdict([1 / each for each in ratios_of(row["peers"]["generic"])],
-                                PORTABLE_BAR, is_old(file["context"])))
+                                PORTABLE_BAR, is_old(row.get("context", file["context"]))))
         generic = statistics.median(pair[1] for pair in row["peers"]["generic"]["pairs"])
         rows.append([*row["name"].split("/rows:"), f"{number(ours_of(row))} ms",
                      f"{number(generic)} ms", percent(1 / ratio, 1), verdicts[-1]])
-    return (origin(file["context"]) +
+    return (origin(*contexts_of(file)) +
             table(["Model", "Rows", "For Hopper", "For every GPU", "Speed kept", ""], rows) +
             count_misses(verdicts))
 
@@ -564,7 +653,8 @@ def storm_rows(figures, where):
 
 
 def serving(data):
-    gpu, cpu, storm = data("serving"), data("serving-cpu"), data("serving-storm")
+    gpu, cpu, storm, long = (data(name) for name in ("serving", "serving-cpu", "serving-storm",
+                                                     "serving-soak"))
     rows = saturation_rows(gpu["figures"]["saturation"], "GPU")
     batching = gpu["figures"]["batching"]
     step, request = batching["step"], batching["request"]
@@ -593,14 +683,14 @@ def serving(data):
               f"{figures['streams']['succeeded']:,} requests, {figures['streams']['failed']} failed",
               holds(figures["streams"]["failed"] == 0)]]
     rows += storm_rows(figures["storm"], "CPU backend")
-    soak = figures["soak"]
+    soak = long["figures"]["soak"]
     first, last = soak["idle"][0], soak["idle"][-1]
     left = 1024 * (last["heap_kib"] - first["heap_kib"]) / (last["images"] - first["images"])
     rows += [[f"Soak: {soak['minutes']} minutes with 64 requests in flight",
               f"no error, ≤ {HEAP_BAR} bytes of heap left by an image",
               f"{soak['images']:,} images, {soak['failed']} failed; {left:+.2f} bytes "
               "left by an image", holds(soak["failed"] == 0 and left <= HEAP_BAR)]]
-    return origin(gpu["context"], storm["context"], cpu["context"]) + table(
+    return origin(*(file["context"] for file in (gpu, storm, cpu, long))) + table(
         ["Benchmark", "Bar", "Measured", ""], rows)
 
 
@@ -628,12 +718,6 @@ def scheduling_host(data):
     return origin(file["context"]) + table(["Requests waiting", *(f"{each['waiting']:,}" for each in file["host"])],
                  [["Host time of an evaluation, median",
                    *(f"{each['host_us']:.0f} µs" for each in file["host"])]])
-
-
-def fake_engine(data):
-    file = data("serving-fake-engine")
-    return origin(file["context"]) + table(["What", "Figure"], [
-        [row["what"], row["figure"]] for row in file["rows"]])
 
 
 def headline(data):
@@ -664,7 +748,8 @@ def headline(data):
                      f"{times(statistics.median(ratios))}",
                      summary([each.verdict for _, each in compared_ops(
                          data, OP_BARS[op], op).values()])])
-    return origin(*(data(name)["context"] for name in ("digits", "models", "ops"))) + table(
+    return origin(*(context for name in ("digits", "models", "ops")
+                    for context in contexts_of(data(name)))) + table(
         ["What", "Beside", RATIO, "Bars"], rows)
 
 
@@ -682,13 +767,12 @@ def speed(data):
     return [f"Evaluations on one {device} in bf16: {parts[0]}. {parts[1][0].upper()}{parts[1][1:]}."]
 
 
-TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "memory": memory, "loop": loop,
+TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "latent": latent, "memory": memory, "loop": loop,
           "convolutions": convolutions, "other-convolutions": other_convolutions,
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
-          "ceilings": ceilings, "clocks": clocks, "portable": portable, "start": start,
+          "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
-          "serving": serving, "scheduling": scheduling, "scheduling-host": scheduling_host,
-          "fake-engine": fake_engine}
+          "serving": serving, "scheduling": scheduling, "scheduling-host": scheduling_host}
 
 
 def made(page, folder):
@@ -697,8 +781,9 @@ def made(page, folder):
 
     def data(name):
         if name not in read:
-            path = folder / f"{name}.json"
-            read[name] = json.loads(path.read_text()) if path.exists() else None
+            paths = [folder / f"{name}.json", *(folder / f"{name}-{i}.json" for i in range(2, 10))]
+            files = [json.loads(path.read_text()) for path in paths if path.exists()]
+            read[name] = combined(files) if len(files) > 1 else files[0] if files else None
         return read[name]
 
     def fill(match):

@@ -6,14 +6,18 @@
 
   models   evaluations of UNets beside torch.compile, its forward captured in one CUDA graph; then,
            as far as time allows, beside torch.compile with mode max-autotune
+  latent   the same of Stable Diffusion's UNets and of decoders, without max-autotune
+  memory   device memory of the evaluations of models. Nothing else may be on the GPU
   digits   16 guided digits: whole requests and their evaluations beside PyTorch; also on a CPU
   ops      single ops beside cuDNN, cuBLAS, cuBLASLt, SDPA and torch.compile
   clocks   one convolution of cuDNN, timed in several ways: after rest and after work, on zeros, …
   portable the kernels for every GPU beside those for Hopper
   system   start, loading of weights, two models at a time, splits, serving: denoised alone
+  scheduling  batching by step and by request on a simulated device; needs no GPU
 
 Each topic writes OUT/TOPIC.json as it goes, so that what was measured before --seconds ran out is
-kept. docs/benchmarks/ holds such files; make_tables.py makes the tables of docs/benchmarks.md.
+kept. docs/benchmarks/ holds such files; make_tables.py makes the tables of docs/benchmarks.md. Figures
+of a second run go beside the first as TOPIC-2.json: --without leaves out the ops that the first has done.
 
 A row is measured in rounds: denoised, peer, peer, denoised, denoised, peer, … A ratio is the median
 over the rounds of the peer's time over denoised's. Compiling comes first, in processes side by side;
@@ -23,7 +27,7 @@ nothing else runs while one measures. SM clock, power and temperature are logged
 Needs Python with PyTorch for CUDA and, for models and digits, diffusers; for ops also
 nvidia-cudnn-frontend, without which cuDNN is what PyTorch takes of it. Build first:
 scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise denoised-bench backend-throughput \\
-cublaslt-search splits-bench engine-throughput synthetic-model"""
+cublaslt-search splits-bench engine-throughput synthetic-model scheduling-bench"""
 
 import argparse
 import contextlib
@@ -37,6 +41,7 @@ import sys
 import tempfile
 import time
 
+from cpu_rows import cpu_name
 from turns import GpuLog, Worker, alternate
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -46,17 +51,20 @@ MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
 # The most important first: those where max-autotune has been faster than torch.compile as it is.
 # Each takes two to five minutes to compile.
 AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256:16,adm-64:64,cifar10-32:64,adm-64:1,cifar10-32:1"
+LATENT_ROWS = "sd15-unet:2:16,sdxl-unet:2:16,sdxl-vae@64:1:8,sdxl-vae@128:1"
 MOST_COMPILERS = 3  # of max-autotune side by side: more would all end late
 AUTOTUNED = "max-autotune, one graph"
 DIGITS, DIGIT_STEPS = 16, 10
 LOCK = pathlib.Path(tempfile.gettempdir()) / "denoised-bench.lock"
 SECONDS_AFTER_SEARCH = 60
+SECONDS_OF_AN_OP = 2.5  # to measure it and its peer, at most
 START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 120  # that a worker may take
 WARM_UP = "0.2"  # seconds of requests before those that count
 
 
 def shapes_of(text):
-    """"cifar10-32:1:16,adm-64:1" → [("cifar10-32", 1), …]"""
+    """"cifar10-32:1:16,adm-64:1" → [("cifar10-32", 1), …]. "sdxl-vae@64" is the model on a state or
+    latents of 64×64."""
     shapes = []
     for each in filter(None, text.split(",")):
         model, *rows = each.split(":")
@@ -65,6 +73,12 @@ def shapes_of(text):
                 f"'{each}': name the rows of an evaluation as well, as in {model}:1:16")
         shapes += [(model, int(number)) for number in rows]
     return shapes
+
+
+def model_flags(name):
+    """"sdxl-vae@64" → (config file, further flags of denoised-bench and peer_model.py)"""
+    model, _, edge = name.partition("@")
+    return CONFIGS / model / "config.json", [f"--edge={edge}"] if edge else []
 
 
 class Session:
@@ -147,20 +161,30 @@ def shown_ratio(result, unit):
 
 
 def models(session):
+    compare_models(session, "models", session.args.models, session.args.max_autotune)
+
+
+def latent(session):
+    compare_models(session, "latent", session.args.latent, [])
+
+
+def compare_models(session, topic, shapes, autotuned):
     args = session.args
-    shapes = args.models
     threads = max(1, (os.cpu_count() or 1) // max(1, len(shapes)))
     limits = {"TORCHINDUCTOR_COMPILE_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
 
     def start_peers(some, way):
         return {shape: session.python(f"{shape[0]}-{shape[1]}-{way}", "bench/peer_model.py",
-                                      f"--model={shape[0]}", f"--rows={shape[1]}", f"--way={way}",
-                                      f"--device={args.device}", **limits) for shape in some}
+                                      f"--config={model_flags(shape[0])[0]}",
+                                      *model_flags(shape[0])[1], f"--rows={shape[1]}",
+                                      f"--way={way}", f"--device={args.device}",
+                                      **limits) for shape in some}
 
     peers = start_peers(shapes, "compile")
     ours = {model: session.start(
         f"denoised-{model}", [session.program("denoised-bench"), f"--device={args.device}",
-                              f"--config={CONFIGS / model / 'config.json'}", "--turns"])
+                              f"--config={model_flags(model)[0]}", *model_flags(model)[1],
+                              "--turns"])
         for model in dict.fromkeys(model for model, _ in shapes)}
     our_ready = [ready(worker, START_SECONDS) for worker in ours.values()][0]
     peer_ready = {}
@@ -201,22 +225,38 @@ def models(session):
             else:
                 run(peer, shape, label)
             session.stop(peer)
-            session.write("models", content)
+            session.write(topic, content)
 
     end = time.monotonic() + max(30, session.left() - 120)
     measure({shape: (peer, peer.answer(end - time.monotonic()))
              for shape, peer in peers.items()}, "torch.compile, one graph")
     for row in rows.values():
         row["left_out"][AUTOTUNED] = "not in --max-autotune"
-    wanted = [shape for shape in dict.fromkeys(args.max_autotune) if shape in rows]
+    wanted = [shape for shape in dict.fromkeys(autotuned) if shape in rows]
     for shape in wanted:
         rows[shape]["left_out"][AUTOTUNED] = "no time left"
-    session.write("models", content)
+    session.write(topic, content)
     limits["TORCHINDUCTOR_COMPILE_THREADS"] = f"{max(1, (os.cpu_count() or 1) // MOST_COMPILERS)}"
     measure(compiled_in_order(session, wanted, lambda shape: start_peers(
         [shape], "max-autotune")[shape]), AUTOTUNED)
-    session.write("models", content)
+    session.write(topic, content)
     session.stop(*ours.values())
+
+
+def memory(session):
+    """What an evaluation takes of an empty device: denoised's, one process for each row."""
+    args = session.args
+    rows = []
+    for model, count in args.models:
+        ours = session.start(f"denoised-{model}-{count}", [
+            session.program("denoised-bench"), f"--device={args.device}", "--turns",
+            f"--config={CONFIGS / model / 'config.json'}"])
+        content = {"context": session.context(ready(ours, START_SECONDS), {}), "rows": rows}
+        rows.append({"name": f"{model}/rows:{count}",
+                     "ours": ours.ask("prepare", f"rows:{count}", PREPARE_SECONDS)})
+        session.say(f"{rows[-1]['name']}: {rows[-1]['ours'].get('MiB_device')} MiB")
+        session.stop(ours)
+        session.write("memory", content)
 
 
 def compiled_in_order(session, shapes, start):
@@ -408,12 +448,18 @@ def libraries_of(python):
     return {"LD_LIBRARY_PATH": ":".join(filter(None, folders))}
 
 
+def searched_in(files):
+    """Names of the ops that these runs measured after a complete search."""
+    return {row["name"] for file in files for row in json.loads(file.read_text())["rows"]
+            if row["searched"] and not row["not_tried"] and row["peers"]}
+
+
 def ops(session):
     args = session.args
     program = [sys.executable, args.fake] if args.fake else [session.program("backend-throughput")]
     listed = subprocess.run([*program, "--list"], check=True, capture_output=True,
                             text=True).stdout.split()
-    names = [name for name in listed if args.ops in name]
+    names = [name for name in listed if args.ops in name and name not in searched_in(args.without)]
     count = min(args.processes, len(names))
     # An op of a shape goes where the same convolution was searched.
     shapes = list(dict.fromkeys(name.split("/", 1)[1] for name in names))
@@ -440,7 +486,9 @@ def ops(session):
     content["ceilings_before"] = peers[0].ask("ceilings", "", MEASURE_SECONDS)
 
     # Side by side: each worker is sent its next name when it has answered for the last.
-    end = time.monotonic() + min(args.search_phase, session.left() / 2)
+    to_measure = SECONDS_OF_AN_OP * len(names) + SECONDS_AFTER_SEARCH / 2
+    end = time.monotonic() + min(args.search_phase,
+                                 max(session.left() / 2, session.left() - to_measure))
     # First what is compiled in seconds; nothing is searched for linear layers and attention.
     wanted = sorted((name for name in names if not name.startswith(("linear/", "attention/"))),
                     key=lambda name: not name.startswith("group_norm"))
@@ -690,7 +738,21 @@ def portable(session):
         session.stop(*sides)
 
 
-TOPICS = {f.__name__: f for f in (models, digits, ops, clocks, system, portable)}
+def scheduling(session):
+    """scheduling-bench, on one thread. Its figures are the same on every machine, but for the host's
+    time for an evaluation."""
+    file = session.out / "scheduling.new"
+    subprocess.run([session.program("scheduling-bench"), f"--json={file}"], check=True,
+                   timeout=max(1, session.left()), env=os.environ | {"OMP_NUM_THREADS": "1"})
+    figures = json.loads(file.read_text())
+    file.unlink()
+    host = f"simulated; host: {cpu_name()}, {len(os.sched_getaffinity(0))} cores"
+    session.write("scheduling", {"context": session.context({"device": host}, {}) |
+                                 {"rounds": 1, "driver": None}} | figures)
+
+
+TOPICS = {f.__name__: f
+          for f in (models, memory, latent, digits, ops, clocks, system, portable, scheduling)}
 
 
 def main():
@@ -707,10 +769,14 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=shapes_of, default=shapes_of(MODEL_ROWS),
                         help=f"and rows; default: {MODEL_ROWS}")
+    parser.add_argument("--latent", type=shapes_of, default=shapes_of(LATENT_ROWS),
+                        help=f"default: {LATENT_ROWS}")
     parser.add_argument("--max-autotune", type=shapes_of, default=shapes_of(AUTOTUNED_ROWS),
                         help="of these, which also so, in this order as long as there is time; "
                         f"default: {AUTOTUNED_ROWS}")
     parser.add_argument("--ops", default="", help="those whose name contains this")
+    parser.add_argument("--without", type=pathlib.Path, nargs="*", default=[], metavar="FILE",
+                        help="of earlier runs of ops: leaves out what they searched to the end")
     parser.add_argument("--processes", type=int, default=12, help="that search and compile for ops")
     parser.add_argument("--search-seconds", type=float, default=10,
                         help="for cuDNN's plans of one graph")

@@ -92,9 +92,59 @@ class MeasureTest(unittest.TestCase):
         row = self.read("ops")["rows"][0]
         self.assertEqual((row["searched"], row["search"]["error"]), (False, "no time to search"))
 
+    def test_the_cpu_backend_beside_an_older_one(self):
+        for name, rate in (("old", 10), ("new", 20)):
+            program = self.out / name
+            program.write_text(f"""#!/bin/sh
+case "$*" in
+  *bf16*) [ {name} = new ] && echo '{{"images_per_second": 40}}' && exit 0; exit 1 ;;
+  *in-flight=1\\ *) echo '{{"images_per_second": {rate / 4}}}' ;;
+  *) echo '{{"images_per_second": {rate}}}' ;;
+esac
+""")
+            program.chmod(0o755)
+        cases = ["idle", "busy", "one-2", "bf16"]
+        done = subprocess.run(
+            [sys.executable, HERE / "cpu_rows.py", "--before", self.out / "old", "--after",
+             self.out / "new", "--out", self.out / "cpu.json", "--commit", "abc", "--rounds", "2",
+             "--cases", *cases], capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual([(row["name"], row["before"], row["after"])
+                          for row in self.read("cpu")["rows"]],
+                         [("idle", [100.0] * 2, [50.0] * 2), ("busy", [100.0] * 2, [50.0] * 2),
+                          ("one-2", [400.0] * 2, [200.0] * 2), ("bf16", [], [25.0] * 2)])
+        table = make_tables.TABLES["cpu"](lambda name: self.read(name))
+        self.assertIn("| 16 images in flight, two idle cores | 100 ms | 50.0 ms | 2.00× (2.00–2.00) "
+                      "| ≥ 1.2× | met |", table)
+        self.assertIn("4 of 5 rows reach their bar (1 **not measured**).", table)
+
+    def test_the_simulation_gets_a_context(self):
+        figures = json.loads((make_tables.ROOT / "docs/benchmarks/scheduling.json").read_text())
+        figures.pop("context")
+        (self.out / "figures").write_text(json.dumps(figures))
+        program = self.out / "scheduling-bench"
+        program.write_text('#!/bin/sh\ncp "$(dirname "$0")/figures" "${1#--json=}"\n')
+        program.chmod(0o755)
+        done = subprocess.run(
+            [sys.executable, HERE / "measure.py", "scheduling", f"--build={self.out}",
+             f"--out={self.out}", "--commit=abc"], capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        for name in ("scheduling", "scheduling-host"):
+            table = make_tables.TABLES[name](lambda name: self.read(name))
+            self.assertRegex(table[0], r"simulated; host: .*, commit abc, one round")
+
+    def test_a_second_run_leaves_out_what_was_searched_to_the_end(self):
+        self.measure("ops", "--rounds=1", "--seconds=1000")
+        first = self.read("ops")["rows"]
+        (self.out / "ops.json").rename(self.out / "first.json")
+        self.measure("ops", "--rounds=1", "--seconds=1000", f"--without={self.out / 'first.json'}")
+        self.assertEqual([row["name"] for row in self.read("ops")["rows"]],
+                         [row["name"] for row in first if not row["searched"] or row["not_tried"]])
+        self.assertLess(len(self.read("ops")["rows"]), len(first))
+
     def test_the_other_topics_write_what_the_tables_read(self):
-        self.measure("digits", "ops", "clocks", "portable", "--models=cifar10-32:1", "--rounds=1",
-                     "--seconds=1000")
+        self.measure("digits", "ops", "clocks", "portable", "models", "memory",
+                     "--models=cifar10-32:1", "--rounds=1", "--seconds=1000")
         digits = self.read("digits")["rows"]
         self.assertIn("PyTorch eager", digits[0]["left_out"])
         self.assertEqual(len(digits[1]["peers"]), 1)
@@ -107,8 +157,9 @@ class MeasureTest(unittest.TestCase):
             path = self.out / f"{name}.json"
             return json.loads(path.read_text()) if path.exists() else None
 
-        for name in ("digits", "convolutions", "linears", "clocks", "portable", "ceilings"):
+        for name in ("digits", "convolutions", "linears", "clocks", "portable", "ceilings", "memory"):
             self.assertTrue(make_tables.TABLES[name](data), name)
+        self.assertIn("| cifar10-32, 1 | 7 MiB | 8 MiB | 9 MiB |", make_tables.TABLES["memory"](data))
 
     def test_what_there_was_no_time_for_is_named(self):
         self.measure("models", "ops", "--models=cifar10-32:1", "--rounds=1", "--seconds=2")

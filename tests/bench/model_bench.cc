@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// One evaluation of a UNet2DModel, sampler step included, by rows: milliseconds and FLOP/s.
+// One evaluation of a UNet, sampler step included, or the decoding of images, by rows: milliseconds
+// and FLOP/s.
 //
 //   denoised-bench [--device=cpu|cuda] [--fp32] [--generic] [--autotune=off|DIRECTORY]
-//                  --config=DIR/config.json --rows=1,16,64
+//                  --config=DIR/config.json --rows=1,16,64 [--edge=N]
 //                  [--weights=FILE.safetensors] [--beside=DIR/config.json] [--guided] [--turns]
 //                  [Google Benchmark's flags, e.g. --benchmark_out=FILE]
+//
+// The config is that of a UNet2DModel, of a UNet2DConditionModel, whose rows have a prompt of their
+// own each, or of a codec (AutoencoderKL, AutoencoderTiny, VQModel), which decodes. --edge is the
+// height and width of the state or the latents; default: the config's.
 //
 // Weights are synthetic, for speed does not depend on them. Times are the device's own, between
 // markers around each evaluation, with the host one ahead, and the figure is their median; FLOPs
@@ -38,9 +43,10 @@
 #include <random>
 #include <thread>
 
+#include "engine/backend/counting.h"
 #include "engine/batching/evaluator.h"
 #include "engine/core/config_reader.h"
-#include "engine/models/unet2d.h"
+#include "engine/models/registry.h"
 #include "engine/sampling/sampler.h"
 #include "tests/bench/device_timing.h"
 #include "tests/bench/turns.h"
@@ -52,6 +58,7 @@ struct Options {
   BackendOptions backend = {.autotune = true};
   std::string config, weights, beside;
   std::vector<int> rows;
+  int edge = 0;  // 0: the config's
   bool guided = false, turns = false;
 };
 
@@ -82,6 +89,9 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->weights = weights;
     } else if (const char* beside = value("--beside=")) {
       options->beside = beside;
+    } else if (const char* edge = value("--edge=")) {
+      options->edge = static_cast<int>(std::strtol(edge, nullptr, 10));
+      if (options->edge < 1) return InvalidArgument("{}: an edge is a number ≥ 1", flag);
     } else if (const char* rows = value("--rows=")) {
       for (char* at = const_cast<char*>(rows); *at;) {
         options->rows.push_back(static_cast<int>(std::strtol(at, &at, 10)));
@@ -110,21 +120,127 @@ constexpr Samples kTurn = {.least = 9, .most = 99, .longest_seconds = 1};
 constexpr int kLongestPlan = 1000;
 constexpr float kGuidanceScale = 1.25F;
 
+/// A model with a queue of its own on the device: a denoiser or a codec.
+struct Resident {
+  std::unique_ptr<Backend> backend;
+  size_t free_before = 0;  // bytes of the device
+  std::shared_ptr<const Denoiser> model;
+  std::shared_ptr<const Codec> codec;
+  int height = 0, width = 0;  // of the state or the latents
+};
+
+/// Of a prompt of CLIP.
+constexpr int kPromptTokens = 77;
+
+/// A UNet or a codec, by its class.
+absl::Status LoadPart(const std::string& file, const Weights& weights, Resident* resident) {
+  DENOISED_ASSIGN_OR_RETURN(const auto json, ReadJsonFile(file));
+  const ModelDirectory::Component part = {
+      .class_name = json.value("_class_name", "UNet2DModel"), .config_file = file, .config = json};
+  ModelDirectory directory;
+  directory.components = {{"unet", part}, {"vae", part}};
+  Backend& backend = *resident->backend;
+  if (const auto codec = FindCodec(directory, "vae"); codec.ok()) {
+    DENOISED_ASSIGN_OR_RETURN(resident->codec, (*codec)->load(backend, part, weights));
+    return absl::OkStatus();
+  }
+  const auto number = [&](const char* field) {  // absent or null where there is none
+    return json.contains(field) && json[field].is_number() ? json[field].get<int>() : 0;
+  };
+  // The text encoders are those that fit.
+  const TextStates text = {.features = number("cross_attention_dim"),
+                           .pooled_features = number("projection_class_embeddings_input_dim") -
+                                              6 * number("addition_time_embed_dim")};
+  DENOISED_ASSIGN_OR_RETURN(const DenoiserClass* const denoiser, FindDenoiser(directory));
+  DENOISED_ASSIGN_OR_RETURN(resident->model, denoiser->load(backend, part, text, weights));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Resident> Load(const Options& options, const std::string& file,
+                              const std::string& weights_file) {
+  Resident resident;
+  DENOISED_ASSIGN_OR_RETURN(resident.backend, OpenBackend(options.backend));
+  resident.free_before = resident.backend->memory().free;
+  const Clock::time_point begin = Clock::now();
+  Weights weights = Weights::Synthetic(1);
+  if (!weights_file.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(Safetensors tensors, Safetensors::Open(weights_file));
+    weights = Weights(std::move(tensors), weights_file);
+  }
+  DENOISED_RETURN_IF_ERROR(LoadPart(file, weights, &resident));
+  DENOISED_RETURN_IF_ERROR(resident.backend->Synchronize());
+  const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  if (!weights_file.empty()) {
+    const auto bytes = static_cast<double>(std::filesystem::file_size(weights_file));
+    benchmark::AddCustomContext("weights_bytes", fmt::format("{:.0f}", bytes));
+    benchmark::AddCustomContext("weights_seconds", fmt::format("{:.4f}", seconds));
+  }
+  resident.height = resident.width = options.edge;
+  if (options.edge == 0 && resident.model) {
+    resident.height = resident.model->traits().height;
+    resident.width = resident.model->traits().width;
+  } else if (options.edge == 0) {
+    return InvalidArgument("{} is a codec's: give --edge, the edge of its latents", file);
+  }
+  return resident;
+}
+
+/// A tensor on the device of normally distributed numbers; zeros where they are integers.
+absl::StatusOr<Tensor> RandomInput(Backend& backend, const Shape& shape, DType dtype) {
+  DENOISED_ASSIGN_OR_RETURN(const Tensor input,
+                            backend.Allocate(shape, dtype, "a benchmark's input"));
+  std::mt19937 bits{7};
+  std::normal_distribution<float> normal;
+  const Tensor host = Tensor::Host(shape, dtype);
+  for (int64_t i = 0; i < shape.elements(); ++i) {
+    if (dtype == DType::kI32) host.as<int32_t>()[i] = 0;
+    if (dtype == DType::kF32) host.as<float>()[i] = normal(bits);
+    if (dtype == DType::kBF16) host.as<uint16_t>()[i] = FloatToBFloat16(normal(bits));
+  }
+  backend.Upload(host.data(), host.bytes(), input);
+  return input;
+}
+
+/// A condition set for each row; undefined tensors for a model that reads no text.
+absl::StatusOr<ConditionSets> RandomSets(Backend& backend, const DenoiserTraits& traits, int rows) {
+  ConditionSets sets;
+  if (traits.text_features == 0) return sets;
+  const DType dtype = backend.activation_dtype();
+  DENOISED_ASSIGN_OR_RETURN(
+      sets.keys_values,
+      RandomInput(backend, {rows, kPromptTokens, traits.key_value_columns}, dtype));
+  DENOISED_ASSIGN_OR_RETURN(sets.key_counts,
+                            backend.Allocate({rows}, DType::kI32, "a benchmark's input"));
+  const std::vector<int32_t> counts(rows, kPromptTokens);
+  backend.Upload(counts.data(), counts.size() * sizeof(int32_t), sets.key_counts);
+  if (traits.vector_features > 0) {
+    DENOISED_ASSIGN_OR_RETURN(sets.vectors,
+                              RandomInput(backend, {rows, traits.vector_features}, dtype));
+  }
+  if (traits.time_features > 0) {
+    DENOISED_ASSIGN_OR_RETURN(sets.times,
+                              RandomInput(backend, {rows, traits.time_features}, dtype));
+  }
+  return sets;
+}
+
 /// A model on a device, and `rows` images of it that are drawn over and over.
 class Drawing {
  public:
-  static absl::StatusOr<std::unique_ptr<Drawing>> Create(Backend& backend,
-                                                         std::shared_ptr<const Denoiser> model,
-                                                         int rows, bool guided) {
+  static absl::StatusOr<std::unique_ptr<Drawing>> Create(const Resident& resident, int rows,
+                                                         bool guided) {
     auto drawing = std::make_unique<Drawing>();
-    const DenoiserTraits& traits = model->traits();
+    Backend& backend = *resident.backend;
+    DENOISED_ASSIGN_OR_RETURN(const ConditionSets sets,
+                              RandomSets(backend, resident.model->traits(), rows));
     DENOISED_ASSIGN_OR_RETURN(drawing->evaluator_,
-                              Evaluator::Create(backend, std::move(model),
-                                                {.height = traits.height,
-                                                 .width = traits.width,
+                              Evaluator::Create(backend, resident.model,
+                                                {.height = resident.height,
+                                                 .width = resident.width,
                                                  .max_rows = rows,
                                                  .slots = rows,
-                                                 .max_evaluations = kLongestPlan}));
+                                                 .max_evaluations = kLongestPlan,
+                                                 .sets = sets}));
     DENOISED_ASSIGN_OR_RETURN(
         const SchedulerConfig scheduler,
         SchedulerConfig::Parse(nlohmann::json{{"_class_name", "DDIMScheduler"}}, "scheduler"));
@@ -133,7 +249,7 @@ class Drawing {
     for (int row = 0; row < rows; ++row) {
       const bool unconditional = guided && row % 2 != 0;
       drawing->table_.push_back({.slot = guided ? row / 2 : row,
-                                 .label = 0,
+                                 .label = sets.keys_values ? row : 0,
                                  .unconditional_row = guided && !unconditional ? row + 1 : -1,
                                  .advances = unconditional ? 0 : 1});
     }
@@ -157,7 +273,7 @@ class Drawing {
       for (const EvaluationRow& row : table_)
         evaluator_->Begin(row.slot, {.plan = &plan_,
                                      .seed = static_cast<uint64_t>(row.slot),
-                                     .guidance_scale = guidance_scale_});
+                                     .guidance = {.scale = guidance_scale_}});
     }
     return evaluator_->Evaluate(table_).status();
   }
@@ -174,87 +290,66 @@ class Drawing {
   double first_seconds_ = 0;
 };
 
-/// A graph of the model alone, with nothing around it that gathers, samples or scatters.
+/// A graph of the model alone, with nothing around it that gathers, samples or scatters: a
+/// denoiser's prediction, or a codec's image.
 class Forward {
  public:
-  static absl::StatusOr<std::unique_ptr<Forward>> Create(Backend& backend,
-                                                         std::shared_ptr<const Denoiser> model,
-                                                         int rows, size_t activation_bytes) {
+  static absl::StatusOr<std::unique_ptr<Forward>> Create(const Resident& resident, int rows) {
     auto forward = std::make_unique<Forward>();
-    forward->model_ = std::move(model);
-    const DenoiserTraits& traits = forward->model_->traits();
-    const auto random = [&](Tensor* input, const Shape& shape, DType dtype) -> absl::Status {
-      DENOISED_ASSIGN_OR_RETURN(*input, backend.Allocate(shape, dtype, "a benchmark's input"));
-      std::mt19937 bits{7};
-      std::normal_distribution<float> normal;
-      const Tensor host = Tensor::Host(shape, dtype);
-      for (int64_t i = 0; i < shape.elements(); ++i) {
-        if (dtype == DType::kI32) host.as<int32_t>()[i] = 0;
-        if (dtype == DType::kF32) host.as<float>()[i] = normal(bits);
-        if (dtype == DType::kBF16) host.as<uint16_t>()[i] = FloatToBFloat16(normal(bits));
-      }
-      backend.Upload(host.data(), host.bytes(), *input);
-      return absl::OkStatus();
-    };
+    forward->resident_ = &resident;
+    Backend& backend = *resident.backend;
     DenoiserInput& input = forward->input_;
-    DENOISED_RETURN_IF_ERROR(random(&input.x, {rows, traits.height, traits.width, traits.channels},
-                                    backend.activation_dtype()));
-    DENOISED_RETURN_IF_ERROR(random(&input.condition, {rows}, DType::kF32));
-    if (traits.condition == ClassCondition::kLabel)
-      DENOISED_RETURN_IF_ERROR(random(&input.label, {rows}, DType::kI32));
-    if (traits.class_vector_size > 0)
-      DENOISED_RETURN_IF_ERROR(
-          random(&input.embedding, {rows, traits.class_vector_size}, DType::kF32));
+    const int channels = resident.codec ? resident.codec->traits().latent_channels
+                                        : resident.model->traits().channels;
+    const DType dtype = resident.codec ? DType::kF32 : backend.activation_dtype();
+    DENOISED_ASSIGN_OR_RETURN(
+        input.x, RandomInput(backend, {rows, resident.height, resident.width, channels}, dtype));
+    if (resident.model) {
+      const DenoiserTraits& traits = resident.model->traits();
+      DENOISED_ASSIGN_OR_RETURN(input.condition, RandomInput(backend, {rows}, DType::kF32));
+      if (traits.condition == ClassCondition::kLabel || traits.text_features > 0) {
+        DENOISED_ASSIGN_OR_RETURN(input.label, RandomInput(backend, {rows}, DType::kI32));
+      }
+      if (traits.class_vector_size > 0) {
+        DENOISED_ASSIGN_OR_RETURN(
+            input.embedding, RandomInput(backend, {rows, traits.class_vector_size}, DType::kF32));
+      }
+      DENOISED_ASSIGN_OR_RETURN(input.sets, RandomSets(backend, traits, rows));
+    }
+    CountingBackend counting(backend);
+    Arena measuring = Arena::Measuring(backend.device());
+    forward->Run(counting, measuring);
+    forward->flop_ = counting.work().flops;
     DENOISED_ASSIGN_OR_RETURN(Tensor block,
-                              backend.Allocate({static_cast<int64_t>(activation_bytes)}, DType::kU8,
+                              backend.Allocate({static_cast<int64_t>(measuring.peak())}, DType::kU8,
                                                "a benchmark's activations"));
     forward->arena_.emplace(std::move(block));
     DENOISED_ASSIGN_OR_RETURN(forward->graph_, backend.Capture([&backend, forward = forward.get()] {
-      nn::Context context{backend, *forward->arena_};
-      forward->model_->Forward(context, forward->input_);
+      forward->Run(backend, *forward->arena_);
     }));
     return forward;
   }
 
   Graph& graph() { return *graph_; }
+  double flop() const { return flop_; }
+  size_t activation_bytes() const { return static_cast<size_t>(arena_->peak()); }
 
  private:
-  std::shared_ptr<const Denoiser> model_;
+  void Run(Backend& backend, Arena& arena) const {
+    nn::Context context{backend, arena};
+    if (resident_->codec) {
+      resident_->codec->Decode(context, input_.x);
+    } else {
+      resident_->model->Forward(context, input_);
+    }
+  }
+
+  const Resident* resident_ = nullptr;
   DenoiserInput input_;
   std::optional<Arena> arena_;
   std::unique_ptr<Graph> graph_;
+  double flop_ = 0;
 };
-
-/// A model with a queue of its own on the device.
-struct Resident {
-  std::unique_ptr<Backend> backend;
-  size_t free_before = 0;  // bytes of the device
-  std::shared_ptr<const Denoiser> model;
-};
-
-absl::StatusOr<Resident> Load(const BackendOptions& options, const std::string& file,
-                              const std::string& weights_file) {
-  Resident resident;
-  DENOISED_ASSIGN_OR_RETURN(resident.backend, OpenBackend(options));
-  resident.free_before = resident.backend->memory().free;
-  DENOISED_ASSIGN_OR_RETURN(const auto json, ReadJsonFile(file));
-  DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config, UNet2DConfig::Parse(json, file));
-  const Clock::time_point begin = Clock::now();
-  Weights weights = Weights::Synthetic(1);
-  if (!weights_file.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(Safetensors tensors, Safetensors::Open(weights_file));
-    weights = Weights(std::move(tensors), weights_file);
-  }
-  DENOISED_ASSIGN_OR_RETURN(resident.model, LoadUNet2D(*resident.backend, config, weights));
-  DENOISED_RETURN_IF_ERROR(resident.backend->Synchronize());
-  const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-  if (!weights_file.empty()) {
-    const auto bytes = static_cast<double>(std::filesystem::file_size(weights_file));
-    benchmark::AddCustomContext("weights_bytes", fmt::format("{:.0f}", bytes));
-    benchmark::AddCustomContext("weights_seconds", fmt::format("{:.4f}", seconds));
-  }
-  return resident;
-}
 
 /// A model at a number of rows, ready to be measured any number of times.
 class Measurement {
@@ -264,41 +359,48 @@ class Measurement {
     auto measurement = std::make_unique<Measurement>();
     Backend& backend = *resident.backend;
     measurement->backend_ = &backend;
-    DENOISED_ASSIGN_OR_RETURN(measurement->drawing_,
-                              Drawing::Create(backend, resident.model, rows, guided));
-    const Evaluator& evaluator = measurement->drawing_->evaluator();
-    if (backend.device() == Device::kCuda) {
-      measurement->counters_["MiB_device"] =
-          (static_cast<double>(resident.free_before) - static_cast<double>(backend.memory().free)) /
-          (1 << 20);
+    const Clock::time_point begin = Clock::now();
+    if (resident.model) {
+      DENOISED_ASSIGN_OR_RETURN(measurement->drawing_, Drawing::Create(resident, rows, guided));
+      measurement->counters_["s_first"] = measurement->drawing_->first_seconds();
+      if (backend.device() == Device::kCuda) {
+        measurement->counters_["MiB_device"] = (static_cast<double>(resident.free_before) -
+                                                static_cast<double>(backend.memory().free)) /
+                                               (1 << 20);
+      }
     }
-    DENOISED_ASSIGN_OR_RETURN(measurement->forward_, Forward::Create(backend, resident.model, rows,
-                                                                     evaluator.activation_bytes()));
-    measurement->flop_ = evaluator.flops_per_row() * rows;
-    measurement->counters_["s_first"] = measurement->drawing_->first_seconds();
+    DENOISED_ASSIGN_OR_RETURN(measurement->forward_, Forward::Create(resident, rows));
+    if (!resident.model) {
+      backend.Launch(measurement->forward_->graph());
+      DENOISED_RETURN_IF_ERROR(backend.Synchronize());
+      measurement->counters_["s_first"] =
+          std::chrono::duration<double>(Clock::now() - begin).count();
+    }
     measurement->counters_["MiB_activations"] =
-        static_cast<double>(evaluator.activation_bytes()) / (1 << 20);
+        static_cast<double>(measurement->forward_->activation_bytes()) / (1 << 20);
     return measurement;
   }
 
-  /// Median seconds of an evaluation and of the model alone, in turns.
+  /// Median seconds of an evaluation and of the model alone, in turns; of a codec, which has no
+  /// evaluation, twice the same.
   absl::StatusOr<std::vector<double>> Seconds(const Samples& samples) {
-    return MedianDeviceSeconds(*backend_,
-                               {[&] { return drawing_->Evaluate(); },
-                                [&] {
-                                  backend_->Launch(forward_->graph());
-                                  return backend_->status();
-                                }},
-                               samples);
+    std::vector<std::function<absl::Status()>> works = {[&] {
+      backend_->Launch(forward_->graph());
+      return backend_->status();
+    }};
+    if (drawing_) works.insert(works.begin(), [&] { return drawing_->Evaluate(); });
+    DENOISED_ASSIGN_OR_RETURN(std::vector<double> seconds,
+                              MedianDeviceSeconds(*backend_, works, samples));
+    if (seconds.size() == 1) seconds.push_back(seconds[0]);
+    return seconds;
   }
-  double flop() const { return flop_; }
+  double flop() const { return forward_->flop(); }
   const std::map<std::string, double>& counters() const { return counters_; }
 
  private:
   Backend* backend_ = nullptr;
-  std::unique_ptr<Drawing> drawing_;
+  std::unique_ptr<Drawing> drawing_;  // null for a codec
   std::unique_ptr<Forward> forward_;
-  double flop_ = 0;
   std::map<std::string, double> counters_;
 };
 
@@ -368,8 +470,7 @@ absl::Status MeasureBeside(const Resident& one, const Resident& other, int rows,
   std::array<absl::StatusOr<int>, 2> counts;
   for (size_t i = 0; i < 2; ++i) {
     Backend& backend = *residents[i]->backend;
-    DENOISED_ASSIGN_OR_RETURN(drawings[i],
-                              Drawing::Create(backend, residents[i]->model, rows, false));
+    DENOISED_ASSIGN_OR_RETURN(drawings[i], Drawing::Create(*residents[i], rows, false));
     DENOISED_ASSIGN_OR_RETURN(const int count, CountEvaluations(backend, *drawings[i], kSeconds));
     alone[i] = kSeconds / count;
   }
@@ -394,7 +495,7 @@ absl::Status MeasureBeside(const Resident& one, const Resident& other, int rows,
 
 absl::Status Run(const Options& options) {
   DENOISED_ASSIGN_OR_RETURN(const Resident resident,
-                            Load(options.backend, options.config, options.weights));
+                            Load(options, options.config, options.weights));
   if (options.turns) {
     TakeTurns(resident, options.guided);
     return absl::OkStatus();
@@ -402,7 +503,9 @@ absl::Status Run(const Options& options) {
   benchmark::AddCustomContext("device", resident.backend->description());
   Resident other;
   if (!options.beside.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(other, Load(options.backend, options.beside, ""));
+    DENOISED_ASSIGN_OR_RETURN(other, Load(options, options.beside, ""));
+    if (!resident.model || !other.model)
+      return InvalidArgument("--beside compares two UNets, and a config is a codec's");
   }
   for (const int rows : options.rows) {
     const std::string name =

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward of diffusers' UNet2DModel as PyTorch runs it fastest, timed when measure.py says.
+"""One forward of a UNet of diffusers, or of a decoder, as PyTorch runs it fastest, timed when
+measure.py says.
 
-usage: peer_model.py --model=cifar10-32 --rows=16 --way=compile [--device=cuda]
+usage: peer_model.py --config=DIR/config.json --rows=16 --way=compile [--edge=64] [--device=cuda]
 
-A model is a folder of tests/models/configs. bf16, channels last, random weights, for speed does not
+The config is that of a UNet2DModel, a UNet2DConditionModel, whose rows have 77 tokens of a prompt
+each, or an AutoencoderKL, which decodes. --edge is that of the state or the latents. bf16, channels last, random weights, for speed does not
 depend on them. A way is eager; compile: torch.compile as it is; max-autotune: torch.compile with
 that mode. On a GPU each forward is captured by hand in one CUDA graph, which is then replayed back to
 back. Requests: "compile" (the host's part; max-autotune also times kernels on the GPU), "prepare"
@@ -16,13 +18,33 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import UNet2DModel
+from diffusers import AutoencoderKL, UNet2DConditionModel, UNet2DModel
 from diffusers import __version__ as diffusers_version
 
 import peer
 
-CONFIGS = Path(__file__).resolve().parents[1] / "models" / "configs"
+PROMPT_TOKENS = 77
 MODES = {"compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def unet_inputs(unet, rows, edge, like):
+    device, config = like["device"], unet.config
+    edge = edge or config.sample_size
+    x = torch.randn(rows, config.in_channels, edge, edge, **like)
+    inputs = {"sample": x.to(memory_format=torch.channels_last),
+              "timestep": torch.randint(0, 1000, (rows,), device=device)}
+    if isinstance(unet, UNet2DConditionModel):
+        inputs["return_dict"] = False
+        inputs["encoder_hidden_states"] = torch.randn(rows, PROMPT_TOKENS,
+                                                      config.cross_attention_dim, **like)
+        if config.addition_embed_type == "text_time":
+            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+            inputs["added_cond_kwargs"] = {
+                "text_embeds": torch.randn(rows, pooled, **like),
+                "time_ids": torch.full((rows, 6), 8.0 * edge, **like)}
+    elif config.num_class_embeds:
+        inputs["class_labels"] = torch.randint(0, config.num_class_embeds, (rows,), device=device)
+    return inputs
 
 
 class Forward:
@@ -31,16 +53,19 @@ class Forward:
         self.on_gpu = args.device == "cuda"
         self.way = args.way
         like = {"device": args.device, "dtype": torch.bfloat16 if self.on_gpu else torch.float32}
-        config = json.loads((CONFIGS / args.model / "config.json").read_text())
-        unet = UNet2DModel.from_config(config).to(**like).to(memory_format=torch.channels_last)
-        self.unet = unet.eval()
-        x = torch.randn(args.rows, unet.config.in_channels, unet.config.sample_size,
-                        unet.config.sample_size, **like)
-        self.inputs = {"sample": x.to(memory_format=torch.channels_last),
-                       "timestep": torch.randint(0, 1000, (args.rows,), device=args.device)}
-        if unet.config.num_class_embeds:
-            self.inputs["class_labels"] = torch.randint(0, unet.config.num_class_embeds,
-                                                        (args.rows,), device=args.device)
+        config = json.loads(Path(args.config).read_text())
+        model = {"UNet2DConditionModel": UNet2DConditionModel, "AutoencoderKL": AutoencoderKL}.get(
+            config.get("_class_name"), UNet2DModel)
+        with torch.device(args.device):
+            model = model.from_config(config).to(**like)
+        self.model = model.to(memory_format=torch.channels_last).eval()
+        self.call = self.model
+        if isinstance(model, AutoencoderKL):
+            z = torch.randn(args.rows, config["latent_channels"], args.edge, args.edge, **like)
+            self.inputs = {"z": z.to(memory_format=torch.channels_last), "return_dict": False}
+            self.call = self.model.decode
+        else:
+            self.inputs = unet_inputs(model, args.rows, args.edge, like)
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -50,9 +75,9 @@ class Forward:
 
     def compile(self):
         if self.way == "eager":
-            self.forward = self.unet
+            self.forward = self.call
             return
-        self.forward = peer.compiled(self.unet, mode=MODES[self.way], **self.inputs)
+        self.forward = peer.compiled(self.call, mode=MODES[self.way], **self.inputs)
 
     def prepare(self):
         if not self.on_gpu:
@@ -79,7 +104,8 @@ class Forward:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--edge", type=int)
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--way", choices=["eager", *MODES], required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

@@ -11,6 +11,8 @@
               steps at 80 % of what the server can do
   overhead    CPU time of server and client for a unary request of the smallest model, beyond the
               time that the engine alone takes
+  http        CPU time of the server for a unary request over HTTP, in our JSON and in OpenAI's,
+              beyond that of the same request over gRPC
   streams     1,000 streams at any time, without an error
   storm       10,000 requests cancelled at random moments: nothing stays behind, and the survivors'
               images are those of an idle server
@@ -29,6 +31,7 @@ synthetic-model"""
 import argparse
 import contextlib
 import datetime
+import http.client
 import json
 import os
 import pathlib
@@ -65,12 +68,13 @@ class Server:
 
     def __init__(self, options, model, *flags, environment=None, apart=False):
         self.address = f"127.0.0.1:{free_port()}"
+        self.http = f"127.0.0.1:{free_port()}"
         self.metrics = f"127.0.0.1:{free_port()}"
         self.options = options
         self.client_cores = options.client_cores if apart else None
         self.log = open(options.work / "denoised.log", "ab")
         command = [options.denoised, "--model", f"model={model}", "--listen", self.address]
-        command += ["--metrics-listen", self.metrics, "--device", options.device]
+        command += ["--http-listen", self.http, "--metrics-listen", self.metrics, "--device", options.device]
         command += ["--max-queued-images", "100000", *flags, *options.server_flag]
         self.started = datetime.datetime.now(datetime.timezone.utc)
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log,
@@ -227,6 +231,41 @@ def overhead(options):
                   f"engine {1e3 * bare:.3f}", "<= 0.5 ms", extra <= 0.5e-3)
 
 
+def over_http(options):
+    alone = {"OMP_NUM_THREADS": "1"}
+    requests = 3000
+    bodies = {"json": ("/v1/generate", {"params": {"steps": 1}}),
+              "openai": ("/v1/images/generations", {"prompt": "", "denoised": {"steps": 1}})}
+    spent = {}
+    with Server(options, SMALLEST, environment=alone) as server:
+        def measure(name, run):
+            run(300)
+            before = server.cpu_seconds()
+            run(requests)
+            spent[name] = (server.cpu_seconds() - before) / requests
+
+        flags = ("--unary", "-c", "1", "-x", "steps=1", "--warm-up", "0")
+        measure("grpc", lambda count: server.bench(*flags, "-n", f"{count}"))
+        for name, (path, body) in bodies.items():
+            connection = http.client.HTTPConnection(server.http, timeout=60)
+
+            def ask(count, path=path, body=json.dumps(body), connection=connection):
+                for _ in range(count):
+                    connection.request("POST", path, body, {"Content-Type": "application/json"})
+                    reply = connection.getresponse()
+                    text = reply.read()
+                    if reply.status != 200:
+                        sys.exit(f"{path}: {reply.status} {text[:200]}")
+
+            measure(name, ask)
+            connection.close()
+    FIGURES["http"] = {f"{name}_cpu_seconds": seconds for name, seconds in spent.items()}
+    extra = max(spent["json"], spent["openai"]) - spent["grpc"]
+    return report("HTTP beyond gRPC", f"{1e3 * extra:.3f} ms = JSON {1e3 * spent['json']:.3f}, OpenAI "
+                  f"{1e3 * spent['openai']:.3f} - gRPC {1e3 * spent['grpc']:.3f}", "<= 0.3 ms",
+                  extra <= 0.3e-3)
+
+
 def streams(options):
     with Server(options, SMALLEST) as server:
         found = server.bench("-c", "1000", "-n", "5000", "-x", "steps=10,previews=2",
@@ -375,8 +414,8 @@ def write_figures(options):
     options.json.write_text(json.dumps({"context": context, "figures": FIGURES}, indent=1) + "\n")
 
 
-BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, start,
-                                         soak)}
+BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, start, soak)}
+BENCHMARKS["http"] = over_http
 
 
 def main():

@@ -200,9 +200,10 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
     if (splits > 1 && steps < splits * kMinSplitSteps) continue;
     for (int index = 0; index < kHopperTiles; ++index) {
       const auto tile = static_cast<HopperTile>(index);
-      const int most = Is64x64(tile)                                             ? splits
-                       : IsHaloTile(tile) && tile != HopperTile::kHaloTile128x80 ? 1
-                                                                                 : 2;
+      const HopperTileSpec& spec = SpecOf(tile);
+      const int most = !spec.IsPersistent()                                         ? splits
+                       : spec.cost.Multicasts() || spec.split_k == SplitK::kCluster ? 2
+                                                                                    : 1;
       for (int cluster = 1; cluster <= most; cluster *= 2) {
         const HopperPlan plan{tile, splits, cluster};
         DENOISED_ASSIGN_OR_RETURN(const auto microseconds, Time(launch, plan, queue, fastest[i]));

@@ -26,6 +26,7 @@ import zlib
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import torch
 import transformers
 from diffusers import (
@@ -33,7 +34,9 @@ from diffusers import (
     AutoencoderTiny,
     DDIMScheduler,
     EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
     LCMScheduler,
+    PNDMScheduler,
     UNet2DConditionModel,
     UNet2DModel,
     VQModel,
@@ -560,6 +563,12 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
     models = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
     pipe.set_progress_bar_config(disable=True)
     config = pipe.scheduler.config
+    stop = goldens.facts[prefix].pop("guidance_stop", None)
+    if stop is not None:
+        arguments.pop("guidance_stop")
+        goldens.facts[prefix]["guidance_stop"] = stop
+        arguments["callback_on_step_end"] = stop_guidance(int(stop * steps))
+        arguments["callback_on_step_end_tensor_inputs"] = ["prompt_embeds"]
     for name, kind in (schedulers or {"ddim": DDIMScheduler, "euler": EulerDiscreteScheduler}).items():
 
         def compute(kind=kind):
@@ -570,7 +579,7 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
                 call = {**arguments, **as_dtype(tensors, dtype), "output_type": output}
                 if latents:
                     call["latents"] = given
-                with drawing(given):
+                with drawing(given, encoder_draws(pipe, arguments)):
                     values["latents" if output == "latent" else "image"] = pipe(**call).images
             return values
 
@@ -578,17 +587,72 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
     pipe.scheduler = type(pipe.scheduler).from_config(config)
 
 
+def stop_guidance(first):
+    """As diffusers' documentation on callbacks does it: from step `first` on without a second row."""
+
+    def callback(pipe, step, _timestep, tensors):
+        if step == first - 1:
+            pipe._guidance_scale = 0.0
+            tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[1]
+        return tensors
+
+    return callback
+
+
+# The engine's noise of an encoded image, and of what a mask keeps of it (engine/core/philox.h).
+ENCODER_DRAW, MASKED_ENCODER_DRAW = 0xFFFFFFFC, 0xFFFFFFFB
+SEED = 1  # of the first image
+
+
+def encoder_draws(pipe, arguments):
+    """In the order in which the pipeline samples. A model that reads the mask and starts from noise
+    has no use for the whole image."""
+    whole = pipe.unet.config.in_channels != 9 or arguments.get("strength", 1) < 1
+    return [ENCODER_DRAW] * whole + [MASKED_ENCODER_DRAW]
+
+
+def philox_normal(seed, draw, count):
+    """`count` standard normals of engine/core/philox.h."""
+    mask = np.uint64(0xFFFFFFFF)
+    block = np.arange((count + 3) // 4, dtype=np.uint64)
+    c = [block & mask, block >> np.uint64(32), np.full_like(block, draw), np.zeros_like(block)]
+    k = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [(p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]), p1 & mask,
+             (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]), p0 & mask]  # fmt: skip
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    u, angle = ([(word >> np.uint64(8)).astype(float) for word in words] for words in (c[::2], c[1::2]))
+    pairs = []
+    for first, second in zip(u, angle):
+        radius = np.sqrt(-2 * np.log((first + 1) / 2**24))
+        pairs += [radius * np.cos(second / 2**24 * 2 * np.pi),
+                  radius * np.sin(second / 2**24 * 2 * np.pi)]  # fmt: skip
+    return np.stack(pairs, axis=1).reshape(-1)[:count]
+
+
 @contextlib.contextmanager
-def drawing(noise):
-    """No run draws: image to image takes the given noise, and an encoded image is its mean."""
+def drawing(noise, draws):
+    """Whatever is drawn is given: the noise of the run, and the engine's where an image is encoded."""
+    draws = iter(draws)
+
+    def sampled(self, generator=None):
+        rows, channels, height, width = self.mean.shape
+        draw = next(draws)
+        drawn = [philox_normal(SEED + row, draw, height * width * channels) for row in range(rows)]
+        drawn = torch.from_numpy(np.stack(drawn)).reshape(rows, height, width, channels)
+        return self.mean + self.std * drawn.permute(0, 3, 1, 2).to(self.mean.dtype)
+
     places = [diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img,
+              diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_inpaint,
+              diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_inpaint,
               diffusers.schedulers.scheduling_lcm]  # fmt: skip
     kept = [place.randn_tensor for place in places]
     distribution = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
     sample = distribution.sample
     for place in places:
         place.randn_tensor = lambda shape, **_: noise.expand(shape)
-    distribution.sample = lambda self, generator=None: self.mode()
+    distribution.sample = sampled
     yield
     distribution.sample = sample
     for place, function in zip(places, kept):
@@ -596,13 +660,13 @@ def drawing(noise):
 
 
 def picture_and_mask():
-    """An image in [0, 1] and a mask, 1 where it is drawn anew, which is not aligned with latents."""
+    """Twice an image in [0, 1] and a mask, 1 where it is drawn anew, which is not aligned with latents."""
     generator = generator_of("picture")
     small = torch.rand(1, 3, 4, 4, generator=generator)
     image = nn.functional.interpolate(small, scale_factor=4, mode="bilinear").clamp(0, 1)
     mask = torch.zeros(1, 1, 16, 16)
     mask[..., 3:12, 5:14] = 1
-    return image, mask
+    return image.repeat(2, 1, 1, 1), mask.repeat(2, 1, 1, 1)
 
 
 # --- Families --------------------------------------------------------------------------------
@@ -630,11 +694,16 @@ def make_sd1(folder, clip):
     add_runs(goldens, pipe, PROMPTED)
     image, mask = picture_and_mask()
     other = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
-    add_runs(goldens, other, PROMPTED | {"image": image.expand(2, -1, -1, -1), "strength": 0.75},
+    add_runs(goldens, other, PROMPTED | {"image": image, "strength": 0.75},
              "run_img2img", latents=False)  # fmt: skip
     other = diffusers.StableDiffusionInpaintPipeline(**pipe.components, requires_safety_checker=False)
+    several = {"ddim": DDIMScheduler, "euler": EulerDiscreteScheduler, "heun": HeunDiscreteScheduler}
     add_runs(goldens, other, PROMPTED | SIZED | {"image": image, "mask_image": mask, "strength": 1.0},
-             "run_inpaint")  # fmt: skip
+             "run_inpaint", schedulers=several | {"pndm": PNDMScheduler})  # fmt: skip
+    add_runs(goldens, other, PROMPTED | SIZED | {"image": image, "mask_image": mask, "strength": 0.75},
+             "run_inpaint_75", latents=False, schedulers=several)  # fmt: skip
+    add_runs(goldens, pipe, PROMPTED | {"guidance_stop": 0.5}, "run_interval",
+             schedulers={"ddim": DDIMScheduler})  # fmt: skip
     goldens.save(folder)
 
 
@@ -714,6 +783,11 @@ def make_sdxl(folder, clip):
     add_runs(goldens, pipe, unset | SIZED, "run_unset", schedulers={"ddim": DDIMScheduler})
     add_runs(goldens, pipe, unset | SIZED | {"negative_prompt": ["", ""]}, "run_empty",
              schedulers={"ddim": DDIMScheduler})  # fmt: skip
+    image, mask = picture_and_mask()
+    other = diffusers.StableDiffusionXLInpaintPipeline(**pipe.components)
+    add_runs(goldens, other, PROMPTED | SIZED | {"image": image, "mask_image": mask,
+                                                 "strength": 0.75},
+             "run_inpaint", latents=False)  # fmt: skip
     goldens.save(folder)
 
 
@@ -752,6 +826,9 @@ def make_inpaint(folder, clip):
     image, mask = picture_and_mask()
     add_runs(goldens, pipe,
              PROMPTED | SIZED | {"image": image, "mask_image": mask, "strength": 1.0})  # fmt: skip
+    add_runs(goldens, pipe,
+             PROMPTED | SIZED | {"image": image, "mask_image": mask, "strength": 0.75},
+             "run_75", latents=False)  # fmt: skip
     goldens.save(folder)
 
 
@@ -766,8 +843,10 @@ def make_pix2pix(folder, clip):
     add_unet(goldens, model, sd1_states(folder))
     pipe = load(diffusers.StableDiffusionInstructPix2PixPipeline, folder, unet=model)
     image, _ = picture_and_mask()
-    add_runs(goldens, pipe, PROMPTED | {"image": image.expand(2, -1, -1, -1),
+    add_runs(goldens, pipe, PROMPTED | {"image": image,
                                         "image_guidance_scale": 1.5})  # fmt: skip
+    add_runs(goldens, pipe, PROMPTED | {"image": image,
+                                        "image_guidance_scale": 1.0}, "run_two_rows")  # fmt: skip
     goldens.save(folder)
 
 
@@ -791,7 +870,7 @@ def make_tiny_vae(folder, clip):
     add_runs(goldens, pipe, PROMPTED)
     image, _ = picture_and_mask()
     other = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
-    add_runs(goldens, other, PROMPTED | {"image": image.expand(2, -1, -1, -1), "strength": 0.75},
+    add_runs(goldens, other, PROMPTED | {"image": image, "strength": 0.75},
              "run_img2img", latents=False)  # fmt: skip
     goldens.save(folder)
 

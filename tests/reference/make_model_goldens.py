@@ -23,6 +23,8 @@ GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 PLAIN = ("DownBlock2D", "UpBlock2D")
 ATTN = ("AttnDownBlock2D", "AttnUpBlock2D")
 RESNET = ("ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D")
+SKIP = ("SkipDownBlock2D", "SkipUpBlock2D")
+ATTN_SKIP = ("AttnSkipDownBlock2D", "AttnSkipUpBlock2D")
 
 
 def model(*blocks, **fields):
@@ -65,6 +67,12 @@ CASES = {
     "attn_type_resnet_down_only": Case(model(ATTN, PLAIN, downsample_type="resnet")),
     "resnet": Case(model(RESNET, RESNET, block_out_channels=(8, 16))),
     "resnet_attn": Case(model(RESNET, ATTN, layers_per_block=2)),
+    # Skip blocks have groups of their own; those with attention need 32 channels.
+    "skip": Case(model(SKIP, SKIP, block_out_channels=(16, 24))),
+    "skip_then_plain": Case(model(SKIP, PLAIN, block_out_channels=(16, 16))),
+    "skip_down_only": Case(
+        model(("SkipDownBlock2D", "UpBlock2D"), ("DownBlock2D", "UpBlock2D"),
+              block_out_channels=(16, 16))),
     "mixed_up_and_down": Case(
         model(("DownBlock2D", "ResnetUpsampleBlock2D"),
               ("ResnetDownsampleBlock2D", "AttnUpBlock2D"),
@@ -92,6 +100,9 @@ CASES = {
     "time_c_noise": Case(model(PLAIN), timesteps=(-1.5537, 1.0955)),
     "time_embedding_dim": Case(model(PLAIN, PLAIN, time_embedding_dim=20)),
     "time_fourier": Case(model(PLAIN, ATTN, time_embedding_type="fourier"), timesteps=(0.3, 4.2)),
+    "time_learned": Case(
+        model(PLAIN, ATTN, time_embedding_type="learned", num_train_timesteps=900),
+        timesteps=(17, 803)),
     # The attention of the middle has no norm then, unlike those of the blocks.
     "scale_shift": Case(model(PLAIN, ATTN, resnet_time_scale_shift="scale_shift")),
     "scale_shift_attn_norm_groups": Case(
@@ -119,6 +130,11 @@ CASES = {
     "like_adm": Case(
         model(RESNET, ATTN, downsample_type="resnet", upsample_type="resnet", num_class_embeds=4,
               resnet_time_scale_shift="scale_shift", attn_norm_num_groups=4)),
+    "like_ncsnpp": Case(
+        model(SKIP, ATTN_SKIP, block_out_channels=(32, 32), attention_head_dim=None,
+              norm_num_groups=None, norm_eps=1e-6, mid_block_scale_factor=math.sqrt(2),
+              time_embedding_type="fourier"),
+        {"mid_block_scale_factor": 1}, timesteps=(0.3, 4.2)),
     # Weight files: the expected output is that of the rounded weights.
     "weights_fp16": Case(model(PLAIN, ATTN)),
     "weights_bf16": Case(model(PLAIN, ATTN)),
@@ -149,7 +165,9 @@ def make_inputs(unet, case, generator):
     config, rows = unet.config, len(case.timesteps)
     inputs = {
         "sample": torch.randn(rows, config.in_channels, *case.size, generator=generator),
-        "timestep": torch.tensor(case.timesteps, dtype=torch.float32),
+        "timestep": torch.tensor(
+            case.timesteps,
+            dtype=torch.int64 if config.time_embedding_type == "learned" else torch.float32),
     }
     if config.class_embed_type == "timestep":
         inputs["class_labels"] = torch.tensor([0.5, 11.0])

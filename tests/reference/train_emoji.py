@@ -55,7 +55,7 @@ SCHEDULE = dict(num_train_timesteps=TRAIN_STEPS, beta_start=1e-4, beta_end=0.02,
 SNR_CLIP = 5.0
 EMPTY_CAPTIONS = 0.1
 KL_WEIGHT = 1e-4
-DEFAULT_STEPS, DEFAULT_GUIDANCE = 16, 4.0
+DEFAULT_STEPS, DEFAULT_GUIDANCE = 16, 2.0
 TOKENS = 77
 RETRIEVAL = 100  # captions to choose among
 
@@ -378,13 +378,14 @@ def train_diffusion(args, device):
                       "latent_std": means.std().item()}), flush=True)  # fmt: skip
 
     if args.resume:
-        text = CLIPTextModel.from_pretrained(args.model / "text_encoder").float().to(device)
-        unet = UNet2DConditionModel.from_pretrained(args.model / "unet").float().to(device)
+        text = CLIPTextModel.from_pretrained(args.model / "text_encoder").float()
+        unet = UNet2DConditionModel.from_pretrained(args.model / "unet").float()
     else:
-        text = make_text_encoder(len(tokenizer), args.tiny).to(device)
-        unet = make_unet(text.config.hidden_size, args.tiny).to(device)
-    check_text_states(text, empty.long())
-    denoiser = Denoiser(unet, text).train()
+        text = make_text_encoder(len(tokenizer), args.tiny)
+        unet = make_unet(text.config.hidden_size, args.tiny)
+    check_text_states(text, empty.cpu().long())  # on the CPU: TF32 would be in the way
+    unet.to(device, memory_format=torch.channels_last)
+    denoiser = Denoiser(unet, text.to(device)).train()
     report_size("unet", unet)
     report_size("text_encoder", text)
     scheduler = DPMSolverMultistepScheduler(**SCHEDULE)
@@ -413,7 +414,7 @@ def train_diffusion(args, device):
     _, steps = trainer.train("diffusion", args.minutes, args.learning_rate, args.decay, args.every)
     trainer.load_averages()
     note_training(args, steps)
-    unet.half().eval().save_pretrained(args.model / "unet")
+    unet.half().eval().to(memory_format=torch.contiguous_format).save_pretrained(args.model / "unet")
     text.half().eval().save_pretrained(args.model / "text_encoder")
     scheduler.save_pretrained(args.model / "scheduler")
     index = {
@@ -476,6 +477,14 @@ def retrieval(judge, tokenizer, images, captions, device):
     return ((seen @ read.T).argmax(1).cpu() == torch.arange(len(images))).float().mean().item()
 
 
+@torch.no_grad()
+def through(vae, images, device):
+    """The pictures as they come back from the VAE: the best that any latent can do."""
+    mean, _ = encode(vae, to_unit(torch.from_numpy(images).to(device)))
+    y = torch.cat([vae.decode(part).sample for part in mean.split(256)]).clamp(-1, 1)
+    return ((y + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
 def grid(images, columns):
     rows = [np.concatenate(list(images[i : i + columns]), 1) for i in range(0, len(images), columns)]
     return Image.fromarray(np.concatenate(rows, 0))
@@ -489,13 +498,15 @@ def evaluate(args, device):
     judge.load_state_dict({k: v.float() for k, v in load_file(args.judge).items()})
     judge = judge.to(device).eval()
     pipeline = open_pipeline(args.model, device)
-    figures = {"captions": args.captions, "real": {}, "drawn": []}
+    figures = {"captions": args.captions, "real": {}, "decoded": {}, "drawn": []}
     sets = {name: emoji.sample_of(part, args.captions)
             for name, part in (("seen", seen), ("held out", unseen))}  # fmt: skip
     for name, chosen in sets.items():
         real = images[[row.index for row in chosen]]
         names = [row.name for row in chosen]
         figures["real"][name] = retrieval(judge, tokenizer, real, names, device)
+        decoded = through(pipeline.vae, real, device)
+        figures["decoded"][name] = retrieval(judge, tokenizer, decoded, names, device)
     for steps in args.steps:
         for guidance in args.guidance:
             line = {"steps": steps, "guidance": guidance}
@@ -513,7 +524,7 @@ def evaluate(args, device):
     grid(drawn, 8).save(args.model / "grid.png")
     (args.model / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     (args.model / "README.md").write_text(card(args, pipeline, figures))
-    print(json.dumps({"real": figures["real"]}))
+    print(json.dumps({"real": figures["real"], "decoded": figures["decoded"]}))
 
 
 def card(args, pipeline, figures):
@@ -524,7 +535,7 @@ def card(args, pipeline, figures):
         return f"{100 * x:.0f} %"
 
     runs = json.loads((args.model / "training.json").read_text())
-    real = figures["real"]
+    real, decoded = figures["real"], figures["decoded"]
     lines = "\n".join(
         f"| drawn, {line['steps']} steps, guidance {line['guidance']:g} | {percent(line['seen'])} | "
         f"{percent(line['held out'])} |" for line in figures["drawn"])  # fmt: skip
@@ -536,6 +547,7 @@ def card(args, pipeline, figures):
     return CARD.format(
         vae=size(pipeline.vae), text=size(pipeline.text_encoder), unet=size(pipeline.unet),
         vocabulary=f"{len(pipeline.tokenizer):,}", weights=f"{weights:.1f}", lines=lines,
+        decoded_seen=percent(decoded["seen"]), decoded_held=percent(decoded["held out"]),
         real_seen=percent(real["seen"]), real_held=percent(real["held out"]), trained=trained,
         steps=DEFAULT_STEPS, guidance=DEFAULT_GUIDANCE, captions=figures["captions"],
         chance=f"{100 / figures['captions']:g}", seen=rows_of[0], composed=rows_of[1],
@@ -570,6 +582,7 @@ neither the held-out pictures nor their names.
 | pictures | captions seen | captions held out |
 |---|---|---|
 | real | {real_seen} | {real_held} |
+| real, through the VAE | {decoded_seen} | {decoded_held} |
 {lines}
 
 `seen.png` and `held_out.png` show the {captions} pictures each.
@@ -618,7 +631,7 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="small parts, to try the stages")
     parser.add_argument("--captions", type=int, default=RETRIEVAL, help="to choose among")
     parser.add_argument("--steps", type=numbers(int), default=[DEFAULT_STEPS])
-    parser.add_argument("--guidance", type=numbers(float), default=[1.5, 2.5, DEFAULT_GUIDANCE, 6.0])
+    parser.add_argument("--guidance", type=numbers(float), default=[DEFAULT_GUIDANCE, 3.0, 4.0, 6.0])
     args = parser.parse_args()
     args.batch = args.batch or (128 if args.stage == "vae" else 512)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -13,12 +13,15 @@ class Trainer:
     `graph`, a step is one graph, so `loss` may neither read a value back nor copy one from the host; the
     random numbers in it are new each time.
 
-    `averages` are the exponential moving average of `weights`, in the same order.
+    `averages` are the exponential moving average of `weights`, in the same order, but start at 0 as
+    Adam's moments do, and `load_averages` divides by `share`: what a short training began with is no
+    part of them.
     """
 
     def __init__(self, loss, weights, ema_decay=0.999, graph=True):
         self.loss, self.weights, self.ema_decay = loss, list(weights), ema_decay
-        self.averages = [w.detach().clone() for w in self.weights]
+        self.averages = [torch.zeros_like(w) for w in self.weights]
+        self.share = torch.zeros((), device=self.weights[0].device)  # of the steps in an average
         device = self.weights[0].device
         on_gpu = device.type == "cuda"
         # Tensors, so that a captured graph reads their current values.
@@ -37,6 +40,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0, foreach=True)
         self.optimizer.step()
         torch._foreach_lerp_(self.averages, self.weights, 1 - self.ema_decay)
+        self.share += (1 - self.ema_decay) * (1 - self.share)
         self.loss_sum += loss.detach()
 
     def _capture(self):
@@ -52,6 +56,7 @@ class Trainer:
         with torch.cuda.graph(graph):
             self._step()
         self.loss_sum.zero_()
+        torch._foreach_zero_([*self.averages, self.share])
         return graph.replay
 
     def train(self, name, minutes, learning_rate, decay, every=200, warmup=100):
@@ -81,4 +86,4 @@ class Trainer:
 
     @torch.no_grad()
     def load_averages(self):
-        torch._foreach_copy_(self.weights, self.averages)
+        torch._foreach_copy_(self.weights, torch._foreach_div(self.averages, self.share.item()))
