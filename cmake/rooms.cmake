@@ -40,5 +40,6 @@ function(denoised_test name)
   add_executable(${name} ${TEST_SOURCES})
   target_link_libraries(${name} PRIVATE denoised_build_flags ${TEST_LINK} GTest::gmock_main)
   target_compile_definitions(${name} PRIVATE DENOISED_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  set_target_properties(${name} PROPERTIES UNITY_BUILD OFF)  # cases of several files share names
   add_test(NAME ${name} COMMAND ${name})
 endfunction()

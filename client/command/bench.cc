@@ -20,7 +20,6 @@
 namespace denoised::command {
 namespace {
 
-constexpr auto kCallTimeout = std::chrono::seconds(10);  // of a question about a model
 constexpr double kDefaultSeconds = 10;
 
 /// CLI::Range and CLI::PositiveNumber let NaN through.
@@ -239,7 +238,7 @@ ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& fla
   workload->set_format(FormatOf(flags.format));
   // On every connection, so that none is yet to be made when the load begins.
   for (const client::Client& client : clients) {
-    const absl::Status status = workload->Learn(client, WithTimeout(call, kCallTimeout));
+    const absl::Status status = workload->Learn(client, WithTimeout(call, kQuestionTimeout));
     if (!status.ok()) return Report(status, false);
   }
 

@@ -8,6 +8,9 @@
 namespace denoised::command {
 
 /// `call` with a timeout.
+/// Of a call that draws nothing.
+constexpr auto kQuestionTimeout = std::chrono::seconds(10);
+
 inline client::CallOptions WithTimeout(client::CallOptions call, std::chrono::nanoseconds timeout) {
   call.timeout = timeout;
   return call;

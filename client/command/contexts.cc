@@ -57,7 +57,7 @@ bool IsName(const std::string& name) {
   return true;
 }
 
-nlohmann::json ToJson(Context context) {
+nlohmann::json ContextToJson(Context context) {
   nlohmann::json json = nlohmann::json::object();
   for (const Text& text : kTexts) {
     if (!text.of(context.connection)->empty()) json[text.key] = *text.of(context.connection);
@@ -146,7 +146,8 @@ absl::StatusOr<Contexts> ReadContexts(const std::string& path) {
 
 absl::Status WriteContexts(const std::string& path, const Contexts& contexts) {
   nlohmann::json json = {{"current", contexts.current}, {"contexts", nlohmann::json::object()}};
-  for (const auto& [name, context] : contexts.by_name) json["contexts"][name] = ToJson(context);
+  for (const auto& [name, context] : contexts.by_name)
+    json["contexts"][name] = ContextToJson(context);
   const std::string text =
       json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
   const std::string folder = fs::path(path).parent_path();
@@ -248,7 +249,7 @@ ExitCode ListContexts(const ContextFlags& flags) {
   if (flags.json) {
     nlohmann::json json = nlohmann::json::array();
     for (const auto& [name, context] : contexts->by_name) {
-      nlohmann::json entry = ToJson(context);
+      nlohmann::json entry = ContextToJson(context);
       // What is secret stays in the file.
       entry.erase("headers");
       entry["name"] = name;

@@ -18,7 +18,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr auto kCallTimeout = std::chrono::seconds(3);  // of one question
+constexpr auto kProbeTimeout = std::chrono::seconds(3);  // of one question
 constexpr auto kInterval = std::chrono::milliseconds(200);
 
 /// An answer, or why there is none, in a form to print.
@@ -75,10 +75,10 @@ ExitCode Health(const client::Client& client, const HealthFlags& flags,
     return std::chrono::duration<double>(steady_clock::now() - begin);
   };
   const auto timeout = [&]() -> std::chrono::nanoseconds {
-    if (flags.wait_seconds == 0) return kCallTimeout;
+    if (flags.wait_seconds == 0) return kProbeTimeout;
     const std::chrono::duration<double> left(flags.wait_seconds - waited().count());
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
-        std::clamp<std::chrono::duration<double>>(left, kInterval, kCallTimeout));
+        std::clamp<std::chrono::duration<double>>(left, kInterval, kProbeTimeout));
   };
   std::string said;
   Answer answer;

@@ -14,8 +14,6 @@
 namespace denoised::command {
 namespace {
 
-constexpr auto kCallTimeout = std::chrono::seconds(10);
-
 std::string LocalTime(double seconds) {
   return fmt::format("{:%Y-%m-%d %H:%M:%S}", fmt::localtime(static_cast<time_t>(seconds)));
 }
@@ -67,7 +65,7 @@ void PrintTable(const std::vector<client::Job>& jobs) {
 
 ExitCode ListJobs(const client::Client& client, const JobsFlags& flags,
                   const client::CallOptions& call) {
-  const auto jobs = client.ListJobs(flags.query, WithTimeout(call, kCallTimeout));
+  const auto jobs = client.ListJobs(flags.query, WithTimeout(call, kQuestionTimeout));
   if (!jobs.ok()) return Report(jobs.status(), flags.json);
   if (!flags.json) {
     PrintTable(*jobs);
@@ -81,7 +79,7 @@ ExitCode ListJobs(const client::Client& client, const JobsFlags& flags,
 
 ExitCode GetJob(const client::Client& client, const JobsFlags& flags,
                 const client::CallOptions& call) {
-  return Tell(client.GetJob(flags.request_id, WithTimeout(call, kCallTimeout)), flags.json);
+  return Tell(client.GetJob(flags.request_id, WithTimeout(call, kQuestionTimeout)), flags.json);
 }
 
 ExitCode WatchJob(const client::Client& client, const JobsFlags& flags,
@@ -94,7 +92,7 @@ ExitCode WatchJob(const client::Client& client, const JobsFlags& flags,
 
 ExitCode CancelJob(const client::Client& client, const JobsFlags& flags,
                    const client::CallOptions& call) {
-  return Tell(client.CancelJob(flags.request_id, WithTimeout(call, kCallTimeout)), flags.json);
+  return Tell(client.CancelJob(flags.request_id, WithTimeout(call, kQuestionTimeout)), flags.json);
 }
 
 }  // namespace denoised::command

@@ -13,8 +13,6 @@
 namespace denoised::command {
 namespace {
 
-constexpr auto kCallTimeout = std::chrono::seconds(10);
-
 std::string HumanCount(int64_t count) {
   if (count >= 1'000'000'000) return fmt::format("{:.2f} G", count / 1e9);
   if (count >= 1'000'000) return fmt::format("{:.2f} M", count / 1e6);
@@ -103,7 +101,7 @@ void PrintModel(const client::Model& model) {
 
 ExitCode Models(const client::Client& client, const ModelsFlags& flags,
                 const client::CallOptions& call) {
-  const client::CallOptions options = WithTimeout(call, kCallTimeout);
+  const client::CallOptions options = WithTimeout(call, kQuestionTimeout);
   if (!flags.name.empty()) {
     const auto model = client.GetModel(flags.name, options);
     if (!model.ok()) return Report(model.status(), flags.json);
@@ -153,7 +151,7 @@ ExitCode UnloadModel(const client::Client& client, const ModelChangeFlags& flags
 
 ExitCode SetAlias(const client::Client& client, const ModelChangeFlags& flags,
                   const client::CallOptions& call) {
-  const client::CallOptions options = WithTimeout(call, kCallTimeout);
+  const client::CallOptions options = WithTimeout(call, kQuestionTimeout);
   if (flags.delete_alias) return Report(client.DeleteAlias(flags.alias, options), flags.json);
   return TellModel(client.SetAlias(flags.alias, flags.target, options), flags.json);
 }

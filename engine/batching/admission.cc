@@ -16,10 +16,6 @@ constexpr size_t kClientsBeforeSweep = 64;
 // A refused client is told to retry once this part of the queue is done, within these bounds.
 constexpr double kRetryShare = 0.1, kShortestRetry = 0.25, kLongestRetry = 60;
 
-double Seconds(Admission::TimePoint::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
-
 size_t TextBytes(const JobSpec& spec) {
   size_t bytes = 0;
   for (const TextPrompt& prompt : spec.prompts) {
@@ -261,8 +257,8 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   } else if (spec.deadline && now >= *spec.deadline) {
     refusal = DeadlineExceeded("the deadline had passed before the request was queued");
   } else if (spec.deadline && expected.total_seconds &&
-             *expected.total_seconds > Seconds(*spec.deadline - now)) {
-    const double allowed = Seconds(*spec.deadline - now);
+             *expected.total_seconds > ToSeconds(*spec.deadline - now)) {
+    const double allowed = ToSeconds(*spec.deadline - now);
     const double alone = *expected.total_seconds - *expected.start_seconds;
     if (alone <= allowed)
       expected.retry_seconds =
@@ -549,7 +545,7 @@ Admission::Totals Admission::Read(const std::string& name, TimePoint now) const 
   if (model == models_.end()) return {};
   Totals totals = model->second->totals;
   const std::map<JobId, TimePoint>& unstarted = model->second->unstarted;
-  if (!unstarted.empty()) totals.oldest_wait_seconds = Seconds(now - unstarted.begin()->second);
+  if (!unstarted.empty()) totals.oldest_wait_seconds = ToSeconds(now - unstarted.begin()->second);
   return totals;
 }
 

@@ -17,6 +17,10 @@
 
 namespace denoised {
 
+inline double ToSeconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
 /// The limits of the queue, the order in which jobs are served, and estimates of when they will be
 /// done. Thread-safe: any thread may enter a job, and the devices' threads report its way through
 /// their slots. No call costs more than O(log jobs).

@@ -8,10 +8,6 @@
 namespace denoised {
 namespace {
 
-double Seconds(JobQueue::Clock::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
-
 /// As listeners count: at most what an int holds.
 int Saturated(int64_t count) {
   return static_cast<int>(std::min<int64_t>(count, std::numeric_limits<int>::max()));
@@ -228,7 +224,7 @@ void JobQueue::FinishLocked(Job& job, const absl::Status& status, std::optional<
     if (spec.deadline) deadlines_.erase({*spec.deadline, job.id});
     admission_.Left(*job.ticket, job.rows_launched, reason);
   }
-  job.timing.total_seconds = Seconds(now_() - job.submitted);
+  job.timing.total_seconds = ToSeconds(now_() - job.submitted);
   const std::shared_ptr<JobListener> listener = std::move(job.listener);
   listener->OnDone(status, job.timing);
   {
@@ -330,7 +326,7 @@ void JobQueue::Began(Job& job) {
   MutexLock listening(&job.listener_mutex);
   if (job.started || !job.listener) return;
   job.started = true;
-  job.timing.queued_seconds = Seconds(now_() - job.submitted);
+  job.timing.queued_seconds = ToSeconds(now_() - job.submitted);
   job.listener->OnStarted();
 }
 
@@ -398,7 +394,7 @@ void JobQueue::Report(std::vector<Outcome> outcomes) {
       }
       if (outcome->preview) {
         if (job->timing.first_preview_seconds < 0)
-          job->timing.first_preview_seconds = Seconds(now_() - job->submitted);
+          job->timing.first_preview_seconds = ToSeconds(now_() - job->submitted);
         job->listener->OnPreview(*outcome->preview, outcome->evaluation);
       }
       if (!outcome->result) continue;
