@@ -34,9 +34,13 @@ class Browser:
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(service=Service(DRIVER), options=options)
+        self.driver.set_script_timeout(300)
+        self.resize(width, height, scale)
+        self.colours(dark)
+
+    def resize(self, width=1360, height=860, scale=1):
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
             "width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 800})
-        self.colours(dark)
 
     def colours(self, dark):
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [
@@ -48,7 +52,7 @@ class Browser:
     def js(self, script, *arguments):
         return self.driver.execute_script(script, *arguments)
 
-    def wait(self, expression, seconds=120):
+    def wait(self, expression, seconds=300):
         """Until a JavaScript expression is true; returns it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -57,7 +61,7 @@ class Browser:
                 return value
             time.sleep(0.02)
         raise AssertionError(f"never true: {expression}\n{self.js('return document.body.innerText')}\n"
-                             f"{self.problems()}")
+                             f"{self.problems()[-10:]}")
 
     def open(self, url):
         self.driver.get(url)
@@ -83,9 +87,9 @@ class Browser:
     def state(self):
         return self.js("return document.querySelector('.card').dataset.state")
 
-    def wait_for_state(self, *states, seconds=120):
+    def wait_for_state(self, *states):
         return self.wait(f"{list(states)}.includes(document.querySelector('.card').dataset.state) && "
-                         "document.querySelector('.card').dataset.state", seconds)
+                         "document.querySelector('.card').dataset.state")
 
     def pictures(self):
         """The bytes of the first card's pictures, as the page has them."""

@@ -196,6 +196,20 @@ class Card {
     this.update();
   }
 
+  /** Notes when the first picture is on the screen, decoded and in a frame, and how many evaluations it then has. */
+  async noteFirst(img, image) {
+    try {
+      await img.decode();
+    } catch {
+      return;  // the next preview has taken its place
+    }
+    requestAnimationFrame(() => requestAnimationFrame(() => {
+      if (this.root.dataset.firstPreview || !image.evaluation) return;
+      this.root.dataset.firstPreview = image.evaluation;
+      performance.mark(`first-preview ${this.job.id}`);
+    }));
+  }
+
   /** Draws at most once for each frame, however fast events come. */
   changed() {
     if (this.frame) return;
@@ -224,7 +238,7 @@ class Card {
     } else if (job.state === "queued") {
       const {position, ahead, start, total, at} = job.queue;
       const left = (seconds) => Math.max(0, seconds - (performance.now() - at) / 1000);
-      text = position > 0 ? `${count(position, "request")} ahead (${count(ahead, "picture")})` : "Next";
+      text = position > 0 ? `Queued with ${count(position, "request")} (${count(ahead, "picture")})` : "Next";
       if (start !== undefined && left(start) >= 1) text += `, starts in ${duration(left(start))}`;
       if (total !== undefined && left(total) >= 1) text += `, done in ${duration(left(total))}`;
     } else if (job.state === "running") {
@@ -244,7 +258,6 @@ class Card {
   update() {
     const {job, feed} = this;
     this.root.dataset.state = job.state;
-    if (job.firstPreview !== null && !this.root.dataset.firstPreview) this.root.dataset.firstPreview = job.firstPreview;
     this.root.dataset.restarts = job.restarts;
     this.statusLine();
     const {done = 0, of = 1} = job.progress || {};
@@ -263,6 +276,7 @@ class Card {
         img.dataset.source = image.url || "preview";
         img.src = source;
         img.hidden = false;
+        if (!this.root.dataset.firstPreview) this.noteFirst(img, image);
         if (effective && effective.width <= 128) img.dataset.crisp = "";
       }
       if (!image.done && image.evaluation && image.shownAt !== image.evaluation) {
