@@ -16,6 +16,7 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 try:
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.common.action_chains import ActionChains
 except ImportError:
     webdriver = None
 if not (CHROMIUM and DRIVER and webdriver):
@@ -102,6 +103,17 @@ class Browser:
         self.js("""
             [...document.querySelector(arguments[1]).querySelectorAll("button, summary, a")]
               .find((each) => each.textContent.trim() === arguments[0]).click();""", text, within)
+
+    def press(self, key, *more):
+        """Real keys, where the focus is: one, or the last while those before it are held."""
+        *held, last = [key, *more]
+        actions = ActionChains(self.driver)
+        for each in held:
+            actions.key_down(each)
+        actions.send_keys(last)
+        for each in held:
+            actions.key_up(each)
+        actions.perform()
 
     def problems(self):
         """What the console complained of since the last call."""

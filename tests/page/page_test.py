@@ -27,6 +27,8 @@ import zlib
 
 import browser
 
+from selenium.webdriver.common.keys import Keys
+
 from proxy import Proxy
 from running import Running
 
@@ -200,8 +202,13 @@ class PageTest(unittest.TestCase):
         b.draw(labels=[3, 7], count=4, steps=40, seed=41)
         b.wait("document.querySelector('.tile[data-state=emerging] img')?.naturalWidth > 0")
         self.assertEqual(b.state(), "running")
+        b.js("document.querySelector('.tile[data-state=emerging]').click()")
+        b.wait("document.querySelector('#picture .large').src.startsWith('data:')")
         proxy.release()
         b.wait_for_state("done")
+        # What is looked at goes on to emerge.
+        b.wait("document.querySelector('#picture .large').src.startsWith('blob:')")
+        b.click("Close", "#picture")
         # The page's pictures are the bytes that everybody gets.
         expected = draw(self.port, conditions=[{"class_label": 3}, {"class_label": 7}] * 2, count=4, steps=40,
                         seed=41)
@@ -360,6 +367,8 @@ class PageTest(unittest.TestCase):
                       ".find((each) => !each.hidden)?.textContent")
         self.assertIn("5000", text)
         self.assertEqual(b.js("return document.activeElement.name"), "steps")
+        # There are no pictures to wait for.
+        self.assertEqual(b.js("return document.querySelector('.tiles').offsetHeight"), 0)
 
     def test_cancels(self):
         b = self.browser
@@ -571,6 +580,61 @@ class PageTest(unittest.TestCase):
             tab.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}));""")
         self.assertFalse(b.js("return document.getElementById('operate').hidden"))
         self.assertEqual(b.js("return document.activeElement.id"), "tab-operate")
+        b.js("document.getElementById('tab-draw').click()")
+        b.draw(count=3, steps=2, seed=1)
+        b.wait_for_state("done")
+        b.js("document.querySelector('.card .tile').click()")
+        for seed in (2, 3):
+            b.press(Keys.ARROW_RIGHT)
+            self.assertIn(f"Seed{seed}", b.js("return document.querySelector('#picture dl').textContent"))
+        b.press(Keys.ARROW_LEFT)
+        self.assertIn("Seed2", b.js("return document.querySelector('#picture dl').textContent"))
+        b.press(Keys.ESCAPE)
+        self.assertFalse(b.js("return document.getElementById('picture').open"))
+
+    def test_a_wrong_field_that_is_folded_away_is_shown(self):
+        b = self.browser
+        b.js("""const {steps, count} = document.getElementById("form").elements;
+            document.getElementById("more").open = false; steps.value = 5000; count.focus();""")
+        for press in (lambda: b.press(Keys.ENTER), lambda: b.press(Keys.CONTROL, Keys.ENTER)):
+            press()
+            self.assertEqual(b.js("return [document.getElementById('more').open, document.activeElement.name]"),
+                             [True, "steps"])
+        self.assertEqual(b.js("return document.querySelectorAll('.card').length"), 0)
+        self.assertEqual(b.problems(), [])
+
+    def test_what_others_say_is_no_markup(self):
+        b = self.browser
+        self.choose("words")
+        markup = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>&amp;"
+        b.draw(prompt=markup, negative=markup, count=1, steps=2, seed=1)
+        b.wait_for_state("done")
+        b.js("document.querySelector('.card .tile').click()")
+        self.assertEqual(b.js("return document.querySelector('.card h2').textContent"), markup)
+        self.assertIn(markup, b.js("return document.querySelector('#picture dl').textContent"))
+        # So are the errors of the server, which quote the request.
+        b.js("""document.getElementById("picture").close();
+            const {model} = document.getElementById("form").elements;
+            window.fetch = ((fetch) => (path, options) => fetch(path, path !== "/v1/generate" ? options : {...options,
+              body: options.body.replace(/"model":"[^"]*"/, () => `"model":${JSON.stringify(arguments[0])}`)}))(window.fetch);
+            """, markup)
+        b.draw(prompt="a cat")
+        b.wait_for_state("failed")
+        self.assertIn("<img src=x", b.js("return document.querySelector('.card .wrong').textContent"))
+        self.assertEqual(b.js("return [document.querySelectorAll('[src=x], body script').length, window.hacked ?? null]"),
+                         [0, None])
+
+    def test_one_picture_of_a_request(self):
+        made = self.browser.driver.execute_async_script("""
+            const done = arguments[0];
+            import("/feed.js").then(({single}) => done([
+              single({params: {seed: "18446744073709551615", count: 2, conditions: [{text: "a"}]}, images: [{}, {}]}, 1),
+              single({params: {seed: "1", count: 2, conditions: [{class_vector: [1]}, {class_vector: [2]}]},
+                      images: [{}, {}]}, 1),
+              single({params: {seed: "1", count: 2}, images: [{}, {seed: "2", label: 7}]}, 1)]));""")
+        self.assertEqual(made, [{"seed": "0", "count": 1, "conditions": [{"text": "a"}]},
+                                {"seed": "2", "count": 1, "conditions": [{"class_vector": [2]}]},
+                                {"seed": "2", "count": 1, "conditions": [{"class_label": 7}]}])
 
     def test_a_small_screen_scrolls_in_one_direction(self):
         b = self.browser

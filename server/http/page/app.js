@@ -17,7 +17,7 @@ const feed = new Feed($("feed"), {
   models: () => models,
   onrepeat: draw,
   onfill: (params) => form.fill(params),
-  onstart: (blob) => form.setStart(blob).then(() => $("form").scrollIntoView({behavior: "smooth"})),
+  onstart: (blob) => form.setStart(blob).then(() => $("form").scrollIntoView()),
 });
 const operate = new Operate($("operate"), {onchange: refresh});
 
@@ -41,7 +41,7 @@ async function draw(params) {
     if (job.state === "waiting") refresh();  // says why, if the server shuts down
   }});
   const card = feed.add(job);
-  if (matchMedia("(max-width: 800px)").matches) card.root.scrollIntoView({behavior: "smooth"});
+  if (matchMedia("(max-width: 800px)").matches) card.root.scrollIntoView();
   jobs.add(job);
   await takeStream();
   try {

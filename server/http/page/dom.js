@@ -53,6 +53,7 @@ export function say(text) {
 
 /** A line at the top of the page, until something else takes its place; "" removes it. */
 export function notice(text) {
+  if ($("notice").textContent === text) return;  // or a screen reader says it again and again
   $("notice").textContent = text;
   $("notice").hidden = !text;
 }
@@ -87,7 +88,7 @@ export function quantity(n) {
   n = Number(n);
   if (n >= 1e9) return `${(n / 1e9).toFixed(1)} billion`;
   if (n >= 1e6) return `${(n / 1e6).toFixed(1)} million`;
-  return String(n);
+  return n >= 1e4 ? `${Math.round(n / 1e3)} thousand` : String(n);
 }
 
 /** Asks before something that cannot be undone. */

@@ -58,6 +58,7 @@ export function single(job, index) {
   params.seed = seed || String(BigInt.asUintN(64, BigInt(params.seed) + BigInt(index)));
   params.count = 1;
   if (label !== undefined) params.conditions = [{class_label: label}];
+  else if (params.conditions?.length > 1) params.conditions = [params.conditions[index]];
   return params;
 }
 
@@ -68,6 +69,7 @@ export class Feed {
     this.cards = [];
     const dialog = $("picture");
     dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+    dialog.addEventListener("close", () => (this.shown = null));
     dialog.addEventListener("keydown", (event) => {
       const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
       if (step && this.shown) this.look(this.shown.job, this.shown.index + step);
@@ -134,6 +136,7 @@ export class Feed {
       dialog.close();
       action();
     };
+    const focused = document.activeElement?.dataset.key;
     put(dialog, h("form", {method: "dialog"},
       h("img", {src: image.url || image.preview, alt: this.alt(job, index), class: "large",
         draggable: "false", ...this.crisp(image)}),
@@ -145,12 +148,22 @@ export class Feed {
           h("button", {type: "button", onclick: act(() => this.onfill(single(job, index)))}, "Edit settings"),
           copyMenu(() => single(job, index))),
         h("div", {class: "buttons"},
-          h("button", {type: "button", "aria-label": "The picture before", disabled: index === 0,
+          h("button", {type: "button", "data-key": "before", "aria-label": "The picture before", disabled: index === 0,
             onclick: () => this.look(job, index - 1)}, "←"),
-          h("button", {type: "button", "aria-label": "The next picture", disabled: index + 1 >= job.images.length,
+          h("button", {type: "button", "data-key": "next", "aria-label": "The next picture", disabled: index + 1 >= job.images.length,
             onclick: () => this.look(job, index + 1)}, "→"),
           h("span"), h("button", {class: "primary"}, "Close")))));
     if (!dialog.open) dialog.showModal();
+    // The focus stays in the dialog, whose keys go on to other pictures.
+    else (dialog.querySelector(`[data-key="${focused}"]:enabled`) || dialog.querySelector(".primary")).focus();
+  }
+
+  /** The picture that is shown in full may have come further. */
+  changed(job) {
+    if (this.shown?.job !== job) return;
+    const image = job.images[this.shown.index], large = $("picture").querySelector(".large");
+    if (image.url && large.src !== image.url) this.look(job, this.shown.index);
+    else if (image.preview) large.src = image.preview;
   }
 
   /** Pictures of few pixels stay sharp when they are shown large. */
@@ -173,7 +186,11 @@ class Card {
     this.status = h("p", {class: "status"});
     this.bar = h("progress", {max: 1, value: 0, "aria-label": "Progress"});
     this.meta = h("p", {class: "meta"});
-    this.actions = h("div", {class: "buttons wrap"});
+    this.cancel = h("button", {type: "button", class: "cancel", onclick: () => {
+      job.cancel();
+      this.changed();
+    }}, "Cancel");
+    this.actions = h("div", {class: "buttons wrap", hidden: true});
     this.tiles = job.images.map((_, index) => {
       const img = h("img", {alt: "", draggable: "true", hidden: true,
         ondragstart: (event) => {
@@ -188,9 +205,10 @@ class Card {
       return tile;
     });
     this.root = h("article", {class: "card", "data-job": job.id, "aria-label": title},
-      h("div", {class: "head"}, h("div", {}, h("h2", {title}, title), this.meta), this.status),
+      h("div", {class: "head"}, h("div", {}, h("h2", {title}, title), this.meta), this.status, this.cancel),
       this.bar,
-      h("div", {class: "tiles", "data-count": Math.min(job.images.length, 9)}, this.tiles), this.actions);
+      h("div", {class: "tiles", "data-count": job.images.length > 16 ? "many" : Math.min(job.images.length, 9)}, this.tiles),
+      this.actions);
     this.root.job = job;
     this.ticking = setInterval(() => this.tick(), 500);
     this.update();
@@ -287,8 +305,9 @@ class Card {
       if (image.done) caption.textContent = image.seed;
       const alt = feed.alt(job, index);
       if (tile.getAttribute("aria-label") !== alt) tile.setAttribute("aria-label", alt);
-      if (!job.running && !image.done && !source) tile.dataset.state = "never";
+      tile.hidden = !job.running && !source;
     });
+    feed.changed(job);
     this.buttons();
     const news = {done: `${count(job.images.length, "picture")} drawn: ${feed.title(job)}`,
       failed: `Failed: ${job.error && job.error.message}`, cancelled: "Cancelled",
@@ -303,14 +322,11 @@ class Card {
     const {job, feed} = this;
     const kind = job.running ? "running" : job.state;
     if (kind === this.kind) return;
-    const focused = this.actions.contains(document.activeElement);
+    const focused = document.activeElement === this.cancel;
     this.kind = kind;
-    if (job.running) {
-      put(this.actions, h("button", {type: "button", class: "cancel", onclick: () => {
-          job.cancel();
-          this.changed();
-        }}, "Cancel"));
-    } else {
+    this.cancel.hidden = !job.running;
+    this.actions.hidden = job.running;
+    if (!job.running) {
       const repeat = (seed) => () => feed.onrepeat(seed ? {...job.params, seed} : job.params);
       put(this.actions, ...(job.error ? [h("p", {class: "wrong", role: "alert"}, job.error.violations.length
           ? job.error.violations.map((each) => `${each.field.replace(/^params\./, "")} ${each.description}`).join("; ")

@@ -44,9 +44,11 @@ export class Form {
     root.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
         event.preventDefault();
-        this.draw();
+        root.requestSubmit();
       }
     });
+    // A browser says what is wrong with a field only where the field can be seen.
+    root.addEventListener("invalid", (event) => this.unfold(event.target), true);
     document.addEventListener("paste", (event) => {
       const file = [...event.clipboardData.files].find((each) => each.type.startsWith("image/"));
       if (file && this.model && !$("draw").hidden) this.setStart(file);
@@ -117,7 +119,8 @@ export class Form {
     ];
     put(this.root, select,
       h("p", {class: "about"}, [model.pipeline || model.architecture,
-        `${quantity(model.parameters)} weights`, `${defaults.width} × ${defaults.height}`].join(" · ")),
+        `${quantity(model.parameters)} parameters`, `${defaults.width} × ${defaults.height}`]
+        .map((each) => each.replaceAll(" ", "\u00a0")).join(" · ")),
       this.condition(),
       can.text && can.guidance ? h("details", {},
         h("summary", {}, "Negative prompt"),
@@ -230,13 +233,14 @@ export class Form {
       h("p", {class: "wrong", hidden: true}));
       return;
     }
+    const value = this.strength || (this.mask && !can.mask_required ? 1 : defaults.strength || 0.6);
+    const shown = h("output", {for: "strength"}, value.toFixed(2));
     const strength = !can.strength ? null : h("div", {class: "field", "data-field": "init_image.strength"},
-      h("label", {for: "strength"}, "Change"),
-      h("input", {type: "range", id: "strength", name: "strength", min: 0.05, max: 1, step: 0.05,
-        value: this.strength || (this.mask && !can.mask_required ? 1 : defaults.strength || 0.6),
+      h("label", {for: "strength", title: "How much of the picture is drawn anew: 1 is all of it"}, "Strength ", shown),
+      h("input", {type: "range", id: "strength", name: "strength", min: 0.05, max: 1, step: 0.05, value,
         oninput: (event) => {
           this.strength = Number(event.target.value);
-          event.target.setAttribute("aria-valuetext", `${Math.round(this.strength * 100)} percent`);
+          shown.textContent = this.strength.toFixed(2);
         }}));
     const paint = can.mask ? h("button", {type: "button", onclick: () => this.paint()},
       this.mask ? "Change the mask" : can.mask_required ? "Paint a mask (needed)" : "Paint a mask") : null;
@@ -413,7 +417,7 @@ export class Form {
     for (const select of [this.root.elements.size, this.root.elements.sampler]) {
       select.dispatchEvent(new Event("change"));
     }
-    this.root.scrollIntoView({behavior: "smooth"});
+    this.root.scrollIntoView();
     (this.root.elements.prompt || this.root.elements.count).focus();
     const picture = (image) => image ? new Blob([fromBase64(image.encoded)]) : null;
     const start = picture(params.init_image);
@@ -421,6 +425,12 @@ export class Form {
     if (this.latest !== start) return;
     this.strength = params.init_image && params.init_image.strength;
     this.setMask(picture(params.mask));
+  }
+
+  /** Opens what an element is folded away in. */
+  unfold(element) {
+    const folded = element.closest("details");
+    if (folded) folded.open = true;
   }
 
   /** Shows the server's violations at their fields; what has no field here, below the button. */
@@ -442,8 +452,7 @@ export class Form {
       line.hidden = false;
       const control = box.querySelector("input, select, textarea");
       if (control) control.setAttribute("aria-invalid", "true");
-      const folded = box.closest("details");
-      if (folded) folded.open = true;
+      this.unfold(box);
       first ||= control;
     }
     const rest = $("form-wrong");

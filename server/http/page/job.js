@@ -138,6 +138,7 @@ export class Job {
       if (!image.url && encoded) {  // a job that was started again gives the same bytes
         image.blob = new Blob([fromBase64(encoded)], {type});
         image.url = URL.createObjectURL(image.blob);
+        image.preview = undefined;
       }
       Object.assign(image, {seed, label, width, height, type, done: true});
     } else if (kind === "completed") {

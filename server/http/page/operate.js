@@ -106,7 +106,8 @@ export class Operate {
     update(this.boxes.queue, h("h2", {}, "Queue"), h("dl", {class: "row"},
       fact("In flight", String(sum(samples, "denoised_active_images")), `of ${sum(samples, "denoised_slots")} slots`),
       fact("Waiting pictures", String(sum(samples, "denoised_queued_images"))),
-      fact("Interactive", waiting("interactive")), fact("Normal", waiting("normal")), fact("Batch", waiting("batch")),
+      fact("Waiting requests", String(sum(samples, "denoised_queued_requests")),
+        ["interactive", "normal", "batch"].map((priority) => `${waiting(priority)} ${priority}`).join(", ")),
       fact("Longest wait", oldest ? duration(oldest) : "–")));
   }
 
@@ -140,11 +141,11 @@ export class Operate {
     h("div", {class: "field"}, h("label", {for: "load-name"}, "Model"),
       h("input", {id: "load-name", name: "name", required: true, autocomplete: "off", placeholder: "digits"})),
     h("div", {class: "field wide"}, h("label", {for: "load-directory"}, "Directory on the server"),
-      h("input", {id: "load-directory", name: "directory", autocomplete: "off", placeholder: "where it came from"})),
+      h("input", {id: "load-directory", name: "directory", autocomplete: "off", placeholder: "as the current version"})),
     h("div", {class: "field"}, h("label", {for: "load-version"}, "Version"),
-      h("input", {id: "load-version", name: "version", autocomplete: "off", placeholder: "the next"})),
-    h("label", {class: "check"}, h("input", {type: "checkbox", name: "keep"}), " Keep the current one current"),
-    h("label", {class: "check"}, h("input", {type: "checkbox", name: "unload"}), " Unload the one before"),
+      h("input", {id: "load-version", name: "version", autocomplete: "off", placeholder: "next"})),
+    h("label", {class: "check"}, h("input", {type: "checkbox", name: "keep"}), " Do not make it current"),
+    h("label", {class: "check"}, h("input", {type: "checkbox", name: "unload"}), " Unload the previous version"),
     h("button", {class: "primary"}, "Load"));
     return h("details", {class: "loader"}, h("summary", {}, "Load a model or a new version"), form);
   }
