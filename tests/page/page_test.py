@@ -199,7 +199,7 @@ class PageTest(unittest.TestCase):
     def test_draws_and_shows_previews(self):
         b = self.browser
         proxy = self.through_proxy()
-        b.draw(labels=[3, 7], count=4, steps=40, seed=41)
+        b.draw(labels=[3, 7], count=4, steps=10, seed=41)
         b.wait("document.querySelector('.tile[data-state=emerging] img')?.naturalWidth > 0")
         self.assertEqual(b.state(), "running")
         b.js("document.querySelector('.tile[data-state=emerging]').click()")
@@ -210,7 +210,7 @@ class PageTest(unittest.TestCase):
         b.wait("document.querySelector('#picture .large').src.startsWith('blob:')")
         b.click("Close", "#picture")
         # The page's pictures are the bytes that everybody gets.
-        expected = draw(self.port, conditions=[{"class_label": 3}, {"class_label": 7}] * 2, count=4, steps=40,
+        expected = draw(self.port, conditions=[{"class_label": 3}, {"class_label": 7}] * 2, count=4, steps=10,
                         seed=41)
         self.assertEqual(b.pictures(), expected)
         self.assertIn("4 pictures drawn", b.js("return document.getElementById('live').textContent"))
@@ -736,12 +736,12 @@ class PageTest(unittest.TestCase):
         other = occupy(port, "PRIORITY_BATCH")  # while it runs, the drain is not over
         b = self.browser
         proxy = self.through_proxy(port)
-        b.draw(labels=[5], count=1, steps=100, seed=79)
+        b.draw(labels=[5], count=1, steps=30, seed=79)
         b.wait("document.querySelector('.tile[data-state=emerging]')")
         b.js("window.running = document.querySelector('.card')")
         first.process.send_signal(signal.SIGTERM)
         first.wait_for("draining")
-        b.draw(labels=[6], count=1, steps=10, seed=80)
+        b.draw(labels=[6], count=1, steps=5, seed=80)
         b.wait_for_state("waiting")
         status = b.js("return document.querySelector('.card .status').textContent")
         self.assertIn("shutting down", status)
@@ -762,9 +762,9 @@ class PageTest(unittest.TestCase):
         second = serve(port)
         self.addCleanup(second.__exit__)
         b.wait_for_state("done")
-        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 6}], count=1, steps=10, seed=80))
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 6}], count=1, steps=5, seed=80))
         b.js("document.getElementById('feed').append(document.querySelector('.card'))")
-        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 5}], count=1, steps=100, seed=79))
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 5}], count=1, steps=30, seed=79))
         b.wait("document.getElementById('notice').hidden && !document.getElementById('state').textContent")
 
 
