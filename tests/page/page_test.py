@@ -51,10 +51,10 @@ def serve(port, *flags):
     return server
 
 
-def ask(port, path, body=None, **headers):
+def ask(port, path, body=None, method=None, **headers):
     """The reply, still to be read."""
     return urllib.request.urlopen(urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", data=None if body is None else json.dumps(body).encode(),
+        f"http://127.0.0.1:{port}{path}", data=None if body is None else json.dumps(body).encode(), method=method,
         headers={"Content-Type": "application/json", **headers}), timeout=300)
 
 
@@ -623,6 +623,68 @@ class PageTest(unittest.TestCase):
         self.assertIn("<img src=x", b.js("return document.querySelector('.card .wrong').textContent"))
         self.assertEqual(b.js("return [document.querySelectorAll('[src=x], body script').length, window.hacked ?? null]"),
                          [0, None])
+
+    def test_a_model_that_comes_disturbs_nobody(self):
+        b = self.browser
+        self.choose("words")
+        b.js("""window.prompt = document.getElementById("form").elements.prompt;
+            document.getElementById("more").open = true; window.prompt.focus();""")
+        b.press("a ")
+        call(self.port, "/v1/models", {"name": "a-guest", "directory": str(browser.ROOT / "models" / "mnist-32")})
+        listed = "[...document.getElementById('form').elements.model.options].some((each) => each.value === 'a-guest')"
+        b.wait(listed)
+        b.press("cat")
+        self.assertEqual(b.js("""const {model, prompt} = document.getElementById("form").elements;
+            return [model.value, prompt.value, prompt === window.prompt, document.getElementById("more").open];"""),
+                         ["words", "a cat", True, True])
+        # One that is chosen and goes leaves the form to another one.
+        self.choose("a-guest")
+        with ask(self.port, "/v1/models/a-guest", method="DELETE"):
+            b.wait(f"!{listed}")
+        self.assertEqual(b.js("return document.getElementById('form').elements.model.value"), "digits")
+
+    def test_what_is_removed_is_freed(self):
+        b = self.browser
+        b.js("""
+            const {createObjectURL, revokeObjectURL} = URL;
+            window.kept = new Set();
+            URL.createObjectURL = (blob) => {
+              const url = createObjectURL(blob);
+              window.kept.add(url);
+              return url;
+            };
+            URL.revokeObjectURL = (url) => {
+              window.kept.delete(url);
+              revokeObjectURL(url);
+            };""")
+        self.choose("words")
+        b.draw(prompt="a cat", count=2, steps=2, seed=1)
+        b.wait_for_state("done")
+        b.js("document.querySelector('.card .tile').click()")
+        b.click("Start from this", "#picture")
+        b.wait("document.querySelector('.started img')?.naturalWidth")
+        self.paint_mask()
+        self.assertEqual(b.js("return window.kept.size"), 4)
+        self.assertEqual(b.js("return document.querySelector('.card').job.images.filter((each) => each.preview).length"), 0)
+        b.click("Remove", ".started")
+        b.click("Remove", ".card")
+        self.assertEqual(b.js("return [window.kept.size, document.activeElement.id]"), [0, "feed"])
+
+    def test_a_reply_that_breaks_off_is_a_lost_server(self):
+        b = self.browser
+        b.js("""
+            const {fetch} = window;
+            window.fetch = async (...asked) => {
+              const reply = await fetch(...asked);
+              return window.broken ? new Response(new ReadableStream({start: (stream) => stream.error(new TypeError())})) : reply;
+            };
+            window.broken = true;
+            document.dispatchEvent(new Event("visibilitychange"));""")
+        b.wait("document.getElementById('notice').textContent.includes('connection broke')")
+        self.assertEqual(b.js("return document.getElementById('state').textContent"), "not connected")
+        b.js("window.broken = false; document.dispatchEvent(new Event('visibilitychange'))")
+        b.wait("document.getElementById('notice').hidden && !document.getElementById('state').textContent")
+        self.assertEqual(b.problems(), [])
 
     def test_one_picture_of_a_request(self):
         made = self.browser.driver.execute_async_script("""

@@ -3,6 +3,7 @@
 import {$, count, duration, h, plain, put, say, sentence} from "./dom.js";
 import {token} from "./api.js";
 import {forms} from "./copy.js";
+import {newSeed} from "./job.js";
 
 /** Noise, as pictures begin. */
 const noise = (() => {
@@ -333,8 +334,7 @@ class Card {
           : job.error.message)] : []),
         h("button", {type: "button", class: "repeat", title: "The same seeds: the same pictures", onclick: repeat()},
           job.state === "done" ? "Repeat" : "Try again"),
-        h("button", {type: "button", title: "The same with other seeds", onclick: () =>
-          repeat(String(crypto.getRandomValues(new Uint32Array(1))[0]))()}, "New seeds"),
+        h("button", {type: "button", title: "The same with other seeds", onclick: () => repeat(newSeed())()}, "New seeds"),
         h("button", {type: "button", onclick: () => feed.onfill(job.params)}, "Edit settings"),
         copyMenu(() => job.params),
         h("button", {type: "button", class: "quiet end", "aria-label": `Remove ${feed.title(job)}`,

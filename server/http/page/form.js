@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What to draw. Everything here follows from the model as the server describes it.
 import {fromBase64, toBase64} from "./api.js";
-import {$, count, h, plain, put, quantity, say} from "./dom.js";
+import {$, count, h, plain, put, quantity, say, update} from "./dom.js";
 import {newSeed} from "./job.js";
 import {paintMask} from "./mask.js";
 
@@ -57,12 +57,23 @@ export class Form {
 
   setModels(models) {
     this.models = models.filter((model) => model.state === "MODEL_STATE_AVAILABLE");
-    const key = JSON.stringify(this.models.map((model) => [model.name, model.version, model.current,
-      model.capabilities, model.limits, model.defaults]));
-    if (key === this.key) return;
-    this.key = key;
     const chosen = this.model && this.models.find((model) => this.nameOf(model) === this.nameOf(this.model));
-    this.show(chosen || this.models.find((model) => model.current) || this.models[0] || null);
+    const described = (model) => JSON.stringify([model.pipeline, model.architecture, model.parameters, model.labels,
+      model.capabilities, model.defaults, model.limits, model.samplers, model.noise_schedules]);
+    if (!chosen || described(chosen) !== described(this.model)) {
+      const next = chosen || this.models.find((model) => model.current) || this.models[0] || null;
+      if (next || this.model || !this.root.firstChild) this.show(next);
+      return;
+    }
+    // Somebody may be writing in a field: only the list of models changes.
+    this.model = chosen;
+    update(this.root.elements.model, this.options());
+    this.root.elements.model.value = this.nameOf(chosen);
+  }
+
+  options() {
+    return this.models.map((model) => h("option", {value: this.nameOf(model), "data-key": this.nameOf(model)},
+      this.nameOf(model)));
   }
 
   nameOf(model) { return model.current ? model.name : `${model.name}@${model.version}`; }
@@ -75,8 +86,7 @@ export class Form {
       return;
     }
     const {capabilities: can, limits, defaults} = model;
-    const names = this.models.map((each) => [this.nameOf(each), this.nameOf(each)]);
-    const select = choice("model", "Model", names);
+    const select = field("model", "Model", h("select", {name: "model"}, this.options()));
     select.querySelector("select").addEventListener("change", (event) => {
       this.show(this.models.find((each) => this.nameOf(each) === event.target.value));
       say(`Model ${event.target.value}`);
@@ -118,9 +128,8 @@ export class Form {
       limits.latent_factor > 1 ? null : size,
     ];
     put(this.root, select,
-      h("p", {class: "about"}, [model.pipeline || model.architecture,
-        `${quantity(model.parameters)} parameters`, `${defaults.width} × ${defaults.height}`]
-        .map((each) => each.replaceAll(" ", "\u00a0")).join(" · ")),
+      h("p", {class: "about parts"}, [model.pipeline || model.architecture,
+        `${quantity(model.parameters)} parameters`, `${defaults.width} × ${defaults.height}`].map((each) => h("span", {}, each))),
       this.condition(),
       can.text && can.guidance ? h("details", {},
         h("summary", {}, "Negative prompt"),

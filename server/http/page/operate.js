@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // For operators: models, devices, queue and jobs, live.
-import {ApiError, readMetrics, send} from "./api.js";
+import {ApiError, get, readMetrics, send} from "./api.js";
 import {bytes, confirm, count, duration, h, plain, say, update} from "./dom.js";
 
 const kHistory = 60;
@@ -38,9 +38,9 @@ export class Operate {
   }
 
   /** What the caller may not see is undefined. */
-  async optional(path, read = (response) => response.json()) {
+  async optional(path, as) {
     try {
-      return await read(await send("GET", path));
+      return await get(path, as);
     } catch (error) {
       if (error instanceof ApiError && ["PERMISSION_DENIED", "UNIMPLEMENTED", "NOT_FOUND"].includes(error.status)) return undefined;
       throw error;
@@ -48,7 +48,7 @@ export class Operate {
   }
 
   async refresh(models, server) {
-    const [text, jobs] = await Promise.all([this.optional("/metrics", (response) => response.text()),
+    const [text, jobs] = await Promise.all([this.optional("/metrics", "text"),
       this.optional("/v1/jobs?all_clients=true&page_size=50")]);
     const samples = text === undefined ? null : readMetrics(text);
     this.showServer(server, samples);
