@@ -36,6 +36,11 @@ class Browser:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(service=Service(DRIVER), options=options)
         self.driver.set_script_timeout(300)
+        # What the Content-Security-Policy of a page has kept it from, from its first byte on.
+        self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": """
+            window.violations = [];
+            document.addEventListener("securitypolicyviolation", (event) =>
+              window.violations.push(`${event.effectiveDirective} ${event.blockedURI}`));"""})
         self.resize(width, height, scale)
         self.colours(dark)
 

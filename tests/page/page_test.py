@@ -165,6 +165,9 @@ class PageTest(unittest.TestCase):
         self.browser.problems()
         self.browser.open(f"http://127.0.0.1:{self.port}/")
 
+    def tearDown(self):
+        self.assertEqual(self.browser.js("return window.violations"), [])
+
     def through_proxy(self, port=None):
         """The page of a server, whose first stream is held back after its first preview."""
         proxy = Holding(f"127.0.0.1:{port or self.port}")
@@ -188,6 +191,11 @@ class PageTest(unittest.TestCase):
                 served += len(reply.read())
                 self.assertEqual(reply.headers["Content-Security-Policy"], POLICY)
         self.assertLess(served, 150_000)
+        # Every test looks for violations of the policy. Here is one.
+        self.assertEqual(b.js("return window.violations"), [])
+        b.js("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/a.png'}))")
+        b.wait("window.violations.length")
+        self.assertEqual(b.js("return window.violations.splice(0)"), ["img-src http://127.0.0.1:9/a.png"])
         for path in files.values():
             text = path.read_text()
             self.assertNotIn("innerHTML", text, path)
