@@ -207,6 +207,16 @@ class PageTest(unittest.TestCase):
     def test_draws_and_shows_previews(self):
         b = self.browser
         proxy = self.through_proxy()
+        b.js("""
+            window.repeated = 0;
+            new MutationObserver((records) => {
+              const latest = new Map();  // of each <img>: what it showed before
+              for (const {target, oldValue} of records) {
+                window.repeated += latest.has(target) && latest.get(target) === oldValue;
+                latest.set(target, oldValue);
+              }
+              for (const [target, before] of latest) window.repeated += target.getAttribute("src") === before;
+            }).observe(document.getElementById("feed"), {attributeFilter: ["src"], attributeOldValue: true, subtree: true});""")
         b.draw(labels=[3, 7], count=4, steps=10, seed=41)
         b.wait("document.querySelector('.tile[data-state=emerging] img')?.naturalWidth > 0")
         self.assertEqual(b.state(), "running")
@@ -217,6 +227,7 @@ class PageTest(unittest.TestCase):
         # What is looked at goes on to emerge.
         b.wait("document.querySelector('#picture .large').src.startsWith('blob:')")
         b.click("Close", "#picture")
+        self.assertEqual(b.js("return window.repeated"), 0, "pictures are decoded again and again")
         # The page's pictures are the bytes that everybody gets.
         expected = draw(self.port, conditions=[{"class_label": 3}, {"class_label": 7}] * 2, count=4, steps=10,
                         seed=41)

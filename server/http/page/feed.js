@@ -164,7 +164,7 @@ export class Feed {
     if (this.shown?.job !== job) return;
     const image = job.images[this.shown.index], large = $("picture").querySelector(".large");
     if (image.url && large.src !== image.url) this.look(job, this.shown.index);
-    else if (image.preview) large.src = image.preview;
+    else if (image.preview && large.src !== image.preview) large.src = image.preview;
   }
 
   /** Pictures of few pixels stay sharp when they are shown large. */
@@ -291,9 +291,8 @@ class Card {
       const tile = this.tiles[index], source = image.url || image.preview;
       const [img, caption] = tile.children;
       if (effective && !tile.style.aspectRatio) tile.style.aspectRatio = `${effective.width} / ${effective.height}`;
-      if (source && img.dataset.source !== source) {
-        img.dataset.source = image.url || "preview";
-        img.src = source;
+      if (source && image.source !== source) {
+        image.source = img.src = source;
         img.hidden = false;
         if (!this.root.dataset.firstPreview) this.noteFirst(img, image);
         if (effective && effective.width <= 128) img.dataset.crisp = "";
