@@ -43,6 +43,7 @@ EXPECTED_OPS = (Path(__file__).parent / "ops.txt").read_text().split()
 DIGITS_BAR = 1.0
 HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
 SATURATION_BAR, P99_BAR, PREVIEW_BAR, OVERHEAD_BAR = 0.97, 0.5, 3, 0.5e-3
+INTERACTIVE_BAR, PAGE_BAR = 200, 150_000  # ms; bytes
 
 
 # ---- Figures
@@ -720,6 +721,28 @@ def scheduling_host(data):
                    *(f"{each['host_us']:.0f} µs" for each in file["host"])]])
 
 
+def page(data):
+    file = data("page")
+
+    def row(what, values, bar=None, unit=" ms"):
+        return [what, *(f"{f(values):.0f}{unit}" for f in (min, statistics.median, max)), "" if bar is None else f"≤ {bar}{unit}",
+                verdict([-value for value in values], None if bar is None else -bar)]
+
+    rows = [row(what, [each[name] for each in file["loads"]], bar) for name, what, bar in (
+        ("first_paint", "First Contentful Paint", None), ("dom_content_loaded", "DOMContentLoaded", None),
+        ("usable", "Models listed and the form enabled", None), ("interactive", "Time to Interactive", INTERACTIVE_BAR))]
+    for count in dict.fromkeys(each["count"] for each in file["previews"]):
+        some = [each for each in file["previews"] if each["count"] == count]
+        pictures = "1 picture" if count == 1 else f"{count} pictures"
+        rows.append(row(f"First preview on the screen, {pictures}: evaluations", [each["evaluations"] for each in some],
+                        PREVIEW_BAR, unit=""))
+        rows.append(row(f"First preview on the screen, {pictures}: after the click",
+                        [each["milliseconds"] for each in some]))
+    rows.append(["Size of the page", "", f"{file['page_bytes']:,} bytes", "", f"≤ {PAGE_BAR:,} bytes",
+                 holds(file["page_bytes"] <= PAGE_BAR)])
+    return origin(file["context"]) + table(["", "Least", "Median", "Most", "Bar", ""], rows)
+
+
 def headline(data):
     rows = []
     file = data("digits")
@@ -772,7 +795,7 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
-          "serving": serving, "scheduling": scheduling, "scheduling-host": scheduling_host}
+          "serving": serving, "page": page, "scheduling": scheduling, "scheduling-host": scheduling_host}
 
 
 def made(page, folder):

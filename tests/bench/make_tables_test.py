@@ -69,6 +69,17 @@ class DifferenceTest(unittest.TestCase):
         self.assertEqual(done.returncode, 1)
         self.assertIn(row, done.stderr)
 
+    def test_a_page_that_is_slow_misses_its_bar(self):
+        def slow(figures):
+            for each in figures["loads"]:
+                each["interactive"] = 500
+
+        def row():
+            return re.search(r"^\| Time to Interactive \|.*$", self.remake(), re.MULTILINE)[0]
+
+        self.change("page", slow)
+        self.assertIn(make_tables.MISS, row())
+
     def test_a_figure_changed_in_the_json_is_seen(self):
         def slower(figures):
             for peer in figures["rows"][0]["peers"].values():

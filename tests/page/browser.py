@@ -16,6 +16,7 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 try:
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.common.action_chains import ActionChains
 except ImportError:
     webdriver = None
 if not (CHROMIUM and DRIVER and webdriver):
@@ -34,9 +35,18 @@ class Browser:
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(service=Service(DRIVER), options=options)
+        self.driver.set_script_timeout(300)
+        # What the Content-Security-Policy of a page has kept it from, from its first byte on.
+        self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": """
+            window.violations = [];
+            document.addEventListener("securitypolicyviolation", (event) =>
+              window.violations.push(`${event.effectiveDirective} ${event.blockedURI}`));"""})
+        self.resize(width, height, scale)
+        self.colours(dark)
+
+    def resize(self, width=1360, height=860, scale=1):
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
             "width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 800})
-        self.colours(dark)
 
     def colours(self, dark):
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [
@@ -48,7 +58,7 @@ class Browser:
     def js(self, script, *arguments):
         return self.driver.execute_script(script, *arguments)
 
-    def wait(self, expression, seconds=120):
+    def wait(self, expression, seconds=300):
         """Until a JavaScript expression is true; returns it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -57,7 +67,7 @@ class Browser:
                 return value
             time.sleep(0.02)
         raise AssertionError(f"never true: {expression}\n{self.js('return document.body.innerText')}\n"
-                             f"{self.problems()}")
+                             f"{self.problems()[-10:]}")
 
     def open(self, url):
         self.driver.get(url)
@@ -83,9 +93,9 @@ class Browser:
     def state(self):
         return self.js("return document.querySelector('.card').dataset.state")
 
-    def wait_for_state(self, *states, seconds=120):
+    def wait_for_state(self, *states):
         return self.wait(f"{list(states)}.includes(document.querySelector('.card').dataset.state) && "
-                         "document.querySelector('.card').dataset.state", seconds)
+                         "document.querySelector('.card').dataset.state")
 
     def pictures(self):
         """The bytes of the first card's pictures, as the page has them."""
@@ -98,6 +108,17 @@ class Browser:
         self.js("""
             [...document.querySelector(arguments[1]).querySelectorAll("button, summary, a")]
               .find((each) => each.textContent.trim() === arguments[0]).click();""", text, within)
+
+    def press(self, key, *more):
+        """Real keys, where the focus is: one, or the last while those before it are held."""
+        *held, last = [key, *more]
+        actions = ActionChains(self.driver)
+        for each in held:
+            actions.key_down(each)
+        actions.send_keys(last)
+        for each in held:
+            actions.key_up(each)
+        actions.perform()
 
     def problems(self):
         """What the console complained of since the last call."""

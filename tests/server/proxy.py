@@ -22,9 +22,13 @@ class Proxy:
         while True:
             try:
                 near, _ = self.listener.accept()
-                far = socket.create_connection(self.target)
             except OSError:
                 return
+            try:
+                far = socket.create_connection(self.target)
+            except OSError:  # the server has ended; another one may come
+                near.close()
+                continue
             with self.lock:
                 self.accepted += 1
                 self.open += [near, far]

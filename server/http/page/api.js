@@ -50,8 +50,17 @@ export async function send(method, path, {body, headers = {}, signal, keepalive}
   throw toError(response.status, await response.json().catch(() => null), isNaN(header) ? null : header);
 }
 
-export const get = async (path, options) => (await send("GET", path, options)).json();
-export const post = async (path, body = {}) => (await send("POST", path, {body})).json();
+/** The body of a reply: "json" or "text". */
+export async function read(response, as = "json") {
+  try {
+    return await response[as]();
+  } catch {
+    throw new ApiError(0, "UNAVAILABLE", "The connection broke.");
+  }
+}
+
+export const get = async (path, as) => read(await send("GET", path), as);
+export const post = async (path, body = {}) => read(await send("POST", path, {body}));
 
 /** The events of a response of text/event-stream: {id, event, data}. */
 export async function* events(response) {

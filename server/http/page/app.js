@@ -7,7 +7,7 @@ import {Form} from "./form.js";
 import {Job} from "./job.js";
 import {Operate} from "./operate.js";
 
-const kRefresh = 5000;
+const kEvery = {draw: 5000, operate: 1000};  // milliseconds from one look at the server to the next
 
 let models = [];
 const jobs = new Set();
@@ -17,9 +17,9 @@ const feed = new Feed($("feed"), {
   models: () => models,
   onrepeat: draw,
   onfill: (params) => form.fill(params),
-  onstart: (blob) => form.setStart(blob).then(() => $("form").scrollIntoView({behavior: "smooth"})),
+  onstart: (blob) => form.setStart(blob).then(() => $("form").scrollIntoView()),
 });
-const operate = new Operate($("operate"), {onmodels: refresh, onsignin: signIn});
+const operate = new Operate($("operate"), {onchange: refresh});
 
 // A browser has six connections to a server, and each request that runs takes one.
 const kStreams = 4;
@@ -36,9 +36,12 @@ function giveStream() {
 }
 
 async function draw(params) {
-  const job = new Job(params, {onchange: () => card.changed(), onsignin: signIn});
+  const job = new Job(params, {onsignin: signIn, onchange: () => {
+    card.changed();
+    if (job.state === "waiting") refresh();  // says why, if the server shuts down
+  }});
   const card = feed.add(job);
-  if (matchMedia("(max-width: 800px)").matches) card.root.scrollIntoView({behavior: "smooth"});
+  if (matchMedia("(max-width: 800px)").matches) card.root.scrollIntoView();
   jobs.add(job);
   await takeStream();
   try {
@@ -87,8 +90,21 @@ const kStates = {
   "lame duck": "The server shuts down soon. It still takes requests.",
   "draining": "The server is shutting down: it finishes what it has, and refuses new requests.",
 };
+/** Looks at the server and shows what it says. Who asks during a look gets the next one. */
+let looking = null, again = false;
+function refresh() {
+  again = true;
+  looking ||= (async () => {
+    while (again) {
+      again = false;
+      await look();
+    }
+  })().finally(() => (looking = null));
+  return looking;
+}
+
 let asked = false;
-async function refresh() {
+async function look() {
   try {
     const [list, server] = await Promise.all([get("/v1/models"), get("/v1/server")]);
     models = list.models;
@@ -100,6 +116,7 @@ async function refresh() {
     $("token").hidden = server.client === "anonymous" && !(server.features || []).includes("SERVER_FEATURE_TOKENS");
     notice(state === "serving" ? "" : kStates[state] || `The server is ${state}.`);
     document.body.dataset.ready = "";
+    if (!$("operate").hidden) await operate.refresh(models, server);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     $("state").dataset.state = "lost";
@@ -131,7 +148,7 @@ function choose(tab, focus) {
   }
   if (focus) tab.focus();
   history.replaceState(null, "", tab.id === "tab-operate" ? "#operate" : location.pathname);
-  operate.show(tab.id === "tab-operate");
+  if (tab.id === "tab-operate") refresh();
 }
 for (const tab of tabs) {
   tab.addEventListener("click", () => choose(tab));
@@ -163,4 +180,7 @@ refresh().then(() => {
   performance.mark("interactive");
   if (location.hash === "#operate") choose(tabs[1]);
 });
-setInterval(() => document.hidden || refresh(), kRefresh);
+for (const [tab, every] of Object.entries(kEvery)) {
+  setInterval(() => document.hidden || looking || $(tab).hidden || refresh(), every);
+}
+document.addEventListener("visibilitychange", () => document.hidden || refresh());

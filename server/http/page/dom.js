@@ -13,10 +13,34 @@ export function h(tag, properties = {}, ...children) {
   return put(element, ...children);
 }
 
+const listed = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined);
+
 /** Replaces what is in an element. Lists are flattened; null and undefined are nothing. */
 export function put(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.replaceChildren(...listed(children));
   return element;
+}
+
+/** As put, but changes only what differs, so that focus, scrolling and a click that is under way are not lost.
+    Elements with listeners need a data-key that says what they do: those of other keys are replaced. */
+export function update(element, ...children) {
+  const before = [...element.childNodes], after = listed(children);
+  after.forEach((child, i) => {
+    const old = before[i];
+    if (!old) {
+      element.append(child);
+    } else if (typeof child === "string") {
+      if (old.nodeType !== Node.TEXT_NODE) old.replaceWith(child);
+      else if (old.data !== child) old.data = child;
+    } else if (old.tagName !== child.tagName || old.dataset.key !== child.dataset.key) {
+      old.replaceWith(child);
+    } else if (old !== child) {
+      for (const {name} of [...old.attributes]) if (!child.hasAttribute(name)) old.removeAttribute(name);
+      for (const {name, value} of child.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+      update(old, [...child.childNodes].map((each) => each.nodeType === Node.TEXT_NODE ? each.data : each));
+    }
+  });
+  for (const old of before.slice(after.length)) old.remove();
 }
 
 export const $ = (id) => document.getElementById(id);
@@ -29,6 +53,7 @@ export function say(text) {
 
 /** A line at the top of the page, until something else takes its place; "" removes it. */
 export function notice(text) {
+  if ($("notice").textContent === text) return;  // or a screen reader says it again and again
   $("notice").textContent = text;
   $("notice").hidden = !text;
 }
@@ -63,7 +88,7 @@ export function quantity(n) {
   n = Number(n);
   if (n >= 1e9) return `${(n / 1e9).toFixed(1)} billion`;
   if (n >= 1e6) return `${(n / 1e6).toFixed(1)} million`;
-  return String(n);
+  return n >= 1e4 ? `${Math.round(n / 1e3)} thousand` : String(n);
 }
 
 /** Asks before something that cannot be undone. */

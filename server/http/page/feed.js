@@ -3,6 +3,7 @@
 import {$, count, duration, h, plain, put, say, sentence} from "./dom.js";
 import {token} from "./api.js";
 import {forms} from "./copy.js";
+import {newSeed} from "./job.js";
 
 /** Noise, as pictures begin. */
 const noise = (() => {
@@ -58,6 +59,7 @@ export function single(job, index) {
   params.seed = seed || String(BigInt.asUintN(64, BigInt(params.seed) + BigInt(index)));
   params.count = 1;
   if (label !== undefined) params.conditions = [{class_label: label}];
+  else if (params.conditions?.length > 1) params.conditions = [params.conditions[index]];
   return params;
 }
 
@@ -68,6 +70,7 @@ export class Feed {
     this.cards = [];
     const dialog = $("picture");
     dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+    dialog.addEventListener("close", () => (this.shown = null));
     dialog.addEventListener("keydown", (event) => {
       const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
       if (step && this.shown) this.look(this.shown.job, this.shown.index + step);
@@ -134,6 +137,7 @@ export class Feed {
       dialog.close();
       action();
     };
+    const focused = document.activeElement?.dataset.key;
     put(dialog, h("form", {method: "dialog"},
       h("img", {src: image.url || image.preview, alt: this.alt(job, index), class: "large",
         draggable: "false", ...this.crisp(image)}),
@@ -145,12 +149,22 @@ export class Feed {
           h("button", {type: "button", onclick: act(() => this.onfill(single(job, index)))}, "Edit settings"),
           copyMenu(() => single(job, index))),
         h("div", {class: "buttons"},
-          h("button", {type: "button", "aria-label": "The picture before", disabled: index === 0,
+          h("button", {type: "button", "data-key": "before", "aria-label": "The picture before", disabled: index === 0,
             onclick: () => this.look(job, index - 1)}, "←"),
-          h("button", {type: "button", "aria-label": "The next picture", disabled: index + 1 >= job.images.length,
+          h("button", {type: "button", "data-key": "next", "aria-label": "The next picture", disabled: index + 1 >= job.images.length,
             onclick: () => this.look(job, index + 1)}, "→"),
           h("span"), h("button", {class: "primary"}, "Close")))));
     if (!dialog.open) dialog.showModal();
+    // The focus stays in the dialog, whose keys go on to other pictures.
+    else (dialog.querySelector(`[data-key="${focused}"]:enabled`) || dialog.querySelector(".primary")).focus();
+  }
+
+  /** The picture that is shown in full may have come further. */
+  changed(job) {
+    if (this.shown?.job !== job) return;
+    const image = job.images[this.shown.index], large = $("picture").querySelector(".large");
+    if (image.url && large.src !== image.url) this.look(job, this.shown.index);
+    else if (image.preview && large.src !== image.preview) large.src = image.preview;
   }
 
   /** Pictures of few pixels stay sharp when they are shown large. */
@@ -173,7 +187,11 @@ class Card {
     this.status = h("p", {class: "status"});
     this.bar = h("progress", {max: 1, value: 0, "aria-label": "Progress"});
     this.meta = h("p", {class: "meta"});
-    this.actions = h("div", {class: "buttons wrap"});
+    this.cancel = h("button", {type: "button", class: "cancel", onclick: () => {
+      job.cancel();
+      this.changed();
+    }}, "Cancel");
+    this.actions = h("div", {class: "buttons wrap", hidden: true});
     this.tiles = job.images.map((_, index) => {
       const img = h("img", {alt: "", draggable: "true", hidden: true,
         ondragstart: (event) => {
@@ -188,12 +206,27 @@ class Card {
       return tile;
     });
     this.root = h("article", {class: "card", "data-job": job.id, "aria-label": title},
-      h("div", {class: "head"}, h("div", {}, h("h2", {title}, title), this.meta), this.status),
+      h("div", {class: "head"}, h("div", {}, h("h2", {title}, title), this.meta), this.status, this.cancel),
       this.bar,
-      h("div", {class: "tiles", "data-count": Math.min(job.images.length, 9)}, this.tiles), this.actions);
+      h("div", {class: "tiles", "data-count": job.images.length > 16 ? "many" : Math.min(job.images.length, 9)}, this.tiles),
+      this.actions);
     this.root.job = job;
     this.ticking = setInterval(() => this.tick(), 500);
     this.update();
+  }
+
+  /** Notes when the first picture is on the screen, decoded and in a frame, and how many evaluations it then has. */
+  async noteFirst(img, image) {
+    try {
+      await img.decode();
+    } catch {
+      return;  // the next preview has taken its place
+    }
+    requestAnimationFrame(() => requestAnimationFrame(() => {
+      if (this.root.dataset.firstPreview || !image.evaluation) return;
+      this.root.dataset.firstPreview = image.evaluation;
+      performance.mark(`first-preview ${this.job.id}`);
+    }));
   }
 
   /** Draws at most once for each frame, however fast events come. */
@@ -224,7 +257,7 @@ class Card {
     } else if (job.state === "queued") {
       const {position, ahead, start, total, at} = job.queue;
       const left = (seconds) => Math.max(0, seconds - (performance.now() - at) / 1000);
-      text = position > 0 ? `${count(position, "request")} ahead (${count(ahead, "picture")})` : "Next";
+      text = position > 0 ? `Queued with ${count(position, "request")} (${count(ahead, "picture")})` : "Next";
       if (start !== undefined && left(start) >= 1) text += `, starts in ${duration(left(start))}`;
       if (total !== undefined && left(total) >= 1) text += `, done in ${duration(left(total))}`;
     } else if (job.state === "running") {
@@ -244,7 +277,6 @@ class Card {
   update() {
     const {job, feed} = this;
     this.root.dataset.state = job.state;
-    if (job.firstPreview !== null && !this.root.dataset.firstPreview) this.root.dataset.firstPreview = job.firstPreview;
     this.root.dataset.restarts = job.restarts;
     this.statusLine();
     const {done = 0, of = 1} = job.progress || {};
@@ -259,10 +291,10 @@ class Card {
       const tile = this.tiles[index], source = image.url || image.preview;
       const [img, caption] = tile.children;
       if (effective && !tile.style.aspectRatio) tile.style.aspectRatio = `${effective.width} / ${effective.height}`;
-      if (source && img.dataset.source !== source) {
-        img.dataset.source = image.url || "preview";
-        img.src = source;
+      if (source && image.source !== source) {
+        image.source = img.src = source;
         img.hidden = false;
+        if (!this.root.dataset.firstPreview) this.noteFirst(img, image);
         if (effective && effective.width <= 128) img.dataset.crisp = "";
       }
       if (!image.done && image.evaluation && image.shownAt !== image.evaluation) {
@@ -273,8 +305,9 @@ class Card {
       if (image.done) caption.textContent = image.seed;
       const alt = feed.alt(job, index);
       if (tile.getAttribute("aria-label") !== alt) tile.setAttribute("aria-label", alt);
-      if (!job.running && !image.done && !source) tile.dataset.state = "never";
+      tile.hidden = !job.running && !source;
     });
+    feed.changed(job);
     this.buttons();
     const news = {done: `${count(job.images.length, "picture")} drawn: ${feed.title(job)}`,
       failed: `Failed: ${job.error && job.error.message}`, cancelled: "Cancelled",
@@ -289,22 +322,18 @@ class Card {
     const {job, feed} = this;
     const kind = job.running ? "running" : job.state;
     if (kind === this.kind) return;
-    const focused = this.actions.contains(document.activeElement);
+    const focused = document.activeElement === this.cancel;
     this.kind = kind;
-    if (job.running) {
-      put(this.actions, h("button", {type: "button", class: "cancel", onclick: () => {
-          job.cancel();
-          this.changed();
-        }}, "Cancel"));
-    } else {
+    this.cancel.hidden = !job.running;
+    this.actions.hidden = job.running;
+    if (!job.running) {
       const repeat = (seed) => () => feed.onrepeat(seed ? {...job.params, seed} : job.params);
       put(this.actions, ...(job.error ? [h("p", {class: "wrong", role: "alert"}, job.error.violations.length
           ? job.error.violations.map((each) => `${each.field.replace(/^params\./, "")} ${each.description}`).join("; ")
           : job.error.message)] : []),
         h("button", {type: "button", class: "repeat", title: "The same seeds: the same pictures", onclick: repeat()},
           job.state === "done" ? "Repeat" : "Try again"),
-        h("button", {type: "button", title: "The same with other seeds", onclick: () =>
-          repeat(String(crypto.getRandomValues(new Uint32Array(1))[0]))()}, "New seeds"),
+        h("button", {type: "button", title: "The same with other seeds", onclick: () => repeat(newSeed())()}, "New seeds"),
         h("button", {type: "button", onclick: () => feed.onfill(job.params)}, "Edit settings"),
         copyMenu(() => job.params),
         h("button", {type: "button", class: "quiet end", "aria-label": `Remove ${feed.title(job)}`,

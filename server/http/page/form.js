@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What to draw. Everything here follows from the model as the server describes it.
 import {fromBase64, toBase64} from "./api.js";
-import {$, count, h, plain, put, quantity, say} from "./dom.js";
+import {$, count, h, plain, put, quantity, say, update} from "./dom.js";
 import {newSeed} from "./job.js";
 import {paintMask} from "./mask.js";
 
@@ -44,9 +44,11 @@ export class Form {
     root.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
         event.preventDefault();
-        this.draw();
+        root.requestSubmit();
       }
     });
+    // A browser says what is wrong with a field only where the field can be seen.
+    root.addEventListener("invalid", (event) => this.unfold(event.target), true);
     document.addEventListener("paste", (event) => {
       const file = [...event.clipboardData.files].find((each) => each.type.startsWith("image/"));
       if (file && this.model && !$("draw").hidden) this.setStart(file);
@@ -55,12 +57,23 @@ export class Form {
 
   setModels(models) {
     this.models = models.filter((model) => model.state === "MODEL_STATE_AVAILABLE");
-    const key = JSON.stringify(this.models.map((model) => [model.name, model.version, model.current,
-      model.capabilities, model.limits, model.defaults]));
-    if (key === this.key) return;
-    this.key = key;
     const chosen = this.model && this.models.find((model) => this.nameOf(model) === this.nameOf(this.model));
-    this.show(chosen || this.models.find((model) => model.current) || this.models[0] || null);
+    const described = (model) => JSON.stringify([model.pipeline, model.architecture, model.parameters, model.labels,
+      model.capabilities, model.defaults, model.limits, model.samplers, model.noise_schedules]);
+    if (!chosen || described(chosen) !== described(this.model)) {
+      const next = chosen || this.models.find((model) => model.current) || this.models[0] || null;
+      if (next || this.model || !this.root.firstChild) this.show(next);
+      return;
+    }
+    // Somebody may be writing in a field: only the list of models changes.
+    this.model = chosen;
+    update(this.root.elements.model, this.options());
+    this.root.elements.model.value = this.nameOf(chosen);
+  }
+
+  options() {
+    return this.models.map((model) => h("option", {value: this.nameOf(model), "data-key": this.nameOf(model)},
+      this.nameOf(model)));
   }
 
   nameOf(model) { return model.current ? model.name : `${model.name}@${model.version}`; }
@@ -73,8 +86,7 @@ export class Form {
       return;
     }
     const {capabilities: can, limits, defaults} = model;
-    const names = this.models.map((each) => [this.nameOf(each), this.nameOf(each)]);
-    const select = choice("model", "Model", names);
+    const select = field("model", "Model", h("select", {name: "model"}, this.options()));
     select.querySelector("select").addEventListener("change", (event) => {
       this.show(this.models.find((each) => this.nameOf(each) === event.target.value));
       say(`Model ${event.target.value}`);
@@ -116,8 +128,8 @@ export class Form {
       limits.latent_factor > 1 ? null : size,
     ];
     put(this.root, select,
-      h("p", {class: "about"}, [model.pipeline || model.architecture,
-        `${quantity(model.parameters)} weights`, `${defaults.width} × ${defaults.height}`].join(" · ")),
+      h("p", {class: "about parts"}, [model.pipeline || model.architecture,
+        `${quantity(model.parameters)} parameters`, `${defaults.width} × ${defaults.height}`].map((each) => h("span", {}, each))),
       this.condition(),
       can.text && can.guidance ? h("details", {},
         h("summary", {}, "Negative prompt"),
@@ -230,13 +242,14 @@ export class Form {
       h("p", {class: "wrong", hidden: true}));
       return;
     }
+    const value = this.strength || (this.mask && !can.mask_required ? 1 : defaults.strength || 0.6);
+    const shown = h("output", {for: "strength"}, value.toFixed(2));
     const strength = !can.strength ? null : h("div", {class: "field", "data-field": "init_image.strength"},
-      h("label", {for: "strength"}, "Change"),
-      h("input", {type: "range", id: "strength", name: "strength", min: 0.05, max: 1, step: 0.05,
-        value: this.strength || (this.mask && !can.mask_required ? 1 : defaults.strength || 0.6),
+      h("label", {for: "strength", title: "How much of the picture is drawn anew: 1 is all of it"}, "Strength ", shown),
+      h("input", {type: "range", id: "strength", name: "strength", min: 0.05, max: 1, step: 0.05, value,
         oninput: (event) => {
           this.strength = Number(event.target.value);
-          event.target.setAttribute("aria-valuetext", `${Math.round(this.strength * 100)} percent`);
+          shown.textContent = this.strength.toFixed(2);
         }}));
     const paint = can.mask ? h("button", {type: "button", onclick: () => this.paint()},
       this.mask ? "Change the mask" : can.mask_required ? "Paint a mask (needed)" : "Paint a mask") : null;
@@ -413,7 +426,7 @@ export class Form {
     for (const select of [this.root.elements.size, this.root.elements.sampler]) {
       select.dispatchEvent(new Event("change"));
     }
-    this.root.scrollIntoView({behavior: "smooth"});
+    this.root.scrollIntoView();
     (this.root.elements.prompt || this.root.elements.count).focus();
     const picture = (image) => image ? new Blob([fromBase64(image.encoded)]) : null;
     const start = picture(params.init_image);
@@ -421,6 +434,12 @@ export class Form {
     if (this.latest !== start) return;
     this.strength = params.init_image && params.init_image.strength;
     this.setMask(picture(params.mask));
+  }
+
+  /** Opens what an element is folded away in. */
+  unfold(element) {
+    const folded = element.closest("details");
+    if (folded) folded.open = true;
   }
 
   /** Shows the server's violations at their fields; what has no field here, below the button. */
@@ -442,8 +461,7 @@ export class Form {
       line.hidden = false;
       const control = box.querySelector("input, select, textarea");
       if (control) control.setAttribute("aria-invalid", "true");
-      const folded = box.closest("details");
-      if (folded) folded.open = true;
+      this.unfold(box);
       first ||= control;
     }
     const rest = $("form-wrong");

@@ -33,7 +33,6 @@ export class Job {
     this.created = performance.now();
     this.effective = null;  // the request with every default filled in
     this.ran = null;  // Run: what the request amounts to. `run` is the method below.
-    this.firstPreview = null;  // evaluations of its image when the first preview came
     this.restarts = 0;
     this.begun = false;
     this.reached = {};  // by kind of event and image, how far it was
@@ -129,10 +128,6 @@ export class Job {
     } else if (kind === "preview") {
       this.state = "running";
       const image = this.images[event.image.index];
-      if (this.firstPreview === null) {
-        this.firstPreview = event.evaluation;
-        performance.mark(`first-preview ${this.id}`);
-      }
       if (!image.url) {
         Object.assign(image, {evaluation: event.evaluation, evaluations: event.evaluations,
           preview: event.image.encoded && `data:${event.image.mime_type};base64,${event.image.encoded}`});
@@ -143,6 +138,7 @@ export class Job {
       if (!image.url && encoded) {  // a job that was started again gives the same bytes
         image.blob = new Blob([fromBase64(encoded)], {type});
         image.url = URL.createObjectURL(image.blob);
+        image.preview = undefined;
       }
       Object.assign(image, {seed, label, width, height, type, done: true});
     } else if (kind === "completed") {

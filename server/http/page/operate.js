@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // For operators: models, devices, queue and jobs, live.
 import {ApiError, get, readMetrics, send} from "./api.js";
-import {bytes, confirm, count, duration, h, plain, put, say} from "./dom.js";
+import {bytes, confirm, count, duration, h, plain, say, update} from "./dom.js";
 
-const kEvery = 1000, kHistory = 60;
+const kHistory = 60;
 
 /** The sum of the samples of a name whose labels agree. */
 const sum = (samples, name, labels = {}) => samples
@@ -26,8 +26,9 @@ function spark(values, label) {
 const fact = (name, value, note = "") => h("div", {class: "fact"}, h("dt", {}, name), h("dd", {}, value, note ? h("small", {}, note) : null));
 
 export class Operate {
-  constructor(root, {onmodels, onsignin}) {
-    Object.assign(this, {root, onmodels, onsignin});
+  /** `onchange()` looks at the server again, since something was changed. */
+  constructor(root, {onchange}) {
+    this.onchange = onchange;
     this.history = new Map();  // device -> busy shares
     this.boxes = {};
     for (const name of ["server", "queue", "devices", "models", "jobs"]) this.boxes[name] = h("section", {class: `box ${name}`});
@@ -36,66 +37,33 @@ export class Operate {
     root.append(this.problem, ...Object.values(this.boxes));
   }
 
-  show(visible) {
-    clearInterval(this.timer);
-    this.visible = visible;
-    if (!visible) return;
-    this.timer = setInterval(() => document.hidden || this.refresh(), kEvery);
-    this.refresh();
-  }
-
   /** What the caller may not see is undefined. */
-  async optional(path, read = (response) => response.json()) {
+  async optional(path, as) {
     try {
-      return await read(await send("GET", path));
+      return await get(path, as);
     } catch (error) {
       if (error instanceof ApiError && ["PERMISSION_DENIED", "UNIMPLEMENTED", "NOT_FOUND"].includes(error.status)) return undefined;
       throw error;
     }
   }
 
-  async refresh() {
-    if (this.busy) return;
-    this.busy = true;
-    try {
-      const [server, {models}, text, jobs] = await Promise.all([get("/v1/server"), get("/v1/models"),
-        this.optional("/metrics", (response) => response.text()),
-        this.optional("/v1/jobs?all_clients=true&page_size=50")]);
-      const samples = text === undefined ? null : readMetrics(text);
-      this.problem.hidden = true;
-      this.showServer(server, samples);
-      this.showDevices(server, samples);
-      this.showQueue(samples);
-      this.showModels(models, server, samples);
-      this.showJobs(jobs || await this.optional("/v1/jobs"), jobs !== undefined);
-      this.before = samples && {samples, at: performance.now()};
-    } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      this.problem.textContent = error.message;
-      this.problem.hidden = false;
-      if (error.status === "UNAUTHENTICATED") {
-        this.show(false);
-        if (await this.onsignin()) this.show(true);
-      }
-    } finally {
-      this.busy = false;
-    }
-  }
-
-  /** Replaces a box's content unless somebody works in it. */
-  fill(name, ...content) {
-    const box = this.boxes[name];
-    if (box.contains(document.activeElement) && box.dataset.held) return;
-    const id = document.activeElement && box.contains(document.activeElement) ? document.activeElement.dataset.key : null;
-    put(box, ...content);
-    if (id) [...box.querySelectorAll("[data-key]")].find((each) => each.dataset.key === id)?.focus();
+  async refresh(models, server) {
+    const [text, jobs] = await Promise.all([this.optional("/metrics", "text"),
+      this.optional("/v1/jobs?all_clients=true&page_size=50")]);
+    const samples = text === undefined ? null : readMetrics(text);
+    this.showServer(server, samples);
+    this.showDevices(server, samples);
+    this.showQueue(samples);
+    this.showModels(models, server, samples);
+    this.showJobs(jobs || await this.optional("/v1/jobs"), jobs !== undefined);
+    this.before = samples && {samples, at: performance.now()};
   }
 
   showServer(server, samples) {
     const state = plain(server.state, "SERVER_STATE_");
     const deadline = samples ? sum(samples, "denoised_drain_deadline_time_seconds") : 0;
     const left = deadline - Date.now() / 1000;
-    this.fill("server", h("h2", {}, "Server"), h("dl", {class: "row"},
+    update(this.boxes.server, h("h2", {}, "Server"), h("dl", {class: "row"},
       fact("State", h("span", {class: "pill", "data-state": state}, state),
         deadline > 0 ? (left > 0 ? `must be over in ${duration(left)}` : "its time is over") : `for ${duration(server.uptime_seconds)}`),
       fact("Version", server.version), fact("You are", server.client),
@@ -128,17 +96,18 @@ export class Operate {
       }
       return h("div", {class: "device"}, h("h3", {}, device.name, h("small", {}, device.description)), rows);
     });
-    this.fill("devices", h("h2", {}, "Devices"), samples ? null : h("p", {class: "about"}, "What they do now is for admins."), cards);
+    update(this.boxes.devices, h("h2", {}, "Devices"), samples ? null : h("p", {class: "about"}, "What they do now is for admins."), cards);
   }
 
   showQueue(samples) {
-    if (!samples) return this.fill("queue");
+    if (!samples) return update(this.boxes.queue);
     const waiting = (priority) => `${sum(samples, "denoised_queued_requests", {priority})}`;
     const oldest = Math.max(0, ...samples.filter((sample) => sample.name === "denoised_oldest_wait_seconds").map((sample) => sample.value));
-    this.fill("queue", h("h2", {}, "Queue"), h("dl", {class: "row"},
+    update(this.boxes.queue, h("h2", {}, "Queue"), h("dl", {class: "row"},
       fact("In flight", String(sum(samples, "denoised_active_images")), `of ${sum(samples, "denoised_slots")} slots`),
       fact("Waiting pictures", String(sum(samples, "denoised_queued_images"))),
-      fact("Interactive", waiting("interactive")), fact("Normal", waiting("normal")), fact("Batch", waiting("batch")),
+      fact("Waiting requests", String(sum(samples, "denoised_queued_requests")),
+        ["interactive", "normal", "batch"].map((priority) => `${waiting(priority)} ${priority}`).join(", ")),
       fact("Longest wait", oldest ? duration(oldest) : "–")));
   }
 
@@ -153,8 +122,7 @@ export class Operate {
       this.problem.textContent = `${what}: ${error.message}`;
       this.problem.hidden = false;
     }
-    this.onmodels();
-    this.refresh();
+    this.onchange();
   }
 
   loadForm() {
@@ -173,11 +141,11 @@ export class Operate {
     h("div", {class: "field"}, h("label", {for: "load-name"}, "Model"),
       h("input", {id: "load-name", name: "name", required: true, autocomplete: "off", placeholder: "digits"})),
     h("div", {class: "field wide"}, h("label", {for: "load-directory"}, "Directory on the server"),
-      h("input", {id: "load-directory", name: "directory", autocomplete: "off", placeholder: "where it came from"})),
+      h("input", {id: "load-directory", name: "directory", autocomplete: "off", placeholder: "as the current version"})),
     h("div", {class: "field"}, h("label", {for: "load-version"}, "Version"),
-      h("input", {id: "load-version", name: "version", autocomplete: "off", placeholder: "the next"})),
-    h("label", {class: "check"}, h("input", {type: "checkbox", name: "keep"}), " Keep the current one current"),
-    h("label", {class: "check"}, h("input", {type: "checkbox", name: "unload"}), " Unload the one before"),
+      h("input", {id: "load-version", name: "version", autocomplete: "off", placeholder: "next"})),
+    h("label", {class: "check"}, h("input", {type: "checkbox", name: "keep"}), " Do not make it current"),
+    h("label", {class: "check"}, h("input", {type: "checkbox", name: "unload"}), " Unload the previous version"),
     h("button", {class: "primary"}, "Load"));
     return h("details", {class: "loader"}, h("summary", {}, "Load a model or a new version"), form);
   }
@@ -202,14 +170,13 @@ export class Operate {
             "Requests that it has are finished first. New ones are refused.", "Unload") &&
             this.change(`Unload ${full}`, "DELETE", `/v1/models/${encodeURIComponent(full)}`), "danger"))) : null);
     });
-    this.fill("models", h("h2", {}, "Models"), h("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Models"}, h("table", {},
+    update(this.boxes.models, h("h2", {}, "Models"), h("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Models"}, h("table", {},
       h("thead", {}, h("tr", {}, ["Model", "State", "Aliases", "Kind", "Memory", ...(admin ? ["Change"] : [])].map((name) => h("th", {scope: "col"}, name)))),
       h("tbody", {}, rows))), admin ? this.loader : null);
-    this.boxes.models.dataset.held = this.loader.contains(document.activeElement) ? "1" : "";
   }
 
   showJobs(list, all) {
-    if (!list) return this.fill("jobs");
+    if (!list) return update(this.boxes.jobs);
     const rows = list.jobs.map((job) => {
       const state = plain(job.state, "JOB_STATE_"), ended = job.end_time ? new Date(job.end_time) : new Date();
       const live = ["queued", "running"].includes(state);
@@ -222,7 +189,7 @@ export class Operate {
         h("td", {}, live ? h("button", {type: "button", "data-key": `cancel ${job.request_id}`, onclick: () =>
           this.change("Cancel", "POST", `/v1/jobs/${encodeURIComponent(job.request_id)}/cancel`, {})}, "Cancel") : null));
     });
-    this.fill("jobs", h("h2", {}, "Jobs"), rows.length
+    update(this.boxes.jobs, h("h2", {}, "Jobs"), rows.length
       ? h("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Jobs"}, h("table", {},
         h("thead", {}, h("tr", {}, ["Job", "Client", "Model", "State", "Done", "Took", ""].map((name) => h("th", {scope: "col"}, name)))),
         h("tbody", {}, rows))) : h("p", {class: "about"}, all ? "None that run or are kept." : "None of yours."));
