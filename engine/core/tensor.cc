@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/core/tensor.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <new>
 
 namespace denoised {
@@ -93,7 +93,7 @@ Tensor Tensor::Host(const Shape& shape, DType dtype) {
 Tensor Tensor::HostF32(const Shape& shape, std::span<const float> values) {
   Tensor tensor = Host(shape, DType::kF32);
   DENOISED_CHECK(values.size() == static_cast<size_t>(shape.elements()));
-  std::memcpy(tensor.data(), values.data(), values.size_bytes());
+  std::copy(values.begin(), values.end(), tensor.as<float>());
   return tensor;
 }
 
@@ -128,7 +128,7 @@ std::vector<float> Tensor::ToFloats() const {
   std::vector<float> values(elements());
   switch (dtype_) {
     case DType::kF32:
-      std::memcpy(values.data(), data_, bytes());
+      std::copy_n(as<float>(), elements(), values.begin());
       break;
     case DType::kF16:
       for (size_t i = 0; i < values.size(); ++i) values[i] = HalfToFloat(as<uint16_t>()[i]);

@@ -52,6 +52,13 @@ TEST(Tensor, SlicesAndColumnsShareTheData) {
   EXPECT_EQ(t.shape().ToString(), "[2, 3, 4]");
 }
 
+TEST(Tensor, MayHaveNoElements) {
+  // An empty vector's data is null, which memcpy must not be given: UBSan reports it.
+  const Tensor none = Tensor::HostF32({0, 3}, std::vector<float>());
+  EXPECT_EQ(none.elements(), 0);
+  EXPECT_TRUE(none.ToFloats().empty());
+}
+
 TEST(TensorDeathTest, ReshapeMustKeepTheCount) {
   EXPECT_DEATH(Tensor::Host({2, 3}, DType::kF32).Reshape({7}), "bug in denoised");
 }
