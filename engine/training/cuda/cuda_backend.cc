@@ -8,6 +8,7 @@
 #include "engine/backend/check.h"
 #include "engine/backend/cuda/device.h"
 #include "engine/backend/cuda/weights.h"
+#include "engine/core/mutex.h"
 #include "engine/training/backend.h"
 #include "engine/training/cuda/launch.h"
 
@@ -101,6 +102,10 @@ class CudaBackend final : public Backend {
     if (recorded.runs++ == 0) return body();
     if (!ok()) return;
     if (recorded.graph == nullptr) {
+      // Capture() may wait for the whole device, an error while another rank of this process
+      // records.
+      static Mutex one_at_a_time;
+      MutexLock lock(&one_at_a_time);
       recording_ = true;
       absl::StatusOr<std::unique_ptr<denoised::Graph>> graph = ops_->Capture(body);
       recording_ = false;
