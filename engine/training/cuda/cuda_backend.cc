@@ -814,12 +814,11 @@ class CudaBackend final : public Backend {
                         Extent(small, 3), scale, Flat(large), stream_),
            "doubling");
   }
+  /// Zeros in what `to` has more.
   void CopyColumns(const Tensor& from, const Tensor& to) {
     if (!ok()) return;
-    const size_t element = SizeOf(from.dtype()), line = from.dim(-1) * element;
-    Record(cudaMemcpy2DAsync(to.data(), to.row_stride() * element, from.data(),
-                             from.row_stride() * element, line, from.elements() / from.dim(-1),
-                             cudaMemcpyDeviceToDevice, stream_),
+    Record(LaunchCopyColumns(View(from), Extent(from, -1), from.elements() / from.dim(-1), View(to),
+                             Extent(to, -1), stream_),
            "copying columns");
   }
 

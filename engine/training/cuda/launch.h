@@ -136,6 +136,9 @@ cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream);
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
                                    int64_t count, const Rows& dx, cudaStream_t stream);
+/// to[line, c] = from[line, c] for c < columns, else 0 up to to_columns. Of the same element.
+cudaError_t LaunchCopyColumns(const Rows& from, int columns, int64_t lines, const Rows& to,
+                              int to_columns, cudaStream_t stream);
 /// small[n, h, w] = scale · the sum of the four of large; and large = scale · small of its four.
 cudaError_t LaunchPool(const Rows& large, int64_t images, int height, int width, int channels,
                        float scale, const Rows& small, cudaStream_t stream);
