@@ -595,6 +595,14 @@ class CudaBackend final : public Backend {
     if (rounded) Add(tensor, 1, Tensor(), 0, 0, rounded);
     return rounded;
   }
+  /// `tensor` as tensor cores read it: with zeros up to eight channels or a multiple of that.
+  Tensor InVectors(const Tensor& tensor, Scratch* scratch) {
+    if (dtype_ != DType::kBF16 || tensor.dim(-1) % 8 == 0) return tensor;
+    const int64_t channels = RoundUp(tensor.dim(-1), 8), lines = tensor.elements() / tensor.dim(-1);
+    const Tensor padded = scratch->New({lines, channels}, dtype_);
+    if (padded) CopyColumns(tensor, padded);
+    return padded;
+  }
 
   /// Columns [first_output, …) of dout against x, or patches of it: dweight [outputs, channels,
   /// taps].
@@ -602,13 +610,16 @@ class CudaBackend final : public Backend {
                       const Tensor& dweight) {
     if (!ok()) return;
     const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), chunks = rows / chunk;
-    const int64_t all_outputs = dout.dim(-1), outputs = dweight.dim(0), channels = x.dim(-1);
-    const int64_t lines = dout.elements() / all_outputs / rows * chunk;  // of a chunk
+    const int64_t lines = dout.elements() / dout.dim(-1) / rows * chunk;  // of a chunk
     const int taps = patches == nullptr ? 1 : patches->kernel * patches->kernel;
-    const int64_t columns = taps * channels;
-    const int splits = SplitsOfK(outputs, columns, lines);
     DENOISED_CHECK(dout.contiguous() && x.contiguous() && lines * chunks <= INT32_MAX);
     Scratch scratch(this);
+    const Tensor a = InVectors(dout, &scratch), b = InVectors(x, &scratch);
+    if (!ok()) return;
+    const bool whole = dweight.dim(0) == dout.dim(-1);
+    const int64_t all_outputs = a.dim(-1), outputs = whole ? all_outputs : dweight.dim(0);
+    const int64_t channels = b.dim(-1), columns = taps * channels;
+    const int splits = SplitsOfK(outputs, columns, lines);
     GemmLaunch gemm;
     gemm.element = ElementOf(dtype_);
     gemm.m = outputs;
@@ -617,9 +628,9 @@ class CudaBackend final : public Backend {
     gemm.k_part = RoundUp((lines + splits - 1) / splits, 32);
     gemm.outer = static_cast<int>(chunks);
     gemm.inner = splits;
-    gemm.a = {static_cast<char*>(dout.data()) + first_output * BytesOf(gemm.element), all_outputs,
+    gemm.a = {static_cast<char*>(a.data()) + first_output * BytesOf(gemm.element), all_outputs,
               lines * all_outputs, 0, /*lines_of_k=*/false};
-    gemm.b = {x.data(), channels, patches != nullptr ? lines : lines * channels, 0,
+    gemm.b = {b.data(), channels, patches != nullptr ? lines : lines * channels, 0,
               /*lines_of_k=*/false};
     gemm.patches = patches;
     gemm.out_stride = columns;
@@ -633,9 +644,10 @@ class CudaBackend final : public Backend {
                           .in_stride = gemm.out_inner,
                           .chunks = chunks,
                           .splits = splits,
-                          .count = gemm.out_inner,
+                          .count = dweight.dim(0) * columns,
                           .taps = taps,
-                          .channels = static_cast<int>(channels),
+                          .channels = Extent(x, -1),
+                          .in_channels = static_cast<int>(channels),
                           .out = Floats(dweight)},
                          stream_),
            "the gradient of a weight");

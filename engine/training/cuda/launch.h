@@ -61,16 +61,16 @@ cudaError_t LaunchGemm(const GemmLaunch& gemm, cudaStream_t stream);
 /// shapes alone.
 int SplitsOfK(int64_t m, int64_t columns, int64_t k);
 
-/// out[g, i] = the tree over the chunks of Σ splits, in order, of in[g, chunk, split, j]; j is i,
-/// or with taps the place of (output, channel, tap) in [output, tap, channel].
+/// out[g, j] = the tree over the chunks of Σ splits, in order, of in[g, chunk, split, i]; j is i,
+/// or with taps the place of (output, tap, channel) in [output, channel, tap].
 struct TreeSumLaunch {
   const float* in = nullptr;
   int64_t in_stride = 0;  // elements from one split to the next
   int64_t groups = 1;
-  int64_t chunks = 1, splits = 1;
-  int64_t count = 0;
-  int taps = 1, channels = 1;
-  float scale = 1;  // of the result
+  int64_t chunks = 1, splits = 1;               // chunks: a power of two
+  int64_t count = 0;                            // of in
+  int taps = 1, channels = 1, in_channels = 1;  // in_channels: of in, the last of them not wanted
+  float scale = 1;                              // of the result
   void* out = nullptr;
   Element out_element = Element::kF32;
   int64_t out_stride = 0;  // elements from one group to the next
