@@ -32,8 +32,9 @@ using denoised::cuda::kDepthPadding;
 using denoised::cuda::RoundUp;
 using denoised::cuda::ToStatus;
 
-/// Scores of attention that are made at a time, so that they stay in the L2 cache.
-constexpr int64_t kScores = int64_t{4} << 20;
+/// Scores of attention that are in memory at a time: so many that products with the few columns of
+/// a head fill a GPU.
+constexpr int64_t kScores = int64_t{24} << 20;
 
 /// The gradient of the input is a convolution of dout with `backward`: [in, taps turned, out].
 struct TrainingConv2d final : PackedConv2d {
@@ -307,20 +308,51 @@ class CudaBackend final : public Backend {
     if (!ok()) return;
     const Heads heads = HeadsOf(args);
     Scratch scratch(this);
+    const auto lines_from = [&](int64_t first) { return first * heads.heads * heads.tokens; };
+    // Serving's kernel keeps no log-sum-exp, so that takes a product more, without its scores.
+    const int64_t pieces = PiecesOf(heads.tokens);
+    GemmLaunch product = ScoresOf(heads, 1, heads.Of(args.q, 0, true), heads.Of(args.k, 0, true));
+    if (SuitsTensorCores(product)) {
+      float* const sums = scratch.Floats(lines_from(heads.at_once) * pieces * 2);
+      if (!ok()) return;
+      for (int64_t first = 0; first < heads.images; first += heads.at_once) {
+        const int64_t count = std::min(heads.at_once, heads.images - first);
+        product =
+            ScoresOf(heads, count, heads.Of(args.q, first, true), heads.Of(args.k, first, true));
+        product.alpha = args.scale;
+        product.finish = Finish::kLogSumExp;
+        product.out = sums;
+        product.out_stride = 2 * pieces;
+        product.out_inner = heads.tokens * product.out_stride;
+        product.out_outer = heads.heads * product.out_inner;
+        Record(LaunchGemm(product, stream_), "Attention");
+        Record(LaunchLogSumExp(sums, lines_from(count), pieces,
+                               Floats(args.log_sum_exp) + lines_from(first), stream_),
+               "Attention");
+      }
+      ops_->Attention({.q = args.q,
+                       .k = args.k,
+                       .v = args.v,
+                       .heads = args.heads,
+                       .scale = args.scale,
+                       .out = args.out});
+      return;
+    }
     float* const scores = scratch.Floats(heads.scores());
     void* const p = scratch.Elements(heads.scores(), dtype_);
     if (!ok()) return;
     for (int64_t first = 0; first < heads.images; first += heads.at_once) {
       const int64_t count = std::min(heads.at_once, heads.images - first);
-      const auto of = [&](const Tensor& tensor, bool lines_of_k) {
-        return heads.Of(tensor, first, lines_of_k);
-      };
-      const int64_t lines = count * heads.heads * heads.tokens;
-      Scores(heads, count, of(args.q, true), of(args.k, true), args.scale, scores);
-      Record(LaunchSoftmax(scores, lines, heads.tokens, p, ElementOf(dtype_),
-                           Floats(args.log_sum_exp) + first * heads.heads * heads.tokens, stream_),
+      product =
+          ScoresOf(heads, count, heads.Of(args.q, first, true), heads.Of(args.k, first, true));
+      product.alpha = args.scale;
+      product.out = scores;
+      product.out_element = Element::kF32;
+      Record(LaunchGemm(product, stream_), "Attention");
+      Record(LaunchSoftmax(scores, lines_from(count), heads.tokens, p, ElementOf(dtype_),
+                           Floats(args.log_sum_exp) + lines_from(first), stream_),
              "Attention");
-      Product(heads, count, heads.Lines(p, true), of(args.v, false), args.out, first);
+      Product(heads, count, heads.Lines(p, true), heads.Of(args.v, first, false), args.out, first);
     }
   }
 
@@ -329,14 +361,12 @@ class CudaBackend final : public Backend {
     const AttentionArgs& forward = args.forward;
     const Heads heads = HeadsOf(forward);
     Scratch scratch(this);
-    float* const scores = scratch.Floats(heads.scores());
-    float* const dp = scratch.Floats(heads.scores());
     void* const p = scratch.Elements(heads.scores(), dtype_);
     void* const ds = scratch.Elements(heads.scores(), dtype_);
     float* const delta = scratch.Floats(heads.images * heads.heads * heads.tokens);
     if (!ok()) return;
     Record(LaunchDelta(View(args.dout), View(forward.out), static_cast<int>(heads.images),
-                       heads.tokens, heads.heads, heads.dim, delta, stream_),
+                       heads.tokens, heads.heads, heads.dim, forward.scale, delta, stream_),
            "AttentionBackward");
     for (int64_t first = 0; first < heads.images; first += heads.at_once) {
       const int64_t count = std::min(heads.at_once, heads.images - first);
@@ -344,12 +374,19 @@ class CudaBackend final : public Backend {
         return heads.Of(tensor, first, lines_of_k);
       };
       const int64_t before = first * heads.heads * heads.tokens;
-      Scores(heads, count, of(forward.q, true), of(forward.k, true), forward.scale, scores);
-      Scores(heads, count, of(args.dout, true), of(forward.v, true), 1, dp);
-      Record(LaunchSoftmaxBackward(scores, dp, Floats(forward.log_sum_exp) + before, delta + before,
-                                   forward.scale, count * heads.heads * heads.tokens, heads.tokens,
-                                   p, ds, ElementOf(dtype_), stream_),
-             "AttentionBackward");
+      GemmLaunch weights = ScoresOf(heads, count, of(forward.q, true), of(forward.k, true));
+      weights.alpha = forward.scale;
+      weights.finish = Finish::kSoftmax;
+      weights.lines = Floats(forward.log_sum_exp) + before;
+      weights.out = p;
+      Record(LaunchGemm(weights, stream_), "AttentionBackward");
+      GemmLaunch gradient = ScoresOf(heads, count, of(args.dout, true), of(forward.v, true));
+      gradient.alpha = forward.scale;
+      gradient.finish = Finish::kSoftmaxGradient;
+      gradient.lines = delta + before;
+      gradient.weights = p;
+      gradient.out = ds;
+      Record(LaunchGemm(gradient, stream_), "AttentionBackward");
       Product(heads, count, heads.Lines(p, false), of(args.dout, false), args.dv, first);
       Product(heads, count, heads.Lines(ds, true), of(forward.k, false), args.dq, first);
       Product(heads, count, heads.Lines(ds, false), of(forward.q, false), args.dk, first);
@@ -773,25 +810,21 @@ class CudaBackend final : public Backend {
                                         std::min<int64_t>(heads.images, 65535 / heads.heads));
     return heads;
   }
-  /// scores = scale · a bᵀ: of tokens against tokens.
-  void Scores(const Heads& heads, int64_t count, const Operand& a, const Operand& b, float scale,
-              float* scores) {
-    const Operand to = heads.Lines(scores, true);
-    Record(LaunchGemm({.a = a,
-                       .b = b,
-                       .element = heads.element,
-                       .m = heads.tokens,
-                       .n = heads.tokens,
-                       .k = heads.dim,
-                       .outer = static_cast<int>(count),
-                       .inner = heads.heads,
-                       .alpha = scale,
-                       .out = scores,
-                       .out_stride = to.stride,
-                       .out_outer = to.outer,
-                       .out_inner = to.inner},
-                      stream_),
-           "Attention");
+  /// a bᵀ: of tokens against tokens, laid out as Lines() has them.
+  GemmLaunch ScoresOf(const Heads& heads, int64_t count, const Operand& a, const Operand& b) const {
+    const Operand to = heads.Lines(nullptr, true);
+    return {.a = a,
+            .b = b,
+            .element = heads.element,
+            .m = heads.tokens,
+            .n = heads.tokens,
+            .k = heads.dim,
+            .outer = static_cast<int>(count),
+            .inner = heads.heads,
+            .out_element = heads.element,
+            .out_stride = to.stride,
+            .out_outer = to.outer,
+            .out_inner = to.inner};
   }
   /// out = lines · b: of tokens against the columns of a head.
   void Product(const Heads& heads, int64_t count, const Operand& lines, const Operand& b,

@@ -31,6 +31,9 @@ struct Gemm {
   int64_t m, n, k, k_part;
   int inner, taps, tiles_n;  // tiles of n in one tap
   float alpha;
+  Finish finish;
+  const float* lines;
+  const void* weights;
   void* out;
   int64_t out_stride, out_outer, out_inner;
   Patches patches;
@@ -71,12 +74,21 @@ __device__ int64_t PixelUnder(const Gemm& gemm, int64_t p, int tap) {
          gemm.b.stride;
 }
 
-__device__ void StoreOut(const Gemm& gemm, int64_t i, float value) {
-  if (gemm.out_element == Element::kBf16) {
-    static_cast<__nv_bfloat16*>(gemm.out)[i] = __float2bfloat16_rn(value);
-  } else {
-    static_cast<float*>(gemm.out)[i] = value;
-  }
+__device__ float LoadElement(const void* data, Element element, int64_t i) {
+  return element == Element::kBf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i])
+                                   : static_cast<const float*>(data)[i];
+}
+
+/// Element i of the result from its sum. `r`: of its line.
+__device__ float Finished(const Gemm& gemm, int64_t i, float sum, float r) {
+  const float s = sum * gemm.alpha;
+  if (gemm.finish == Finish::kStore) return s;
+  if (gemm.finish == Finish::kSoftmax) return expf(s - r);
+  return LoadElement(gemm.weights, gemm.out_element, i) * (s - r);
+}
+/// Of line m of this block's batch; k is whole where it is used.
+__device__ float OfLine(const Gemm& gemm, int64_t m) {
+  return gemm.lines == nullptr ? 0.0f : gemm.lines[blockIdx.z * gemm.m + m];
 }
 /// Of element (m, 0) of the block's batch and tap.
 __device__ int64_t OutOf(const Gemm& gemm, const Place& place, int64_t m) {
@@ -130,8 +142,15 @@ constexpr int SharedBytes() {
   return kStages * (Tile<kM, kAOfK>::kElements + Tile<kN, kBOfK>::kElements) * 2;
 }
 
+/// Blocks that a multiprocessor's registers should hold.
+template <int kM, int kN>
+constexpr int kBlocks = kM* kN >= 128 * 128  ? 2
+                        : kM* kN >= 64 * 128 ? 3
+                                             : 4;
+
 template <int kM, int kN, bool kAOfK, bool kBOfK, bool kPatches>
-__global__ void __launch_bounds__(kThreads) TensorCoreKernel(const __grid_constant__ Gemm gemm) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
+    TensorCoreKernel(const __grid_constant__ Gemm gemm) {
   using A = Tile<kM, kAOfK>;
   using B = Tile<kN, kBOfK>;
   constexpr int kTilesM = kM / 32, kTilesN = kN / 32;  // of 16 and of 8 in a warp
@@ -205,13 +224,44 @@ __global__ void __launch_bounds__(kThreads) TensorCoreKernel(const __grid_consta
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t m = place.m + warp_m + t * 16 + half * 8 + lane / 4;
+      // A pair of neighbours; two tiles of eight, in the quad of lanes, are a piece of a line.
+      const auto n_of = [&](int u) { return place.n + warp_n + u * 8 + lane % 4 * 2; };
+      if (gemm.finish == Finish::kLogSumExp) {  // by all lanes
+#pragma unroll
+        for (int u = 0; u < kTilesN; u += 2) {
+          float s[4], largest = -INFINITY, sum = 0;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            s[i] = sums[t][u + i / 2][half * 2 + i % 2] * gemm.alpha;
+            if (n_of(u + i / 2) < gemm.n) largest = fmaxf(largest, s[i]);
+          }
+          for (int bit = 1; bit < 4; bit *= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, bit));
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (n_of(u + i / 2) < gemm.n) sum += expf(s[i] - largest);
+          for (int bit = 1; bit < 4; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+          const int64_t first = place.n + warp_n + u * 8;
+          if (m < gemm.m && first < gemm.n && lane % 4 == 0)
+            reinterpret_cast<float2*>(gemm.out)[OutOf(gemm, place, m) / 2 + first / kPieceOfLine] =
+                make_float2(largest, sum);
+        }
+        continue;
+      }
       if (m >= gemm.m) continue;
       const int64_t line = OutOf(gemm, place, m);
+      const float r = OfLine(gemm, m);
 #pragma unroll
       for (int u = 0; u < kTilesN; ++u) {
-        const int64_t n = place.n + warp_n + u * 8 + lane % 4 * 2;
-        if (n < gemm.n) StoreOut(gemm, line + n, sums[t][u][half * 2] * gemm.alpha);
-        if (n + 1 < gemm.n) StoreOut(gemm, line + n + 1, sums[t][u][half * 2 + 1] * gemm.alpha);
+        if (n_of(u) >= gemm.n) continue;
+        const int64_t at = line + n_of(u);
+        const float low = Finished(gemm, at, sums[t][u][half * 2], r),
+                    high = Finished(gemm, at + 1, sums[t][u][half * 2 + 1], r);
+        if (gemm.out_element == Element::kBf16) {
+          reinterpret_cast<uint32_t*>(gemm.out)[at / 2] = PackBf16(low, high);
+        } else {
+          reinterpret_cast<float2*>(gemm.out)[at / 2] = make_float2(low, high);
+        }
       }
     }
   }
@@ -220,11 +270,6 @@ __global__ void __launch_bounds__(kThreads) TensorCoreKernel(const __grid_consta
 // Plain.
 
 constexpr int kPlainTile = 64, kPlainStep = 16;
-
-__device__ float LoadElement(const void* data, Element element, int64_t i) {
-  return element == Element::kBf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i])
-                                   : static_cast<const float*>(data)[i];
-}
 
 template <bool kPatches>
 __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ Gemm gemm) {
@@ -277,9 +322,16 @@ __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ 
   for (int i = 0; i < 4; ++i) {
     const int64_t m = place.m + row + 16 * i;
     if (m >= gemm.m) continue;
+    const float r = OfLine(gemm, m);
     for (int j = 0; j < 4; ++j) {
-      const int64_t n = place.n + column + 16 * j;
-      if (n < gemm.n) StoreOut(gemm, OutOf(gemm, place, m) + n, sums[i][j] * gemm.alpha);
+      const int64_t n = place.n + column + 16 * j, at = OutOf(gemm, place, m) + n;
+      if (n >= gemm.n) continue;
+      const float value = Finished(gemm, at, sums[i][j], r);
+      if (gemm.out_element == Element::kBf16) {
+        static_cast<__nv_bfloat16*>(gemm.out)[at] = __float2bfloat16_rn(value);
+      } else {
+        static_cast<float*>(gemm.out)[at] = value;
+      }
     }
   }
 }
@@ -325,28 +377,19 @@ bool InVectors(const Operand& operand, int64_t size, int64_t k) {
 }  // namespace
 
 bool SuitsTensorCores(const GemmLaunch& gemm) {
-  return gemm.element == Element::kBf16 && InVectors(gemm.a, gemm.m, gemm.k) &&
+  const bool in_pairs = reinterpret_cast<uintptr_t>(gemm.out) % 8 == 0 &&
+                        gemm.out_stride % 2 == 0 && gemm.out_outer % 2 == 0 &&
+                        gemm.out_inner % 2 == 0 && gemm.n % 2 == 0;
+  return gemm.element == Element::kBf16 && in_pairs && InVectors(gemm.a, gemm.m, gemm.k) &&
          gemm.a.outer % kVector == 0 && InVectors(gemm.b, gemm.n, gemm.k) &&
          (gemm.patches != nullptr || gemm.b.outer % kVector == 0);
 }
 
 cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
-  Gemm gemm = {launch.a,
-               launch.b,
-               launch.element,
-               launch.out_element,
-               launch.m,
-               launch.n,
-               launch.k,
-               launch.k_part,
-               launch.inner,
-               1,
-               1,
-               launch.alpha,
-               launch.out,
-               launch.out_stride,
-               launch.out_outer,
-               launch.out_inner};
+  Gemm gemm = {launch.a,   launch.b,          launch.element,   launch.out_element, launch.m,
+               launch.n,   launch.k,          launch.k_part,    launch.inner,       1,
+               1,          launch.alpha,      launch.finish,    launch.lines,       launch.weights,
+               launch.out, launch.out_stride, launch.out_outer, launch.out_inner};
   if (launch.outer * launch.inner > 65535) return cudaErrorInvalidValue;
   if (launch.patches != nullptr) {
     gemm.patches = *launch.patches;
@@ -355,6 +398,7 @@ cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
     gemm.out_width = FastDivmod(launch.patches->out_width);
   }
   if (!SuitsTensorCores(launch)) {
+    if (launch.finish == Finish::kLogSumExp) return cudaErrorInvalidValue;
     const dim3 grid = GridOf(&gemm, launch, kPlainTile, kPlainTile);
     if (launch.patches != nullptr) {
       PlainKernel<true><<<grid, kThreads, 0, stream>>>(gemm);
