@@ -260,7 +260,7 @@ def train(session):
     for (model, batch), row in rows.items():
         worker = ours[model, batch] = session.start(f"denoised-train-{model}", [
             session.program("train-bench"), f"--device={args.device}",
-            f"--config={row['config']}", f"--batch={batch}", "--turns"])
+            f"--config={row['config']}", f"--batch={batch}", "--turns", *args.train_flags.split()])
         our_ready = ready(worker, START_SECONDS)
         row["ours"] = worker.ask("prepare", "", PREPARE_SECONDS)
         session.say(f"{row['name']}: {json.dumps(row['ours'])}")
@@ -828,6 +828,8 @@ def main():
                         help=f"default: {LATENT_ROWS}")
     parser.add_argument("--train", type=shapes_of, default=shapes_of(TRAIN_BATCHES),
                         help=f"and pictures of a step; default: {TRAIN_BATCHES}")
+    parser.add_argument("--train-flags", default="",
+                        help="further flags of train-bench, such as --train-flags=--recompute-norms")
     parser.add_argument("--max-autotune", type=shapes_of, default=shapes_of(AUTOTUNED_ROWS),
                         help="of these, which also so, in this order as long as there is time; "
                         f"default: {AUTOTUNED_ROWS}")

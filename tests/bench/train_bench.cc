@@ -3,7 +3,7 @@
 // on random pictures.
 //
 //   train-bench --config=DIR/config.json --batch=128 [--device=cuda] [--chunks=8]
-//               [--autotune=DIRECTORY] [--steps=3] [--turns]
+//               [--recompute-norms] [--autotune=DIRECTORY] [--steps=3] [--turns]
 //
 // Prints one line of JSON for each of --steps. A step's time is the host's, from its plan to its
 // loss. The first prepares kernels, the second measures and records them; a profiler sees most in
@@ -35,7 +35,7 @@ double Since(Clock::time_point begin) {
 struct Options {
   std::string config, device = "cuda", autotune;
   int64_t batch = 0, chunks = 8, steps = 3;
-  bool turns = false;
+  bool recompute_norms = false, turns = false;
 };
 
 absl::StatusOr<Options> Parse(int argc, char** argv) {
@@ -57,6 +57,8 @@ absl::StatusOr<Options> Parse(int argc, char** argv) {
       options.chunks = std::atoll(value.c_str());
     } else if (flag == "--steps") {
       options.steps = std::atoll(value.c_str());
+    } else if (flag == "--recompute-norms") {
+      options.recompute_norms = true;
     } else if (flag == "--turns") {
       options.turns = true;
     } else {
@@ -99,6 +101,7 @@ class Bench {
                                   : OpenCpuBackend());
     bench->options_.batch = options.batch;
     bench->options_.chunks = options.chunks;
+    bench->options_.recompute_norms = options.recompute_norms;
     bench->options_.rate.rate = 1e-4;
     return bench;
   }
