@@ -98,7 +98,7 @@ cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int
                              float* partial, cudaStream_t stream);
 
 struct NormLaunch {
-  Rows x;
+  Rows x;  // what else has pixels is of its element
   int64_t rows = 0, pixels = 0;
   int channels = 0, groups = 1;
   const float* gamma = nullptr;
