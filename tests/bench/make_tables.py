@@ -30,6 +30,9 @@ MODEL_BARS = {"cifar10-32/rows:1": 2.5, "cifar10-32/rows:16": 2.0, "cifar10-32/r
 LATENT_BARS = {"sd15-unet/rows:2": 1.6, "sd15-unet/rows:16": 1.3, "sdxl-unet/rows:2": 1.3,
                "sdxl-unet/rows:16": 1.2, "sdxl-vae@64/rows:1": 1.5, "sdxl-vae@64/rows:8": 1.5,
                "sdxl-vae@128/rows:1": 1.5}
+TRAIN_BARS = {"cifar10-32/batch:128": 1.5, "adm-64/batch:32": 1.4, "mnist-32/batch:512": 1.6}
+TRAIN_MEMORY_BAR = 0.8  # of PyTorch's
+FIRST_STEP_BARS = {"adm-64/batch:32": 10}  # seconds
 CONV_BAR, FUSED_BAR, LINEAR_BAR, ATTENTION_BAR = 1.0, 1.3, 0.95, 1.0
 NORM_BAR, LAST_LEVEL_CACHE = 0.85, 60 << 20  # of a copy, for images larger than the H200's L2
 OP_BARS = {"conv": CONV_BAR, "conv_bias_residual_silu": FUSED_BAR, "linear": LINEAR_BAR,
@@ -345,6 +348,38 @@ def table_of_models(data, topic, bars):
             table(["Model", "Rows", "denoised", "TFLOP/s", "PyTorch", "as (other ways, ms)", RATIO,
                    "Bar", ""], rows) +
             count_misses([each.verdict for _, each in found.values()]) + clocks_of(file["rows"]))
+
+
+def train(data):
+    """Time, memory and first step, each with its own verdict."""
+    file = data("train") or {"context": {}, "rows": []}
+    rows, verdicts = [], []
+    for name, row in rows_by_name(file, TRAIN_BARS).items():
+        each = Compared(row, TRAIN_BARS.get(name), file["context"])
+        ours = (row or {}).get("ours", {})
+        theirs = row["peers"][each.label].get("details", {}) if each.measured else {}
+        mib, reserved = ours.get("MiB_device"), theirs.get("MiB_reserved")
+        share = mib / reserved if mib and reserved else None
+        first, bar = ours.get("first_step_seconds"), FIRST_STEP_BARS.get(name)
+        all_three = [each.verdict, at_most(share, TRAIN_MEMORY_BAR) if share else NOT_MEASURED]
+        if bar:
+            all_three.append(at_most(first, bar) if first else NOT_MEASURED)
+        verdicts += all_three
+        speed = ours["flop"] / each.ours * 1e-9 if each.measured and "flop" in ours else None
+        rows.append([
+            *name.split("/batch:"), f"{number(each.ours)} ms", number(speed),
+            f"{number(each.theirs)} ms", each.cell(), f"{TRAIN_BARS.get(name, '–')}×",
+            each.verdict, f"{number(mib)} MiB, {number(reserved)} MiB",
+            f"{percent(share)}, {all_three[1]}" if share else all_three[1],
+            f"{number(first)} s, {number(theirs.get('first_step_seconds'))} s",
+            f"≤ {bar} s, {all_three[2]}" if bar else ""])
+    lines = origin(*contexts_of(file)) if file["rows"] else []
+    found = [summary(verdicts).replace("rows reach their bar", "bars are reached") + "."]
+    return lines + table(
+        ["Model", "Pictures a step", "denoise-train", "TFLOP/s", "PyTorch", RATIO, "Bar", "",
+         "Memory: denoise-train, PyTorch", f"of it, bar {percent(TRAIN_MEMORY_BAR)}",
+         "First step after: denoise-train, PyTorch", "Bar"], rows) + ["", *found] + clocks_of(
+             file["rows"])
 
 
 def memory(data):
@@ -790,7 +825,7 @@ def speed(data):
     return [f"Evaluations on one {device} in bf16: {parts[0]}. {parts[1][0].upper()}{parts[1][1:]}."]
 
 
-TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "latent": latent, "memory": memory, "loop": loop,
+TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "latent": latent, "train": train, "memory": memory, "loop": loop,
           "convolutions": convolutions, "other-convolutions": other_convolutions,
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,

@@ -7,6 +7,8 @@
   models   evaluations of UNets beside torch.compile, its forward captured in one CUDA graph; then,
            as far as time allows, beside torch.compile with mode max-autotune
   latent   the same of Stable Diffusion's UNets and of decoders, without max-autotune
+  train    steps of training beside torch.compile's, all of a step in one CUDA graph; denoised's
+           memory and first step before anything else is on the GPU
   memory   device memory of the evaluations of models. Nothing else may be on the GPU
   digits   16 guided digits: whole requests and their evaluations beside PyTorch; also on a CPU
   ops      single ops beside cuDNN, cuBLAS, cuBLASLt, SDPA and torch.compile
@@ -27,7 +29,7 @@ nothing else runs while one measures. SM clock, power and temperature are logged
 Needs Python with PyTorch for CUDA and, for models and digits, diffusers; for ops also
 nvidia-cudnn-frontend, without which cuDNN is what PyTorch takes of it. Build first:
 scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise denoised-bench backend-throughput \\
-cublaslt-search splits-bench engine-throughput synthetic-model scheduling-bench"""
+cublaslt-search splits-bench engine-throughput synthetic-model scheduling-bench train-bench"""
 
 import argparse
 import contextlib
@@ -52,6 +54,7 @@ MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
 # Each takes two to five minutes to compile.
 AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256:16,adm-64:64,cifar10-32:64,adm-64:1,cifar10-32:1"
 LATENT_ROWS = "sd15-unet:2:16,sdxl-unet:2:16,sdxl-vae@64:1:8,sdxl-vae@128:1"
+TRAIN_BATCHES = "cifar10-32:128,adm-64:32,mnist-32:512"
 MOST_COMPILERS = 3  # of max-autotune side by side: more would all end late
 AUTOTUNED = "max-autotune, one graph"
 DIGITS, DIGIT_STEPS = 16, 10
@@ -241,6 +244,58 @@ def compare_models(session, topic, shapes, autotuned):
         [shape], "max-autotune")[shape]), AUTOTUNED)
     session.write(topic, content)
     session.stop(*ours.values())
+
+
+def train(session):
+    """Compiling a backward pass takes minutes, so all peers compile side by side, and what has not
+    ended when there is just time to measure the others is left out."""
+    args, label = session.args, "torch.compile, one graph"
+    rows, ours, content = {}, {}, None
+    for model, batch in args.train:
+        config = CONFIGS / model / "config.json"
+        if not config.exists():
+            config = ROOT / "models" / model / "unet/config.json"
+        rows[model, batch] = {"name": f"{model}/batch:{batch}", "unit": "ms", "peers": {},
+                              "left_out": {label: "no time left"}, "config": config}
+    for (model, batch), row in rows.items():
+        worker = ours[model, batch] = session.start(f"denoised-train-{model}", [
+            session.program("train-bench"), f"--device={args.device}",
+            f"--config={row['config']}", f"--batch={batch}", "--turns", *args.train_flags.split()])
+        our_ready = ready(worker, START_SECONDS)
+        row["ours"] = worker.ask("prepare", "", PREPARE_SECONDS)
+        session.say(f"{row['name']}: {json.dumps(row['ours'])}")
+    threads = max(1, (os.cpu_count() or 1) // len(rows))
+    peers = {shape: session.python(
+        f"train-peer-{shape[0]}", "bench/peer_train.py", f"--config={row.pop('config')}",
+        f"--batch={shape[1]}", TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
+        OMP_NUM_THREADS=f"{threads}") for shape, row in rows.items()}
+    peer_ready = {}
+    for worker in peers.values():
+        peer_ready = ready(worker, START_SECONDS) or peer_ready
+        worker.send("compile")
+    content = {"context": session.context(our_ready, peer_ready), "rows": list(rows.values())}
+    session.write("train", content)
+    # Nothing is measured while one compiles.
+    end = time.monotonic() + max(30, session.left() - 30 * len(rows))
+    compiled = {shape: worker.answer(end - time.monotonic()) for shape, worker in peers.items()}
+    for shape, row in rows.items():
+        details = compiled[shape]
+        if "error" not in details:
+            if session.left() < 20:
+                continue
+            details = peers[shape].ask("prepare", "", min(PREPARE_SECONDS, session.left()))
+        if "error" in details:
+            row["left_out"][label] = details["error"]
+            session.say(f"{row['name']}: {details['error']}")
+        else:
+            result = alternate((ours[shape], ""), (peers[shape], ""), args.rounds, session.log,
+                               MEASURE_SECONDS)
+            row["peers"][label] = result | {"details": details}
+            if result["pairs"]:
+                row["left_out"].pop(label)
+            session.say(f"{row['name']}: {shown_ratio(result, 'ms')}")
+        session.write("train", content)
+    session.stop(*ours.values(), *peers.values())
 
 
 def memory(session):
@@ -752,7 +807,7 @@ def scheduling(session):
 
 
 TOPICS = {f.__name__: f
-          for f in (models, memory, latent, digits, ops, clocks, system, portable, scheduling)}
+          for f in (models, memory, latent, train, digits, ops, clocks, system, portable, scheduling)}
 
 
 def main():
@@ -771,6 +826,10 @@ def main():
                         help=f"and rows; default: {MODEL_ROWS}")
     parser.add_argument("--latent", type=shapes_of, default=shapes_of(LATENT_ROWS),
                         help=f"default: {LATENT_ROWS}")
+    parser.add_argument("--train", type=shapes_of, default=shapes_of(TRAIN_BATCHES),
+                        help=f"and pictures of a step; default: {TRAIN_BATCHES}")
+    parser.add_argument("--train-flags", default="",
+                        help="further flags of train-bench, such as --train-flags=--recompute-norms")
     parser.add_argument("--max-autotune", type=shapes_of, default=shapes_of(AUTOTUNED_ROWS),
                         help="of these, which also so, in this order as long as there is time; "
                         f"default: {AUTOTUNED_ROWS}")

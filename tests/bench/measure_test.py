@@ -161,6 +161,23 @@ esac
             self.assertTrue(make_tables.TABLES[name](data), name)
         self.assertIn("| cifar10-32, 1 | 7 MiB | 8 MiB | 9 MiB |", make_tables.TABLES["memory"](data))
 
+    def test_training_is_measured_beside_its_peer(self):
+        self.measure("train", "--train=cifar10-32:128,mnist-32:512", "--rounds=3", "--seconds=1000")
+        rows = self.read("train")["rows"]
+        self.assertEqual([row["name"] for row in rows],
+                         ["cifar10-32/batch:128", "mnist-32/batch:512"])
+        self.assertEqual(rows[1]["peers"]["torch.compile, one graph"]["pairs"],
+                         [[2.01, 3.01], [2.02, 3.02], [2.03, 3.03]])
+        self.assertEqual((rows[0]["left_out"], rows[0]["ours"]["MiB_device"]), ({}, 7.0))
+        table = make_tables.TABLES["train"](self.read)
+        self.assertIn("| cifar10-32 | 128 | 2.02 ms | 0.495 | 3.02 ms | 1.50× (1.49–1.50) | 1.5× "
+                      "| **miss** | 7.00 MiB, 9.00 MiB | 78 %, met | 1.50 s, 60.0 s |  |", table)
+        row = next(line for line in table if line.startswith("| adm-64"))
+        self.assertEqual(row.count("**not measured**"), 3)
+        self.measure("train", "--train=cifar10-32:128", "--rounds=1", "--seconds=2")
+        self.assertEqual(self.read("train")["rows"][0]["left_out"],
+                         {"torch.compile, one graph": "no time left"})
+
     def test_what_there_was_no_time_for_is_named(self):
         self.measure("models", "ops", "--models=cifar10-32:1", "--rounds=1", "--seconds=2")
         self.assertEqual(self.read("models")["rows"][0]["left_out"],

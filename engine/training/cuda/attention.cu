@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax of attention and its gradient, between the products of gemm.cu. Scores are fp32 in
-// memory, for a few images at a time, so that they stay in the L2 cache.
+// What attention needs beside the products of gemm.cu, which make P and dS where their sums are, so
+// that scores are in memory as weights alone, for a few images at a time.
 //
-//   P = softmax(scale·QKᵀ)     Δ = Σ dO·O   dS = P ∘ (dO Vᵀ − Δ)·scale
-//   dV = Pᵀ dO                 dQ = dS K    dK = dSᵀ Q
+//   P = exp(scale·QKᵀ − log-sum-exp)    Δ = Σ dO·O   dS = P ∘ (dO Vᵀ − Δ)·scale
+//   dV = Pᵀ dO                          dQ = dS K    dK = dSᵀ Q
 //
-// Policy. A warp owns a line of scores.
+// Policy. A warp owns a line.
 
 #include "engine/backend/cuda/element.cuh"
 #include "engine/training/cuda/launch.h"
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 __global__ void __launch_bounds__(32 * kWarps)
-    DeltaKernel(Rows dout, Rows out, int64_t lines, int tokens, int heads, int dim, float* delta) {
+    DeltaKernel(Rows dout, Rows out, int64_t lines, int tokens, int heads, int dim, float scale,
+                float* delta) {
   const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (line >= lines) return;
@@ -56,22 +57,24 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int c = lane; c < dim; c += 32)
     sum = fmaf(Load(dout, row, head * dim + c), Load(out, row, head * dim + c), sum);
   sum = WarpSum(sum);
-  if (lane == 0) delta[line] = sum;
+  if (lane == 0) delta[line] = scale * sum;
 }
 
+/// pieces: {the greatest, Σ exp(score − it)} of each.
 __global__ void __launch_bounds__(32 * kWarps)
-    SoftmaxBackwardKernel(const float* scores, const float* dp, const float* log_sum_exp,
-                          const float* delta, float scale, int64_t lines, int tokens, void* p,
-                          void* ds, Element element) {
+    LogSumExpKernel(const float* pieces, int64_t lines, int64_t count, float* log_sum_exp) {
   const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   if (line >= lines) return;
-  const float log_sum = log_sum_exp[line], minus = delta[line];
-  for (int i = threadIdx.x % 32; i < tokens; i += 32) {
-    const int64_t at = line * tokens + i;
-    const float value = expf(scores[at] - log_sum);
-    StoreAt(p, element, at, value);
-    StoreAt(ds, element, at, value * (dp[at] - minus) * scale);
-  }
+  const float* from = pieces + line * count * 2;
+  float largest = -INFINITY;
+  for (int64_t i = lane; i < count; i += 32) largest = fmaxf(largest, from[2 * i]);
+  largest = WarpMax(largest);
+  float sum = 0;
+  for (int64_t i = lane; i < count; i += 32)
+    sum = fmaf(from[2 * i + 1], expf(from[2 * i] - largest), sum);
+  sum = WarpSum(sum);
+  if (lane == 0) log_sum_exp[line] = largest + logf(sum);
 }
 
 }  // namespace
@@ -83,19 +86,17 @@ cudaError_t LaunchSoftmax(const float* scores, int64_t lines, int tokens, void* 
   return cudaGetLastError();
 }
 
-cudaError_t LaunchDelta(const Rows& dout, const Rows& out, int images, int tokens, int heads,
-                        int dim, float* delta, cudaStream_t stream) {
-  const int64_t lines = static_cast<int64_t>(images) * heads * tokens;
-  DeltaKernel<<<BlocksFor(lines), 32 * kWarps, 0, stream>>>(dout, out, lines, tokens, heads, dim,
-                                                            delta);
+cudaError_t LaunchLogSumExp(const float* pieces, int64_t lines, int64_t count, float* log_sum_exp,
+                            cudaStream_t stream) {
+  LogSumExpKernel<<<BlocksFor(lines), 32 * kWarps, 0, stream>>>(pieces, lines, count, log_sum_exp);
   return cudaGetLastError();
 }
 
-cudaError_t LaunchSoftmaxBackward(const float* scores, const float* dp, const float* log_sum_exp,
-                                  const float* delta, float scale, int64_t lines, int tokens,
-                                  void* p, void* ds, Element element, cudaStream_t stream) {
-  SoftmaxBackwardKernel<<<BlocksFor(lines), 32 * kWarps, 0, stream>>>(
-      scores, dp, log_sum_exp, delta, scale, lines, tokens, p, ds, element);
+cudaError_t LaunchDelta(const Rows& dout, const Rows& out, int images, int tokens, int heads,
+                        int dim, float scale, float* delta, cudaStream_t stream) {
+  const int64_t lines = static_cast<int64_t>(images) * heads * tokens;
+  DeltaKernel<<<BlocksFor(lines), 32 * kWarps, 0, stream>>>(dout, out, lines, tokens, heads, dim,
+                                                            scale, delta);
   return cudaGetLastError();
 }
 

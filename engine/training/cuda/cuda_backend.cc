@@ -8,6 +8,7 @@
 #include "engine/backend/check.h"
 #include "engine/backend/cuda/device.h"
 #include "engine/backend/cuda/weights.h"
+#include "engine/core/mutex.h"
 #include "engine/training/backend.h"
 #include "engine/training/cuda/launch.h"
 
@@ -31,8 +32,9 @@ using denoised::cuda::kDepthPadding;
 using denoised::cuda::RoundUp;
 using denoised::cuda::ToStatus;
 
-/// Scores of attention that are made at a time, so that they stay in the L2 cache.
-constexpr int64_t kScores = int64_t{4} << 20;
+/// Scores of attention that are in memory at a time: so many that products with the few columns of
+/// a head fill a GPU.
+constexpr int64_t kScores = int64_t{24} << 20;
 
 /// The gradient of the input is a convolution of dout with `backward`: [in, taps turned, out].
 struct TrainingConv2d final : PackedConv2d {
@@ -101,6 +103,10 @@ class CudaBackend final : public Backend {
     if (recorded.runs++ == 0) return body();
     if (!ok()) return;
     if (recorded.graph == nullptr) {
+      // Capture() may wait for the whole device, an error while another rank of this process
+      // records.
+      static Mutex one_at_a_time;
+      MutexLock lock(&one_at_a_time);
       recording_ = true;
       absl::StatusOr<std::unique_ptr<denoised::Graph>> graph = ops_->Capture(body);
       recording_ = false;
@@ -302,20 +308,51 @@ class CudaBackend final : public Backend {
     if (!ok()) return;
     const Heads heads = HeadsOf(args);
     Scratch scratch(this);
+    const auto lines_from = [&](int64_t first) { return first * heads.heads * heads.tokens; };
+    // Serving's kernel keeps no log-sum-exp, so that takes a product more, without its scores.
+    const int64_t pieces = PiecesOf(heads.tokens);
+    GemmLaunch product = ScoresOf(heads, 1, heads.Of(args.q, 0, true), heads.Of(args.k, 0, true));
+    if (SuitsTensorCores(product)) {
+      float* const sums = scratch.Floats(lines_from(heads.at_once) * pieces * 2);
+      if (!ok()) return;
+      for (int64_t first = 0; first < heads.images; first += heads.at_once) {
+        const int64_t count = std::min(heads.at_once, heads.images - first);
+        product =
+            ScoresOf(heads, count, heads.Of(args.q, first, true), heads.Of(args.k, first, true));
+        product.alpha = args.scale;
+        product.finish = Finish::kLogSumExp;
+        product.out = sums;
+        product.out_stride = 2 * pieces;
+        product.out_inner = heads.tokens * product.out_stride;
+        product.out_outer = heads.heads * product.out_inner;
+        Record(LaunchGemm(product, stream_), "Attention");
+        Record(LaunchLogSumExp(sums, lines_from(count), pieces,
+                               Floats(args.log_sum_exp) + lines_from(first), stream_),
+               "Attention");
+      }
+      ops_->Attention({.q = args.q,
+                       .k = args.k,
+                       .v = args.v,
+                       .heads = args.heads,
+                       .scale = args.scale,
+                       .out = args.out});
+      return;
+    }
     float* const scores = scratch.Floats(heads.scores());
     void* const p = scratch.Elements(heads.scores(), dtype_);
     if (!ok()) return;
     for (int64_t first = 0; first < heads.images; first += heads.at_once) {
       const int64_t count = std::min(heads.at_once, heads.images - first);
-      const auto of = [&](const Tensor& tensor, bool lines_of_k) {
-        return heads.Of(tensor, first, lines_of_k);
-      };
-      const int64_t lines = count * heads.heads * heads.tokens;
-      Scores(heads, count, of(args.q, true), of(args.k, true), args.scale, scores);
-      Record(LaunchSoftmax(scores, lines, heads.tokens, p, ElementOf(dtype_),
-                           Floats(args.log_sum_exp) + first * heads.heads * heads.tokens, stream_),
+      product =
+          ScoresOf(heads, count, heads.Of(args.q, first, true), heads.Of(args.k, first, true));
+      product.alpha = args.scale;
+      product.out = scores;
+      product.out_element = Element::kF32;
+      Record(LaunchGemm(product, stream_), "Attention");
+      Record(LaunchSoftmax(scores, lines_from(count), heads.tokens, p, ElementOf(dtype_),
+                           Floats(args.log_sum_exp) + lines_from(first), stream_),
              "Attention");
-      Product(heads, count, heads.Lines(p, true), of(args.v, false), args.out, first);
+      Product(heads, count, heads.Lines(p, true), heads.Of(args.v, first, false), args.out, first);
     }
   }
 
@@ -324,14 +361,12 @@ class CudaBackend final : public Backend {
     const AttentionArgs& forward = args.forward;
     const Heads heads = HeadsOf(forward);
     Scratch scratch(this);
-    float* const scores = scratch.Floats(heads.scores());
-    float* const dp = scratch.Floats(heads.scores());
     void* const p = scratch.Elements(heads.scores(), dtype_);
     void* const ds = scratch.Elements(heads.scores(), dtype_);
     float* const delta = scratch.Floats(heads.images * heads.heads * heads.tokens);
     if (!ok()) return;
     Record(LaunchDelta(View(args.dout), View(forward.out), static_cast<int>(heads.images),
-                       heads.tokens, heads.heads, heads.dim, delta, stream_),
+                       heads.tokens, heads.heads, heads.dim, forward.scale, delta, stream_),
            "AttentionBackward");
     for (int64_t first = 0; first < heads.images; first += heads.at_once) {
       const int64_t count = std::min(heads.at_once, heads.images - first);
@@ -339,12 +374,19 @@ class CudaBackend final : public Backend {
         return heads.Of(tensor, first, lines_of_k);
       };
       const int64_t before = first * heads.heads * heads.tokens;
-      Scores(heads, count, of(forward.q, true), of(forward.k, true), forward.scale, scores);
-      Scores(heads, count, of(args.dout, true), of(forward.v, true), 1, dp);
-      Record(LaunchSoftmaxBackward(scores, dp, Floats(forward.log_sum_exp) + before, delta + before,
-                                   forward.scale, count * heads.heads * heads.tokens, heads.tokens,
-                                   p, ds, ElementOf(dtype_), stream_),
-             "AttentionBackward");
+      GemmLaunch weights = ScoresOf(heads, count, of(forward.q, true), of(forward.k, true));
+      weights.alpha = forward.scale;
+      weights.finish = Finish::kSoftmax;
+      weights.lines = Floats(forward.log_sum_exp) + before;
+      weights.out = p;
+      Record(LaunchGemm(weights, stream_), "AttentionBackward");
+      GemmLaunch gradient = ScoresOf(heads, count, of(args.dout, true), of(forward.v, true));
+      gradient.alpha = forward.scale;
+      gradient.finish = Finish::kSoftmaxGradient;
+      gradient.lines = delta + before;
+      gradient.weights = p;
+      gradient.out = ds;
+      Record(LaunchGemm(gradient, stream_), "AttentionBackward");
       Product(heads, count, heads.Lines(p, false), of(args.dout, false), args.dv, first);
       Product(heads, count, heads.Lines(ds, true), of(forward.k, false), args.dq, first);
       Product(heads, count, heads.Lines(ds, false), of(forward.q, false), args.dk, first);
@@ -590,6 +632,14 @@ class CudaBackend final : public Backend {
     if (rounded) Add(tensor, 1, Tensor(), 0, 0, rounded);
     return rounded;
   }
+  /// `tensor` as tensor cores read it: with zeros up to eight channels or a multiple of that.
+  Tensor InVectors(const Tensor& tensor, Scratch* scratch) {
+    if (dtype_ != DType::kBF16 || tensor.dim(-1) % 8 == 0) return tensor;
+    const int64_t channels = RoundUp(tensor.dim(-1), 8), lines = tensor.elements() / tensor.dim(-1);
+    const Tensor padded = scratch->New({lines, channels}, dtype_);
+    if (padded) CopyColumns(tensor, padded);
+    return padded;
+  }
 
   /// Columns [first_output, …) of dout against x, or patches of it: dweight [outputs, channels,
   /// taps].
@@ -597,13 +647,16 @@ class CudaBackend final : public Backend {
                       const Tensor& dweight) {
     if (!ok()) return;
     const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), chunks = rows / chunk;
-    const int64_t all_outputs = dout.dim(-1), outputs = dweight.dim(0), channels = x.dim(-1);
-    const int64_t lines = dout.elements() / all_outputs / rows * chunk;  // of a chunk
+    const int64_t lines = dout.elements() / dout.dim(-1) / rows * chunk;  // of a chunk
     const int taps = patches == nullptr ? 1 : patches->kernel * patches->kernel;
-    const int64_t columns = taps * channels;
-    const int splits = SplitsOfK(outputs, columns, lines);
     DENOISED_CHECK(dout.contiguous() && x.contiguous() && lines * chunks <= INT32_MAX);
     Scratch scratch(this);
+    const Tensor a = InVectors(dout, &scratch), b = InVectors(x, &scratch);
+    if (!ok()) return;
+    const bool whole = dweight.dim(0) == dout.dim(-1);
+    const int64_t all_outputs = a.dim(-1), outputs = whole ? all_outputs : dweight.dim(0);
+    const int64_t channels = b.dim(-1), columns = taps * channels;
+    const int splits = SplitsOfK(outputs, columns, lines);
     GemmLaunch gemm;
     gemm.element = ElementOf(dtype_);
     gemm.m = outputs;
@@ -612,9 +665,9 @@ class CudaBackend final : public Backend {
     gemm.k_part = RoundUp((lines + splits - 1) / splits, 32);
     gemm.outer = static_cast<int>(chunks);
     gemm.inner = splits;
-    gemm.a = {static_cast<char*>(dout.data()) + first_output * BytesOf(gemm.element), all_outputs,
+    gemm.a = {static_cast<char*>(a.data()) + first_output * BytesOf(gemm.element), all_outputs,
               lines * all_outputs, 0, /*lines_of_k=*/false};
-    gemm.b = {x.data(), channels, patches != nullptr ? lines : lines * channels, 0,
+    gemm.b = {b.data(), channels, patches != nullptr ? lines : lines * channels, 0,
               /*lines_of_k=*/false};
     gemm.patches = patches;
     gemm.out_stride = columns;
@@ -628,9 +681,10 @@ class CudaBackend final : public Backend {
                           .in_stride = gemm.out_inner,
                           .chunks = chunks,
                           .splits = splits,
-                          .count = gemm.out_inner,
+                          .count = dweight.dim(0) * columns,
                           .taps = taps,
-                          .channels = static_cast<int>(channels),
+                          .channels = Extent(x, -1),
+                          .in_channels = static_cast<int>(channels),
                           .out = Floats(dweight)},
                          stream_),
            "the gradient of a weight");
@@ -756,25 +810,21 @@ class CudaBackend final : public Backend {
                                         std::min<int64_t>(heads.images, 65535 / heads.heads));
     return heads;
   }
-  /// scores = scale · a bᵀ: of tokens against tokens.
-  void Scores(const Heads& heads, int64_t count, const Operand& a, const Operand& b, float scale,
-              float* scores) {
-    const Operand to = heads.Lines(scores, true);
-    Record(LaunchGemm({.a = a,
-                       .b = b,
-                       .element = heads.element,
-                       .m = heads.tokens,
-                       .n = heads.tokens,
-                       .k = heads.dim,
-                       .outer = static_cast<int>(count),
-                       .inner = heads.heads,
-                       .alpha = scale,
-                       .out = scores,
-                       .out_stride = to.stride,
-                       .out_outer = to.outer,
-                       .out_inner = to.inner},
-                      stream_),
-           "Attention");
+  /// a bᵀ: of tokens against tokens, laid out as Lines() has them.
+  GemmLaunch ScoresOf(const Heads& heads, int64_t count, const Operand& a, const Operand& b) const {
+    const Operand to = heads.Lines(nullptr, true);
+    return {.a = a,
+            .b = b,
+            .element = heads.element,
+            .m = heads.tokens,
+            .n = heads.tokens,
+            .k = heads.dim,
+            .outer = static_cast<int>(count),
+            .inner = heads.heads,
+            .out_element = heads.element,
+            .out_stride = to.stride,
+            .out_outer = to.outer,
+            .out_inner = to.inner};
   }
   /// out = lines · b: of tokens against the columns of a head.
   void Product(const Heads& heads, int64_t count, const Operand& lines, const Operand& b,
@@ -809,12 +859,11 @@ class CudaBackend final : public Backend {
                         Extent(small, 3), scale, Flat(large), stream_),
            "doubling");
   }
+  /// Zeros in what `to` has more.
   void CopyColumns(const Tensor& from, const Tensor& to) {
     if (!ok()) return;
-    const size_t element = SizeOf(from.dtype()), line = from.dim(-1) * element;
-    Record(cudaMemcpy2DAsync(to.data(), to.row_stride() * element, from.data(),
-                             from.row_stride() * element, line, from.elements() / from.dim(-1),
-                             cudaMemcpyDeviceToDevice, stream_),
+    Record(LaunchCopyColumns(View(from), Extent(from, -1), from.elements() / from.dim(-1), View(to),
+                             Extent(to, -1), stream_),
            "copying columns");
   }
 

@@ -54,6 +54,17 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    CopyColumnsKernel(Rows from, int columns, int64_t count, Rows to, int to_columns) {
+  ForEach<V>(count, [&](int64_t i) {
+    const int64_t line = i / to_columns, c = i % to_columns;
+    float v[V] = {};
+    if (c < columns) LoadChannels<V>(from, line, c, v);
+    StoreChannels<V>(to, line, c, v);
+  });
+}
+
 /// The place of element i of [.., height, width, channels].
 struct Pixel {
   int64_t image;
@@ -178,6 +189,19 @@ cudaError_t LaunchScaledSum(const Rows& a, float scale_a, const Rows& b, float s
   } else {
     ScaledSumKernel<1>
         <<<BlocksFor(count), kThreads, 0, stream>>>(a, scale_a, b, scale_b, shift, count, out);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchCopyColumns(const Rows& from, int columns, int64_t lines, const Rows& to,
+                              int to_columns, cudaStream_t stream) {
+  const int64_t count = lines * to_columns;
+  if (columns % 8 == 0 && AllVectors(to_columns, from, to)) {
+    CopyColumnsKernel<8>
+        <<<BlocksFor(count / 8), kThreads, 0, stream>>>(from, columns, count, to, to_columns);
+  } else {
+    CopyColumnsKernel<1>
+        <<<BlocksFor(count), kThreads, 0, stream>>>(from, columns, count, to, to_columns);
   }
   return cudaGetLastError();
 }

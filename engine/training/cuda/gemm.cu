@@ -5,10 +5,11 @@
 //
 // Policy. Tensor cores: a block of 256 threads owns a tile of out and walks k in steps of 32
 // through a ring of cp.async stages; eight warps share the tile 2 × 4 and read fragments by
-// ldmatrix, which transposes operands whose lines are not along k. A tile of patches lies in one
-// tap, so a line of it is a piece of one pixel. Otherwise: the same tile loop, plain, in fp32 and
-// for any shape. Every element of out is a sum over ascending k in one thread or one fragment,
-// whatever the tile and whatever else is in the batch.
+// ldmatrix, which transposes operands whose lines are not along k. Columns of patches are those of
+// all taps in a row, so that tiles need not end with a tap; a thread loads the same ones, of one
+// tap, in every step. Otherwise: the same tile loop, plain, in fp32 and for any shape. Every
+// element of out is a sum over ascending k in one thread or one fragment, whatever the tile and
+// whatever else is in the batch.
 
 #include <algorithm>
 
@@ -29,26 +30,27 @@ struct Gemm {
   Operand a, b;
   Element element, out_element;
   int64_t m, n, k, k_part;
-  int inner, taps, tiles_n;  // tiles of n in one tap
+  int inner;
   float alpha;
+  Finish finish;
+  const float* lines;
+  const void* weights;
   void* out;
   int64_t out_stride, out_outer, out_inner;
   Patches patches;
-  FastDivmod out_height, out_width;
+  FastDivmod out_height, out_width, channels;  // n is all taps' channels
 };
 
 /// The batch, the tile and the range of k of this block.
 struct Place {
   int64_t outer, inner, m, n, k_begin, k_end;
-  int tap;
 };
 template <int kM, int kN>
 __device__ Place PlaceOf(const Gemm& gemm) {
   Place place;
   place.outer = blockIdx.z / gemm.inner;
   place.inner = blockIdx.z % gemm.inner;
-  place.tap = blockIdx.x / gemm.tiles_n;
-  place.n = static_cast<int64_t>(blockIdx.x % gemm.tiles_n) * kN;
+  place.n = static_cast<int64_t>(blockIdx.x) * kN;
   place.m = static_cast<int64_t>(blockIdx.y) * kM;
   place.k_begin = gemm.k_part > 0 ? place.inner * gemm.k_part : 0;
   place.k_end = gemm.k_part > 0 ? min(gemm.k, place.k_begin + gemm.k_part) : gemm.k;
@@ -56,10 +58,12 @@ __device__ Place PlaceOf(const Gemm& gemm) {
   return place;
 }
 
-/// Elements from the beginning of the convolution's input to the pixel that `tap` of output pixel
-/// `p` reads, or −1 beyond the edge.
-__device__ int64_t PixelUnder(const Gemm& gemm, int64_t p, int tap) {
+/// Where column `n` of output pixel `p`'s patch lies in the convolution's input, in elements, or −1
+/// beyond the edge.
+__device__ int64_t PatchAt(const Gemm& gemm, int64_t p, int64_t n) {
   const Patches& patches = gemm.patches;
+  const int tap = static_cast<int>(n) / gemm.channels,
+            channel = static_cast<int>(n) % gemm.channels;
   const int line = static_cast<int>(p) / gemm.out_width;
   const int image = line / gemm.out_height;
   int h = line % gemm.out_height * patches.stride - patches.pad_top + tap / patches.kernel;
@@ -68,20 +72,30 @@ __device__ int64_t PixelUnder(const Gemm& gemm, int64_t p, int tap) {
   const int up = patches.upsample2x ? 1 : 0;
   if (h < 0 || w < 0 || h >= patches.height << up || w >= patches.width << up) return -1;
   return ((static_cast<int64_t>(image) * patches.height + (h >> up)) * patches.width + (w >> up)) *
-         gemm.b.stride;
+             gemm.b.stride +
+         channel;
 }
 
-__device__ void StoreOut(const Gemm& gemm, int64_t i, float value) {
-  if (gemm.out_element == Element::kBf16) {
-    static_cast<__nv_bfloat16*>(gemm.out)[i] = __float2bfloat16_rn(value);
-  } else {
-    static_cast<float*>(gemm.out)[i] = value;
-  }
+__device__ float LoadElement(const void* data, Element element, int64_t i) {
+  return element == Element::kBf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i])
+                                   : static_cast<const float*>(data)[i];
 }
-/// Of element (m, 0) of the block's batch and tap.
+
+/// Element i of the result from its sum. `r`: of its line.
+__device__ float Finished(const Gemm& gemm, int64_t i, float sum, float r) {
+  const float s = sum * gemm.alpha;
+  if (gemm.finish == Finish::kStore) return s;
+  if (gemm.finish == Finish::kSoftmax) return expf(s - r);
+  return LoadElement(gemm.weights, gemm.out_element, i) * (s - r);
+}
+/// Of line m of this block's batch; k is whole where it is used.
+__device__ float OfLine(const Gemm& gemm, int64_t m) {
+  return gemm.lines == nullptr ? 0.0f : gemm.lines[blockIdx.z * gemm.m + m];
+}
+/// Of element (m, 0) of the block's batch.
 __device__ int64_t OutOf(const Gemm& gemm, const Place& place, int64_t m) {
   return place.outer * gemm.out_outer + blockIdx.z % gemm.inner * gemm.out_inner +
-         m * gemm.out_stride + place.tap * gemm.n;
+         m * gemm.out_stride;
 }
 
 // Tensor cores.
@@ -114,10 +128,8 @@ __device__ void LoadTile(const Gemm& gemm, const Operand& operand, const __nv_bf
     bool valid = row < size && at_k < place.k_end;
     int64_t offset = 0;
     if constexpr (kPatches) {
-      const int64_t pixel =
-          valid ? PixelUnder(gemm, place.outer * operand.outer + at_k, place.tap) : -1;
-      valid = pixel >= 0;
-      offset = pixel + row;
+      offset = valid ? PatchAt(gemm, place.outer * operand.outer + at_k, row) : -1;
+      valid = offset >= 0;
     } else {
       offset = kLinesOfK ? row * operand.stride + at_k : at_k * operand.stride + row;
     }
@@ -130,8 +142,15 @@ constexpr int SharedBytes() {
   return kStages * (Tile<kM, kAOfK>::kElements + Tile<kN, kBOfK>::kElements) * 2;
 }
 
+/// Blocks that a multiprocessor's registers should hold.
+template <int kM, int kN>
+constexpr int kBlocks = kM* kN >= 128 * 128  ? 2
+                        : kM* kN >= 64 * 128 ? 3
+                                             : 4;
+
 template <int kM, int kN, bool kAOfK, bool kBOfK, bool kPatches>
-__global__ void __launch_bounds__(kThreads) TensorCoreKernel(const __grid_constant__ Gemm gemm) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
+    TensorCoreKernel(const __grid_constant__ Gemm gemm) {
   using A = Tile<kM, kAOfK>;
   using B = Tile<kN, kBOfK>;
   constexpr int kTilesM = kM / 32, kTilesN = kN / 32;  // of 16 and of 8 in a warp
@@ -205,13 +224,44 @@ __global__ void __launch_bounds__(kThreads) TensorCoreKernel(const __grid_consta
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t m = place.m + warp_m + t * 16 + half * 8 + lane / 4;
+      // A pair of neighbours; two tiles of eight, in the quad of lanes, are a piece of a line.
+      const auto n_of = [&](int u) { return place.n + warp_n + u * 8 + lane % 4 * 2; };
+      if (gemm.finish == Finish::kLogSumExp) {  // by all lanes
+#pragma unroll
+        for (int u = 0; u < kTilesN; u += 2) {
+          float s[4], largest = -INFINITY, sum = 0;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            s[i] = sums[t][u + i / 2][half * 2 + i % 2] * gemm.alpha;
+            if (n_of(u + i / 2) < gemm.n) largest = fmaxf(largest, s[i]);
+          }
+          for (int bit = 1; bit < 4; bit *= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, bit));
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (n_of(u + i / 2) < gemm.n) sum += expf(s[i] - largest);
+          for (int bit = 1; bit < 4; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+          const int64_t first = place.n + warp_n + u * 8;
+          if (m < gemm.m && first < gemm.n && lane % 4 == 0)
+            reinterpret_cast<float2*>(gemm.out)[OutOf(gemm, place, m) / 2 + first / kPieceOfLine] =
+                make_float2(largest, sum);
+        }
+        continue;
+      }
       if (m >= gemm.m) continue;
       const int64_t line = OutOf(gemm, place, m);
+      const float r = OfLine(gemm, m);
 #pragma unroll
       for (int u = 0; u < kTilesN; ++u) {
-        const int64_t n = place.n + warp_n + u * 8 + lane % 4 * 2;
-        if (n < gemm.n) StoreOut(gemm, line + n, sums[t][u][half * 2] * gemm.alpha);
-        if (n + 1 < gemm.n) StoreOut(gemm, line + n + 1, sums[t][u][half * 2 + 1] * gemm.alpha);
+        if (n_of(u) >= gemm.n) continue;
+        const int64_t at = line + n_of(u);
+        const float low = Finished(gemm, at, sums[t][u][half * 2], r),
+                    high = Finished(gemm, at + 1, sums[t][u][half * 2 + 1], r);
+        if (gemm.out_element == Element::kBf16) {
+          reinterpret_cast<uint32_t*>(gemm.out)[at / 2] = PackBf16(low, high);
+        } else {
+          reinterpret_cast<float2*>(gemm.out)[at / 2] = make_float2(low, high);
+        }
       }
     }
   }
@@ -220,11 +270,6 @@ __global__ void __launch_bounds__(kThreads) TensorCoreKernel(const __grid_consta
 // Plain.
 
 constexpr int kPlainTile = 64, kPlainStep = 16;
-
-__device__ float LoadElement(const void* data, Element element, int64_t i) {
-  return element == Element::kBf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i])
-                                   : static_cast<const float*>(data)[i];
-}
 
 template <bool kPatches>
 __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ Gemm gemm) {
@@ -244,10 +289,7 @@ __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ 
         const int64_t r = first + at, c = k + at_k;
         int64_t offset =
             base + (operand.lines_of_k ? r * operand.stride + c : c * operand.stride + r);
-        if (patches) {
-          const int64_t pixel = PixelUnder(gemm, place.outer * operand.outer + c, place.tap);
-          offset = pixel < 0 ? -1 : pixel + r;
-        }
+        if (patches) offset = PatchAt(gemm, place.outer * operand.outer + c, r);
         if (offset >= 0) value = LoadElement(operand.data, gemm.element, offset);
       }
       tile[at_k][at] = value;
@@ -277,24 +319,30 @@ __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ 
   for (int i = 0; i < 4; ++i) {
     const int64_t m = place.m + row + 16 * i;
     if (m >= gemm.m) continue;
+    const float r = OfLine(gemm, m);
     for (int j = 0; j < 4; ++j) {
-      const int64_t n = place.n + column + 16 * j;
-      if (n < gemm.n) StoreOut(gemm, OutOf(gemm, place, m) + n, sums[i][j] * gemm.alpha);
+      const int64_t n = place.n + column + 16 * j, at = OutOf(gemm, place, m) + n;
+      if (n >= gemm.n) continue;
+      const float value = Finished(gemm, at, sums[i][j], r);
+      if (gemm.out_element == Element::kBf16) {
+        static_cast<__nv_bfloat16*>(gemm.out)[at] = __float2bfloat16_rn(value);
+      } else {
+        static_cast<float*>(gemm.out)[at] = value;
+      }
     }
   }
 }
 
 // Launches.
 
-dim3 GridOf(Gemm* gemm, const GemmLaunch& launch, int tile_m, int tile_n) {
-  gemm->tiles_n = static_cast<int>((launch.n + tile_n - 1) / tile_n);
-  return dim3(static_cast<unsigned>(gemm->tiles_n * gemm->taps),
-              static_cast<unsigned>((launch.m + tile_m - 1) / tile_m),
+dim3 GridOf(const Gemm& gemm, const GemmLaunch& launch, int tile_m, int tile_n) {
+  return dim3(static_cast<unsigned>((gemm.n + tile_n - 1) / tile_n),
+              static_cast<unsigned>((gemm.m + tile_m - 1) / tile_m),
               static_cast<unsigned>(launch.outer * launch.inner));
 }
 
 template <int kM, int kN, bool kAOfK, bool kBOfK, bool kPatches>
-cudaError_t LaunchTile(Gemm gemm, const GemmLaunch& launch, cudaStream_t stream) {
+cudaError_t LaunchTile(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t stream) {
   constexpr int kBytes = SharedBytes<kM, kN, kAOfK, kBOfK>();
   const auto kernel = TensorCoreKernel<kM, kN, kAOfK, kBOfK, kPatches>;
   if (cudaError_t error =
@@ -302,18 +350,17 @@ cudaError_t LaunchTile(Gemm gemm, const GemmLaunch& launch, cudaStream_t stream)
       error != cudaSuccess) {
     return error;
   }
-  const dim3 grid = GridOf(&gemm, launch, kM, kN);
+  const dim3 grid = GridOf(gemm, launch, kM, kN);
   kernel<<<grid, kThreads, kBytes, stream>>>(gemm);
   return cudaGetLastError();
 }
 
 template <bool kAOfK, bool kBOfK, bool kPatches>
 cudaError_t LaunchTensorCores(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t stream) {
-  const auto tile = launch.m <= 64
-                        ? (launch.n <= 64 ? LaunchTile<64, 64, kAOfK, kBOfK, kPatches>
-                                          : LaunchTile<64, 128, kAOfK, kBOfK, kPatches>)
-                        : (launch.n <= 64 ? LaunchTile<128, 64, kAOfK, kBOfK, kPatches>
-                                          : LaunchTile<128, 128, kAOfK, kBOfK, kPatches>);
+  const auto tile = launch.m <= 64 ? (gemm.n <= 64 ? LaunchTile<64, 64, kAOfK, kBOfK, kPatches>
+                                                   : LaunchTile<64, 128, kAOfK, kBOfK, kPatches>)
+                                   : (gemm.n <= 64 ? LaunchTile<128, 64, kAOfK, kBOfK, kPatches>
+                                                   : LaunchTile<128, 128, kAOfK, kBOfK, kPatches>);
   return tile(gemm, launch, stream);
 }
 
@@ -325,37 +372,37 @@ bool InVectors(const Operand& operand, int64_t size, int64_t k) {
 }  // namespace
 
 bool SuitsTensorCores(const GemmLaunch& gemm) {
-  return gemm.element == Element::kBf16 && InVectors(gemm.a, gemm.m, gemm.k) &&
+  const bool in_pairs = reinterpret_cast<uintptr_t>(gemm.out) % 8 == 0 &&
+                        gemm.out_stride % 2 == 0 && gemm.out_outer % 2 == 0 &&
+                        gemm.out_inner % 2 == 0 && gemm.n % 2 == 0;
+  return gemm.element == Element::kBf16 && in_pairs && InVectors(gemm.a, gemm.m, gemm.k) &&
          gemm.a.outer % kVector == 0 && InVectors(gemm.b, gemm.n, gemm.k) &&
          (gemm.patches != nullptr || gemm.b.outer % kVector == 0);
 }
 
 cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
-  Gemm gemm = {launch.a,
-               launch.b,
-               launch.element,
-               launch.out_element,
-               launch.m,
-               launch.n,
-               launch.k,
-               launch.k_part,
-               launch.inner,
-               1,
-               1,
-               launch.alpha,
-               launch.out,
-               launch.out_stride,
-               launch.out_outer,
-               launch.out_inner};
+  Gemm gemm;
+  gemm.a = launch.a, gemm.b = launch.b;
+  gemm.element = launch.element, gemm.out_element = launch.out_element;
+  gemm.m = launch.m, gemm.n = launch.n, gemm.k = launch.k, gemm.k_part = launch.k_part;
+  gemm.inner = launch.inner;
+  gemm.alpha = launch.alpha;
+  gemm.finish = launch.finish;
+  gemm.lines = launch.lines, gemm.weights = launch.weights;
+  gemm.out = launch.out;
+  gemm.out_stride = launch.out_stride;
+  gemm.out_outer = launch.out_outer, gemm.out_inner = launch.out_inner;
   if (launch.outer * launch.inner > 65535) return cudaErrorInvalidValue;
   if (launch.patches != nullptr) {
     gemm.patches = *launch.patches;
-    gemm.taps = launch.patches->kernel * launch.patches->kernel;
+    gemm.channels = FastDivmod(static_cast<int>(launch.n));
+    gemm.n *= launch.patches->kernel * launch.patches->kernel;
     gemm.out_height = FastDivmod(launch.patches->out_height);
     gemm.out_width = FastDivmod(launch.patches->out_width);
   }
   if (!SuitsTensorCores(launch)) {
-    const dim3 grid = GridOf(&gemm, launch, kPlainTile, kPlainTile);
+    if (launch.finish == Finish::kLogSumExp) return cudaErrorInvalidValue;
+    const dim3 grid = GridOf(gemm, launch, kPlainTile, kPlainTile);
     if (launch.patches != nullptr) {
       PlainKernel<true><<<grid, kThreads, 0, stream>>>(gemm);
     } else {

@@ -24,6 +24,19 @@ namespace {
 using namespace denoised::cuda;
 
 constexpr int kWarps = 4;
+/// Calls load(u, pixel) for kCount of a thread's pixels, then use(u, pixel), so that their loads
+/// are in flight together: a switch on the activation lies between those of one pixel and the next.
+template <int kCount, int kStride, typename LoadAt, typename Use>
+__device__ void ForPixels(int64_t begin, int64_t end, const LoadAt& load, const Use& use) {
+  for (int64_t pixel = begin; pixel < end; pixel += kCount * kStride) {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u)
+      if (pixel + u * kStride < end) load(u, pixel + u * kStride);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u)
+      if (pixel + u * kStride < end) use(u, pixel + u * kStride);
+  }
+}
 
 /// z = (x − mean)·slope + offset, of V channels of a row.
 template <int V>
@@ -50,7 +63,7 @@ __device__ Line<V> LineOf(const NormLaunch& norm, int64_t row, int column) {
   return line;
 }
 
-template <int V, bool kBackward>
+template <int V, Element kElement, bool kBackward>
 __global__ void __launch_bounds__(kStripThreads)
     MomentsKernel(const __grid_constant__ NormLaunch norm, Rows dout) {
   using S = Strip<V>;
@@ -64,26 +77,31 @@ __global__ void __launch_bounds__(kStripThreads)
     if constexpr (kBackward) {
       line = LineOf<V>(norm, row, column);
     } else {
-      LoadChannels<V>(norm.x, first, column, line.mean);
+      LoadChannelsOf<V, kElement>(norm.x, first, column, line.mean);
     }
-    for (int64_t pixel = range.begin + S::Line(); pixel < range.end; pixel += S::kLines) {
-      float x[V], d[V];
-      LoadChannels<V>(norm.x, first + pixel, column, x);
-      if constexpr (kBackward) LoadChannels<V>(dout, first + pixel, column, d);
+    constexpr int kCount = kBackward ? 2 : 4;
+    float x[kCount][V], d[kCount][V];
+    ForPixels<kCount, S::kLines>(
+        range.begin + S::Line(), range.end,
+        [&](int u, int64_t pixel) {
+          LoadChannelsOf<V, kElement>(norm.x, first + pixel, column, x[u]);
+          if constexpr (kBackward) LoadChannelsOf<V, kElement>(dout, first + pixel, column, d[u]);
+        },
+        [&](int u, int64_t) {
 #pragma unroll
-      for (int i = 0; i < V; ++i) {
-        const float centered = x[i] - line.mean[i];
-        if constexpr (kBackward) {
-          const float z = fmaf(centered, line.slope[i], line.offset[i]);
-          const float dz = d[i] * Derivative(norm.activation, z);
-          sums[0][i] = fmaf(dz, centered, sums[0][i]);
-          sums[1][i] += dz;
-        } else {
-          sums[0][i] += centered;
-          sums[1][i] = fmaf(centered, centered, sums[1][i]);
-        }
-      }
-    }
+          for (int i = 0; i < V; ++i) {
+            const float centered = x[u][i] - line.mean[i];
+            if constexpr (kBackward) {
+              const float z = fmaf(centered, line.slope[i], line.offset[i]);
+              const float dz = d[u][i] * Derivative(norm.activation, z);
+              sums[0][i] = fmaf(dz, centered, sums[0][i]);
+              sums[1][i] += dz;
+            } else {
+              sums[0][i] += centered;
+              sums[1][i] = fmaf(centered, centered, sums[1][i]);
+            }
+          }
+        });
   }
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
@@ -132,7 +150,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   statistics[1] = static_cast<float>(1.0 / sqrt(fmax(squares, 0.0) / (pixels * size) + norm.eps));
 }
 
-template <int V>
+template <int V, Element kElement>
 __global__ void __launch_bounds__(kStripThreads)
     NormalizeKernel(const __grid_constant__ NormLaunch norm) {
   using S = Strip<V>;
@@ -141,14 +159,20 @@ __global__ void __launch_bounds__(kStripThreads)
   const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
   const int64_t row = blockIdx.z, first = row * norm.pixels;
   const Line<V> line = LineOf<V>(norm, row, column);
-  for (int64_t pixel = range.begin + S::Line(); pixel < range.end; pixel += S::kLines) {
-    float x[V];
-    LoadChannels<V>(norm.x, first + pixel, column, x);
+  constexpr int kCount = 4;
+  float x[kCount][V];
+  ForPixels<kCount, S::kLines>(
+      range.begin + S::Line(), range.end,
+      [&](int u, int64_t pixel) {
+        LoadChannelsOf<V, kElement>(norm.x, first + pixel, column, x[u]);
+      },
+      [&](int u, int64_t pixel) {
 #pragma unroll
-    for (int i = 0; i < V; ++i)
-      x[i] = Activate(norm.activation, fmaf(x[i] - line.mean[i], line.slope[i], line.offset[i]));
-    StoreChannels<V>(norm.out, first + pixel, column, x);
-  }
+        for (int i = 0; i < V; ++i)
+          x[u][i] = Activate(norm.activation,
+                             fmaf(x[u][i] - line.mean[i], line.slope[i], line.offset[i]));
+        StoreChannels<V>(norm.out, first + pixel, column, x[u]);
+      });
 }
 
 /// coefficients = {b, k} of dx = dz·slope + (x − mean)·b + k; a row's share of dγ, dβ; and
@@ -188,7 +212,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <int V>
+template <int V, Element kElement>
 __global__ void __launch_bounds__(kStripThreads)
     NormGradientKernel(const __grid_constant__ NormBackwardLaunch backward) {
   using S = Strip<V>;
@@ -205,20 +229,26 @@ __global__ void __launch_bounds__(kStripThreads)
     b[i] = coefficients[0];
     k[i] = coefficients[1];
   }
-  for (int64_t pixel = range.begin + S::Line(); pixel < range.end; pixel += S::kLines) {
-    float x[V], d[V], add[V] = {};
-    LoadChannels<V>(norm.x, first + pixel, column, x);
-    LoadChannels<V>(backward.dout, first + pixel, column, d);
-    if (backward.add.data != nullptr) LoadChannels<V>(backward.add, first + pixel, column, add);
+  const bool adds = backward.add.data != nullptr;
+  constexpr int kCount = 2;
+  float x[kCount][V], d[kCount][V], add[kCount][V] = {};
+  ForPixels<kCount, S::kLines>(
+      range.begin + S::Line(), range.end,
+      [&](int u, int64_t pixel) {
+        LoadChannelsOf<V, kElement>(norm.x, first + pixel, column, x[u]);
+        LoadChannelsOf<V, kElement>(backward.dout, first + pixel, column, d[u]);
+        if (adds) LoadChannelsOf<V, kElement>(backward.add, first + pixel, column, add[u]);
+      },
+      [&](int u, int64_t pixel) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float centered = x[i] - line.mean[i];
-      const float z = fmaf(centered, line.slope[i], line.offset[i]);
-      const float dz = d[i] * Derivative(norm.activation, z);
-      d[i] = fmaf(dz, line.slope[i], fmaf(centered, b[i], k[i])) + add[i];
-    }
-    StoreChannels<V>(backward.dx, first + pixel, column, d);
-  }
+        for (int i = 0; i < V; ++i) {
+          const float centered = x[u][i] - line.mean[i];
+          const float z = fmaf(centered, line.slope[i], line.offset[i]);
+          const float dz = d[u][i] * Derivative(norm.activation, z);
+          d[u][i] = fmaf(dz, line.slope[i], fmaf(centered, b[i], k[i])) + add[u][i];
+        }
+        StoreChannels<V>(backward.dx, first + pixel, column, d[u]);
+      });
 }
 
 bool IsAligned(const Rows& rows) { return rows.data == nullptr || rows.vector; }
@@ -228,24 +258,24 @@ dim3 GroupGrid(const NormLaunch& norm) {
               static_cast<unsigned>(norm.rows));
 }
 
-template <int V>
+template <int V, Element kElement>
 cudaError_t Forward(const NormLaunch& norm, cudaStream_t stream) {
   const int parts = PartsOf(norm.pixels);
   const dim3 grid = Strip<V>::Grid(norm.channels, parts, static_cast<unsigned>(norm.rows));
-  MomentsKernel<V, false><<<grid, kStripThreads, 0, stream>>>(norm, Rows{});
+  MomentsKernel<V, kElement, false><<<grid, kStripThreads, 0, stream>>>(norm, Rows{});
   StatisticsKernel<<<GroupGrid(norm), 32 * kWarps, 0, stream>>>(norm, parts);
-  NormalizeKernel<V><<<grid, kStripThreads, 0, stream>>>(norm);
+  NormalizeKernel<V, kElement><<<grid, kStripThreads, 0, stream>>>(norm);
   return cudaGetLastError();
 }
 
-template <int V>
+template <int V, Element kElement>
 cudaError_t Backward(const NormBackwardLaunch& norm, cudaStream_t stream) {
   const int parts = PartsOf(norm.forward.pixels);
   const dim3 grid =
       Strip<V>::Grid(norm.forward.channels, parts, static_cast<unsigned>(norm.forward.rows));
-  MomentsKernel<V, true><<<grid, kStripThreads, 0, stream>>>(norm.forward, norm.dout);
+  MomentsKernel<V, kElement, true><<<grid, kStripThreads, 0, stream>>>(norm.forward, norm.dout);
   CoefficientsKernel<<<GroupGrid(norm.forward), 32 * kWarps, 0, stream>>>(norm, parts);
-  NormGradientKernel<V><<<grid, kStripThreads, 0, stream>>>(norm);
+  NormGradientKernel<V, kElement><<<grid, kStripThreads, 0, stream>>>(norm);
   return cudaGetLastError();
 }
 
@@ -253,13 +283,21 @@ cudaError_t Backward(const NormBackwardLaunch& norm, cudaStream_t stream) {
 
 cudaError_t LaunchNorm(const NormLaunch& norm, cudaStream_t stream) {
   const bool vectors = norm.channels % 8 == 0 && IsAligned(norm.x) && IsAligned(norm.out);
-  return vectors ? Forward<8>(norm, stream) : Forward<1>(norm, stream);
+  if (norm.x.element == Element::kBf16)
+    return vectors ? Forward<8, Element::kBf16>(norm, stream)
+                   : Forward<1, Element::kBf16>(norm, stream);
+  return vectors ? Forward<8, Element::kF32>(norm, stream)
+                 : Forward<1, Element::kF32>(norm, stream);
 }
 
 cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream) {
   const bool vectors = norm.forward.channels % 8 == 0 && IsAligned(norm.forward.x) &&
                        IsAligned(norm.dout) && IsAligned(norm.add) && IsAligned(norm.dx);
-  return vectors ? Backward<8>(norm, stream) : Backward<1>(norm, stream);
+  if (norm.forward.x.element == Element::kBf16)
+    return vectors ? Backward<8, Element::kBf16>(norm, stream)
+                   : Backward<1, Element::kBf16>(norm, stream);
+  return vectors ? Backward<8, Element::kF32>(norm, stream)
+                 : Backward<1, Element::kF32>(norm, stream);
 }
 
 }  // namespace denoised::training::cuda

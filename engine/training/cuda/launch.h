@@ -38,7 +38,18 @@ struct Operand {
   bool lines_of_k = true;  // a line holds k neighbours; false: a line is one k, and holds m or n
 };
 
-/// out(m, n) = alpha · Σ_k a(m, k) · b(n, k), in fp32 sums over ascending k.
+/// What becomes of s(m, n) = alpha · Σ_k a(m, k) · b(n, k), in attention with r(m) of `lines`.
+enum class Finish : uint8_t {
+  kStore,
+  kSoftmax,          // exp(s − r), r being the log-sum-exp of the line
+  kSoftmaxGradient,  // p · (s − r), p being what kSoftmax has stored
+  kLogSumExp,  // of pieces of kPieceOfLine neighbours, {the greatest, Σ exp(s − it)}: out is
+               // F32 [.., m, PiecesOf(n), 2]. For what SuitsTensorCores().
+};
+constexpr int kPieceOfLine = 16;
+inline int64_t PiecesOf(int64_t n) { return (n + kPieceOfLine - 1) / kPieceOfLine; }
+
+/// out(m, n) = what `finish` makes of it; sums are fp32, over ascending k.
 struct GemmLaunch {
   Operand a, b;
   Element element = Element::kF32;  // of a and b; kBf16: tensor cores where SuitsTensorCores()
@@ -50,27 +61,30 @@ struct GemmLaunch {
   /// the result has kernel² · n columns, tap by tap. b.outer and k_part count lines.
   const Patches* patches = nullptr;
   float alpha = 1;
+  Finish finish = Finish::kStore;
+  const float* lines = nullptr;   // [outer, inner, m]
+  const void* weights = nullptr;  // p, as out
   void* out = nullptr;
   Element out_element = Element::kF32;
   int64_t out_stride = 0, out_outer = 0, out_inner = 0;
 };
-/// bf16 lines in vectors of eight, aligned.
+/// bf16 lines in vectors of eight, aligned; lines of the result in pairs.
 bool SuitsTensorCores(const GemmLaunch& gemm);
 cudaError_t LaunchGemm(const GemmLaunch& gemm, cudaStream_t stream);
 /// Into how many parts k should be split for `chunks` batches of such a product to fill a GPU: by
 /// shapes alone.
 int SplitsOfK(int64_t m, int64_t columns, int64_t k);
 
-/// out[g, i] = the tree over the chunks of Σ splits, in order, of in[g, chunk, split, j]; j is i,
-/// or with taps the place of (output, channel, tap) in [output, tap, channel].
+/// out[g, j] = the tree over the chunks of Σ splits, in order, of in[g, chunk, split, i]; j is i,
+/// or with taps the place of (output, tap, channel) in [output, channel, tap].
 struct TreeSumLaunch {
   const float* in = nullptr;
   int64_t in_stride = 0;  // elements from one split to the next
   int64_t groups = 1;
-  int64_t chunks = 1, splits = 1;
-  int64_t count = 0;
-  int taps = 1, channels = 1;
-  float scale = 1;  // of the result
+  int64_t chunks = 1, splits = 1;               // chunks: a power of two
+  int64_t count = 0;                            // of in
+  int taps = 1, channels = 1, in_channels = 1;  // in_channels: of in, the last of them not wanted
+  float scale = 1;                              // of the result
   void* out = nullptr;
   Element out_element = Element::kF32;
   int64_t out_stride = 0;  // elements from one group to the next
@@ -84,7 +98,7 @@ cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int
                              float* partial, cudaStream_t stream);
 
 struct NormLaunch {
-  Rows x;
+  Rows x;  // what else has pixels is of its element
   int64_t rows = 0, pixels = 0;
   int channels = 0, groups = 1;
   const float* gamma = nullptr;
@@ -111,13 +125,12 @@ cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stre
 /// Lines of scores [images, heads, tokens] of `tokens` each. p = softmax(scores).
 cudaError_t LaunchSoftmax(const float* scores, int64_t lines, int tokens, void* p, Element element,
                           float* log_sum_exp, cudaStream_t stream);
-/// delta[image, head, token] = Σ dout · out over the head's columns.
+/// The same log-sum-exp, from what Finish::kLogSumExp has made of the scores.
+cudaError_t LaunchLogSumExp(const float* pieces, int64_t lines, int64_t count, float* log_sum_exp,
+                            cudaStream_t stream);
+/// delta[image, head, token] = scale · Σ dout · out over the head's columns.
 cudaError_t LaunchDelta(const Rows& dout, const Rows& out, int images, int tokens, int heads,
-                        int dim, float* delta, cudaStream_t stream);
-/// p = exp(scores − log_sum_exp); ds = p · (dp − delta) · scale.
-cudaError_t LaunchSoftmaxBackward(const float* scores, const float* dp, const float* log_sum_exp,
-                                  const float* delta, float scale, int64_t lines, int tokens,
-                                  void* p, void* ds, Element element, cudaStream_t stream);
+                        int dim, float scale, float* delta, cudaStream_t stream);
 
 /// A master weight [outputs, channels, taps] and its bias, rounded to both layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h): forward [outputs, taps, channels], from row
@@ -136,6 +149,9 @@ cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream);
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
                                    int64_t count, const Rows& dx, cudaStream_t stream);
+/// to[line, c] = from[line, c] for c < columns, else 0 up to to_columns. Of the same element.
+cudaError_t LaunchCopyColumns(const Rows& from, int columns, int64_t lines, const Rows& to,
+                              int to_columns, cudaStream_t stream);
 /// small[n, h, w] = scale · the sum of the four of large; and large = scale · small of its four.
 cudaError_t LaunchPool(const Rows& large, int64_t images, int height, int width, int channels,
                        float scale, const Rows& small, cudaStream_t stream);

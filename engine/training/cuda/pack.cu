@@ -27,34 +27,41 @@ __device__ float PhaseTap(const float* taps, int phase, int tap) {
   return sum;
 }
 
+/// kTaps: of the weight, or 0 for any. All indices are those of a whole tile: divisions by what the
+/// compiler knows, of which there are many.
+template <int kTaps>
 __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ PackLaunch pack) {
   extern __shared__ __align__(16) float tile[];  // [kEdge][line]: outputs, then channel and tap
   const int first_channel = blockIdx.x * kEdge, first = blockIdx.y * kEdge;
   const int channels = min(kEdge, pack.channels - first_channel);
   const int outputs = min(kEdge, pack.outputs - first);
-  const int taps = pack.taps, width = channels * taps, line = kEdge * taps + 1;
-  for (int i = threadIdx.x; i < outputs * width; i += kThreads) {
-    const int64_t output = first + i / width;
-    tile[i / width * line + i % width] =
-        pack.weight[(output * pack.channels + first_channel) * taps + i % width];
+  const int taps = kTaps > 0 ? kTaps : pack.taps, width = kEdge * taps, line = width + 1;
+  for (int i = threadIdx.x; i < kEdge * width; i += kThreads) {
+    const int o = i / width, at = i % width;
+    if (o >= outputs || at >= channels * taps) continue;
+    tile[o * line + at] =
+        pack.weight[(static_cast<int64_t>(first + o) * pack.channels + first_channel) * taps + at];
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < outputs * width; i += kThreads) {
-    const int c = i % channels, tap = i / channels % taps, o = i / width;
-    if (!pack.phases) {
-      Store(pack.forward, pack.first_output + first + o,
-            static_cast<int64_t>(tap) * pack.channels + first_channel + c,
-            tile[o * line + c * taps + tap]);
+  for (int i = threadIdx.x; i < kEdge * width; i += kThreads) {
+    const int inner = i % kEdge, tap = i / kEdge % taps, outer = i / width;
+    if (!pack.phases && inner < channels && outer < outputs) {
+      Store(pack.forward, pack.first_output + first + outer,
+            static_cast<int64_t>(tap) * pack.channels + first_channel + inner,
+            tile[outer * line + inner * taps + tap]);
     }
-    const int o2 = i % outputs, tap2 = i / outputs % taps, c2 = i / (outputs * taps);
-    Store(pack.backward, first_channel + c2,
-          static_cast<int64_t>(taps - 1 - tap2) * pack.all_outputs + pack.first_output + first + o2,
-          tile[o2 * line + c2 * taps + tap2]);
+    if (outer < channels && inner < outputs) {
+      Store(pack.backward, first_channel + outer,
+            static_cast<int64_t>(taps - 1 - tap) * pack.all_outputs + pack.first_output + first +
+                inner,
+            tile[inner * line + outer * taps + tap]);
+    }
   }
   if (pack.phases) {
-    for (int i = threadIdx.x; i < outputs * channels * 16; i += kThreads) {
-      const int c = i % channels, tap = i / channels % 4, phase = i / channels / 4 % 4;
-      const int o = i / channels / 16;
+    for (int i = threadIdx.x; i < kEdge * kEdge * 16; i += kThreads) {
+      const int c = i % kEdge, tap = i / kEdge % 4, phase = i / kEdge / 4 % 4;
+      const int o = i / kEdge / 16;
+      if (c >= channels || o >= outputs) continue;
       Store(pack.forward, static_cast<int64_t>(phase) * pack.all_outputs + first + o,
             static_cast<int64_t>(tap) * pack.channels + first_channel + c,
             PhaseTap(tile + o * line + c * taps, phase, tap));
@@ -71,16 +78,19 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ P
 cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream) {
   const int bytes = kEdge * (kEdge * pack.taps + 1) * static_cast<int>(sizeof(float));
   if (bytes > 96 << 10) return cudaErrorInvalidValue;  // a kernel of more than 4 × 4
+  const auto kernel = pack.taps == 9   ? PackKernel<9>
+                      : pack.taps == 1 ? PackKernel<1>
+                                       : PackKernel<0>;
   if (bytes > 48 << 10) {
     if (cudaError_t error =
-            cudaFuncSetAttribute(PackKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
         error != cudaSuccess) {
       return error;
     }
   }
   const dim3 grid(static_cast<unsigned>((pack.channels + kEdge - 1) / kEdge),
                   static_cast<unsigned>((pack.outputs + kEdge - 1) / kEdge));
-  PackKernel<<<grid, kThreads, bytes, stream>>>(pack);
+  kernel<<<grid, kThreads, bytes, stream>>>(pack);
   return cudaGetLastError();
 }
 

@@ -46,28 +46,40 @@ __global__ void __launch_bounds__(kStripThreads)
 
 constexpr int kThreads = 256, kMostLevels = 32;
 
+/// kLeaves chunks of a split are read together: with one load at a time memory would wait for the
+/// threads. Reads follow one another; writes do not where the result is laid out otherwise, but
+/// they are fewer.
+template <int kLeaves>
 __global__ void __launch_bounds__(kThreads)
     TreeSumKernel(const __grid_constant__ TreeSumLaunch sum) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= sum.count) return;
   int64_t j = i;
-  if (sum.taps > 1) {
-    const int64_t pair = i / sum.taps;
-    j = (pair / sum.channels * sum.taps + i % sum.taps) * sum.channels + pair % sum.channels;
+  if (sum.taps > 1 || sum.in_channels > sum.channels) {
+    const auto at = static_cast<unsigned>(i);  // a weight has fewer elements
+    const unsigned pair = at / sum.in_channels, channel = at % sum.in_channels;
+    if (channel >= static_cast<unsigned>(sum.channels)) return;
+    j = (static_cast<int64_t>(pair / sum.taps) * sum.channels + channel) * sum.taps +
+        pair % sum.taps;
   }
+  const int64_t chunk_stride = sum.splits * sum.in_stride;
   for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
-    const float* from = sum.in + group * sum.chunks * sum.splits * sum.in_stride + j;
-    // Completed subtrees, the largest first: as a binary counter of chunks.
+    // Completed subtrees, the largest first: as a binary counter of kLeaves chunks.
     float waiting[kMostLevels];
     int levels = 0;
-    for (int64_t chunk = 0; chunk < sum.chunks; ++chunk) {
-      float value = 0;
-      for (int64_t split = 0; split < sum.splits; ++split, from += sum.in_stride) value += *from;
-      for (int64_t bits = chunk; bits & 1; bits >>= 1) value = waiting[--levels] + value;
+    for (int64_t leaf = 0; leaf < sum.chunks / kLeaves; ++leaf) {
+      const float* from = sum.in + (group * sum.chunks + leaf * kLeaves) * chunk_stride + i;
+      float sums[kLeaves] = {};
+      for (int64_t split = 0; split < sum.splits; ++split, from += sum.in_stride) {
+#pragma unroll
+        for (int chunk = 0; chunk < kLeaves; ++chunk) sums[chunk] += from[chunk * chunk_stride];
+      }
+      float value = SumOf<kLeaves>([&](int chunk) { return sums[chunk]; });
+      for (int64_t bits = leaf; bits & 1; bits >>= 1) value = waiting[--levels] + value;
       waiting[levels++] = value;
     }
     const float value = waiting[0] * sum.scale;
-    const int64_t to = group * sum.out_stride + i;
+    const int64_t to = group * sum.out_stride + j;
     if (sum.out_element == Element::kBf16) {
       static_cast<__nv_bfloat16*>(sum.out)[to] = __float2bfloat16_rn(value);
     } else {
@@ -104,7 +116,11 @@ cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int
 cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((sum.count + kThreads - 1) / kThreads),
                   static_cast<unsigned>(std::min<int64_t>(sum.groups, kMostSegments)));
-  TreeSumKernel<<<grid, kThreads, 0, stream>>>(sum);
+  const auto kernel = sum.chunks >= 8   ? TreeSumKernel<8>
+                      : sum.chunks == 4 ? TreeSumKernel<4>
+                      : sum.chunks == 2 ? TreeSumKernel<2>
+                                        : TreeSumKernel<1>;
+  kernel<<<grid, kThreads, 0, stream>>>(sum);
   return cudaGetLastError();
 }
 
