@@ -17,6 +17,7 @@
 #include "command/files.h"
 #include "command/page.h"
 #include "command/table.h"
+#include "denoised/target.h"
 
 namespace denoised::command {
 namespace {
@@ -203,6 +204,9 @@ absl::Status Add(const ContextFlags& flags, const CLI::App& app, ConnectionFlags
   if (app.get_option("--server")->count() == 0) {
     return absl::InvalidArgumentError("--server is missing; name the server that " + flags.name +
                                       " stands for, as host:port");
+  }
+  if (const auto target = client::ParseTarget(connection.server); !target.ok()) {
+    return target.status();
   }
   if (!flags.page.empty()) {
     if (absl::Status status = CheckPage(flags.page); !status.ok()) return status;

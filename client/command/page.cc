@@ -5,9 +5,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
+
+#include "denoised/target.h"
 
 namespace denoised::command {
 namespace {
@@ -54,14 +57,25 @@ absl::Status CheckPage(const std::string& address) {
     if (c <= ' ' || c == '"' || c == '\x7f') return refuse("holds a character that needs escaping");
   }
   const std::string_view authority = rest.substr(0, rest.find_first_of("/?#"));
-  if (authority.empty()) return refuse("names no host");
   if (authority.find('@') != std::string_view::npos) return refuse("holds a user or a password");
+  const size_t colon = authority.find(':', authority.starts_with('[') ? authority.find(']') : 0);
+  if (authority.empty() || colon == 0) return refuse("names no host");
+  if (colon == std::string_view::npos) return absl::OkStatus();
+  const std::string_view port = authority.substr(colon + 1);
+  int number = 0;
+  const auto [end, error] = std::from_chars(port.data(), port.data() + port.size(), number);
+  if (error != std::errc() || end != port.data() + port.size() || number < 1 || number > 65535) {
+    return refuse("has a port that is not 1 to 65535");
+  }
   return absl::OkStatus();
 }
 
 ExitCode OpenPage(const std::string& page, const std::string& server, bool tls) {
   std::string address = page;
   if (address.empty()) {
+    if (const auto target = client::ParseTarget(server); !target.ok()) {
+      return Report(target.status(), /*json=*/false);
+    }
     if (server.find_first_of(",/") != std::string::npos || server.rfind(':') == std::string::npos) {
       return Report(
           absl::InvalidArgumentError(fmt::format(

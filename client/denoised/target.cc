@@ -4,6 +4,7 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <string_view>
 
@@ -70,6 +71,27 @@ absl::StatusOr<Target> ParseList(std::string_view list) {
   return target;
 }
 
+/// Whether gRPC reads the part before the first colon as the kind of the address.
+bool HasScheme(std::string_view target) {
+  for (const std::string_view scheme :
+       {"dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:"}) {
+    if (target.starts_with(scheme)) return true;
+  }
+  return false;
+}
+
+/// "host:50051", "10.0.0.1:50051", "[fd00::1]:50051".
+bool IsHostAndPort(std::string_view address) {
+  const size_t colon = address.rfind(':');
+  if (colon == std::string_view::npos || !IsPort(address.substr(colon + 1))) return false;
+  const std::string_view host = address.substr(0, colon);
+  if (host.starts_with('[')) return FamilyOf(address) == AF_INET6;
+  return !host.empty() && std::all_of(host.begin(), host.end(), [](unsigned char c) {
+    return c > ' ' && c != 0x7f &&
+           std::string_view("/:@[]?#").find(static_cast<char>(c)) == std::string_view::npos;
+  });
+}
+
 bool IsLoopback(std::string_view target) {
   for (const std::string_view scheme : {"dns:///", "ipv4:", "ipv6:"}) {
     if (target.starts_with(scheme)) target.remove_prefix(scheme.size());
@@ -98,6 +120,12 @@ absl::StatusOr<Target> ParseTarget(const std::string& text) {
   if (text.find_first_of(":/") == std::string::npos) {
     return absl::InvalidArgumentError(
         fmt::format("the server's address \"{}\" has no port; use host:port", text));
+  }
+  if (!HasScheme(text) && !IsHostAndPort(text)) {
+    return absl::InvalidArgumentError(
+        fmt::format("the server's address \"{}\" is not host:port with a port from 1 to 65535; "
+                    "an IPv6 address stands in brackets, as in [fd00::1]:50051",
+                    text));
   }
   return Target{.uri = text, .replicas = text.starts_with("dns:"), .direct = IsLoopback(text)};
 }

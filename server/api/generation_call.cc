@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/api/generation_call.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -123,8 +125,12 @@ void StreamCall::Advance() {
     end = EndWithoutGeneration();
     if (!end) {
       Generation::News news = generation_->Next(this, sequence_);
+      // A stream without its last event reads as one that was cut off.
+      if (news.end && news.end->ok() && !written_ && sequence_ > 0) {
+        news = generation_->Next(this, sequence_ - 1);
+      }
       if (news.event != nullptr) {
-        writing_ = true;
+        writing_ = written_ = true;
         sequence_ = news.event->sequence();
         message_ = Completed(std::move(news.event));
       } else if (news.end) {
@@ -157,6 +163,25 @@ grpc::Status AdmitStream(const GenerationCallContext& context, const Caller& cal
   }
   *stream = *std::move(admitted);
   return grpc::Status::OK;
+}
+
+std::shared_ptr<Generation> BeginWatch(const GenerationCallContext& context,
+                                       const CallRecord& record, const std::string& request_id,
+                                       WatchStart start,
+                                       const std::shared_ptr<GenerationWatcher>& watcher,
+                                       grpc::Status* refusal) {
+  auto generation = context.jobs->Find(record.caller().name, request_id, refusal);
+  if (!generation) return nullptr;
+  if (const uint64_t last = generation->last_sequence(); start.sequence > last) {
+    *refusal = InvalidFields(
+        {{start.field, fmt::format("is {}, but the job's last event is {}; use the number "
+                                   "of an event of this job, or 0 for all",
+                                   start.sequence, last)}},
+        request_id);
+    return nullptr;
+  }
+  generation->Watch(watcher);
+  return generation;
 }
 
 JobRequest MakeJobRequest(const CallRecord& record,

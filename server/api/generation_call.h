@@ -128,6 +128,7 @@ class StreamCall : public GenerationCall {
 
   // The thread that sets writing_ owns message_ and may call the carrier.
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool written_ ABSL_GUARDED_BY(mutex_) = false;    // any event
   uint64_t sequence_ ABSL_GUARDED_BY(mutex_);       // of the last event taken
   std::shared_ptr<const EventLog::Event> message_;  // the write in flight
   Timeline sent_;
@@ -136,6 +137,20 @@ class StreamCall : public GenerationCall {
 /// Counts a call for images as the caller's. Refuses if the client has too many.
 grpc::Status AdmitStream(const GenerationCallContext& context, const Caller& caller,
                          const std::string& peer, ClientLoad::Lease* stream);
+
+/// From which event a job is watched, and what the caller's protocol calls that field.
+struct WatchStart {
+  const char* field;
+  uint64_t sequence;  // events up to it are known
+};
+
+/// Watches a job of the caller; null with `refusal` if there is none, or if it has no event of that
+/// number yet, as whoever names one saw another job.
+std::shared_ptr<Generation> BeginWatch(const GenerationCallContext& context,
+                                       const CallRecord& record, const std::string& request_id,
+                                       WatchStart start,
+                                       const std::shared_ptr<GenerationWatcher>& watcher,
+                                       grpc::Status* refusal);
 
 /// The request of a call. `params` and `preview` (null: none) must live until Jobs::Begin returns.
 JobRequest MakeJobRequest(const CallRecord& record,

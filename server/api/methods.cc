@@ -30,11 +30,12 @@ grpc::Status CheckListJobs(const v1::ListJobsRequest& request, const Caller& cal
         reason::kNotAdmin, "");
   }
   if (request.all_clients() && !caller.admin) {
-    return ToGrpcStatus(
-        absl::PermissionDeniedError(fmt::format(
-            "all_clients: client \"{}\" sees its own jobs alone; leave all_clients out, or give it "
-            "\"admin\": true in the file of clients",
-            caller.name)),
+    return FieldStatus(
+        absl::StatusCode::kPermissionDenied,
+        {"all_clients",
+         fmt::format("client \"{}\" sees its own jobs alone; leave all_clients out, or give it "
+                     "\"admin\": true in the file of clients",
+                     caller.name)},
         reason::kNotAdmin, "");
   }
   std::vector<FieldViolation> violations;

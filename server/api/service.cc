@@ -81,9 +81,8 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::Wa
   // Nothing is decoded or encoded to begin a watch.
   constexpr Priority kPriority = Priority::kInteractive;
   call->Post(kPriority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
-    auto generation = context_.jobs->Find(record->caller().name, request->request_id(), refusal);
-    if (generation) generation->Watch(watcher);
-    return generation;
+    return BeginWatch(context_, *record, request->request_id(),
+                      {"after_sequence", request->after_sequence()}, watcher, refusal);
   });
   return call.get();
 }

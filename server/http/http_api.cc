@@ -2,6 +2,7 @@
 #include "server/http/http_api.h"
 
 #include <absl/strings/ascii.h>
+#include <absl/strings/str_split.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -13,7 +14,6 @@
 #include <cstdlib>
 #include <utility>
 
-#include "server/http/form.h"
 #include "server/http/http_calls.h"
 #include "server/http/json.h"
 #include "server/http/open_api.h"
@@ -100,22 +100,55 @@ HttpReply Text(int code, std::string text) {
           .body = std::move(text)};
 }
 
-bool IsSet(const std::map<std::string, std::string>& query, const char* name) {
-  const auto it = query.find(name);
-  return it != query.end() && (it->second == "true" || it->second == "1");
-}
+/// Reads the parameters of a query, and keeps what is wrong with them.
+class QueryReader {
+ public:
+  explicit QueryReader(const std::map<std::string, std::string>& query) : query_(query) {}
 
-/// A number of a query into `value`; a violation when it is none.
-template <typename Number>
-void ReadNumber(const std::map<std::string, std::string>& query, const char* name, Number* value,
-                std::vector<FieldViolation>* violations) {
-  const auto it = query.find(name);
-  if (it == query.end() || it->second.empty()) return;
-  const std::string& text = it->second;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
-  if (error != std::errc() || end != text.data() + text.size()) {
-    violations->push_back({name, fmt::format("is {}; use a whole number", Quote(text))});
+  /// Leaves `value` when the parameter is not given.
+  void Read(const char* name, std::optional<bool>* value) {
+    const auto it = query_.find(name);
+    if (it == query_.end()) return;
+    *value = it->second == "true" || it->second == "1";
+    if (!**value && it->second != "false" && it->second != "0") {
+      Violate(name, it->second, "true or false");
+    }
   }
+  template <typename Number>
+  void Read(const char* name, Number* value) {
+    if (const auto it = query_.find(name); it != query_.end()) Parse(name, it->second, value);
+  }
+  template <typename Number>
+  void Parse(const char* name, std::string_view text, Number* value) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
+    if (error == std::errc() && end == text.data() + text.size()) return;
+    Violate(name, text, std::is_signed_v<Number> ? "a whole number" : "a whole number from 0");
+  }
+
+  /// The reply that refuses; nothing when all are right.
+  std::optional<HttpReply> refusal() const {
+    if (violations_.empty()) return std::nullopt;
+    return ErrorReply(InvalidFields(violations_, ""));
+  }
+
+ private:
+  void Violate(const char* name, std::string_view text, const char* remedy) {
+    violations_.push_back({name, fmt::format("is {}; use {}", Quote(text), remedy)});
+  }
+
+  const std::map<std::string, std::string>& query_;
+  std::vector<FieldViolation> violations_;
+};
+
+/// Whether a header Accept, which may be empty, names a media type or a range with it.
+bool Accepts(std::string_view accept, std::string_view type) {
+  if (accept.empty()) return true;
+  const std::string range = std::string(type.substr(0, type.find('/'))) + "/*";
+  const std::vector<std::string> types = absl::StrSplit(std::string(accept), ',');
+  return std::any_of(types.begin(), types.end(), [&](const std::string& each) {
+    const std::string given(absl::StripAsciiWhitespace(MediaType(each)));
+    return given == type || given == "*/*" || given == range;
+  });
 }
 
 /// OpenAI's description of a model.
@@ -454,7 +487,10 @@ std::optional<HttpReply> HttpApi::ReadQuery(HttpRequest* head) const {
   auto parameters = ParseQuery(head->query);
   if (!parameters) {
     return ErrorReply(
-        InvalidFields({{"query", "has a % that two hexadecimal digits do not follow"}}, ""));
+        InvalidFields({{"query",
+                        "has a % that two hexadecimal digits do not follow, or a name twice; "
+                        "encode a % as %25, and give each name once"}},
+                      ""));
   }
   const auto& known = head->route->query;
   for (const auto& [name, value] : *parameters) {
@@ -606,8 +642,21 @@ void HttpApi::Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<
 
 void HttpApi::Generate(std::shared_ptr<Exchange> exchange) {
   const HttpRequest& http = exchange->request();
-  if (http.Header("accept").find("text/event-stream") != std::string_view::npos ||
-      IsSet(http.parameters, "stream")) {
+  QueryReader query(http.parameters);
+  std::optional<bool> asked;
+  query.Read("stream", &asked);
+  if (auto refusal = query.refusal()) return exchange->Reply(*std::move(refusal));
+  const std::string_view accept = http.Header("accept");
+  const bool stream = asked.value_or(accept.find("text/event-stream") != std::string_view::npos);
+  const char* const type = stream ? "text/event-stream" : "application/json";
+  if (!Accepts(accept, type)) {
+    return exchange->Reply(ErrorReply(InvalidFields(
+        {{"Accept", fmt::format("is {}, but the reply is {} with stream={}; accept that, or change "
+                                "stream",
+                                Quote(accept), type, stream)}},
+        "")));
+  }
+  if (stream) {
     const auto call = std::make_shared<HttpStreamCall>(
         context_.calls, "denoised.v1.ImageGeneration.StreamGenerate", exchange, 0, EventText);
     return call->Run([this, exchange, record = &call->record()](
@@ -640,32 +689,32 @@ void HttpApi::Generate(std::shared_ptr<Exchange> exchange) {
 
 void HttpApi::WatchJob(std::shared_ptr<Exchange> exchange) {
   const HttpRequest& http = exchange->request();
-  std::map<std::string, std::string> query = http.parameters;
-  if (const std::string_view last = http.Header("last-event-id"); !last.empty()) {
-    query["after_sequence"] = std::string(last);
-  }
   uint64_t sequence = 0;
-  std::vector<FieldViolation> violations;
-  ReadNumber(query, "after_sequence", &sequence, &violations);
-  if (!violations.empty()) return exchange->Reply(ErrorReply(InvalidFields(violations, "")));
+  QueryReader query(http.parameters);
+  query.Read("after_sequence", &sequence);
+  // An EventSource that connects again has the URL that it began with, so this is the later number.
+  const std::string_view last = http.Header("last-event-id");
+  const char* const field = last.empty() ? "after_sequence" : "Last-Event-ID";
+  if (!last.empty()) query.Parse(field, last, &sequence);
+  if (auto refusal = query.refusal()) return exchange->Reply(*std::move(refusal));
   const auto call = std::make_shared<HttpStreamCall>(context_.calls, http.route->rpc, exchange,
                                                      sequence, EventText);
-  call->Run([this, record = &call->record(), id = http.arguments[0]](const auto& watcher,
-                                                                     grpc::Status* refusal) {
-    auto generation = context_.calls.jobs->Find(record->caller().name, id, refusal);
-    if (generation) generation->Watch(watcher);
-    return generation;
+  call->Run([this, record = &call->record(), id = http.arguments[0], field, sequence](
+                const auto& watcher, grpc::Status* refusal) {
+    return BeginWatch(context_.calls, *record, id, {field, sequence}, watcher, refusal);
   });
 }
 
 void HttpApi::ListJobs(std::shared_ptr<Exchange> exchange) {
   const auto& query = exchange->request().parameters;
   v1::ListJobsRequest request;
-  request.set_all_clients(IsSet(query, "all_clients"));
+  std::optional<bool> all;
   int32_t size = 0;
-  std::vector<FieldViolation> violations;
-  ReadNumber(query, "page_size", &size, &violations);
-  if (!violations.empty()) return exchange->Reply(ErrorReply(InvalidFields(violations, "")));
+  QueryReader reader(query);
+  reader.Read("all_clients", &all);
+  reader.Read("page_size", &size);
+  if (auto refusal = reader.refusal()) return exchange->Reply(*std::move(refusal));
+  request.set_all_clients(all.value_or(false));
   request.set_page_size(size);
   if (const auto it = query.find("page_token"); it != query.end()) {
     request.set_page_token(it->second);
@@ -733,34 +782,6 @@ void HttpApi::DeleteAlias(std::shared_ptr<Exchange> exchange) {
   Change<v1::DeleteAliasRequest, v1::DeleteAliasResponse>(exchange, request);
 }
 
-grpc::Status HttpApi::ReadOpenAiBody(Exchange* exchange, bool edit, OpenAiRequest* request) const {
-  const HttpRequest& http = exchange->request();
-  std::string body = exchange->TakeBody();
-  nlohmann::json fields;
-  OpenAiFiles files;
-  if (MediaType(http.Header("content-type")) != "multipart/form-data") {
-    if (const grpc::Status status = ParseJson(body, &fields); !status.ok()) return status;
-  } else {
-    std::vector<FormPart> parts;
-    const grpc::Status status = ParseForm(http.Header("content-type"), body, &parts);
-    if (!status.ok()) return status;
-    fields = nlohmann::json::object();
-    for (const FormPart& part : parts) {
-      if (part.name == "image" || part.name == "image[]") {
-        files.image = std::string(part.body);
-        ++files.images;
-      } else if (part.name == "mask") {
-        files.mask = std::string(part.body);
-        ++files.masks;
-      } else if (!SetField(part.name, std::string(part.body), &fields)) {
-        return InvalidFields({{part.name, "comes twice or has no form that is known here"}}, "");
-      }
-    }
-  }
-  body = std::string();  // as what follows may keep it for long
-  return ReadOpenAi(fields, edit, std::move(files), *context_.catalog, http.caller->admin, request);
-}
-
 void HttpApi::GenerateImages(std::shared_ptr<Exchange> exchange) { OpenAi(exchange, false); }
 void HttpApi::EditImages(std::shared_ptr<Exchange> exchange) { OpenAi(exchange, true); }
 
@@ -792,7 +813,10 @@ void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
       const HttpRequest& http = exchange->request();
       ClientLoad::Lease stream;
       status = AdmitStream(context_.calls, *http.caller, http.peer, &stream);
-      if (status.ok()) status = ReadOpenAiBody(exchange.get(), edit, request.get());
+      if (status.ok()) {
+        status = ReadOpenAi(http.Header("content-type"), exchange->TakeBody(), edit,
+                            *context_.catalog, http.caller->admin, request.get());
+      }
     }
     if (status.ok()) status = CheckSize(request->request);
     if (request->stream && status.ok()) {

@@ -119,7 +119,6 @@ class HttpApi final : public HttpHandler {
   void Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<Request> request,
               Complete<Response> complete = nullptr);
   void OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit);
-  grpc::Status ReadOpenAiBody(Exchange* exchange, bool edit, OpenAiRequest* request) const;
   grpc::Status CheckSize(const google::protobuf::Message& message) const;
 
   const HttpApiContext context_;

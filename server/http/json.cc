@@ -10,6 +10,7 @@
 #include <google/protobuf/util/type_resolver_util.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <map>
 #include <memory>
@@ -110,6 +111,27 @@ void TakeBytes(pb::Message* message, std::vector<std::string>* taken) {
   }
 }
 
+/// Puts back the bytes that were taken out of the text of a message.
+void PutBytes(pb::Message* message, TakenBytes* taken) {
+  const pb::Reflection& reflection = *message->GetReflection();
+  std::vector<const pb::FieldDescriptor*> fields;
+  reflection.ListFields(*message, &fields);
+  for (const pb::FieldDescriptor* field : fields) {
+    if (field->is_map()) continue;
+    if (field->cpp_type() == pb::FieldDescriptor::CPPTYPE_MESSAGE) {
+      const int size = field->is_repeated() ? reflection.FieldSize(*message, field) : 1;
+      for (int i = 0; i < size; ++i) {
+        PutBytes(field->is_repeated() ? reflection.MutableRepeatedMessage(message, field, i)
+                                      : reflection.MutableMessage(message, field),
+                 taken);
+      }
+    } else if (field->type() == pb::FieldDescriptor::TYPE_BYTES && !field->is_repeated()) {
+      std::string bytes = reflection.GetString(*message, field);
+      if (taken->PutBack(&bytes)) reflection.SetString(message, field, std::move(bytes));
+    }
+  }
+}
+
 /// "(params.steps): invalid value …" and "(params) stepps: Cannot find field." of protobuf as a
 /// field and what is wrong with it.
 FieldViolation Violation(const std::string& problem) {
@@ -186,6 +208,39 @@ struct Measure final : nlohmann::json_sax<nlohmann::json> {
   int64_t values = 0;
 };
 
+/// Whether values are not too many and not too deep. What is no JSON passes up to where it is none.
+grpc::Status CheckValues(const std::string& text, bool* is_json = nullptr) {
+  Measure measure;
+  const bool parsed = nlohmann::json::sax_parse(text, &measure);
+  if (is_json != nullptr) *is_json = parsed;
+  if (measure.deep) {
+    return InvalidFields({{"body", fmt::format("is nested deeper than {}", Measure::kMaxDepth)}},
+                         "");
+  }
+  if (measure.values > Measure::kMaxValues) {
+    return InvalidFields({{"body", fmt::format("has more than {} values", Measure::kMaxValues)}},
+                         "");
+  }
+  return grpc::Status::OK;
+}
+
+grpc::Status Parse(const std::string& text, pb::Message* message) {
+  // A value takes two bytes of text and protobuf 200 ns, so 64 MiB could hold a worker for seconds.
+  if (static_cast<int64_t>(text.size() / 2) > Measure::kMaxValues) {
+    bool is_json = false;
+    if (grpc::Status status = CheckValues(text, &is_json); !status.ok()) return status;
+    // Protobuf reads more than JSON, which was not counted.
+    if (!is_json) return InvalidFields({{"body", "is no JSON"}}, "");
+  }
+  std::string binary;
+  const auto status = pb::util::JsonToBinaryString(Types(), Url(*message), text, &binary);
+  if (!status.ok()) return InvalidFields({Violation(std::string(status.message()))}, "");
+  if (!message->ParseFromString(binary)) {
+    return InvalidFields({{"body", "holds text that is not UTF-8"}}, "");
+  }
+  return grpc::Status::OK;
+}
+
 const char* ErrorType(int code) {
   if (code == 401) return "authentication_error";
   if (code == 403) return "permission_error";
@@ -232,29 +287,55 @@ std::string ToJson(const pb::Message& message) {
   return spliced.append(json, position);
 }
 
+TakenBytes::TakenBytes(const std::string& text) {
+  constexpr size_t kLarge = 1024, kGroup = 4;
+  size_t copied = 0;
+  for (size_t open = text.find('"'), close; open != std::string::npos; open = close) {
+    close = text.find('"', open + 1);
+    if (close == std::string::npos) break;
+    std::string_view given(text.data() + open + 1, close - open - 1);
+    if (given.starts_with("data:")) given.remove_prefix(given.find(',') + 1);
+    std::string bytes;
+    if (given.size() < kLarge || given.size() % kGroup != 0 || !FromBase64(given, &bytes)) continue;
+    // absl passes over white space and over bits beyond the last byte; others decide on these.
+    const size_t last = (bytes.size() - 1) / 3 * 3;
+    if (last / 3 * kGroup + kGroup != given.size() ||
+        ToBase64(bytes.substr(last)) != given.substr(given.size() - kGroup)) {
+      continue;
+    }
+    rest_.append(text, copied, close - given.size() - copied)
+        .append(ToBase64(Marker(bytes_.size())));
+    bytes_.push_back(std::move(bytes));
+    copied = close;
+  }
+  if (!bytes_.empty()) rest_.append(text, copied);
+}
+
+bool TakenBytes::PutBack(std::string* bytes) {
+  constexpr size_t kDigits = 8;
+  if (bytes->size() <= kDigits || put_back_ == bytes_.size()) return false;
+  size_t index = 0;
+  std::from_chars(bytes->data() + bytes->size() - kDigits, bytes->data() + bytes->size(), index,
+                  16);
+  if (index >= bytes_.size() || *bytes != Marker(index)) return false;
+  *bytes = std::move(bytes_[index]);
+  ++put_back_;
+  return true;
+}
+
 grpc::Status FromJson(const std::string& text, pb::Message* message) {
-  std::string binary;
-  const auto status = pb::util::JsonToBinaryString(Types(), Url(*message), text, &binary);
-  if (!status.ok()) {
-    return InvalidFields({Violation(std::string(status.message()))}, "");
+  TakenBytes taken(text);
+  if (!taken.none() && Parse(taken.rest(), message).ok()) {
+    PutBytes(message, &taken);
+    if (taken.all_back()) return grpc::Status::OK;
   }
-  if (!message->ParseFromString(binary)) {
-    return InvalidFields({{"body", "holds text that is not UTF-8"}}, "");
-  }
-  return grpc::Status::OK;
+  // Other fields may hold such text too, and errors show what was sent.
+  message->Clear();
+  return Parse(text, message);
 }
 
 grpc::Status ParseJson(const std::string& text, nlohmann::json* json) {
-  Measure measure;
-  nlohmann::json::sax_parse(text, &measure);
-  if (measure.deep) {
-    return InvalidFields({{"body", fmt::format("is nested deeper than {}", Measure::kMaxDepth)}},
-                         "");
-  }
-  if (measure.values > Measure::kMaxValues) {
-    return InvalidFields({{"body", fmt::format("has more than {} values", Measure::kMaxValues)}},
-                         "");
-  }
+  if (grpc::Status status = CheckValues(text); !status.ok()) return status;
   try {
     *json = nlohmann::json::parse(text);
   } catch (const nlohmann::json::exception& error) {
@@ -314,13 +395,8 @@ int HttpCode(const grpc::Status& status) {
 
 std::string ErrorJson(const grpc::Status& status, int code) {
   const google::rpc::Status rpc = DetailsOf(status);
-  std::string param = "null", details = "[]";
-  google::rpc::BadRequest bad;
-  for (const auto& detail : rpc.details()) {
-    if (detail.UnpackTo(&bad) && bad.field_violations_size() > 0) {
-      param = Printable(bad.field_violations(0).field());
-    }
-  }
+  const std::string field = FieldOf(status);
+  std::string details = "[]";
   if (rpc.details_size() > 0) {
     google::rpc::Status only;
     *only.mutable_details() = rpc.details();
@@ -332,7 +408,7 @@ std::string ErrorJson(const grpc::Status& status, int code) {
   const std::string reason = absl::AsciiStrToLower(ReasonOf(status));
   return fmt::format(
       R"({{"error":{{"message":{},"type":"{}","param":{},"code":{},"status":"{}","details":{}}}}})",
-      Printable(status.error_message()), ErrorType(code), param,
+      Printable(status.error_message()), ErrorType(code), field.empty() ? "null" : Printable(field),
       reason.empty() ? "null" : "\"" + reason + "\"",
       absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())), details);
 }

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "server/http/message.h"
 
@@ -17,6 +18,27 @@ namespace denoised {
 /// On one line, with the proto's names, and every field that is not `optional`. All strings of
 /// `message` must be UTF-8, as they are in a message that was parsed.
 std::string ToJson(const google::protobuf::Message& message);
+
+/// JSON whose large base64 strings, data URLs too, are decoded at once and have markers in their
+/// places, so that what reads it has little to read: protobuf takes 9 ns a byte, nlohmann 16.
+/// Nobody can guess a marker. One that was put where it is not read as bytes never comes back:
+/// then the text must be read as it was.
+class TakenBytes {
+ public:
+  explicit TakenBytes(const std::string& text);
+
+  bool none() const { return bytes_.empty(); }
+  /// The text with the markers; empty if there are none.
+  const std::string& rest() const { return rest_; }
+  /// If `bytes`, decoded, are a marker, makes them what it stands for. Call once for each.
+  bool PutBack(std::string* bytes);
+  bool all_back() const { return put_back_ == bytes_.size(); }
+
+ private:
+  std::string rest_;
+  std::vector<std::string> bytes_;
+  size_t put_back_ = 0;
+};
 
 /// INVALID_ARGUMENT names the field at fault, or "body" when the text is no JSON.
 grpc::Status FromJson(const std::string& text, google::protobuf::Message* message);

@@ -2,6 +2,7 @@
 #include "server/http/openai.h"
 
 #include <absl/strings/ascii.h>
+#include <absl/strings/match.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
+#include "server/http/form.h"
 #include "server/http/http_calls.h"
 #include "server/http/json.h"
 #include "server/status/quote.h"
@@ -40,6 +42,13 @@ std::string Shown(const json& value) {
                                  : value.dump(-1, ' ', false, json::error_handler_t::replace));
 }
 
+/// What an edit brings beside its fields.
+struct OpenAiFiles {
+  std::string image, mask;      // empty: none
+  int images = 0, masks = 0;    // how many there were
+  TakenBytes* taken = nullptr;  // out of the body's text; null: nothing
+};
+
 class Reader {
  public:
   Reader(const json& body, OpenAiRequest* out, const Catalog& catalog, bool admin)
@@ -53,7 +62,8 @@ class Reader {
     if (!body_.is_object()) return InvalidFields({{"body", "is no JSON object"}}, "");
     if (const grpc::Status status = ReadExtensions(); !status.ok()) return status;
     ReadModel();
-    ReadInt("n", 1, 1 << 20, [this](int n) {
+    // How many a model draws at most is checked with the rest of the message.
+    ReadInt("n", INT_MIN, INT_MAX, [this](int n) {
       if (params_.has_count()) return Both("n", "denoised.count");
       params_.set_count(n);
     });
@@ -62,8 +72,11 @@ class Reader {
     ReadStream();
     Accept("quality", {"auto", "low", "medium", "high", "standard", "hd"}, &out_.quality);
     Accept("moderation", {"auto", "low"});
-    Accept("style", {"vivid", "natural"});
-    Accept("input_fidelity", {"high", "low"});
+    if (out_.edit) {
+      Accept("input_fidelity", {"high", "low"});
+    } else {
+      Accept("style", {"vivid", "natural"});
+    }
     ReadString("user");
     if (const std::string background = ReadString("background");
         !background.empty() && background != "auto" && background != "opaque") {
@@ -73,6 +86,10 @@ class Reader {
     if (out_.edit) ReadImages(std::move(files));
     for (const auto& [name, value] : body_.items()) {
       if (known_.count(name) > 0 || value.is_null()) continue;
+      if (name == "image" || name == "images" || name == "mask" || name == "input_fidelity") {
+        Violate(name, "is for /v1/images/edits; send it there, or leave it out");
+        continue;
+      }
       Violate(name,
               "is no field of OpenAI's API here; what denoised has beyond it goes into the object "
               "\"denoised\"");
@@ -115,7 +132,9 @@ class Reader {
     if (value->is_number_integer()) number = value->get<int64_t>();
     if (value->is_string()) number = ParseNumber<int64_t>(value->get<std::string>());
     if (!number || *number < low || *number > high) {
-      return Violate(name, "is {}; use a whole number from {} to {}", Shown(*value), low, high);
+      const bool bounded = low > INT_MIN;
+      return Violate(name, "is {}; use a whole number{}", Shown(*value),
+                     bounded ? fmt::format(" from {} to {}", low, high) : "");
     }
     use(static_cast<int>(*number));
   }
@@ -250,6 +269,13 @@ class Reader {
     }
     ReadInt("output_compression", 0, 100, [&](int quality) {
       if (output.has_quality()) return Both("output_compression", "denoised.output.quality");
+      // As OpenAI's API. Some clients send 100 with every format.
+      if (output.format() == v1::IMAGE_FORMAT_PNG && quality < 100) {
+        return Violate("output_compression",
+                       "is {}, but PNG loses nothing; use output_format jpeg or webp, or leave it "
+                       "out",
+                       quality);
+      }
       output.set_quality(std::max(1, quality));
     });
     const std::string response = ReadString("response_format");
@@ -275,9 +301,11 @@ class Reader {
   }
 
   void ReadImages(OpenAiFiles files) {
-    known_.insert({"image", "images", "mask"});
+    const size_t violations = violations_.size();
+    taken_ = files.taken;
     ReadDataUrls("images", &files.image, &files.images);
     ReadDataUrls("image", &files.image, &files.images);
+    const bool bad_image = violations_.size() > violations;
     ReadDataUrls("mask", &files.mask, &files.masks);
     if (files.masks > 1) {
       Violate("mask", "is given {} times; send one PNG", files.masks);
@@ -288,12 +316,13 @@ class Reader {
     }
     if (files.images > 1) {
       Violate("image", "has {} images; models here begin with one", files.images);
-    } else if (files.image.empty()) {
+    } else if (files.images == 0 && !bad_image && !HasInitImage()) {
       Violate("image", "is missing; send a PNG, JPEG or WebP file");
-    } else if (params_.has_init_image() &&
-               params_.init_image().source_case() != v1::InitImage::SOURCE_NOT_SET) {
+    } else if (files.images == 1 && !bad_image && files.image.empty()) {
+      Violate("image", "is an empty file; send a PNG, JPEG or WebP file");
+    } else if (files.images == 1 && HasInitImage()) {
       Both("image", "denoised.init_image");
-    } else {
+    } else if (files.images == 1) {
       params_.mutable_init_image()->set_encoded(std::move(files.image));
     }
     if (strength_.is_null()) return;
@@ -307,6 +336,11 @@ class Reader {
       return Violate("denoised.strength", "is {}; use a number above 0, up to 1", Shown(strength_));
     }
     params_.mutable_init_image()->set_strength(*strength);
+  }
+
+  bool HasInitImage() const {
+    return params_.has_init_image() &&
+           params_.init_image().source_case() != v1::InitImage::SOURCE_NOT_SET;
   }
 
   /// "data:image/png;base64,…", an object with it as image_url, or a list of these. Adds to
@@ -330,6 +364,8 @@ class Reader {
       Violate(name,
               "is no data URL, such as \"data:image/png;base64,…\"; this server fetches nothing "
               "from elsewhere");
+    } else if (taken_ != nullptr) {
+      taken_->PutBack(file);
     }
   }
 
@@ -357,7 +393,7 @@ class Reader {
     if (!info.text && !negative_.is_null()) {
       Violate("denoised.negative_prompt", "is given, but model '{}' reads no text", model->name);
     }
-    if (info.num_classes == 0 && !labels_.is_null()) {
+    if (!info.text && info.num_classes == 0 && !labels_.is_null()) {
       Violate("denoised.labels", "is given, but model '{}' has no classes", model->name);
     }
     if (!out_.edit && !strength_.is_null()) {
@@ -369,8 +405,12 @@ class Reader {
   }
 
   void ReadText(const std::string& prompt) {
+    if (!labels_.is_null()) {
+      Violate("denoised.labels", "is given, but this model reads text; use prompt");
+    }
     if (!params_.conditions().empty()) {
       if (!prompt.empty()) Both("prompt", "denoised.conditions");
+      if (!negative_.is_null()) Both("denoised.negative_prompt", "denoised.conditions");
       return;
     }
     v1::Condition& condition = *params_.add_conditions();
@@ -386,7 +426,14 @@ class Reader {
   void ReadClass(const std::string& prompt, const ModelInfo& info) {
     if (!params_.conditions().empty()) {
       if (!labels_.is_null()) Both("denoised.labels", "denoised.conditions");
+      if (!prompt.empty()) Both("prompt", "denoised.conditions");
       return;
+    }
+    if (!labels_.is_null() && !prompt.empty()) {
+      return Violate("prompt",
+                     "is {}, and denoised.labels is given too; give one, \"\" for the "
+                     "prompt where a client insists on it",
+                     Quote(prompt));
     }
     if (labels_.is_null()) {
       if (prompt.empty()) return;  // classes at random
@@ -454,8 +501,28 @@ class Reader {
   const bool admin_;
   std::set<std::string> known_ = {"prompt"};
   json negative_, strength_, labels_;
+  TakenBytes* taken_ = nullptr;
   std::vector<FieldViolation> violations_;
 };
+
+grpc::Status ReadForm(std::string_view content_type, std::string_view body, json* fields,
+                      OpenAiFiles* files) {
+  std::vector<FormPart> parts;
+  if (grpc::Status status = ParseForm(content_type, body, &parts); !status.ok()) return status;
+  *fields = json::object();
+  for (const FormPart& part : parts) {
+    if (part.name == "image" || part.name == "image[]") {
+      files->image = std::string(part.body);
+      ++files->images;
+    } else if (part.name == "mask") {
+      files->mask = std::string(part.body);
+      ++files->masks;
+    } else if (!SetField(part.name, std::string(part.body), fields)) {
+      return InvalidFields({{part.name, "comes twice or has no form that is known here"}}, "");
+    }
+  }
+  return grpc::Status::OK;
+}
 
 std::string SizeText(int width, int height) { return fmt::format("{}x{}", width, height); }
 
@@ -474,10 +541,30 @@ std::string Own(const v1::Image& image) {
 
 }  // namespace
 
-grpc::Status ReadOpenAi(const json& body, bool edit, OpenAiFiles files, const Catalog& catalog,
-                        bool admin, OpenAiRequest* request) {
-  request->edit = edit;
-  return Reader(body, request, catalog, admin).Run(std::move(files));
+grpc::Status ReadOpenAi(std::string_view content_type, std::string body, bool edit,
+                        const Catalog& catalog, bool admin, OpenAiRequest* request) {
+  const auto read = [&](const json& fields, OpenAiFiles files) {
+    *request = {};
+    request->edit = edit;
+    return Reader(fields, request, catalog, admin).Run(std::move(files));
+  };
+  json fields;
+  if (absl::StartsWithIgnoreCase(absl::string_view(content_type.data(), content_type.size()),
+                                 "multipart/form-data")) {
+    OpenAiFiles files;
+    if (grpc::Status status = ReadForm(content_type, body, &fields, &files); !status.ok()) {
+      return status;
+    }
+    body = std::string();  // as what follows may keep it for long
+    return read(fields, std::move(files));
+  }
+  TakenBytes taken(body);
+  if (!taken.none() && ParseJson(taken.rest(), &fields).ok()) {
+    if (read(fields, {.taken = &taken}).ok() && taken.all_back()) return grpc::Status::OK;
+  }
+  if (grpc::Status status = ParseJson(body, &fields); !status.ok()) return status;
+  body = std::string();
+  return read(fields, {});
 }
 
 std::string OpenAiField(const std::string& field) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 
 #include "denoised/v1/image_generation.pb.h"
 #include "server/models/catalog.h"
@@ -25,14 +26,8 @@ struct OpenAiRequest {
   std::string output_format = "png", quality = "auto";  // as they are said in replies
 };
 
-/// What an edit brings beside its fields.
-struct OpenAiFiles {
-  std::string image, mask;    // empty: none
-  int images = 0, masks = 0;  // how many there were
-};
-
-/// Reads a body, or the fields of a form, whose values are all strings. Takes from `files`.
-grpc::Status ReadOpenAi(const nlohmann::json& body, bool edit, OpenAiFiles files,
+/// Reads a body: a multipart form if `content_type` says so, else JSON.
+grpc::Status ReadOpenAi(std::string_view content_type, std::string body, bool edit,
                         const Catalog& catalog, bool admin, OpenAiRequest* request);
 
 /// What OpenAI's API calls a field of denoised.v1: "params.count" is "n".

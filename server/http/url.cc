@@ -36,7 +36,7 @@ std::optional<std::map<std::string, std::string>> ParseQuery(std::string_view qu
     const auto value = PercentDecode(
         equals == std::string_view::npos ? std::string_view() : pair.substr(equals + 1), true);
     if (!name || !value) return std::nullopt;
-    values.emplace(*name, *value);
+    if (!values.emplace(*name, *value).second) return std::nullopt;
   }
   return values;
 }

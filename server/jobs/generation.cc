@@ -235,6 +235,11 @@ bool Generation::accepted() const {
   return accepted_;
 }
 
+uint64_t Generation::last_sequence() const {
+  MutexLock lock(&mutex_);
+  return log_.last_sequence();
+}
+
 size_t Generation::bytes() const {
   MutexLock lock(&mutex_);
   return log_.bytes();

@@ -121,6 +121,8 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   std::pair<std::string, v1::JobState> ModelAndState() const;
   /// Whether the engine has queued it.
   bool accepted() const;
+  /// The number of its latest event, 0 before the first.
+  uint64_t last_sequence() const;
   /// Bytes of the events in the log.
   size_t bytes() const;
 

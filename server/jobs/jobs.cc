@@ -87,13 +87,15 @@ std::string Difference(const v1::StreamGenerateRequest& a, const v1::StreamGener
   return report.substr(0, report.find('\n'));
 }
 
-grpc::Status AlreadyExists(const std::string& request_id, const std::string& difference) {
-  return ToGrpcStatus(
-      absl::AlreadyExistsError(fmt::format(
-          "params.request_id: {} belongs to a request that asks for something else ({}); use "
-          "another id for another request",
-          Quote(request_id), difference.substr(0, 200))),
-      reason::kRequestIdTaken, request_id);
+grpc::Status AlreadyExists(const JobRequest& request, const std::string& difference) {
+  const std::string field = "params.request_id";
+  const std::string& id = request.params.request_id();
+  return FieldStatus(absl::StatusCode::kAlreadyExists,
+                     {request.field_name == nullptr ? field : request.field_name(field),
+                      fmt::format("{} belongs to a request that asks for something else ({}); use "
+                                  "another id for another request",
+                                  Quote(id), difference.substr(0, 200))},
+                     reason::kRequestIdTaken, id);
 }
 
 }  // namespace
@@ -148,7 +150,7 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
         *answered.mutable_params() = there.generation->Params();
         CopyUploads(there.asked.params(), answered.mutable_params());
         if (!Difference(answered, asked).empty()) {
-          *refusal = AlreadyExists(params.request_id(), difference);
+          *refusal = AlreadyExists(request, difference);
           return nullptr;
         }
       }
@@ -173,12 +175,13 @@ std::shared_ptr<Generation> Jobs::Find(const std::string& client, const std::str
   MutexLock lock(&mutex_);
   const auto entry = entries_.find({client, request_id});
   if (entry != entries_.end()) return entry->second.generation;
-  *refusal = ToGrpcStatus(
-      NotFound(
-          "request_id: there is no job {} of yours; ask the server that took it, or draw it again: "
-          "a result is kept for {} s, within {} bytes of all clients, while the server runs",
-          Quote(request_id), std::chrono::duration<double>(retention_.time).count(),
-          retention_.max_bytes),
+  *refusal = FieldStatus(
+      absl::StatusCode::kNotFound,
+      {"request_id",
+       fmt::format("there is no job {} of yours; ask the server that took it, or draw it again: a "
+                   "result is kept for {} s, within {} bytes of all clients, while the server runs",
+                   Quote(request_id), std::chrono::duration<double>(retention_.time).count(),
+                   retention_.max_bytes)},
       reason::kJobNotFound, IsRequestId(request_id) ? request_id : "");
   return nullptr;
 }

@@ -657,8 +657,9 @@ std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::
   }
   auto model = FindLocked(name);
   if (!model) {
-    *refusal = ToGrpcStatus(
-        NotFound("{}: there is no model {}; this server holds: {}", field, Quote(name), Names()),
+    *refusal = FieldStatus(
+        absl::StatusCode::kNotFound,
+        {field, fmt::format("there is no model {}; this server holds: {}", Quote(name), Names())},
         reason::kModelNotFound, request_id);
   }
   return model;

@@ -41,11 +41,13 @@ google::rpc::Status Plain(const absl::Status& status) {
   return rpc;
 }
 
-void AddErrorInfo(google::rpc::Status* rpc, const char* reason, const std::string& request_id) {
+void AddErrorInfo(google::rpc::Status* rpc, const char* reason, const std::string& request_id,
+                  const std::string& field = "") {
   google::rpc::ErrorInfo info;
   info.set_reason(reason);
   info.set_domain("denoised");
   if (!request_id.empty()) (*info.mutable_metadata())["request_id"] = request_id;
+  if (!field.empty()) (*info.mutable_metadata())["field"] = field;
   rpc->add_details()->PackFrom(info);
 }
 
@@ -68,6 +70,15 @@ grpc::Status ToGrpcStatus(const absl::Status& status, const char* reason,
         static_cast<int32_t>(retry_delay->count() % 1000 * 1'000'000));
     rpc.add_details()->PackFrom(retry);
   }
+  return ToGrpc(rpc);
+}
+
+grpc::Status FieldStatus(absl::StatusCode code, const FieldViolation& violation, const char* reason,
+                         const std::string& request_id) {
+  const std::string field = FieldName(violation.field);
+  google::rpc::Status rpc =
+      Plain(absl::Status(code, fmt::format("{}: {}", field, violation.description)));
+  AddErrorInfo(&rpc, reason, request_id, field);
   return ToGrpc(rpc);
 }
 
@@ -103,6 +114,22 @@ std::string ReasonOf(const grpc::Status& status) {
   if (!rpc.ParseFromString(status.error_details())) return "";
   for (const auto& detail : rpc.details()) {
     if (detail.UnpackTo(&info)) return info.reason();
+  }
+  return "";
+}
+
+std::string FieldOf(const grpc::Status& status) {
+  google::rpc::Status rpc;
+  google::rpc::ErrorInfo info;
+  google::rpc::BadRequest bad;
+  if (!rpc.ParseFromString(status.error_details())) return "";
+  for (const auto& detail : rpc.details()) {
+    if (detail.UnpackTo(&bad) && bad.field_violations_size() > 0) {
+      return bad.field_violations(0).field();
+    }
+    if (detail.UnpackTo(&info) && info.metadata().contains("field")) {
+      return info.metadata().at("field");
+    }
   }
   return "";
 }

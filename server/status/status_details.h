@@ -43,6 +43,11 @@ grpc::Status ToGrpcStatus(const absl::Status& status, const char* reason,
                           const std::string& request_id,
                           std::optional<std::chrono::milliseconds> retry_delay = {});
 
+/// As ToGrpcStatus, for an error that one field causes: the message begins with its name, which is
+/// also ErrorInfo.metadata["field"]. `field` and `description` as in InvalidFields.
+grpc::Status FieldStatus(absl::StatusCode code, const FieldViolation& violation, const char* reason,
+                         const std::string& request_id);
+
 /// INVALID_ARGUMENT with BadRequest, which lists the violations by paths in the proto. gRPC limits
 /// trailers to 8 KiB by default, so a list beyond half of that is cut and ends with a count. So is
 /// a long name of a field, between characters; one that is no UTF-8 is quoted.
@@ -51,6 +56,9 @@ grpc::Status InvalidFields(const std::vector<FieldViolation>& violations,
 
 /// The reason that ToGrpcStatus or InvalidFields put into a status; empty if there is none.
 std::string ReasonOf(const grpc::Status& status);
+
+/// The first field at fault, by InvalidFields or FieldStatus; empty if there is none.
+std::string FieldOf(const grpc::Status& status);
 
 /// The status of a job that failed, with the reason for its code.
 grpc::Status JobStatus(const absl::Status& status, const std::string& request_id);

@@ -45,6 +45,8 @@ LOOP_BARS = {"cifar10-32/rows:1": 0.10, "cifar10-32/rows:64": 0.03}
 EXPECTED_OPS = (Path(__file__).parent / "ops.txt").read_text().split()
 DIGITS_BAR = 1.0
 HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
+HTTP_BAR = 0.3e-3  # seconds
+EVENT_BAR = 20  # bytes of heap
 SATURATION_BAR, P99_BAR, PREVIEW_BAR, OVERHEAD_BAR = 0.97, 0.5, 3, 0.5e-3
 INTERACTIVE_BAR, PAGE_BAR = 200, 150_000  # ms; bytes
 
@@ -730,6 +732,50 @@ def serving(data):
         ["Benchmark", "Bar", "Measured", ""], rows)
 
 
+def http(data):
+    file = data("http")
+    if not file or "http" not in file["figures"]:
+        return [NOT_MEASURED]
+    rows = []
+    for row in file["figures"]["http"]["rows"]:
+        size, spent = row["upload_bytes"], row["cpu_seconds"]
+        what = f"a picture of {size / 1e3:,.0f} KB" if size else "no upload"
+        rows.append([what, "gRPC", f"{1e3 * statistics.median(spent['gRPC']):.2f} ms", "", ""])
+        for door in list(spent)[1:]:
+            extra = [a - b for a, b in zip(spent[door], spent["gRPC"])]
+            rows.append(["", door, f"{1e3 * statistics.median(spent[door]):.2f} ms",
+                         f"{1e3 * statistics.median(extra):+.2f} ms ({1e3 * min(extra):+.2f} to "
+                         f"{1e3 * max(extra):+.2f})", verdict([-each for each in extra], -HTTP_BAR)])
+    return origin(file["context"] | {"rounds": file["figures"]["http"]["rounds"]}) + table(
+        ["Request", "Door", "CPU time of the server", f"beyond gRPC, bar {1e3 * HTTP_BAR:.1f} ms", ""],
+        rows)
+
+
+def event_streams(data):
+    file = data("http")
+    if not file or "event_streams" not in file["figures"]:
+        return [NOT_MEASURED]
+    found = file["figures"]["event_streams"]
+    rounds = found["rounds"]
+    first, second = found["resident_kib_halves"]
+    completed = sum(each["completed"] for each in rounds)
+    errors = sum(each["errors"] for each in rounds)
+    left, error = found["heap_bytes_per_event"], found["error"]
+    rows = [[f"{len(rounds)} rounds of {found['streams']} streams at once, {found['slow']} of them with "
+             f"slow readers, {sum(each['previews'] for each in rounds):,} previews", "no error",
+             f"{completed:,} completed, {errors} errors",
+             holds(errors == 0 and completed == found["streams"] * len(rounds))],
+            ["heap that an event leaves, fitted after the first quarter", f"≤ {EVENT_BAR} bytes",
+             f"{left:+.1f} ± {error:.1f} bytes of {sum(each['events'] for each in rounds):,} events",
+             holds(left - 2 * error <= EVENT_BAR and error <= EVENT_BAR)],
+            ["resident memory, mean of the earlier and the later half after it", "",
+             f"{first / 1024:.1f} MiB and {second / 1024:.1f} MiB", ""],
+            ["CPU time of a round", "",
+             seconds(statistics.median(each["cpu_seconds"] for each in rounds)), ""]]
+    return origin(file["context"] | {"rounds": len(rounds)}) + table(
+        ["Benchmark", "Bar", "Measured", ""], rows)
+
+
 def scheduling(data):
     file = data("scheduling")
     rows = []
@@ -830,7 +876,10 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
-          "serving": serving, "page": page, "scheduling": scheduling, "scheduling-host": scheduling_host}
+          "serving": serving, "http": http, "event-streams": event_streams, "page": page,
+          "scheduling": scheduling, "scheduling-host": scheduling_host}
+
+ELSEWHERE = {"speed", "http", "event-streams"}  # not on docs/benchmarks.md
 
 
 def made(page, folder):
@@ -856,13 +905,14 @@ def made(page, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--page", type=Path, help="default: docs/benchmarks.md and README.md")
+    parser.add_argument("--page", type=Path, help="default: docs/benchmarks.md, docs/http.md and README.md")
     parser.add_argument("--data", type=Path, default=ROOT / "docs/benchmarks")
     args = parser.parse_args()
-    pages = [args.page] if args.page else [ROOT / "docs/benchmarks.md", ROOT / "README.md"]
+    pages = [args.page] if args.page else [ROOT / "docs/benchmarks.md",
+                                                    ROOT / "docs/http.md", ROOT / "README.md"]
     texts = {path: path.read_text() for path in pages}
     if args.page is None or args.page.name != "README.md":
-        missing = [name for name in TABLES if (name != "speed" or not args.page) and
+        missing = [name for name in TABLES if not (args.page and name in ELSEWHERE) and
                    not any(f"<!-- table: {name} -->" in text for text in texts.values())]
         if missing:
             sys.exit(f"{', '.join(map(str, pages))}: no table {', '.join(missing)}")

@@ -11,8 +11,11 @@
               steps at 80 % of what the server can do
   overhead    CPU time of server and client for a unary request of the smallest model, beyond the
               time that the engine alone takes
-  http        CPU time of the server for a unary request over HTTP, in our JSON and in OpenAI's,
-              beyond that of the same request over gRPC
+  http        CPU time of the server for a unary request over HTTP, in our JSON, OpenAI's and as a
+              form, beyond that of the same request over gRPC, in turns; without and with an upload
+  event-streams
+              500 streams of events with previews over HTTP at once, a quarter of the readers slow:
+              no error, and no memory that stays
   streams     1,000 streams at any time, without an error
   storm       10,000 requests cancelled at random moments: nothing stays behind, and the survivors'
               images are those of an idle server
@@ -25,25 +28,33 @@ Prints a line for each figure and exits with 1 when one misses its target. Nothi
 on the machine; the load average at the start is printed. --json writes the raw figures, as they lie in
 docs/benchmarks; make_tables.py makes the tables of docs/benchmarks.md.
 
+docs/http.md has the tables of http and event-streams.
+
 Build first: scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise engine-throughput \\
 synthetic-model"""
 
 import argparse
+import asyncio
+import base64
 import contextlib
 import datetime
 import http.client
+import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+import zlib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALLEST = ROOT / "tests/models/goldens/run_edm_euler"  # 8 x 8 pixels, 18,521 weights
@@ -109,9 +120,8 @@ class Server:
         return (time_of_day - self.started).total_seconds()
 
     def cpu_seconds(self):
-        stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text()
-        fields = stat.rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Of all its threads. /proc counts in ticks of 10 ms, this clock of the process in ns."""
+        return time.clock_gettime(~self.process.pid << 3 | 2)
 
     def resident_kib(self):
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
@@ -231,39 +241,149 @@ def overhead(options):
                   f"engine {1e3 * bare:.3f}", "<= 0.5 ms", extra <= 0.5e-3)
 
 
+def padded_png(size):
+    """An 8 x 8 picture of `size` bytes, most of them in a chunk that decoders skip: how long an upload
+    takes to decode is none of this benchmark's business."""
+    def chunk(kind, data):
+        return (struct.pack(">I", len(data)) + kind + data +
+                struct.pack(">I", zlib.crc32(kind + data)))
+
+    head = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">2I5B", 8, 8, 8, 0, 0, 0, 0))
+    rest = chunk(b"IDAT", zlib.compress(bytes(8 * 9))) + chunk(b"IEND", b"")
+    padding = random.Random(1).randbytes(size - len(head) - len(rest) - 12)
+    return head + chunk(b"prVt", padding) + rest
+
+
+def http_requests(size):
+    """By door: a path, a body and its type; the message itself for gRPC."""
+    image = padded_png(size) if size else b""
+    text = base64.b64encode(image).decode()
+    params = {"steps": 1} | ({"init_image": {"encoded": text, "strength": 1}} if size else {})
+    message = json.dumps({"params": params})
+    sys.path.insert(0, str(ROOT / "client/python/src"))
+    from denoised.v1 import image_generation_pb2  # the stubs of the Python client
+    from google.protobuf import json_format
+    wire = json_format.Parse(message, image_generation_pb2.GenerateRequest()).SerializeToString()
+    fields = {"prompt": "", "denoised": {"steps": 1} | ({"strength": 1} if size else {})}
+    if not size:
+        return {"gRPC": wire, "JSON": ("/v1/generate", message, "application/json"),
+                "OpenAI, JSON": ("/v1/images/generations", json.dumps(fields), "application/json")}
+    form = b"".join(b'--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % part for part in
+                    ((b"prompt", b""), (b"denoised", json.dumps(fields["denoised"]).encode())))
+    form += (b'--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n'
+             b"Content-Type: image/png\r\n\r\n" + image + b"\r\n--b--\r\n")
+    images = {"images": [{"image_url": "data:image/png;base64," + text}]}
+    return {"gRPC": wire, "JSON": ("/v1/generate", message, "application/json"),
+            "OpenAI, JSON": ("/v1/images/edits", json.dumps(fields | images), "application/json"),
+            "OpenAI, form": ("/v1/images/edits", form, "multipart/form-data; boundary=b")}
+
+
 def over_http(options):
-    alone = {"OMP_NUM_THREADS": "1"}
-    requests = 3000
-    bodies = {"json": ("/v1/generate", {"params": {"steps": 1}}),
-              "openai": ("/v1/images/generations", {"prompt": "", "denoised": {"steps": 1}})}
-    spent = {}
-    with Server(options, SMALLEST, environment=alone) as server:
-        def measure(name, run):
-            run(300)
+    try:
+        import grpc
+    except ImportError:
+        sys.exit("http needs python3-grpcio and python3-protobuf")
+    rows = []
+    with Server(options, SMALLEST, environment={"OMP_NUM_THREADS": "1"}) as server, \
+            grpc.insecure_channel(server.address) as channel:
+        connection = http.client.HTTPConnection(server.http, timeout=60)
+        generate = channel.unary_unary("/denoised.v1.ImageGeneration/Generate")
+
+        def ask(request, count):
+            """CPU seconds of the server for a request."""
             before = server.cpu_seconds()
-            run(requests)
-            spent[name] = (server.cpu_seconds() - before) / requests
+            for _ in range(count):
+                if isinstance(request, bytes):
+                    generate(request)
+                    continue
+                path, body, kind = request
+                connection.request("POST", path, body, {"Content-Type": kind})
+                reply = connection.getresponse()
+                text = reply.read()
+                if reply.status != 200:
+                    sys.exit(f"{path}: {reply.status} {text[:200]}")
+            return (server.cpu_seconds() - before) / count
 
-        flags = ("--unary", "-c", "1", "-x", "steps=1", "--warm-up", "0")
-        measure("grpc", lambda count: server.bench(*flags, "-n", f"{count}"))
-        for name, (path, body) in bodies.items():
-            connection = http.client.HTTPConnection(server.http, timeout=60)
+        for size in (0, 10_000, 100_000, 1_000_000):
+            requests = http_requests(size)
+            count = options.requests // (4 if size >= 1_000_000 else 1)
+            found = {door: [] for door in requests}
+            for request in requests.values():
+                ask(request, max(20, count // 10))
+            for turn in range(options.rounds):
+                # In turns, each time from another door on, so that none has the better moments.
+                doors = list(requests)
+                for door in doors[turn % len(doors):] + doors[:turn % len(doors)]:
+                    found[door].append(ask(requests[door], count))
+            rows.append({"upload_bytes": size, "requests": count, "cpu_seconds": found})
+        connection.close()
+    good = True
+    for row in rows:
+        spent = row["cpu_seconds"]
+        for door in list(spent)[1:]:
+            extra = statistics.median(a - b for a, b in zip(spent[door], spent["gRPC"]))
+            good &= report(f"{row['upload_bytes']} bytes, {door}",
+                           f"{1e3 * extra:+.3f} ms beyond gRPC's "
+                           f"{1e3 * statistics.median(spent['gRPC']):.3f}", "<= 0.3 ms", extra <= 0.3e-3)
+    FIGURES["http"] = {"rounds": options.rounds, "rows": rows}
+    return good
 
-            def ask(count, path=path, body=json.dumps(body), connection=connection):
-                for _ in range(count):
-                    connection.request("POST", path, body, {"Content-Type": "application/json"})
-                    reply = connection.getresponse()
-                    text = reply.read()
-                    if reply.status != 200:
-                        sys.exit(f"{path}: {reply.status} {text[:200]}")
 
-            measure(name, ask)
-            connection.close()
-    FIGURES["http"] = {f"{name}_cpu_seconds": seconds for name, seconds in spent.items()}
-    extra = max(spent["json"], spent["openai"]) - spent["grpc"]
-    return report("HTTP beyond gRPC", f"{1e3 * extra:.3f} ms = JSON {1e3 * spent['json']:.3f}, OpenAI "
-                  f"{1e3 * spent['openai']:.3f} - gRPC {1e3 * spent['grpc']:.3f}", "<= 0.3 ms",
-                  extra <= 0.3e-3)
+def event_streams(options):
+    body = b'{"params": {"steps": 20}, "preview": {}}'
+    request = (b"POST /v1/generate?stream=true HTTP/1.1\r\nHost: localhost\r\n"
+               b"Content-Type: application/json\r\nConnection: close\r\n"
+               b"Content-Length: %d\r\n\r\n" % len(body)) + body
+
+    async def stream(port, slow):
+        """Slow readers take 1 KiB every 20 ms, into small buffers."""
+        found = socket.socket()
+        found.setblocking(False)
+        if slow:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(found, ("127.0.0.1", port))
+        await loop.sock_sendall(found, request)
+        text = b""
+        while piece := await loop.sock_recv(found, 1024 if slow else 1 << 16):
+            text += piece
+            if slow:
+                await asyncio.sleep(0.02)
+        found.close()
+        return (text.count(b"event: completed"), text.count(b"event: error"),
+                text.count(b"event: preview"), text.count(b"\nevent: "))
+
+    async def streams_at_once(port):
+        return await asyncio.gather(*(stream(port, i % 4 == 0) for i in range(500)))
+
+    rounds = []
+    with Server(options, options.model, "--max-streams-per-client", "0") as server:
+        port = int(server.http.rsplit(":", 1)[1])
+        for _ in range(options.stream_rounds):
+            before = server.cpu_seconds()
+            completed, errors, previews, events = map(
+                sum, zip(*asyncio.run(streams_at_once(port))))
+            server.wait_for_none()
+            rounds.append({"completed": completed, "errors": errors, "previews": previews,
+                           "events": events, "resident_kib": server.resident_kib(),
+                           "heap_bytes": server.metric("denoised_heap_bytes"),
+                           "cpu_seconds": server.cpu_seconds() - before})
+            print(f"  {rounds[-1]}", flush=True)
+    # The first quarter warms up. Heap bytes left by an event, fitted over the rest.
+    steady = rounds[len(rounds) // 4:]
+    sent = list(itertools.accumulate(each["events"] for each in steady))
+    rise, error = slope([(60 * x, each["heap_bytes"]) for x, each in zip(sent, steady)])
+    half = len(steady) // 2
+    first, second = (statistics.fmean(each["resident_kib"] for each in some)
+                     for some in (steady[:half], steady[-half:]))
+    good = all((each["completed"], each["errors"]) == (500, 0) for each in rounds)
+    FIGURES["event_streams"] = {"streams": 500, "slow": 125, "model": options.model.name,
+                                "rounds": rounds, "heap_bytes_per_event": rise, "error": error,
+                                "resident_kib_halves": [first, second]}
+    return report("500 event streams",
+                  f"{sum(each['completed'] for each in rounds)} completed, heap {rise:+.1f} +- "
+                  f"{error:.1f} bytes an event, resident {first / 1024:.1f} and {second / 1024:.1f} MiB",
+                  "no error, <= 20 bytes an event", good and rise - 2 * error <= 20 and error <= 20)
 
 
 def streams(options):
@@ -416,6 +536,7 @@ def write_figures(options):
 
 BENCHMARKS = {f.__name__: f for f in (saturation, batching, overhead, streams, storm, start, soak)}
 BENCHMARKS["http"] = over_http
+BENCHMARKS["event-streams"] = event_streams
 
 
 def main():
@@ -432,7 +553,9 @@ def main():
     parser.add_argument("--batch", type=int, default=64, help="of the first two: rows")
     parser.add_argument("--seconds", type=float, default=20, help="of the first two, a round")
     parser.add_argument("--warm-up", type=float, default=5, help="of the first two, seconds")
-    parser.add_argument("--rounds", type=int, default=3, help="of saturation and start")
+    parser.add_argument("--rounds", type=int, default=3, help="of saturation, start and http")
+    parser.add_argument("--requests", type=int, default=400, help="of http, of a round and a door")
+    parser.add_argument("--stream-rounds", type=int, default=12, help="of event-streams")
     parser.add_argument("--client-cores", type=int, metavar="N",
                         help="of the first two: cores for the client alone; default: an eighth, at "
                         "least one. 0: it shares those of the server")

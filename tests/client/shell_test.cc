@@ -120,6 +120,16 @@ TEST_F(ShellTest, WhatIsWrongWithAContextIsSaid) {
   expect({"models", "--context", "studio"}, "there is no context \"studio\"; make it with");
   expect({"context", "add", "a b", "--server", "x:1"}, "\"a b\" is no name");
   expect({"context", "add", "a"}, "--server is missing");
+  for (const char* server :
+       {"x", ":1", "x:0", "x:65536", "x:y", "fd00::1:50051", "x:1/page", "a b:1", "me@x:1"}) {
+    expect({"context", "add", "a", "--server", server}, std::string("\"") + server + "\"");
+    expect({"open", "--server", server}, std::string("\"") + server + "\"");
+  }
+  expect({"open", "--server", "http://x:1"}, "begins with http://");
+  for (const char* page : {"http://:80/", "http://x:0/", "http://x:y/", "https://[::1]:65536"}) {
+    expect({"context", "add", "a", "--server", "x:1", "--page", page}, page);
+    expect({"open", "--page", page}, page);
+  }
   expect({"context", "add", "a", "--server", "x:1", "--token-file", "absent"}, "absent");
   expect({"context", "add", "a", "--server", "x:1", "--page", "studio"}, "neither http://");
   expect({"context", "add", "a", "--server", "x:1", "--page", "http://me:pass@x/"}, "password");
@@ -156,6 +166,8 @@ TEST_F(ShellTest, OpensThePage) {
   EXPECT_THAT(open({}).err, HasSubstr("no browser was found"));
   EXPECT_EQ(open({"--server", "studio:50051", "--tls"}).out, "https://studio:8080/\n");
   EXPECT_EQ(open({"--page", "https://studio/page"}).out, "https://studio/page\n");
+  EXPECT_EQ(open({"--server", "[fd00::1]:50051"}).out, "http://[fd00::1]:8080/\n");
+  EXPECT_EQ(open({"--page", "http://[fd00::1]:80/"}).exit_code, 0);
   EXPECT_EQ(open({"--page", "javascript:alert(1)"}).exit_code, 2);
   EXPECT_THAT(open({"--server", "dns:///replicas:50051"}).err, HasSubstr("name it with --page"));
   ASSERT_EQ(Run({"context", "add", "a", "--server", "x:1", "--page", "https://a/"}).exit_code, 0);

@@ -51,9 +51,9 @@ const Catalog& Models() {
   return *catalog;
 }
 
-void AskOpenAi(const nlohmann::json& body, bool edit, OpenAiFiles files) {
+void AskOpenAi(const std::string& content_type, const std::string& body, bool edit) {
   OpenAiRequest request;
-  const grpc::Status status = ReadOpenAi(body, edit, std::move(files), Models(), true, &request);
+  const grpc::Status status = ReadOpenAi(content_type, body, edit, Models(), true, &request);
   if (!status.ok()) return CheckRefusal(status);
   const v1::GenerationParams& params = request.request.params();
   Require(params.output().format() >= v1::IMAGE_FORMAT_PNG &&
@@ -64,27 +64,17 @@ void AskOpenAi(const nlohmann::json& body, bool edit, OpenAiFiles files) {
 }
 
 void AskForm(const std::string& text) {
+  constexpr char kType[] = "multipart/form-data; boundary=b";
   std::vector<FormPart> parts;
-  const grpc::Status status = ParseForm("multipart/form-data; boundary=b", text, &parts);
-  if (!status.ok()) return CheckRefusal(status);
-  auto fields = nlohmann::json::object();
-  OpenAiFiles files;
-  for (const FormPart& part : parts) {
-    Require(!part.name.empty(), "a part has a name");
-    Require(part.body.data() >= text.data() &&
-                part.body.data() + part.body.size() <= text.data() + text.size(),
-            "a part is of the body");
-    if (part.name == "image") {
-      files.image = std::string(part.body);
-      ++files.images;
-    } else if (part.name == "mask") {
-      files.mask = std::string(part.body);
-      ++files.masks;
-    } else {
-      SetField(part.name, std::string(part.body), &fields);
+  if (ParseForm(kType, text, &parts).ok()) {
+    for (const FormPart& part : parts) {
+      Require(!part.name.empty(), "a part has a name");
+      Require(part.body.data() >= text.data() &&
+                  part.body.data() + part.body.size() <= text.data() + text.size(),
+              "a part is of the body");
     }
   }
-  AskOpenAi(fields, true, std::move(files));
+  AskOpenAi(kType, text, true);
 }
 
 void AskJson(const std::string& text) {
@@ -118,15 +108,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     case 2:
       AskForm(text);
       break;
-    default: {
-      nlohmann::json body;
-      const grpc::Status status = ParseJson(text, &body);
-      if (!status.ok()) {
-        CheckRefusal(status);
-      } else {
-        AskOpenAi(body, data[0] % 5 == 4, {});
-      }
-    }
+    default:
+      AskOpenAi("application/json", text, data[0] % 5 == 4);
   }
   return 0;
 }

@@ -318,6 +318,21 @@ TEST_F(HostileHttpTest, WaitingRequestsLeaveRoomForUploads) {
   engine_->Pause(false);
 }
 
+/// Each value of a list costs a parser more than its text. A shutdown waits for what is parsed.
+TEST_F(HostileHttpTest, BodiesOfManyValuesAreRefused) {
+  Start();
+  std::string many;
+  for (int i = 0; i < 3 << 20; ++i) many += "1,";
+  for (const std::string& body :
+       {R"({"params": {"seeds": [)" + many + "1]}}", "{'params': {'seeds': [" + many + "1]}}"}) {
+    const HttpAnswer answer = Ask("POST", "/v1/generate", body);
+    EXPECT_EQ(answer.code, 400);
+    EXPECT_THAT(answer.Error(),
+                ::testing::StartsWith(body[1] == '"' ? "body: has more than" : "body: is no JSON"));
+  }
+  ExpectServing();
+}
+
 TEST_F(HostileHttpTest, AStalledReaderIsCutOff) {
   config_.write_timeout = 500ms;
   config_.metrics_listen = "127.0.0.1:0";

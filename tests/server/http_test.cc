@@ -11,6 +11,7 @@
 
 #include "engine/images/png.h"
 #include "server/http/image_links.h"
+#include "server/http/json.h"
 #include "server/security/clients.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
@@ -48,6 +49,7 @@ using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 class HttpTest : public ServerFixture {
@@ -148,6 +150,8 @@ TEST_F(HttpTest, ErrorsAreThoseOfGrpc) {
                                         ? "model_not_found"
                                         : "invalid_fields");
     EXPECT_EQ(answer.Error("type"), "invalid_request_error");
+    EXPECT_THAT(answer.Error(), StartsWith(answer.Error("param") + ": "));
+    EXPECT_THAT(answer.Error("param"), StartsWith("params."));
     EXPECT_EQ(answer.Header("content-type"), "application/json");
   }
   const json violations =
@@ -156,6 +160,34 @@ TEST_F(HttpTest, ErrorsAreThoseOfGrpc) {
   EXPECT_EQ(details[1]["@type"], "type.googleapis.com/google.rpc.BadRequest");
   EXPECT_EQ(details[1]["field_violations"].size(), 2u);
   EXPECT_EQ(violations["error"]["param"], details[1]["field_violations"][0]["field"]);
+}
+
+TEST_F(HttpTest, ErrorsOfOtherCodesNameTheirFieldToo) {
+  Start();
+  const auto param = [&](const std::string& method, const std::string& target,
+                         const std::string& body, int code) {
+    const HttpAnswer answer = Ask(method, target, body);
+    EXPECT_EQ(answer.code, code) << target << answer.body;
+    const std::string field = answer.Error("param");
+    EXPECT_THAT(answer.Error(), StartsWith(field + ": "));
+    EXPECT_EQ(answer.Json()["error"]["details"][0]["metadata"]["field"], field);
+    return field;
+  };
+  EXPECT_EQ(param("POST", "/v1/images/generations", R"({"prompt": "1", "model": "absent"})", 404),
+            "model");
+  EXPECT_EQ(param("POST", "/v1/generate", R"({"params": {"model": "absent"}})", 404),
+            "params.model");
+  EXPECT_EQ(param("GET", "/v1/models/absent", "", 404), "name");
+  EXPECT_EQ(param("GET", "/v1/jobs/absent", "", 404), "request_id");
+  EXPECT_EQ(param("GET", "/v1/jobs/absent/events", "", 404), "request_id");
+  EXPECT_EQ(param("POST", "/v1/jobs/absent/cancel", "", 404), "request_id");
+  const std::string mine = R"({"prompt": "1", "denoised": {"request_id": "mine", "seed": 1}})";
+  EXPECT_EQ(Ask("POST", "/v1/images/generations", mine).code, 200);
+  EXPECT_EQ(param("POST", "/v1/generate", R"({"params": {"request_id": "mine"}})", 409),
+            "params.request_id");
+  EXPECT_EQ(param("POST", "/v1/images/generations",
+                  R"({"prompt": "2", "denoised": {"request_id": "mine"}})", 409),
+            "denoised.request_id");
 }
 
 TEST_F(HttpTest, WhatIsNoMessageIsRefusedByField) {
@@ -241,8 +273,22 @@ TEST_F(HttpTest, AJobSurvivesItsStreamAndIsResumed) {
   EXPECT_EQ(Ask("GET", "/v1/jobs?page_size=5").Json()["jobs"].size(), 1u);
   HttpClient ended = Stream("GET", "/v1/jobs/a%20b%2Fc/events?after_sequence=" + events.back().id);
   EXPECT_EQ(ended.ReadHead().code, 200);
+  const auto again = ended.ReadEvent();
+  ASSERT_TRUE(again) << "a stream without its last event would read as cut off";
+  EXPECT_EQ(again->data, events.back().data);
+  EXPECT_EQ(again->id, events.back().id);
   EXPECT_FALSE(ended.ReadEvent());
   EXPECT_TRUE(ended.ended());
+  const std::string beyond = std::to_string(std::stoi(events.back().id) + 1);
+  const HttpAnswer late = Ask("GET", "/v1/jobs/a%20b%2Fc/events?after_sequence=" + beyond);
+  EXPECT_EQ(late.code, 400);
+  EXPECT_EQ(late.Error(), "after_sequence: is " + beyond + ", but the job's last event is " +
+                              events.back().id +
+                              "; use the number of an event of this job, or 0 for all");
+  EXPECT_EQ(Ask("GET", "/v1/jobs/a%20b%2Fc/events", "", {{"Last-Event-ID", beyond}}).Error("param"),
+            "Last-Event-ID");
+  EXPECT_EQ(Ask("GET", "/v1/jobs/a%20b%2Fc/events", "", {{"Last-Event-ID", "-1"}}).Error("param"),
+            "Last-Event-ID");
 
   EXPECT_EQ(Ask("GET", "/v1/jobs/other").code, 404);
   EXPECT_EQ(Ask("GET", "/v1/jobs/other/events").Error("code"), "job_not_found");
@@ -371,7 +417,7 @@ TEST_F(HttpTest, WithoutAdminsNobodyChangesModels) {
 TEST_F(HttpTest, OpenAiFieldsAreThoseOfOurMessages) {
   Start();
   const HttpAnswer answer = Ask("POST", "/v1/images/generations", R"({
-      "prompt": "three", "n": 2, "size": "64x48", "output_format": "jpeg", "output_compression": 80,
+      "prompt": "", "n": 2, "size": "64x48", "output_format": "jpeg", "output_compression": 80,
       "quality": "high", "background": "auto", "moderation": "low", "user": "me", "model": null,
       "denoised": {"label": 5, "seed": "7", "steps": 4, "sampler": "heun", "guidance_scale": 1.5,
                    "priority": "PRIORITY_BATCH", "request_id": "mine"}})");
@@ -402,7 +448,7 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
   const std::pair<const char*, const char*> kBad[] = {
       {R"({"prompt": "eleven"})", "prompt: is \"eleven\", which is no class; use"},
       {R"({"prompt": "10"})", "prompt: is \"10\""},
-      {R"({"prompt": "1", "n": 0})", "n: is \"0\""},
+      {R"({"prompt": "1", "n": 0})", "n: is 0; use at least 1"},
       {R"({"prompt": "1", "n": 100000})", "n: "},
       {R"({"prompt": "1", "size": "big"})", "size: is \"big\""},
       {R"({"prompt": "1", "size": "-5x64"})", "size: "},
@@ -420,7 +466,16 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
       {R"({"prompt": "1", "denoised": {"count": 2}, "n": 1})", "n: is given, and denoised.count"},
       {R"({"prompt": "1", "denoised": {"negative_prompt": "x"}})", "denoised.negative_prompt: "},
       {R"({"prompt": "1", "denoised": {"label": 1, "labels": [2]}})", "denoised.label: "},
-      {R"({"prompt": "1", "denoised": {"labels": [11]}})", "denoised.labels: "},
+      {R"({"denoised": {"labels": [11]}})", "denoised.labels: "},
+      {R"({"prompt": "1", "denoised": {"label": 1}})", "prompt: is \"1\", and denoised.labels"},
+      {R"({"prompt": "1", "denoised": {"conditions": [{"class_label": 2}]}})",
+       "prompt: is given, and denoised.conditions"},
+      {R"({"prompt": "1", "n": -1})", "n: is -1; use at least 1"},
+      {R"({"prompt": "1", "n": "two"})", "n: is \"two\"; use a whole number"},
+      {R"({"prompt": "1", "output_compression": 50})", "output_compression: is 50, but PNG"},
+      {R"({"prompt": "1", "mask": "x"})", "mask: is for /v1/images/edits"},
+      {R"({"prompt": "1", "image": "x"})", "image: is for /v1/images/edits"},
+      {R"({"prompt": "1", "input_fidelity": "low"})", "input_fidelity: is for /v1/images/edits"},
       {R"({"prompt": "1", "denoised": {"strength": 0.5}})", "denoised.strength: "},
       {R"({"prompt": "1", "denoised": {"output": {"format": 4}}})", "denoised.output.format: "},
       {R"({"prompt": "1", "denoised": []})", "denoised: is no object"},
@@ -433,12 +488,15 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
     EXPECT_THAT(answer.Error(), HasSubstr(message)) << body;
     EXPECT_EQ(std::string(message).rfind(answer.Error("param"), 0), 0u) << answer.body;
   }
-  EXPECT_EQ(Ask("POST", "/v1/images/generations", R"({"prompt": "1", "model": "dall-e-3"})").code,
-            404);
+  for (const char* body : {R"({"prompt": "", "denoised": {"label": 1}})",
+                           R"({"prompt": "1", "output_compression": 100})"}) {
+    EXPECT_EQ(Ask("POST", "/v1/images/generations", body).code, 200) << body;
+  }
+  const int evaluations = engine_->evaluations();
   const json many = {{"denoised", {{"labels", std::vector<std::string>(1000, "three")}}}};
   EXPECT_THAT(Ask("POST", "/v1/images/generations", many.dump()).Error(),
               StartsWith("denoised.labels: has 1000 entries; send at most 256"));
-  EXPECT_EQ(engine_->evaluations(), 0);
+  EXPECT_EQ(engine_->evaluations(), evaluations);
   const std::string deep = "{\"prompt\": " + std::string(5000, '[') + std::string(5000, ']') + "}";
   EXPECT_THAT(Ask("POST", "/v1/images/generations", deep).Error(), HasSubstr("nested deeper"));
 }
@@ -515,6 +573,32 @@ TEST_F(HttpTest, EditsBeginWithAnImage) {
   ASSERT_EQ(text.code, 200) << text.body;
   EXPECT_EQ(text.Json()["data"], form.Json()["data"]);
 
+  // A picture as large as others are is taken out of the text before it is parsed; the same bytes
+  // where no picture belongs are not.
+  json large = asked;
+  const std::string noise = EncodePng({64, 64, 1,
+                                       [] {
+                                         std::vector<uint8_t> samples(64 * 64);
+                                         for (size_t i = 0; i < samples.size(); ++i) {
+                                           samples[i] = static_cast<uint8_t>(i * i * 31 >> 4);
+                                         }
+                                         return samples;
+                                       }()},
+                                      {})
+                                .value();
+  ASSERT_GT(noise.size(), 1024u);
+  large["images"][0]["image_url"] = "data:image/png;base64," + Encode64(noise);
+  const HttpAnswer drawn = Ask("POST", "/v1/images/edits", large.dump());
+  ASSERT_EQ(drawn.code, 200) << drawn.body;
+  EXPECT_EQ(
+      drawn.Json()["data"],
+      Edit({{"prompt", "5"}, {"n", "2"}, {"denoised", asked["denoised"]}}, noise).Json()["data"]);
+  large["user"] = Encode64(noise);
+  EXPECT_EQ(Ask("POST", "/v1/images/edits", large.dump()).Json()["data"], drawn.Json()["data"]);
+  large["size"] = Encode64(noise);
+  EXPECT_THAT(Ask("POST", "/v1/images/edits", large.dump()).Error(),
+              StartsWith("size: is \"" + Encode64(noise).substr(0, 40)));
+
   // A list of many objects takes no longer than its length.
   json many = asked;
   many["images"] = json(300000, json::object());
@@ -534,7 +618,19 @@ TEST_F(HttpTest, EditsBeginWithAnImage) {
   EXPECT_THAT(Ask("POST", "/v1/generate", R"({"params": {"steps": [10]}})").Error(),
               StartsWith("params.steps: "));
 
-  EXPECT_THAT(Edit({{"prompt", "5"}}, "").Error(), HasSubstr("image: is missing"));
+  EXPECT_EQ(Edit({{"prompt", "5"}}, "").Error(),
+            "image: is missing; send a PNG, JPEG or WebP file");
+  odd = asked;
+  for (const json& images : {json::array(), json("data:"), json({{{"file_id", "x"}}})}) {
+    odd["images"] = images;
+    const std::string error = Ask("POST", "/v1/images/edits", odd.dump()).Error();
+    EXPECT_THAT(error, StartsWith("images: is ")) << images;
+    EXPECT_THAT(error, Not(HasSubstr("image: "))) << "one error is told once";
+  }
+  odd = asked;
+  odd["style"] = "vivid";
+  EXPECT_THAT(Ask("POST", "/v1/images/edits", odd.dump()).Error(),
+              StartsWith("style: is no field"));
   EXPECT_THAT(Edit({{"prompt", "5"}}, "GIF89a").Error(), StartsWith("image: "));
   EXPECT_THAT(Edit({{"prompt", "5"}, {"denoised[strength]", "2"}}, image).Error(),
               StartsWith("denoised.strength: "));
@@ -562,6 +658,50 @@ TEST_F(HttpTest, EditsBeginWithAnImage) {
              {{"Content-Type", "multipart/form-data; boundary=b"}});
   EXPECT_EQ(stream.ReadHead().code, 200);
   EXPECT_EQ(stream.ReadEvent()->name, "image_edit.completed");
+}
+
+/// Large base64 is taken out of a body before it is parsed. What is read must not depend on that.
+TEST(FromJsonTest, LargeBytesAreReadAsSmallOnes) {
+  std::string bytes;
+  for (int i = 0; i < 5000; ++i) bytes += static_cast<char>(i * i);
+  const std::string large = Encode64(bytes.substr(0, 4999)), other = Encode64(bytes);
+  const auto read = [](const std::string& text) {
+    v1::GenerateRequest request;
+    const grpc::Status status = FromJson(text, &request);
+    return std::pair{status, std::move(request)};
+  };
+  // In another order than the message has its fields, with an escaped quote before it.
+  const auto [good, request] = read(
+      R"({"params": {"mask": {"transparency": ")" + other +
+      R"("}, "conditions": [{"text": "a \"b"}], "init_image": {"encoded": ")" + large + "\"}}}");
+  ASSERT_TRUE(good.ok()) << good.error_message();
+  EXPECT_EQ(request.params().init_image().encoded(), bytes.substr(0, 4999));
+  EXPECT_EQ(request.params().mask().transparency(), bytes);
+  EXPECT_EQ(request.params().conditions(0).text(), "a \"b");
+
+  const auto [long_text, prompt] =
+      read(R"({"params": {"conditions": [{"text": ")" + large + "\"}]}}");
+  ASSERT_TRUE(long_text.ok());
+  EXPECT_EQ(prompt.params().conditions(0).text(), large) << "text that looks like base64";
+  EXPECT_THAT(read(R"({"params": {"seed": ")" + large + "\"}}").first.error_message(),
+              AllOf(StartsWith("params.seed: "), HasSubstr(large.substr(0, 100))));
+  // Protobuf decides alone on what is odd, so each is refused or read as in a short string.
+  const auto tail = [&](const std::string& end) {
+    const auto encoded = [&](const std::string& begin) {
+      return read(R"({"params": {"init_image": {"encoded": ")" + begin + end + "\"}}}");
+    };
+    const auto [small, small_request] = encoded("");
+    const auto [big, big_request] = encoded(std::string(4096, 'A'));
+    EXPECT_EQ(small.ok(), big.ok()) << end;
+    EXPECT_EQ(
+        std::string(small.ok() ? 3072 : 0, '\0') + small_request.params().init_image().encoded(),
+        big_request.params().init_image().encoded())
+        << end;
+  };
+  for (const char* end : {"AAAA", "AAE=", "AAF=", "AA==", "AB==", "AAE", "AA", "A",
+                          "A A=", "\\nAAA", "A=AA", "-_-_", "+/+/", "\\u0041AAA", "AA=A", "!AAA"}) {
+    tail(end);
+  }
 }
 
 TEST_F(HttpTest, EditsWithAMaskDrawWhatIsTransparent) {
@@ -773,6 +913,27 @@ TEST_F(HttpTest, QueriesAreChecked) {
   }
   EXPECT_THAT(Ask("GET", "/v1/jobs?page_sise=5").Error(), StartsWith("page_sise: is no parameter"));
   EXPECT_EQ(Ask("GET", "/v1/jobs?page_size=5&page_token=&all_clients=false").code, 200);
+  const auto error = [&](const std::string& target, const HttpHeaders& headers = {}) {
+    const std::string method = target.starts_with("/v1/generate") ? "POST" : "GET";
+    const HttpAnswer answer = Ask(method, target, method == "POST" ? "{}" : "", headers);
+    EXPECT_EQ(answer.code, 400) << target;
+    return answer.Error();
+  };
+  EXPECT_EQ(error("/v1/jobs?all_clients=yes"), "all_clients: is \"yes\"; use true or false");
+  EXPECT_EQ(error("/v1/jobs?page_size="), "page_size: is \"\"; use a whole number");
+  EXPECT_THAT(error("/v1/jobs?page_size=5&page_size=6"), HasSubstr("a name twice"));
+  EXPECT_EQ(error("/v1/generate?stream=maybe"), "stream: is \"maybe\"; use true or false");
+  EXPECT_THAT(error("/v1/generate?stream="), StartsWith("stream: is \"\""));
+  EXPECT_THAT(error("/v1/generate?stream=false", {{"Accept", "text/event-stream"}}),
+              StartsWith("Accept: is \"text/event-stream\", but the reply is application/json"));
+  EXPECT_THAT(error("/v1/generate?stream=true", {{"Accept", "application/json"}}),
+              StartsWith("Accept: is \"application/json\", but the reply is text/event-stream"));
+  EXPECT_THAT(error("/v1/generate", {{"Accept", "image/png"}}), StartsWith("Accept: "));
+  for (const char* accept : {"*/*", "image/png, */*;q=0.1", "application/*", "Application/JSON;q=1",
+                             "text/event-stream, application/json"}) {
+    EXPECT_EQ(Ask("POST", "/v1/generate?stream=false", "{}", {{"Accept", accept}}).code, 200)
+        << accept;
+  }
   EXPECT_EQ(Ask("POST", "/v1/generate?stream=%7", "{}").code, 400);
   EXPECT_EQ(Ask("GET", "/healthz?from=a-probe").code, 200);
 }

@@ -278,6 +278,23 @@ TEST_F(ServerTest, AJobSurvivesItsStreamAndIsWatchedFromWhereItWasLost) {
   EXPECT_EQ(images.size(), 4u);
   EXPECT_EQ(engine_->cancels(), 0);
 
+  const auto watched_after = [&](uint64_t number) {
+    grpc::ClientContext again;
+    watch.set_after_sequence(number);
+    auto events = stub_->WatchJob(&again, watch);
+    std::vector<uint64_t> read;
+    while (events->Read(&event)) read.push_back(event.sequence());
+    return std::pair{events->Finish(), read};
+  };
+  const auto [ended, last] = watched_after(sequence);
+  EXPECT_TRUE(ended.ok());
+  EXPECT_THAT(last, ElementsAre(sequence)) << "every stream tells its end";
+  EXPECT_TRUE(event.has_completed());
+  const auto [refused, none] = watched_after(sequence + 1);
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(refused.error_message(), StartsWith("after_sequence: is "));
+  EXPECT_THAT(none, ElementsAre());
+
   // The same request again, in one reply: nothing is drawn, and the bytes are the same.
   const int evaluations = engine_->evaluations();
   v1::GenerateRequest unary;
