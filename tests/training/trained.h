@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -36,6 +37,35 @@ inline Trained Train(Backend& backend, Exchange& exchange, const NetworkConfig& 
   EXPECT_TRUE(state.ok()) << state.status();
   run.state = *state;
   return run;
+}
+
+/// Steps after which a loss has fallen. With sanitizers, which are six times slower, a few: they
+/// see no more in later ones, and whether a loss falls is shown by the other builds.
+#ifdef DENOISED_SANITIZED
+inline int StepsToLearn(int) { return 4; }
+#else
+inline int StepsToLearn(int steps) { return steps; }
+#endif
+
+/// Of the first quarter of the steps and of the last, the mean losses.
+inline std::pair<double, double> FirstAndLastLoss(const Trained& run) {
+  const size_t steps = run.reports.size(), quarter = steps / 4;
+  double first = 0, last = 0;
+  for (size_t i = 0; i < quarter; ++i) {
+    first += run.reports[i].loss / static_cast<double>(quarter);
+    last += run.reports[steps - 1 - i].loss / static_cast<double>(quarter);
+  }
+  return {first, last};
+}
+
+/// The loss fell below `share` of what it was.
+inline void ExpectLearned(const Trained& run, double share) {
+  const auto [first, last] = FirstAndLastLoss(run);
+#ifdef DENOISED_SANITIZED
+  EXPECT_TRUE(std::isfinite(last)) << first;
+#else
+  EXPECT_LT(last, share * first);
+#endif
 }
 
 inline void ExpectSameBits(const Tensor& a, const Tensor& b, const char* what) {

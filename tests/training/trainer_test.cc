@@ -162,39 +162,18 @@ TEST(Trainer, ALostRankIsAnError) {
 TEST_P(TrainerBits, LossFalls) {
   TrainerOptions options = Options();
   options.dropout = 0;
-  const Trained run = Train(on(), options, 100);
-  double first = 0, last = 0;
-  for (int i = 0; i < 20; ++i) {
-    first += run.reports[i].loss / 20;
-    last += run.reports[80 + i].loss / 20;
-  }
-  EXPECT_LT(last, 0.75 * first) << first;
+  ExpectLearned(Train(on(), options, StepsToLearn(100)), 0.75);
 }
 
 TEST(Trainer, EveryObjectiveLearns) {
   using Kind = ObjectiveOptions::Kind;
   for (const Kind kind : {Kind::kEpsilon, Kind::kV, Kind::kX0, Kind::kFlow}) {
+    SCOPED_TRACE(Name(kind));
     TrainerOptions options = Options();
     options.objective.kind = kind;
     if (kind != Kind::kFlow) options.objective.min_snr = 5;
-    const Trained run = Train(options, 60);
-    double first = 0, last = 0;
-    for (int i = 0; i < 15; ++i) {
-      first += run.reports[i].loss / 15;
-      last += run.reports[45 + i].loss / 15;
-    }
-    EXPECT_LT(last, 0.95 * first) << Name(kind);
+    ExpectLearned(Train(options, StepsToLearn(60)), 0.95);
   }
-}
-
-/// Means over the first and the last fifteen steps.
-std::pair<double, double> FirstAndLastLoss(const Trained& run) {
-  double first = 0, last = 0;
-  for (size_t i = 0; i < 15; ++i) {
-    first += run.reports[i].loss / 15;
-    last += run.reports[run.reports.size() - 15 + i].loss / 15;
-  }
-  return {first, last};
 }
 
 TEST(Trainer, ALearnedVarianceLearns) {
@@ -203,17 +182,20 @@ TEST(Trainer, ALearnedVarianceLearns) {
   TrainerOptions options = Options();
   options.objective.kind = ObjectiveOptions::Kind::kEpsilon;
   options.objective.learned_variance = true;
-  const Trained run = Train(On{}, options, 60, *NewSoleExchange(), nullptr, config);
-  const auto [first, last] = FirstAndLastLoss(run);
-  EXPECT_LT(last, 0.95 * first);
+  const auto train = [&](int steps) {
+    return Train(On{}, options, steps, *NewSoleExchange(), nullptr, config);
+  };
+  const int steps = StepsToLearn(60);
+  const Trained run = train(steps);
+  ExpectLearned(run, 0.95);
+  const Trained few = train(4);
   options.accumulation = 4;
-  ExpectSameBits(run, Train(On{}, options, 60, *NewSoleExchange(), nullptr, config));
+  ExpectSameBits(few, train(4));
   // Of the bound alone, too: what the variance's half of conv_out learns.
   options.objective.variance_weight = 1;
-  const auto [with_bound, less] =
-      FirstAndLastLoss(Train(On{}, options, 60, *NewSoleExchange(), nullptr, config));
-  EXPECT_GT(with_bound, first);
-  EXPECT_LT(less, 0.95 * with_bound);
+  const Trained bound = train(steps);
+  EXPECT_GT(FirstAndLastLoss(bound).first, FirstAndLastLoss(run).first);
+  ExpectLearned(bound, 0.95);
 }
 
 TEST(Trainer, PrefetchedPicturesHaveTheBitsOfResidentOnes) {
@@ -269,17 +251,17 @@ TEST(Trainer, ClassVectorsAreLearned) {
       for (int64_t j = 0; j < size; ++j)
         vectors[i * size + j] = static_cast<float>(identity ? j % 3 == i % 3 : i % 3);
     dataset.vectors = Tensor::HostF32({21, size}, vectors);
-    const Trained run = Train(On{}, options, 60, *NewSoleExchange(), nullptr, config, dataset);
-    const auto [first, last] = FirstAndLastLoss(run);
-    EXPECT_LT(last, 0.9 * first) << identity;
+    SCOPED_TRACE(identity);
+    const auto train = [&](int steps) {
+      return Train(On{}, options, steps, *NewSoleExchange(), nullptr, config, dataset);
+    };
+    ExpectLearned(train(StepsToLearn(60)), 0.9);
     // What the vectors say matters, and prefetching and accumulation do not.
+    const Trained few = train(3);
     options.prefetch_threads = 2;
     options.accumulation = 2;
-    ExpectSameBits(run, Train(On{}, options, 60, *NewSoleExchange(), nullptr, config, dataset));
-    const auto reports = [&] {
-      return Train(On{}, options, 3, *NewSoleExchange(), nullptr, config, dataset).reports;
-    };
-    const double loss = reports().back().loss;
+    ExpectSameBits(few, train(3));
+    const double loss = few.reports.back().loss;
     if (!identity) {  // a label is the number
       Dataset labels = Stripes();
       EXPECT_EQ(
@@ -288,7 +270,7 @@ TEST(Trainer, ClassVectorsAreLearned) {
     }
     dataset.vectors.as<float>()[0] += 1;
     for (int i = 0; i < 21; ++i) dataset.vectors.as<float>()[i * size] *= -2;
-    EXPECT_NE(reports().back().loss, loss);
+    EXPECT_NE(train(3).reports.back().loss, loss);
   }
 }
 
@@ -299,21 +281,18 @@ TEST(Trainer, ALearnedTimeEmbeddingIsLearned) {
   TrainerOptions options = Options();
   options.objective.kind = ObjectiveOptions::Kind::kV;
   options.objective.timesteps = 50;
-  const Trained run = Train(On{}, options, 60, *NewSoleExchange(), nullptr, config);
-  const auto [first, last] = FirstAndLastLoss(run);
-  EXPECT_LT(last, 0.95 * first);
+  ExpectLearned(Train(On{}, options, StepsToLearn(60), *NewSoleExchange(), nullptr, config), 0.95);
 }
 
 TEST(Trainer, AugmentationRepeatsItsBitsAndIsNotServed) {
   TrainerOptions options = Options();
   options.flip = false;
   options.augment = 0.5;
-  const Trained run = Train(options, 40);
-  const auto [first, last] = FirstAndLastLoss(run);
-  EXPECT_LT(last, first);
+  ExpectLearned(Train(options, StepsToLearn(40)), 1);
+  const Trained run = Train(options, 4);
   options.prefetch_threads = 3;
   options.accumulation = 2;
-  ExpectSameBits(run, Train(options, 40));
+  ExpectSameBits(run, Train(options, 4));
   options.augment = 0;
   EXPECT_NE(Train(options, 1).reports[0].loss, run.reports[0].loss);
 
