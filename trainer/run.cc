@@ -144,6 +144,9 @@ absl::Status Session::ReadData() {
                    static_cast<uInt>(labels.size() * sizeof(int32_t)));
   if (const Tensor& vectors = pictures_.dataset.vectors)
     checksum = crc32_z(checksum, static_cast<const Bytef*>(vectors.data()), vectors.bytes());
+  if (const std::vector<double>& weights = pictures_.dataset.weights; !weights.empty())
+    checksum = crc32_z(checksum, reinterpret_cast<const Bytef*>(weights.data()),
+                       weights.size() * sizeof(double));
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(ReadTexts(&checksum));
   fingerprint_ = config_.Fingerprint();
   fingerprint_["data"] = {{"pictures", images.dim(0)}, {"crc32", checksum}};
