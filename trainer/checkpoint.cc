@@ -120,6 +120,16 @@ absl::Status CopyFolder(const std::string& from, const std::string& to) {
   return Sync(to);
 }
 
+std::map<std::string, Tensor> ToHalf(const std::map<std::string, Tensor>& weights) {
+  std::map<std::string, Tensor> halves;
+  for (const auto& [name, tensor] : weights) {
+    const Tensor& half = halves[name] = Tensor::Host(tensor.shape(), DType::kF16);
+    const std::span<const float> from = tensor.span<float>();
+    std::transform(from.begin(), from.end(), half.as<uint16_t>(), FloatToHalf);
+  }
+  return halves;
+}
+
 }  // namespace
 
 absl::Status WriteFileWhole(const std::string& path, const std::string& text) {
@@ -258,7 +268,9 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
     const std::string folder = directory + "/" + part.folder,
                       path = folder + "/" + part.file + ".safetensors";
     errno = 0;
-    if (const absl::Status written = WriteSafetensors(path, part.weights, {{"format", "pt"}});
+    const bool half = pipeline.dtype == DType::kF16;
+    if (const absl::Status written =
+            WriteSafetensors(path, half ? ToHalf(part.weights) : part.weights, {{"format", "pt"}});
         !written.ok())
       return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(path, errno) : written;
     DENOISED_RETURN_IF_ERROR(Sync(path));

@@ -47,6 +47,7 @@ struct Pipeline {
   nlohmann::json index;             // model_index.json
   std::vector<Part> parts;          //
   std::vector<std::string> copied;  // folders that are copied as they are, under their own names
+  DType dtype = DType::kF32;        // of the weights in the files: kF32 or kF16, to nearest
 };
 
 /// Writes a diffusers directory that the server loads as it is. Files appear whole, the weights

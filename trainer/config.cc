@@ -237,6 +237,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   std::vector<std::string> averages;
   std::string pipeline, stage = "diffusion";
   double min_snr = 0, cap_snr = 0, dropout = -1, kl_weight = 1e-4, edge_weight = 0.5;
+  std::string model_dtype = "fp32";
   bool flow_uniform = false, freeze_text = false;
 
   CLI::App app{
@@ -337,6 +338,18 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
          "Of --pipeline: what the grids show, may be given several times. Default: captions")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
+  app.add_option("--model-dtype", model_dtype, "Weights in the model's files: fp32 or fp16");
+  app.add_option("--class-name", config.class_names,
+                 "Name of a class in the model, in the order of the labels; give all, one after "
+                 "another. Default: names of folders")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  app.add_option("--default-steps", config.default_steps,
+                 "Steps that the server takes unless a request says otherwise; 0: by the objective")
+      ->check(CLI::Range(0, 1000));
+  app.add_option("--default-guidance-scale", config.default_guidance_scale,
+                 "Guidance scale likewise. Default: none")
+      ->check(CLI::Range(0.0, 100.0));
   app.add_option("--log-steps", config.log_steps, "Steps between lines of the log");
   app.add_option("--max-skipped", config.max_skipped,
                  "Steps in a row without a finite gradient that end the run");
@@ -374,6 +387,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     arguments.insert(arguments.end(), given.begin(), given.end());
     averages.clear();
     config.prompts.clear();
+    config.class_names.clear();
     DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), config_file));
   }
 
@@ -385,6 +399,9 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   if (dtype == "bf16" && !config.cuda)
     return InvalidArgument("--dtype is \"bf16\", but the CPU trains in fp32; add --device cuda");
   config.cuda_options.fp32 = dtype == "fp32";
+  if (model_dtype != "fp32" && model_dtype != "fp16")
+    return InvalidArgument("--model-dtype is \"{}\"; use fp32 or fp16", model_dtype);
+  config.half = model_dtype == "fp16";
   if (config.data.empty())
     return InvalidArgument("--data is missing: give a folder of pictures, or a file");
   if (config.output.empty() && !config.dry_run)
@@ -430,6 +447,8 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   } else {
     if (!network.empty() || !config.network_json.is_null())
       return InvalidArgument("give either --network or --pipeline");
+    if (!config.class_names.empty())
+      return InvalidArgument("--class-name cannot be given with --pipeline, which has no classes");
     for (const char* const flag : {"--objective", "--timesteps", "--beta-schedule", "--beta-start",
                                    "--beta-end", "--flow-uniform"})
       if (app.count(flag) > 0)

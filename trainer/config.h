@@ -24,7 +24,11 @@ struct RunConfig {
   std::optional<PipelineParts> pipeline;  // a run of a StableDiffusionPipeline
   Stage stage = Stage::kDiffusion;        // of it
   std::vector<std::string> prompts;       // of the grids; empty: captions
-  int canvas = 0;                         // edge of the stored pictures; 0: sample_size
+  std::vector<std::string> class_names;   // by label; empty: those of folders
+  int default_steps = 0;                  // of the served model; 0: by the objective
+  std::optional<double> default_guidance_scale;
+  bool half = false;  // the model's files are fp16
+  int canvas = 0;     // edge of the stored pictures; 0: sample_size
   bool pad = false, skip_bad_files = false;
   int64_t data_memory = 0;     // MiB of pictures that stay in memory; 0: half of what is free
   std::string metrics_listen;  // host:port, or empty

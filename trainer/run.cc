@@ -133,17 +133,26 @@ absl::Status Session::ReadData() {
     Say("{} pictures of {} × {} × {}, {} MiB{}, {} skipped, read in {:.1f} s", images.dim(0),
         images.dim(2), images.dim(1), images.dim(3), images.bytes() >> 20,
         pictures_.on_disk ? " on disk" : "", pictures_.bad.size(), Since(start));
+  const std::vector<int32_t>& labels = pictures_.dataset.labels;
+  if (!config_.class_names.empty() && !labels.empty()) {
+    const int32_t largest = *std::max_element(labels.begin(), labels.end());
+    if (static_cast<size_t>(largest) >= config_.class_names.size())
+      return InvalidArgument("--class-name: there are {} names, but a picture has label {}",
+                             config_.class_names.size(), largest);
+  }
   // Another data set under the same settings is another run.
   uLong checksum = crc32(0, nullptr, 0);
   const auto* bytes = images.as<uint8_t>();
   for (size_t at = 0; at < images.bytes(); at += 1 << 30)
     checksum = crc32(checksum, bytes + at,
                      static_cast<uInt>(std::min<size_t>(images.bytes() - at, 1 << 30)));
-  const std::vector<int32_t>& labels = pictures_.dataset.labels;
   checksum = crc32(checksum, reinterpret_cast<const Bytef*>(labels.data()),
                    static_cast<uInt>(labels.size() * sizeof(int32_t)));
   if (const Tensor& vectors = pictures_.dataset.vectors)
     checksum = crc32_z(checksum, static_cast<const Bytef*>(vectors.data()), vectors.bytes());
+  if (const std::vector<double>& weights = pictures_.dataset.weights; !weights.empty())
+    checksum = crc32_z(checksum, reinterpret_cast<const Bytef*>(weights.data()),
+                       weights.size() * sizeof(double));
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(ReadTexts(&checksum));
   fingerprint_ = config_.Fingerprint();
   fingerprint_["data"] = {{"pictures", images.dim(0)}, {"crc32", checksum}};
@@ -370,8 +379,10 @@ absl::StatusOr<Pipeline> Session::PixelPipeline(
                     {"unet", {"diffusers", "UNet2DModel"}},
                     {"scheduler", {"diffusers", pipeline.scheduler["_class_name"]}},
                     {"_denoised", ours}};
-  for (size_t i = 0; i < pictures_.class_names.size(); ++i)
-    pipeline.index["id2label"][std::to_string(i)] = pictures_.class_names[i];
+  const std::vector<std::string>& names =
+      config_.class_names.empty() ? pictures_.class_names : config_.class_names;
+  for (size_t i = 0; i < names.size(); ++i)
+    pipeline.index["id2label"][std::to_string(i)] = names[i];
   return pipeline;
 }
 
@@ -402,10 +413,19 @@ absl::Status Session::Save() {
     const std::map<std::string, Tensor> weights = trainer_->parameters().Named(
         state.averages.empty() ? state.trained : state.averages[i], state.fixed);
     DENOISED_ASSIGN_OR_RETURN(
-        const Pipeline pipeline,
-        config_.pipeline ? MakeSnapshot(*config_.pipeline, config_.stage, weights, *backend_,
-                                        text_to_image() ? Tensor() : SomePictures())
-                         : PixelPipeline(weights));
+        Pipeline pipeline, config_.pipeline
+                               ? MakeSnapshot(*config_.pipeline, config_.stage, weights, *backend_,
+                                              text_to_image() ? Tensor() : SomePictures())
+                               : PixelPipeline(weights));
+    if (config_.default_steps > 0)
+      pipeline.index["_denoised"]["default_steps"] = config_.default_steps;
+    if (config_.default_guidance_scale)
+      pipeline.index["_denoised"]["default_guidance_scale"] = *config_.default_guidance_scale;
+    if (config_.half) {
+      pipeline.dtype = DType::kF16;
+      for (Pipeline::Part& part : pipeline.parts)
+        if (part.config.contains("dtype")) part.config["dtype"] = "float16";
+    }
     DENOISED_RETURN_IF_ERROR(WritePipeline(SnapshotDirectory(i), pipeline));
   }
   Say("saved step {}", step_);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "engine/core/philox.h"
 
@@ -22,6 +24,7 @@ enum class Purpose : uint32_t {
   kInitial = 7,    // weights
   kPosterior = 8,  // a latent of what an autoencoder makes of a picture
   kCaption = 9,    // which of a picture's captions
+  kPicture = 10,   // which picture, where they have weights
 };
 
 /// Four random words: `block` counts elements in fours.
@@ -53,6 +56,17 @@ inline int64_t Permute(uint64_t seed, uint32_t epoch, int64_t count, int64_t ind
     value = left << bits | right;
   } while (value >= static_cast<uint64_t>(count));
   return static_cast<int64_t>(value);
+}
+
+/// A picture with the probability of its weight. `cumulative` are sums of weights, the last of
+/// which is above 0.
+inline int64_t DrawWeighted(uint64_t seed, uint32_t step, uint32_t sample,
+                            const std::vector<double>& cumulative) {
+  const Philox4 bits = Draw(seed, Purpose::kPicture, step, sample, 0);
+  const double uniform =  // in [0, 1), in steps of 2⁻⁵³: times the sum it is rounded below the sum
+      static_cast<double>(uint64_t{bits.v[0] >> 5} << 26 | bits.v[1] >> 6) * 0x1p-53;
+  return std::upper_bound(cumulative.begin(), cumulative.end(), uniform * cumulative.back()) -
+         cumulative.begin();
 }
 
 }  // namespace denoised::training

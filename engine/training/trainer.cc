@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <numeric>
 
 #include "engine/core/mutex.h"
 #include "engine/training/augment.h"
@@ -117,6 +118,21 @@ absl::StatusOr<PassCount> CountPass(const NetworkConfig& config, const TrainerOp
                    .loss = gradient.Slice(count.trained_elements, 1)});
   count.activation_bytes = arena.peak();
   return count;
+}
+
+std::vector<double> Cumulative(const std::vector<double>& weights) {
+  std::vector<double> sums(weights.size());
+  std::partial_sum(weights.begin(), weights.end(), sums.begin());
+  return sums;
+}
+
+absl::Status CheckWeights(const Dataset& dataset) {
+  if (dataset.weights.empty()) return absl::OkStatus();
+  DENOISED_CHECK(static_cast<int64_t>(dataset.weights.size()) == dataset.size());
+  const double sum = Cumulative(dataset.weights).back();
+  if (sum > 0 && std::isfinite(sum)) return absl::OkStatus();
+  return InvalidArgument(
+      "the weights of the pictures sum up to {}; use finite ones of which one is above 0", sum);
 }
 
 absl::Status CheckPictures(const Shape& sample, const Tensor& images) {
@@ -380,12 +396,14 @@ Trainer::Trainer(Backend& backend, Exchange& exchange, const NetworkConfig& conf
       config_(config),
       options_(options),
       objective_(std::move(objective)),
-      dataset_(dataset) {}
+      dataset_(dataset),
+      cumulative_(Cumulative(dataset.weights)) {}
 
 Trainer::~Trainer() = default;
 
 absl::Status Trainer::CheckDataset(const NetworkConfig& config, const TrainerOptions& options,
                                    const Dataset& dataset) {
+  DENOISED_RETURN_IF_ERROR(CheckWeights(dataset));
   return std::visit([&](const auto& one) { return CheckDatasetOf(one, options, dataset); }, config);
 }
 
@@ -530,7 +548,11 @@ absl::Status Trainer::AllocatePictures() {
 
 int64_t Trainer::PictureOf(int64_t step, int64_t local_sample) const {
   const int64_t pictures = dataset_.size();
-  const int64_t at = step * options_.batch + exchange_.rank() * local_samples() + local_sample;
+  const int64_t sample = exchange_.rank() * local_samples() + local_sample;
+  if (!cumulative_.empty())
+    return DrawWeighted(options_.seed, static_cast<uint32_t>(step), static_cast<uint32_t>(sample),
+                        cumulative_);
+  const int64_t at = step * options_.batch + sample;
   return Permute(options_.seed, static_cast<uint32_t>(at / pictures), pictures, at % pictures);
 }
 

@@ -44,6 +44,9 @@ struct Dataset {
   Tensor images;                // U8 [M, H, W, C] on the host; may be a mapped file
   std::vector<int32_t> labels;  // one each, or empty
   Tensor vectors;               // F32 [M, D] on the host: a class vector each; or undefined
+  /// [M]: how often each picture is drawn beside the others; not all 0. Empty: in turns, each once
+  /// an epoch.
+  std::vector<double> weights;
 
   // Of text to image, instead:
   /// F32 [M, h, w, 2C] on the host: what the autoencoder makes of each picture, as the network
@@ -148,6 +151,7 @@ class Trainer {
   const TrainerOptions options_;
   const Objective objective_;
   const Dataset dataset_;
+  const std::vector<double> cumulative_;  // of the dataset's weights
   Parameters parameters_;
   std::unique_ptr<Task> task_;
   int64_t pass_chunks_ = 1;

@@ -117,6 +117,26 @@ TEST_F(DataTest, FolderLabelsAreFoldersInOrderOfTheirNames) {
   EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[4], 10);
 }
 
+TEST_F(DataTest, WeightsOfMetadata) {
+  for (const char* const name : {"a.png", "b.png", "c.png"}) Write(name, Png(2, 10));
+  PictureOptions options = Options(2);
+  options.wants_labels = false;
+  const auto read = [&](const std::string& weight) {
+    Write("metadata.jsonl", R"({"file_name": "a.png", "text": "a cat"})"
+                            "\n"
+                            R"({"file_name": "b.png", "weight": )" +
+                                weight + "}\n");
+    return ReadPictures(folder_, "", options);
+  };
+  EXPECT_THAT(read("0.25")->dataset.weights, ElementsAre(1, 0.25, 1));
+  EXPECT_TRUE(read("1")->dataset.weights.empty());  // as if nothing was said
+  for (const char* const bad : {"-1", "\"2\"", "null", "1e999"}) {
+    const auto refused = read(bad);
+    ASSERT_FALSE(refused.ok()) << bad;
+    EXPECT_THAT(std::string(refused.status().message()), HasSubstr("metadata.jsonl, line 2"));
+  }
+}
+
 TEST_F(DataTest, ClassVectorsOfMetadataZipAndArrays) {
   PictureOptions options = Options(2);
   options.wants_labels = false;

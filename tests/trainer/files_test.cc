@@ -84,6 +84,25 @@ TEST_F(FilesTest, UnfinishedAndDamagedCheckpointsArePassedOver) {
   EXPECT_TRUE(fs::exists(folder_ / "step-000000060/DONE"));
 }
 
+TEST_F(FilesTest, ModelsMayHaveHalfPrecision) {
+  Pipeline pipeline;
+  pipeline.index = pipeline.scheduler = nlohmann::json::object();
+  pipeline.parts = {{"unet",
+                     nlohmann::json::object(),
+                     "weights",
+                     {{"w", Tensor::HostF32({2}, std::vector<float>{1.0f / 3, -2})}}}};
+  for (const DType dtype : {DType::kF32, DType::kF16}) {
+    pipeline.dtype = dtype;
+    ASSERT_TRUE(WritePipeline(folder_, pipeline).ok());
+    const auto file = Safetensors::Open(folder_ / "unet/weights.safetensors");
+    ASSERT_TRUE(file.ok()) << file.status();
+    const Tensor& weights = file->tensors().at("w");
+    EXPECT_EQ(weights.dtype(), dtype);
+    const float third = dtype == DType::kF32 ? 1.0f / 3 : 0x1.554p-2f;
+    EXPECT_THAT(weights.ToFloats(), testing::ElementsAre(third, -2));
+  }
+}
+
 TEST_F(FilesTest, EventsAreFramedRecords) {
   EXPECT_EQ(MaskedCrc32c("123456789"), (0xe3069283u >> 15 | 0xe3069283u << 17) + 0xa282ead8u);
   {

@@ -23,6 +23,7 @@ import zlib
 from pathlib import Path
 
 PROGRAM = None
+REPOSITORY = Path(__file__).parents[2]
 NETWORK = {
     "_class_name": "UNet2DModel", "sample_size": 8, "in_channels": 1, "out_channels": 1,
     "block_out_channels": [8, 16], "layers_per_block": 1, "norm_num_groups": 4,
@@ -206,6 +207,42 @@ class RunTest(unittest.TestCase):
         self.assertIn("5.png: it has no label", self.train("missing", rc=2))
         metadata.write_text('{"file_name": 3}\n')
         self.assertIn("metadata.jsonl, line 1", self.train("broken", rc=2))
+
+    def test_what_a_model_says_of_itself(self):
+        self.train("a", steps=4, **{"default-steps": 7, "default-guidance-scale": 1.5,
+                                    "model-dtype": "fp16", "config": self.names("one", "two")})
+        model = self.root / "a/model"
+        index = json.loads((model / "model_index.json").read_text())
+        self.assertEqual(index["id2label"], {"0": "one", "1": "two"})
+        self.assertEqual(index["_denoised"],
+                         {"null_class": 2, "default_steps": 7, "default_guidance_scale": 1.5})
+        self.assertIn(b'"dtype":"F16"',
+                      (model / "unet/diffusion_pytorch_model.safetensors").read_bytes())
+        self.assertIn("there are 1 names, but a picture has label 1",
+                      self.train("b", rc=2, config=self.names("one")))
+        self.assertIn("--model-dtype", self.train("b", rc=2, **{"model-dtype": "fp8"}))
+
+    def names(self, *names):
+        config = self.root / "names.json"
+        config.write_text(json.dumps({"class-name": names}))
+        return config
+
+    def test_the_settings_of_mnist_32_are_those_of_a_run(self):
+        images, labels = self.root / "images", self.root / "labels"
+        images.write_bytes(struct.pack(">IIII", 0x803, 10, 28, 28) + bytes(i % 251 for i in range(7840)))
+        labels.write_bytes(struct.pack(">II", 0x801, 10) + bytes(range(10)))
+        settings = REPOSITORY / "models/mnist-32/train.json"
+        flags = {key: None for key in ("steps", "class-dropout", "learning-rate", "checkpoint-steps")}
+        flags |= {"config": settings, "data": images, "labels": labels, "batch": 8,
+                  "network": REPOSITORY / "models/mnist-32/unet/config.json"}  # fmt: skip
+        self.assertIn("12000 of 8 pictures", self.train("dry", **flags, **{"dry-run": "true"}))
+        # A tiny network, and otherwise these settings.
+        tiny = {**NETWORK, "sample_size": 32, "num_class_embeds": 11}
+        (self.root / "tiny.json").write_text(json.dumps(tiny))
+        self.train("a", **{**flags, "network": self.root / "tiny.json", "steps": 2})
+        index = json.loads((self.root / "a/model/model_index.json").read_text())
+        shipped = json.loads((REPOSITORY / "models/mnist-32/model_index.json").read_text())
+        self.assertEqual(index, shipped)
 
     def test_class_vectors(self):
         network = {**NETWORK, "num_class_embeds": None, "class_embed_type": "identity",

@@ -18,6 +18,7 @@ import zlib
 from pathlib import Path
 
 PROGRAM = None
+REPOSITORY = Path(__file__).parents[2]
 PIPELINE = Path(__file__).parents[1] / "models/latent/sd2"
 
 
@@ -159,6 +160,38 @@ class TextToImageTest(unittest.TestCase):
         (self.data / "3.txt").write_text("something else\n")
         said = self.train("files", rc=1, resume="latest", steps=6)
         self.assertIn("data was", said)
+
+    def test_weights_choose_pictures(self):
+        lines = [json.loads(line) for line in self.metadata.read_text().splitlines()]
+        for line in lines:
+            line["weight"] = float(line["file_name"] == "3.png")
+        self.metadata.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.train("weighted", steps=3)
+        for line in lines:
+            (self.data / line["file_name"]).write_bytes((self.data / "3.png").read_bytes())
+            line["text"] = lines[3]["text"]
+            del line["weight"]
+        self.metadata.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.train("copies", steps=3)
+        self.assertEqual(self.state("weighted", 3), self.state("copies", 3))
+
+    def test_the_settings_of_emoji_64_are_those_of_a_run(self):
+        for file in ("train-vae.json", "train.json"):
+            settings = json.loads((REPOSITORY / "models/emoji-64" / file).read_text())
+            flags = {**settings, "pipeline": PIPELINE, "steps": 2, "batch": 8,
+                     "sample-steps": None, "prompt": None}  # fmt: skip
+            self.train(file, **flags, **{"checkpoint-steps": 2})
+            weights = self.root / file / "model" / ("vae" if "vae" in file else "unet")
+            written = tensors(weights / "diffusion_pytorch_model.safetensors")
+            self.assertEqual({dtype for dtype, _ in written.values()}, {"F16"})
+            # All of them, on the pipeline itself.
+            flags = {**{flag: None for flag in (*settings, "caption-dropout", "cap-snr")},
+                     "config": REPOSITORY / "models/emoji-64" / file, "dry-run": "true",
+                     "pipeline": REPOSITORY / "models/emoji-64", "batch": 1, "chunks": 1}  # fmt: skip
+            self.assertIn("hours", self.train("dry", **flags))
+        defaults = json.loads((self.root / "train.json/model/model_index.json").read_text())
+        shipped = json.loads((REPOSITORY / "models/emoji-64/model_index.json").read_text())
+        self.assertEqual(defaults["_denoised"], shipped["_denoised"])
 
     def test_dry_run(self):
         for stage in ("vae", "diffusion"):

@@ -198,6 +198,56 @@ TEST(Trainer, ALearnedVarianceLearns) {
   ExpectLearned(bound, 0.95);
 }
 
+TEST(Random, PicturesAreDrawnAsOftenAsTheirWeightsSay) {
+  const std::vector<double> cumulative = {0, 1, 1, 4, 4.5, 8};  // weights 0, 1, 0, 3, 0.5, 3.5
+  std::vector<int> drawn(cumulative.size());
+  for (uint32_t step = 0; step < 100; ++step)
+    for (uint32_t sample = 0; sample < 80; ++sample)
+      ++drawn[DrawWeighted(3, step, sample, cumulative)];
+  EXPECT_EQ(drawn[0], 0);
+  EXPECT_EQ(drawn[2], 0);
+  EXPECT_NEAR(drawn[1], 1000, 100);
+  EXPECT_NEAR(drawn[3], 3000, 130);
+  EXPECT_NEAR(drawn[4], 500, 70);
+  EXPECT_NEAR(drawn[5], 3500, 140);
+}
+
+TEST(Trainer, WeightsChooseThePicturesAndKeepTheBits) {
+  const auto train = [](const TrainerOptions& options, const Dataset& dataset, int steps,
+                        const TrainerState* from = nullptr) {
+    return Train(On{}, options, steps, *NewSoleExchange(), from, TinyConfig(), dataset);
+  };
+  // One picture alone has a weight: as if all were that one.
+  Dataset one = Stripes(), copies = Stripes();
+  one.weights.assign(21, 0);
+  one.weights[4] = 0.25;
+  for (int i = 0; i < 21; ++i) {
+    copies.labels[i] = copies.labels[4];
+    std::copy_n(copies.images.as<uint8_t>() + 400, 100, copies.images.as<uint8_t>() + i * 100);
+  }
+  ExpectSameBits(train(Options(), one, 3), train(Options(), copies, 3));
+
+  Dataset weighted = Stripes();
+  for (int i = 0; i < 21; ++i) weighted.weights.push_back(1 + i % 4);
+  const Trained whole = train(Options(), weighted, 4);
+  EXPECT_NE(whole.reports.back().loss, train(Options(), Stripes(), 4).reports.back().loss);
+  const Trained begun = train(Options(), weighted, 2);
+  ExpectSameBits(whole, train(Options(), weighted, 2, &begun.state));
+  TrainerOptions options = Options();
+  options.accumulation = 4;
+  options.prefetch_threads = 2;
+  ExpectSameBits(whole, train(options, weighted, 4));
+  auto exchanges = NewLoopbackExchanges(2);
+  std::vector<Trained> runs(2);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank)
+    ranks.emplace_back([&, rank] {
+      runs[rank] = Train(On{}, Options(), 4, *exchanges[rank], nullptr, TinyConfig(), weighted);
+    });
+  for (std::thread& rank : ranks) rank.join();
+  for (const Trained& run : runs) ExpectSameBits(whole, run);
+}
+
 TEST(Trainer, PrefetchedPicturesHaveTheBitsOfResidentOnes) {
   const Trained resident = Train(Options(), 5);
   for (const int threads : {1, 3}) {
@@ -444,6 +494,9 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   dataset = Stripes();
   dataset.vectors = Tensor::HostF32({21, 2}, std::vector<float>(42));
   refused(config, options, dataset, "vectors of 2 numbers, but the network reads 32");
+  dataset = Stripes();
+  dataset.weights.assign(21, 0);
+  refused(TinyConfig(), Options(), dataset, "weights of the pictures sum up to 0");
   options = Options();
   options.augment = 1.5;
   refused(TinyConfig(), options, Stripes(), "augment is 1.5");

@@ -37,6 +37,7 @@ struct Candidate {
   std::string name;  // for messages
   std::string file;  // below a folder; else empty
   std::optional<Label> label;
+  double weight = 1;  // see Dataset::weights
   std::function<absl::StatusOr<std::string>()> read;
 };
 
@@ -134,6 +135,7 @@ absl::StatusOr<Pictures> Decode(const std::string& path, std::vector<Candidate> 
         pictures.dataset.labels.push_back(candidate.label->number);
       }
       pictures.files.push_back(candidate.file);
+      pictures.dataset.weights.push_back(candidate.weight);
       ++count;
     }
     if (status.ok()) continue;
@@ -147,6 +149,9 @@ absl::StatusOr<Pictures> Decode(const std::string& path, std::vector<Candidate> 
   pictures.dataset.images = images.Slice(0, count);
   if (static_cast<int64_t>(pictures.dataset.labels.size()) != count)
     pictures.dataset.labels.clear();
+  std::vector<double>& weights = pictures.dataset.weights;
+  if (std::all_of(weights.begin(), weights.end(), [](double weight) { return weight == 1; }))
+    weights.clear();
   if (options.wants_vectors)
     pictures.dataset.vectors = Tensor::HostF32({count, static_cast<int64_t>(vector_size)}, vectors);
   return pictures;
@@ -172,8 +177,10 @@ std::string LabelKind(bool vector) {
                 : fmt::format("a name or a number from 0 to {}", kMaxLabel);
 }
 
+/// Labels, and the weights of those pictures that have one.
 absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
-                                    std::vector<std::string>* names) {
+                                    std::vector<std::string>* names,
+                                    std::map<std::string, double>* weights) {
   DENOISED_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
   Labels labels;
   std::map<std::string, std::vector<std::string>> files_of_name;
@@ -189,8 +196,15 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
     if (!json.is_object() || !json.contains("file_name") || !json["file_name"].is_string())
       return InvalidArgument("{}, line {}: is not an object with a \"file_name\"", file.string(),
                              line_number);
-    if (!json.contains("label")) continue;
     const std::string name = json["file_name"];
+    if (json.contains("weight")) {
+      const nlohmann::json& weight = json["weight"];
+      if (!weight.is_number() || !(weight >= 0) || !std::isfinite(weight.get<double>()))
+        return InvalidArgument("{}, line {}: weight {} is not a finite number of at least 0",
+                               file.string(), line_number, weight.dump());
+      (*weights)[name] = weight;
+    }
+    if (!json.contains("label")) continue;
     if (json["label"].is_string() && !vectors) {
       files_of_name[json["label"]].push_back(name);
     } else if (const auto label = LabelOf(json["label"], vectors)) {
@@ -223,10 +237,12 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
   std::sort(files.begin(), files.end());
 
   std::vector<std::string> names;
+  std::map<std::string, double> weights;
   Labels labels;
   const fs::path metadata = fs::path(path) / "metadata.jsonl";
   if (fs::exists(metadata)) {
-    DENOISED_ASSIGN_OR_RETURN(labels, ReadMetadata(metadata, options.wants_vectors, &names));
+    DENOISED_ASSIGN_OR_RETURN(labels,
+                              ReadMetadata(metadata, options.wants_vectors, &names, &weights));
   } else if (options.wants_vectors) {
     return InvalidArgument(
         "{}: has no metadata.jsonl: the network reads class vectors, so each picture needs a line "
@@ -248,6 +264,8 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
         .name = whole, .file = file, .label = {}, .read = [whole] { return ReadFile(whole); }};
     if (const auto found = labels.find(file); found != labels.end())
       candidate.label = found->second;
+    if (const auto found = weights.find(file); found != weights.end())
+      candidate.weight = found->second;
     candidates.push_back(std::move(candidate));
   }
   DENOISED_ASSIGN_OR_RETURN(Pictures pictures, Decode(path, std::move(candidates), options));
