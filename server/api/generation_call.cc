@@ -18,7 +18,11 @@ void GenerationCall::Post(Priority priority, Beginning begin) {
 
 void GenerationCall::Begin(const Beginning& begin) {
   std::shared_ptr<Generation> generation;
-  grpc::Status refusal = AdmitStream(context_, record_.caller(), record_.peer(), &stream_);
+  grpc::Status refusal;
+  if (!stream_) {
+    stream_.emplace();
+    refusal = AdmitStream(context_, record_.caller(), record_.peer(), &*stream_);
+  }
   if (refusal.ok()) generation = begin(shared_from_this(), &refusal);
   bool broken;
   {

@@ -43,6 +43,10 @@ class GenerationCall : public GenerationWatcher,
   /// Runs `begin` on a worker. Refuses the call if the client has too many.
   void Post(Priority priority, Beginning begin);
 
+  /// For a call that AdmitStream has counted or refused already; `begin` tells a refusal. Call it
+  /// before Post.
+  void SetStream(ClientLoad::Lease stream) { stream_ = std::move(stream); }
+
   void OnNews() final { Advance(); }
 
   const CallRecord& record() const { return record_; }
@@ -85,7 +89,7 @@ class GenerationCall : public GenerationWatcher,
  private:
   void Begin(const Beginning& begin);
 
-  ClientLoad::Lease stream_;
+  std::optional<ClientLoad::Lease> stream_;  // nothing before it is counted
   std::shared_ptr<GenerationCall> self_;
 };
 

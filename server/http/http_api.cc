@@ -807,16 +807,13 @@ void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
   // Whether it is a stream stands in the body, which a worker reads.
   context_.calls.workers->Post(Priority::kNormal, [this, exchange, edit] {
     const auto request = std::make_shared<OpenAiRequest>();
-    grpc::Status status;
-    {
-      // A client with too many streams has nothing parsed. The call itself counts from its begin.
-      const HttpRequest& http = exchange->request();
-      ClientLoad::Lease stream;
-      status = AdmitStream(context_.calls, *http.caller, http.peer, &stream);
-      if (status.ok()) {
-        status = ReadOpenAi(http.Header("content-type"), exchange->TakeBody(), edit,
-                            *context_.catalog, http.caller->admin, request.get());
-      }
+    const HttpRequest& http = exchange->request();
+    // Before the body is parsed, which a client with too many streams must not cause.
+    ClientLoad::Lease stream;
+    grpc::Status status = AdmitStream(context_.calls, *http.caller, http.peer, &stream);
+    if (status.ok()) {
+      status = ReadOpenAi(http.Header("content-type"), exchange->TakeBody(), edit,
+                          *context_.catalog, http.caller->admin, request.get());
     }
     if (status.ok()) status = CheckSize(request->request);
     if (request->stream && status.ok()) {
@@ -824,6 +821,7 @@ void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
       const auto call = std::make_shared<HttpStreamCall>(
           context_.calls, "denoised.v1.ImageGeneration.StreamGenerate", exchange, 0,
           [events](const EventLog::Event& event) { return events->Format(event); });
+      call->SetStream(std::move(stream));
       return call->Run(
           [this, exchange, request, record = &call->record()](const auto& watcher, auto* refusal) {
             return BeginOpenAi(context_.calls, *request, *record, *exchange, watcher, refusal);
@@ -846,6 +844,7 @@ void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
                                         exchange, [request, link](v1::GenerateResponse* images) {
                                           return JsonReply(OpenAiReply(*request, images, link));
                                         });
+    call->SetStream(std::move(stream));
     call->Run([this, exchange, request, status, record = &call->record()](
                   const auto& watcher, auto* refusal) -> std::shared_ptr<Generation> {
       *refusal = status;
