@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/http/form.h"
 
+#include <algorithm>
 #include <boost/asio/buffer.hpp>
 #include <boost/beast/core/string.hpp>
 #include <boost/beast/http/empty_body.hpp>
@@ -89,7 +90,8 @@ grpc::Status ParseForm(std::string_view content_type, std::string_view body,
         !ReadPartHead(body.substr(head, empty + 4 - head), &part)) {
       return Broken("the headers of a part name no field");
     }
-    part.body = empty + 4 <= end ? body.substr(empty + 4, end - empty - 4) : std::string_view();
+    const size_t begin = std::min(empty + 4, end);  // the delimiter may begin with that empty line
+    part.body = body.substr(begin, end - begin);
     parts->push_back(std::move(part));
     position = end + delimiter.size();
   }

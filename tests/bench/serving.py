@@ -357,7 +357,7 @@ def event_streams(options):
         return await asyncio.gather(*(stream(port, i % 4 == 0) for i in range(500)))
 
     rounds = []
-    with Server(options, options.model, "--max-streams-per-client", "0") as server:
+    with Server(options, options.model, "--max-streams-per-client", "1000") as server:
         port = int(server.http.rsplit(":", 1)[1])
         for _ in range(options.stream_rounds):
             before = server.cpu_seconds()
