@@ -20,8 +20,9 @@ if(DENOISED_SANITIZE)
     # protobuf's map fields have one more member under this macro, but the distribution's library was
     # built without it.
     target_compile_options(denoised_build_flags INTERFACE -U__SANITIZE_THREAD__
-      # GCC warns of the fences in Asio, which ThreadSanitizer does not see.
-      $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-tsan>)
+      # GCC warns of the fences in Asio, which ThreadSanitizer does not see, and takes what a unity build
+      # includes for headers.
+      $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-tsan -Wno-subobject-linkage>)
     target_compile_definitions(denoised_build_flags INTERFACE DENOISED_THREAD_SANITIZER)
   endif()
 endif()

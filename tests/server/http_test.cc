@@ -317,15 +317,13 @@ TEST_F(HttpTest, AJobIsCancelledForWhoeverWatchesIt) {
 
 TEST_F(HttpTest, TheDeadlineEndsTheJob) {
   Start();
-  engine_->Pause(true);
-  const auto start = std::chrono::steady_clock::now();
-  const HttpAnswer late = Ask("POST", "/v1/generate", "{}", {{"Request-Timeout", "0.3"}});
+  engine_->Pause(true);  // so that nothing but the deadline ends a job
+  // Long enough for a busy machine to queue the job before.
+  const HttpAnswer late = Ask("POST", "/v1/generate", "{}", {{"Request-Timeout", "3"}});
   EXPECT_EQ(late.code, 504) << late.body;
   EXPECT_EQ(late.Error("status"), "DEADLINE_EXCEEDED");
-  EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);
   EXPECT_TRUE(Eventually([&] { return engine_->cancels() == 1; }));
-  HttpClient stream =
-      Stream("POST", "/v1/generate?stream=true", "{}", {{"Request-Timeout", "0.3"}});
+  HttpClient stream = Stream("POST", "/v1/generate?stream=true", "{}", {{"Request-Timeout", "3"}});
   stream.ReadHead();
   std::optional<HttpEvent> last;
   while (auto event = stream.ReadEvent()) last = std::move(event);
