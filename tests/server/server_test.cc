@@ -218,8 +218,8 @@ TEST_F(ServerTest, CancelReachesTheEngineWithinAnEvaluation) {
   }
   context.TryCancel();
   EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
-  EXPECT_TRUE(Eventually([&] { return engine_->cancels() == 1; }, 1s));
-  EXPECT_TRUE(Eventually([&] { return engine_->Stats()[0].active_images == 0; }, 1s));
+  EXPECT_TRUE(Eventually([&] { return engine_->cancels() == 1; }));
+  EXPECT_TRUE(Eventually([&] { return engine_->Stats()[0].active_images == 0; }));
 }
 
 TEST_F(ServerTest, CancelOfAQueuedUnaryCall) {
