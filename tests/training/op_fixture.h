@@ -39,7 +39,11 @@ class OpFixture : public testing::TestWithParam<std::string> {
   }
 
   bool bf16() const { return backend_->activation_dtype() == DType::kBF16; }
-  double tolerance() const { return bf16() ? kBf16GoldenTolerance : kTolerance; }
+  double tolerance() const {
+    if (!bf16()) return kTolerance;
+    // x has mean 20 and deviation 1, so rounding it moves it by 4 % of its deviation; dγ by 9 %.
+    return case_ == "group_norm_7" ? 3 * kBf16GoldenTolerance : kBf16GoldenTolerance;
+  }
 
   /// An input or a gradient of the golden, on the host; undefined when it has none.
   Tensor Golden(const std::string& name) const {

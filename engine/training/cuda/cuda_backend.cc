@@ -293,15 +293,17 @@ class CudaBackend final : public Backend {
     if (!ok()) return;
     Record(LaunchNormBackward(norm, stream_), "GroupNormBackward");
     const int64_t chunk = ChunkOf(rows);
-    for (int i = 0; i < 2; ++i)
-      Record(LaunchTreeSum({.in = norm.parameters + i * channels,
-                            .in_stride = 2 * channels,
-                            .chunks = rows / chunk,
-                            .splits = chunk,
-                            .count = channels,
-                            .out = Floats(i == 0 ? args.dgamma : args.dbeta)},
-                           stream_),
-             "GroupNormBackward");
+    Record(LaunchTreeSum({.in = norm.parameters,
+                          .in_stride = 2 * channels,
+                          .groups = 2,
+                          .in_group = channels,
+                          .chunks = rows / chunk,
+                          .splits = chunk,
+                          .count = channels,
+                          .out = Floats(args.dgamma),
+                          .out_stride = Floats(args.dbeta) - Floats(args.dgamma)},
+                         stream_),
+           "GroupNormBackward");
   }
 
   void Attention(const AttentionArgs& args) override {

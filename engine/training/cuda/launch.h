@@ -81,6 +81,7 @@ struct TreeSumLaunch {
   const float* in = nullptr;
   int64_t in_stride = 0;  // elements from one split to the next
   int64_t groups = 1;
+  int64_t in_group = 0;    // elements from one group to the next; 0: its chunks follow one another
   int64_t chunks = 1, splits = 1;               // chunks: a power of two
   int64_t count = 0;                            // of in
   int taps = 1, channels = 1, in_channels = 1;  // in_channels: of in, the last of them not wanted
