@@ -59,10 +59,10 @@ __device__ Activation ActivationOf(const NormLaunch& norm) {
   return kActivation == kAny ? norm.activation : static_cast<Activation>(kActivation);
 }
 
-template <int V, Element kElement, int kActivation, bool kBackward>
+template <int V, int kWidth, Element kElement, int kActivation, bool kBackward>
 __global__ void __launch_bounds__(kStripThreads)
     MomentsKernel(const __grid_constant__ NormLaunch norm, Rows dout, FastDivmod group_size) {
-  using S = Strip<V>;
+  using S = Strip<V, kWidth>;
   __shared__ float shared[2][S::kLines][S::kChannels];
   const int column = S::Column();
   const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
@@ -148,10 +148,10 @@ __global__ void __launch_bounds__(32 * kWarps)
   statistics[1] = static_cast<float>(1.0 / sqrt(fmax(squares, 0.0) / (pixels * size) + norm.eps));
 }
 
-template <int V, Element kElement, int kActivation>
+template <int V, int kWidth, Element kElement, int kActivation>
 __global__ void __launch_bounds__(kStripThreads)
     NormalizeKernel(const __grid_constant__ NormLaunch norm, FastDivmod group_size) {
-  using S = Strip<V>;
+  using S = Strip<V, kWidth>;
   const int column = S::Column();
   if (column >= norm.channels) return;
   const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
@@ -209,10 +209,10 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <int V, Element kElement, int kActivation, bool kAdds>
+template <int V, int kWidth, Element kElement, int kActivation, bool kAdds>
 __global__ void __launch_bounds__(kStripThreads)
     NormGradientKernel(const __grid_constant__ NormBackwardLaunch backward, FastDivmod group_size) {
-  using S = Strip<V>;
+  using S = Strip<V, kWidth>;
   const NormLaunch& norm = backward.forward;
   const int column = S::Column();
   if (column >= norm.channels) return;
@@ -258,22 +258,21 @@ dim3 GroupGrid(const NormLaunch& norm) {
 }
 
 /// What a kernel is compiled for.
-template <int kWidth, Element kOf, int kWith>
+template <int kEach, int kStrip, Element kOf, int kWith>
 struct Variant {
-  static constexpr int V = kWidth;
+  static constexpr int V = kEach, kWidth = kStrip, kActivation = kWith;
   static constexpr Element kElement = kOf;
-  static constexpr int kActivation = kWith;
 };
 
 template <typename T>
 cudaError_t Forward(const NormLaunch& norm, cudaStream_t stream) {
   const int parts = PartsOf(norm.pixels);
-  const dim3 grid = Strip<T::V>::Grid(norm.channels, parts, static_cast<unsigned>(norm.rows));
+  const dim3 grid = StripGrid(T::kWidth, norm.channels, parts, static_cast<unsigned>(norm.rows));
   const FastDivmod group_size(norm.channels / norm.groups);
-  MomentsKernel<T::V, T::kElement, kAny, false>
+  MomentsKernel<T::V, T::kWidth, T::kElement, kAny, false>
       <<<grid, kStripThreads, 0, stream>>>(norm, Rows{}, group_size);
   StatisticsKernel<<<GroupGrid(norm), 32 * kWarps, 0, stream>>>(norm, parts);
-  NormalizeKernel<T::V, T::kElement, T::kActivation>
+  NormalizeKernel<T::V, T::kWidth, T::kElement, T::kActivation>
       <<<grid, kStripThreads, 0, stream>>>(norm, group_size);
   return cudaGetLastError();
 }
@@ -282,34 +281,42 @@ template <typename T>
 cudaError_t Backward(const NormBackwardLaunch& norm, cudaStream_t stream) {
   const NormLaunch& forward = norm.forward;
   const int parts = PartsOf(forward.pixels);
-  const dim3 grid = Strip<T::V>::Grid(forward.channels, parts, static_cast<unsigned>(forward.rows));
+  const dim3 grid =
+      StripGrid(T::kWidth, forward.channels, parts, static_cast<unsigned>(forward.rows));
   const FastDivmod group_size(forward.channels / forward.groups);
-  MomentsKernel<T::V, T::kElement, T::kActivation, true>
+  MomentsKernel<T::V, T::kWidth, T::kElement, T::kActivation, true>
       <<<grid, kStripThreads, 0, stream>>>(forward, norm.dout, group_size);
   CoefficientsKernel<<<GroupGrid(forward), 32 * kWarps, 0, stream>>>(norm, parts);
-  const auto gradient = norm.add.data != nullptr
-                            ? NormGradientKernel<T::V, T::kElement, T::kActivation, true>
-                            : NormGradientKernel<T::V, T::kElement, T::kActivation, false>;
+  const auto gradient =
+      norm.add.data != nullptr
+          ? NormGradientKernel<T::V, T::kWidth, T::kElement, T::kActivation, true>
+          : NormGradientKernel<T::V, T::kWidth, T::kElement, T::kActivation, false>;
   gradient<<<grid, kStripThreads, 0, stream>>>(norm, group_size);
   return cudaGetLastError();
 }
 
+template <int kWidth, typename Launch>
+cudaError_t InVectorsOfBf16(const NormLaunch& norm, const Launch& launch) {
+  switch (norm.activation) {
+    case Activation::kSilu:
+      return launch(Variant<8, kWidth, Element::kBf16, static_cast<int>(Activation::kSilu)>());
+    case Activation::kNone:
+      return launch(Variant<8, kWidth, Element::kBf16, static_cast<int>(Activation::kNone)>());
+    default:
+      return launch(Variant<8, kWidth, Element::kBf16, kAny>());
+  }
+}
 /// Calls `launch` with the Variant. Vectors in bf16 have to be fast: there, SiLU and no activation
 /// have kernels of their own.
 template <typename Launch>
 cudaError_t WithVariant(const NormLaunch& norm, bool vectors, const Launch& launch) {
   if (norm.x.element != Element::kBf16)
-    return vectors ? launch(Variant<8, Element::kF32, kAny>())
-                   : launch(Variant<1, Element::kF32, kAny>());
-  if (!vectors) return launch(Variant<1, Element::kBf16, kAny>());
-  switch (norm.activation) {
-    case Activation::kSilu:
-      return launch(Variant<8, Element::kBf16, static_cast<int>(Activation::kSilu)>());
-    case Activation::kNone:
-      return launch(Variant<8, Element::kBf16, static_cast<int>(Activation::kNone)>());
-    default:
-      return launch(Variant<8, Element::kBf16, kAny>());
-  }
+    return vectors ? launch(Variant<8, kNarrowStrip, Element::kF32, kAny>())
+                   : launch(Variant<1, kNarrowStrip, Element::kF32, kAny>());
+  if (!vectors) return launch(Variant<1, kNarrowStrip, Element::kBf16, kAny>());
+  return StripWidth(norm.channels, vectors) == kWideStrip
+             ? InVectorsOfBf16<kWideStrip>(norm, launch)
+             : InVectorsOfBf16<kNarrowStrip>(norm, launch);
 }
 
 }  // namespace

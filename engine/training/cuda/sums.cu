@@ -16,10 +16,10 @@ namespace {
 
 using namespace denoised::cuda;
 
-template <int V, Element kElement>
+template <int V, int kWidth, Element kElement>
 __global__ void __launch_bounds__(kStripThreads)
     ColumnSumsKernel(Rows x, int64_t lines, int channels, float* partial) {
-  using S = Strip<V>;
+  using S = Strip<V, kWidth>;
   __shared__ float shared[S::kLines][S::kChannels];
   const int column = S::Column();
   const Range range = RangeOf(lines, gridDim.y, blockIdx.y);
@@ -123,17 +123,19 @@ int PartsOf(int64_t lines) {
 
 cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int channels,
                              float* partial, cudaStream_t stream) {
-  const bool vectors = x.vector && channels % 8 == 0;
-  const auto kernel =
-      x.element == Element::kBf16
-          ? (vectors ? ColumnSumsKernel<8, Element::kBf16> : ColumnSumsKernel<1, Element::kBf16>)
-          : (vectors ? ColumnSumsKernel<8, Element::kF32> : ColumnSumsKernel<1, Element::kF32>);
+  const bool vectors = x.vector && channels % 8 == 0, bf16 = x.element == Element::kBf16;
+  const int width = StripWidth(channels, vectors);
+  const auto kernel = !vectors ? (bf16 ? ColumnSumsKernel<1, kNarrowStrip, Element::kBf16>
+                                       : ColumnSumsKernel<1, kNarrowStrip, Element::kF32>)
+                      : width == kWideStrip
+                          ? (bf16 ? ColumnSumsKernel<8, kWideStrip, Element::kBf16>
+                                  : ColumnSumsKernel<8, kWideStrip, Element::kF32>)
+                          : (bf16 ? ColumnSumsKernel<8, kNarrowStrip, Element::kBf16>
+                                  : ColumnSumsKernel<8, kNarrowStrip, Element::kF32>);
   for (int64_t first = 0; first < segments; first += kMostSegments) {
     const auto count = static_cast<unsigned>(std::min<int64_t>(kMostSegments, segments - first));
-    const dim3 grid = vectors ? Strip<8>::Grid(channels, PartsOf(lines), count)
-                              : Strip<1>::Grid(channels, PartsOf(lines), count);
-    kernel<<<grid, kStripThreads, 0, stream>>>(LinesFrom(x, first * lines), lines, channels,
-                                               partial + first * PartsOf(lines) * channels);
+    kernel<<<StripGrid(width, channels, PartsOf(lines), count), kStripThreads, 0, stream>>>(
+        LinesFrom(x, first * lines), lines, channels, partial + first * PartsOf(lines) * channels);
   }
   return cudaGetLastError();
 }
