@@ -9,7 +9,7 @@
 namespace denoised {
 namespace {
 
-// Weight of the newest measurement: quick enough to follow a device that slows down as it warms up.
+// Weight of the newest measurement of a stage: an average, since most prompts take no time.
 constexpr double kNewest = 0.2;
 // Clients without jobs are forgotten when so many clients are known.
 constexpr size_t kClientsBeforeSweep = 64;
@@ -36,6 +36,27 @@ size_t HostBytes(const EffectiveJob& job) {
 }
 
 }  // namespace
+
+/// The median of the last few measurements, so that one that was disturbed, such as at a busy
+/// warm-up, soon does not count. Quick enough to follow a device that slows down as it warms up.
+class Admission::Recent {
+ public:
+  void Add(double seconds) {
+    last_[count_++ % last_.size()] = seconds;
+    std::array<double, kLast> sorted = last_;
+    const size_t known = std::min(count_, kLast);
+    std::sort(sorted.begin(), sorted.begin() + known);
+    // Of two the shorter one, since what disturbs an evaluation makes it longer.
+    median_ = sorted[(known - 1) / 2];
+  }
+  double seconds() const { return median_; }
+
+ private:
+  static constexpr size_t kLast = 5;
+  std::array<double, kLast> last_{};
+  size_t count_ = 0;
+  double median_ = 0;
+};
 
 /// One client at one priority in one lane.
 struct Admission::Client {
@@ -74,13 +95,23 @@ class Admission::Lane {
     const auto padded = std::lower_bound(buckets.begin(), buckets.end(), rows);
     const int bucket = padded == buckets.end() ? rows : *padded;
     const auto above = seconds.lower_bound(bucket);
-    if (above == seconds.end()) return seconds.rbegin()->second;
-    if (above->first == bucket || above == seconds.begin()) return above->second;
-    const auto& [fewer, quicker] = *std::prev(above);
-    const auto& [more, slower] = *above;
+    if (above == seconds.end()) return seconds.rbegin()->second.seconds();
+    const double slower = Least(above);
+    if (above->first == bucket || above == seconds.begin()) return slower;
+    const auto below = std::prev(above);
+    const int fewer = below->first, more = above->first;
+    const double quicker = Least(below);
     const double between =
         quicker + (slower - quicker) * (bucket - fewer) / static_cast<double>(more - fewer);
     return std::min(between, quicker * bucket / fewer);
+  }
+
+  /// Of this bucket and all larger ones, because fewer rows never take longer: one that was
+  /// disturbed when it was measured, and not used since, is not believed.
+  double Least(std::map<int, Recent>::const_iterator bucket) const {
+    double least = bucket->second.seconds();
+    for (; bucket != seconds.end(); ++bucket) least = std::min(least, bucket->second.seconds());
+    return least;
   }
 
   int demand() const { return active_rows + waiting_rows; }
@@ -112,7 +143,7 @@ class Admission::Lane {
   Model* const model;
   const int64_t pixels;
   Room room;
-  std::map<int, double> seconds;                // of an evaluation, by bucket
+  std::map<int, Recent> seconds;                // of an evaluation, by bucket
   std::array<double, kStages> stage_seconds{};  // of an image, by stage; 0: not measured
   std::map<std::pair<Priority, std::string>, Client> clients;
   size_t sweep_at = kClientsBeforeSweep;
@@ -500,8 +531,7 @@ void Admission::Measured(Lane& lane, int bucket, double seconds, const Charge* c
   MutexLock lock(&mutex_);
   if (seconds < 0) return;
   if (charge && charge->weight > 0) lane.turn += (seconds - charge->seconds) / charge->weight;
-  const auto [known, first] = lane.seconds.emplace(bucket, seconds);
-  if (!first) known->second += kNewest * (seconds - known->second);
+  lane.seconds[bucket].Add(seconds);
 }
 
 void Admission::MeasuredStage(Lane& lane, Stage stage, int images, double seconds, bool charged) {

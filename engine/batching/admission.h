@@ -135,6 +135,7 @@ class Admission {
   Totals Read(const std::string& model, TimePoint now) const;
 
  private:
+  class Recent;
   struct Client;
   struct Model;
 

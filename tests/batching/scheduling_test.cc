@@ -366,6 +366,65 @@ TEST(Estimates, AreOfTheBucketThatRowsArePaddedTo) {
   EXPECT_EQ(*estimate.total_seconds, 1.5) << "five rows are eight";
 }
 
+// Another program takes the cores for one of the evaluations of warm-up, or for all of them.
+TEST(Estimates, OutliveABusyWarmUp) {
+  const auto estimate = [](Simulation& simulation) {
+    Estimate estimate;
+    const auto heard = simulation.TrySubmit({.steps = 20}, &estimate);
+    simulation.RunAll();
+    EXPECT_TRUE((*heard)->done->ok());
+    return *estimate.total_seconds;
+  };
+  constexpr double kCost = 0.01, kBusy = 25 * kCost;
+  for (int disturbed = 1; disturbed <= 3; ++disturbed) {
+    int launched = 0;  // number 0 captures
+    Simulation simulation(
+        {.cost = [&](int) { return launched++ == disturbed ? kBusy : kCost; }, .warm_up = true});
+    EXPECT_GE(launched, 3);
+    EXPECT_NEAR(estimate(simulation), 20 * kCost, 1e-6) << "evaluation " << disturbed;
+  }
+  bool busy = true;
+  Simulation simulation({.cost = [&](int) { return busy ? kBusy : kCost; }, .warm_up = true});
+  busy = false;
+  simulation.Submit({.steps = 2});
+  simulation.RunAll();
+  EXPECT_NEAR(estimate(simulation), 20 * kCost, 1e-6) << "two evaluations are enough";
+  // Nor does a disturbance later on count.
+  busy = true;
+  simulation.Submit({.steps = 2});
+  simulation.RunAll();
+  busy = false;
+  EXPECT_NEAR(estimate(simulation), 20 * kCost, 1e-6);
+}
+
+// What was measured of one row at warm-up is not believed when sixteen take less.
+TEST(Estimates, OutliveABusyWarmUpAlsoAtOtherRows) {
+  bool busy = true;
+  Simulation simulation(
+      {.cost = [&](int rows) { return (busy ? 25 : 1) * (0.01 + 0.001 * rows); }, .warm_up = true});
+  busy = false;
+  simulation.Submit({.steps = 2, .count = 16});
+  simulation.RunAll();
+  for (const int count : {1, 4}) {
+    Estimate estimate;
+    const auto heard = simulation.TrySubmit({.steps = 20, .count = count}, &estimate);
+    EXPECT_LE(*estimate.total_seconds, 20 * 0.026 + 1e-6) << "as sixteen rows at most";
+    simulation.RunAll();
+  }
+}
+
+// A model that takes long loads as soon as one evaluation has been measured.
+TEST(Estimates, WarmUpMeasuresLongEvaluationsOnce) {
+  int launched = 0;
+  Simulation simulation({.cost =
+                             [&](int) {
+                               ++launched;
+                               return 5.0;
+                             },
+                         .warm_up = true});
+  EXPECT_EQ(launched, 2) << "one of them captures";
+}
+
 TEST(Estimates, SlotsMayBeWhatADeviceLacks) {
   for (const double guidance : {1.0, 3.0}) {
     Simulation simulation({.slots = 1});
