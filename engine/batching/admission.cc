@@ -255,7 +255,12 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   ticket->key = std::max(lane.virtual_time, client.served) +
                 static_cast<double>((client.jobs + 1) * ticket->work()) / ticket->weight;
 
-  Estimate expected = Predict(lane, *ticket);
+  Estimate expected;
+  for (size_t level = 0; level <= static_cast<size_t>(spec.priority); ++level) {
+    expected.jobs_ahead += model.totals.queued_requests[level];
+    expected.images_ahead += model.totals.queued_images[level];
+  }
+  Predict(*ticket, false, &expected);
   // For a refused job: `share` of the queue must be done before there is room for it.
   const auto retry = [&](double share) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     expected.retry_seconds =
@@ -328,13 +333,14 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
 std::pair<double, JobId> Admission::Key(const Ticket& ticket) { return {ticket.key, ticket.id}; }
 Admission::Lane* Admission::LaneOf(const Ticket& ticket) { return ticket.lane; }
 
-Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
-  Estimate estimate;
-  for (size_t level = 0; level <= static_cast<size_t>(ticket.priority); ++level) {
-    estimate.jobs_ahead += lane.model->totals.queued_requests[level];
-    estimate.images_ahead += lane.model->totals.queued_images[level];
-  }
-  if (!lane.HasCosts()) return estimate;
+void Admission::Expect(const Ticket& ticket, Estimate* estimate) const {
+  MutexLock lock(&mutex_);
+  Predict(ticket, true, estimate);
+}
+
+void Admission::Predict(const Ticket& ticket, bool entered, Estimate* estimate) const {
+  const Lane& lane = *ticket.lane;
+  if (!lane.HasCosts()) return;
   const Client& client = *ticket.client;
   const double lane_weight =
       client.jobs == 0 ? lane.weight + ticket.weight : lane.weight - client.weight + ticket.weight;
@@ -342,8 +348,9 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   for (const Lane* other : busy_)
     if (other != &lane) other_weights += other->weight;
   const int devices = lane.model->devices;
-  const int demand = lane.demand() + ticket.rows * ticket.count;
-  const int images = lane.images() + ticket.count;
+  const int demand = lane.demand() + (entered ? 0 : ticket.rows * ticket.count);
+  const int images = lane.images() + (entered ? 0 : ticket.count);
+  const int64_t others_work = lane.waiting_work - (entered ? ticket.waiting_work : 0);
   // A lane that fits on one device competes only with the lanes on that device.
   double slowdown = (lane_weight + other_weights) / lane_weight;
   if (!lane.Exceeds(demand, images, 1)) slowdown = std::max(1.0, slowdown / devices);
@@ -357,19 +364,18 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   double ahead = 0;  // row evaluations
   if (lane.Exceeds(demand, images, devices))
     ahead = std::clamp((ticket.key - lane.virtual_time) * lane_weight - ticket.work(), 0.0,
-                       static_cast<double>(lane.waiting_work));
+                       static_cast<double>(others_work));
   const double images_ahead = ahead * ticket.count / static_cast<double>(ticket.work());
   double stages_ahead = StagesOfImage(lane, false);
   if (lane.waiting_encodes > 0)
     stages_ahead +=
         lane.StageCost(Stage::kEncode) * lane.waiting_encodes / std::max(1, lane.waiting_images);
-  estimate.start_seconds =
+  estimate->start_seconds =
       ahead / (devices * carried) * evaluation + images_ahead * stages_ahead * slowdown / devices;
-  estimate.total_seconds = *estimate.start_seconds +
-                           double{1} * rounds * ticket.evaluations * evaluation +
-                           std::max<double>(ticket.count, devices) *
-                               StagesOfImage(lane, ticket.encodes) * slowdown / devices;
-  return estimate;
+  estimate->total_seconds = *estimate->start_seconds +
+                            double{1} * rounds * ticket.evaluations * evaluation +
+                            std::max<double>(ticket.count, devices) *
+                                StagesOfImage(lane, ticket.encodes) * slowdown / devices;
 }
 
 double Admission::StagesOfImage(const Lane& lane, bool encodes) {

@@ -477,6 +477,76 @@ TEST(Estimates, ADeadlineThatCannotBeMetIsRefusedAtOnce) {
   EXPECT_TRUE((*quick)->done->ok());
 }
 
+double Seconds(FakeClock::TimePoint::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+TEST(Places, MoveAsTheQueueDoes) {
+  constexpr double kEvaluation = 0.1, kJob = 24 * kEvaluation;
+  Simulation simulation({.slots = 1, .cost = [](int) { return kEvaluation; }});
+  std::vector<std::shared_ptr<Heard>> jobs;
+  for (int i = 0; i < 6; ++i) jobs.push_back(simulation.Submit({.steps = 12, .count = 2}));
+  simulation.RunAll();
+  for (int i = 0; i < 6; ++i) {
+    const auto& places = jobs[i]->places;
+    std::vector<int> ahead;
+    for (const auto& [time, estimate] : places) {
+      if (ahead.empty() || ahead.back() != estimate.jobs_ahead)
+        ahead.push_back(estimate.jobs_ahead);
+      EXPECT_NEAR(Seconds(jobs[i]->ended.value() - time), *estimate.total_seconds, kJob)
+          << "job " << i << " behind " << estimate.jobs_ahead;
+    }
+    std::vector<int> expected;
+    for (int j = i; j > 0; --j) expected.push_back(j);
+    if (i > 0) expected.push_back(0);
+    EXPECT_EQ(ahead, expected) << "job " << i;
+    for (size_t j = 1; j < places.size(); ++j) {
+      EXPECT_GE(Seconds(places[j].first - places[j - 1].first), 1) << "once a second";
+      EXPECT_LT(places[j].second.images_ahead, places[j - 1].second.images_ahead);
+      EXPECT_LT(*places[j].second.start_seconds, *places[j - 1].second.start_seconds);
+    }
+  }
+}
+
+TEST(Places, AreToldOnlyWhenTheyChange) {
+  Simulation simulation({.slots = 1, .cost = [](int) { return 0.1; }});
+  simulation.Submit({.steps = 1000});
+  simulation.Step();  // it waits no more
+  const auto waiting = simulation.Submit({.steps = 1000});
+  for (int i = 0; i < 100; ++i) simulation.Step();
+  EXPECT_EQ(waiting->places.size(), 0u);
+  // Shorter jobs that come later go first.
+  simulation.Submit({.steps = 20, .count = 2});
+  for (int i = 0; i < 15; ++i) simulation.Step();
+  ASSERT_EQ(waiting->places.size(), 1u);
+  EXPECT_EQ(waiting->places[0].second.jobs_ahead, 2) << "and the one that was parked for them";
+  simulation.End(simulation.last_id, EndReason::kCancelled);
+  for (int i = 0; i < 15; ++i) simulation.Step();
+  ASSERT_EQ(waiting->places.size(), 2u);
+  EXPECT_EQ(waiting->places[1].second.jobs_ahead, 0);
+  EXPECT_EQ(waiting->places[1].second.images_ahead, 0);
+}
+
+TEST(Places, OfManyJobsAreToldAFewAtATime) {
+  Simulation simulation({.slots = 1, .cost = [](int) { return 0.1; }});
+  std::vector<std::shared_ptr<Heard>> jobs;
+  for (int i = 0; i < 300; ++i) jobs.push_back(simulation.Submit({.steps = 10}));
+  const auto told = [&] {
+    size_t places = 0;
+    for (const auto& heard : jobs) places += heard->places.size();
+    return places;
+  };
+  for (size_t before = 0; before < 299; before = told()) {
+    simulation.Step();
+    ASSERT_GT(told(), before) << "the walk goes on after each evaluation";
+    EXPECT_LE(told() - before, 64u);
+  }
+  for (int i = 1; i < 300; ++i) {
+    ASSERT_EQ(jobs[i]->places.size(), 1u) << i;
+    EXPECT_EQ(jobs[i]->places[0].second.jobs_ahead, i - 1) << "one has its slot";
+  }
+}
+
 TEST(Limits, AJobMayHaveMoreEvaluationsThanAnIntHolds) {
   Simulation simulation({.limits = {.images = 1 << 16}});
   EffectiveJob job = simulation.Job({.steps = 2, .count = 1 << 16, .deadline_seconds = 1e9});
