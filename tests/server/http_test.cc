@@ -237,6 +237,33 @@ TEST_F(HttpTest, AStreamTellsTheStoryInOrder) {
   EXPECT_THAT(names, ::testing::Contains("progress"));
 }
 
+TEST_F(HttpTest, ThePlaceInTheQueueMoves) {
+  Start();
+  engine_->Pause(true);
+  HttpClient stream = Stream("POST", "/v1/generate?stream=true",
+                             R"({"params": {"steps": 5, "request_id": "mine"}})");
+  ASSERT_EQ(stream.ReadHead().code, 200);
+  json first = stream.ReadEvent()->Json();
+  EXPECT_EQ(first["queued"]["position"], 0);
+  for (const int place : {2, 1}) {
+    engine_->TellPlaces({.jobs_ahead = place, .images_ahead = 10 * place, .start_seconds = 0.5});
+    const auto event = stream.ReadEvent();
+    EXPECT_EQ(event->name, "queued");
+    json expected = first["queued"];
+    expected["position"] = place;
+    expected["images_ahead"] = 10 * place;
+    expected["estimated_start_seconds"] = 0.5;
+    EXPECT_EQ(event->Json()["queued"], expected) << "all that the first one tells, too";
+  }
+  HttpClient late = Stream("GET", "/v1/jobs/mine/events?after_sequence=0");
+  ASSERT_EQ(late.ReadHead().code, 200);
+  const auto latest = late.ReadEvent();
+  EXPECT_EQ(latest->id, "3");
+  EXPECT_EQ(latest->Json()["queued"]["position"], 1);
+  engine_->Pause(false);
+  for (HttpClient* each : {&stream, &late}) EXPECT_EQ(each->ReadEvent()->name, "started");
+}
+
 TEST_F(HttpTest, AClientThatGoesFreesTheDevice) {
   Start({.evaluation_cost = 5ms});
   for (const bool stream : {true, false}) {
