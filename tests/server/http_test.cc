@@ -202,6 +202,17 @@ TEST_F(HttpTest, WhatIsNoMessageIsRefusedByField) {
   EXPECT_THAT(error(R"({"params": {"steps": "many"}})"), HasSubstr("params.steps: "));
   EXPECT_THAT(error(R"({"params": {"sampler": "ddim"}})"), HasSubstr("params.sampler: "));
   EXPECT_THAT(error(R"({"params": {"steps": 3)"), HasSubstr("body: is no JSON"));
+  EXPECT_THAT(error("{'params': {}}"), HasSubstr("body: is no JSON"));
+  EXPECT_EQ(error(R"({"params": {"steps": 3, "count": 1, "steps": 4}})"),
+            "params.steps: is given twice");
+  EXPECT_EQ(error(R"({"params": {"noise_schedule": 1, "noiseSchedule": 1}})"),
+            "params.noiseSchedule: is given twice");
+  EXPECT_EQ(error(R"({"params": {"conditions": [{"class_label": 1},
+                                                {"class_label": 1, "class_label": 1}]}})"),
+            "params.conditions[1].class_label: is given twice");
+  EXPECT_EQ(error(R"({"params": {"init_image": {"encoded": ")" + std::string(4096, 'A') +
+                  R"(", "encoded": ""}}})"),
+            "params.init_image.encoded: is given twice");
   EXPECT_THAT(error("[1]"), HasSubstr("body: "));
   EXPECT_THAT(error("\xff\xfe"), HasSubstr("body: "));
   EXPECT_THAT(error(std::string(100'000, '[')), HasSubstr("body: "));
@@ -508,6 +519,11 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
       {R"({"prompt": "1", "denoised": {"strength": 0.5}})", "denoised.strength: "},
       {R"({"prompt": "1", "denoised": {"output": {"format": 4}}})", "denoised.output.format: "},
       {R"({"prompt": "1", "denoised": []})", "denoised: is no object"},
+      {R"({"prompt": "1", "n": 1, "prompt": "2"})", "prompt: is given twice"},
+      {R"({"prompt": "1", "denoised": {"seed": 1, "seed": 1}})", "denoised.seed: is given twice"},
+      {R"({"prompt": "1", "denoised": "{\"seed\": 1, \"seed\": 1}"})",
+       "denoised.seed: is given twice"},
+      {R"({"prompt": "1", "denoised": "{"})", "denoised: is text that is no JSON"},
       {R"("a")", "body: is no JSON object"},
       {R"({)", "body: is no JSON"},
   };
