@@ -11,9 +11,9 @@
 namespace denoised {
 
 /// The events of a job, for readers at different paces. The log keeps only the latest place in
-/// the queue, the latest progress and the latest preview of each image, so a slow or late reader skips what is outdated. Other events
-/// stay until Forget. All readers see the same sequence numbers. A gap in the numbers means that a
-/// newer event replaced an older one. Not synchronised.
+/// the queue, the latest progress and the latest preview of each image, so a slow or late reader
+/// skips what is outdated. Other events stay until Forget. All readers see the same sequence
+/// numbers. A gap in the numbers means that a newer event replaced an older one. Not synchronised.
 class EventLog {
  public:
   using Event = v1::StreamGenerateResponse;
