@@ -79,6 +79,8 @@ class Admission {
   /// `estimate` is filled in either way; it may be null.
   absl::StatusOr<std::shared_ptr<Ticket>> Enter(JobId id, const EffectiveJob& job, TimePoint now,
                                                 Estimate* estimate);
+  /// The times of `estimate` anew, for a job that waits with all its images.
+  void Expect(const Ticket& ticket, Estimate* estimate) const;
   /// The job's place in its lane: the smallest key goes first.
   static std::pair<double, JobId> Key(const Ticket& ticket);
   static Lane* LaneOf(const Ticket& ticket);
@@ -135,6 +137,7 @@ class Admission {
   Totals Read(const std::string& model, TimePoint now) const;
 
  private:
+  class Recent;
   struct Client;
   struct Model;
 
@@ -142,7 +145,8 @@ class Admission {
   /// Of one image of the ticket, but for its evaluations.
   static double StagesOfImage(const Lane& lane, bool encodes);
   void WaitAgain(Ticket& ticket, int evaluations_left) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Estimate Predict(const Lane& lane, const Ticket& ticket) const
+  /// Fills in the times. `entered`: the ticket is among what waits in the lane.
+  void Predict(const Ticket& ticket, bool entered, Estimate* estimate) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   double DrainSeconds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Unqueue(Ticket& ticket, int images, int64_t work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

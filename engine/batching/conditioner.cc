@@ -178,8 +178,8 @@ absl::StatusOr<int> Conditioner::Encode() {
   return made;
 }
 
-absl::StatusOr<bool> Conditioner::WarmUp() {
-  const int run = warm_ups_++, count = run < 2 ? 1 : std::min(1 << (run - 1), together_);
+absl::StatusOr<std::optional<double>> Conditioner::WarmUp() {
+  const int count = std::min(warming_, together_);
   std::vector<TokenizedPrompt> prompts;
   std::vector<int> sets;
   for (int i = 0; i < count; ++i) {
@@ -192,14 +192,23 @@ absl::StatusOr<bool> Conditioner::WarmUp() {
     prompt.sizes.resize(denoiser_->traits().size_numbers);
     sets.push_back(Acquire(prompt));
   }
+  const auto begin = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(Encode().status());
+  const auto end = backend_.Mark();
+  DENOISED_RETURN_IF_ERROR(end->Wait());
   for (int i = 0; i < count; ++i) {
     Release(sets[i]);
     known_.erase(prompts[i]);
     entries_[sets[i]].prompt.reset();
   }
-  warm_ = run > 0 && (!CapabilitiesOf(backend_.device()).pads_rows || count == together_);
-  return run == 1;
+  std::optional<double> seconds;
+  if (count == 1) {
+    seconds = warm_runs_.Add(end->SecondsSince(*begin));
+    if (!seconds) return seconds;
+  }
+  warm_ = !CapabilitiesOf(backend_.device()).pads_rows || count == together_;
+  warming_ = 2 * count;
+  return seconds;
 }
 
 bool Conditioner::Pending(int set) const {

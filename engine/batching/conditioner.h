@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/backend/backend.h"
+#include "engine/batching/warm_runs.h"
 #include "engine/core/arena.h"
 #include "engine/job.h"
 #include "engine/models/denoiser.h"
@@ -43,10 +44,11 @@ class Conditioner {
   void Release(int set);
   /// Enqueues what makes all sets that were acquired and not made yet. Returns how many.
   absl::StatusOr<int> Encode();
-  /// Encodes prompts that nobody uses, so that no request pays for the first: one to capture its
-  /// graph and one more to be measured; then, where graphs are captured, each other number of
-  /// chunks that has one. True if this run is the one to be measured. Every set must be free.
-  absl::StatusOr<bool> WarmUp();
+  /// Encodes prompts that nobody uses, so that no request pays for the first: one a few times
+  /// (WarmRuns); then, where graphs are captured, each other number of chunks that has one. Waits
+  /// for the device. Returns the seconds of one prompt when they have been measured. Every set must
+  /// be free.
+  absl::StatusOr<std::optional<double>> WarmUp();
   bool warm() const { return warm_; }
 
   const ConditionSets& sets() const { return sets_; }
@@ -111,7 +113,8 @@ class Conditioner {
   Tensor block_;                                       // for activations
   std::map<std::pair<int, int>, Encoding> encodings_;  // by chunks and kind
   int64_t encoded_ = 0;
-  int warm_ups_ = 0;
+  int warming_ = 1;     // prompts side by side
+  WarmRuns warm_runs_;  // of one prompt
   bool warm_ = false;
   size_t bytes_ = 0;
 };

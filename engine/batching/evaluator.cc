@@ -288,10 +288,9 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
     preview_warm_ = true;
     return warmed;
   }
-  captured_next_ = !captured_next_;
-  // The first is not measured, because caches are cold.
-  if (captured_next_) return warmed;
-  warmed.seconds = end->SecondsSince(*begin);
+  const auto measured = warm_runs_.Add(end->SecondsSince(*begin));
+  if (!measured) return warmed;
+  warmed.seconds = *measured;
   if (decodes) {
     const auto decoding = decodings_.find(warming_decodes_);
     decoding->second.seconds = warmed.seconds;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/backend/backend.h"
+#include "engine/batching/warm_runs.h"
 #include "engine/core/arena.h"
 #include "engine/job.h"
 #include "engine/models/codec.h"
@@ -58,10 +59,10 @@ class Evaluator {
     bool more = false;   // call again
   };
   /// Runs one evaluation of the next bucket, so that no request pays for its first: first one that
-  /// captures the graph, then one that is measured. Decoding comes before the buckets: one image,
-  /// and twice as many for as long as that is faster for each. Waits for the device. One evaluation
-  /// a call, so that evaluations of other models can run in between. Without WarmUp(), graphs are
-  /// captured when they are first needed.
+  /// captures the graph, then a few that are measured (WarmRuns). Decoding comes before the
+  /// buckets: one image, and twice as many for as long as that is faster for each. Waits for the
+  /// device. One evaluation a call, so that evaluations of other models can run in between. Without
+  /// WarmUp(), graphs are captured when they are first needed.
   absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
@@ -176,7 +177,7 @@ class Evaluator {
   size_t warm_buckets_ = 0;
   int warming_decodes_ = 1;  // images side by side; 0: all are warm
   bool preview_warm_ = false;
-  bool captured_next_ = false;  // WarmUp() has captured the graph that it measures next
+  WarmRuns warm_runs_;  // of what WarmUp() measures
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
   double flops_per_row_ = 0;
 };

@@ -59,6 +59,7 @@ class JobQueue {
     std::once_flag plan_made;
     std::vector<DeviceEvaluation> device_plan;
     // Guarded by the queue's mutex_, which the annotations cannot name here.
+    Estimate told;                                  // of OnQueued, or of Submit
     int next_image = 0;                             // the first that no device has taken
     std::deque<std::shared_ptr<Image>> again;       // parked or lost images that wait once more
     std::map<std::shared_ptr<Image>, int> devices;  // of the images that do not wait
@@ -165,7 +166,7 @@ class JobQueue {
     std::optional<ImageResult> preview, result;
     absl::Status error;  // not OK: the image's job ends with it
   };
-  /// Calls the listeners.
+  /// Calls the listeners, and those of waiting jobs whose places have changed.
   void Report(std::vector<Outcome> outcomes);
 
  private:
@@ -173,12 +174,20 @@ class JobQueue {
     std::set<int> devices;  // that draw it
     bool lost = false;      // a lost device may have it, and may still return from a hang
   };
+  /// A walk over the waiting jobs of a lane that tells them their places: a few after each
+  /// evaluation, so that it takes no longer the more jobs wait.
+  struct Round {
+    std::optional<Clock::time_point> begun;
+    std::optional<std::pair<double, JobId>> next;  // null: the walk is over
+    int jobs = 0, images = 0;                      // in front of `next`
+  };
   /// The jobs of one lane.
   struct LaneQueue {
     Size size;
     std::map<std::pair<double, JobId>, std::shared_ptr<Job>> waiting;  // jobs with images, in order
     std::set<int> open, refused;  // devices that have memory for the size; that could not get it
     std::optional<int> opening;   // the device that is taking it
+    Round round;
   };
   struct Ending {
     std::shared_ptr<Job> job;
@@ -195,6 +204,7 @@ class JobQueue {
   void StartEnding(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasJobs(const std::string* model) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wake();
+  void TellPlaces(Admission::Lane* lane);
   void Finish(Job& job, const absl::Status& status, std::optional<EndReason> reason);
   void FinishLocked(Job& job, const absl::Status& status, std::optional<EndReason> reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job.listener_mutex);

@@ -195,13 +195,8 @@ absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
   // Nothing may run beside an evaluation that is measured.
   for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
   if (batch.conditioner && !batch.conditioner->warm()) {
-    Backend& backend = BackendOf(batch.model);
-    const auto begin = backend.Mark();
-    DENOISED_ASSIGN_OR_RETURN(const bool measured, batch.conditioner->WarmUp());
-    const auto end = backend.Mark();
-    DENOISED_RETURN_IF_ERROR(end->Wait());
-    if (measured)
-      admission_.MeasuredStage(*batch.lane, Stage::kCondition, 1, end->SecondsSince(*begin), false);
+    DENOISED_ASSIGN_OR_RETURN(const auto seconds, batch.conditioner->WarmUp());
+    if (seconds) admission_.MeasuredStage(*batch.lane, Stage::kCondition, 1, *seconds, false);
     return true;
   }
   DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, batch.evaluator->WarmUp());

@@ -14,6 +14,9 @@
 #include <cmath>
 #include <map>
 #include <memory>
+#include <optional>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "engine/core/mutex.h"
@@ -172,66 +175,111 @@ std::string Printable(std::string text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-/// How deep JSON is and how many values it has, found before any is kept. (A callback of parse()
-/// could tell too, but with one the library takes quadratic time for a list of objects.)
-struct Measure final : nlohmann::json_sax<nlohmann::json> {
-  static constexpr int kMaxDepth = 32;
+/// Checks of a text what its parsers leave open: that it is not nested too deeply, has not too many
+/// values and gives no key twice, of which they would take the last. Nothing of it is kept. (A
+/// callback of parse() could tell the same, but with one the library takes quadratic time for a
+/// list of objects.)
+class Checks final : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  std::optional<FieldViolation> problem;
+
+  bool null() override { return Value(); }
+  bool boolean(bool) override { return Value(); }
+  bool number_integer(int64_t) override { return Value(); }
+  bool number_unsigned(uint64_t) override { return Value(); }
+  bool number_float(double, const std::string&) override { return Value(); }
+  bool string(std::string&) override { return Value(); }
+  bool binary(nlohmann::json::binary_t&) override { return Value(); }
+  bool start_object(size_t) override { return Enter(true); }
+  bool end_object() override { return Leave(); }
+  bool start_array(size_t) override { return Enter(false); }
+  bool end_array() override { return Leave(); }
+  bool key(std::string& key) override {
+    Open& object = open_.back();
+    object.key = key;
+    if (!object.keys.insert(JsonName(key)).second) return Refuse(Path(), "is given twice");
+    return Count();
+  }
+  bool parse_error(size_t, const std::string&, const nlohmann::json::exception& error) override {
+    // "[json.exception.parse_error.101] parse error at line 1, column 2: …"
+    const std::string_view what = error.what();
+    const size_t bracket = what.find("] ");
+    return Refuse(
+        "body", "is no JSON: " +
+                    std::string(what.substr(bracket == std::string_view::npos ? 0 : bracket + 2)));
+  }
+
+ private:
+  static constexpr size_t kMaxDepth = 32;
   static constexpr int64_t kMaxValues = 1 << 20;  // each takes many times the memory of its text
 
-  bool Count() { return ++values <= kMaxValues; }
-  bool Enter() {
-    deep = ++depth > kMaxDepth;
-    return !deep && Count();
+  /// An object or a list that has not ended.
+  struct Open {
+    bool is_object;
+    std::string key;             // the latest
+    std::set<std::string> keys;  // as JsonName() has them
+    int64_t index = -1;          // of the latest value of a list
+  };
+
+  /// The one name of a field of a message, which may be given as class_label and as classLabel.
+  static std::string JsonName(const std::string& key) {
+    std::string name;
+    bool capital = false;
+    for (const char c : key) {
+      if (c != '_') name += capital ? absl::ascii_toupper(static_cast<unsigned char>(c)) : c;
+      capital = c == '_';
+    }
+    return name;
   }
-  bool Leave() {
-    --depth;
-    return true;
+  /// Of the latest key: "params.conditions[2].text".
+  std::string Path() const {
+    std::string path;
+    for (const Open& each : open_) {
+      if (!each.is_object) {
+        path += fmt::format("[{}]", each.index);
+      } else {
+        path += (path.empty() ? "" : ".") + each.key;
+      }
+    }
+    return path;
   }
-  bool null() override { return Count(); }
-  bool boolean(bool) override { return Count(); }
-  bool number_integer(int64_t) override { return Count(); }
-  bool number_unsigned(uint64_t) override { return Count(); }
-  bool number_float(double, const std::string&) override { return Count(); }
-  bool string(std::string&) override { return Count(); }
-  bool binary(nlohmann::json::binary_t&) override { return Count(); }
-  bool start_object(size_t) override { return Enter(); }
-  bool key(std::string&) override { return Count(); }
-  bool end_object() override { return Leave(); }
-  bool start_array(size_t) override { return Enter(); }
-  bool end_array() override { return Leave(); }
-  bool parse_error(size_t, const std::string&, const nlohmann::json::exception&) override {
+  bool Refuse(std::string field, std::string description) {
+    problem = {std::move(field), std::move(description)};
     return false;
   }
+  bool Count() {
+    return ++values_ <= kMaxValues ||
+           Refuse("body", fmt::format("has more than {} values", kMaxValues));
+  }
+  bool Value() {
+    if (!open_.empty()) ++open_.back().index;
+    return Count();
+  }
+  bool Enter(bool is_object) {
+    if (!Value()) return false;
+    open_.push_back({.is_object = is_object});
+    return open_.size() <= kMaxDepth ||
+           Refuse("body", fmt::format("is nested deeper than {}", kMaxDepth));
+  }
+  bool Leave() {
+    open_.pop_back();
+    return true;
+  }
 
-  bool deep = false;
-  int depth = 0;
-  int64_t values = 0;
+  std::vector<Open> open_;
+  int64_t values_ = 0;
 };
 
-/// Whether values are not too many and not too deep. What is no JSON passes up to where it is none.
-grpc::Status CheckValues(const std::string& text, bool* is_json = nullptr) {
-  Measure measure;
-  const bool parsed = nlohmann::json::sax_parse(text, &measure);
-  if (is_json != nullptr) *is_json = parsed;
-  if (measure.deep) {
-    return InvalidFields({{"body", fmt::format("is nested deeper than {}", Measure::kMaxDepth)}},
-                         "");
-  }
-  if (measure.values > Measure::kMaxValues) {
-    return InvalidFields({{"body", fmt::format("has more than {} values", Measure::kMaxValues)}},
-                         "");
-  }
-  return grpc::Status::OK;
+grpc::Status Check(const std::string& text) {
+  Checks checks;
+  nlohmann::json::sax_parse(text, &checks);
+  return checks.problem ? InvalidFields({*checks.problem}, "") : grpc::Status::OK;
 }
 
 grpc::Status Parse(const std::string& text, pb::Message* message) {
-  // A value takes two bytes of text and protobuf 200 ns, so 64 MiB could hold a worker for seconds.
-  if (static_cast<int64_t>(text.size() / 2) > Measure::kMaxValues) {
-    bool is_json = false;
-    if (grpc::Status status = CheckValues(text, &is_json); !status.ok()) return status;
-    // Protobuf reads more than JSON, which was not counted.
-    if (!is_json) return InvalidFields({{"body", "is no JSON"}}, "");
-  }
+  // What is checked has few values, so protobuf, which takes 200 ns for each, cannot hold a worker
+  // for seconds. It reads more than JSON, too.
+  if (grpc::Status status = Check(text); !status.ok()) return status;
   std::string binary;
   const auto status = pb::util::JsonToBinaryString(Types(), Url(*message), text, &binary);
   if (!status.ok()) return InvalidFields({Violation(std::string(status.message()))}, "");
@@ -335,18 +383,8 @@ grpc::Status FromJson(const std::string& text, pb::Message* message) {
 }
 
 grpc::Status ParseJson(const std::string& text, nlohmann::json* json) {
-  if (grpc::Status status = CheckValues(text); !status.ok()) return status;
-  try {
-    *json = nlohmann::json::parse(text);
-  } catch (const nlohmann::json::exception& error) {
-    // "[json.exception.parse_error.101] parse error at line 1, column 2: …"
-    const std::string_view what = error.what();
-    const size_t bracket = what.find("] ");
-    return InvalidFields(
-        {{"body", "is no JSON: " + std::string(what.substr(
-                                       bracket == std::string_view::npos ? 0 : bracket + 2))}},
-        "");
-  }
+  if (grpc::Status status = Check(text); !status.ok()) return status;
+  *json = nlohmann::json::parse(text);
   return grpc::Status::OK;
 }
 
