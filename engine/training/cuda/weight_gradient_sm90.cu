@@ -177,8 +177,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         advance();
       }
     }
-    ArriveAtCluster();
-    WaitForCluster();
+    if (params.log_cluster > 0) {
+      ArriveAtCluster();
+      WaitForCluster();
+    }
     return;
   }
 
@@ -216,26 +218,38 @@ __global__ void __launch_bounds__(kThreads, 1)
   WgmmaWait<0>();
   HoldRegisters(sums);
 
-  // Nobody in the cluster reads a stage any more. The CTA sums `mine` of the eight octets of
-  // columns of each block of 64.
-  ArriveAtCluster();
-  WaitForCluster();
+  // The CTA sums `mine` of the eight octets of columns of each block of 64. A CTA alone is launched
+  // without a cluster, where st.async is an illegal instruction: its threads keep what is theirs.
   const int thread = threadIdx.x, rank = static_cast<int>(ClusterRank());
   const int log_mine = 3 - params.log_cluster, mine = 1 << log_mine;
   auto* const vectors = reinterpret_cast<float4*>(ring);  // [CTA, octet, block, thread]
+  const auto vector_of = [&](int octet, int block) {
+    const float* v = sums + (block * kOctets + octet) * 4;
+    return make_float4(v[0], v[1], v[2], v[3]);
+  };
+  if (params.log_cluster == 0) {
+    NamedBarrierSync(1, kConsumers);  // nobody reads a stage any more
 #pragma unroll
-  for (int octet = 0; octet < kOctets; ++octet) {
-    const uint32_t owner = octet >> log_mine;
-    const uint32_t to = ClusterAddress(
-        vectors + ((rank << log_mine) + octet % mine) * kBlocks * kConsumers + thread, owner);
-    const uint32_t barrier = ClusterAddress(received, owner);
+    for (int octet = 0; octet < kOctets; ++octet) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const float* v = sums + (block * kOctets + octet) * 4;
-      StoreAsync(to + block * kConsumers * 16, barrier, make_float4(v[0], v[1], v[2], v[3]));
+      for (int block = 0; block < kBlocks; ++block)
+        vectors[(octet * kBlocks + block) * kConsumers + thread] = vector_of(octet, block);
     }
+  } else {
+    ArriveAtCluster();
+    WaitForCluster();  // the same of the whole cluster
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet) {
+      const uint32_t owner = octet >> log_mine;
+      const uint32_t to = ClusterAddress(
+          vectors + ((rank << log_mine) + octet % mine) * kBlocks * kConsumers + thread, owner);
+      const uint32_t barrier = ClusterAddress(received, owner);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block)
+        StoreAsync(to + block * kConsumers * 16, barrier, vector_of(octet, block));
+    }
+    WaitForStores(received, 0);
   }
-  WaitForStores(received, 0);
 
   float* const out = params.out + part.group * params.out_stride;
   float* const results = reinterpret_cast<float*>(ring + kReceivedBytes);
