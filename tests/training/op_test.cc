@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -554,6 +556,142 @@ TEST_P(LargeOpTest, Linear) {
                             .dweights = {dq, dk}});
     return std::vector<Tensor>{out, dx, dq, dk};
   });
+}
+
+/// Where two gradients of a weight [outputs, channels, taps] differ, for a message.
+std::string Differences(const std::vector<float>& out, const std::vector<float>& expected,
+                        const Shape& shape) {
+  double square = 0;
+  for (const float value : expected) square += value * value;
+  const double rms = std::sqrt(square / static_cast<double>(expected.size()));
+  const int64_t taps = shape.rank() == 4 ? shape[2] * shape[3] : 1, channels = shape[1];
+  std::vector<int64_t> of_tap(taps);
+  std::string first;
+  for (int64_t i = 0; i < static_cast<int64_t>(expected.size()); ++i) {
+    if (std::abs(out[i] - expected[i]) <= 1e-2 * rms) continue;
+    if (first.empty())
+      first = fmt::format("first at output {}, channel {}, tap {}: {} instead of {}",
+                          i / taps / channels, i / taps % channels, i % taps, out[i], expected[i]);
+    ++of_tap[i % taps];
+  }
+  return fmt::format("of {} for each tap, {} differ; {}", expected.size() / taps,
+                     fmt::join(of_tap, " "), first);
+}
+/// Products of numbers that are rounded to bf16 anyway are exact, and their sums are fp32. A pixel
+/// of 8192 that is left out changes 1e-2.
+constexpr double kWeightTolerance = 1e-3;
+
+TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
+  struct Case {
+    int in, out, images, height, width, chunk, kernel = 3;
+    bool upsample = false;
+  };
+  for (const Case& c :
+       {Case{64, 64, 8, 8, 8, 1}, Case{64, 64, 1, 8, 8, 1}, Case{96, 128, 2, 16, 16, 1},
+        Case{192, 200, 1, 32, 32, 1}, Case{320, 64, 8, 24, 64, 1}, Case{64, 192, 16, 32, 32, 2},
+        Case{64, 72, 16, 4, 4, 2}, Case{64, 72, 4, 4, 4, 1}, Case{72, 64, 4, 12, 20, 2},
+        Case{64, 136, 4, 3, 7, 4}, Case{3, 64, 8, 16, 16, 1}, Case{64, 3, 8, 16, 16, 1},
+        Case{64, 128, 4, 8, 8, 1, 3, true}, Case{6, 128, 4, 4, 4, 2, 3, true},
+        Case{256, 136, 8, 16, 16, 1, 1}, Case{200, 384, 2, 12, 20, 1, 1},
+        Case{128, 64, 4, 32, 32, 1, 1}}) {
+    SCOPED_TRACE(fmt::format("{} to {}, {} images of {}x{}, chunks of {}, kernel {}", c.in, c.out,
+                             c.images, c.height, c.width, c.chunk, c.kernel));
+    const int edge = c.kernel / 2, up = c.upsample ? 2 : 1;
+    const Shape x_shape{c.images, c.height, c.width, c.in},
+        out_shape{c.images, up * c.height, up * c.width, c.out},
+        weight_shape{c.out, c.in, c.kernel, c.kernel};
+    const auto x = Normal(x_shape), d = Normal(out_shape);
+    std::vector<std::vector<float>> gradients;
+    for (Backend* backend : {cpu_.get(), cuda_.get()}) {
+      backend->SetChunkRows(c.chunk);
+      const auto packed = backend->NewConv2d(c.in, c.out, c.kernel, c.upsample);
+      backend->PackConv2d(Floats(*backend, weight_shape), Tensor(), packed.get());
+      const Tensor dweight = Floats(*backend, weight_shape);
+      backend->Conv2dBackward({.x = Activations(*backend, x_shape, x),
+                               .weight = packed.get(),
+                               .geometry = {1, edge, edge, edge, edge},
+                               .dout = Activations(*backend, out_shape, d),
+                               .dweight = dweight});
+      gradients.push_back(OnHost(*backend, dweight));
+      EXPECT_TRUE(backend->status().ok()) << backend->status();
+    }
+    EXPECT_LE(RelativeError(gradients[1], gradients[0]), kWeightTolerance)
+        << Differences(gradients[1], gradients[0], weight_shape);
+  }
+}
+
+TEST_P(LargeOpTest, WeightGradientsOfLinears) {
+  struct Case {
+    int in, lines, images, chunk;
+    std::vector<int> parts;
+  };
+  for (const Case& c :
+       {Case{192, 64, 8, 1, {192}}, Case{384, 300, 8, 1, {384, 72, 200}}, Case{72, 1, 8, 1, {136}},
+        Case{136, 1, 64, 8, {64, 64}}, Case{64, 1000, 2, 1, {8, 256}}}) {
+    SCOPED_TRACE(fmt::format("{} to {}, {} x {} lines, chunks of {}", c.in, fmt::join(c.parts, "+"),
+                             c.images, c.lines, c.chunk));
+    int outputs = 0;
+    for (const int part : c.parts) outputs += part;
+    const Shape x_shape{c.images, c.lines, c.in}, out_shape{c.images, c.lines, outputs};
+    const auto x = Normal(x_shape), d = Normal(out_shape);
+    std::vector<std::vector<Tensor>> gradients;
+    for (Backend* backend : {cpu_.get(), cuda_.get()}) {
+      backend->SetChunkRows(c.chunk);
+      std::vector<Tensor> weights, &dweights = gradients.emplace_back();
+      for (const int part : c.parts) {
+        weights.push_back(Floats(*backend, {part, c.in}));
+        dweights.push_back(Floats(*backend, {part, c.in}));
+      }
+      const auto packed = backend->NewLinear(c.in, c.parts);
+      backend->PackLinear(weights, {}, packed.get());
+      backend->LinearBackward({.x = Activations(*backend, x_shape, x),
+                               .weight = packed.get(),
+                               .dout = Activations(*backend, out_shape, d),
+                               .dweights = dweights});
+      EXPECT_TRUE(backend->status().ok()) << backend->status();
+    }
+    for (size_t i = 0; i < c.parts.size(); ++i) {
+      const auto out = OnHost(*cuda_, gradients[1][i]), expected = OnHost(*cpu_, gradients[0][i]);
+      EXPECT_LE(RelativeError(out, expected), kWeightTolerance)
+          << "part " << i << ": " << Differences(out, expected, {c.parts[i], c.in});
+    }
+  }
+}
+
+TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
+  constexpr int kChunks = 8, kIn = 72, kOut = 136;
+  for (const int size : {4, 8, 32}) {
+    for (const int kernel : {1, 3}) {
+      SCOPED_TRACE(fmt::format("{} pixels, kernel {}", size, kernel));
+      const Shape x_shape{kChunks, size, size, kIn}, out_shape{kChunks, size, size, kOut},
+          weight_shape{kOut, kIn, kernel, kernel};
+      const Tensor x = Activations(*cuda_, x_shape, Normal(x_shape)),
+                   d = Activations(*cuda_, out_shape, Normal(out_shape));
+      const auto packed = cuda_->NewConv2d(kIn, kOut, kernel, false);
+      cuda_->PackConv2d(Floats(*cuda_, weight_shape), Tensor(), packed.get());
+      cuda_->SetChunkRows(1);
+      const auto gradient = [&](int first, int count) {
+        const Tensor dweight = Floats(*cuda_, weight_shape);
+        const int edge = kernel / 2;
+        cuda_->Conv2dBackward({.x = x.Slice(first, count),
+                               .weight = packed.get(),
+                               .geometry = {1, edge, edge, edge, edge},
+                               .dout = d.Slice(first, count),
+                               .dweight = dweight});
+        return dweight;
+      };
+      const std::vector<float> expected = OnHost(*cuda_, gradient(0, kChunks));
+      for (const int pass : {8, 4, 2, 1}) {
+        const std::function<Tensor(int, int)> sum = [&](int first, int count) {
+          if (count == pass) return gradient(first, count);
+          const Tensor left = sum(first, count / 2), right = sum(first + count / 2, count / 2);
+          cuda_->Accumulate(left, right);
+          return left;
+        };
+        EXPECT_EQ(OnHost(*cuda_, sum(0, kChunks)), expected) << "passes of " << pass << " chunks";
+      }
+    }
+  }
 }
 
 TEST_P(LargeOpTest, GroupNorm) {

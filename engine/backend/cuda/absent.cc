@@ -13,6 +13,7 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
 }
 
 CUstream_st* StreamOf(Backend&) { return nullptr; }
+bool UsesHopperKernels(Backend&) { return false; }
 
 int CudaDeviceCount() { return 0; }
 

@@ -617,6 +617,7 @@ class CudaBackend final : public Backend {
 
   absl::Status status() const override { return context_->status(); }
   cudaStream_t stream() const { return queue_.stream; }
+  bool hopper() const { return queue_.hopper; }
 
  private:
   TensorRules rules() const { return {Device::kCuda, activation_dtype()}; }
@@ -1043,6 +1044,9 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
 
 CUstream_st* StreamOf(Backend& cuda_backend) {
   return static_cast<cuda::CudaBackend&>(cuda_backend).stream();
+}
+bool UsesHopperKernels(Backend& cuda_backend) {
+  return static_cast<cuda::CudaBackend&>(cuda_backend).hopper();
 }
 
 int CudaDeviceCount() {

@@ -16,6 +16,8 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
 /// The stream on which a backend of OpenCudaBackend() enqueues its ops: for further kernels between
 /// them, in order. Null in a build without CUDA.
 CUstream_st* StreamOf(Backend& cuda_backend);
+/// Whether it uses the kernels for compute capability 9.0.
+bool UsesHopperKernels(Backend& cuda_backend);
 
 /// 0 without a device, without a driver, or in a build without CUDA.
 int CudaDeviceCount();

@@ -79,7 +79,10 @@ int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::unique_ptr<denoised::Backend> ops, DType dtype)
-      : ops_(std::move(ops)), dtype_(dtype), stream_(StreamOf(*ops_)) {}
+      : ops_(std::move(ops)),
+        dtype_(dtype),
+        stream_(StreamOf(*ops_)),
+        hopper_(UsesHopperKernels(*ops_)) {}
   ~CudaBackend() override { static_cast<void>(ops_->Synchronize()); }  // before memory goes
 
   std::string_view name() const override { return ops_->name(); }
@@ -647,7 +650,7 @@ class CudaBackend final : public Backend {
   /// taps].
   void WeightGradient(const Tensor& dout, int first_output, const Tensor& x, const Patches* patches,
                       const Tensor& dweight) {
-    if (!ok()) return;
+    if (!ok() || WeightGradientHopper(dout, first_output, x, patches, dweight)) return;
     const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), chunks = rows / chunk;
     const int64_t lines = dout.elements() / dout.dim(-1) / rows * chunk;  // of a chunk
     const int taps = patches == nullptr ? 1 : patches->kernel * patches->kernel;
@@ -690,6 +693,49 @@ class CudaBackend final : public Backend {
                           .out = Floats(dweight)},
                          stream_),
            "the gradient of a weight");
+  }
+
+  /// The same on Hopper's own kernel. False: it does not suit.
+  bool WeightGradientHopper(const Tensor& dout, int first_output, const Tensor& x,
+                            const Patches* patches, const Tensor& dweight) {
+    WeightGradientLaunch gradient = {.images = dout.dim(0),
+                                     .height = dout.elements() / dout.dim(-1) / dout.dim(0)};
+    bool doubled = false;
+    if (patches != nullptr) {
+      doubled = patches->upsample2x;
+      gradient.height = patches->out_height;
+      gradient.width = patches->out_width;
+      gradient.taps = patches->kernel * patches->kernel;
+      const int up = doubled ? 2 : 1, edge = patches->kernel / 2;
+      if ((patches->kernel != 1 && patches->kernel != 3) || patches->stride != 1 ||
+          patches->pad_top != edge || patches->pad_left != edge ||
+          patches->out_height != up * patches->height || patches->out_width != up * patches->width)
+        return false;
+    }
+    if (!hopper_ || first_output % 8 != 0) return false;
+    DENOISED_CHECK(dout.contiguous() && x.contiguous());
+    Scratch scratch(this);
+    const Tensor a = InVectors(dout, &scratch), b = InVectors(x, &scratch);
+    if (!ok()) return true;
+    gradient.dout = View(a);
+    gradient.dout.data = a.as<uint16_t>() + first_output;
+    gradient.x = View(b);
+    if (doubled) {
+      const Tensor spread =
+          scratch.New({gradient.images, gradient.height, gradient.width, b.dim(-1)}, b.dtype());
+      if (!ok()) return true;
+      Record(LaunchSpread(Flat(b), gradient.images, patches->height, patches->width, Extent(b, -1),
+                          1, Flat(spread), stream_),
+             "the gradient of a weight");
+      gradient.x = View(spread);
+    }
+    gradient.outputs = Extent(dweight, 0);
+    gradient.channels = Extent(x, -1);
+    gradient.chunks = gradient.images / ChunkOf(gradient.images);
+    gradient.out = Floats(dweight);
+    gradient.partial = scratch.Floats(WeightGradientPartials(gradient));
+    if (ok()) Record(LaunchWeightGradient(gradient, stream_), "the gradient of a weight");
+    return true;
   }
 
   /// Column sums of dout, part by part.
@@ -877,6 +923,7 @@ class CudaBackend final : public Backend {
   const std::unique_ptr<denoised::Backend> ops_;
   const DType dtype_;
   const cudaStream_t stream_;
+  const bool hopper_;
   absl::Status status_;  // the first error of a kernel of ours
   int64_t chunk_rows_ = 0;
   bool recording_ = false;

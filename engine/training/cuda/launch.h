@@ -92,6 +92,21 @@ struct TreeSumLaunch {
 };
 cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream);
 
+/// The gradient of a weight, on Hopper: dout's columns against x's, or with nine taps against x
+/// under a 3×3 window that goes a pixel beyond each image, where there are zeros. Chunks are added
+/// as a tree.
+struct WeightGradientLaunch {
+  Rows dout, x;  // [images · height · width, ..], bf16, in vectors
+  int outputs = 0, channels = 0;
+  int64_t images = 0, height = 1, width = 1;
+  int64_t chunks = 1;        // of the images: a power of two
+  int taps = 1;              // or 9
+  float* partial = nullptr;  // scratch: WeightGradientPartials() of them
+  float* out = nullptr;      // [outputs, channels, taps]
+};
+int64_t WeightGradientPartials(const WeightGradientLaunch& launch);
+cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, cudaStream_t stream);
+
 /// Parts into which the lines of a segment are cut, by their number alone.
 int PartsOf(int64_t lines);
 /// partial[segment, part, c] = Σ over the part's lines of x[segment, line, c].
