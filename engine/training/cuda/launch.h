@@ -18,6 +18,7 @@
 
 namespace denoised::training::cuda {
 
+using denoised::cuda::AttentionLaunch;
 using denoised::cuda::Element;
 using denoised::cuda::Rows;
 
@@ -122,15 +123,14 @@ struct NormBackwardLaunch {
 };
 cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream);
 
-/// Lines of scores [images, heads, tokens] of `tokens` each. p = softmax(scores).
-cudaError_t LaunchSoftmax(const float* scores, int64_t lines, int tokens, void* p, Element element,
-                          float* log_sum_exp, cudaStream_t stream);
-/// The same log-sum-exp, from what Finish::kLogSumExp has made of the scores.
-cudaError_t LaunchLogSumExp(const float* pieces, int64_t lines, int64_t count, float* log_sum_exp,
-                            cudaStream_t stream);
-/// delta[image, head, token] = scale · Σ dout · out over the head's columns.
-cudaError_t LaunchDelta(const Rows& dout, const Rows& out, int images, int tokens, int heads,
-                        int dim, float scale, float* delta, cudaStream_t stream);
+/// The forward pass is serving's LaunchAttention() with a log_sum_exp, without key sets.
+struct AttentionBackwardLaunch {
+  AttentionLaunch forward;
+  Rows dout;               // as out
+  float* delta = nullptr;  // scratch [images, heads, tokens]
+  Rows dq, dk, dv;         // as q, k and v
+};
+cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, cudaStream_t stream);
 
 /// A master weight [outputs, channels, taps] and its bias, rounded to both layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h): forward [outputs, taps, channels], from row
