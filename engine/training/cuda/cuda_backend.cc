@@ -595,9 +595,8 @@ class CudaBackend final : public Backend {
     gemm.outer = static_cast<int>(chunks);
     gemm.inner = splits;
     gemm.a = {static_cast<char*>(a.data()) + first_output * BytesOf(gemm.element), all_outputs,
-              lines * all_outputs, 0, /*lines_of_k=*/false};
-    gemm.b = {b.data(), channels, patches != nullptr ? lines : lines * channels, 0,
-              /*lines_of_k=*/false};
+              lines * all_outputs, 0};
+    gemm.b = {b.data(), channels, patches != nullptr ? lines : lines * channels, 0};
     gemm.patches = patches;
     gemm.out_stride = columns;
     gemm.out_inner = outputs * columns;
