@@ -23,31 +23,12 @@
 
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/mma.cuh"
-#include "engine/training/cuda/launch.h"
+#include "engine/training/cuda/attention.cuh"
 
 namespace denoised::training::cuda {
 namespace {
 
 using namespace denoised::cuda;
-
-constexpr float kLog2E = 1.4426950408889634f;
-
-/// Queries with the gradient of their outputs, or keys with their values.
-struct Tokens {
-  Rows first, second;
-  int count = 0;  // of an image
-};
-
-struct Gradient {
-  Tokens own, others;
-  int heads = 1, dim = 0;
-  float scale = 1;
-  bool causal = false;
-  Rows out;                            // the forward pass's
-  const float* log_sum_exp = nullptr;  // [images, heads, queries], as delta
-  float* delta = nullptr;              // written by queries, read by keys
-  Rows d_first, d_second;              // d_second: of keys
-};
 
 /// Whether a key is seen by a query, both of one image.
 template <bool kOfKeys>
@@ -434,14 +415,19 @@ cudaError_t LaunchFitting(const Gradient& gradient, int images, cudaStream_t str
                : LaunchShape<Half, kOfKeys>(gradient, images, stream);
 }
 
+/// What computes a gradient.
+enum class Kernels : uint8_t { kPlain, kTensorCores, kHopper };
+
 template <bool kOfKeys>
-cudaError_t LaunchGradient(const Gradient& gradient, bool tensor_cores, int images,
+cudaError_t LaunchGradient(const Gradient& gradient, Kernels kernels, int images,
                            cudaStream_t stream) {
   const int dim = gradient.dim;
-  if (!tensor_cores) {
+  if (kernels == Kernels::kPlain) {
     return Launch(PlainGradientKernel<kOfKeys>, gradient, kPlainWarps, 32 * kPlainWarps,
                   PlainSharedBytes(dim), images, stream);
   }
+  if (kernels == Kernels::kHopper && SuitsGradientHopper(gradient))
+    return LaunchGradientHopper<kOfKeys>(gradient, images, stream);
   if (dim <= 32) {
     return LaunchFitting<Shape<32, 2, 2, 64, 32>, Shape<32, 4, 2, 64, 32>, kOfKeys>(gradient,
                                                                                     images, stream);
@@ -457,13 +443,15 @@ constexpr int kMaxTensorCoreDim = 256;
 
 }  // namespace
 
-cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, cudaStream_t stream) {
+cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, const Queue& queue) {
   const AttentionLaunch& forward = backward.forward;
-  bool tensor_cores = !forward.fp32 && forward.dim % 8 == 0 && forward.dim <= kMaxTensorCoreDim;
+  Kernels kernels = queue.hopper ? Kernels::kHopper : Kernels::kTensorCores;
+  bool suits = !forward.fp32 && forward.dim % 8 == 0 && forward.dim <= kMaxTensorCoreDim;
   for (const Rows* rows : {&forward.q, &forward.k, &forward.v, &forward.out, &backward.dout,
                            &backward.dq, &backward.dk, &backward.dv}) {
-    tensor_cores = tensor_cores && rows->vector && rows->element == Element::kBf16;
+    suits = suits && rows->vector && rows->element == Element::kBf16;
   }
+  if (!suits) kernels = Kernels::kPlain;
   const Tokens queries = {forward.q, backward.dout, forward.tokens};
   const Tokens keys = {forward.k, forward.v, forward.key_tokens};
   Gradient gradient = {.own = queries,
@@ -476,13 +464,13 @@ cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, cud
                        .log_sum_exp = forward.log_sum_exp,
                        .delta = backward.delta,
                        .d_first = backward.dq};
-  if (cudaError_t error = LaunchGradient<false>(gradient, tensor_cores, forward.images, stream);
+  if (cudaError_t error = LaunchGradient<false>(gradient, kernels, forward.images, queue.stream);
       error != cudaSuccess) {
     return error;
   }
   gradient.own = keys, gradient.others = queries;
   gradient.d_first = backward.dk, gradient.d_second = backward.dv;
-  return LaunchGradient<true>(gradient, tensor_cores, forward.images, stream);
+  return LaunchGradient<true>(gradient, kernels, forward.images, queue.stream);
 }
 
 }  // namespace denoised::training::cuda

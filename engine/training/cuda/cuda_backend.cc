@@ -318,7 +318,7 @@ class CudaBackend final : public Backend {
                                     .dq = View(args.dq),
                                     .dk = View(args.dk),
                                     .dv = View(args.dv)},
-                                   stream_),
+                                   queue_),
            "AttentionBackward");
   }
 

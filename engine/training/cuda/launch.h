@@ -20,6 +20,7 @@ namespace denoised::training::cuda {
 
 using denoised::cuda::AttentionLaunch;
 using denoised::cuda::Element;
+using denoised::cuda::Queue;
 using denoised::cuda::Rows;
 
 /// The input of a convolution as a matrix that is not made: row p is output pixel p, and the
@@ -111,7 +112,7 @@ struct AttentionBackwardLaunch {
   float* delta = nullptr;  // scratch [images, heads, tokens]
   Rows dq, dk, dv;         // as q, k and v
 };
-cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, cudaStream_t stream);
+cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, const Queue& queue);
 
 /// A master weight [outputs, channels, taps] and its bias, rounded to both layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h): forward [outputs, taps, channels], from row
