@@ -727,26 +727,52 @@ TEST_P(LargeOpTest, GroupNorm) {
 }
 
 TEST_P(LargeOpTest, Attention) {
-  const Shape shape{kRows, 136, 48}, fused{kRows, 136, 144};
-  const auto qkv = Normal(fused), d = Normal(shape);
-  for (const int heads : {1, 3}) {
-    Compare([&](Backend& backend) {
-      const Tensor in = Activations(backend, fused, qkv), dqkv = Activations(backend, fused);
-      const AttentionArgs forward{.q = in.Columns(0, 48),
-                                  .k = in.Columns(48, 48),
-                                  .v = in.Columns(96, 48),
-                                  .heads = heads,
-                                  .scale = 0.2f,
-                                  .log_sum_exp = Floats(backend, {kRows, heads, 136}),
-                                  .out = Activations(backend, shape)};
+  struct Case {
+    int64_t tokens, keys;
+    int heads;
+    int64_t dim;
+    bool causal = false;
+  };
+  // Head dimensions with kernels of their own, between these, above all of them and with no
+  // vectors; tokens that fill tiles, do not, and are fewer.
+  for (const Case& c :
+       {Case{136, 136, 3, 16}, Case{64, 64, 2, 32}, Case{129, 129, 1, 40}, Case{256, 256, 2, 64},
+        Case{77, 77, 3, 64, true}, Case{200, 77, 2, 64}, Case{16, 145, 1, 64}, Case{50, 50, 2, 80},
+        Case{70, 33, 1, 128}, Case{96, 96, 1, 256}, Case{45, 45, 1, 256, true}, Case{37, 37, 2, 20},
+        Case{33, 41, 3, 7}, Case{40, 40, 1, 264, true}}) {
+    SCOPED_TRACE(testing::Message()
+                 << c.tokens << " queries of " << c.keys << " keys in " << c.heads << " heads of "
+                 << c.dim << (c.causal ? ", causal" : ""));
+    const int64_t width = c.heads * c.dim;
+    const Shape queries{kRows, c.tokens, width}, fused{kRows, c.keys, 2 * width};
+    const auto q = Normal(queries), kv = Normal(fused), d = Normal(queries);
+    // Of the images from `first` on.
+    const auto run = [&](Backend& backend, int64_t first, int64_t count) {
+      const auto of = [&](const Tensor& tensor) { return tensor.Slice(first, count); };
+      const Tensor keys = Activations(backend, fused, kv), dkeys = Activations(backend, fused);
+      const AttentionArgs forward{.q = of(Activations(backend, queries, q)),
+                                  .k = of(keys).Columns(0, width),
+                                  .v = of(keys).Columns(width, width),
+                                  .heads = c.heads,
+                                  .scale = 1 / std::sqrt(static_cast<float>(c.dim)),
+                                  .causal = c.causal,
+                                  .log_sum_exp = Floats(backend, {count, c.heads, c.tokens}),
+                                  .out = of(Activations(backend, queries))};
+      const Tensor dq = of(Activations(backend, queries));
       backend.Attention(forward);
       backend.AttentionBackward({.forward = forward,
-                                 .dout = Activations(backend, shape, d),
-                                 .dq = dqkv.Columns(0, 48),
-                                 .dk = dqkv.Columns(48, 48),
-                                 .dv = dqkv.Columns(96, 48)});
-      return std::vector<Tensor>{forward.out, forward.log_sum_exp, dqkv};
-    });
+                                 .dout = of(Activations(backend, queries, d)),
+                                 .dq = dq,
+                                 .dk = of(dkeys).Columns(0, width),
+                                 .dv = of(dkeys).Columns(width, width)});
+      return std::vector<Tensor>{forward.out, forward.log_sum_exp, dq, of(dkeys)};
+    };
+    Compare([&](Backend& backend) { return run(backend, 0, kRows); });
+    // An image's bits are its own.
+    const std::vector<Tensor> all = run(*cuda_, 0, kRows), last = run(*cuda_, kRows - 1, 1);
+    for (size_t i = 0; i < all.size(); ++i)
+      EXPECT_EQ(OnHost(*cuda_, all[i].Slice(kRows - 1, 1)), OnHost(*cuda_, last[i]))
+          << "result " << i;
   }
 }
 

@@ -189,6 +189,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
     const int query = first_query + warp_query + lane / 4 + 8 * r;
     if (query >= attention.tokens) continue;
+    if (warp_dim + lane % 4 == 0)
+      StoreLogSumExp(attention, image, head, query, maximum[r] * attention.scale, sum[r]);
     const float inverse = 1.0f / sum[r];
     auto* to = static_cast<__nv_bfloat16*>(attention.out.data) +
                (query_row + query) * attention.out.stride +

@@ -186,6 +186,9 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
     sum += __shfl_xor_sync(~0u, sum, 2);
     const float inverse = 1.0f / sum;
     const int row = query + lane / 4 + 8 * r;
+    if (row < attention.tokens && step.part == 0 && lane % 4 == 0)
+      StoreLogSumExp(attention, step.image, step.head, row, softmax.maximum[r] * attention.scale,
+                     sum);
     auto* to = static_cast<__nv_bfloat16*>(attention.out.data) +
                (static_cast<int64_t>(step.image) * attention.tokens + row) * attention.out.stride +
                static_cast<int64_t>(step.head) * attention.dim;

@@ -616,8 +616,7 @@ class CudaBackend final : public Backend {
   }
 
   absl::Status status() const override { return context_->status(); }
-  cudaStream_t stream() const { return queue_.stream; }
-  bool hopper() const { return queue_.hopper; }
+  const Queue& queue() const { return queue_; }
 
  private:
   TensorRules rules() const { return {Device::kCuda, activation_dtype()}; }
@@ -1042,11 +1041,8 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
                                              hopper);
 }
 
-CUstream_st* StreamOf(Backend& cuda_backend) {
-  return static_cast<cuda::CudaBackend&>(cuda_backend).stream();
-}
-bool UsesHopperKernels(Backend& cuda_backend) {
-  return static_cast<cuda::CudaBackend&>(cuda_backend).hopper();
+const cuda::Queue* QueueOf(Backend& cuda_backend) {
+  return &static_cast<cuda::CudaBackend&>(cuda_backend).queue();
 }
 
 int CudaDeviceCount() {

@@ -190,6 +190,8 @@ struct AttentionLaunch {
   bool causal = false;                  // query i sees keys 0 to i
   bool fp32 = false;                    // fp32 arithmetic
   Rows out;                             // [images · tokens, heads · dim]
+  /// [images, heads, tokens], or null: of the scaled scores, for the backward pass.
+  float* log_sum_exp = nullptr;
 };
 constexpr int kMaxHeadDim = 512;
 /// Whether an image attends to other keys than all of its own.

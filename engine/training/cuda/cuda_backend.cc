@@ -29,12 +29,9 @@ using denoised::cuda::CudaLinear;
 using denoised::cuda::DeviceMemory;
 using denoised::cuda::kBiasPadding;
 using denoised::cuda::kDepthPadding;
+using denoised::cuda::kMaxHeadDim;
 using denoised::cuda::RoundUp;
 using denoised::cuda::ToStatus;
-
-/// Scores of attention that are in memory at a time: so many that products with the few columns of
-/// a head fill a GPU.
-constexpr int64_t kScores = int64_t{24} << 20;
 
 /// The gradient of the input is a convolution of dout with `backward`: [in, taps turned, out].
 struct TrainingConv2d final : PackedConv2d {
@@ -79,10 +76,7 @@ int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::unique_ptr<denoised::Backend> ops, DType dtype)
-      : ops_(std::move(ops)),
-        dtype_(dtype),
-        stream_(StreamOf(*ops_)),
-        hopper_(UsesHopperKernels(*ops_)) {}
+      : ops_(std::move(ops)), dtype_(dtype), queue_(*QueueOf(*ops_)), stream_(queue_.stream) {}
   ~CudaBackend() override { static_cast<void>(ops_->Synchronize()); }  // before memory goes
 
   std::string_view name() const override { return ops_->name(); }
@@ -311,91 +305,23 @@ class CudaBackend final : public Backend {
 
   void Attention(const AttentionArgs& args) override {
     if (!ok()) return;
-    const Heads heads = HeadsOf(args);
-    Scratch scratch(this);
-    const auto lines_from = [&](int64_t first) { return first * heads.heads * heads.tokens; };
-    // Serving's kernel keeps no log-sum-exp, so that takes a product more, without its scores.
-    const int64_t pieces = PiecesOf(heads.tokens);
-    GemmLaunch product = ScoresOf(heads, 1, heads.Of(args.q, 0, true), heads.Of(args.k, 0, true));
-    if (SuitsTensorCores(product)) {
-      float* const sums = scratch.Floats(lines_from(heads.at_once) * pieces * 2);
-      if (!ok()) return;
-      for (int64_t first = 0; first < heads.images; first += heads.at_once) {
-        const int64_t count = std::min(heads.at_once, heads.images - first);
-        product =
-            ScoresOf(heads, count, heads.Of(args.q, first, true), heads.Of(args.k, first, true));
-        product.alpha = args.scale;
-        product.finish = Finish::kLogSumExp;
-        product.out = sums;
-        product.out_stride = 2 * pieces;
-        product.out_inner = heads.tokens * product.out_stride;
-        product.out_outer = heads.heads * product.out_inner;
-        Record(LaunchGemm(product, stream_), "Attention");
-        Record(LaunchLogSumExp(sums, lines_from(count), pieces,
-                               Floats(args.log_sum_exp) + lines_from(first), stream_),
-               "Attention");
-      }
-      ops_->Attention({.q = args.q,
-                       .k = args.k,
-                       .v = args.v,
-                       .heads = args.heads,
-                       .scale = args.scale,
-                       .out = args.out});
-      return;
-    }
-    float* const scores = scratch.Floats(heads.scores());
-    void* const p = scratch.Elements(heads.scores(), dtype_);
-    if (!ok()) return;
-    for (int64_t first = 0; first < heads.images; first += heads.at_once) {
-      const int64_t count = std::min(heads.at_once, heads.images - first);
-      product =
-          ScoresOf(heads, count, heads.Of(args.q, first, true), heads.Of(args.k, first, true));
-      product.alpha = args.scale;
-      product.out = scores;
-      product.out_element = Element::kF32;
-      Record(LaunchGemm(product, stream_), "Attention");
-      Record(LaunchSoftmax(scores, lines_from(count), heads.tokens, p, ElementOf(dtype_),
-                           Floats(args.log_sum_exp) + lines_from(first), stream_),
-             "Attention");
-      Product(heads, count, heads.Lines(p, true), heads.Of(args.v, first, false), args.out, first);
-    }
+    Record(denoised::cuda::LaunchAttention(LaunchOf(args), queue_), "Attention");
   }
 
   void AttentionBackward(const AttentionBackwardArgs& args) override {
     if (!ok()) return;
-    const AttentionArgs& forward = args.forward;
-    const Heads heads = HeadsOf(forward);
+    const AttentionLaunch forward = LaunchOf(args.forward);
     Scratch scratch(this);
-    void* const p = scratch.Elements(heads.scores(), dtype_);
-    void* const ds = scratch.Elements(heads.scores(), dtype_);
-    float* const delta = scratch.Floats(heads.images * heads.heads * heads.tokens);
+    float* const delta = scratch.Floats(int64_t{forward.images} * forward.heads * forward.tokens);
     if (!ok()) return;
-    Record(LaunchDelta(View(args.dout), View(forward.out), static_cast<int>(heads.images),
-                       heads.tokens, heads.heads, heads.dim, forward.scale, delta, stream_),
+    Record(LaunchAttentionBackward({.forward = forward,
+                                    .dout = View(args.dout),
+                                    .delta = delta,
+                                    .dq = View(args.dq),
+                                    .dk = View(args.dk),
+                                    .dv = View(args.dv)},
+                                   queue_),
            "AttentionBackward");
-    for (int64_t first = 0; first < heads.images; first += heads.at_once) {
-      const int64_t count = std::min(heads.at_once, heads.images - first);
-      const auto of = [&](const Tensor& tensor, bool lines_of_k) {
-        return heads.Of(tensor, first, lines_of_k);
-      };
-      const int64_t before = first * heads.heads * heads.tokens;
-      GemmLaunch weights = ScoresOf(heads, count, of(forward.q, true), of(forward.k, true));
-      weights.alpha = forward.scale;
-      weights.finish = Finish::kSoftmax;
-      weights.lines = Floats(forward.log_sum_exp) + before;
-      weights.out = p;
-      Record(LaunchGemm(weights, stream_), "AttentionBackward");
-      GemmLaunch gradient = ScoresOf(heads, count, of(args.dout, true), of(forward.v, true));
-      gradient.alpha = forward.scale;
-      gradient.finish = Finish::kSoftmaxGradient;
-      gradient.lines = delta + before;
-      gradient.weights = p;
-      gradient.out = ds;
-      Record(LaunchGemm(gradient, stream_), "AttentionBackward");
-      Product(heads, count, heads.Lines(p, false), of(args.dout, false), args.dv, first);
-      Product(heads, count, heads.Lines(ds, true), of(forward.k, false), args.dq, first);
-      Product(heads, count, heads.Lines(ds, false), of(forward.q, false), args.dk, first);
-    }
   }
 
   // Pointwise, resampling, embeddings.
@@ -671,9 +597,8 @@ class CudaBackend final : public Backend {
     gemm.outer = static_cast<int>(chunks);
     gemm.inner = splits;
     gemm.a = {static_cast<char*>(a.data()) + first_output * BytesOf(gemm.element), all_outputs,
-              lines * all_outputs, 0, /*lines_of_k=*/false};
-    gemm.b = {b.data(), channels, patches != nullptr ? lines : lines * channels, 0,
-              /*lines_of_k=*/false};
+              lines * all_outputs, 0};
+    gemm.b = {b.data(), channels, patches != nullptr ? lines : lines * channels, 0};
     gemm.patches = patches;
     gemm.out_stride = columns;
     gemm.out_inner = outputs * columns;
@@ -712,7 +637,7 @@ class CudaBackend final : public Backend {
           patches->out_height != up * patches->height || patches->out_width != up * patches->width)
         return false;
     }
-    if (!hopper_ || first_output % 8 != 0) return false;
+    if (!queue_.hopper || first_output % 8 != 0) return false;
     DENOISED_CHECK(dout.contiguous() && x.contiguous());
     Scratch scratch(this);
     const Tensor a = InVectors(dout, &scratch), b = InVectors(x, &scratch);
@@ -826,73 +751,25 @@ class CudaBackend final : public Backend {
     return norm;
   }
 
-  /// The products of attention, of images × heads at a time.
-  struct Heads {
-    int64_t images = 0, at_once = 0;
-    int tokens = 0, heads = 0, dim = 0;
-    Element element = Element::kF32;
-
-    int64_t scores() const { return at_once * heads * tokens * tokens; }
-    /// Heads of q, k, v and their like, from an image on.
-    Operand Of(const Tensor& tensor, int64_t first, bool lines_of_k) const {
-      const int64_t stride = tensor.row_stride();
-      return {static_cast<char*>(tensor.data()) + first * tokens * stride * BytesOf(element),
-              stride, tokens * stride, dim, lines_of_k};
-    }
-    /// Scores of the images of this round; false: by keys instead of by queries.
-    Operand Lines(const void* data, bool by_query) const {
-      const int64_t head = int64_t{tokens} * tokens;
-      return {data, tokens, heads * head, head, by_query};
-    }
-  };
-  Heads HeadsOf(const AttentionArgs& args) const {
-    DENOISED_CHECK(args.k.dim(1) == args.q.dim(1), "{} queries of {} keys", args.q.dim(1),
-                   args.k.dim(1));
-    Heads heads = {.images = args.q.dim(0),
-                   .tokens = Extent(args.q, 1),
-                   .heads = args.heads,
-                   .dim = Extent(args.q, 2) / args.heads,
-                   .element = ElementOf(dtype_)};
-    const int64_t image = int64_t{heads.heads} * heads.tokens * heads.tokens;
-    heads.at_once = std::clamp<int64_t>(kScores / image, 1,
-                                        std::min<int64_t>(heads.images, 65535 / heads.heads));
-    return heads;
-  }
-  /// a bᵀ: of tokens against tokens, laid out as Lines() has them.
-  GemmLaunch ScoresOf(const Heads& heads, int64_t count, const Operand& a, const Operand& b) const {
-    const Operand to = heads.Lines(nullptr, true);
-    return {.a = a,
-            .b = b,
-            .element = heads.element,
-            .m = heads.tokens,
-            .n = heads.tokens,
-            .k = heads.dim,
-            .outer = static_cast<int>(count),
-            .inner = heads.heads,
-            .out_element = heads.element,
-            .out_stride = to.stride,
-            .out_outer = to.outer,
-            .out_inner = to.inner};
-  }
-  /// out = lines · b: of tokens against the columns of a head.
-  void Product(const Heads& heads, int64_t count, const Operand& lines, const Operand& b,
-               const Tensor& out, int64_t first) {
-    const Operand to = heads.Of(out, first, true);
-    Record(LaunchGemm({.a = lines,
-                       .b = b,
-                       .element = heads.element,
-                       .m = heads.tokens,
-                       .n = heads.dim,
-                       .k = heads.tokens,
-                       .outer = static_cast<int>(count),
-                       .inner = heads.heads,
-                       .out = const_cast<void*>(to.data),
-                       .out_element = heads.element,
-                       .out_stride = to.stride,
-                       .out_outer = to.outer,
-                       .out_inner = to.inner},
-                      stream_),
-           "Attention");
+  AttentionLaunch LaunchOf(const AttentionArgs& args) const {
+    AttentionLaunch attention;
+    attention.q = View(args.q);
+    attention.k = View(args.k);
+    attention.v = View(args.v);
+    attention.images = attention.key_sets = Extent(args.q, 0);
+    attention.tokens = Extent(args.q, 1);
+    attention.key_tokens = Extent(args.k, 1);
+    attention.heads = args.heads;
+    attention.dim = Extent(args.q, 2) / args.heads;
+    attention.scale = args.scale;
+    attention.causal = args.causal;
+    attention.fp32 = dtype_ == DType::kF32;
+    attention.out = View(args.out);
+    attention.log_sum_exp = Floats(args.log_sum_exp);
+    DENOISED_CHECK(attention.dim <= kMaxHeadDim, "a head dimension of {}", attention.dim);
+    DENOISED_CHECK(!args.causal || attention.tokens == attention.key_tokens,
+                   "{} causal queries of {} keys", attention.tokens, attention.key_tokens);
+    return attention;
   }
 
   void Pool(const Tensor& large, float scale, const Tensor& small) {
@@ -922,8 +799,8 @@ class CudaBackend final : public Backend {
 
   const std::unique_ptr<denoised::Backend> ops_;
   const DType dtype_;
+  const denoised::cuda::Queue queue_;
   const cudaStream_t stream_;
-  const bool hopper_;
   absl::Status status_;  // the first error of a kernel of ours
   int64_t chunk_rows_ = 0;
   bool recording_ = false;

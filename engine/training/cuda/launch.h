@@ -18,7 +18,9 @@
 
 namespace denoised::training::cuda {
 
+using denoised::cuda::AttentionLaunch;
 using denoised::cuda::Element;
+using denoised::cuda::Queue;
 using denoised::cuda::Rows;
 
 /// The input of a convolution as a matrix that is not made: row p is output pixel p, and the
@@ -30,29 +32,17 @@ struct Patches {
   bool upsample2x = false;
 };
 
-/// A matrix for each (outer, inner) of a batch. Its lines are contiguous, `stride` elements apart.
+/// A matrix for each (outer, inner) of a batch. A line is one k, and holds m or n neighbours.
 struct Operand {
   const void* data = nullptr;
   int64_t stride = 0;            // elements from line to line
   int64_t outer = 0, inner = 0;  // elements from batch to batch
-  bool lines_of_k = true;  // a line holds k neighbours; false: a line is one k, and holds m or n
 };
 
-/// What becomes of s(m, n) = alpha · Σ_k a(m, k) · b(n, k), in attention with r(m) of `lines`.
-enum class Finish : uint8_t {
-  kStore,
-  kSoftmax,          // exp(s − r), r being the log-sum-exp of the line
-  kSoftmaxGradient,  // p · (s − r), p being what kSoftmax has stored
-  kLogSumExp,  // of pieces of kPieceOfLine neighbours, {the greatest, Σ exp(s − it)}: out is
-               // F32 [.., m, PiecesOf(n), 2]. For what SuitsTensorCores().
-};
-constexpr int kPieceOfLine = 16;
-inline int64_t PiecesOf(int64_t n) { return (n + kPieceOfLine - 1) / kPieceOfLine; }
-
-/// out(m, n) = what `finish` makes of it; sums are fp32, over ascending k.
+/// out(m, n) = Σ_k a(k, m) · b(k, n), in fp32 over ascending k.
 struct GemmLaunch {
   Operand a, b;
-  Element element = Element::kF32;  // of a and b; kBf16: tensor cores where SuitsTensorCores()
+  Element element = Element::kF32;  // of a and b; kBf16 in aligned vectors: tensor cores
   int64_t m = 0, n = 0, k = 0;
   int outer = 1, inner = 1;
   /// Not 0: the inner batches are parts of one k, each of so many but the last; k is of all.
@@ -60,16 +50,9 @@ struct GemmLaunch {
   /// Not null: b is this convolution's input, whose line p is a line of k; n is its channels, and
   /// the result has kernel² · n columns, tap by tap. b.outer and k_part count lines.
   const Patches* patches = nullptr;
-  float alpha = 1;
-  Finish finish = Finish::kStore;
-  const float* lines = nullptr;   // [outer, inner, m]
-  const void* weights = nullptr;  // p, as out
-  void* out = nullptr;
-  Element out_element = Element::kF32;
+  float* out = nullptr;
   int64_t out_stride = 0, out_outer = 0, out_inner = 0;
 };
-/// bf16 lines in vectors of eight, aligned; lines of the result in pairs.
-bool SuitsTensorCores(const GemmLaunch& gemm);
 cudaError_t LaunchGemm(const GemmLaunch& gemm, cudaStream_t stream);
 /// Into how many parts k should be split for `chunks` batches of such a product to fill a GPU: by
 /// shapes alone.
@@ -138,15 +121,14 @@ struct NormBackwardLaunch {
 };
 cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream);
 
-/// Lines of scores [images, heads, tokens] of `tokens` each. p = softmax(scores).
-cudaError_t LaunchSoftmax(const float* scores, int64_t lines, int tokens, void* p, Element element,
-                          float* log_sum_exp, cudaStream_t stream);
-/// The same log-sum-exp, from what Finish::kLogSumExp has made of the scores.
-cudaError_t LaunchLogSumExp(const float* pieces, int64_t lines, int64_t count, float* log_sum_exp,
-                            cudaStream_t stream);
-/// delta[image, head, token] = scale · Σ dout · out over the head's columns.
-cudaError_t LaunchDelta(const Rows& dout, const Rows& out, int images, int tokens, int heads,
-                        int dim, float scale, float* delta, cudaStream_t stream);
+/// The forward pass is serving's LaunchAttention() with a log_sum_exp, without key sets.
+struct AttentionBackwardLaunch {
+  AttentionLaunch forward;
+  Rows dout;               // as out
+  float* delta = nullptr;  // scratch [images, heads, tokens]
+  Rows dq, dk, dv;         // as q, k and v
+};
+cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, const Queue& queue);
 
 /// A master weight [outputs, channels, taps] and its bias, rounded to both layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h): forward [outputs, taps, channels], from row
