@@ -28,21 +28,22 @@ __device__ void StoreAt(void* data, Element element, int64_t i, float value) {
 }
 
 __global__ void __launch_bounds__(32 * kWarps)
-    SoftmaxKernel(const float* scores, int64_t lines, int tokens, void* p, Element element,
-                  float* log_sum_exp) {
+    SoftmaxKernel(const __grid_constant__ SoftmaxLaunch softmax) {
   const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  if (line >= lines) return;
-  const float* from = scores + line * tokens;
+  if (line >= softmax.lines) return;
+  const float* from = softmax.scores + line * softmax.stride;
+  const int seen = softmax.causal ? static_cast<int>(line % softmax.tokens) + 1 : softmax.keys;
   float largest = -INFINITY;
-  for (int i = lane; i < tokens; i += 32) largest = fmaxf(largest, from[i]);
+  for (int i = lane; i < seen; i += 32) largest = fmaxf(largest, from[i]);
   largest = WarpMax(largest);
   float sum = 0;
-  for (int i = lane; i < tokens; i += 32) sum += expf(from[i] - largest);
+  for (int i = lane; i < seen; i += 32) sum += expf(from[i] - largest);
   sum = WarpSum(sum);
-  for (int i = lane; i < tokens; i += 32)
-    StoreAt(p, element, line * tokens + i, expf(from[i] - largest) / sum);
-  if (lane == 0) log_sum_exp[line] = largest + logf(sum);
+  for (int i = lane; i < softmax.stride; i += 32)
+    StoreAt(softmax.p, softmax.element, line * softmax.stride + i,
+            i < seen ? expf(from[i] - largest) / sum : 0.0f);
+  if (lane == 0) softmax.log_sum_exp[line] = largest + logf(sum);
 }
 
 __global__ void __launch_bounds__(32 * kWarps)
@@ -79,10 +80,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 }  // namespace
 
-cudaError_t LaunchSoftmax(const float* scores, int64_t lines, int tokens, void* p, Element element,
-                          float* log_sum_exp, cudaStream_t stream) {
-  SoftmaxKernel<<<BlocksFor(lines), 32 * kWarps, 0, stream>>>(scores, lines, tokens, p, element,
-                                                              log_sum_exp);
+cudaError_t LaunchSoftmax(const SoftmaxLaunch& softmax, cudaStream_t stream) {
+  SoftmaxKernel<<<BlocksFor(softmax.lines), 32 * kWarps, 0, stream>>>(softmax);
   return cudaGetLastError();
 }
 

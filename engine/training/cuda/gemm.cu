@@ -29,8 +29,9 @@ constexpr int kThreads = 256;
 struct Gemm {
   Operand a, b;
   Element element, out_element;
-  int64_t m, n, k, k_part;
+  int64_t m, n, columns, k, k_part;  // columns: lines of b, if they are of k
   int inner;
+  bool causal;
   float alpha;
   Finish finish;
   const float* lines;
@@ -81,11 +82,15 @@ __device__ float LoadElement(const void* data, Element element, int64_t i) {
                                    : static_cast<const float*>(data)[i];
 }
 
-/// Element i of the result from its sum. `r`: of its line.
-__device__ float Finished(const Gemm& gemm, int64_t i, float sum, float r) {
+/// Whether line m has a column n.
+__device__ bool HasColumn(const Gemm& gemm, int64_t m, int64_t n) {
+  return n < gemm.columns && (!gemm.causal || n <= m);
+}
+/// Element i of the result, (m, n), from its sum. `r`: of its line.
+__device__ float Finished(const Gemm& gemm, int64_t i, int64_t m, int64_t n, float sum, float r) {
   const float s = sum * gemm.alpha;
   if (gemm.finish == Finish::kStore) return s;
-  if (gemm.finish == Finish::kSoftmax) return expf(s - r);
+  if (gemm.finish == Finish::kSoftmax) return HasColumn(gemm, m, n) ? expf(s - r) : 0.0f;
   return LoadElement(gemm.weights, gemm.out_element, i) * (s - r);
 }
 /// Of line m of this block's batch; k is whole where it is used.
@@ -170,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
     if (step < steps) {
       const int64_t k = place.k_begin + static_cast<int64_t>(step) * kStep;
       LoadTile<kM, kAOfK, false>(gemm, gemm.a, a, place, place.m, gemm.m, k, stage_of(step));
-      LoadTile<kN, kBOfK, kPatches>(gemm, gemm.b, b, place, place.n, gemm.n, k,
+      LoadTile<kN, kBOfK, kPatches>(gemm, gemm.b, b, place, place.n, gemm.columns, k,
                                     stage_of(step) + A::kElements);
     }
     CommitCopies();
@@ -233,13 +238,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             s[i] = sums[t][u + i / 2][half * 2 + i % 2] * gemm.alpha;
-            if (n_of(u + i / 2) < gemm.n) largest = fmaxf(largest, s[i]);
+            if (HasColumn(gemm, m, n_of(u + i / 2) + i % 2)) largest = fmaxf(largest, s[i]);
           }
           for (int bit = 1; bit < 4; bit *= 2)
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, bit));
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            if (n_of(u + i / 2) < gemm.n) sum += expf(s[i] - largest);
+            if (HasColumn(gemm, m, n_of(u + i / 2) + i % 2)) sum += expf(s[i] - largest);
           for (int bit = 1; bit < 4; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
           const int64_t first = place.n + warp_n + u * 8;
           if (m < gemm.m && first < gemm.n && lane % 4 == 0)
@@ -255,8 +260,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
       for (int u = 0; u < kTilesN; ++u) {
         if (n_of(u) >= gemm.n) continue;
         const int64_t at = line + n_of(u);
-        const float low = Finished(gemm, at, sums[t][u][half * 2], r),
-                    high = Finished(gemm, at + 1, sums[t][u][half * 2 + 1], r);
+        const float low = Finished(gemm, at, m, n_of(u), sums[t][u][half * 2], r),
+                    high = Finished(gemm, at + 1, m, n_of(u) + 1, sums[t][u][half * 2 + 1], r);
         if (gemm.out_element == Element::kBf16) {
           reinterpret_cast<uint32_t*>(gemm.out)[at / 2] = PackBf16(low, high);
         } else {
@@ -299,7 +304,7 @@ __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ 
   for (int64_t k = place.k_begin; k < place.k_end; k += kPlainStep) {
     __syncthreads();
     fill(gemm.a, a, place.m, gemm.m, k, false, tile_a);
-    fill(gemm.b, b, place.n, gemm.n, k, kPatches, tile_b);
+    fill(gemm.b, b, place.n, gemm.columns, k, kPatches, tile_b);
     __syncthreads();
 #pragma unroll
     for (int at_k = 0; at_k < kPlainStep; ++at_k) {
@@ -323,7 +328,7 @@ __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ 
     for (int j = 0; j < 4; ++j) {
       const int64_t n = place.n + column + 16 * j, at = OutOf(gemm, place, m) + n;
       if (n >= gemm.n) continue;
-      const float value = Finished(gemm, at, sums[i][j], r);
+      const float value = Finished(gemm, at, m, n, sums[i][j], r);
       if (gemm.out_element == Element::kBf16) {
         static_cast<__nv_bfloat16*>(gemm.out)[at] = __float2bfloat16_rn(value);
       } else {
@@ -366,7 +371,8 @@ cudaError_t LaunchTensorCores(const Gemm& gemm, const GemmLaunch& launch, cudaSt
 
 bool InVectors(const Operand& operand, int64_t size, int64_t k) {
   return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.stride % kVector == 0 &&
-         operand.inner % kVector == 0 && (operand.lines_of_k ? k : size) % kVector == 0;
+         operand.inner % kVector == 0 &&
+         (operand.padded || (operand.lines_of_k ? k : size) % kVector == 0);
 }
 
 }  // namespace
@@ -386,6 +392,7 @@ cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
   gemm.element = launch.element, gemm.out_element = launch.out_element;
   gemm.m = launch.m, gemm.n = launch.n, gemm.k = launch.k, gemm.k_part = launch.k_part;
   gemm.inner = launch.inner;
+  gemm.causal = launch.causal;
   gemm.alpha = launch.alpha;
   gemm.finish = launch.finish;
   gemm.lines = launch.lines, gemm.weights = launch.weights;
@@ -400,6 +407,7 @@ cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
     gemm.out_height = FastDivmod(launch.patches->out_height);
     gemm.out_width = FastDivmod(launch.patches->out_width);
   }
+  gemm.columns = launch.columns > 0 ? launch.columns : gemm.n;
   if (!SuitsTensorCores(launch)) {
     if (launch.finish == Finish::kLogSumExp) return cudaErrorInvalidValue;
     const dim3 grid = GridOf(gemm, launch, kPlainTile, kPlainTile);
