@@ -139,7 +139,6 @@ absl::StatusOr<AutoencoderWeights> ReadAutoencoder(const AutoencoderKLConfig& co
 absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLConfig& config,
                                         const AutoencoderWeights& weights, const Tensor& pictures,
                                         bool mirrored) {
-  DENOISED_RETURN_IF_ERROR(CheckTrainsTextToImage(backend));
   DENOISED_ASSIGN_OR_RETURN(Tensor moments, Moments(backend, config, weights, pictures, mirrored));
   const int64_t channels = config.vae.latent_channels;
   for (int64_t i = 0; i < moments.elements(); i += 2 * channels) {

@@ -73,7 +73,6 @@ class CpuBackend final : public Backend {
   }
   denoised::Device device() const override { return denoised::Device::kCpu; }
   DType activation_dtype() const override { return DType::kF32; }
-  bool trains_text_to_image() const override { return true; }
 
   void SetChunkRows(int64_t rows) override { chunk_rows_ = rows; }
   int64_t chunk_rows() const override { return chunk_rows_; }
@@ -340,7 +339,6 @@ class CpuBackend final : public Backend {
     }
     SumLoss(args.loss, args.scale, args.sum);
   }
-  bool trains_variance() const override { return true; }
   void VarianceLoss(const VarianceLossArgs& args) override {
     const int64_t rows = args.target.dim(0), channels = args.target.dim(3),
                   count = args.target.elements() / rows;
