@@ -225,6 +225,61 @@ TEST_P(LatentOpTest, LatentsAreDrawnFromTheirPosterior) {
   EXPECT_NEAR(Values(drawn)[0] * 0.5f + 2, Values(image)[0], 1e-6);
 }
 
+/// Gradients of parameters in chunks of one row: of all rows at once, and row by row, added as the
+/// trainer adds passes.
+TEST_P(LatentOpTest, SumsDoNotDependOnPasses) {
+  constexpr int64_t kRows = 4, kTokens = 77, kChannels = 40, kEntries = 50;
+  const Shape shape{kRows, kTokens, kChannels};
+  const auto normal = [](const Shape& of, uint64_t seed) {
+    std::vector<float> values(of.elements());
+    for (size_t i = 0; i < values.size(); ++i) values[i] = PhiloxNormal(seed, 0, i / 4).v[i % 4];
+    return values;
+  };
+  const Tensor x = Activations(shape, normal(shape, 1)),
+               dout = Activations(shape, normal(shape, 2)),
+               picture = OnDevice(*backend_, {kRows, 16, 16, 3}, normal({kRows, 16, 16, 3}, 3),
+                                  DType::kF32),
+               target = NewF32(picture.shape(), 0.1f);
+  Tensor index = Tensor::Host({kRows, kTokens}, DType::kI32);
+  for (int64_t i = 0; i < index.elements(); ++i)
+    index.as<int32_t>()[i] = static_cast<int32_t>(i % 3 == 0 ? i * 7 % kEntries : kEntries - 1);
+  index = OnDevice(*backend_, index);
+  backend_->SetChunkRows(1);
+  const auto run = [&](int64_t first, int64_t rows) {
+    const auto of = [&](const Tensor& all) { return all.Slice(first, rows); };
+    const LayerNormArgs forward{.x = of(x),
+                                .gamma = NewF32({kChannels}, 1.5f),
+                                .beta = NewF32({kChannels}, 0),
+                                .statistics = NewF32({rows, kTokens, 2}),
+                                .out = New({rows, kTokens, kChannels})};
+    backend_->LayerNorm(forward);
+    const std::vector<Tensor> sums = {NewF32({kChannels}), NewF32({kChannels}),
+                                      NewF32({kEntries, kChannels}), NewF32({1})};
+    backend_->LayerNormBackward({.forward = forward,
+                                 .dout = of(dout),
+                                 .dx = New(forward.x.shape()),
+                                 .dgamma = sums[0],
+                                 .dbeta = sums[1]});
+    backend_->EmbeddingBackward(of(index), of(dout), sums[2]);
+    backend_->ReconstructionLoss({.output = of(picture),
+                                  .target = of(target),
+                                  .edges = 0.5f,
+                                  .scale = 0.25f,
+                                  .loss = NewF32({rows}),
+                                  .sum = sums[3],
+                                  .doutput = NewF32({rows, 16, 16, 3})});
+    return sums;
+  };
+  const std::vector<Tensor> whole = run(0, kRows), again = run(0, kRows);
+  std::vector<std::vector<Tensor>> passes;
+  for (int64_t row = 0; row < kRows; ++row) passes.push_back(run(row, 1));
+  for (size_t i = 0; i < whole.size(); ++i) {
+    TreeSum(kRows, [&](int64_t a, int64_t b) { backend_->Accumulate(passes[a][i], passes[b][i]); });
+    EXPECT_EQ(Values(passes[0][i]), Values(whole[i])) << i;
+    EXPECT_EQ(Values(again[i]), Values(whole[i])) << i;
+  }
+}
+
 class LargeLatentOpTest : public LargeOpFixture {};
 INSTANTIATE_TEST_SUITE_P(Backends, LargeLatentOpTest, testing::Values("cuda_fp32", "cuda_bf16"),
                          [](const auto& instance) { return instance.param; });
