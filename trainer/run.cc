@@ -443,8 +443,9 @@ void Session::Sample() {
       class_values.insert(class_values.end(), vector.begin(), vector.end());
     }
   }
-  const absl::StatusOr<Grid> grid =
-      DrawGrid(SnapshotDirectory(0), config_.sample_count, std::move(class_values), prompts_);
+  const absl::StatusOr<Grid> grid = DrawGrid(
+      SnapshotDirectory(0), config_.cuda ? std::optional(config_.cuda_options) : std::nullopt,
+      config_.sample_count, std::move(class_values), prompts_);
   if (!grid.ok()) return Say("no samples: {}", std::string(grid.status().message()));
   std::error_code error;
   fs::create_directories(Output("samples"), error);

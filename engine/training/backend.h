@@ -322,10 +322,6 @@ class Backend {
                           PackedLinear* packed) = 0;
 
   // Ops and their backward twins.
-  /// Whether it has what only text to image and autoencoders need: LayerNorm, Geglu, Noise,
-  /// Gaussian, ReconstructionLoss and their twins, attention to other keys and causal attention,
-  /// embeddings of sequences, MakeSamples from posteriors. The trainer refuses them otherwise.
-  virtual bool trains_text_to_image() const { return false; }
   virtual void Conv2d(const Conv2dArgs& args) = 0;
   virtual void Conv2dBackward(const Conv2dBackwardArgs& args) = 0;
   virtual void Linear(const LinearArgs& args) = 0;
@@ -334,13 +330,11 @@ class Backend {
   virtual void GroupNormBackward(const GroupNormBackwardArgs& args) = 0;
   virtual void Attention(const AttentionArgs& args) = 0;
   virtual void AttentionBackward(const AttentionBackwardArgs& args) = 0;
-  virtual void LayerNorm(const LayerNormArgs& args) { Lacks("LayerNorm"); }
-  virtual void LayerNormBackward(const LayerNormBackwardArgs& args) { Lacks("LayerNormBackward"); }
+  virtual void LayerNorm(const LayerNormArgs& args) = 0;
+  virtual void LayerNormBackward(const LayerNormBackwardArgs& args) = 0;
   /// GEGLU: x [.., 2C] → out [.., C] = x[.., :C] · gelu(x[.., C:]), gelu by erf. dx may be x.
-  virtual void Geglu(const Tensor& x, const Tensor& out) { Lacks("Geglu"); }
-  virtual void GegluBackward(const Tensor& x, const Tensor& dout, const Tensor& dx) {
-    Lacks("GegluBackward");
-  }
+  virtual void Geglu(const Tensor& x, const Tensor& out) = 0;
+  virtual void GegluBackward(const Tensor& x, const Tensor& dout, const Tensor& dx) = 0;
   /// out = act(x); any but kTanh. `out` may be x.
   virtual void Activate(Activation activation, const Tensor& x, const Tensor& out) = 0;
   /// dx = dout · act′(x); `x` is the forward input. `dx` may be dout.
@@ -378,26 +372,17 @@ class Backend {
   virtual void MakeSamples(const SamplesArgs& args) = 0;
   /// out [N, ..] ~ N(0, 1) by Philox of (seed, kPosterior, step, the row's sample, element); rows
   /// as SamplesArgs has them.
-  virtual void Noise(uint64_t seed, const Tensor& step, const Tensor& rows, const Tensor& out) {
-    Lacks("Noise");
-  }
+  virtual void Noise(uint64_t seed, const Tensor& step, const Tensor& rows, const Tensor& out) = 0;
   virtual void Loss(const LossArgs& args) = 0;
-  /// Whether there is VarianceLoss(), and MakeSamples() writes SamplesArgs::image.
-  virtual bool trains_variance() const { return false; }
-  virtual void VarianceLoss(const VarianceLossArgs& args) { Lacks("VarianceLoss"); }
-  virtual void Gaussian(const GaussianArgs& args) { Lacks("Gaussian"); }
-  virtual void GaussianBackward(const GaussianBackwardArgs& args) { Lacks("GaussianBackward"); }
-  virtual void ReconstructionLoss(const ReconstructionLossArgs& args) {
-    Lacks("ReconstructionLoss");
-  }
+  virtual void VarianceLoss(const VarianceLossArgs& args) = 0;
+  virtual void Gaussian(const GaussianArgs& args) = 0;
+  virtual void GaussianBackward(const GaussianBackwardArgs& args) = 0;
+  virtual void ReconstructionLoss(const ReconstructionLossArgs& args) = 0;
   /// out F32 [1] = Σ x², x F32 [P]. The order depends on P alone.
   virtual void SquaredNorm(const Tensor& x, const Tensor& out) = 0;
   /// a += b, F32 [P]: one node of the tree of sums.
   virtual void Accumulate(const Tensor& a, const Tensor& b) = 0;
   virtual void Update(const UpdateArgs& args) = 0;
-
- private:
-  void Lacks(const char* op) const { DENOISED_CHECK(false, "{} has no {}", name(), op); }
 };
 
 /// The CPU, through oneDNN, with as many threads as serving takes (OMP_NUM_THREADS limits them).

@@ -17,8 +17,7 @@ absl::StatusOr<AutoencoderWeights> ReadAutoencoder(const AutoencoderKLConfig& co
 /// What an autoencoder that is not trained any more makes of pictures, U8 [M, H, W, C]: F32 [M,
 /// H / factor, W / factor, 2 · latent_channels] on the host, mean before deviation, scaled as the
 /// network over latents reads them. With `mirrored` the pictures, mirrored left to right, follow:
-/// [2M, …]. InvalidArgument if the edges are no multiples of the factor; Unimplemented where the
-/// backend lacks the ops.
+/// [2M, …]. InvalidArgument if the edges are no multiples of the factor.
 absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLConfig& config,
                                         const AutoencoderWeights& weights, const Tensor& pictures,
                                         bool mirrored);

@@ -224,13 +224,6 @@ struct ShapeOf {
 
 }  // namespace
 
-absl::Status CheckTrainsTextToImage(const Backend& backend) {
-  if (backend.trains_text_to_image()) return absl::OkStatus();
-  return Unimplemented(
-      "text to image and autoencoders cannot be trained on {} yet; use --device cpu",
-      backend.name());
-}
-
 Shape SampleShape(const NetworkConfig& config) { return std::visit(ShapeOf(), config); }
 
 absl::StatusOr<std::unique_ptr<Task>> Task::Make(Backend& backend, Parameters& parameters,

@@ -34,9 +34,6 @@ using NetworkConfig = std::variant<UNet2DConfig, TextToImageConfig, AutoencoderC
 /// [height, width, channels] of what a step draws: pixels, or latents.
 Shape SampleShape(const NetworkConfig& config);
 
-/// Unimplemented, with the remedy, where the backend lacks the ops of all but a UNet2DConfig.
-absl::Status CheckTrainsTextToImage(const Backend& backend);
-
 /// What the host says of every sample, a row each. Undefined: the network does not read it.
 struct Samples {
   Tensor rows;       // I32 [N, 16]: SampleRow

@@ -269,18 +269,6 @@ absl::Status CheckDatasetOf(const TextToImageConfig& config, const TrainerOption
   return absl::OkStatus();
 }
 
-absl::Status CheckBackend(const Backend& backend, const NetworkConfig& config,
-                          const TrainerOptions& options) {
-  if (!std::holds_alternative<UNet2DConfig>(config))
-    DENOISED_RETURN_IF_ERROR(CheckTrainsTextToImage(backend));
-  if (options.objective.learned_variance && !backend.trains_variance())
-    return Unimplemented(
-        "out_channels is twice in_channels, a learned variance, which cannot be trained on {} yet; "
-        "make them equal, or use --device cpu",
-        backend.name());
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::Status TrainerOptions::Check(int ranks) const {
@@ -413,7 +401,6 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Make(Backend& backend, Exchang
                                                        const Dataset& dataset) {
   DENOISED_RETURN_IF_ERROR(options.Check(exchange.ranks()));
   DENOISED_RETURN_IF_ERROR(CheckDataset(config, options, dataset));
-  DENOISED_RETURN_IF_ERROR(CheckBackend(backend, config, options));
   DENOISED_ASSIGN_OR_RETURN(Objective objective, Objective::Make(options.objective));
   std::unique_ptr<Trainer> trainer(
       new Trainer(backend, exchange, config, options, std::move(objective), dataset));
@@ -428,7 +415,6 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
                                           int ranks) {
   DENOISED_RETURN_IF_ERROR(options.Check(ranks));
   DENOISED_RETURN_IF_ERROR(CheckDataset(config, options, dataset));
-  DENOISED_RETURN_IF_ERROR(CheckBackend(backend, config, options));
   TrainerPlan plan;
   const int64_t local_chunks = options.chunks / ranks;
   const int64_t pass_chunks = backend.PassChunks(local_chunks / options.accumulation);

@@ -344,7 +344,6 @@ TEST_P(OpTest, LossIsTheGradientOfItsValue) {
 }
 
 TEST_P(OpTest, VarianceLoss) {
-  if (GetParam() != "cpu") GTEST_SKIP() << "CUDA has no VarianceLoss yet";
   Run(
       "variance_loss",
       [&](const nlohmann::json& golden) {
@@ -357,9 +356,9 @@ TEST_P(OpTest, VarianceLoss) {
                      .log_variance_max = golden["log_variance_max"][i]};
         const float scale = golden["scale"];
         const Tensor sum = NewF32({1});
-        backend_->VarianceLoss({.output = In("output"),
-                                .target = In("target"),
-                                .image = In("image"),
+        backend_->VarianceLoss({.output = Parameter("output"),
+                                .target = Parameter("target"),
+                                .image = Parameter("image"),
                                 .rows = Rows(rows),
                                 .scale = scale,
                                 .weight = golden["variance_weight"],
@@ -442,53 +441,7 @@ TEST_P(OpTest, SumsOfManyElements) {
   EXPECT_NEAR(Values(out)[0] / squares, 1, 1e-6);
 }
 
-/// Shapes that fill vectors and tiles, which the goldens' odd ones do not, against the CPU.
-class LargeOpTest : public testing::TestWithParam<std::string> {
- protected:
-  void SetUp() override {
-    DENOISED_NEEDS_GPU();
-    cpu_ = OpenForTest("cpu");
-    cuda_ = OpenForTest(GetParam());
-    for (Backend* backend : {cpu_.get(), cuda_.get()}) backend->SetChunkRows(kChunk);
-  }
-  /// Normal numbers, rounded to the activations' type in any case.
-  std::vector<float> Normal(const Shape& shape) {
-    std::vector<float> values(shape.elements());
-    const bool bf16 = cuda_->activation_dtype() == DType::kBF16;
-    for (size_t i = 0; i < values.size(); ++i) {
-      const float value = PhiloxNormal(seed_, 0, i / 4).v[i % 4];
-      values[i] = bf16 ? BFloat16ToFloat(FloatToBFloat16(value)) : value;
-    }
-    ++seed_;
-    return values;
-  }
-  /// Runs `op` on both backends; what it returns must agree.
-  void Compare(const std::function<std::vector<Tensor>(Backend&)>& op) {
-    const std::vector<Tensor> expected = op(*cpu_), out = op(*cuda_);
-    EXPECT_TRUE(cuda_->status().ok()) << cuda_->status();
-    const bool bf16 = cuda_->activation_dtype() == DType::kBF16;
-    for (size_t i = 0; i < expected.size(); ++i)
-      EXPECT_LE(RelativeError(OnHost(*cuda_, out[i]), OnHost(*cpu_, expected[i])),
-                bf16 ? kBf16Tolerance : kTolerance)
-          << "result " << i;
-  }
-  static Tensor Activations(Backend& backend, const Shape& shape,
-                            const std::vector<float>& values = {}) {
-    return OnDevice(backend, shape,
-                    values.empty() ? std::vector<float>(shape.elements(), NAN) : values,
-                    backend.activation_dtype());
-  }
-  static Tensor Floats(Backend& backend, const Shape& shape,
-                       const std::vector<float>& values = {}) {
-    return OnDevice(backend, shape,
-                    values.empty() ? std::vector<float>(shape.elements(), NAN) : values,
-                    DType::kF32);
-  }
-
-  static constexpr int64_t kRows = 4, kChunk = 2;
-  std::unique_ptr<Backend> cpu_, cuda_;
-  uint64_t seed_ = 1;
-};
+class LargeOpTest : public LargeOpFixture {};
 INSTANTIATE_TEST_SUITE_P(Backends, LargeOpTest, testing::Values("cuda_fp32", "cuda_bf16"),
                          [](const auto& instance) { return instance.param; });
 

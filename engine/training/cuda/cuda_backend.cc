@@ -71,6 +71,7 @@ float* Floats(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullp
 const SampleRow* SamplesOf(const Tensor& rows) {
   return reinterpret_cast<const SampleRow*>(rows.as<int32_t>());
 }
+int64_t LinesOf(const Tensor& tensor) { return tensor.elements() / tensor.dim(-1); }
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
 
 class CudaBackend final : public Backend {
@@ -303,6 +304,41 @@ class CudaBackend final : public Backend {
            "GroupNormBackward");
   }
 
+  void LayerNorm(const LayerNormArgs& args) override {
+    if (!ok()) return;
+    LayerNormLaunch norm = LaunchOf(args);
+    norm.out = View(args.out);
+    Record(LaunchLayerNorm(norm, stream_), "LayerNorm");
+  }
+
+  void LayerNormBackward(const LayerNormBackwardArgs& args) override {
+    if (!ok()) return;
+    LayerNormBackwardLaunch norm;
+    norm.forward = LaunchOf(args.forward);
+    norm.dout = View(args.dout);
+    norm.add = View(args.add);
+    norm.dx = View(args.dx);
+    const int64_t rows = args.dx.dim(0), chunk = ChunkOf(rows), channels = norm.forward.channels;
+    norm.chunk_tokens = norm.forward.tokens / rows * chunk;
+    const int parts = PartsOf(norm.chunk_tokens);
+    Scratch scratch(this);
+    if (args.dgamma) norm.parameters = scratch.Floats(rows / chunk * parts * 2 * channels);
+    if (!ok()) return;
+    Record(LaunchLayerNormBackward(norm, stream_), "LayerNormBackward");
+    if (!args.dgamma) return;
+    Record(LaunchTreeSum({.in = norm.parameters,
+                          .in_stride = 2 * channels,
+                          .groups = 2,
+                          .in_group = channels,
+                          .chunks = rows / chunk,
+                          .splits = parts,
+                          .count = channels,
+                          .out = Floats(args.dgamma),
+                          .out_stride = Floats(args.dbeta) - Floats(args.dgamma)},
+                         stream_),
+           "LayerNormBackward");
+  }
+
   void Attention(const AttentionArgs& args) override {
     if (!ok()) return;
     Record(denoised::cuda::LaunchAttention(LaunchOf(args), queue_), "Attention");
@@ -334,6 +370,16 @@ class CudaBackend final : public Backend {
     Record(
         LaunchActivateBackward(activation, Flat(x), Flat(dout), dx.elements(), Flat(dx), stream_),
         "ActivateBackward");
+  }
+  void Geglu(const Tensor& x, const Tensor& out) override {
+    if (!ok()) return;
+    Record(LaunchGeglu(View(x), LinesOf(out), Extent(out, -1), View(out), stream_), "Geglu");
+  }
+  void GegluBackward(const Tensor& x, const Tensor& dout, const Tensor& dx) override {
+    if (!ok()) return;
+    Record(LaunchGegluBackward(View(x), View(dout), LinesOf(dout), Extent(dout, -1), View(dx),
+                               stream_),
+           "GegluBackward");
   }
   void Upsample2x(const Tensor& x, const Tensor& out) override { Spread(x, 1, out); }
   void Upsample2xBackward(const Tensor& dout, const Tensor& dx) override { Pool(dout, 1, dx); }
@@ -390,14 +436,32 @@ class CudaBackend final : public Backend {
     if (ok()) ops_->FourierEmbedding({.t = t, .weight = weight, .out = out});
   }
   void Embedding(const Tensor& table, const Tensor& index, const Tensor& out) override {
-    if (ok()) ops_->Embedding({.table = table, .index = index, .out = out});
+    if (!ok()) return;
+    constexpr int64_t kMost = 65535;  // rows of a launch
+    const int64_t lines = index.elements();
+    const Tensor from = index.Reshape({lines}), to = out.Reshape({lines, table.dim(1)});
+    for (int64_t first = 0; first < lines; first += kMost) {
+      const int64_t count = std::min(kMost, lines - first);
+      ops_->Embedding(
+          {.table = table, .index = from.Slice(first, count), .out = to.Slice(first, count)});
+    }
   }
   void EmbeddingBackward(const Tensor& index, const Tensor& dout, const Tensor& dtable) override {
     if (!ok()) return;
-    Record(LaunchEmbeddingBackward(index.as<int32_t>(), View(dout), index.dim(0),
-                                   ChunkOf(index.dim(0)), Extent(dtable, 0), Extent(dtable, 1),
-                                   Floats(dtable), stream_),
-           "EmbeddingBackward");
+    const int64_t lines = index.elements(), dim = dtable.dim(1);
+    Scratch scratch(this);
+    EmbeddingBackwardLaunch embedding = {
+        .index = index.as<int32_t>(),
+        .dout = View(dout),
+        .lines = lines,
+        .chunk_lines = lines / index.dim(0) * ChunkOf(index.dim(0)),
+        .entries = Extent(dtable, 0),
+        .dim = static_cast<int>(dim),
+        .sorted = static_cast<int2*>(scratch.Elements(2 * lines, DType::kI32)),
+        .sums = scratch.Floats(lines * dim),
+        .dtable = Floats(dtable)};
+    DENOISED_CHECK(lines <= INT32_MAX);
+    if (ok()) Record(LaunchEmbeddingBackward(embedding, stream_), "EmbeddingBackward");
   }
   void Dropout(const DropoutArgs& args) override {
     if (!ok()) return;
@@ -412,21 +476,32 @@ class CudaBackend final : public Backend {
   void MakeSamples(const SamplesArgs& args) override {
     if (!ok()) return;
     SamplesLaunch samples;
-    samples.images = args.images.as<uint8_t>();
+    if (args.posteriors) {
+      samples.posteriors = Floats(args.posteriors);
+    } else {
+      samples.images = args.images.as<uint8_t>();
+      samples.from_height = Extent(args.images, 1);
+      samples.from_width = Extent(args.images, 2);
+    }
     samples.rows = SamplesOf(args.rows);
     samples.count = args.x.dim(0);
     samples.height = Extent(args.x, 1);
     samples.width = Extent(args.x, 2);
     samples.channels = Extent(args.x, 3);
-    samples.from_height = Extent(args.images, 1);
-    samples.from_width = Extent(args.images, 2);
     samples.seed = args.seed;
     samples.step = args.step.as<int32_t>();
     samples.x = Flat(args.x);
     samples.target = Floats(args.target);
     samples.condition = Floats(args.condition);
     if (args.label) samples.label = args.label.as<int32_t>();
+    samples.image = Floats(args.image);
     Record(LaunchMakeSamples(samples, stream_), "MakeSamples");
+  }
+  void Noise(uint64_t seed, const Tensor& step, const Tensor& rows, const Tensor& out) override {
+    if (!ok()) return;
+    Record(LaunchNoise(seed, step.as<int32_t>(), SamplesOf(rows), out.dim(0),
+                       out.elements() / out.dim(0), Floats(out), stream_),
+           "Noise");
   }
   void Loss(const LossArgs& args) override {
     if (!ok()) return;
@@ -435,16 +510,63 @@ class CudaBackend final : public Backend {
                       args.output.elements() / rows, args.scale, Floats(args.loss),
                       Floats(args.doutput), stream_),
            "Loss");
-    if (!args.sum) return;
-    Record(LaunchTreeSum({.in = Floats(args.loss),
-                          .in_stride = 1,
-                          .chunks = rows / ChunkOf(rows),
-                          .splits = ChunkOf(rows),
-                          .count = 1,
-                          .scale = args.scale,
-                          .out = Floats(args.sum)},
-                         stream_),
-           "Loss");
+    SumLoss(args.loss, args.scale, args.sum);
+  }
+  void VarianceLoss(const VarianceLossArgs& args) override {
+    if (!ok()) return;
+    const int64_t rows = args.target.dim(0);
+    Record(LaunchVarianceLoss({.output = Floats(args.output),
+                               .target = Floats(args.target),
+                               .image = Floats(args.image),
+                               .samples = SamplesOf(args.rows),
+                               .rows = rows,
+                               .elements = args.target.elements() / rows,
+                               .channels = Extent(args.target, -1),
+                               .scale = args.scale,
+                               .weight = args.weight,
+                               .loss = Floats(args.loss),
+                               .doutput = Floats(args.doutput)},
+                              stream_),
+           "VarianceLoss");
+    SumLoss(args.loss, args.scale, args.sum);
+  }
+  void Gaussian(const GaussianArgs& args) override {
+    if (!ok()) return;
+    GaussianLaunch gaussian = LaunchOf(args);
+    gaussian.latents = Flat(args.latents);
+    gaussian.kl = Floats(args.kl);
+    Record(LaunchGaussian(gaussian, stream_), "Gaussian");
+  }
+  void GaussianBackward(const GaussianBackwardArgs& args) override {
+    if (!ok()) return;
+    Record(LaunchGaussianBackward({.forward = LaunchOf(args.forward),
+                                   .dlatents = Flat(args.dlatents),
+                                   .scale = args.scale,
+                                   .dmoments = Floats(args.dmoments)},
+                                  stream_),
+           "GaussianBackward");
+  }
+  void ReconstructionLoss(const ReconstructionLossArgs& args) override {
+    if (!ok()) return;
+    const int64_t rows = args.output.dim(0);
+    const ReconstructionScratch needed = ReconstructionScratchOf(args.output.elements() / rows);
+    Scratch scratch(this);
+    ReconstructionLaunch of = {.output = Floats(args.output),
+                               .target = Floats(args.target),
+                               .rows = rows,
+                               .height = Extent(args.output, 1),
+                               .width = Extent(args.output, 2),
+                               .channels = Extent(args.output, 3),
+                               .edges = args.edges,
+                               .add = Floats(args.add),
+                               .scale = args.scale,
+                               .loss = Floats(args.loss),
+                               .doutput = Floats(args.doutput),
+                               .halved = scratch.Doubles(rows * needed.halved),
+                               .partial = scratch.Doubles(rows * needed.parts)};
+    if (!ok()) return;
+    Record(LaunchReconstruction(of, stream_), "ReconstructionLoss");
+    SumLoss(args.loss, args.scale, args.sum);
   }
   void SquaredNorm(const Tensor& x, const Tensor& out) override {
     if (!ok()) return;
@@ -490,6 +612,9 @@ class CudaBackend final : public Backend {
       return backend_->TakeScratch(count * static_cast<int64_t>(SizeOf(dtype)));
     }
     float* Floats(int64_t count) { return static_cast<float*>(Elements(count, DType::kF32)); }
+    double* Doubles(int64_t count) {
+      return static_cast<double*>(backend_->TakeScratch(count * int64_t{sizeof(double)}));
+    }
     Tensor New(const Shape& shape, DType dtype) {
       void* data = Elements(shape.elements(), dtype);
       return data == nullptr ? Tensor()
@@ -566,8 +691,7 @@ class CudaBackend final : public Backend {
   /// `tensor` as tensor cores read it: with zeros up to eight channels or a multiple of that.
   Tensor InVectors(const Tensor& tensor, Scratch* scratch) {
     if (dtype_ != DType::kBF16 || tensor.dim(-1) % 8 == 0) return tensor;
-    const int64_t channels = RoundUp(tensor.dim(-1), 8), lines = tensor.elements() / tensor.dim(-1);
-    const Tensor padded = scratch->New({lines, channels}, dtype_);
+    const Tensor padded = scratch->New({LinesOf(tensor), RoundUp(tensor.dim(-1), 8)}, dtype_);
     if (padded) CopyColumns(tensor, padded);
     return padded;
   }
@@ -771,6 +895,38 @@ class CudaBackend final : public Backend {
                    "{} causal queries of {} keys", attention.tokens, attention.key_tokens);
     return attention;
   }
+  static LayerNormLaunch LaunchOf(const LayerNormArgs& args) {
+    return {.x = View(args.x),
+            .tokens = LinesOf(args.x),
+            .channels = Extent(args.x, -1),
+            .gamma = Floats(args.gamma),
+            .beta = Floats(args.beta),
+            .eps = args.eps,
+            .statistics = Floats(args.statistics)};
+  }
+  static GaussianLaunch LaunchOf(const GaussianArgs& args) {
+    const int64_t rows = args.noise.dim(0);
+    return {.moments = Floats(args.moments),
+            .noise = Floats(args.noise),
+            .rows = rows,
+            .elements = args.noise.elements() / rows,
+            .channels = Extent(args.noise, -1),
+            .weight = args.weight};
+  }
+  /// sum = scale · Σ loss, over chunks as gradients are.
+  void SumLoss(const Tensor& loss, float scale, const Tensor& sum) {
+    if (!sum || !ok()) return;
+    const int64_t rows = loss.dim(0), chunk = ChunkOf(rows);
+    Record(LaunchTreeSum({.in = Floats(loss),
+                          .in_stride = 1,
+                          .chunks = rows / chunk,
+                          .splits = chunk,
+                          .count = 1,
+                          .scale = scale,
+                          .out = Floats(sum)},
+                         stream_),
+           "Loss");
+  }
 
   void Pool(const Tensor& large, float scale, const Tensor& small) {
     if (!ok()) return;
@@ -787,8 +943,8 @@ class CudaBackend final : public Backend {
   /// Zeros in what `to` has more.
   void CopyColumns(const Tensor& from, const Tensor& to) {
     if (!ok()) return;
-    Record(LaunchCopyColumns(View(from), Extent(from, -1), from.elements() / from.dim(-1), View(to),
-                             Extent(to, -1), stream_),
+    Record(LaunchCopyColumns(View(from), Extent(from, -1), LinesOf(from), View(to), Extent(to, -1),
+                             stream_),
            "copying columns");
   }
 

@@ -267,7 +267,8 @@ struct Variant {
 template <typename T>
 cudaError_t Forward(const NormLaunch& norm, cudaStream_t stream) {
   const int parts = PartsOf(norm.pixels);
-  const dim3 grid = StripGrid(T::kWidth, norm.channels, parts, static_cast<unsigned>(norm.rows));
+  const dim3 grid =
+      Strip<T::V, T::kWidth>::Grid(norm.channels, parts, static_cast<unsigned>(norm.rows));
   const FastDivmod group_size(norm.channels / norm.groups);
   MomentsKernel<T::V, T::kWidth, T::kElement, kAny, false>
       <<<grid, kStripThreads, 0, stream>>>(norm, Rows{}, group_size);
@@ -282,7 +283,7 @@ cudaError_t Backward(const NormBackwardLaunch& norm, cudaStream_t stream) {
   const NormLaunch& forward = norm.forward;
   const int parts = PartsOf(forward.pixels);
   const dim3 grid =
-      StripGrid(T::kWidth, forward.channels, parts, static_cast<unsigned>(forward.rows));
+      Strip<T::V, T::kWidth>::Grid(forward.channels, parts, static_cast<unsigned>(forward.rows));
   const FastDivmod group_size(forward.channels / forward.groups);
   MomentsKernel<T::V, T::kWidth, T::kElement, T::kActivation, true>
       <<<grid, kStripThreads, 0, stream>>>(forward, norm.dout, group_size);

@@ -64,7 +64,7 @@ struct TreeSumLaunch {
   const float* in = nullptr;
   int64_t in_stride = 0;  // elements from one split to the next
   int64_t groups = 1;
-  int64_t in_group = 0;    // elements from one group to the next; 0: its chunks follow one another
+  int64_t in_group = 0;  // elements from one group to the next; 0: its chunks follow one another
   int64_t chunks = 1, splits = 1;               // chunks: a power of two
   int64_t count = 0;                            // of in
   int taps = 1, channels = 1, in_channels = 1;  // in_channels: of in, the last of them not wanted
@@ -129,6 +129,26 @@ struct AttentionBackwardLaunch {
   Rows dq, dk, dv;         // as q, k and v
 };
 cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, const Queue& queue);
+struct LayerNormLaunch {
+  Rows x;  // tokens; what else has tokens is of its element
+  int64_t tokens = 0;
+  int channels = 0;
+  const float* gamma = nullptr;
+  const float* beta = nullptr;
+  float eps = 0;
+  float* statistics = nullptr;  // [tokens, 2]: mean, rstd
+  Rows out;
+};
+cudaError_t LaunchLayerNorm(const LayerNormLaunch& norm, cudaStream_t stream);
+
+struct LayerNormBackwardLaunch {
+  LayerNormLaunch forward;  // without out
+  Rows dout, add, dx;
+  int64_t chunk_tokens = 0;
+  /// Out [chunks, PartsOf(chunk_tokens), 2, channels]: shares of dγ and dβ; null: not wanted.
+  float* parameters = nullptr;
+};
+cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, cudaStream_t stream);
 
 /// A master weight [outputs, channels, taps] and its bias, rounded to both layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h): forward [outputs, taps, channels], from row
@@ -147,6 +167,11 @@ cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream);
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
                                    int64_t count, const Rows& dx, cudaStream_t stream);
+/// GEGLU: x [lines, 2 · width], values before gates. dx may be x.
+cudaError_t LaunchGeglu(const Rows& x, int64_t lines, int width, const Rows& out,
+                        cudaStream_t stream);
+cudaError_t LaunchGegluBackward(const Rows& x, const Rows& dout, int64_t lines, int width,
+                                const Rows& dx, cudaStream_t stream);
 /// to[line, c] = from[line, c] for c < columns, else 0 up to to_columns. Of the same element.
 cudaError_t LaunchCopyColumns(const Rows& from, int columns, int64_t lines, const Rows& to,
                               int to_columns, cudaStream_t stream);
@@ -170,13 +195,21 @@ cudaError_t LaunchScaledSum(const Rows& a, float scale_a, const Rows& b, float s
 cudaError_t LaunchDropout(const Rows& x, int64_t rows, int64_t elements, float probability,
                           uint64_t seed, const int32_t* step, const SampleRow* samples,
                           uint32_t layer, const Rows& out, cudaStream_t stream);
-/// dtable [entries, dim]; the rows come in chunks.
-cudaError_t LaunchEmbeddingBackward(const int32_t* index, const Rows& dout, int64_t rows,
-                                    int64_t chunk_rows, int entries, int dim, float* dtable,
-                                    cudaStream_t stream);
+
+struct EmbeddingBackwardLaunch {
+  const int32_t* index = nullptr;  // [lines]
+  Rows dout;                       // [lines, dim]
+  int64_t lines = 0, chunk_lines = 0;
+  int entries = 0, dim = 0;
+  int2* sorted = nullptr;   // scratch [lines]
+  float* sums = nullptr;    // scratch [lines, dim], aligned
+  float* dtable = nullptr;  // [entries, dim]
+};
+cudaError_t LaunchEmbeddingBackward(const EmbeddingBackwardLaunch& embedding, cudaStream_t stream);
 
 struct SamplesLaunch {
-  const uint8_t* images = nullptr;  // [.., from_height, from_width, channels]
+  const uint8_t* images = nullptr;    // [.., from_height, from_width, channels]
+  const float* posteriors = nullptr;  // or [.., height, width, 2 · channels]
   const SampleRow* rows = nullptr;
   int64_t count = 0;
   int height = 0, width = 0, channels = 0, from_height = 0, from_width = 0;
@@ -186,12 +219,71 @@ struct SamplesLaunch {
   float* target = nullptr;
   float* condition = nullptr;
   int32_t* label = nullptr;
+  float* image = nullptr;  // y, or null
 };
 cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, cudaStream_t stream);
+/// out [rows, elements]: what posteriors are drawn with.
+cudaError_t LaunchNoise(uint64_t seed, const int32_t* step, const SampleRow* samples, int64_t rows,
+                        int64_t elements, float* out, cudaStream_t stream);
 /// loss [rows], doutput; see LossArgs.
 cudaError_t LaunchLoss(const float* output, const float* target, const SampleRow* samples,
                        int64_t rows, int64_t elements, float scale, float* loss, float* doutput,
                        cudaStream_t stream);
+
+/// See VarianceLossArgs.
+struct VarianceLossLaunch {
+  const float* output = nullptr;
+  const float* target = nullptr;
+  const float* image = nullptr;
+  const SampleRow* samples = nullptr;
+  int64_t rows = 0, elements = 0;  // of target, in a row
+  int channels = 0;                // of target
+  float scale = 1, weight = 0;
+  float* loss = nullptr;
+  float* doutput = nullptr;
+};
+cudaError_t LaunchVarianceLoss(const VarianceLossLaunch& of, cudaStream_t stream);
+
+/// See GaussianArgs.
+struct GaussianLaunch {
+  const float* moments = nullptr;
+  const float* noise = nullptr;
+  int64_t rows = 0, elements = 0;  // of latents, in a row
+  int channels = 0;                // of latents
+  float weight = 0;
+  Rows latents;
+  float* kl = nullptr;
+};
+cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, cudaStream_t stream);
+struct GaussianBackwardLaunch {
+  GaussianLaunch forward;  // without latents and kl
+  Rows dlatents;
+  float scale = 1;
+  float* dmoments = nullptr;
+};
+cudaError_t LaunchGaussianBackward(const GaussianBackwardLaunch& backward, cudaStream_t stream);
+
+/// Scratch of a row, by its elements alone.
+struct ReconstructionScratch {
+  int64_t halved;  // doubles
+  int parts;       // doubles
+};
+ReconstructionScratch ReconstructionScratchOf(int64_t elements);
+/// See ReconstructionLossArgs.
+struct ReconstructionLaunch {
+  const float* output = nullptr;
+  const float* target = nullptr;
+  int64_t rows = 0;
+  int height = 0, width = 0, channels = 0;
+  float edges = 0;
+  const float* add = nullptr;  // or null
+  float scale = 1;
+  float* loss = nullptr;
+  float* doutput = nullptr;
+  double* halved = nullptr;   // scratch
+  double* partial = nullptr;  // scratch
+};
+cudaError_t LaunchReconstruction(const ReconstructionLaunch& of, cudaStream_t stream);
 
 /// Partial sums of the squared norm: SquaredNormParts(count) floats of scratch.
 int64_t SquaredNormParts(int64_t count);

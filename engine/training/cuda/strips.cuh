@@ -11,9 +11,11 @@ namespace denoised::training::cuda {
 constexpr int kStripThreads = 256;
 constexpr int kMostSegments = 65535;  // of a grid
 
+constexpr int kWideStrip = 64, kNarrowStrip = 32;  // narrow: threads of a wide one would be idle
+
 /// V channels for each thread: eight, or one where channels are no vectors. kWidth: channels of a
 /// strip.
-template <int V, int kWidth>
+template <int V, int kWidth = V == 8 ? kWideStrip : kNarrowStrip>
 struct Strip {
   static constexpr int kChannels = kWidth;
   static constexpr int kAcross = kChannels / V;           // threads along a line
@@ -21,17 +23,15 @@ struct Strip {
   static __device__ int Line() { return threadIdx.x / kAcross; }
   static __device__ int Place() { return threadIdx.x % kAcross * V; }
   static __device__ int Column() { return blockIdx.x * kChannels + Place(); }
+  static dim3 Grid(int channels, int parts, unsigned segments) {
+    return dim3(static_cast<unsigned>((channels + kChannels - 1) / kChannels),
+                static_cast<unsigned>(parts), segments);
+  }
 };
-constexpr int kWideStrip = 64, kNarrowStrip = 32;  // narrow: threads of a wide one would be idle
 inline int StripWidth(int channels, bool vectors) {
   const int rest = channels % kWideStrip;
   return vectors && (rest == 0 || rest > kNarrowStrip) ? kWideStrip : kNarrowStrip;
 }
-inline dim3 StripGrid(int width, int channels, int parts, unsigned segments) {
-  return dim3(static_cast<unsigned>((channels + width - 1) / width), static_cast<unsigned>(parts),
-              segments);
-}
-
 /// V channels of a line as they lie in memory, so that several loads take few registers. What is
 /// kF32 or single is kept as fp32.
 template <int V, denoised::cuda::Element kElement>

@@ -134,8 +134,11 @@ cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int
                                   : ColumnSumsKernel<8, kNarrowStrip, Element::kF32>);
   for (int64_t first = 0; first < segments; first += kMostSegments) {
     const auto count = static_cast<unsigned>(std::min<int64_t>(kMostSegments, segments - first));
-    kernel<<<StripGrid(width, channels, PartsOf(lines), count), kStripThreads, 0, stream>>>(
-        LinesFrom(x, first * lines), lines, channels, partial + first * PartsOf(lines) * channels);
+    const dim3 grid = width == kWideStrip
+                          ? Strip<8, kWideStrip>::Grid(channels, PartsOf(lines), count)
+                          : Strip<8, kNarrowStrip>::Grid(channels, PartsOf(lines), count);
+    kernel<<<grid, kStripThreads, 0, stream>>>(LinesFrom(x, first * lines), lines, channels,
+                                               partial + first * PartsOf(lines) * channels);
   }
   return cudaGetLastError();
 }
