@@ -174,6 +174,13 @@ def count_misses(verdicts):
     return ["", summary(verdicts) + "."]
 
 
+def shown_label(row, label):
+    """Runs of 2026-11-24 called every convolution by PyTorch cuDNN's; all but "conv" are eager."""
+    if label == "cuDNN, PyTorch's choice" and arguments(row["name"])[0] != "conv":
+        return "PyTorch, eager"
+    return label
+
+
 class Compared:
     """A row beside its fastest peer, and the cells of a table that say so."""
 
@@ -181,11 +188,12 @@ class Compared:
         context = (row or {}).get("context", context)
         best = best_of(row) if row else None
         self.measured = bool(best)
-        self.label, self.theirs, self.ratio = best or ("–", None, None)
+        label, self.theirs, self.ratio = best or ("–", None, None)
+        self.label = shown_label(row, label) if best else label
         self.ours = ours_of(row) if row else None
         self.searched = not row or row.get("searched", True)
         self.not_tried = row.get("not_tried", 0) if row else 0
-        self.ratios = ratios_of(row["peers"][self.label]) if best else []
+        self.ratios = ratios_of(row["peers"][label]) if best else []
         self.planned = context.get("rounds", 1)
         self.verdict = verdict(self.ratios, bar, is_old(context, row) if row else False,
                                self.searched)
@@ -845,13 +853,13 @@ def headline(data):
                             "cuDNN and what follows"),
                            ("linear", "linear layers", "cuBLAS and cuBLASLt"),
                            ("attention", "attention", "the best of SDPA")):
-        ratios = [best_of(row)[2] for row in data("ops")["rows"]
-                  if arguments(row["name"])[0] == op and best_of(row)]
-        rows.append([f"{what}, {len(ratios)} shapes", peer,
+        found = [each for _, each in compared_ops(data, OP_BARS[op], op).values()]
+        ratios = [each.ratio for each in found if each.measured and each.searched]
+        shapes = f"{len(found)}" if len(ratios) == len(found) else f"{len(ratios)} of {len(found)}"
+        rows.append([f"{what}, {shapes} shapes", peer,
                      f"{times(min(ratios))} to {times(max(ratios))}, median "
-                     f"{times(statistics.median(ratios))}",
-                     summary([each.verdict for _, each in compared_ops(
-                         data, OP_BARS[op], op).values()])])
+                     f"{times(statistics.median(ratios))}" if ratios else "–",
+                     summary([each.verdict for each in found])])
     return origin(*(context for name in ("digits", "models", "ops")
                     for context in contexts_of(data(name)))) + table(
         ["What", "Beside", RATIO, "Bars"], rows)
