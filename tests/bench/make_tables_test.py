@@ -147,6 +147,24 @@ class DifferenceTest(unittest.TestCase):
         self.assertIn("²", make_tables.Compared(row | {"not_tried": 2}, 0.9, {}).cell())
 
 
+    def test_figures_of_the_old_method_get_no_verdict_in_any_table(self):
+        def count(change):
+            for path in self.data.glob("*.json"):
+                if "context" in json.loads(path.read_text()):
+                    self.change(path.stem, change)
+            text = "".join(make_tables.made((DOCS / name).read_text(), self.data)
+                           for name in ("benchmarks.md", "http.md"))
+            cells = re.findall(r"(?<=\| )[^|\n]*(?= \|)", text)
+            return {each: sum(cell.endswith(each) for cell in cells)
+                    for each in (make_tables.MET, make_tables.MISS, make_tables.NOISE,
+                                 make_tables.OLD)}
+
+        new = count(lambda figures: figures["context"].pop("source", None))
+        self.assertEqual(new[make_tables.OLD], 0)
+        self.assertGreater(new[make_tables.MET], 50)
+        old = count(lambda figures: figures["context"].update(source="an older page"))
+        self.assertEqual({each for each in old if old[each]}, {make_tables.OLD})
+
     def test_without_a_search_nothing_is_called_cudnn_but_a_convolution_alone(self):
         def unsearched(figures):
             for row in figures["rows"]:
