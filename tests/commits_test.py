@@ -16,7 +16,6 @@ KEYS = ("commit", "before", "source")  # of docs/**/*.json that may name commits
 REWRITTEN = {
     "docs/benchmarks/latent.json": {"5f96502"},
     "docs/gpu-tests.json": {"5f96502"},
-    "docs/benchmarks/scheduling.json": {"3cf7c38"},
 }
 
 
