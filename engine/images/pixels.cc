@@ -121,8 +121,9 @@ std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels) {
   return samples;
 }
 
-// Not stb_image_resize, the only library for it in the distribution: it makes up pixels beyond the
-// edges, and its memory between the two passes is not bounded by the two images.
+// By hand, since stb_image_resize, the distribution's only library for it, pads the edges with
+// pixels that the image does not have, and may need far more memory between its two passes than
+// both images.
 Tensor Resize(const Tensor& image, int height, int width) {
   const int from_height = static_cast<int>(image.dim(0));
   const int from_width = static_cast<int>(image.dim(1));
