@@ -435,7 +435,7 @@ absl::Status Session::Save() {
 
 /// Samples are for people: when they cannot be drawn, the run goes on.
 void Session::Sample() {
-  // Of a network that reads class vectors: those of pictures from all over the data set.
+  // A network that reads class vectors gets those of pictures spread over the data set.
   std::vector<float> class_values;
   if (const Tensor& vectors = pictures_.dataset.vectors) {
     for (int i = 0; i < config_.sample_count; ++i) {

@@ -193,7 +193,7 @@ struct SlotState {
   Tensor seed;       // I64 [S], the bits of a uint64
   Tensor guidance;   // F32 [S, kGuidanceNumbers]: step_plan.h's Guidance
   Tensor embedding;  // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
-  // Of images with a mask; read only where the slot's plan has one.
+  // For images with a mask; read only if the slot's plan has one.
   Tensor known;  // optional F32 [S, 2, H, W, C]: the init image, and the initial noise
   Tensor mask;   // with `known`: F32 [S, H, W], 1 where the image is drawn anew
   /// Optional F32 [S, H, W, E]: channels that the model reads after those of the state.

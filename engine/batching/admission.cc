@@ -11,7 +11,7 @@ namespace {
 
 // Weight of the newest measurement of a stage: an average, since most prompts take no time.
 constexpr double kNewest = 0.2;
-// Clients without jobs are forgotten when so many clients are known.
+// Clients without jobs are forgotten when this many clients are known.
 constexpr size_t kClientsBeforeSweep = 64;
 // A refused client is told to retry once this part of the queue is done, within these bounds.
 constexpr double kRetryShare = 0.1, kShortestRetry = 0.25, kLongestRetry = 60;
@@ -23,7 +23,7 @@ size_t TextBytes(const JobSpec& spec) {
     for (const auto* text : {&prompt.negative, &prompt.text_2, &prompt.negative_2})
       if (*text) bytes += (*text)->size();
   }
-  return 2 * bytes;  // and what of them was cut off, at most as much
+  return 2 * bytes;  // and the texts that were cut off, at most as long
 }
 
 size_t HostBytes(const EffectiveJob& job) {
@@ -82,9 +82,9 @@ class Admission::Lane {
   /// Expected seconds of an evaluation; 0 before the first measurement. The cost of a bucket that
   /// was not measured is interpolated between its measured neighbours, because an evaluation takes
   /// a fixed time plus a time for each row. It is at most proportional to the smaller neighbour,
-  /// because the time of a row never grows with their number. More rows than were ever measured
-  /// cost as much as the most that were: the estimate is then too low, so that no deadline that can
-  /// be met is refused.
+  /// because the time of a row never grows with their number. More rows than the largest measured
+  /// bucket cost as much as that bucket: the estimate is then too low, so no deadline that can be
+  /// met is refused.
   double Cost(int rows) const {
     if (seconds.empty()) return OfOwnSize() * model->own_size->MeasuredCost(rows);
     return MeasuredCost(rows);
@@ -120,7 +120,7 @@ class Admission::Lane {
   bool Exceeds(int rows, int images, int devices) const {
     return rows > devices * room.rows || images > devices * room.slots;
   }
-  /// How many of these rows one device carries at a time: all that it has room for, or, when slots
+  /// How many of these rows one device evaluates at a time: all that it has room for, or, if slots
   /// run out first, the rows of as many average images as it has slots.
   double Carried(int rows, int images) const {
     if (images <= room.slots) return room.rows;
@@ -152,11 +152,11 @@ class Admission::Lane {
   double virtual_time = 0;   // V
   double turn = 0;           // seconds had, each divided by the weight at its time
   int waiting_rows = 0;      // of images without a slot
-  int waiting_images = 0;    // these images
-  int waiting_encodes = 0;   // those of them that have an init image
-  int64_t waiting_work = 0;  // their row evaluations
-  int active_rows = 0;       // of images with one
-  int active_images = 0;     // these
+  int waiting_images = 0;    // images without a slot
+  int waiting_encodes = 0;   // images without a slot that have an init image
+  int64_t waiting_work = 0;  // row evaluations of images without a slot
+  int active_rows = 0;       // of images in slots
+  int active_images = 0;     // images in slots
 };
 
 class Admission::Ticket {
@@ -178,7 +178,7 @@ class Admission::Ticket {
   bool encodes = false;  // images have an init image
 
   int64_t work() const { return row_evaluations * count; }
-  /// Of an image that has so many evaluations left, if they are like the others.
+  /// Row evaluations of an image with this many evaluations left, if all have the same rows.
   int64_t WorkOf(int evaluations_left) const {
     return row_evaluations * evaluations_left / evaluations;
   }
@@ -383,7 +383,7 @@ double Admission::StagesOfImage(const Lane& lane, bool encodes) {
          lane.StageCost(Stage::kDecode);
 }
 
-/// Seconds until all that waits now would be drawn.
+/// Seconds until everything that waits now is drawn.
 double Admission::DrainSeconds() const {
   double seconds = 0;
   for (const Lane* lane : busy_) {
@@ -454,7 +454,7 @@ void Admission::Lost(Ticket& ticket, bool in_slot, int64_t rows) {
   WaitAgain(ticket, ticket.evaluations);
 }
 
-/// An image that had a slot waits once more.
+/// An image that had a slot waits again.
 void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   if (ticket.withdrawn) return;
   Totals& totals = ticket.lane->model->totals;
@@ -513,7 +513,7 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
       std::max(client.served, ticket.entered) + static_cast<double>(rows) / ticket.weight;
   if (--client.jobs == 0) lane.weight -= client.weight;
   if (--lane.jobs > 0) return;
-  // An idle lane owes nobody anything. Its sums restart at zero, without rounding errors.
+  // Nobody has work in an idle lane, so its sums restart at zero, without rounding errors.
   busy_.erase(&lane);
   lane.clients.clear();
   lane.weight = lane.virtual_time = lane.waiting_work = 0;

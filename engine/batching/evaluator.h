@@ -19,7 +19,7 @@ namespace denoised {
 
 /// One model at one image size, with the state of its images in flight and one captured graph per
 /// row bucket: gather → model → guidance and sampler step → scatter. With a codec the state is
-/// latents, which DownloadImages() turns into pixels, and Begin() makes of init images. Used by the
+/// latents: Begin() encodes init images, and DownloadImages() decodes the result. Used by the
 /// thread that owns the device. Calls enqueue work and do not wait for it, unless they say so.
 class Evaluator {
  public:
@@ -28,21 +28,23 @@ class Evaluator {
     int max_rows = 0;
     int slots = 0;
     int max_evaluations = 0;  // longest plan
-    int downloads = 0;        // of states and predictions: the most under way at a time
-    int flag_downloads = 0;   // of DownloadNonfinite(): likewise
-    int parks = 0;            // Parked images: the most on their way to the host at a time
-    int decodes = 0;          // calls of DownloadImages() with a codec: likewise
-    int previews = 0;         // DownloadPreview()s: likewise
+    // The most that may be under way at a time:
+    int downloads = 0;                           // of states and predictions
+    int flag_downloads = 0;                      // of DownloadNonfinite()
+    int parks = 0;                               // of Parked images
+    int decodes = 0;                             // calls of DownloadImages() with a codec
+    int previews = 0;                            // calls of DownloadPreview()
     std::shared_ptr<const Codec> codec;          // null: the state is the image
     int max_decodes = 1;                         // images that the codec decodes side by side
     std::shared_ptr<const Codec> preview_codec;  // a small one, for DownloadPreview(); may be null
-    /// activations() of another evaluator of the backend: one after the other, they use the same
-    /// memory. An evaluation then has as many rows as find room there. If there is no room for
-    /// `least_rows` rows, or for one image in the codec, memory for these is taken.
+    /// activations() of another evaluator of the backend, to use the same memory in turns. An
+    /// evaluation then has as many rows as fit into it. If `least_rows` rows, or one image in the
+    /// codec, do not fit, the evaluator takes memory of its own for these.
     Tensor activations;
     int least_rows = 4;
     ImageInput image_input = ImageInput::kNone;
-    /// What rows name as their label, for denoisers that read text. Must outlive the evaluator.
+    /// The condition sets that the labels of rows refer to, for denoisers that read text. Must
+    /// outlive the evaluator.
     ConditionSets sets;
   };
 
@@ -71,43 +73,41 @@ class Evaluator {
     Guidance guidance;
     std::span<const float> embedding;  // class value or vector; empty otherwise
     const float* source = nullptr;     // optional pixels [H, W, C] in host memory
-    const float* mask = nullptr;   // optional pixels [H, W] with a source: drawn anew from ½ on
+    const float* mask = nullptr;   // optional pixels [H, W] with a source: redrawn if ½ or more
     const float* noise = nullptr;  // optional, host memory, of the state's shape
     float source_scale = 0, noise_scale = 1, churn_scale = 0;
   };
-  /// Puts a new image in `slot`, whatever was there before.
+  /// Puts a new image into `slot`, whatever was there before.
   void Begin(int slot, const Start& start);
 
-  /// The state of an image that lost its slot between two evaluations: all that cannot be computed
-  /// from its Start. Arrive() waits until it is in host memory.
+  /// The state of an image that lost its slot between two evaluations: everything that cannot be
+  /// computed from its Start. Arrive() waits until it is in host memory.
   struct Parked {
     std::unique_ptr<Download> x_download, registers_download, nonfinite_download;
     Tensor x, registers, nonfinite;
     absl::Status Arrive();
-    /// Of host memory, after Arrive().
+    /// Bytes of host memory, after Arrive().
     size_t bytes() const { return x.bytes() + registers.bytes(); }
   };
   size_t parked_bytes() const { return (1 + kRegisters) * source_.bytes(); }
   /// The slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
-  /// Puts a parked image in `slot`, with the Start that it began with. It continues with the bits
-  /// that it would have had without the break. It must have arrived, and may come from another
-  /// device.
+  /// Puts a parked image into `slot`, with the Start that it began with. Its bits are the same as
+  /// without the break. It must have arrived, and may come from another device.
   void Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
 
-  /// One evaluation of these rows (at most max_rows). Returns the bucket that they were padded to.
+  /// One evaluation of these rows, at most max_rows. Returns the bucket that they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
 
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
-  /// How many of `drawn` images DownloadImages() should decode at a time: the number that is
-  /// fastest for each; if evaluations wait for it, only if it takes no longer than one image.
+  /// How many of `drawn` images DownloadImages() should decode at a time: the number with the
+  /// shortest time per image; if evaluations wait, the most that take no longer than one image.
   int DecodesAtATime(int drawn, bool evaluations_wait) const;
-  /// The pixels of the slots' states: decoded first where there is a codec, and then only as many
-  /// as DecodesAtATime() says.
+  /// The pixels of the slots' states. With a codec they are decoded first; pass at most
+  /// DecodesAtATime() slots then.
   absl::StatusOr<std::vector<std::unique_ptr<Download>>> DownloadImages(std::span<const int> slots);
-  /// With a preview_codec: what it decodes the slot's predicted x0 into, or its state times
-  /// `scale`.
+  /// With a preview_codec: the slot's predicted x0, decoded by it, or the state times `scale`.
   absl::StatusOr<std::unique_ptr<Download>> DownloadPreview(int slot, bool predicted, float scale);
   std::unique_ptr<Download> DownloadX0(int slot);
   /// For each slot the first evaluation (1-based) that was not finite, or 0: I32 [slots].
@@ -120,7 +120,7 @@ class Evaluator {
   int max_rows() const { return buckets_.back(); }
   /// The memory of activations, which nothing uses between two calls.
   const Tensor& activations() const { return activations_; }
-  /// Bytes of device memory: activations at their peak, unless they are another evaluator's, and
+  /// Bytes of device memory: the peak of activations, 0 if they use another evaluator's memory, and
   /// the images in flight.
   size_t activation_bytes() const { return activation_bytes_; }
   size_t slot_bytes() const { return slot_bytes_; }
@@ -140,10 +140,10 @@ class Evaluator {
   void EncodeSource(const Start& start, const float* pixels, uint32_t draw, const Tensor& latents);
   void MaskOf(const Start& start, std::vector<float>* mask) const;
 
-  /// A codec's graph for some images side by side.
+  /// A codec's graph that decodes some images together.
   struct Decoding {
     std::optional<Arena> arena;  // in the memory of activations
-    Tensor pixels;               // what it makes
+    Tensor pixels;               // its output
     std::unique_ptr<Graph> graph;
     double seconds = -1;  // not measured
   };
@@ -159,9 +159,9 @@ class Evaluator {
   SlotState state_;
   Tensor rows_;                                         // I32 [max_rows, 4]
   std::vector<std::shared_ptr<const void>> downloads_;  // their memory
-  Tensor source_, noise_;                               // F32 [H, W, C]: what Begin uploads
+  Tensor source_, noise_;                               // F32 [H, W, C]: uploaded by Begin()
   Tensor pixels_;                                       // F32 image: a source that is to be encoded
-  Tensor latents_, preview_latents_;                    // that are being decoded
+  Tensor latents_, preview_latents_;                    // those that are being decoded
   Tensor guidance_factor_;      // F32 [max_rows], of models whose guidance may be rescaled
   Tensor outputs_;              // F32 [max_rows, H, W, output channels], where rows are split
   std::optional<Arena> arena_;  // for rows computed together

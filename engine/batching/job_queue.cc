@@ -71,7 +71,7 @@ void JobQueue::StopWaiting(const Job& job) {
   if (queue.waiting.empty()) queue.refused.clear();
 }
 
-/// From now on no device takes an image of it.
+/// From now on no device takes an image of the job.
 void JobQueue::StartEnding(Job& job) {
   job.ending = true;
   admission_.Withdraw(*job.ticket);
@@ -94,7 +94,7 @@ void JobQueue::End(JobId id, const absl::Status& status, EndReason reason) {
 }
 
 JobQueue::~JobQueue() {
-  // Images and their jobs hold each other.
+  // Images and their jobs have shared pointers to each other.
   for (const auto& [id, job] : jobs_) {
     job->again.clear();
     job->devices.clear();
@@ -165,7 +165,7 @@ void JobQueue::Lose(int device) {
     }
     for (auto& [lane, queue] : queues_) {
       queue.open.erase(device);
-      queue.refused.clear();  // they have to try again: now they may be the only ones left
+      queue.refused.clear();  // these devices try again: they may be the only ones left
       if (queue.opening == device) queue.opening.reset();
     }
     for (const auto& [id, job] : jobs_)
@@ -178,7 +178,7 @@ void JobQueue::Lose(int device) {
     const std::shared_ptr<Job>& job = image->job;
     MutexLock listening(&job->listener_mutex);
     image->lost = true;
-    if (image->delivered) continue;  // and not just evaluated: it may wait to be decoded
+    if (image->delivered) continue;  // after its evaluations it may still wait to be decoded
     const int64_t rows = job->effective.RowsUntil(image->reported);
     MutexLock lock(&mutex_);
     if (job->over) continue;
@@ -359,8 +359,8 @@ void JobQueue::Requeue(const std::shared_ptr<Image>& image) {
 }
 
 void JobQueue::Report(std::vector<Outcome> outcomes) {
-  // By job, and so that neither the images that are delivered before a job ends nor the error that
-  // ends it depend on slots.
+  // Sorted by job and image, so that neither the images that are delivered before a job ends nor
+  // the error that ends it depend on slots.
   const auto place = [](const Outcome& outcome) {
     return std::tuple(outcome.image->job->id, !outcome.error.ok(), outcome.image->index);
   };

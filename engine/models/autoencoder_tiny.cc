@@ -34,7 +34,7 @@ absl::StatusOr<AutoencoderTinyConfig> AutoencoderTinyConfig::Parse(const nlohman
   } else {
     reader.Complain("act_fn", std::string(activation.status().message()));
   }
-  // Of storing latents as bytes; a copy of decoder_block_out_channels; a remedy for fp16.
+  // For storing latents as bytes; a copy of decoder_block_out_channels; a workaround for fp16.
   reader.Ignore({"latent_magnitude", "latent_shift", "block_out_channels", "force_upcast"});
 
   reader.CheckRange("in_channels", config.in_channels, 1, kMaxChannels);

@@ -84,7 +84,7 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Parse(const nlohmann::json& json,
                  "transformers_version",
                  "use_bfloat16",
                  "use_cache"});
-  // Of generating text. Files that were copied out of a whole CLIP model's have them.
+  // Settings for generating text, which are in configs that were copied from a whole CLIP model's.
   reader.Ignore({"bad_words_ids",
                  "begin_suppress_tokens",
                  "cross_attention_hidden_size",

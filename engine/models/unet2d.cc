@@ -275,7 +275,7 @@ struct Level {
   std::vector<Attention> attentions;
   std::optional<Conv2d> resample_conv;
   std::optional<ResnetBlock> resample_resnet;
-  // Of Skip blocks that resample: from the image beside them, or to it after a norm.
+  // For Skip blocks that resample: the convolution from the skip image, or, after a norm, to it.
   std::optional<Conv2d> skip_conv;
   std::optional<nn::GroupNorm> skip_norm;
   bool skip = false;

@@ -286,7 +286,7 @@ absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const 
   traits_.height = config_.sample_height;
   traits_.width = config_.sample_width;
   traits_.size_multiple = 1;
-  // What is read beyond what is predicted is not noise, but a mask or an image.
+  // Input channels beyond those that are predicted are not noise, but a mask or an image.
   traits_.channels = std::min(config_.in_channels, config_.out_channels);
   traits_.extra_channels = config_.in_channels - traits_.channels;
   traits_.output_channels = config_.out_channels;

@@ -41,7 +41,7 @@ class Conv2d {
   static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
                                      int out_channels, int kernel, bool upsample2x = false,
                                      Products products = Products::kWide);
-  /// Of weights that are made here: [out, in, k, k] and [out], F32 in host memory.
+  /// Packs computed weights, F32 in host memory: [out, in, k, k] and [out].
   static absl::StatusOr<Conv2d> Pack(Backend& backend, const Tensor& weight_oihw,
                                      const Tensor& bias);
   /// Together with a 1×1 convolution whose input is args.shortcut.x and x2 at every call. Both have
@@ -59,7 +59,7 @@ class Conv2d {
   Tensor operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const;
   /// The arguments that operator() would pass to the backend.
   Conv2dArgs Complete(Context& context, Conv2dArgs args) const;
-  /// Of a convolution that may also double to one line less (see Upsample()).
+  /// Loads a convolution whose doubling may drop the last line (see Upsample()).
   static absl::StatusOr<Conv2d> LoadUpsample(Backend& backend, const Weights& weights,
                                              int channels);
   /// Doubles `x` and drops what is beyond [height, width], then convolves, as diffusers' Upsample2D

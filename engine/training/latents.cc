@@ -12,7 +12,7 @@
 namespace denoised::training {
 namespace {
 
-/// Pictures of a pass: fixed, so that the bits do not depend on threads.
+/// Pictures per pass. Fixed, so that the bits do not depend on the number of threads.
 int64_t RowsOfPass(const Backend& backend) {
   return backend.device() == denoised::Device::kCpu ? 8 : 64;
 }
@@ -52,7 +52,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
     AutoencoderKL::Kept kept;
     return with.Encode(pass, x, &kept);
   };
-  // What a pass needs, counted.
+  // Counts the memory that a pass needs.
   Cost cost;
   Parameters counted;
   const std::unique_ptr<Backend> counting = NewCountingBackend(backend.activation_dtype(), &cost);
@@ -122,7 +122,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
                 moments.as<float>() + index * pass_rows * latent);
     return absl::OkStatus();
   };
-  const int64_t chunk_rows = backend.chunk_rows();  // of a run that goes on afterwards
+  const int64_t chunk_rows = backend.chunk_rows();  // restored afterwards for the caller's run
   backend.SetChunkRows(pass_rows);
   backend.ForEachPass(passes, [&](int64_t index, int worker) {
     const absl::Status status = pass(index, worker);
@@ -135,7 +135,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
   return moments;
 }
 
-/// diffusers clamps the logarithm so.
+/// diffusers clamps the logarithm to these bounds.
 double DeviationOf(float log_variance) {
   return std::exp(0.5 * std::clamp(static_cast<double>(log_variance), -30.0, 20.0));
 }

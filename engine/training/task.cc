@@ -11,7 +11,7 @@
 namespace denoised::training {
 namespace {
 
-/// Samples of a diffusion objective, as a network reads them.
+/// The samples of a diffusion objective, as a network reads them.
 struct Noised {
   Tensor x, target, condition, label, image;
 };

@@ -34,8 +34,9 @@ namespace pb = google::protobuf;
 
 constexpr char kPrefix[] = "type.googleapis.com";
 
-/// What protobuf's JSON functions ask for the types of a message and of all that it holds, each
-/// time. Describing a type anew takes longer than all the rest.
+/// Resolves types for protobuf's JSON functions, which ask for the type of a message and of every
+/// message in it, each time. It caches them, since describing a type takes longer than all the
+/// rest.
 class CachedTypes final : public pb::util::TypeResolver {
  public:
   pb::util::Status ResolveMessageType(const std::string& url, pb::Type* type) override {
@@ -58,7 +59,7 @@ class CachedTypes final : public pb::util::TypeResolver {
     if (it == known->end()) {
       Type resolved;
       const pb::util::Status status = resolve(url, &resolved);
-      if (!status.ok()) return status;  // an Any of a client may name anything: not remembered
+      if (!status.ok()) return status;  // not cached: a client's Any may name anything
       it = known->emplace(url, std::move(resolved)).first;
     }
     *type = it->second;
@@ -81,16 +82,16 @@ std::string Url(const pb::Message& message) {
   return std::string(kPrefix) + "/" + message.GetDescriptor()->full_name();
 }
 
-/// Stands for the bytes that protobuf would take 80 ns each to encode: 24 bytes, so that their
-/// base64 has no padding, which nobody can guess.
+/// A placeholder for bytes, since protobuf takes 80 ns to encode each. Its 24 bytes are random, so
+/// nobody can guess them, and their base64 has no padding.
 std::string Marker(size_t index) {
   static const std::string* const secret = new std::string(RandomHex(16));
   return fmt::format("{}{:08x}", *secret, index);
 }
 
-/// Takes large bytes out of a message, in the order in which they are printed.
+/// Takes large `bytes` fields out of a message, in the order in which they are printed.
 void TakeBytes(pb::Message* message, std::vector<std::string>* taken) {
-  // Its bytes are a message, which is printed as one.
+  // The bytes of an Any are a message and are printed as one.
   if (message->GetDescriptor()->full_name() == "google.protobuf.Any") return;
   constexpr size_t kLarge = 256;
   const pb::Reflection& reflection = *message->GetReflection();
@@ -114,7 +115,7 @@ void TakeBytes(pb::Message* message, std::vector<std::string>* taken) {
   }
 }
 
-/// Puts back the bytes that were taken out of the text of a message.
+/// Replaces the placeholders in the text of a message by the bytes that were taken out.
 void PutBytes(pb::Message* message, TakenBytes* taken) {
   const pb::Reflection& reflection = *message->GetReflection();
   std::vector<const pb::FieldDescriptor*> fields;
@@ -135,7 +136,7 @@ void PutBytes(pb::Message* message, TakenBytes* taken) {
   }
 }
 
-/// "(params.steps): invalid value …" and "(params) stepps: Cannot find field." of protobuf as a
+/// Protobuf's "(params.steps): invalid value …" or "(params) stepps: Cannot find field.", as a
 /// field and what is wrong with it.
 FieldViolation Violation(const std::string& problem) {
   std::string line = problem.substr(0, problem.find('\n'));
@@ -167,7 +168,7 @@ FieldViolation Violation(const std::string& problem) {
   return {field, rest.substr(std::min<size_t>(2, rest.size()))};
 }
 
-/// Without what is no UTF-8, as protobuf and JSON want it.
+/// The text with invalid UTF-8 replaced, as protobuf and JSON require.
 std::string Printable(std::string text) {
   for (char& c : text) {
     if (static_cast<unsigned char>(c) < 0x20) c = ' ';
@@ -345,7 +346,7 @@ TakenBytes::TakenBytes(const std::string& text) {
     if (given.starts_with("data:")) given.remove_prefix(given.find(',') + 1);
     std::string bytes;
     if (given.size() < kLarge || given.size() % kGroup != 0 || !FromBase64(given, &bytes)) continue;
-    // absl passes over white space and over bits beyond the last byte; others decide on these.
+    // absl ignores white space and bits after the last byte; leave such text to protobuf.
     const size_t last = (bytes.size() - 1) / 3 * 3;
     if (last / 3 * kGroup + kGroup != given.size() ||
         ToBase64(bytes.substr(last)) != given.substr(given.size() - kGroup)) {
@@ -377,7 +378,7 @@ grpc::Status FromJson(const std::string& text, pb::Message* message) {
     PutBytes(message, &taken);
     if (taken.all_back()) return grpc::Status::OK;
   }
-  // Other fields may hold such text too, and errors show what was sent.
+  // Other fields may contain a placeholder's text, and errors show what was sent.
   message->Clear();
   return Parse(text, message);
 }
@@ -461,14 +462,14 @@ HttpReply ErrorReply(int code, const grpc::Status& status) {
     const double seconds =
         static_cast<double>(retry.retry_delay().seconds()) + retry.retry_delay().nanos() / 1e9;
     reply.headers.emplace_back("Retry-After", std::to_string(static_cast<int>(std::ceil(seconds))));
-    // What OpenAI's clients prefer, as it has no need to be whole seconds.
+    // OpenAI's clients prefer this one, since it need not be whole seconds.
     reply.headers.emplace_back("Retry-After-Ms",
                                std::to_string(static_cast<int>(std::ceil(seconds * 1000))));
   }
   const bool has_retry_after =
       reply.headers.size() > 1 && reply.headers.back().first == "Retry-After-Ms";
   if (code == 503 && !has_retry_after) reply.headers.emplace_back("Retry-After", "1");
-  // OpenAI's clients repeat every 429 but this.
+  // OpenAI's clients retry every 429 without this header.
   if (code == 429 && !has_retry_after) reply.headers.emplace_back("X-Should-Retry", "false");
   if (code == 401) reply.headers.emplace_back("WWW-Authenticate", "Bearer");
   return reply;

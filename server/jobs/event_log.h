@@ -29,7 +29,7 @@ class EventLog {
 
   /// The number of the last event, 0 before the first.
   uint64_t last_sequence() const { return sequence_; }
-  /// Of all events that are kept.
+  /// Bytes of all events that are kept.
   size_t bytes() const { return bytes_; }
 
  private:

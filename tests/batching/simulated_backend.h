@@ -33,6 +33,8 @@ class SimulatedBackend final : public Backend {
 
   /// May block; an error is the device's, and final.
   std::function<absl::Status()> fault;
+  /// When set, called by Synchronize, as before a model's memory is freed. May block.
+  std::function<void()> wait;
   /// False: rows are computed together, as on a GPU, so that memory does not depend on the cores.
   bool splits_rows = true;
   /// Null: decoding takes no time.
@@ -139,7 +141,10 @@ class SimulatedBackend final : public Backend {
   std::unique_ptr<Marker> Mark() override {
     return std::make_unique<SimulatedMarker>(clock_->now, status());
   }
-  absl::Status Synchronize() override { return status(); }
+  absl::Status Synchronize() override {
+    if (wait) wait();
+    return status();
+  }
   absl::Status status() const override { return status_.ok() ? cpu_->status() : status_; }
 
  private:

@@ -144,7 +144,7 @@ __device__ inline void SumGroups(int groups, int bits, int warp, int warps, int 
     if (group < groups) take(sums, group, part);
   }
 }
-/// Of leaves [leaf][stride], of which each group has `runs`.
+/// The sums of each group over its `runs` leaves; `leaves` is [leaf][stride].
 template <typename Take>
 __device__ inline void SumLeaves(const SumTree& tree, const Sums* leaves, int stride, int runs,
                                  int groups, int warp, int warps, int lane, Take take) {

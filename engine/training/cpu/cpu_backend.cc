@@ -49,8 +49,8 @@ void EmbeddingBackward(const Tensor& index, const Tensor& dout, const Tensor& dt
 
 namespace {
 
-/// What is done for all weights at once is cut into blocks of this many, so that the order of sums
-/// does not depend on the number of threads.
+/// Loops over all weights are cut into blocks of this many, so that the order of sums does not
+/// depend on the number of threads.
 constexpr int64_t kBlock = 1 << 16;
 
 template <typename Body>
@@ -376,7 +376,7 @@ class CpuBackend final : public Backend {
     out.as<float>()[0] = static_cast<float>(sum);
   }
   void Accumulate(const Tensor& a, const Tensor& b) override {
-    // Inside a pass this runs on its own thread alone (ParallelFor).
+    // Inside a pass this runs on the pass's thread alone (ParallelFor).
     ForEachBlock(a.elements(), [&](int64_t, int64_t begin, int64_t count) {
       AddTo(a.as<float>() + begin, b.as<float>() + begin, count);
     });
@@ -404,7 +404,7 @@ class CpuBackend final : public Backend {
   }
 
  private:
-  /// sum = scale · Σ loss, as gradients are added.
+  /// sum = scale · Σ loss, in the order of gradients.
   void SumLoss(const Tensor& loss, float scale, const Tensor& to_sum) const {
     if (!to_sum) return;
     SumChunks(loss.dim(0), chunk_rows_, 1, to_sum.as<float>(),
@@ -423,7 +423,7 @@ class CpuBackend final : public Backend {
       std::copy_n(normal.v, std::min<int64_t>(4, count - i), to + i);
     }
   }
-  /// MakeSamples() from posteriors.
+  /// MakeSamples() with posteriors instead of images.
   static void MakeLatents(const SamplesArgs& args) {
     const int64_t channels = args.x.dim(3), count = args.x.elements() / args.x.dim(0);
     std::vector<float> draw(count), noise(count);
@@ -474,7 +474,7 @@ class CpuBackend final : public Backend {
           each(from + w / 2 * channels + c, to + w * channels + c);
     }
   }
-  /// small = scale · the sum of each four of large.
+  /// small = scale · the sums of each group of four pixels of large.
   static void Pool(const Tensor& large, float scale, const Tensor& small) {
     const int64_t width = small.dim(2), channels = small.dim(3), line = 2 * width * channels;
     for (int64_t h = 0; h < small.dim(0) * small.dim(1); ++h) {
