@@ -674,7 +674,7 @@ class CudaBackend final : public Backend {
   }
 
   /// Whether one of Hopper's kernels computes it.
-  bool HasHopperKernel(const Conv2dLaunch& conv) const {
+  bool HasHopperKernel(const ConvLayer& conv) const {
     return queue_.hopper && !SuitsRowLinear(conv) && !SuitsFewInputs(conv) &&
            !SuitsFewOutputs(conv) && SuitsHopper(conv);
   }
@@ -706,15 +706,13 @@ class CudaBackend final : public Backend {
   }
 
   /// Whether group_norm_pieces.cu can make the factors.
-  bool InPieces(const GroupNormLaunch& norm) const {
-    return queue_.hopper && SuitsGroupNormPieces(norm);
-  }
+  bool InPieces(const NormLayer& norm) const { return queue_.hopper && SuitsGroupNormPieces(norm); }
   /// Whether both `out` and the factors can be made in one pass; they have the same bits then.
-  bool InOnePass(const GroupNormLaunch& norm) const {
+  bool InOnePass(const NormLayer& norm) const {
     return SuitsGroupNormCluster(norm, queue_) || (InPieces(norm) && SuitsGroupNormStream(norm));
   }
   /// Whether factors can be made, and `out` from them.
-  bool HasFactors(const GroupNormLaunch& norm) const {
+  bool HasFactors(const NormLayer& norm) const {
     return InOnePass(norm) || InPieces(norm) || SuitsGroupNormFactors(norm);
   }
   cudaError_t LaunchOnePass(const GroupNormLaunch& norm) const {
@@ -727,7 +725,7 @@ class CudaBackend final : public Backend {
     return LaunchGroupNormCluster(norm, queue_);
   }
   /// As many images as there is memory for factors, and a grid allows.
-  static int ImagesAtOnce(const GroupNormLaunch& norm) {
+  static int ImagesAtOnce(const NormLayer& norm) {
     return static_cast<int>(std::min<size_t>(
         65535, kNormFactorBytes / (2 * sizeof(float) * (norm.channels + norm.channels2))));
   }
