@@ -471,8 +471,8 @@ Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) co
   }
 
   Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
-  conv_out_(context, conv_norm_out_.Complete(context, {.x = x, .activation = Activation::kSilu}),
-            {.out = out});
+  conv_out_(context,
+            {.x = x, .prologue = {.norm = conv_norm_out_.Then(Activation::kSilu)}, .out = out});
   return out;
 }
 

@@ -79,8 +79,9 @@ class SimulatedBackend final : public Backend {
   }
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
                                                            const std::vector<Tensor>& biases,
-                                                           const E4m3Layer& e4m3) override {
-    return cpu_->PackLinear(weights_oi, biases, e4m3);
+                                                           const E4m3Layer& e4m3,
+                                                           bool gated) override {
+    return cpu_->PackLinear(weights_oi, biases, e4m3, gated);
   }
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
     return cpu_->PackVector(values);
@@ -88,10 +89,12 @@ class SimulatedBackend final : public Backend {
 
   void Conv2d(const Conv2dArgs& args) override { cpu_->Conv2d(args); }
   void Linear(const LinearArgs& args) override { cpu_->Linear(args); }
+  void Gate(const Tensor& values_and_gates, const Tensor& out) override {
+    cpu_->Gate(values_and_gates, out);
+  }
   void GroupNorm(const GroupNormArgs& args) override { cpu_->GroupNorm(args); }
   void LayerNorm(const LayerNormArgs& args) override { cpu_->LayerNorm(args); }
   void Attention(const AttentionArgs& args) override { cpu_->Attention(args); }
-  void GatedLinear(const GatedLinearArgs& args) override { cpu_->GatedLinear(args); }
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
     cpu_->NearestCode(x, codebook, out);
   }

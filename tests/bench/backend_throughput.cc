@@ -150,19 +150,20 @@ absl::Status Conv(Backend& backend, Meter& meter, Resampling resampling, bool fu
   if (fused) {
     DENOISED_ASSIGN_OR_RETURN(residuals, op.Activations(y));
   }
-  Conv2dArgs args{.weight = weight.get(), .upsample2x = resampling == Resampling::kUp};
+  Conv2dArgs args{.weight = weight.get(),
+                  .prologue = {.upsample2x = resampling == Resampling::kUp}};
   args.pad_bottom = args.pad_right = 1;
   if (resampling == Resampling::kDown) {  // diffusers' Downsample2D with padding 0
     args.stride = 2;
   } else {
     args.pad_top = args.pad_left = 1;
   }
-  if (fused) args.activation = Activation::kSilu;
+  if (fused) args.epilogue.activation = Activation::kSilu;
   CountFlop(meter, y.elements() * in * 9);
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.out = Copy(ys, i, y);
-    if (fused) args.residual = Copy(residuals, i, y);
+    if (fused) args.epilogue.residual = Copy(residuals, i, y);
     backend.Conv2d(args);
   });
 }
@@ -187,11 +188,11 @@ absl::Status ConvShortcut(Backend& backend, Meter& meter) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Conv2dArgs args{.weight = weight.get()};
   args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
-  args.shortcut.weight = shortcut_weight.get();
+  args.epilogue.shortcut.weight = shortcut_weight.get();
   CountFlop(meter, y.elements() * (in * 9 + shortcut));
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
-    args.shortcut.x = Copy(skips, i, skip);
+    args.epilogue.shortcut.x = Copy(skips, i, skip);
     args.out = Copy(ys, i, y);
     backend.Conv2d(args);
   });
@@ -326,9 +327,9 @@ absl::Status GroupNorm(Backend& backend, Meter& meter) {
   op.RotateFor(bytes);
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(x));
-  GroupNormArgs args{.activation = Activation::kSilu};
-  DENOISED_ASSIGN_OR_RETURN(args.gamma, backend.PackVector(Op::Parameters({channels}, 1)));
-  DENOISED_ASSIGN_OR_RETURN(args.beta, backend.PackVector(Op::Parameters({channels}, 1)));
+  GroupNormArgs args{.norm = {.activation = Activation::kSilu}};
+  DENOISED_ASSIGN_OR_RETURN(args.norm.gamma, backend.PackVector(Op::Parameters({channels}, 1)));
+  DENOISED_ASSIGN_OR_RETURN(args.norm.beta, backend.PackVector(Op::Parameters({channels}, 1)));
   meter.Count("B/s", static_cast<double>(bytes));
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);

@@ -237,6 +237,7 @@ cudaError_t LaunchWith(const AttentionLaunch& attention, const Queue& queue) {
 /// S where the wide one's blocks would leave multiprocessors empty.
 template <typename S, typename Wide>
 cudaError_t LaunchWidest(const AttentionLaunch& attention, const Queue& queue) {
+  static_assert(S::kKeys == Wide::kKeys, "the choice follows the batch, the bits the tile of keys");
   const int64_t blocks = int64_t{(attention.tokens + Wide::kQueries - 1) / Wide::kQueries} *
                          attention.heads * attention.images;
   const bool fills =

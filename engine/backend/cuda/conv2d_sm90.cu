@@ -559,10 +559,10 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 
 }  // namespace
 
-bool SuitsHopper(const Conv2dLaunch& conv) {
+bool SuitsHopper(const ConvLayer& conv) {
   return conv.x.element == Element::kBf16 && HasVectorInputs(conv) &&
          conv.input_factors == nullptr && conv.pad_top < 128 && conv.pad_left < 128 &&
-         SuitsShortcut(LayerOf(conv));
+         SuitsShortcut(conv);
 }
 
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,

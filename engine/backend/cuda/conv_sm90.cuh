@@ -466,7 +466,7 @@ CUresult EncodeDepth(Params* params, const Conv2dLaunch& conv, int outputs_at_on
   params->depth.windowed = params->chunks + ChunksOf(conv.channels2);
   const int taps = EdgeTaps(conv) * EdgeTaps(conv);
   params->depth.taps = FastDivmod(taps);
-  params->depth.steps = FastDivmod(StepsOf(LayerOf(conv)));
+  params->depth.steps = FastDivmod(StepsOf(conv));
   CUresult result = encode(&params->x, conv.x, conv.channels, false);
   if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
     result = encode(&params->x2, conv.x2, conv.channels2, false);

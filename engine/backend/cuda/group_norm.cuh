@@ -36,12 +36,12 @@ constexpr int kMaxCluster = 16;
 inline int RunOf(int group_channels) { return std::gcd(group_channels, kVector); }
 
 /// Sources and outputs in whole vectors, of whatever elements.
-inline bool HasVectors(const GroupNormLaunch& norm) {
+inline bool HasVectors(const NormLayer& norm) {
   return norm.x.vector && norm.channels % kVector == 0 && norm.out.vector &&
          (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % kVector == 0));
 }
 /// Bf16 in whole vectors, groups of an even number of channels, activation none or SiLU.
-inline bool SuitsOnePass(const GroupNormLaunch& norm) {
+inline bool SuitsOnePass(const NormLayer& norm) {
   return HasVectors(norm) && norm.x.element == Element::kBf16 &&
          norm.out.element == Element::kBf16 &&
          (norm.scale_shift.data == nullptr || norm.scale_shift.element == Element::kBf16) &&

@@ -212,15 +212,13 @@ class CudaBackend final : public Backend {
     const Conv2dGeometry& g = args.geometry;
     ops_->Conv2d({.x = args.x,
                   .weight = &conv.forward,
-                  .upsample2x = conv.upsample2x,
                   .stride = g.stride,
                   .pad_top = g.pad_top,
                   .pad_left = g.pad_left,
                   .pad_bottom = g.pad_bottom,
                   .pad_right = g.pad_right,
-                  .add = args.add,
-                  .residual = args.residual,
-                  .scale = args.scale,
+                  .prologue = {.upsample2x = conv.upsample2x},
+                  .epilogue = {.add = args.add, .residual = args.residual, .scale = args.scale},
                   .out = args.out});
   }
 
@@ -249,8 +247,7 @@ class CudaBackend final : public Backend {
     if (!ok()) return;
     ops_->Linear({.x = args.x,
                   .weight = &static_cast<const TrainingLinear&>(*args.weight).forward,
-                  .residual = args.residual,
-                  .scale = args.scale,
+                  .epilogue = {.residual = args.residual, .scale = args.scale},
                   .out = args.out});
   }
 
@@ -264,7 +261,10 @@ class CudaBackend final : public Backend {
       WeightGradient(dout, first, args.x, nullptr, args.dweights[i]);
     if (!args.dbiases.empty()) BiasGradients(dout, args.dbiases);
     if (args.dx)
-      ops_->Linear({.x = dout, .weight = &linear.backward, .residual = args.add, .out = args.dx});
+      ops_->Linear({.x = dout,
+                    .weight = &linear.backward,
+                    .epilogue = {.residual = args.add},
+                    .out = args.dx});
   }
 
   // Norms and attention.
