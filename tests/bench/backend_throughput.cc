@@ -218,7 +218,7 @@ absl::Status Linear(Backend& backend, Meter& meter, bool with_residual) {
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.out = Copy(ys, i, y);
-    if (with_residual) args.residual = Copy(residuals, i, y);
+    if (with_residual) args.epilogue.residual = Copy(residuals, i, y);
     backend.Linear(args);
   });
 }
@@ -232,18 +232,20 @@ absl::Status GatedLinear(Backend& backend, Meter& meter) {
   op.RotateFor((x.elements() + y.elements()) *
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
   DENOISED_ASSIGN_OR_RETURN(const auto weight,
-                            backend.PackGatedLinear(Op::Parameters({2 * features, in}, in),
-                                                    Op::Parameters({2 * features}, 1)));
+                            backend.PackLinear({Op::Parameters({2 * features, in}, in)},
+                                               {Op::Parameters({2 * features}, 1)}, {},
+                                               /*gated=*/true));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
-  GatedLinearArgs args{.weight = weight.get()};
-  DENOISED_ASSIGN_OR_RETURN(args.scratch, backend.Allocate(both, backend.activation_dtype(),
-                                                           "a benchmark's values and gates"));
+  LinearArgs args{.weight = weight.get()};
+  DENOISED_ASSIGN_OR_RETURN(
+      args.epilogue.ungated,
+      backend.Allocate(both, backend.activation_dtype(), "a benchmark's values and gates"));
   CountFlop(meter, both.elements() * in);
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.out = Copy(ys, i, y);
-    backend.GatedLinear(args);
+    backend.Linear(args);
   });
 }
 
