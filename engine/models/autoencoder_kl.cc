@@ -45,7 +45,7 @@ class AutoencoderKL : public Codec {
  public:
   explicit AutoencoderKL(const AutoencoderKLConfig& config) : config_(config) {}
 
-  absl::Status Load(Backend& backend, const Weights& weights);
+  absl::Status Load(NetworkOps& ops, const Weights& weights);
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
@@ -53,8 +53,8 @@ class AutoencoderKL : public Codec {
 
  private:
   Tensor Moments(Context& context, const Tensor& pixels) const;
-  absl::Status LoadLatentConv(Backend& backend, const Weights& weights);
-  absl::Status LoadScales(Backend& backend);
+  absl::Status LoadLatentConv(NetworkOps& ops, const Weights& weights);
+  absl::Status LoadScales(NetworkOps& ops);
 
   AutoencoderKLConfig config_;
   CodecTraits traits_;
@@ -67,26 +67,26 @@ class AutoencoderKL : public Codec {
   Tensor ones_, zeros_;   // F32 [latent_channels]
 };
 
-absl::Status AutoencoderKL::Load(Backend& backend, const Weights& weights) {
+absl::Status AutoencoderKL::Load(NetworkOps& ops, const Weights& weights) {
   const VaeConfig& vae = config_.vae;
   const int moments = 2 * vae.latent_channels;
   traits_ = {.image_channels = vae.out_channels,
              .latent_channels = vae.latent_channels,
              .factor = vae.factor(),
              .encodes = true};
-  DENOISED_ASSIGN_OR_RETURN(encoder_, VaeEncoder::Load(backend, weights / "encoder", vae, moments));
-  DENOISED_ASSIGN_OR_RETURN(decoder_, VaeDecoder::Load(backend, weights / "decoder", vae));
+  DENOISED_ASSIGN_OR_RETURN(encoder_, VaeEncoder::Load(ops, weights / "encoder", vae, moments));
+  DENOISED_ASSIGN_OR_RETURN(decoder_, VaeDecoder::Load(ops, weights / "decoder", vae));
   if (config_.use_quant_conv) {
     DENOISED_ASSIGN_OR_RETURN(quant_conv_,
-                              Conv2d::Load(backend, weights / "quant_conv", moments, moments, 1));
+                              Conv2d::Load(ops, weights / "quant_conv", moments, moments, 1));
   }
-  DENOISED_RETURN_IF_ERROR(LoadLatentConv(backend, weights / "post_quant_conv"));
-  DENOISED_RETURN_IF_ERROR(LoadScales(backend));
+  DENOISED_RETURN_IF_ERROR(LoadLatentConv(ops, weights / "post_quant_conv"));
+  DENOISED_RETURN_IF_ERROR(LoadScales(ops));
   traits_.parameters = weights.parameters();
   return absl::OkStatus();
 }
 
-absl::Status AutoencoderKL::LoadLatentConv(Backend& backend, const Weights& weights) {
+absl::Status AutoencoderKL::LoadLatentConv(NetworkOps& ops, const Weights& weights) {
   const int channels = config_.vae.latent_channels;
   const std::vector<double>&mean = config_.latents_mean, &std = config_.latents_std;
   if (mean.empty() && !config_.use_post_quant_conv) return absl::OkStatus();
@@ -111,11 +111,11 @@ absl::Status AutoencoderKL::LoadLatentConv(Backend& backend, const Weights& weig
     }
     bias.as<float>()[o] = static_cast<float>(shift);
   }
-  DENOISED_ASSIGN_OR_RETURN(latent_conv_, Conv2d::Pack(backend, weight, bias));
+  DENOISED_ASSIGN_OR_RETURN(latent_conv_, Conv2d::Pack(ops, weight, bias));
   return absl::OkStatus();
 }
 
-absl::Status AutoencoderKL::LoadScales(Backend& backend) {
+absl::Status AutoencoderKL::LoadScales(NetworkOps& ops) {
   const int channels = config_.vae.latent_channels;
   std::vector<float> scale, shift;
   for (int c = 0; c < channels; ++c) {
@@ -125,18 +125,18 @@ absl::Status AutoencoderKL::LoadScales(Backend& backend) {
     scale.push_back(static_cast<float>(config_.vae.scaling_factor / std));
     shift.push_back(static_cast<float>(-mean * config_.vae.scaling_factor / std));
   }
-  DENOISED_ASSIGN_OR_RETURN(scale_, backend.PackVector(Tensor::HostF32({channels}, scale)));
-  DENOISED_ASSIGN_OR_RETURN(shift_, backend.PackVector(Tensor::HostF32({channels}, shift)));
+  DENOISED_ASSIGN_OR_RETURN(scale_, ops.PackVector(Tensor::HostF32({channels}, scale)));
+  DENOISED_ASSIGN_OR_RETURN(shift_, ops.PackVector(Tensor::HostF32({channels}, shift)));
   const std::vector<float> one(channels, 1.0f), zero(channels, 0.0f);
-  DENOISED_ASSIGN_OR_RETURN(ones_, backend.PackVector(Tensor::HostF32({channels}, one)));
-  DENOISED_ASSIGN_OR_RETURN(zeros_, backend.PackVector(Tensor::HostF32({channels}, zero)));
+  DENOISED_ASSIGN_OR_RETURN(ones_, ops.PackVector(Tensor::HostF32({channels}, one)));
+  DENOISED_ASSIGN_OR_RETURN(zeros_, ops.PackVector(Tensor::HostF32({channels}, zero)));
   return absl::OkStatus();
 }
 
 Tensor AutoencoderKL::Decode(Context& context, const Tensor& latents) const {
   Tensor x = context.New(latents.shape());
-  context.backend.Add(latents, static_cast<float>(1 / config_.vae.scaling_factor), Tensor(),
-                      static_cast<float>(config_.shift_factor), Activation::kNone, x);
+  context.ops.Add(latents, static_cast<float>(1 / config_.vae.scaling_factor), Tensor(),
+                  static_cast<float>(config_.shift_factor), Activation::kNone, x);
   if (latent_conv_) x = (*latent_conv_)(context, {.x = x});
   return decoder_(context, x);
 }
@@ -145,7 +145,7 @@ Tensor AutoencoderKL::Moments(Context& context, const Tensor& pixels) const {
   const int64_t rows = pixels.dim(0), height = pixels.dim(1) / traits_.factor,
                 width = pixels.dim(2) / traits_.factor, channels = traits_.latent_channels;
   const Tensor x = context.New(pixels.shape());
-  context.backend.Add(pixels, 1.0f, Tensor(), 0.0f, Activation::kNone, x);
+  context.ops.Add(pixels, 1.0f, Tensor(), 0.0f, Activation::kNone, x);
   Tensor moments = context.NewF32({rows, height, width, 2 * channels});
   if (quant_conv_) {
     const Tensor encoded = encoder_(context, x, Tensor());
@@ -161,7 +161,7 @@ Tensor AutoencoderKL::Encode(Context& context, const Tensor& pixels, const Tenso
   const Tensor moments = Moments(context, pixels);
   Tensor latents =
       context.NewF32({moments.dim(0), moments.dim(1), moments.dim(2), traits_.latent_channels});
-  context.backend.Gaussian(
+  context.ops.Gaussian(
       {.moments = moments, .noise = noise, .scale = scale_, .shift = shift_, .out = latents});
   return latents;
 }
@@ -170,17 +170,17 @@ Tensor AutoencoderKL::EncodeUnscaled(Context& context, const Tensor& pixels) con
   const Tensor moments = Moments(context, pixels);
   Tensor latents =
       context.NewF32({moments.dim(0), moments.dim(1), moments.dim(2), traits_.latent_channels});
-  context.backend.Gaussian({.moments = moments, .scale = ones_, .shift = zeros_, .out = latents});
+  context.ops.Gaussian({.moments = moments, .scale = ones_, .shift = zeros_, .out = latents});
   return latents;
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Codec>> LoadAutoencoderKL(Backend& backend,
+absl::StatusOr<std::unique_ptr<Codec>> LoadAutoencoderKL(NetworkOps& ops,
                                                          const AutoencoderKLConfig& config,
                                                          const Weights& weights) {
   auto model = std::make_unique<AutoencoderKL>(config);
-  DENOISED_RETURN_IF_ERROR(model->Load(backend, weights));
+  DENOISED_RETURN_IF_ERROR(model->Load(ops, weights));
   DENOISED_RETURN_IF_ERROR(weights.CheckAllUsed());
   return model;
 }

@@ -27,7 +27,7 @@ struct AutoencoderKLConfig {
 /// Latents are (z − mean) / std · scaling_factor, where mean is latents_mean or shift_factor and
 /// std is latents_std or one. InvalidArgument or NotFound name the tensor and both shapes when the
 /// weights do not fit.
-absl::StatusOr<std::unique_ptr<Codec>> LoadAutoencoderKL(Backend& backend,
+absl::StatusOr<std::unique_ptr<Codec>> LoadAutoencoderKL(NetworkOps& ops,
                                                          const AutoencoderKLConfig& config,
                                                          const Weights& weights);
 

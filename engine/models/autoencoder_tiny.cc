@@ -76,13 +76,13 @@ namespace {
 /// diffusers' AutoencoderTinyBlock: three convolutions and the input.
 class Block {
  public:
-  static absl::StatusOr<Block> Load(Backend& backend, const Weights& weights, int channels,
+  static absl::StatusOr<Block> Load(NetworkOps& ops, const Weights& weights, int channels,
                                     Activation activation) {
     Block block;
     block.activation_ = activation;
     for (int i = 0; i < 3; ++i) {
-      DENOISED_ASSIGN_OR_RETURN(block.convs_[i], Conv2d::Load(backend, weights / "conv" / (2 * i),
-                                                              channels, channels, 3));
+      DENOISED_ASSIGN_OR_RETURN(
+          block.convs_[i], Conv2d::Load(ops, weights / "conv" / (2 * i), channels, channels, 3));
     }
     return block;
   }
@@ -110,16 +110,16 @@ class AutoencoderTiny : public Codec {
  public:
   explicit AutoencoderTiny(const AutoencoderTinyConfig& config) : config_(config) {}
 
-  absl::Status Load(Backend& backend, const Weights& weights);
+  absl::Status Load(NetworkOps& ops, const Weights& weights);
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
   Tensor EncodeUnscaled(Context& context, const Tensor& pixels) const override;
 
  private:
-  absl::Status LoadEncoder(Backend& backend, const Weights& layers);
-  absl::Status LoadDecoder(Backend& backend, const Weights& layers);
-  absl::Status LoadBlocks(Backend& backend, const Weights& layers, int count, int channels,
+  absl::Status LoadEncoder(NetworkOps& ops, const Weights& layers);
+  absl::Status LoadDecoder(NetworkOps& ops, const Weights& layers);
+  absl::Status LoadBlocks(NetworkOps& ops, const Weights& layers, int count, int channels,
                           int* layer, std::vector<Block>* blocks) const;
 
   AutoencoderTinyConfig config_;
@@ -128,78 +128,78 @@ class AutoencoderTiny : public Codec {
   std::vector<Level> encoder_, decoder_;
 };
 
-absl::Status AutoencoderTiny::Load(Backend& backend, const Weights& weights) {
+absl::Status AutoencoderTiny::Load(NetworkOps& ops, const Weights& weights) {
   traits_ = {.image_channels = config_.out_channels,
              .latent_channels = config_.latent_channels,
              .factor = 1 << (config_.decoder_block_out_channels.size() - 1),
              .encodes = true};
-  DENOISED_RETURN_IF_ERROR(LoadEncoder(backend, weights / "encoder" / "layers"));
-  DENOISED_RETURN_IF_ERROR(LoadDecoder(backend, weights / "decoder" / "layers"));
+  DENOISED_RETURN_IF_ERROR(LoadEncoder(ops, weights / "encoder" / "layers"));
+  DENOISED_RETURN_IF_ERROR(LoadDecoder(ops, weights / "decoder" / "layers"));
   traits_.parameters = weights.parameters();
   return absl::OkStatus();
 }
 
-absl::Status AutoencoderTiny::LoadBlocks(Backend& backend, const Weights& layers, int count,
+absl::Status AutoencoderTiny::LoadBlocks(NetworkOps& ops, const Weights& layers, int count,
                                          int channels, int* layer,
                                          std::vector<Block>* blocks) const {
   for (int i = 0; i < count; ++i) {
-    DENOISED_ASSIGN_OR_RETURN(
-        Block block, Block::Load(backend, layers / (*layer)++, channels, config_.activation));
+    DENOISED_ASSIGN_OR_RETURN(Block block,
+                              Block::Load(ops, layers / (*layer)++, channels, config_.activation));
     blocks->push_back(std::move(block));
   }
   return absl::OkStatus();
 }
 
-absl::Status AutoencoderTiny::LoadEncoder(Backend& backend, const Weights& layers) {
+absl::Status AutoencoderTiny::LoadEncoder(NetworkOps& ops, const Weights& layers) {
   const int channels = config_.encoder_block_out_channels[0];
   int layer = 0;  // diffusers numbers all layers in one sequence
-  DENOISED_ASSIGN_OR_RETURN(
-      encoder_in_, Conv2d::Load(backend, layers / layer++, config_.in_channels, channels, 3));
+  DENOISED_ASSIGN_OR_RETURN(encoder_in_,
+                            Conv2d::Load(ops, layers / layer++, config_.in_channels, channels, 3));
   for (size_t i = 0; i < config_.num_encoder_blocks.size(); ++i) {
     Level level;
     if (i > 0) {
       DENOISED_ASSIGN_OR_RETURN(level.resample,
-                                Conv2d::Load(backend, layers / layer++, channels, channels, 3));
+                                Conv2d::Load(ops, layers / layer++, channels, channels, 3));
     }
-    DENOISED_RETURN_IF_ERROR(LoadBlocks(backend, layers, config_.num_encoder_blocks[i], channels,
-                                        &layer, &level.blocks));
+    DENOISED_RETURN_IF_ERROR(
+        LoadBlocks(ops, layers, config_.num_encoder_blocks[i], channels, &layer, &level.blocks));
     encoder_.push_back(std::move(level));
   }
   DENOISED_ASSIGN_OR_RETURN(
-      encoder_out_, Conv2d::Load(backend, layers / layer, channels, config_.latent_channels, 3));
+      encoder_out_, Conv2d::Load(ops, layers / layer, channels, config_.latent_channels, 3));
   return absl::OkStatus();
 }
 
-absl::Status AutoencoderTiny::LoadDecoder(Backend& backend, const Weights& layers) {
+absl::Status AutoencoderTiny::LoadDecoder(NetworkOps& ops, const Weights& layers) {
   const int channels = config_.decoder_block_out_channels[0];
-  DENOISED_ASSIGN_OR_RETURN(
-      decoder_in_, Conv2d::Load(backend, layers / 0, config_.latent_channels, channels, 3));
+  DENOISED_ASSIGN_OR_RETURN(decoder_in_,
+                            Conv2d::Load(ops, layers / 0, config_.latent_channels, channels, 3));
   int layer = 2;  // 1 is an activation
   for (size_t i = 0; i < config_.num_decoder_blocks.size(); ++i) {
     Level level;
-    DENOISED_RETURN_IF_ERROR(LoadBlocks(backend, layers, config_.num_decoder_blocks[i], channels,
-                                        &layer, &level.blocks));
+    DENOISED_RETURN_IF_ERROR(
+        LoadBlocks(ops, layers, config_.num_decoder_blocks[i], channels, &layer, &level.blocks));
     if (i + 1 < config_.num_decoder_blocks.size()) {
       ++layer;  // the doubling
-      DENOISED_ASSIGN_OR_RETURN(level.resample, Conv2d::Load(backend, layers / layer++, channels,
+      DENOISED_ASSIGN_OR_RETURN(level.resample, Conv2d::Load(ops, layers / layer++, channels,
                                                              channels, 3, /*upsample2x=*/true));
     }
     decoder_.push_back(std::move(level));
   }
-  DENOISED_ASSIGN_OR_RETURN(
-      decoder_out_, Conv2d::Load(backend, layers / layer, channels, config_.out_channels, 3));
+  DENOISED_ASSIGN_OR_RETURN(decoder_out_,
+                            Conv2d::Load(ops, layers / layer, channels, config_.out_channels, 3));
   return absl::OkStatus();
 }
 
 Tensor AutoencoderTiny::Decode(Context& context, const Tensor& latents) const {
-  Backend& backend = context.backend;
+  NetworkOps& ops = context.ops;
   const auto scale = static_cast<float>(1 / config_.scaling_factor);
   const auto shift = static_cast<float>(config_.shift_factor);
   // Latents are bounded smoothly: 3 · tanh(z / 3).
   const Tensor bounded = context.NewF32(latents.shape());
-  backend.Add(latents, scale / 3, Tensor(), shift / 3, Activation::kTanh, bounded);
+  ops.Add(latents, scale / 3, Tensor(), shift / 3, Activation::kTanh, bounded);
   Tensor x = context.New(latents.shape());
-  backend.Add(bounded, 3.0f, Tensor(), 0.0f, Activation::kNone, x);
+  ops.Add(bounded, 3.0f, Tensor(), 0.0f, Activation::kNone, x);
 
   x = decoder_in_(context, {.x = x, .epilogue = {.activation = config_.activation}});
   for (const Level& level : decoder_) {
@@ -209,7 +209,7 @@ Tensor AutoencoderTiny::Decode(Context& context, const Tensor& latents) const {
   Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
   decoder_out_(context, {.x = x, .out = out});
   // The network's pixels are in [0, 1].
-  backend.Add(out, 2.0f, Tensor(), -1.0f, Activation::kNone, out);
+  ops.Add(out, 2.0f, Tensor(), -1.0f, Activation::kNone, out);
   return out;
 }
 
@@ -218,13 +218,13 @@ Tensor AutoencoderTiny::Encode(Context& context, const Tensor& pixels,
   Tensor latents = EncodeUnscaled(context, pixels);
   const auto scale = static_cast<float>(config_.scaling_factor);
   const auto shift = static_cast<float>(-config_.shift_factor * config_.scaling_factor);
-  context.backend.Add(latents, scale, Tensor(), shift, Activation::kNone, latents);
+  context.ops.Add(latents, scale, Tensor(), shift, Activation::kNone, latents);
   return latents;
 }
 
 Tensor AutoencoderTiny::EncodeUnscaled(Context& context, const Tensor& pixels) const {
   Tensor x = context.New(pixels.shape());
-  context.backend.Add(pixels, 0.5f, Tensor(), 0.5f, Activation::kNone, x);
+  context.ops.Add(pixels, 0.5f, Tensor(), 0.5f, Activation::kNone, x);
   x = encoder_in_(context, {.x = x});
   for (const Level& level : encoder_) {
     if (level.resample) x = level.resample->Downsample(context, x, /*padding=*/1);
@@ -237,11 +237,11 @@ Tensor AutoencoderTiny::EncodeUnscaled(Context& context, const Tensor& pixels) c
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Codec>> LoadAutoencoderTiny(Backend& backend,
+absl::StatusOr<std::unique_ptr<Codec>> LoadAutoencoderTiny(NetworkOps& ops,
                                                            const AutoencoderTinyConfig& config,
                                                            const Weights& weights) {
   auto model = std::make_unique<AutoencoderTiny>(config);
-  DENOISED_RETURN_IF_ERROR(model->Load(backend, weights));
+  DENOISED_RETURN_IF_ERROR(model->Load(ops, weights));
   DENOISED_RETURN_IF_ERROR(weights.CheckAllUsed());
   return model;
 }

@@ -30,7 +30,7 @@ struct AutoencoderTinyConfig {
 /// diffusers' AutoencoderTiny (TAESD): convolutions and ReLUs, distilled from an AutoencoderKL.
 /// Encoding gives one latent, not a distribution, and reads no noise. InvalidArgument or NotFound
 /// name the tensor and both shapes when the weights do not fit.
-absl::StatusOr<std::unique_ptr<Codec>> LoadAutoencoderTiny(Backend& backend,
+absl::StatusOr<std::unique_ptr<Codec>> LoadAutoencoderTiny(NetworkOps& ops,
                                                            const AutoencoderTinyConfig& config,
                                                            const Weights& weights);
 

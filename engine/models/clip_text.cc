@@ -142,7 +142,7 @@ class ClipText : public TextEncoder {
  public:
   explicit ClipText(const ClipTextConfig& config) : config_(config) {}
 
-  absl::Status Load(Backend& backend, const Weights& weights);
+  absl::Status Load(NetworkOps& ops, const Weights& weights);
   const TextEncoderTraits& traits() const override { return traits_; }
   TextOutput Forward(Context& context, const TextInput& input,
                      const TextOptions& options) const override;
@@ -153,7 +153,7 @@ class ClipText : public TextEncoder {
     Linear qkv, out, fc1, fc2;
   };
 
-  absl::StatusOr<Layer> LoadLayer(Backend& backend, const Weights& weights) const;
+  absl::StatusOr<Layer> LoadLayer(NetworkOps& ops, const Weights& weights) const;
   Tensor Embed(Context& context, const TextInput& input, int64_t rows, int64_t tokens) const;
   Tensor Run(Context& context, const Layer& layer, Tensor x) const;
 
@@ -165,7 +165,7 @@ class ClipText : public TextEncoder {
   std::optional<Linear> projection_;
 };
 
-absl::Status ClipText::Load(Backend& backend, const Weights& weights) {
+absl::Status ClipText::Load(NetworkOps& ops, const Weights& weights) {
   const int features = config_.hidden_size;
   traits_ = {.max_tokens = config_.max_position_embeddings,
              .features = features,
@@ -183,41 +183,40 @@ absl::Status ClipText::Load(Backend& backend, const Weights& weights) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor positions,
                             (embeddings / "position_embedding")
                                 .Get("weight", {config_.max_position_embeddings, features}));
-  DENOISED_ASSIGN_OR_RETURN(token_table_, backend.PackVector(tokens));
-  DENOISED_ASSIGN_OR_RETURN(position_table_, backend.PackVector(positions));
+  DENOISED_ASSIGN_OR_RETURN(token_table_, ops.PackVector(tokens));
+  DENOISED_ASSIGN_OR_RETURN(position_table_, ops.PackVector(positions));
   embeddings.Ignore("position_ids");  // 0, 1, …, saved by transformers before 4.31
 
   for (int i = 0; i < config_.num_hidden_layers; ++i) {
-    DENOISED_ASSIGN_OR_RETURN(Layer layer, LoadLayer(backend, model / "encoder" / "layers" / i));
+    DENOISED_ASSIGN_OR_RETURN(Layer layer, LoadLayer(ops, model / "encoder" / "layers" / i));
     layers_.push_back(std::move(layer));
   }
-  DENOISED_ASSIGN_OR_RETURN(final_norm_, LayerNorm::Load(backend, model / "final_layer_norm",
-                                                         features, config_.layer_norm_eps));
+  DENOISED_ASSIGN_OR_RETURN(final_norm_, LayerNorm::Load(ops, model / "final_layer_norm", features,
+                                                         config_.layer_norm_eps));
   if (config_.with_projection) {
-    DENOISED_ASSIGN_OR_RETURN(projection_, Linear::Load(backend, weights / "text_projection",
-                                                        features, config_.projection_dim));
+    DENOISED_ASSIGN_OR_RETURN(projection_, Linear::Load(ops, weights / "text_projection", features,
+                                                        config_.projection_dim));
   }
   traits_.parameters = weights.parameters();
   return absl::OkStatus();
 }
 
-absl::StatusOr<ClipText::Layer> ClipText::LoadLayer(Backend& backend,
-                                                    const Weights& weights) const {
+absl::StatusOr<ClipText::Layer> ClipText::LoadLayer(NetworkOps& ops, const Weights& weights) const {
   const int features = config_.hidden_size, inner = config_.intermediate_size;
   const Weights attention = weights / "self_attn", mlp = weights / "mlp";
   Layer layer;
-  DENOISED_ASSIGN_OR_RETURN(layer.norm1, LayerNorm::Load(backend, weights / "layer_norm1", features,
-                                                         config_.layer_norm_eps));
+  DENOISED_ASSIGN_OR_RETURN(
+      layer.norm1, LayerNorm::Load(ops, weights / "layer_norm1", features, config_.layer_norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
       layer.qkv,
-      Linear::LoadFused(backend, {attention / "q_proj", attention / "k_proj", attention / "v_proj"},
+      Linear::LoadFused(ops, {attention / "q_proj", attention / "k_proj", attention / "v_proj"},
                         features, {features, features, features}));
   DENOISED_ASSIGN_OR_RETURN(layer.out,
-                            Linear::Load(backend, attention / "out_proj", features, features));
-  DENOISED_ASSIGN_OR_RETURN(layer.norm2, LayerNorm::Load(backend, weights / "layer_norm2", features,
-                                                         config_.layer_norm_eps));
-  DENOISED_ASSIGN_OR_RETURN(layer.fc1, Linear::Load(backend, mlp / "fc1", features, inner));
-  DENOISED_ASSIGN_OR_RETURN(layer.fc2, Linear::Load(backend, mlp / "fc2", inner, features));
+                            Linear::Load(ops, attention / "out_proj", features, features));
+  DENOISED_ASSIGN_OR_RETURN(
+      layer.norm2, LayerNorm::Load(ops, weights / "layer_norm2", features, config_.layer_norm_eps));
+  DENOISED_ASSIGN_OR_RETURN(layer.fc1, Linear::Load(ops, mlp / "fc1", features, inner));
+  DENOISED_ASSIGN_OR_RETURN(layer.fc2, Linear::Load(ops, mlp / "fc2", inner, features));
   return layer;
 }
 
@@ -226,9 +225,9 @@ Tensor ClipText::Embed(Context& context, const TextInput& input, int64_t rows,
   Tensor states = context.New({rows, tokens, config_.hidden_size});
   const Shape flat = {rows * tokens, config_.hidden_size};
   const Tensor words = context.NewF32(flat), positions = context.NewF32(flat);
-  context.backend.Embedding({.table = token_table_, .index = input.ids, .out = words});
-  context.backend.Embedding({.table = position_table_, .index = input.positions, .out = positions});
-  context.backend.Add(words, 1.0f, positions, 0.0f, Activation::kNone, states.Reshape(flat));
+  context.ops.Embedding({.table = token_table_, .index = input.ids, .out = words});
+  context.ops.Embedding({.table = position_table_, .index = input.positions, .out = positions});
+  context.ops.Add(words, 1.0f, positions, 0.0f, Activation::kNone, states.Reshape(flat));
   return states;
 }
 
@@ -238,13 +237,13 @@ Tensor ClipText::Run(Context& context, const Layer& layer, Tensor x) const {
     const Tensor qkv = layer.qkv(context, {.x = layer.norm1(context, x)});
     const Tensor attended = context.New(x.shape());
     const auto head_dim = static_cast<float>(features / config_.num_attention_heads);
-    context.backend.Attention({.q = qkv.Columns(0, features),
-                               .k = qkv.Columns(features, features),
-                               .v = qkv.Columns(2 * features, features),
-                               .causal = true,
-                               .heads = config_.num_attention_heads,
-                               .scale = 1.0f / std::sqrt(head_dim),
-                               .out = attended});
+    context.ops.Attention({.q = qkv.Columns(0, features),
+                           .k = qkv.Columns(features, features),
+                           .v = qkv.Columns(2 * features, features),
+                           .causal = true,
+                           .heads = config_.num_attention_heads,
+                           .scale = 1.0f / std::sqrt(head_dim),
+                           .out = attended});
     x = layer.out(context, {.x = attended, .epilogue = {.residual = x}});
   }
   const Tensor hidden = layer.fc1(
@@ -274,7 +273,7 @@ TextOutput ClipText::Forward(Context& context, const TextInput& input,
 
   // The final norm is of each token by itself, so only the pooled ones need it.
   const Tensor ends = context.New({rows, config_.hidden_size});
-  context.backend.Embedding(
+  context.ops.Embedding(
       {.table = x.Reshape({rows * tokens, config_.hidden_size}), .index = input.ends, .out = ends});
   output.pooled = final_norm_(context, ends);
   if (projection_) output.pooled = (*projection_)(context, {.x = output.pooled});
@@ -283,11 +282,11 @@ TextOutput ClipText::Forward(Context& context, const TextInput& input,
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<TextEncoder>> LoadClipText(Backend& backend,
+absl::StatusOr<std::unique_ptr<TextEncoder>> LoadClipText(NetworkOps& ops,
                                                           const ClipTextConfig& config,
                                                           const Weights& weights) {
   auto model = std::make_unique<ClipText>(config);
-  DENOISED_RETURN_IF_ERROR(model->Load(backend, weights));
+  DENOISED_RETURN_IF_ERROR(model->Load(ops, weights));
   DENOISED_RETURN_IF_ERROR(weights.CheckAllUsed());
   return model;
 }

@@ -35,7 +35,7 @@ struct ClipTextConfig {
 /// Pooled is text_projection of the state at the end token, or that state where the class has no
 /// projection. InvalidArgument or NotFound name the tensor and both shapes when the weights do not
 /// fit.
-absl::StatusOr<std::unique_ptr<TextEncoder>> LoadClipText(Backend& backend,
+absl::StatusOr<std::unique_ptr<TextEncoder>> LoadClipText(NetworkOps& ops,
                                                           const ClipTextConfig& config,
                                                           const Weights& weights);
 

@@ -13,15 +13,15 @@ namespace {
 
 using Component = ModelDirectory::Component;
 
-absl::StatusOr<std::unique_ptr<Denoiser>> UNet2D(Backend& backend, const Component& component,
+absl::StatusOr<std::unique_ptr<Denoiser>> UNet2D(NetworkOps& ops, const Component& component,
                                                  const TextStates& /*text*/,
                                                  const Weights& weights) {
   DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config,
                             UNet2DConfig::Parse(component.config, component.config_file));
-  return LoadUNet2D(backend, config, weights);
+  return LoadUNet2D(ops, config, weights);
 }
 
-absl::StatusOr<std::unique_ptr<Denoiser>> UNet2DCondition(Backend& backend,
+absl::StatusOr<std::unique_ptr<Denoiser>> UNet2DCondition(NetworkOps& ops,
                                                           const Component& component,
                                                           const TextStates& text,
                                                           const Weights& weights) {
@@ -31,23 +31,23 @@ absl::StatusOr<std::unique_ptr<Denoiser>> UNet2DCondition(Backend& backend,
     return InvalidArgument(
         "{}: field 'cross_attention_dim' is {}, but the text encoders have {} features",
         component.config_file, config.cross_attention_dim, text.features);
-  return LoadUNet2DCondition(backend, config, text.pooled_features, weights);
+  return LoadUNet2DCondition(ops, config, text.pooled_features, weights);
 }
 
 template <typename Config, auto kLoad>
-absl::StatusOr<std::unique_ptr<Codec>> CodecOf(Backend& backend, const Component& component,
+absl::StatusOr<std::unique_ptr<Codec>> CodecOf(NetworkOps& ops, const Component& component,
                                                const Weights& weights) {
   DENOISED_ASSIGN_OR_RETURN(const Config config,
                             Config::Parse(component.config, component.config_file));
-  return kLoad(backend, config, weights);
+  return kLoad(ops, config, weights);
 }
 
-absl::StatusOr<std::unique_ptr<TextEncoder>> ClipText(Backend& backend, const Component& component,
+absl::StatusOr<std::unique_ptr<TextEncoder>> ClipText(NetworkOps& ops, const Component& component,
                                                       const Weights& weights) {
   DENOISED_ASSIGN_OR_RETURN(
       const ClipTextConfig config,
       ClipTextConfig::Parse(component.config, component.config_file, component.class_name));
-  return LoadClipText(backend, config, weights);
+  return LoadClipText(ops, config, weights);
 }
 
 constexpr DenoiserClass kDenoisers[] = {

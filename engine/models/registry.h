@@ -23,20 +23,20 @@ struct TextStates {
 struct DenoiserClass {
   const char* name;
   bool reads_text;  // its pipeline has tokenizers, text encoders and a codec
-  absl::StatusOr<std::unique_ptr<Denoiser>> (*load)(Backend& backend,
+  absl::StatusOr<std::unique_ptr<Denoiser>> (*load)(NetworkOps& ops,
                                                     const ModelDirectory::Component& component,
                                                     const TextStates& text, const Weights& weights);
 };
 struct CodecClass {
   const char* name;
   bool small;  // quick enough for previews
-  absl::StatusOr<std::unique_ptr<Codec>> (*load)(Backend& backend,
+  absl::StatusOr<std::unique_ptr<Codec>> (*load)(NetworkOps& ops,
                                                  const ModelDirectory::Component& component,
                                                  const Weights& weights);
 };
 struct TextEncoderClass {
   const char* name;
-  absl::StatusOr<std::unique_ptr<TextEncoder>> (*load)(Backend& backend,
+  absl::StatusOr<std::unique_ptr<TextEncoder>> (*load)(NetworkOps& ops,
                                                        const ModelDirectory::Component& component,
                                                        const Weights& weights);
 };

@@ -285,7 +285,7 @@ class UNet2D : public Denoiser {
  public:
   explicit UNet2D(const UNet2DConfig& config) : config_(config) {}
 
-  absl::Status Load(Backend& backend, const Weights& weights);
+  absl::Status Load(NetworkOps& ops, const Weights& weights);
   const DenoiserTraits& traits() const override { return traits_; }
   Tensor Forward(Context& context, const DenoiserInput& input) const override;
 
@@ -308,13 +308,13 @@ class UNet2D : public Denoiser {
             .groups = GroupsOf(channels),
             .eps = config_.norm_eps};
   }
-  absl::Status LoadLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
+  absl::Status LoadLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
                          const std::vector<int>& in_channels, int out_channels,
                          ResnetOptions::Resample resample, Level* level);
-  absl::Status LoadSkipLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
+  absl::Status LoadSkipLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
                              const std::vector<int>& in_channels, int out_channels, bool down,
                              bool resamples, Level* level);
-  absl::Status LoadMidBlock(Backend& backend, const Weights& weights);
+  absl::Status LoadMidBlock(NetworkOps& ops, const Weights& weights);
 
   Tensor Embed(Context& context, const DenoiserInput& input) const;
   Tensor Down(Context& context, const Level& level, Tensor x, Tensor* image,
@@ -337,7 +337,7 @@ class UNet2D : public Denoiser {
   std::optional<Attention> mid_attention_;
 };
 
-absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
+absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
   const std::vector<int>& channels = config_.block_out_channels;
   const int levels = static_cast<int>(channels.size());
 
@@ -354,10 +354,10 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
     DENOISED_ASSIGN_OR_RETURN(
         const Tensor table,
         (weights / "time_proj").Get("weight", {config_.num_train_timesteps, projected}));
-    DENOISED_ASSIGN_OR_RETURN(time_table_, backend.PackVector(table));
+    DENOISED_ASSIGN_OR_RETURN(time_table_, ops.PackVector(table));
   } else if (config_.time_embedding_type == Time::kFourier) {
-    DENOISED_ASSIGN_OR_RETURN(time_projection_, nn::TimestepProjection::Fourier(
-                                                    backend, weights / "time_proj", channels[0]));
+    DENOISED_ASSIGN_OR_RETURN(
+        time_projection_, nn::TimestepProjection::Fourier(ops, weights / "time_proj", channels[0]));
   } else {
     time_projection_ = nn::TimestepProjection::Positional(channels[0], config_.flip_sin_to_cos,
                                                           config_.freq_shift);
@@ -366,7 +366,7 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
   const int embedded = config_.time_embedding_dim;
   DENOISED_ASSIGN_OR_RETURN(
       time_embedding_,
-      nn::TimestepEmbedding::Load(backend, weights / "time_embedding", projected, embedded));
+      nn::TimestepEmbedding::Load(ops, weights / "time_embedding", projected, embedded));
   switch (config_.condition) {
     case ClassCondition::kNone:
       break;
@@ -374,13 +374,13 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
       DENOISED_ASSIGN_OR_RETURN(
           Tensor table,
           (weights / "class_embedding").Get("weight", {config_.num_class_embeds, embedded}));
-      DENOISED_ASSIGN_OR_RETURN(class_table_, backend.PackVector(table));
+      DENOISED_ASSIGN_OR_RETURN(class_table_, ops.PackVector(table));
       break;
     }
     case ClassCondition::kValue: {
       DENOISED_ASSIGN_OR_RETURN(
           class_embedding_,
-          nn::TimestepEmbedding::Load(backend, weights / "class_embedding", projected, embedded));
+          nn::TimestepEmbedding::Load(ops, weights / "class_embedding", projected, embedded));
       traits_.class_vector_size = 1;
       break;
     }
@@ -390,7 +390,7 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
   }
 
   DENOISED_ASSIGN_OR_RETURN(
-      conv_in_, Conv2d::Load(backend, weights / "conv_in", config_.in_channels, channels[0], 3));
+      conv_in_, Conv2d::Load(ops, weights / "conv_in", config_.in_channels, channels[0], 3));
 
   // skip_channels mirrors the stack of outputs that the up path takes back.
   std::vector<int> skip_channels = {channels[0]};
@@ -400,12 +400,12 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
     inputs[0] = in;
     const bool last = i == levels - 1;
     DENOISED_RETURN_IF_ERROR(LoadLevel(
-        backend, weights / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]), inputs,
+        ops, weights / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]), inputs,
         channels[i], last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kDown,
         &down_[i]));
     skip_channels.insert(skip_channels.end(), config_.layers_per_block + !last, channels[i]);
   }
-  if (config_.mid_block) DENOISED_RETURN_IF_ERROR(LoadMidBlock(backend, weights / "mid_block"));
+  if (config_.mid_block) DENOISED_RETURN_IF_ERROR(LoadMidBlock(ops, weights / "mid_block"));
   up_.resize(levels);
   for (int i = 0, in = channels.back(); i < levels; ++i) {
     const int out = channels[levels - 1 - i];
@@ -415,38 +415,38 @@ absl::Status UNet2D::Load(Backend& backend, const Weights& weights) {
       skip_channels.pop_back();
     }
     const bool last = i == levels - 1;
-    DENOISED_RETURN_IF_ERROR(LoadLevel(
-        backend, weights / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), inputs, out,
-        last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kUp, &up_[i]));
+    DENOISED_RETURN_IF_ERROR(
+        LoadLevel(ops, weights / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), inputs, out,
+                  last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kUp, &up_[i]));
     in = out;
   }
 
   DENOISED_ASSIGN_OR_RETURN(conv_norm_out_,
-                            nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels[0],
+                            nn::GroupNorm::Load(ops, weights / "conv_norm_out", channels[0],
                                                 GroupsOf(channels[0]), config_.norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
-      conv_out_, Conv2d::Load(backend, weights / "conv_out", channels[0], config_.out_channels, 3));
-  DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(backend));
+      conv_out_, Conv2d::Load(ops, weights / "conv_out", channels[0], config_.out_channels, 3));
+  DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(ops));
   traits_.parameters = weights.parameters();
   return absl::OkStatus();
 }
 
-absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
+absl::Status UNet2D::LoadLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
                                const std::vector<int>& in_channels, int out_channels,
                                ResnetOptions::Resample resample, Level* level) {
   if (kind.skip)
-    return LoadSkipLevel(backend, weights, kind, in_channels, out_channels,
+    return LoadSkipLevel(ops, weights, kind, in_channels, out_channels,
                          std::string_view(kind.name).find("Down") != std::string_view::npos,
                          resample != ResnetOptions::Resample::kNone, level);
   for (size_t i = 0; i < in_channels.size(); ++i) {
     DENOISED_ASSIGN_OR_RETURN(
         ResnetBlock resnet,
-        ResnetBlock::Load(backend, weights / "resnets" / static_cast<int>(i),
+        ResnetBlock::Load(ops, weights / "resnets" / static_cast<int>(i),
                           Resnet(in_channels[i], out_channels), resnet_projections_));
     level->resnets.push_back(std::move(resnet));
     if (!kind.attention) continue;
     DENOISED_ASSIGN_OR_RETURN(Attention attention,
-                              Attention::Load(backend, weights / "attentions" / static_cast<int>(i),
+                              Attention::Load(ops, weights / "attentions" / static_cast<int>(i),
                                               SelfAttention(out_channels)));
     level->attentions.push_back(std::move(attention));
   }
@@ -460,18 +460,17 @@ absl::Status UNet2D::LoadLevel(Backend& backend, const Weights& weights, const B
     ResnetOptions options = Resnet(out_channels, out_channels);
     options.resample = resample;
     DENOISED_ASSIGN_OR_RETURN(level->resample_resnet,
-                              ResnetBlock::Load(backend, resampler, options, resnet_projections_));
+                              ResnetBlock::Load(ops, resampler, options, resnet_projections_));
   } else {
-    DENOISED_ASSIGN_OR_RETURN(
-        level->resample_conv,
-        Conv2d::Load(backend, resampler / "conv", out_channels, out_channels, 3,
-                     /*upsample2x=*/!down, nn::Products::kOfModel));
+    DENOISED_ASSIGN_OR_RETURN(level->resample_conv,
+                              Conv2d::Load(ops, resampler / "conv", out_channels, out_channels, 3,
+                                           /*upsample2x=*/!down, nn::Products::kOfModel));
   }
   return absl::OkStatus();
 }
 
 /// Skip blocks of diffusers: groups follow from the channels, and every sum is divided by √2.
-absl::Status UNet2D::LoadSkipLevel(Backend& backend, const Weights& weights, const BlockKind& kind,
+absl::Status UNet2D::LoadSkipLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
                                    const std::vector<int>& in_channels, int out_channels, bool down,
                                    bool resamples, Level* level) {
   level->skip = true;
@@ -490,7 +489,7 @@ absl::Status UNet2D::LoadSkipLevel(Backend& backend, const Weights& weights, con
       options.groups = std::min(before + out_channels / 4, kSkipGroups);
     }
     DENOISED_ASSIGN_OR_RETURN(ResnetBlock resnet,
-                              ResnetBlock::Load(backend, weights / "resnets" / static_cast<int>(i),
+                              ResnetBlock::Load(ops, weights / "resnets" / static_cast<int>(i),
                                                 options, resnet_projections_));
     level->resnets.push_back(std::move(resnet));
     // The way up has one, after all resnets.
@@ -500,38 +499,36 @@ absl::Status UNet2D::LoadSkipLevel(Backend& backend, const Weights& weights, con
     attention.output_scale_factor = std::sqrt(2.0);
     DENOISED_ASSIGN_OR_RETURN(
         Attention loaded,
-        Attention::Load(backend, weights / "attentions" / static_cast<int>(i), attention));
+        Attention::Load(ops, weights / "attentions" / static_cast<int>(i), attention));
     level->attentions.push_back(std::move(loaded));
   }
   if (!resamples) return absl::OkStatus();
   ResnetOptions options = resnet_of(out_channels);
   options.resample = down ? ResnetOptions::Resample::kDown : ResnetOptions::Resample::kUp;
   options.fir = options.shortcut = true;
-  DENOISED_ASSIGN_OR_RETURN(
-      level->resample_resnet,
-      ResnetBlock::Load(backend, weights / (down ? "resnet_down" : "resnet_up"), options,
-                        resnet_projections_));
+  DENOISED_ASSIGN_OR_RETURN(level->resample_resnet,
+                            ResnetBlock::Load(ops, weights / (down ? "resnet_down" : "resnet_up"),
+                                              options, resnet_projections_));
   if (down) {
-    DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(backend, weights / "skip_conv",
-                                                             kSkipChannels, out_channels, 1));
+    DENOISED_ASSIGN_OR_RETURN(
+        level->skip_conv, Conv2d::Load(ops, weights / "skip_conv", kSkipChannels, out_channels, 1));
     return absl::OkStatus();
   }
   DENOISED_ASSIGN_OR_RETURN(level->skip_norm,
-                            nn::GroupNorm::Load(backend, weights / "skip_norm", out_channels,
+                            nn::GroupNorm::Load(ops, weights / "skip_norm", out_channels,
                                                 SkipGroups(out_channels), config_.norm_eps));
-  DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(backend, weights / "skip_conv",
-                                                           out_channels, kSkipChannels, 3));
+  DENOISED_ASSIGN_OR_RETURN(
+      level->skip_conv, Conv2d::Load(ops, weights / "skip_conv", out_channels, kSkipChannels, 3));
   return absl::OkStatus();
 }
 
-absl::Status UNet2D::LoadMidBlock(Backend& backend, const Weights& weights) {
+absl::Status UNet2D::LoadMidBlock(NetworkOps& ops, const Weights& weights) {
   const int channels = config_.block_out_channels.back();
   ResnetOptions options = Resnet(channels, channels);
   options.output_scale_factor = config_.mid_block_scale_factor;
   for (int i = 0; i < 2; ++i) {
-    DENOISED_ASSIGN_OR_RETURN(
-        ResnetBlock resnet,
-        ResnetBlock::Load(backend, weights / "resnets" / i, options, resnet_projections_));
+    DENOISED_ASSIGN_OR_RETURN(ResnetBlock resnet, ResnetBlock::Load(ops, weights / "resnets" / i,
+                                                                    options, resnet_projections_));
     mid_resnets_.push_back(std::move(resnet));
   }
   if (!config_.add_attention) return absl::OkStatus();
@@ -541,7 +538,7 @@ absl::Status UNet2D::LoadMidBlock(Backend& backend, const Weights& weights) {
   attention.groups = config_.attn_norm_num_groups;
   if (!attention.groups && !config_.scale_shift) attention.groups = GroupsOf(channels);
   DENOISED_ASSIGN_OR_RETURN(mid_attention_,
-                            Attention::Load(backend, weights / "attentions" / 0, attention));
+                            Attention::Load(ops, weights / "attentions" / 0, attention));
   return absl::OkStatus();
 }
 
@@ -550,7 +547,7 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
   const auto projected = [&](const Tensor& number) {
     if (!time_table_) return time_projection_(context, number);
     Tensor out = context.New({rows, time_table_.dim(1)});
-    context.backend.Embedding({.table = time_table_, .index = number, .out = out});
+    context.ops.Embedding({.table = time_table_, .index = number, .out = out});
     return out;
   };
   Tensor class_embedding;
@@ -559,8 +556,7 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
       break;
     case ClassCondition::kLabel:
       class_embedding = context.New({rows, config_.time_embedding_dim});
-      context.backend.Embedding(
-          {.table = class_table_, .index = input.label, .out = class_embedding});
+      context.ops.Embedding({.table = class_table_, .index = input.label, .out = class_embedding});
       break;
     case ClassCondition::kValue:
       class_embedding = (*class_embedding_)(context, projected(input.embedding.Reshape({rows})),
@@ -568,8 +564,7 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
       break;
     case ClassCondition::kVector:
       class_embedding = context.New({rows, config_.time_embedding_dim});
-      context.backend.Add(input.embedding, 1.0f, Tensor(), 0.0f, Activation::kNone,
-                          class_embedding);
+      context.ops.Add(input.embedding, 1.0f, Tensor(), 0.0f, Activation::kNone, class_embedding);
       break;
   }
   // Only resnets read it, and all of them activate it first.
@@ -584,7 +579,7 @@ Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
   Tensor x = input.x;
   if (config_.center_input_sample) {
     const Tensor centered = context.New(x.shape());
-    context.backend.Add(x, 2.0f, Tensor(), -1.0f, Activation::kNone, centered);
+    context.ops.Add(x, 2.0f, Tensor(), -1.0f, Activation::kNone, centered);
     x = centered;
   }
   Tensor image = x;  // beside Skip blocks
@@ -615,12 +610,12 @@ Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
             {.x = x, .prologue = {.norm = conv_norm_out_.Then(Activation::kSilu)}, .out = out});
   if (image) {
     const Tensor sum = context.NewF32(out.shape());
-    context.backend.Add(out, 1.0f, image, 0.0f, Activation::kNone, sum);
+    context.ops.Add(out, 1.0f, image, 0.0f, Activation::kNone, sum);
     out = sum;
   }
   if (config_.time_embedding_type == Time::kFourier) {  // diffusers divides by the noise level
     const Tensor scaled = context.NewF32(out.shape());
-    context.backend.DivideRows(out, input.condition, scaled);
+    context.ops.DivideRows(out, input.condition, scaled);
     out = scaled;
   }
   return out;
@@ -673,10 +668,10 @@ Tensor UNet2D::Up(Context& context, const Level& level, Tensor x, Tensor* image,
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2D(Backend& backend, const UNet2DConfig& config,
+absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2D(NetworkOps& ops, const UNet2DConfig& config,
                                                      const Weights& weights) {
   auto model = std::make_unique<UNet2D>(config);
-  DENOISED_RETURN_IF_ERROR(model->Load(backend, weights));
+  DENOISED_RETURN_IF_ERROR(model->Load(ops, weights));
   DENOISED_RETURN_IF_ERROR(weights.CheckAllUsed());
   return model;
 }

@@ -59,7 +59,7 @@ const UNet2DBlock& UpBlockOf(const std::string& type);
 
 /// diffusers' UNet2DModel: DDPM, ADM, NCSN++, EDM-preconditioned networks.
 /// InvalidArgument or NotFound name the tensor and both shapes when the weights do not fit.
-absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2D(Backend& backend, const UNet2DConfig& config,
+absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2D(NetworkOps& ops, const UNet2DConfig& config,
                                                      const Weights& weights);
 
 }  // namespace denoised

@@ -193,7 +193,7 @@ class UNet2DCondition : public Denoiser {
  public:
   explicit UNet2DCondition(const UNet2DConditionConfig& config) : config_(config) {}
 
-  absl::Status Load(Backend& backend, int pooled_features, const Weights& weights);
+  absl::Status Load(NetworkOps& ops, int pooled_features, const Weights& weights);
   const DenoiserTraits& traits() const override { return traits_; }
   Tensor Forward(Context& context, const DenoiserInput& input) const override;
   void Condition(Context& context, const Prompts& prompts,
@@ -217,10 +217,10 @@ class UNet2DCondition : public Denoiser {
             .groups = config_.norm_num_groups,
             .linear_projection = config_.use_linear_projection};
   }
-  absl::Status LoadEmbeddings(Backend& backend, int pooled_features, const Weights& weights);
-  absl::Status LoadBlocks(Backend& backend, const Weights& weights, int level, bool transformers,
+  absl::Status LoadEmbeddings(NetworkOps& ops, int pooled_features, const Weights& weights);
+  absl::Status LoadBlocks(NetworkOps& ops, const Weights& weights, int level, bool transformers,
                           const std::vector<int>& in_channels, Level* to);
-  absl::Status LoadMidBlock(Backend& backend, const Weights& weights);
+  absl::Status LoadMidBlock(NetworkOps& ops, const Weights& weights);
 
   Tensor Embed(Context& context, const DenoiserInput& input) const;
 
@@ -239,7 +239,7 @@ class UNet2DCondition : public Denoiser {
   std::optional<Transformer2D> mid_transformer_;
 };
 
-absl::Status UNet2DCondition::LoadEmbeddings(Backend& backend, int pooled_features,
+absl::Status UNet2DCondition::LoadEmbeddings(NetworkOps& ops, int pooled_features,
                                              const Weights& weights) {
   const int projected = config_.block_out_channels[0], embedded = config_.time_embedding_dim;
   const auto positional = [&](int features) {
@@ -249,14 +249,14 @@ absl::Status UNet2DCondition::LoadEmbeddings(Backend& backend, int pooled_featur
   time_projection_ = positional(projected);
   DENOISED_ASSIGN_OR_RETURN(
       time_embedding_,
-      nn::TimestepEmbedding::Load(backend, weights / "time_embedding", projected, embedded));
+      nn::TimestepEmbedding::Load(ops, weights / "time_embedding", projected, embedded));
   if (config_.time_cond_proj_dim > 0) {
     // diffusers' get_guidance_scale_embedding: sine before cosine, frequencies over half − 1.
     guidance_projection_ = nn::TimestepProjection::Positional(config_.time_cond_proj_dim,
                                                               /*flip_sin_to_cos=*/false,
                                                               /*freq_shift=*/1);
     DENOISED_ASSIGN_OR_RETURN(guidance_linear_,
-                              nn::Linear::Load(backend, weights / "time_embedding" / "cond_proj",
+                              nn::Linear::Load(ops, weights / "time_embedding" / "cond_proj",
                                                config_.time_cond_proj_dim, projected));
     traits_.guidance_embedding = true;
     traits_.time_features = projected;
@@ -275,12 +275,12 @@ absl::Status UNet2DCondition::LoadEmbeddings(Backend& backend, int pooled_featur
   size_projection_ = positional(config_.addition_time_embed_dim);
   DENOISED_ASSIGN_OR_RETURN(
       add_embedding_,
-      nn::TimestepEmbedding::Load(backend, weights / "add_embedding",
+      nn::TimestepEmbedding::Load(ops, weights / "add_embedding",
                                   config_.projection_class_embeddings_input_dim, embedded));
   return absl::OkStatus();
 }
 
-absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const Weights& weights) {
+absl::Status UNet2DCondition::Load(NetworkOps& ops, int pooled_features, const Weights& weights) {
   const std::vector<int>& channels = config_.block_out_channels;
   const int levels = static_cast<int>(channels.size());
   traits_.height = config_.sample_height;
@@ -291,9 +291,9 @@ absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const 
   traits_.extra_channels = config_.in_channels - traits_.channels;
   traits_.output_channels = config_.out_channels;
   traits_.text_features = config_.cross_attention_dim;
-  DENOISED_RETURN_IF_ERROR(LoadEmbeddings(backend, pooled_features, weights));
+  DENOISED_RETURN_IF_ERROR(LoadEmbeddings(ops, pooled_features, weights));
   DENOISED_ASSIGN_OR_RETURN(
-      conv_in_, Conv2d::Load(backend, weights / "conv_in", config_.in_channels, channels[0], 3));
+      conv_in_, Conv2d::Load(ops, weights / "conv_in", config_.in_channels, channels[0], 3));
 
   // skip_channels mirrors the stack of outputs that the up path takes back.
   std::vector<int> skip_channels = {channels[0]};
@@ -302,18 +302,17 @@ absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const 
     std::vector<int> inputs(config_.layers_per_block[i], channels[i]);
     inputs[0] = in;
     const Weights block = weights / "down_blocks" / i;
-    DENOISED_RETURN_IF_ERROR(LoadBlocks(backend, block, i,
-                                        config_.down_block_types[i] == "CrossAttnDownBlock2D",
-                                        inputs, &down_[i]));
+    DENOISED_RETURN_IF_ERROR(LoadBlocks(
+        ops, block, i, config_.down_block_types[i] == "CrossAttnDownBlock2D", inputs, &down_[i]));
     skip_channels.insert(skip_channels.end(), config_.layers_per_block[i], channels[i]);
     if (i == levels - 1) continue;
     DENOISED_ASSIGN_OR_RETURN(
         down_[i].resample,
-        Conv2d::Load(backend, block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3,
+        Conv2d::Load(ops, block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3,
                      /*upsample2x=*/false, nn::Products::kOfModel));
     skip_channels.push_back(channels[i]);
   }
-  DENOISED_RETURN_IF_ERROR(LoadMidBlock(backend, weights / "mid_block"));
+  DENOISED_RETURN_IF_ERROR(LoadMidBlock(ops, weights / "mid_block"));
   up_.resize(levels);
   for (int i = 0, in = channels.back(); i < levels; ++i) {
     const int level = levels - 1 - i, out = channels[level];
@@ -324,27 +323,27 @@ absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const 
     }
     const Weights block = weights / "up_blocks" / i;
     DENOISED_RETURN_IF_ERROR(LoadBlocks(
-        backend, block, level, config_.up_block_types[i] == "CrossAttnUpBlock2D", inputs, &up_[i]));
+        ops, block, level, config_.up_block_types[i] == "CrossAttnUpBlock2D", inputs, &up_[i]));
     if (level > 0) {
-      DENOISED_ASSIGN_OR_RETURN(
-          up_[i].resample, Conv2d::LoadUpsample(backend, block / "upsamplers" / 0 / "conv", out));
+      DENOISED_ASSIGN_OR_RETURN(up_[i].resample,
+                                Conv2d::LoadUpsample(ops, block / "upsamplers" / 0 / "conv", out));
     }
     in = out;
   }
 
   DENOISED_ASSIGN_OR_RETURN(conv_norm_out_,
-                            nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels[0],
+                            nn::GroupNorm::Load(ops, weights / "conv_norm_out", channels[0],
                                                 config_.norm_num_groups, config_.norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
-      conv_out_, Conv2d::Load(backend, weights / "conv_out", channels[0], config_.out_channels, 3));
-  DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(backend));
-  DENOISED_RETURN_IF_ERROR(key_values_.Pack(backend));
+      conv_out_, Conv2d::Load(ops, weights / "conv_out", channels[0], config_.out_channels, 3));
+  DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(ops));
+  DENOISED_RETURN_IF_ERROR(key_values_.Pack(ops));
   traits_.key_value_columns = key_values_.columns();
   traits_.parameters = weights.parameters();
   return absl::OkStatus();
 }
 
-absl::Status UNet2DCondition::LoadBlocks(Backend& backend, const Weights& weights, int level,
+absl::Status UNet2DCondition::LoadBlocks(NetworkOps& ops, const Weights& weights, int level,
                                          bool transformers, const std::vector<int>& in_channels,
                                          Level* to) {
   const int channels = config_.block_out_channels[level];
@@ -352,32 +351,30 @@ absl::Status UNet2DCondition::LoadBlocks(Backend& backend, const Weights& weight
     const int layer = static_cast<int>(i);
     DENOISED_ASSIGN_OR_RETURN(
         ResnetBlock resnet,
-        ResnetBlock::Load(backend, weights / "resnets" / layer, Resnet(in_channels[i], channels),
+        ResnetBlock::Load(ops, weights / "resnets" / layer, Resnet(in_channels[i], channels),
                           resnet_projections_));
     to->resnets.push_back(std::move(resnet));
     if (!transformers) continue;
-    DENOISED_ASSIGN_OR_RETURN(Transformer2D transformer,
-                              Transformer2D::Load(backend, weights / "attentions" / layer,
-                                                  Transformer(level), key_values_));
+    DENOISED_ASSIGN_OR_RETURN(
+        Transformer2D transformer,
+        Transformer2D::Load(ops, weights / "attentions" / layer, Transformer(level), key_values_));
     to->transformers.push_back(std::move(transformer));
   }
   return absl::OkStatus();
 }
 
-absl::Status UNet2DCondition::LoadMidBlock(Backend& backend, const Weights& weights) {
+absl::Status UNet2DCondition::LoadMidBlock(NetworkOps& ops, const Weights& weights) {
   const int level = static_cast<int>(config_.block_out_channels.size()) - 1,
             channels = config_.block_out_channels[level];
   ResnetOptions options = Resnet(channels, channels);
   options.output_scale_factor = config_.mid_block_scale_factor;
   for (int i = 0; i < 2; ++i) {
-    DENOISED_ASSIGN_OR_RETURN(
-        ResnetBlock resnet,
-        ResnetBlock::Load(backend, weights / "resnets" / i, options, resnet_projections_));
+    DENOISED_ASSIGN_OR_RETURN(ResnetBlock resnet, ResnetBlock::Load(ops, weights / "resnets" / i,
+                                                                    options, resnet_projections_));
     mid_resnets_.push_back(std::move(resnet));
   }
-  DENOISED_ASSIGN_OR_RETURN(
-      mid_transformer_,
-      Transformer2D::Load(backend, weights / "attentions" / 0, Transformer(level), key_values_));
+  DENOISED_ASSIGN_OR_RETURN(mid_transformer_, Transformer2D::Load(ops, weights / "attentions" / 0,
+                                                                  Transformer(level), key_values_));
   return absl::OkStatus();
 }
 
@@ -386,8 +383,8 @@ void UNet2DCondition::Condition(Context& context, const Prompts& prompts,
   if (prompts.states) key_values_(context, prompts.states, sets.keys_values);
   if (guidance_linear_) {
     const Tensor scaled = context.NewF32(prompts.guidance.shape());
-    context.backend.Add(prompts.guidance, kGuidanceFactor, Tensor(), -kGuidanceFactor,
-                        Activation::kNone, scaled);
+    context.ops.Add(prompts.guidance, kGuidanceFactor, Tensor(), -kGuidanceFactor,
+                    Activation::kNone, scaled);
     (*guidance_linear_)(context, {.x = guidance_projection_(context, scaled), .out = sets.times});
   }
   if (add_embedding_) {
@@ -396,10 +393,10 @@ void UNet2DCondition::Condition(Context& context, const Prompts& prompts,
               sizes = config_.projection_class_embeddings_input_dim - pooled;
     const Tensor embedded = size_projection_(context, prompts.sizes).Reshape({rows, sizes});
     const Tensor joined = context.New({rows, pooled + sizes});
-    context.backend.Copy(prompts.pooled, joined.Columns(0, pooled));
-    context.backend.Copy(embedded, joined.Columns(pooled, sizes));
+    context.ops.Copy(prompts.pooled, joined.Columns(0, pooled));
+    context.ops.Copy(embedded, joined.Columns(pooled, sizes));
     const Tensor vectors = (*add_embedding_)(context, joined, Tensor(), Activation::kNone);
-    context.backend.Copy(vectors, sets.vectors);
+    context.ops.Copy(vectors, sets.vectors);
   }
 }
 
@@ -408,13 +405,13 @@ Tensor UNet2DCondition::Embed(Context& context, const DenoiserInput& input) cons
   const auto of_set = [&](const Tensor& table) {
     if (!table) return Tensor();
     Tensor out = context.New({rows, table.dim(1)});
-    context.backend.Embedding({.table = table, .index = input.label, .out = out});
+    context.ops.Embedding({.table = table, .index = input.label, .out = out});
     return out;
   };
   Tensor time = time_projection_(context, input.condition);
   if (const Tensor guidance = of_set(input.sets.times)) {
     const Tensor sum = context.New(time.shape());
-    context.backend.Add(time, 1.0f, guidance, 0.0f, Activation::kNone, sum);
+    context.ops.Add(time, 1.0f, guidance, 0.0f, Activation::kNone, sum);
     time = sum;
   }
   // Only resnets read it, and all of them activate it first.
@@ -436,7 +433,7 @@ Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) co
   Tensor x = input.x;
   if (config_.center_input_sample) {
     const Tensor centered = context.New(x.shape());
-    context.backend.Add(x, 2.0f, Tensor(), -1.0f, Activation::kNone, centered);
+    context.ops.Add(x, 2.0f, Tensor(), -1.0f, Activation::kNone, centered);
     x = centered;
   }
   x = conv_in_(context, {.x = x});
@@ -478,12 +475,12 @@ Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) co
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2DCondition(Backend& backend,
+absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2DCondition(NetworkOps& ops,
                                                               const UNet2DConditionConfig& config,
                                                               int pooled_features,
                                                               const Weights& weights) {
   auto model = std::make_unique<UNet2DCondition>(config);
-  DENOISED_RETURN_IF_ERROR(model->Load(backend, pooled_features, weights));
+  DENOISED_RETURN_IF_ERROR(model->Load(ops, pooled_features, weights));
   DENOISED_RETURN_IF_ERROR(weights.CheckAllUsed());
   return model;
 }

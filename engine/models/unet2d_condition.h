@@ -50,7 +50,7 @@ struct UNet2DConditionConfig {
 /// diffusers' UNet2DConditionModel. `pooled_features` of the text encoder that pools, 0 if none
 /// does: text_time needs it. InvalidArgument or NotFound name the tensor and both shapes when the
 /// weights do not fit.
-absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2DCondition(Backend& backend,
+absl::StatusOr<std::unique_ptr<Denoiser>> LoadUNet2DCondition(NetworkOps& ops,
                                                               const UNet2DConditionConfig& config,
                                                               int pooled_features,
                                                               const Weights& weights);

@@ -53,20 +53,19 @@ nn::AttentionOptions SelfAttention(const VaeConfig& config, int channels) {
           .eps = kNormEps};
 }
 
-absl::StatusOr<VaeLevel> LoadLevel(Backend& backend, const Weights& weights,
-                                   const VaeConfig& config, bool attention, int layers,
-                                   int in_channels, int out_channels) {
+absl::StatusOr<VaeLevel> LoadLevel(NetworkOps& ops, const Weights& weights, const VaeConfig& config,
+                                   bool attention, int layers, int in_channels, int out_channels) {
   VaeLevel level;
   for (int i = 0; i < layers; ++i) {
     DENOISED_ASSIGN_OR_RETURN(
         ResnetBlock resnet,
-        ResnetBlock::Load(backend, weights / "resnets" / i,
+        ResnetBlock::Load(ops, weights / "resnets" / i,
                           Resnet(config, i == 0 ? in_channels : out_channels, out_channels)));
     level.resnets.push_back(std::move(resnet));
     if (!attention) continue;
     DENOISED_ASSIGN_OR_RETURN(
         Attention block,
-        Attention::Load(backend, weights / "attentions" / i, SelfAttention(config, out_channels)));
+        Attention::Load(ops, weights / "attentions" / i, SelfAttention(config, out_channels)));
     level.attentions.push_back(std::move(block));
   }
   return level;
@@ -129,18 +128,18 @@ void VaeConfig::Read(ConfigReader& reader) {
   if (!(scaling_factor > 0)) reader.Complain("scaling_factor", "must be greater than 0");
 }
 
-absl::StatusOr<VaeMidBlock> VaeMidBlock::Load(Backend& backend, const Weights& weights,
+absl::StatusOr<VaeMidBlock> VaeMidBlock::Load(NetworkOps& ops, const Weights& weights,
                                               const VaeConfig& config) {
   const int channels = config.block_out_channels.back();
   VaeMidBlock block;
   for (int i = 0; i < 2; ++i) {
     DENOISED_ASSIGN_OR_RETURN(
         ResnetBlock resnet,
-        ResnetBlock::Load(backend, weights / "resnets" / i, Resnet(config, channels, channels)));
+        ResnetBlock::Load(ops, weights / "resnets" / i, Resnet(config, channels, channels)));
     block.resnets_.push_back(std::move(resnet));
   }
   if (config.mid_block_add_attention) {
-    DENOISED_ASSIGN_OR_RETURN(block.attention_, Attention::Load(backend, weights / "attentions" / 0,
+    DENOISED_ASSIGN_OR_RETURN(block.attention_, Attention::Load(ops, weights / "attentions" / 0,
                                                                 SelfAttention(config, channels)));
   }
   return block;
@@ -152,32 +151,32 @@ Tensor VaeMidBlock::operator()(Context& context, Tensor x) const {
   return resnets_[1](context, x, Tensor(), Tensor());
 }
 
-absl::StatusOr<VaeEncoder> VaeEncoder::Load(Backend& backend, const Weights& weights,
+absl::StatusOr<VaeEncoder> VaeEncoder::Load(NetworkOps& ops, const Weights& weights,
                                             const VaeConfig& config, int out_channels) {
   const std::vector<int>& channels = config.block_out_channels;
   VaeEncoder encoder;
-  DENOISED_ASSIGN_OR_RETURN(encoder.conv_in_, Conv2d::Load(backend, weights / "conv_in",
-                                                           config.in_channels, channels[0], 3));
+  DENOISED_ASSIGN_OR_RETURN(
+      encoder.conv_in_, Conv2d::Load(ops, weights / "conv_in", config.in_channels, channels[0], 3));
   for (size_t i = 0; i < channels.size(); ++i) {
     const Weights block = weights / "down_blocks" / static_cast<int>(i);
     const bool attention = FindKind(kDownBlocks, config.down_block_types[i])->attention;
     DENOISED_ASSIGN_OR_RETURN(VaeLevel level,
-                              LoadLevel(backend, block, config, attention, config.layers_per_block,
+                              LoadLevel(ops, block, config, attention, config.layers_per_block,
                                         channels[i == 0 ? 0 : i - 1], channels[i]));
     if (i + 1 < channels.size()) {
       DENOISED_ASSIGN_OR_RETURN(
           level.resample,
-          Conv2d::Load(backend, block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3));
+          Conv2d::Load(ops, block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3));
     }
     encoder.levels_.push_back(std::move(level));
   }
   DENOISED_ASSIGN_OR_RETURN(encoder.mid_block_,
-                            VaeMidBlock::Load(backend, weights / "mid_block", config));
+                            VaeMidBlock::Load(ops, weights / "mid_block", config));
   DENOISED_ASSIGN_OR_RETURN(encoder.norm_out_,
-                            nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels.back(),
+                            nn::GroupNorm::Load(ops, weights / "conv_norm_out", channels.back(),
                                                 config.norm_num_groups, kNormEps));
-  DENOISED_ASSIGN_OR_RETURN(encoder.conv_out_, Conv2d::Load(backend, weights / "conv_out",
-                                                            channels.back(), out_channels, 3));
+  DENOISED_ASSIGN_OR_RETURN(
+      encoder.conv_out_, Conv2d::Load(ops, weights / "conv_out", channels.back(), out_channels, 3));
   return encoder;
 }
 
@@ -195,35 +194,35 @@ Tensor VaeEncoder::operator()(Context& context, const Tensor& x, Tensor out) con
       {.x = h, .prologue = {.norm = norm_out_.Then(Activation::kSilu)}, .out = std::move(out)});
 }
 
-absl::StatusOr<VaeDecoder> VaeDecoder::Load(Backend& backend, const Weights& weights,
+absl::StatusOr<VaeDecoder> VaeDecoder::Load(NetworkOps& ops, const Weights& weights,
                                             const VaeConfig& config) {
   const std::vector<int> channels(config.block_out_channels.rbegin(),
                                   config.block_out_channels.rend());
   VaeDecoder decoder;
   decoder.out_channels_ = config.out_channels;
-  DENOISED_ASSIGN_OR_RETURN(decoder.conv_in_, Conv2d::Load(backend, weights / "conv_in",
+  DENOISED_ASSIGN_OR_RETURN(decoder.conv_in_, Conv2d::Load(ops, weights / "conv_in",
                                                            config.latent_channels, channels[0], 3));
   DENOISED_ASSIGN_OR_RETURN(decoder.mid_block_,
-                            VaeMidBlock::Load(backend, weights / "mid_block", config));
+                            VaeMidBlock::Load(ops, weights / "mid_block", config));
   for (size_t i = 0; i < channels.size(); ++i) {
     const Weights block = weights / "up_blocks" / static_cast<int>(i);
     const bool attention = FindKind(kUpBlocks, config.up_block_types[i])->attention;
-    DENOISED_ASSIGN_OR_RETURN(
-        VaeLevel level, LoadLevel(backend, block, config, attention, config.layers_per_block + 1,
-                                  channels[i == 0 ? 0 : i - 1], channels[i]));
+    DENOISED_ASSIGN_OR_RETURN(VaeLevel level,
+                              LoadLevel(ops, block, config, attention, config.layers_per_block + 1,
+                                        channels[i == 0 ? 0 : i - 1], channels[i]));
     if (i + 1 < channels.size()) {
-      DENOISED_ASSIGN_OR_RETURN(
-          level.resample, Conv2d::Load(backend, block / "upsamplers" / 0 / "conv", channels[i],
-                                       channels[i], 3, /*upsample2x=*/true));
+      DENOISED_ASSIGN_OR_RETURN(level.resample,
+                                Conv2d::Load(ops, block / "upsamplers" / 0 / "conv", channels[i],
+                                             channels[i], 3, /*upsample2x=*/true));
     }
     decoder.levels_.push_back(std::move(level));
   }
   DENOISED_ASSIGN_OR_RETURN(decoder.norm_out_,
-                            nn::GroupNorm::Load(backend, weights / "conv_norm_out", channels.back(),
+                            nn::GroupNorm::Load(ops, weights / "conv_norm_out", channels.back(),
                                                 config.norm_num_groups, kNormEps));
   DENOISED_ASSIGN_OR_RETURN(
       decoder.conv_out_,
-      Conv2d::Load(backend, weights / "conv_out", channels.back(), config.out_channels, 3));
+      Conv2d::Load(ops, weights / "conv_out", channels.back(), config.out_channels, 3));
   return decoder;
 }
 

@@ -36,7 +36,7 @@ struct VaeConfig {
 /// diffusers' UNetMidBlock2D as encoder and decoder use it: resnet, attention, resnet.
 class VaeMidBlock {
  public:
-  static absl::StatusOr<VaeMidBlock> Load(Backend& backend, const Weights& weights,
+  static absl::StatusOr<VaeMidBlock> Load(NetworkOps& ops, const Weights& weights,
                                           const VaeConfig& config);
   Tensor operator()(nn::Context& context, Tensor x) const;
 
@@ -56,7 +56,7 @@ struct VaeLevel {
 class VaeEncoder {
  public:
   /// `out_channels`: twice latent_channels where a distribution is predicted.
-  static absl::StatusOr<VaeEncoder> Load(Backend& backend, const Weights& weights,
+  static absl::StatusOr<VaeEncoder> Load(NetworkOps& ops, const Weights& weights,
                                          const VaeConfig& config, int out_channels);
   /// [N, H, W, in_channels] → [N, H / factor, W / factor, out_channels], into `out` when defined.
   Tensor operator()(nn::Context& context, const Tensor& x, Tensor out) const;
@@ -70,7 +70,7 @@ class VaeEncoder {
 
 class VaeDecoder {
  public:
-  static absl::StatusOr<VaeDecoder> Load(Backend& backend, const Weights& weights,
+  static absl::StatusOr<VaeDecoder> Load(NetworkOps& ops, const Weights& weights,
                                          const VaeConfig& config);
   /// [N, h, w, latent_channels] → F32 [N, h · factor, w · factor, out_channels].
   Tensor operator()(nn::Context& context, const Tensor& x) const;

@@ -33,7 +33,7 @@ class VQModel : public Codec {
  public:
   explicit VQModel(const VQModelConfig& config) : config_(config) {}
 
-  absl::Status Load(Backend& backend, const Weights& weights);
+  absl::Status Load(NetworkOps& ops, const Weights& weights);
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
@@ -52,34 +52,33 @@ class VQModel : public Codec {
   Tensor codebook_;  // F32 [num_vq_embeddings, vq_embed_dim]
 };
 
-absl::Status VQModel::Load(Backend& backend, const Weights& weights) {
+absl::Status VQModel::Load(NetworkOps& ops, const Weights& weights) {
   const VaeConfig& vae = config_.vae;
   const int channels = vae.latent_channels, code = config_.vq_embed_dim;
   traits_ = {.image_channels = vae.out_channels,
              .latent_channels = code,
              .factor = vae.factor(),
              .encodes = true};
-  DENOISED_ASSIGN_OR_RETURN(encoder_,
-                            VaeEncoder::Load(backend, weights / "encoder", vae, channels));
+  DENOISED_ASSIGN_OR_RETURN(encoder_, VaeEncoder::Load(ops, weights / "encoder", vae, channels));
   DENOISED_ASSIGN_OR_RETURN(quant_conv_,
-                            Conv2d::Load(backend, weights / "quant_conv", channels, code, 1));
+                            Conv2d::Load(ops, weights / "quant_conv", channels, code, 1));
   DENOISED_ASSIGN_OR_RETURN(
       const Tensor codebook,
       (weights / "quantize" / "embedding").Get("weight", {config_.num_vq_embeddings, code}));
-  DENOISED_ASSIGN_OR_RETURN(codebook_, backend.PackVector(codebook));
+  DENOISED_ASSIGN_OR_RETURN(codebook_, ops.PackVector(codebook));
   DENOISED_ASSIGN_OR_RETURN(post_quant_conv_,
-                            Conv2d::Load(backend, weights / "post_quant_conv", code, channels, 1));
-  DENOISED_ASSIGN_OR_RETURN(decoder_, VaeDecoder::Load(backend, weights / "decoder", vae));
+                            Conv2d::Load(ops, weights / "post_quant_conv", code, channels, 1));
+  DENOISED_ASSIGN_OR_RETURN(decoder_, VaeDecoder::Load(ops, weights / "decoder", vae));
   traits_.parameters = weights.parameters();
   return absl::OkStatus();
 }
 
 Tensor VQModel::Decode(Context& context, const Tensor& latents) const {
   const Tensor unscaled = context.NewF32(latents.shape());  // rounding it could change the codes
-  context.backend.Add(latents, static_cast<float>(1 / config_.vae.scaling_factor), Tensor(), 0.0f,
-                      Activation::kNone, unscaled);
+  context.ops.Add(latents, static_cast<float>(1 / config_.vae.scaling_factor), Tensor(), 0.0f,
+                  Activation::kNone, unscaled);
   const Tensor codes = context.New(latents.shape());
-  context.backend.NearestCode(unscaled, codebook_, codes);
+  context.ops.NearestCode(unscaled, codebook_, codes);
   return decoder_(context, post_quant_conv_(context, {.x = codes}));
 }
 
@@ -89,7 +88,7 @@ Tensor VQModel::Encode(Context& context, const Tensor& pixels, const Tensor& /*n
 
 Tensor VQModel::Encode(Context& context, const Tensor& pixels, float scale) const {
   const Tensor x = context.New(pixels.shape());
-  context.backend.Add(pixels, 1.0f, Tensor(), 0.0f, Activation::kNone, x);
+  context.ops.Add(pixels, 1.0f, Tensor(), 0.0f, Activation::kNone, x);
   const Tensor encoded = encoder_(context, x, Tensor());
   Tensor latents =
       context.NewF32({encoded.dim(0), encoded.dim(1), encoded.dim(2), traits_.latent_channels});
@@ -99,10 +98,10 @@ Tensor VQModel::Encode(Context& context, const Tensor& pixels, float scale) cons
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Codec>> LoadVQModel(Backend& backend, const VQModelConfig& config,
+absl::StatusOr<std::unique_ptr<Codec>> LoadVQModel(NetworkOps& ops, const VQModelConfig& config,
                                                    const Weights& weights) {
   auto model = std::make_unique<VQModel>(config);
-  DENOISED_RETURN_IF_ERROR(model->Load(backend, weights));
+  DENOISED_RETURN_IF_ERROR(model->Load(ops, weights));
   DENOISED_RETURN_IF_ERROR(weights.CheckAllUsed());
   return model;
 }

@@ -23,7 +23,7 @@ struct VQModelConfig {
 /// diffusers' VQModel: decoding first replaces every latent pixel by the nearest code of a book.
 /// Latents have vq_embed_dim channels. Encoding gives them before that, and reads no noise.
 /// InvalidArgument or NotFound name the tensor and both shapes when the weights do not fit.
-absl::StatusOr<std::unique_ptr<Codec>> LoadVQModel(Backend& backend, const VQModelConfig& config,
+absl::StatusOr<std::unique_ptr<Codec>> LoadVQModel(NetworkOps& ops, const VQModelConfig& config,
                                                    const Weights& weights);
 
 }  // namespace denoised

@@ -5,7 +5,7 @@
 
 namespace denoised::nn {
 
-absl::StatusOr<Attention> Attention::Load(Backend& backend, const Weights& weights,
+absl::StatusOr<Attention> Attention::Load(NetworkOps& ops, const Weights& weights,
                                           const AttentionOptions& options) {
   if (options.head_dim < 1 || options.channels < options.head_dim)
     return InvalidArgument("{}: '{}' has {} channels, too few for attention_head_dim {}",
@@ -20,19 +20,19 @@ absl::StatusOr<Attention> Attention::Load(Backend& backend, const Weights& weigh
   attention.heads_ = options.channels / options.head_dim;
   if (options.groups) {
     DENOISED_ASSIGN_OR_RETURN(attention.norm_,
-                              GroupNorm::Load(backend, weights / "group_norm", options.channels,
+                              GroupNorm::Load(ops, weights / "group_norm", options.channels,
                                               *options.groups, options.eps));
   }
   const bool old_names = weights.Has("query.weight");
   const int channels = options.channels, inner = attention.heads_ * options.head_dim;
   DENOISED_ASSIGN_OR_RETURN(attention.qkv_,
-                            Linear::LoadFused(backend,
+                            Linear::LoadFused(ops,
                                               {weights / (old_names ? "query" : "to_q"),
                                                weights / (old_names ? "key" : "to_k"),
                                                weights / (old_names ? "value" : "to_v")},
                                               channels, {inner, inner, inner}, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(
-      attention.out_, Linear::Load(backend, weights / (old_names ? "proj_attn" : "to_out.0"), inner,
+      attention.out_, Linear::Load(ops, weights / (old_names ? "proj_attn" : "to_out.0"), inner,
                                    channels, Products::kOfModel));
   return attention;
 }
@@ -44,12 +44,12 @@ Tensor Attention::operator()(Context& context, const Tensor& x) const {
   const Norm norm = norm_ ? norm_->Then(Activation::kNone) : Norm();
   const Tensor qkv = qkv_(context, {.x = flat, .prologue = {.norm = norm}});
   const Tensor attended = context.New({rows, tokens, inner});
-  context.backend.Attention({.q = qkv.Columns(0, inner),
-                             .k = qkv.Columns(inner, inner),
-                             .v = qkv.Columns(2 * inner, inner),
-                             .heads = heads_,
-                             .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim)),
-                             .out = attended});
+  context.ops.Attention({.q = qkv.Columns(0, inner),
+                         .k = qkv.Columns(inner, inner),
+                         .v = qkv.Columns(2 * inner, inner),
+                         .heads = heads_,
+                         .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim)),
+                         .out = attended});
   const Tensor out = out_(
       context, {.x = attended,
                 .epilogue = {.residual = flat,

@@ -20,7 +20,7 @@ struct AttentionOptions {
 /// those of checkpoints before diffusers 0.18 (query, key, value, proj_attn).
 class Attention {
  public:
-  static absl::StatusOr<Attention> Load(Backend& backend, const Weights& weights,
+  static absl::StatusOr<Attention> Load(NetworkOps& ops, const Weights& weights,
                                         const AttentionOptions& options);
   /// [N, H, W, C] → the same.
   Tensor operator()(Context& context, const Tensor& x) const;

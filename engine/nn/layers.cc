@@ -14,7 +14,7 @@ Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
 
 int64_t Features(const Tensor& x, const Tensor& x2) { return x.dim(-1) + (x2 ? x2.dim(-1) : 0); }
 
-/// Also where the norm turns out to be applied: memory must not depend on the backend.
+/// Also where the norm turns out to be applied: memory must not depend on the ops.
 void MakeRoom(Context& context, const Tensor& x, Prologue* prologue) {
   if (prologue->norm.gamma)
     prologue->normed = NewRows(context, x.shape(), Features(x, prologue->x2));
@@ -28,7 +28,7 @@ absl::StatusOr<E4m3Layer> LayerOf(const Weights& weights, Products products) {
 
 }  // namespace
 
-absl::StatusOr<Conv2d> Conv2d::Load(Backend& backend, const Weights& weights, int in_channels,
+absl::StatusOr<Conv2d> Conv2d::Load(NetworkOps& ops, const Weights& weights, int in_channels,
                                     int out_channels, int kernel, bool upsample2x,
                                     Products products) {
   DENOISED_ASSIGN_OR_RETURN(Tensor weight,
@@ -37,19 +37,18 @@ absl::StatusOr<Conv2d> Conv2d::Load(Backend& backend, const Weights& weights, in
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3,
                             LayerOf(weights, upsample2x ? Products::kWide : products));
   Conv2d conv;
-  DENOISED_ASSIGN_OR_RETURN(conv.weight_, backend.PackConv2d(weight, bias, upsample2x, e4m3));
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_, ops.PackConv2d(weight, bias, upsample2x, e4m3));
   return conv;
 }
 
-absl::StatusOr<Conv2d> Conv2d::Pack(Backend& backend, const Tensor& weight_oihw,
+absl::StatusOr<Conv2d> Conv2d::Pack(NetworkOps& ops, const Tensor& weight_oihw,
                                     const Tensor& bias) {
   Conv2d conv;
-  DENOISED_ASSIGN_OR_RETURN(conv.weight_,
-                            backend.PackConv2d(weight_oihw, bias, /*upsample2x=*/false));
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_, ops.PackConv2d(weight_oihw, bias, /*upsample2x=*/false));
   return conv;
 }
 
-absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(Backend& backend, const Weights& weights,
+absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(NetworkOps& ops, const Weights& weights,
                                                 int in_channels, int out_channels, int kernel,
                                                 const Weights& shortcut_weights,
                                                 int shortcut_channels) {
@@ -69,11 +68,9 @@ absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(Backend& backend, const Weights&
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer shortcut_e4m3,
                             LayerOf(shortcut_weights, Products::kOfModel));
   Conv2d conv;
-  DENOISED_ASSIGN_OR_RETURN(conv.weight_,
-                            backend.PackConv2d(weight, sum, /*upsample2x=*/false, e4m3));
-  DENOISED_ASSIGN_OR_RETURN(conv.shortcut_,
-                            backend.PackConv2d(shortcut, Tensor(),
-                                               /*upsample2x=*/false, shortcut_e4m3));
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_, ops.PackConv2d(weight, sum, /*upsample2x=*/false, e4m3));
+  DENOISED_ASSIGN_OR_RETURN(conv.shortcut_, ops.PackConv2d(shortcut, Tensor(),
+                                                           /*upsample2x=*/false, shortcut_e4m3));
   return conv;
 }
 
@@ -82,11 +79,10 @@ Tensor Conv2d::operator()(Context& context, Conv2dArgs args) const {
   return Padded(context, std::move(args));
 }
 
-absl::StatusOr<Conv2d> Conv2d::LoadUpsample(Backend& backend, const Weights& weights,
-                                            int channels) {
+absl::StatusOr<Conv2d> Conv2d::LoadUpsample(NetworkOps& ops, const Weights& weights, int channels) {
   DENOISED_ASSIGN_OR_RETURN(Conv2d conv,
-                            Load(backend, weights, channels, channels, 3, /*upsample2x=*/true));
-  DENOISED_ASSIGN_OR_RETURN(const Conv2d plain, Load(backend, weights, channels, channels, 3));
+                            Load(ops, weights, channels, channels, 3, /*upsample2x=*/true));
+  DENOISED_ASSIGN_OR_RETURN(const Conv2d plain, Load(ops, weights, channels, channels, 3));
   conv.plain_ = plain.weight_;
   return conv;
 }
@@ -94,7 +90,7 @@ absl::StatusOr<Conv2d> Conv2d::LoadUpsample(Backend& backend, const Weights& wei
 Tensor Conv2d::Upsample(Context& context, const Tensor& x, int64_t height, int64_t width) const {
   if (height == 2 * x.dim(1) && width == 2 * x.dim(2)) return (*this)(context, {.x = x});
   const Tensor doubled = context.New({x.dim(0), height, width, x.dim(3)});
-  context.backend.Resample2x(Resample::kNearestUp, x, doubled);
+  context.ops.Resample2x(Resample::kNearestUp, x, doubled);
   Conv2d plain;
   plain.weight_ = plain_;
   return plain(context, {.x = doubled});
@@ -120,7 +116,7 @@ Tensor Conv2d::Padded(Context& context, Conv2dArgs args) const {
         (args.x.dim(2) * up + args.pad_left + args.pad_right - kernel) / args.stride + 1;
     args.out = context.New({args.x.dim(0), height, width, weight_->out_channels});
   }
-  context.backend.Conv2d(args);
+  context.ops.Conv2d(args);
   return args.out;
 }
 
@@ -128,29 +124,28 @@ Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
   const bool up = kind == Resample::kNearestUp || kind == Resample::kFirUp;
   Tensor out = context.New(
       {x.dim(0), up ? x.dim(1) * 2 : x.dim(1) / 2, up ? x.dim(2) * 2 : x.dim(2) / 2, x.dim(3)});
-  context.backend.Resample2x(kind, x, out);
+  context.ops.Resample2x(kind, x, out);
   return out;
 }
 
-absl::StatusOr<Linear> Linear::Load(Backend& backend, const Weights& weights, int in_features,
+absl::StatusOr<Linear> Linear::Load(NetworkOps& ops, const Weights& weights, int in_features,
                                     int out_features, Products products) {
-  return LoadFused(backend, {weights}, in_features, {out_features}, products);
+  return LoadFused(ops, {weights}, in_features, {out_features}, products);
 }
 
-absl::StatusOr<Linear> Linear::LoadConv1x1(Backend& backend, const Weights& weights,
-                                           int in_features, int out_features, Products products) {
+absl::StatusOr<Linear> Linear::LoadConv1x1(NetworkOps& ops, const Weights& weights, int in_features,
+                                           int out_features, Products products) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor weight,
                             weights.Get("weight", {out_features, in_features, 1, 1}));
   DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.GetOptional("bias", {out_features}));
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, products));
   Linear linear;
   DENOISED_ASSIGN_OR_RETURN(
-      linear.weight_,
-      backend.PackLinear({weight.Reshape({out_features, in_features})}, {bias}, e4m3));
+      linear.weight_, ops.PackLinear({weight.Reshape({out_features, in_features})}, {bias}, e4m3));
   return linear;
 }
 
-absl::StatusOr<Linear> Linear::LoadFused(Backend& backend, const std::vector<Weights>& layers,
+absl::StatusOr<Linear> Linear::LoadFused(NetworkOps& ops, const std::vector<Weights>& layers,
                                          int in_features, const std::vector<int>& out_features,
                                          Products products) {
   std::vector<Tensor> weights, biases;
@@ -167,19 +162,18 @@ absl::StatusOr<Linear> Linear::LoadFused(Backend& backend, const std::vector<Wei
         layers[0].file(), layers[0].prefix());
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(layers[0], products));
   Linear linear;
-  DENOISED_ASSIGN_OR_RETURN(linear.weight_, backend.PackLinear(weights, biases, e4m3));
+  DENOISED_ASSIGN_OR_RETURN(linear.weight_, ops.PackLinear(weights, biases, e4m3));
   return linear;
 }
 
-absl::StatusOr<Linear> Linear::LoadGated(Backend& backend, const Weights& weights, int in_features,
+absl::StatusOr<Linear> Linear::LoadGated(NetworkOps& ops, const Weights& weights, int in_features,
                                          int out_features, Products products) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor weight,
                             weights.Get("weight", {2 * out_features, in_features}));
   DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.GetOptional("bias", {2 * out_features}));
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, products));
   Linear linear;
-  DENOISED_ASSIGN_OR_RETURN(linear.weight_,
-                            backend.PackLinear({weight}, {bias}, e4m3, /*gated=*/true));
+  DENOISED_ASSIGN_OR_RETURN(linear.weight_, ops.PackLinear({weight}, {bias}, e4m3, /*gated=*/true));
   return linear;
 }
 
@@ -190,11 +184,11 @@ Tensor Linear::operator()(Context& context, LinearArgs args) const {
   if (!args.out)
     args.out = NewRows(context, args.x.shape(), weight_->gated ? outputs / 2 : outputs);
   if (weight_->gated) args.epilogue.ungated = NewRows(context, args.x.shape(), outputs);
-  context.backend.Linear(args);
+  context.ops.Linear(args);
   return args.out;
 }
 
-absl::StatusOr<GroupNorm> GroupNorm::Load(Backend& backend, const Weights& weights, int channels,
+absl::StatusOr<GroupNorm> GroupNorm::Load(NetworkOps& ops, const Weights& weights, int channels,
                                           int groups, double eps) {
   if (groups < 1 || channels % groups != 0)
     return InvalidArgument(
@@ -207,8 +201,8 @@ absl::StatusOr<GroupNorm> GroupNorm::Load(Backend& backend, const Weights& weigh
   DENOISED_ASSIGN_OR_RETURN(Tensor gamma, weights.Get("weight", {channels}));
   DENOISED_ASSIGN_OR_RETURN(Tensor beta, weights.Get("bias", {channels}));
   GroupNorm norm;
-  DENOISED_ASSIGN_OR_RETURN(norm.norm_.gamma, backend.PackVector(gamma));
-  DENOISED_ASSIGN_OR_RETURN(norm.norm_.beta, backend.PackVector(beta));
+  DENOISED_ASSIGN_OR_RETURN(norm.norm_.gamma, ops.PackVector(gamma));
+  DENOISED_ASSIGN_OR_RETURN(norm.norm_.beta, ops.PackVector(beta));
   norm.norm_.groups = groups;
   norm.norm_.eps = static_cast<float>(eps);
   return norm;
@@ -217,7 +211,7 @@ absl::StatusOr<GroupNorm> GroupNorm::Load(Backend& backend, const Weights& weigh
 Tensor GroupNorm::operator()(Context& context, const Tensor& x, const Tensor& x2,
                              Activation activation) const {
   const Tensor out = NewRows(context, x.shape(), Features(x, x2));
-  context.backend.GroupNorm({.x = x, .x2 = x2, .norm = Then(activation), .out = out});
+  context.ops.GroupNorm({.x = x, .x2 = x2, .norm = Then(activation), .out = out});
   return out;
 }
 
@@ -228,20 +222,20 @@ Norm GroupNorm::Then(Activation activation, const Tensor& scale_shift) const {
   return norm;
 }
 
-absl::StatusOr<LayerNorm> LayerNorm::Load(Backend& backend, const Weights& weights, int channels,
+absl::StatusOr<LayerNorm> LayerNorm::Load(NetworkOps& ops, const Weights& weights, int channels,
                                           double eps) {
   DENOISED_ASSIGN_OR_RETURN(Tensor gamma, weights.Get("weight", {channels}));
   DENOISED_ASSIGN_OR_RETURN(Tensor beta, weights.Get("bias", {channels}));
   LayerNorm norm;
-  DENOISED_ASSIGN_OR_RETURN(norm.gamma_, backend.PackVector(gamma));
-  DENOISED_ASSIGN_OR_RETURN(norm.beta_, backend.PackVector(beta));
+  DENOISED_ASSIGN_OR_RETURN(norm.gamma_, ops.PackVector(gamma));
+  DENOISED_ASSIGN_OR_RETURN(norm.beta_, ops.PackVector(beta));
   norm.eps_ = static_cast<float>(eps);
   return norm;
 }
 
 Tensor LayerNorm::operator()(Context& context, const Tensor& x) const {
   Tensor out = context.New(x.shape());
-  context.backend.LayerNorm({.x = x, .gamma = gamma_, .beta = beta_, .eps = eps_, .out = out});
+  context.ops.LayerNorm({.x = x, .gamma = gamma_, .beta = beta_, .eps = eps_, .out = out});
   return out;
 }
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "engine/backend/backend.h"
+#include "engine/backend/network_ops.h"
 #include "engine/core/arena.h"
 #include "engine/io/weights.h"
 
@@ -16,13 +16,13 @@ namespace denoised::nn {
 
 /// Where a forward pass runs: the device and the memory of its activations.
 struct Context {
-  Backend& backend;
+  NetworkOps& ops;
   Arena& arena;
   /// For parity tests: called with the output of each of diffusers' submodules and its path
   /// ("down_blocks.0"). May be empty.
   std::function<void(const std::string& module, const Tensor& output)> trace;
 
-  Tensor New(const Shape& shape) { return arena.New(shape, backend.activation_dtype()); }
+  Tensor New(const Shape& shape) { return arena.New(shape, ops.activation_dtype()); }
   Tensor NewF32(const Shape& shape) { return arena.New(shape, DType::kF32); }
   void Trace(const std::string& module, const Tensor& output) {
     if (trace) trace(module, output);
@@ -38,15 +38,15 @@ class Conv2d {
  public:
   /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call; such a layer
   /// multiplies wide.
-  static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
+  static absl::StatusOr<Conv2d> Load(NetworkOps& ops, const Weights& weights, int in_channels,
                                      int out_channels, int kernel, bool upsample2x = false,
                                      Products products = Products::kWide);
   /// Packs computed weights, F32 in host memory: [out, in, k, k] and [out].
-  static absl::StatusOr<Conv2d> Pack(Backend& backend, const Tensor& weight_oihw,
+  static absl::StatusOr<Conv2d> Pack(NetworkOps& ops, const Tensor& weight_oihw,
                                      const Tensor& bias);
   /// Together with a 1×1 convolution whose input is epilogue.shortcut.x and x2 at every call. Both
   /// have Products::kOfModel.
-  static absl::StatusOr<Conv2d> LoadWithShortcut(Backend& backend, const Weights& weights,
+  static absl::StatusOr<Conv2d> LoadWithShortcut(NetworkOps& ops, const Weights& weights,
                                                  int in_channels, int out_channels, int kernel,
                                                  const Weights& shortcut_weights,
                                                  int shortcut_channels);
@@ -56,8 +56,7 @@ class Conv2d {
   /// activation dtype.
   Tensor operator()(Context& context, Conv2dArgs args) const;
   /// Loads a convolution whose doubling may drop the last line (see Upsample()).
-  static absl::StatusOr<Conv2d> LoadUpsample(Backend& backend, const Weights& weights,
-                                             int channels);
+  static absl::StatusOr<Conv2d> LoadUpsample(NetworkOps& ops, const Weights& weights, int channels);
   /// Doubles `x` and drops what is beyond [height, width], then convolves, as diffusers' Upsample2D
   /// to a size. Height and width are twice those of x, or one less.
   Tensor Upsample(Context& context, const Tensor& x, int64_t height, int64_t width) const;
@@ -72,25 +71,25 @@ class Conv2d {
   std::shared_ptr<const PackedConv2d> plain_;  // of LoadUpsample(): the same without doubling
 };
 
-/// A new tensor of Backend::Resample2x().
+/// A new tensor of NetworkOps::Resample2x().
 Tensor Resampled(Context& context, Resample kind, const Tensor& x);
 
 /// torch.nn.Linear over the last dimension.
 class Linear {
  public:
-  static absl::StatusOr<Linear> Load(Backend& backend, const Weights& weights, int in_features,
+  static absl::StatusOr<Linear> Load(NetworkOps& ops, const Weights& weights, int in_features,
                                      int out_features, Products products = Products::kWide);
   /// A 1×1 convolution as the linear layer over pixels that it is.
-  static absl::StatusOr<Linear> LoadConv1x1(Backend& backend, const Weights& weights,
+  static absl::StatusOr<Linear> LoadConv1x1(NetworkOps& ops, const Weights& weights,
                                             int in_features, int out_features,
                                             Products products = Products::kWide);
   /// Several layers with the same input as one, outputs side by side. Their scale is the first's.
-  static absl::StatusOr<Linear> LoadFused(Backend& backend, const std::vector<Weights>& layers,
+  static absl::StatusOr<Linear> LoadFused(NetworkOps& ops, const std::vector<Weights>& layers,
                                           int in_features, const std::vector<int>& out_features,
                                           Products products = Products::kWide);
 
   /// diffusers' GEGLU: weights of values and gates; the result is value · gelu(gate).
-  static absl::StatusOr<Linear> LoadGated(Backend& backend, const Weights& weights, int in_features,
+  static absl::StatusOr<Linear> LoadGated(NetworkOps& ops, const Weights& weights, int in_features,
                                           int out_features, Products products = Products::kWide);
 
   /// Multiplies args.x as args.prologue and args.epilogue say. Sets weights, the tensors that a
@@ -104,7 +103,7 @@ class Linear {
 /// torch.nn.GroupNorm, optionally over the concatenation of two tensors.
 class GroupNorm {
  public:
-  static absl::StatusOr<GroupNorm> Load(Backend& backend, const Weights& weights, int channels,
+  static absl::StatusOr<GroupNorm> Load(NetworkOps& ops, const Weights& weights, int channels,
                                         int groups, double eps);
 
   /// x, or concat(x, x2), to a new tensor.
@@ -120,7 +119,7 @@ class GroupNorm {
 /// torch.nn.LayerNorm over the last dimension.
 class LayerNorm {
  public:
-  static absl::StatusOr<LayerNorm> Load(Backend& backend, const Weights& weights, int channels,
+  static absl::StatusOr<LayerNorm> Load(NetworkOps& ops, const Weights& weights, int channels,
                                         double eps);
   /// [.., channels] → the same, a new tensor.
   Tensor operator()(Context& context, const Tensor& x) const;

@@ -2,7 +2,7 @@
 #include "engine/nn/resnet.h"
 
 namespace denoised::nn {
-absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& weights,
+absl::StatusOr<ResnetBlock> ResnetBlock::Load(NetworkOps& ops, const Weights& weights,
                                               const ResnetOptions& options,
                                               TimeProjections& projections) {
   ResnetBlock block;
@@ -11,37 +11,37 @@ absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& w
       block.time_column_,
       projections.Add(weights / "time_emb_proj", options.time_channels,
                       options.scale_shift ? 2 * options.out_channels : options.out_channels));
-  DENOISED_RETURN_IF_ERROR(block.LoadLayers(backend, weights));
+  DENOISED_RETURN_IF_ERROR(block.LoadLayers(ops, weights));
   return block;
 }
 
-absl::StatusOr<ResnetBlock> ResnetBlock::Load(Backend& backend, const Weights& weights,
+absl::StatusOr<ResnetBlock> ResnetBlock::Load(NetworkOps& ops, const Weights& weights,
                                               const ResnetOptions& options) {
   DENOISED_CHECK(options.time_channels == 0 && !options.scale_shift);
   ResnetBlock block;
   block.options_ = options;
-  DENOISED_RETURN_IF_ERROR(block.LoadLayers(backend, weights));
+  DENOISED_RETURN_IF_ERROR(block.LoadLayers(ops, weights));
   return block;
 }
 
-absl::Status ResnetBlock::LoadLayers(Backend& backend, const Weights& weights) {
+absl::Status ResnetBlock::LoadLayers(NetworkOps& ops, const Weights& weights) {
   const int in = options_.in_channels, out = options_.out_channels;
   DENOISED_ASSIGN_OR_RETURN(
-      norm1_, GroupNorm::Load(backend, weights / "norm1", in, options_.groups, options_.eps));
+      norm1_, GroupNorm::Load(ops, weights / "norm1", in, options_.groups, options_.eps));
   DENOISED_ASSIGN_OR_RETURN(
-      conv1_, Conv2d::Load(backend, weights / "conv1", in, out, 3,
+      conv1_, Conv2d::Load(ops, weights / "conv1", in, out, 3,
                            options_.resample == ResnetOptions::Resample::kUp && !options_.fir,
                            Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(
       norm2_,
-      GroupNorm::Load(backend, weights / "norm2", out,
+      GroupNorm::Load(ops, weights / "norm2", out,
                       options_.groups_out ? options_.groups_out : options_.groups, options_.eps));
   if (!options_.has_shortcut()) {
-    DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::Load(backend, weights / "conv2", out, out, 3,
+    DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::Load(ops, weights / "conv2", out, out, 3,
                                                    /*upsample2x=*/false, Products::kOfModel));
   } else {
-    DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::LoadWithShortcut(backend, weights / "conv2", out, out,
-                                                               3, weights / "conv_shortcut", in));
+    DENOISED_ASSIGN_OR_RETURN(conv2_, Conv2d::LoadWithShortcut(ops, weights / "conv2", out, out, 3,
+                                                               weights / "conv_shortcut", in));
   }
   return absl::OkStatus();
 }

@@ -17,7 +17,7 @@ struct ResnetOptions {
   bool scale_shift = false;  // resnet_time_scale_shift: "scale_shift" instead of "default"
   double output_scale_factor = 1.0;
   enum class Resample { kNone, kUp, kDown } resample = Resample::kNone;
-  bool fir = false;       // resampling is filtered: backend.h's kFirUp and kFirDown
+  bool fir = false;       // resampling is filtered: network_ops.h's kFirUp and kFirDown
   bool shortcut = false;  // conv_shortcut also where channels do not change
   bool has_shortcut() const { return shortcut || in_channels != out_channels; }
 };
@@ -25,11 +25,11 @@ struct ResnetOptions {
 /// diffusers' ResnetBlock2D: norm, act, conv, time embedding, norm, act, conv, plus the input.
 class ResnetBlock {
  public:
-  static absl::StatusOr<ResnetBlock> Load(Backend& backend, const Weights& weights,
+  static absl::StatusOr<ResnetBlock> Load(NetworkOps& ops, const Weights& weights,
                                           const ResnetOptions& options,
                                           TimeProjections& projections);
   /// A block that reads no time.
-  static absl::StatusOr<ResnetBlock> Load(Backend& backend, const Weights& weights,
+  static absl::StatusOr<ResnetBlock> Load(NetworkOps& ops, const Weights& weights,
                                           const ResnetOptions& options);
   /// x [N, H, W, C] and `skip` (undefined, or [N, H, W, C2] to be concatenated) → [N, H', W',
   /// Cout]. `time` is the output of the model's TimeProjections, undefined for a block without.
@@ -37,7 +37,7 @@ class ResnetBlock {
                     const Tensor& time) const;
 
  private:
-  absl::Status LoadLayers(Backend& backend, const Weights& weights);
+  absl::Status LoadLayers(NetworkOps& ops, const Weights& weights);
 
   ResnetOptions options_;
   int time_column_ = 0;

@@ -12,34 +12,34 @@ TimestepProjection TimestepProjection::Positional(int channels, bool flip_sin_to
   return projection;
 }
 
-absl::StatusOr<TimestepProjection> TimestepProjection::Fourier(Backend& backend,
+absl::StatusOr<TimestepProjection> TimestepProjection::Fourier(NetworkOps& ops,
                                                                const Weights& weights,
                                                                int channels) {
   DENOISED_ASSIGN_OR_RETURN(Tensor weight, weights.Get("weight", {channels}));
   TimestepProjection projection;
   projection.out_features_ = 2 * channels;
-  DENOISED_ASSIGN_OR_RETURN(projection.fourier_weight_, backend.PackVector(weight));
+  DENOISED_ASSIGN_OR_RETURN(projection.fourier_weight_, ops.PackVector(weight));
   return projection;
 }
 
 Tensor TimestepProjection::operator()(Context& context, const Tensor& t) const {
   Tensor out = context.New({t.dim(0), out_features_});
   if (fourier_weight_) {
-    context.backend.FourierEmbedding({.t = t, .weight = fourier_weight_, .out = out});
+    context.ops.FourierEmbedding({.t = t, .weight = fourier_weight_, .out = out});
   } else {
-    context.backend.TimestepEmbedding(
+    context.ops.TimestepEmbedding(
         {.t = t, .flip_sin_to_cos = flip_sin_to_cos_, .freq_shift = freq_shift_, .out = out});
   }
   return out;
 }
 
-absl::StatusOr<TimestepEmbedding> TimestepEmbedding::Load(Backend& backend, const Weights& weights,
+absl::StatusOr<TimestepEmbedding> TimestepEmbedding::Load(NetworkOps& ops, const Weights& weights,
                                                           int in_features, int out_features) {
   TimestepEmbedding embedding;
   DENOISED_ASSIGN_OR_RETURN(embedding.linear_1_,
-                            Linear::Load(backend, weights / "linear_1", in_features, out_features));
-  DENOISED_ASSIGN_OR_RETURN(
-      embedding.linear_2_, Linear::Load(backend, weights / "linear_2", out_features, out_features));
+                            Linear::Load(ops, weights / "linear_1", in_features, out_features));
+  DENOISED_ASSIGN_OR_RETURN(embedding.linear_2_,
+                            Linear::Load(ops, weights / "linear_2", out_features, out_features));
   return embedding;
 }
 
@@ -61,9 +61,8 @@ absl::StatusOr<int> TimeProjections::Add(const Weights& time_emb_proj, int in_fe
   return column;
 }
 
-absl::Status TimeProjections::Pack(Backend& backend) {
-  DENOISED_ASSIGN_OR_RETURN(linear_,
-                            Linear::LoadFused(backend, layers_, in_features_, out_features_));
+absl::Status TimeProjections::Pack(NetworkOps& ops) {
+  DENOISED_ASSIGN_OR_RETURN(linear_, Linear::LoadFused(ops, layers_, in_features_, out_features_));
   layers_.clear();
   return absl::OkStatus();
 }

@@ -13,7 +13,7 @@ class TimestepProjection {
  public:
   static TimestepProjection Positional(int channels, bool flip_sin_to_cos, double freq_shift);
   /// `weights` holds "weight" [channels]; the output has twice as many.
-  static absl::StatusOr<TimestepProjection> Fourier(Backend& backend, const Weights& weights,
+  static absl::StatusOr<TimestepProjection> Fourier(NetworkOps& ops, const Weights& weights,
                                                     int channels);
 
   int out_features() const { return out_features_; }
@@ -30,7 +30,7 @@ class TimestepProjection {
 /// diffusers' TimestepEmbedding: linear, SiLU, linear; and the activation that its user applies.
 class TimestepEmbedding {
  public:
-  static absl::StatusOr<TimestepEmbedding> Load(Backend& backend, const Weights& weights,
+  static absl::StatusOr<TimestepEmbedding> Load(NetworkOps& ops, const Weights& weights,
                                                 int in_features, int out_features);
   /// [N, in_features] → [N, out_features], plus `residual` when defined, then `activation`.
   Tensor operator()(Context& context, const Tensor& x, const Tensor& residual,
@@ -47,7 +47,7 @@ class TimeProjections {
   /// Returns the first column of this block's `out_features` outputs.
   absl::StatusOr<int> Add(const Weights& time_emb_proj, int in_features, int out_features);
   /// Call once, after all blocks were loaded.
-  absl::Status Pack(Backend& backend);
+  absl::Status Pack(NetworkOps& ops);
   /// The activated embedding [N, in_features] → [N, all outputs].
   Tensor operator()(Context& context, const Tensor& embedding) const;
 

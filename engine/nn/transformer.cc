@@ -25,9 +25,9 @@ absl::StatusOr<int> KeyValueProjections::Add(const Weights& to_k, const Weights&
   return column;
 }
 
-absl::Status KeyValueProjections::Pack(Backend& backend) {
+absl::Status KeyValueProjections::Pack(NetworkOps& ops) {
   DENOISED_ASSIGN_OR_RETURN(linear_,
-                            Linear::LoadFused(backend, layers_, text_features_, out_features_));
+                            Linear::LoadFused(ops, layers_, text_features_, out_features_));
   layers_.clear();
   return absl::OkStatus();
 }
@@ -37,7 +37,7 @@ void KeyValueProjections::operator()(Context& context, const Tensor& states,
   linear_(context, {.x = states, .out = out});
 }
 
-absl::StatusOr<Transformer2D> Transformer2D::Load(Backend& backend, const Weights& weights,
+absl::StatusOr<Transformer2D> Transformer2D::Load(NetworkOps& ops, const Weights& weights,
                                                   const TransformerOptions& options,
                                                   KeyValueProjections& projections) {
   const int channels = options.channels;
@@ -51,19 +51,17 @@ absl::StatusOr<Transformer2D> Transformer2D::Load(Backend& backend, const Weight
                            weights.prefix(), channels / options.heads, kMaxHeadDim);
   Transformer2D transformer;
   transformer.options_ = options;
-  DENOISED_ASSIGN_OR_RETURN(transformer.norm_, GroupNorm::Load(backend, weights / "norm", channels,
+  DENOISED_ASSIGN_OR_RETURN(transformer.norm_, GroupNorm::Load(ops, weights / "norm", channels,
                                                                options.groups, kGroupNormEps));
   const auto projection = [&](const char* name) {
     return options.linear_projection
-               ? Linear::Load(backend, weights / name, channels, channels, Products::kOfModel)
-               : Linear::LoadConv1x1(backend, weights / name, channels, channels,
-                                     Products::kOfModel);
+               ? Linear::Load(ops, weights / name, channels, channels, Products::kOfModel)
+               : Linear::LoadConv1x1(ops, weights / name, channels, channels, Products::kOfModel);
   };
   DENOISED_ASSIGN_OR_RETURN(transformer.proj_in_, projection("proj_in"));
   for (int i = 0; i < options.depth; ++i) {
     DENOISED_ASSIGN_OR_RETURN(
-        Block block,
-        transformer.LoadBlock(backend, weights / "transformer_blocks" / i, projections));
+        Block block, transformer.LoadBlock(ops, weights / "transformer_blocks" / i, projections));
     transformer.blocks_.push_back(std::move(block));
   }
   DENOISED_ASSIGN_OR_RETURN(transformer.proj_out_, projection("proj_out"));
@@ -71,32 +69,31 @@ absl::StatusOr<Transformer2D> Transformer2D::Load(Backend& backend, const Weight
 }
 
 absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(
-    Backend& backend, const Weights& weights, KeyValueProjections& projections) const {
+    NetworkOps& ops, const Weights& weights, KeyValueProjections& projections) const {
   const int channels = options_.channels, hidden = kFeedForwardFactor * channels;
   const Weights self = weights / "attn1", cross = weights / "attn2", feed = weights / "ff" / "net";
   Block block;
   for (const auto& [norm, name] :
        {std::pair{&block.norm1, "norm1"}, std::pair{&block.norm2, "norm2"},
         std::pair{&block.norm3, "norm3"}}) {
-    DENOISED_ASSIGN_OR_RETURN(*norm,
-                              LayerNorm::Load(backend, weights / name, channels, kLayerNormEps));
+    DENOISED_ASSIGN_OR_RETURN(*norm, LayerNorm::Load(ops, weights / name, channels, kLayerNormEps));
   }
   DENOISED_ASSIGN_OR_RETURN(
       block.self_qkv,
-      Linear::LoadFused(backend, {self / "to_q", self / "to_k", self / "to_v"}, channels,
+      Linear::LoadFused(ops, {self / "to_q", self / "to_k", self / "to_v"}, channels,
                         {channels, channels, channels}, Products::kOfModel));
-  DENOISED_ASSIGN_OR_RETURN(block.self_out, Linear::Load(backend, self / "to_out" / 0, channels,
+  DENOISED_ASSIGN_OR_RETURN(block.self_out, Linear::Load(ops, self / "to_out" / 0, channels,
                                                          channels, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(
-      block.cross_q, Linear::Load(backend, cross / "to_q", channels, channels, Products::kOfModel));
+      block.cross_q, Linear::Load(ops, cross / "to_q", channels, channels, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(block.key_column, projections.Add(cross / "to_k", cross / "to_v",
                                                               options_.text_features, channels));
-  DENOISED_ASSIGN_OR_RETURN(block.cross_out, Linear::Load(backend, cross / "to_out" / 0, channels,
+  DENOISED_ASSIGN_OR_RETURN(block.cross_out, Linear::Load(ops, cross / "to_out" / 0, channels,
                                                           channels, Products::kOfModel));
-  DENOISED_ASSIGN_OR_RETURN(block.feed_in, Linear::LoadGated(backend, feed / 0 / "proj", channels,
+  DENOISED_ASSIGN_OR_RETURN(block.feed_in, Linear::LoadGated(ops, feed / 0 / "proj", channels,
                                                              hidden, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(block.feed_out,
-                            Linear::Load(backend, feed / 2, hidden, channels, Products::kOfModel));
+                            Linear::Load(ops, feed / 2, hidden, channels, Products::kOfModel));
   return block;
 }
 
@@ -117,8 +114,8 @@ Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
   {
     const Tensor qkv = block.self_qkv(context, {.x = block.norm1(context, x)});
     const Tensor attended = context.New(x.shape());
-    context.backend.Attention(Heads(qkv.Columns(0, channels), qkv.Columns(channels, channels),
-                                    qkv.Columns(2 * channels, channels), attended));
+    context.ops.Attention(Heads(qkv.Columns(0, channels), qkv.Columns(channels, channels),
+                                qkv.Columns(2 * channels, channels), attended));
     x = block.self_out(context, {.x = attended, .epilogue = {.residual = x}});
   }
   {
@@ -129,7 +126,7 @@ Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
               text.keys_values.Columns(block.key_column + channels, channels), attended);
     cross.key_set = text.set;
     cross.key_counts = text.key_counts;
-    context.backend.Attention(cross);
+    context.ops.Attention(cross);
     x = block.cross_out(context, {.x = attended, .epilogue = {.residual = x}});
   }
   const Tensor hidden = block.feed_in(context, {.x = block.norm3(context, x)});

@@ -16,7 +16,7 @@ class KeyValueProjections {
   absl::StatusOr<int> Add(const Weights& to_k, const Weights& to_v, int text_features,
                           int features);
   /// Call once, after all layers were loaded.
-  absl::Status Pack(Backend& backend);
+  absl::Status Pack(NetworkOps& ops);
   int columns() const { return columns_; }
   /// Text states [N, tokens, text_features] → `out` [N, tokens, columns].
   void operator()(Context& context, const Tensor& states, const Tensor& out) const;
@@ -49,7 +49,7 @@ struct TransformerOptions {
 /// residual), projection, residual.
 class Transformer2D {
  public:
-  static absl::StatusOr<Transformer2D> Load(Backend& backend, const Weights& weights,
+  static absl::StatusOr<Transformer2D> Load(NetworkOps& ops, const Weights& weights,
                                             const TransformerOptions& options,
                                             KeyValueProjections& projections);
   /// [N, H, W, C] → the same.
@@ -64,7 +64,7 @@ class Transformer2D {
     Linear feed_in, feed_out;
   };
 
-  absl::StatusOr<Block> LoadBlock(Backend& backend, const Weights& weights,
+  absl::StatusOr<Block> LoadBlock(NetworkOps& ops, const Weights& weights,
                                   KeyValueProjections& projections) const;
   Tensor Run(Context& context, const Block& block, Tensor x, const CrossAttentionInput& text) const;
   AttentionArgs Heads(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out) const;

@@ -129,11 +129,8 @@ namespace {
 
 class Loader {
  public:
-  Loader(Backend& backend, const PipelineFiles& files)
-      : backend_(backend),
-        files_(files),
-        directory_(files.directory),
-        scheduler_(files.scheduler) {}
+  Loader(NetworkOps& ops, const PipelineFiles& files)
+      : ops_(ops), files_(files), directory_(files.directory), scheduler_(files.scheduler) {}
 
   absl::StatusOr<Pipeline> Load() {
     DENOISED_RETURN_IF_ERROR(LoadTextEncoders());
@@ -169,7 +166,7 @@ class Loader {
                                 FindTextEncoder(directory_, name));
       DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(found->second));
       DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const TextEncoder> encoder,
-                                encoder_class->load(backend_, found->second, weights));
+                                encoder_class->load(ops_, found->second, weights));
       pipeline_.text_encoders.push_back(std::move(encoder));
     }
     return absl::OkStatus();
@@ -179,7 +176,7 @@ class Loader {
     const Component& component = directory_.components.at(name);
     DENOISED_ASSIGN_OR_RETURN(const CodecClass* const codec_class, FindCodec(directory_, name));
     DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(component));
-    return codec_class->load(backend_, component, weights);
+    return codec_class->load(ops_, component, weights);
   }
 
   absl::Status LoadPreviewCodec() {
@@ -218,8 +215,7 @@ class Loader {
     DENOISED_ASSIGN_OR_RETURN(const DenoiserClass* const denoiser_class, FindDenoiser(directory_));
     DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(unet));
     DENOISED_RETURN_IF_ERROR(SetInputScales(weights));
-    DENOISED_ASSIGN_OR_RETURN(pipeline_.denoiser,
-                              denoiser_class->load(backend_, unet, text, weights));
+    DENOISED_ASSIGN_OR_RETURN(pipeline_.denoiser, denoiser_class->load(ops_, unet, text, weights));
     if (const int numbers = pipeline_.denoiser->traits().size_numbers; numbers != 0 && numbers != 6)
       return InvalidArgument(
           "{}: text_time takes {} numbers; only 6 (original size, crop, target size) are supported",
@@ -232,7 +228,7 @@ class Loader {
       weights.SetInputScales(std::nullopt);
       return absl::OkStatus();
     }
-    if (!backend_.MultipliesE4m3())
+    if (!ops_.MultipliesE4m3())
       return FailedPrecondition(
           "{}: its precision is fp8, but the kernels for this device do not multiply in fp8 yet; "
           "load it with precision default, or on a CPU",
@@ -295,7 +291,7 @@ class Loader {
     return absl::OkStatus();
   }
 
-  Backend& backend_;
+  NetworkOps& ops_;
   const PipelineFiles& files_;
   const ModelDirectory& directory_;
   const SchedulerConfig& scheduler_;
@@ -304,8 +300,8 @@ class Loader {
 
 }  // namespace
 
-absl::StatusOr<Pipeline> LoadPipeline(Backend& backend, const PipelineFiles& files) {
-  return Loader(backend, files).Load();
+absl::StatusOr<Pipeline> LoadPipeline(NetworkOps& ops, const PipelineFiles& files) {
+  return Loader(ops, files).Load();
 }
 
 }  // namespace denoised

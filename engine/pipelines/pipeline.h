@@ -53,6 +53,6 @@ struct Pipeline {
 /// Packs all weights. The errors of the parts, which name file and field or tensor; InvalidArgument
 /// if the parts do not fit together; those of Calibration::Find(), and FailedPrecondition if the
 /// backend cannot multiply in the precision.
-absl::StatusOr<Pipeline> LoadPipeline(Backend& backend, const PipelineFiles& files);
+absl::StatusOr<Pipeline> LoadPipeline(NetworkOps& ops, const PipelineFiles& files);
 
 }  // namespace denoised

@@ -17,7 +17,7 @@ class FakeCodec final : public Codec {
   Tensor Decode(nn::Context& context, const Tensor& latents) const override {
     const Tensor pixels =
         context.NewF32({latents.dim(0), 2 * latents.dim(1), 2 * latents.dim(2), latents.dim(3)});
-    context.backend.Resample2x(Resample::kNearestUp, latents, pixels);
+    context.ops.Resample2x(Resample::kNearestUp, latents, pixels);
     return pixels;
   }
   Tensor Encode(nn::Context&, const Tensor&, const Tensor&) const override { return {}; }

@@ -34,17 +34,17 @@ class FakeDenoiser : public Denoiser {
     Tensor x = input.x;
     if (table_) {
       const Tensor offset = context.New({rows, pixels});
-      context.backend.Embedding({.table = table_, .index = input.label, .out = offset});
+      context.ops.Embedding({.table = table_, .index = input.label, .out = offset});
       const Tensor shifted = context.New(x.shape());
-      context.backend.Add(x, 1.0f, offset.Reshape(x.shape()), 0.0f, Activation::kNone, shifted);
+      context.ops.Add(x, 1.0f, offset.Reshape(x.shape()), 0.0f, Activation::kNone, shifted);
       x = shifted;
     }
     const Tensor curved = context.NewF32(x.shape());
-    context.backend.Add(x, 0.7f, Tensor(), 0.1f, Activation::kGelu, curved);
+    context.ops.Add(x, 0.7f, Tensor(), 0.1f, Activation::kGelu, curved);
     const Tensor divisor = context.NewF32({rows});
-    context.backend.Add(input.condition, 0.001f, Tensor(), 3.0f, Activation::kNone, divisor);
+    context.ops.Add(input.condition, 0.001f, Tensor(), 3.0f, Activation::kNone, divisor);
     const Tensor out = context.NewF32(x.shape());
-    context.backend.DivideRows(curved, divisor, out);
+    context.ops.DivideRows(curved, divisor, out);
     return out;
   }
 

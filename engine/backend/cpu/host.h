@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "engine/backend/backend.h"
+#include "engine/backend/compute_device.h"
 
 namespace denoised::cpu {
 

@@ -4,17 +4,18 @@
 #include <optional>
 #include <vector>
 
-#include "engine/backend/backend.h"
 #include "engine/backend/cpu/convolution.h"
 #include "engine/backend/cpu/scratch.h"
+#include "engine/backend/network_ops.h"
+#include "engine/backend/sampler_ops.h"
 #include "engine/core/mutex.h"
 
-/// The ops of backend.h on fp32 host memory. Arguments were checked. An op has run when it returns,
-/// on all threads, or on the calling thread alone inside Backend::ForEachPart(). It divides its
-/// work into units by the shape of a row alone, and a unit is the same sequence of operations on
-/// whichever thread: bits depend neither on the batch nor on the row's place in it. Several threads
-/// may call the same op with the same weights, each with its own Scratch. May throw dnnl::error and
-/// std::bad_alloc.
+/// The ops of networks and samplers on fp32 host memory. Arguments were checked. An op has run when
+/// it returns, on all threads, or on the calling thread alone inside ComputeDevice::ForEachPart().
+/// It divides its work into units by the shape of a row alone, and a unit is the same sequence of
+/// operations on whichever thread: bits depend neither on the batch nor on the row's place in it.
+/// Several threads may call the same op with the same weights, each with its own Scratch. May throw
+/// dnnl::error and std::bad_alloc.
 
 namespace denoised::cpu {
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "engine/backend/backend.h"
+#include "engine/backend/compute_device.h"
 
 namespace denoised::cpu {
 

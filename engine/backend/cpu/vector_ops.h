@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "engine/backend/backend.h"
+#include "engine/backend/activation.h"
 
 /// The innermost loops of the CPU backend: plain, without threads, compiled for several instruction
 /// sets and chosen when the program starts. No loop lets the compiler reorder a sum, and none

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/backend/backend.h"
+#include "engine/backend/compute_device.h"
 #include "engine/backend/cuda/device.h"
 
 /// Asynchronous copies between host and device.

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "engine/backend/backend.h"
 #include "engine/backend/cuda/launch.h"
+#include "engine/backend/network_ops.h"
 
 /// Weights as the kernels read them: [outputs, k] with k in the order (kh, kw, channel), rows
 /// padded with zeros to kDepthPadding, in the dtype of the arithmetic; biases fp32. A 3×3 weight

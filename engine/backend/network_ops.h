@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/backend/activation.h"
+#include "engine/core/status.h"
+#include "engine/core/tensor.h"
+
+/// The ops of networks. nn/ is written once against them and says what it wants: what is fused with
+/// a product, and what is an op of its own, each backend decides.
+///
+/// Activations are NHWC ([N, H, W, C], or [N, tokens, C]) in activation_dtype(). "Row" is one
+/// sample of the batch: dimension 0. Every op computes each row with an order of operations that
+/// depends on the row's shape alone, so a row has the same bits in any batch.
+///
+/// Ops only enqueue and return nothing. Shapes were validated when the model was loaded, so a wrong
+/// one is a bug (CHECK). Errors of the device are kept (compute_device.h).
+
+namespace denoised {
+
+/// Limits that every backend supports; nn/ refuses larger models when they are loaded.
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxNormChannels = 6144;
+
+/// A convolution or linear layer that may multiply in e4m3 (engine/core/e4m3.h). With an input
+/// scale s, its input is RoundToE4m3(x / s), and its weights are rounded in the same way when they
+/// are packed, with the E4m3Scale() of each output's largest. Products are exact, sums F32. So the
+/// result is the layer's of the rounded numbers, and all else in its op is as without: bias, add,
+/// residual, scale, activation. Not for `upsample2x`, nor for linears of one vector a row (rank 2).
+struct E4m3Layer {
+  std::string name;       // in the checkpoint, for InputObserver; empty: it is not observed
+  float input_scale = 0;  // a power of two; 0: products are in the activation dtype
+};
+
+/// Weights in the layout of the backend's kernels, made once at load.
+class PackedConv2d {
+ public:
+  virtual ~PackedConv2d() = default;
+  int in_channels = 0, out_channels = 0, kernel = 0;
+  bool upsample2x = false;
+  bool has_bias = false;
+  E4m3Layer e4m3;
+};
+class PackedLinear {
+ public:
+  virtual ~PackedLinear() = default;
+  int in_features = 0, out_features = 0;
+  bool gated = false;  // packed for Epilogue::ungated
+  E4m3Layer e4m3;
+};
+
+/// A group norm and what follows it: act(norm(x)·(1 + scale) + shift).
+struct Norm {
+  Tensor gamma, beta;  // F32 [C]; undefined: no norm
+  int groups = 32;
+  float eps = 1e-5f;
+  Tensor scale_shift;  // optional [N, 2·C], may be a Columns() view: scales, then shifts
+  Activation activation = Activation::kNone;
+  bool applied = false;  // by the Epilogue of what wrote x
+};
+inline bool IsToBeApplied(const Norm& norm) { return norm.gamma.defined() && !norm.applied; }
+
+/// A 1×1 convolution, stride 1, of concat(x, x2). Another convolution adds its result to its own.
+struct Conv2dShortcut {
+  Tensor x;   // [N, Ho, Wo, C]: height and width of the other convolution's output
+  Tensor x2;  // optional [N, Ho, Wo, C2]
+  const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias is part of the other's
+};
+
+/// What becomes of the input `x` of a convolution or a linear layer before the product. A backend
+/// fuses what it can and is faster; the rest it runs as ops of their own (decompose.h), with the
+/// same bits. Only convolutions have `x2` and `upsample2x`.
+struct Prologue {
+  Tensor x2;                // optional [N, H, W, C2]: the input is concat(x, x2) along channels
+  Norm norm;                // optional, of concat(x, x2)
+  Tensor normed;            // with a norm: [.., C + C2] for its result; undefined afterwards
+  bool upsample2x = false;  // nearest-neighbour doubling then, as packed; the kernel is 3 × 3, the
+                            // stride 1 and the padding 1 on all sides
+};
+
+/// What becomes of the product with weight and bias:
+///   out = act((product + add + residual or shortcut) · scale), or its gate.
+/// Fused as a Prologue is. Only convolutions have `add` and `shortcut`, only linears a gate, which
+/// is alone then.
+struct Epilogue {
+  Tensor add;       // optional [N, Cout], rows may be a Columns() view: added to every pixel
+  Tensor residual;  // optional, shape of out
+  Conv2dShortcut shortcut;  // optional, in place of a residual; `out` must not overlap its inputs
+  float scale = 1.0f;
+  Activation activation = Activation::kNone;
+  /// Optional, with weights that were packed for it: GEGLU (arXiv 2002.05202). [.., 2·C] for values
+  /// and gates; undefined afterwards. out [.., C] is value · gelu(gate), both rounded to the
+  /// activation dtype before.
+  Tensor ungated;
+  /// Optional: the norm through which alone `out` is read. The backend may apply it to `out` and
+  /// set `applied`; else it is left to the Prologue of who reads `out`, which has the same norm.
+  Norm* norm = nullptr;
+};
+
+struct Conv2dArgs {
+  Tensor x;                              // [N, H, W, C]
+  const PackedConv2d* weight = nullptr;  // [Cout, k, k, C + C2] and optional bias
+  int stride = 1;
+  int pad_top = 0, pad_left = 0, pad_bottom = 0, pad_right = 0;
+  Prologue prologue;
+  Epilogue epilogue;
+  Tensor out;  // [N, Ho, Wo, Cout]; activation dtype, or F32
+};
+
+struct LinearArgs {
+  Tensor x;                              // [M, K], or any rank: rows of K; activation dtype or F32
+  const PackedLinear* weight = nullptr;  // [Nout, K] and optional bias
+  Prologue prologue;
+  Epilogue epilogue;
+  Tensor out;  // rows of Nout; activation dtype or F32
+};
+
+struct GroupNormArgs {
+  Tensor x;   // [N, H, W, C] or [N, tokens, C]
+  Tensor x2;  // optional [N, H, W, C2]: normalises concat(x, x2)
+  Norm norm;
+  Tensor out;  // [.., C + C2]; must not overlap x, x2
+};
+
+struct LayerNormArgs {
+  Tensor x;            // [.., C]
+  Tensor gamma, beta;  // F32 [C]
+  float eps = 1e-5f;
+  Tensor out;  // [.., C]; may be x
+};
+
+struct AttentionArgs {
+  Tensor q;     // [N, tokens, heads·dim], may be a Columns() view
+  Tensor k, v;  // [S, key tokens, heads·dim], likewise; S is N unless there is a key_set
+  /// Optional I32 [N]: row n attends to set key_set[n], in [0, S), of keys and values.
+  Tensor key_set;
+  /// Optional I32 [S]: only so many of a set's keys exist, from 1 to all. What k and v hold behind
+  /// them has no effect.
+  Tensor key_counts;
+  bool causal = false;  // query i attends to keys 0 to i
+  int heads = 1;
+  float scale = 1.0f;  // softmax(q kᵀ · scale) v
+  Tensor out;          // [N, tokens, heads·dim]
+};
+
+struct GaussianArgs {
+  Tensor moments;  // F32 [.., 2·C]: means, then logarithms of variances, clamped to [−30, 20]
+  Tensor noise;    // optional F32 [.., C], standard normal; undefined: zeros
+  Tensor scale, shift;  // F32 [C]
+  Tensor out;           // F32 [.., C]: (mean + noise · √variance) · scale + shift
+};
+
+struct TimestepEmbeddingArgs {
+  Tensor t;  // F32 [N]
+  bool flip_sin_to_cos = true;
+  double freq_shift = 0;
+  double scale = 1;
+  double max_period = 10000;
+  Tensor out;  // [N, dim]; cos before sin when flipped; zero-padded when dim is odd
+};
+
+struct FourierEmbeddingArgs {
+  Tensor t;         // F32 [N]
+  Tensor weight;    // F32 [dim / 2]
+  bool log = true;  // embed ln t
+  bool flip_sin_to_cos = false;
+  Tensor out;  // [N, dim]: sin, cos of 2π·weight·t
+};
+
+struct EmbeddingArgs {
+  Tensor table;  // activation dtype or F32 [entries, dim]
+  Tensor index;  // I32 [N], each in [0, entries); or F32, rounded to the nearest entry
+  Tensor out;    // [N, dim]
+};
+
+/// Resampling by two, for blocks whose resampling has no convolution of its own.
+enum class Resample : uint8_t {
+  kNearestUp,  // to 2n, or to 2n − 1 without the last line
+  kAveragePoolDown,
+  // With the filter (1, 3, 3, 1) / 8 along each edge, zeros outside: diffusers' upfirdn2d with its
+  // gain. Rows and columns of `out`:
+  kFirUp,    // out[2i] = (x[i − 1] + 3·x[i]) / 4, out[2i + 1] = (3·x[i] + x[i + 1]) / 4
+  kFirDown,  // out[i] = (x[2i − 1] + 3·x[2i] + 3·x[2i + 1] + x[2i + 2]) / 8
+};
+
+class NetworkOps {
+ public:
+  virtual ~NetworkOps() = default;
+
+  virtual DType activation_dtype() const = 0;
+  /// Whether layers may have an E4m3Layer::input_scale.
+  virtual bool MultipliesE4m3() const { return false; }
+
+  // Weights: host tensors as in the file, of any float dtype. Several linears become one with their
+  // outputs side by side (fused QKV); either all have a bias or none has.
+  /// `upsample2x` must be that of every Prologue; `gated`: of one weight, values, then gates.
+  virtual absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
+                                                                   const Tensor& bias,
+                                                                   bool upsample2x,
+                                                                   const E4m3Layer& e4m3 = {}) = 0;
+  virtual absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
+      const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases,
+      const E4m3Layer& e4m3 = {}, bool gated = false) = 0;
+  /// A parameter of any other kind, on the device in fp32.
+  virtual absl::StatusOr<Tensor> PackVector(const Tensor& values) = 0;
+
+  // Ops.
+  /// As many elements of the same dtype; `to` may be a Columns() view as wide as `from`.
+  virtual void Copy(const Tensor& from, const Tensor& to) = 0;
+  virtual void Conv2d(const Conv2dArgs& args) = 0;
+  virtual void Linear(const LinearArgs& args) = 0;
+  /// out = value · gelu(gate) of the result of a Linear() with weights that were packed for it.
+  virtual void Gate(const Tensor& values_and_gates, const Tensor& out) = 0;
+  virtual void GroupNorm(const GroupNormArgs& args) = 0;
+  virtual void LayerNorm(const LayerNormArgs& args) = 0;
+  virtual void Attention(const AttentionArgs& args) = 0;
+  /// out[p] = the row of `codebook` F32 [K, C] that is closest to x[p], the first of equals. x is
+  /// F32 [.., C], out [.., C]. Distances are sums of squared differences in F32.
+  virtual void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) = 0;
+  virtual void Gaussian(const GaussianArgs& args) = 0;
+  virtual void TimestepEmbedding(const TimestepEmbeddingArgs& args) = 0;
+  virtual void FourierEmbedding(const FourierEmbeddingArgs& args) = 0;
+  virtual void Embedding(const EmbeddingArgs& args) = 0;
+  virtual void Resample2x(Resample kind, const Tensor& x, const Tensor& out) = 0;
+  /// out = act(a·scale + b + shift); b may be undefined; a and b may differ in dtype from out.
+  virtual void Add(const Tensor& a, float scale, const Tensor& b, float shift,
+                   Activation activation, const Tensor& out) = 0;
+  /// out[n] = x[n] / divisor[n]; divisor F32 [N].
+  virtual void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) = 0;
+};
+
+}  // namespace denoised
