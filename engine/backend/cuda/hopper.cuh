@@ -325,6 +325,7 @@ DENOISED_WGMMA(256, 128, 128, 129)
                  : DENOISED_SUMS_##r(d, 0)                                                      \
                  : "l"(x), "l"(y), "r"(static_cast<int>(add)));                                 \
   }
+DENOISED_WGMMA_FROM_ZERO(32, 16, 16, 17, 18)
 DENOISED_WGMMA_FROM_ZERO(64, 32, 32, 33, 34)
 DENOISED_WGMMA_FROM_ZERO(80, 40, 40, 41, 42)
 DENOISED_WGMMA_FROM_ZERO(96, 48, 48, 49, 50)
@@ -342,7 +343,20 @@ __device__ inline void WgmmaTransposed(float (&d)[96], uint64_t x, uint64_t y, b
       : "l"(x), "l"(y), "r"(static_cast<int>(add)));
 }
 
-/// x from registers, in the layout of accumulators, two to a word; y [16, n] with n innermost, by
+/// x from registers, in the layout of accumulators, two to a word.
+#define DENOISED_WGMMA_REGISTERS_FROM_ZERO(n, r, x0, x1, x2, x3, b, p)                          \
+  __device__ inline void Wgmma(float(&d)[r], const uint32_t* x, uint64_t y, bool add) {         \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                                    \
+                 ", 0;\n"                                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
+                 "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #b ", add, 1, 1, 0;\n}"       \
+                 : DENOISED_SUMS_##r(d, 0)                                                      \
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y),                          \
+                   "r"(static_cast<int>(add)));                                                 \
+  }
+DENOISED_WGMMA_REGISTERS_FROM_ZERO(64, 32, 32, 33, 34, 35, 36, 37)
+
+/// The same; y [16, n] with n innermost, by
 /// its TransposedDescriptor.
 #define DENOISED_WGMMA_REGISTERS(n, r, x0, x1, x2, x3, y0)                                      \
   __device__ inline void Wgmma(float(&d)[r], const uint32_t* x, uint64_t y) {                   \

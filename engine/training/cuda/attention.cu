@@ -420,14 +420,15 @@ enum class Kernels : uint8_t { kPlain, kTensorCores, kHopper };
 
 template <bool kOfKeys>
 cudaError_t LaunchGradient(const Gradient& gradient, Kernels kernels, int images,
-                           cudaStream_t stream) {
+                           const Queue& queue) {
+  const cudaStream_t stream = queue.stream;
   const int dim = gradient.dim;
   if (kernels == Kernels::kPlain) {
     return Launch(PlainGradientKernel<kOfKeys>, gradient, kPlainWarps, 32 * kPlainWarps,
                   PlainSharedBytes(dim), images, stream);
   }
   if (kernels == Kernels::kHopper && SuitsGradientHopper(gradient))
-    return LaunchGradientHopper<kOfKeys>(gradient, images, stream);
+    return LaunchGradientHopper<kOfKeys>(gradient, images, queue);
   if (dim <= 32) {
     return LaunchFitting<Shape<32, 2, 2, 64, 32>, Shape<32, 4, 2, 64, 32>, kOfKeys>(gradient,
                                                                                     images, stream);
@@ -464,13 +465,13 @@ cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, con
                        .log_sum_exp = forward.log_sum_exp,
                        .delta = backward.delta,
                        .d_first = backward.dq};
-  if (cudaError_t error = LaunchGradient<false>(gradient, kernels, forward.images, queue.stream);
+  if (cudaError_t error = LaunchGradient<false>(gradient, kernels, forward.images, queue);
       error != cudaSuccess) {
     return error;
   }
   gradient.own = keys, gradient.others = queries;
   gradient.d_first = backward.dk, gradient.d_second = backward.dv;
-  return LaunchGradient<true>(gradient, kernels, forward.images, queue.stream);
+  return LaunchGradient<true>(gradient, kernels, forward.images, queue);
 }
 
 }  // namespace denoised::training::cuda

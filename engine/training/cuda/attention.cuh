@@ -29,9 +29,9 @@ struct Gradient {
 
 /// Hopper's kernels, for bf16 in vectors. Few own tokens would leave a half of them idle.
 inline bool SuitsGradientHopper(const Gradient& gradient) {
-  return gradient.dim <= 64 && !gradient.causal && gradient.own.count > 64;
+  return gradient.dim <= 256 && !gradient.causal && gradient.own.count > 64;
 }
 template <bool kOfKeys>
-cudaError_t LaunchGradientHopper(const Gradient& gradient, int images, cudaStream_t stream);
+cudaError_t LaunchGradientHopper(const Gradient& gradient, int images, const Queue& queue);
 
 }  // namespace denoised::training::cuda
