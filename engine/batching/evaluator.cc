@@ -139,7 +139,8 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(
       reserve(slots * int64_t{sizeof(int32_t)}, options_.flag_downloads + options_.parks));
   DENOISED_RETURN_IF_ERROR(reserve(kRegisters * image_bytes, options_.parks));
-  if (options_.codec) DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, decodes * options_.decodes));
+  if (options_.codec)
+    DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.max_decodes * options_.decodes));
   if (options_.preview_codec) DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.previews));
   return backend_.status();
 }
@@ -470,15 +471,26 @@ std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
   return backend_.BeginDownload(SlotOf(state_.x, slot));
 }
 
-int Evaluator::DecodesAtATime(int drawn, bool evaluations_wait) const {
-  if (!options_.codec) return drawn;
-  int most = std::min(drawn, 1);
-  const double one = decodings_.at(1).seconds;
-  for (const auto& [count, decoding] : decodings_) {
-    if (count > drawn || decoding.seconds < 0) break;
-    if (!evaluations_wait || decoding.seconds <= kOneImage * one) most = count;
+std::vector<int> Evaluator::Decodes(int drawn, double seconds) const {
+  if (drawn == 0) return {};
+  if (!options_.codec) return {drawn};
+  std::vector<int> calls;
+  int left = std::min(drawn, options_.max_decodes);
+  double allowed = std::max(seconds, kOneImage * decodings_.at(1).seconds);
+  while (left > 0) {
+    int most = calls.empty() ? 1 : 0;
+    for (const auto& [count, decoding] : decodings_) {
+      if (count > left || decoding.seconds < 0) break;
+      if (decoding.seconds <= allowed) most = count;
+    }
+    if (most == 0) break;
+    calls.push_back(most);
+    if (decodings_.at(most).seconds < 0) break;
+    left -= most;
+    seconds -= decodings_.at(most).seconds;
+    allowed = seconds;
   }
-  return most;
+  return calls;
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Download>>> Evaluator::DownloadImages(

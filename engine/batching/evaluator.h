@@ -30,10 +30,10 @@ class Evaluator {
     int downloads = 0;        // of states and predictions: the most under way at a time
     int flag_downloads = 0;   // of DownloadNonfinite(): likewise
     int parks = 0;            // Parked images: the most on their way to the host at a time
-    int decodes = 0;          // calls of DownloadImages() with a codec: likewise
+    int decodes = 0;          // Decodes() with a codec: likewise
     int previews = 0;         // DownloadPreview()s: likewise
     std::shared_ptr<const Codec> codec;          // null: the state is the image
-    int max_decodes = 1;                         // images that the codec decodes side by side
+    int max_decodes = 1;                         // images of one Decodes()
     std::shared_ptr<const Codec> preview_codec;  // a small one, for DownloadPreview(); may be null
     /// activations() of another evaluator of the backend: one after the other, they use the same
     /// memory. An evaluation then has as many rows as find room there. If there is no room for
@@ -99,11 +99,12 @@ class Evaluator {
 
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
-  /// How many of `drawn` images DownloadImages() should decode at a time: the number that is
-  /// fastest for each; if evaluations wait for it, only if it takes no longer than one image.
-  int DecodesAtATime(int drawn, bool evaluations_wait) const;
+  /// The calls of DownloadImages() that are to follow, as their numbers of images, of `drawn`
+  /// images and of max_decodes at most: side by side as many as is fastest for each. All together
+  /// take at most `seconds`, but one image, or as many as take no longer, may always be decoded.
+  std::vector<int> Decodes(int drawn, double seconds) const;
   /// The pixels of the slots' states: decoded first where there is a codec, and then only as many
-  /// as DecodesAtATime() says.
+  /// as Decodes() says.
   absl::StatusOr<std::vector<std::unique_ptr<Download>>> DownloadImages(std::span<const int> slots);
   /// With a preview_codec: what it decodes the slot's predicted x0 into, or its state times
   /// `scale`.

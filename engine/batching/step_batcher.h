@@ -29,7 +29,7 @@ struct BatchedModel {
   std::shared_ptr<const Codec> codec;  // null: the state is the image
   ImageInput image_input = ImageInput::kNone;
   Conditioner::Encoders text_encoders;         // none: the model reads no text
-  int max_decodes = 1;                         // images that the codec decodes side by side
+  int max_decodes = 1;                         // images that are decoded after one evaluation
   LatentPreview preview;                       // with a codec
   std::shared_ptr<const Codec> preview_codec;  // for PreviewDecoder::kTiny; null: there is none
   int null_label = -1;  // the class of unconditional rows; −1: guidance is not offered
@@ -105,10 +105,13 @@ class StepBatcher {
   int SlotsOfNewSize(const JobQueue::Size& size);
   bool EvictIdleBatch(const std::string* model);
   void EvictUnused();
+  bool EvaluationsWait() const;
   absl::Status Decode(Batch& batch, Evaluated* evaluated);
+  absl::Status DecodeNext(Batch& batch, int count, Evaluated* evaluated);
   absl::Status Preview(Batch& batch, Evaluated* evaluated);
   Backend& BackendOf(const BatchedModel& model) const;
   void FreeEnded();
+  bool Admits(const Batch& batch) const;
   absl::Status Admit(Batch& batch);
   std::vector<int> Victims(const Batch& batch, const Job& job, size_t most) const;
   size_t RoomToPark(const Batch& batch) const;
