@@ -295,6 +295,8 @@ class Backend {
   virtual std::string description() const = 0;  // for people: chip, cores or SMs, memory
   virtual Device device() const = 0;
   virtual DType activation_dtype() const = 0;
+  /// What layers that are not in e4m3 round their operands to, at most.
+  virtual DType product_dtype() const { return activation_dtype(); }
   /// Whether layers may have an E4m3Layer::input_scale.
   virtual bool MultipliesE4m3() const { return false; }
 
