@@ -61,9 +61,10 @@ class Admission::Lane {
   /// Expected seconds of an evaluation; 0 before the first measurement. The cost of a bucket that
   /// was not measured is interpolated between its measured neighbours, because an evaluation takes
   /// a fixed time plus a time for each row. It is at most proportional to the smaller neighbour,
-  /// because the time of a row never grows with their number. More rows than were ever measured
-  /// cost as much as the most that were: the estimate is then too low, so that no deadline that can
-  /// be met is refused.
+  /// because the time of a row never grows with their number. More rows than were ever measured go
+  /// on at the pace of the two buckets with the most, for warm-up runs no bucket beyond one that
+  /// fills the device. If one bucket was measured alone, they cost as much as it did: the estimate
+  /// is then too low, so that no deadline that can be met is refused.
   double Cost(int rows) const {
     if (seconds.empty()) return OfOwnSize() * model->own_size->MeasuredCost(rows);
     return MeasuredCost(rows);
@@ -73,8 +74,9 @@ class Admission::Lane {
     const std::vector<int>& buckets = room.buckets;
     const auto padded = std::lower_bound(buckets.begin(), buckets.end(), rows);
     const int bucket = padded == buckets.end() ? rows : *padded;
-    const auto above = seconds.lower_bound(bucket);
-    if (above == seconds.end()) return seconds.rbegin()->second;
+    auto above = seconds.lower_bound(bucket);
+    if (above == seconds.end() && seconds.size() == 1) return seconds.begin()->second;
+    if (above == seconds.end()) --above;
     if (above->first == bucket || above == seconds.begin()) return above->second;
     const auto& [fewer, quicker] = *std::prev(above);
     const auto& [more, slower] = *above;

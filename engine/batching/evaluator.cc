@@ -16,6 +16,8 @@ namespace {
 constexpr double kDecodeGain = 0.05;
 // More images that take this much longer than one image do count as one image's time.
 constexpr double kOneImage = 1.1;
+// Seconds of a run that fills the device: more rows, or images, take as long for each.
+constexpr double kFillsDevice = 0.03;
 constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
 
 // Powers of two where rows are padded; otherwise every count is a bucket of its own.
@@ -273,6 +275,7 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
 absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
   const bool decodes = options_.codec && warming_decodes_ > 0;
   const bool preview = !decodes && options_.preview_codec && !preview_warm_;
+  if (!decodes && !preview && filled_) return CaptureNext();
   const int bucket = buckets_[warm_buckets_];
   const std::vector<EvaluationRow> padding(bucket, kPadding);
   const auto begin = backend_.Mark();
@@ -300,18 +303,26 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
     const bool gains =
         warming_decodes_ == 1 ||
         warmed.seconds <= (1 - kDecodeGain) * 2 * std::prev(decoding)->second.seconds;
-    if (!gains) {
-      decodings_.erase(decoding, decodings_.end());
-      warmed.seconds = -1;
-    }
-    warming_decodes_ =
-        gains && decodings_.contains(2 * warming_decodes_) ? 2 * warming_decodes_ : 0;
+    if (!gains) warmed.seconds = -1;
+    if (!gains || warmed.seconds >= kFillsDevice)
+      decodings_.erase(gains ? std::next(decoding) : decoding, decodings_.end());
+    warming_decodes_ = decodings_.contains(2 * warming_decodes_) ? 2 * warming_decodes_ : 0;
     return warmed;
   }
+  filled_ = warmed.seconds >= kFillsDevice;
   ++warm_buckets_;
   // Without padding all buckets run the same primitives row by row: warming up one is enough.
   warmed.more = CapabilitiesOf(backend_.device()).pads_rows && warm_buckets_ < buckets_.size();
   return warmed;
+}
+
+/// Of a bucket that would take long: its first evaluation only finds caches cold.
+absl::StatusOr<Evaluator::Warmed> Evaluator::CaptureNext() {
+  const int bucket = buckets_[warm_buckets_++];
+  if (const auto graph = GraphFor(bucket);
+      !graph.ok() && !absl::IsResourceExhausted(graph.status()))
+    return graph.status();
+  return Warmed{.count = bucket, .seconds = -1, .more = warm_buckets_ < buckets_.size()};
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {

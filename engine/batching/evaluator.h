@@ -58,10 +58,12 @@ class Evaluator {
     bool more = false;   // call again
   };
   /// Runs one evaluation of the next bucket, so that no request pays for its first: first one that
-  /// captures the graph, then one that is measured. Decoding comes before the buckets: one image,
-  /// and twice as many for as long as that is faster for each. Waits for the device. One evaluation
-  /// a call, so that evaluations of other models can run in between. Without WarmUp(), graphs are
-  /// captured when they are first needed.
+  /// captures the graph, then one that is measured. Buckets after one that fills the device are
+  /// captured and not run, so that large models need not run for seconds before they serve.
+  /// Decoding comes before the buckets: one image, and twice as many for as long as that is faster
+  /// for each and does not fill the device. Waits for the device. One evaluation a call, so that
+  /// evaluations of other models can run in between. Without WarmUp(), graphs are captured when
+  /// they are first needed.
   absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
@@ -151,6 +153,7 @@ class Evaluator {
   size_t DecodeBytes(const Codec& codec, int images);
   absl::Status Decode(Decoding& decoding, const Codec& codec, const Tensor& latents);
   absl::Status DecodeImages(int count);
+  absl::StatusOr<Warmed> CaptureNext();
 
   Backend& backend_;
   std::shared_ptr<const Denoiser> denoiser_;
@@ -175,6 +178,7 @@ class Evaluator {
   size_t part_bytes_ = 0;  // of one worker, for rows computed in parts
   int workers_ = 0;
   size_t warm_buckets_ = 0;
+  bool filled_ = false;      // the device, by the bucket that was measured last
   int warming_decodes_ = 1;  // images side by side; 0: all are warm
   bool preview_warm_ = false;
   bool captured_next_ = false;  // WarmUp() has captured the graph that it measures next

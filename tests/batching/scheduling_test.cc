@@ -351,6 +351,32 @@ TEST(Estimates, AreNeverMoreThanProportionalToAMeasuredOne) {
   EXPECT_NEAR(*estimate.total_seconds, 0.02, 1e-6);
 }
 
+TEST(Estimates, OfMoreRowsThanWereMeasuredGoOnAtTheSamePace) {
+  Simulation simulation({});
+  Admission admission({});
+  Admission::Lane* const lane =
+      admission.Open("fake", Simulation::kSize, Simulation::kSize,
+                     {.rows = 16, .slots = 16, .buckets = {1, 2, 4, 8, 16}});
+  const auto seconds = [&](int count) {
+    Estimate estimate;
+    const auto ticket = admission.Enter(1, simulation.Job({.steps = 1, .count = count}),
+                                        simulation.clock.now, &estimate);
+    EXPECT_TRUE(ticket.ok());
+    admission.Withdraw(**ticket);
+    admission.Left(**ticket, 0, EndReason::kCancelled);
+    return *estimate.total_seconds;
+  };
+  admission.Measured(*lane, 2, 0.25);
+  EXPECT_EQ(seconds(16), 0.25) << "of one bucket, nothing is known of more rows";
+  admission.Measured(*lane, 4, 0.375);
+  EXPECT_EQ(seconds(8), 0.625);
+  EXPECT_EQ(seconds(16), 1.125);
+  admission.Measured(*lane, 16, -1);  // captured alone
+  EXPECT_EQ(seconds(16), 1.125);
+  admission.Measured(*lane, 16, 1.0);
+  EXPECT_EQ(seconds(16), 1.0);
+}
+
 TEST(Estimates, AreOfTheBucketThatRowsArePaddedTo) {
   Simulation simulation({});
   Admission admission({});
