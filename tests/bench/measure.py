@@ -865,7 +865,7 @@ def main():
         for topic in args.topics:
             try:
                 TOPICS[topic](session)
-            except Exception as error:  # the other topics still have their time
+            except (Exception, SystemExit) as error:  # the other topics still have their time
                 session.say(f"{topic} failed: {type(error).__name__}: {error}")
                 failed = True
                 session.stop(*list(session.workers))

@@ -49,11 +49,16 @@ def server_options(session):
     cores = sorted(os.sched_getaffinity(0))
     clients = min(max(1, len(cores) // 8), len(cores) - 1)
     with tempfile.TemporaryDirectory(prefix="denoised-pipelines-", dir=session.args.work) as work:
-        yield types.SimpleNamespace(
-            denoised=session.program("denoised", "server"),
-            denoise=session.program("denoise", "client"), work=pathlib.Path(work),
-            device=session.args.device, server_flag=session.args.server_flag,
-            server_cores=cores[:len(cores) - clients], client_cores=cores[len(cores) - clients:])
+        log = pathlib.Path(work) / "denoised.log"
+        try:
+            yield types.SimpleNamespace(
+                denoised=session.program("denoised", "server"),
+                denoise=session.program("denoise", "client"), work=log.parent,
+                device=session.args.device, server_flag=session.args.server_flag,
+                server_cores=cores[:len(cores) - clients], client_cores=cores[len(cores) - clients:])
+        finally:
+            if log.exists():
+                (session.out / log.name).write_bytes(log.read_bytes())
 
 
 def make_model(session, name, folder, parts=()):
@@ -177,13 +182,16 @@ def sdxl_mixed(session):
     with server_options(session) as options:
         directory = make_model(session, "sdxl", options.work)
         with serving.Server(options, directory, "--max-rows", "16", apart=True) as server:
+            # A new size is captured when it is first needed, and on a new machine its kernels measured.
+            load(server, mixed, 64, 1, args.pipeline_scale * 12, seed=0, stop=True)
+            server.wait_for_none()
             for turn in range(args.pipeline_rounds):
                 pair = {}
                 sides = [("uniform", uniform, 16), ("mixed", mixed, 64)]
                 for name, mix, in_flight in sides if turn % 2 == 0 else reversed(sides):
                     begin = time.monotonic()
-                    _, grown = load(server, mix, in_flight, args.pipeline_scale * (8 if turn == 0 else 5),
-                                    args.pipeline_scale * 8, seed=turn + 1, stop=True)
+                    _, grown = load(server, mix, in_flight, args.pipeline_scale * 4,
+                                    args.pipeline_scale * 7, seed=turn + 1, stop=True)
                     server.wait_for_none()
                     pair[name] = grown["rows"] / grown["time"]
                     figures["rounds"].append({"queue": name, "server": grown,
