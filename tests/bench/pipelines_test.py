@@ -36,7 +36,7 @@ class PipelinesTest(unittest.TestCase):
             self.assertGreater(files[topic]["figures"]["rounds"][0]["server"]["decode_seconds"], 0, topic)
         self.assertGreater(min(files["sdxl-mixed"]["figures"]["pairs"][0]), 0)
         request = files["sd15-request"]["figures"]
-        self.assertGreater(request["first_previews"][0]["evaluations"], 1)
+        self.assertGreater(request["first_previews"][0]["evaluations"], 0)
         self.assertTrue(request["row"]["peers"] or request["row"]["left_out"], "there may be no diffusers")
         runs = files["sdxl-start"]["figures"]["runs"]
         self.assertEqual(len(runs), 2)
